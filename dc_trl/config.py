@@ -1,0 +1,232 @@
+"""Settings of `DCGRPOTrainer`."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from trl import GRPOConfig
+
+from .deployment.schemes import require_scheme
+from .discrepancy import Level, Measure, Reduction
+from .lagrangian import LagrangeMultiplier
+
+
+Constraint = Literal["none", "static", "lagrangian"]
+
+# Sampling settings that make the engine's log-probabilities those of another distribution than the policy's, with the
+# values that leave it alone. In `generation_kwargs` they go to vLLM's SamplingParams or transformers' GenerationConfig.
+_NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "top_p": (None, 1.0),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0.0),
+    "top_h": (None,),
+    "typical_p": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0),
+    "eta_cutoff": (None, 0.0),
+    "repetition_penalty": (None, 1.0),
+    "presence_penalty": (None, 0.0),
+    "frequency_penalty": (None, 0.0),
+}
+
+
+@dataclass
+class DCGRPOConfig(GRPOConfig):
+    r"""Configuration of [`DCGRPOTrainer`]: everything of [`~trl.GRPOConfig`], and the discrepancy constraint.
+
+    The defaults are the dense 8B recipe of DC-GRPO (arXiv 2606.08779). Six defaults differ from TRL's because the
+    paper's objective does: `loss_type="grpo"`, `epsilon=0.24`, `beta=0`, `temperature=1`, `num_generations=8` and
+    `vllm_importance_sampling_correction=False` (truncated or masked importance sampling stays available by option).
+
+    Args:
+        constraint (`str`, defaults to `"lagrangian"`):
+            `"none"`: GRPO, the discrepancy is measured and logged only. `"static"`: Dual-GRPO (eq. 4), advantages
+            minus λ·δ with a fixed λ = `lambda_init`. `"lagrangian"`: DC-GRPO (eqs. 8–11), λ moves by dual ascent
+            after each generation batch.
+        discrepancy_measure (`str`, defaults to `"prob_diff"`):
+            δ of a token (eq. 2): `"prob_diff"` |π_train − π_inf|, `"prob_ratio"` |π_train/π_inf − 1|, or `"log_prob"`
+            |log π_train − log π_inf|.
+        discrepancy_level (`str`, defaults to `"token"`):
+            `"token"`: every token is penalised by its own δ. `"sequence"`: by the mean δ of its trajectory.
+        discrepancy_tolerance (`float`, defaults to `0.0037`):
+            ε, in units of the measure: the batch discrepancy up to which λ does not grow. At least 0.
+        discrepancy_margin (`float`, defaults to `0.0`):
+            Tokens with δ at or below it are not penalised. At least 0.
+        batch_reduction (`str`, defaults to `"sequence"`):
+            Batch discrepancy δ̄ (eq. 11) as the mean over trajectories of their token means (`"sequence"`), or over
+            all tokens (`"token"`).
+        dual_window (`int`, defaults to `1`):
+            Generation batches that δ̄ is averaged over before it moves λ. At least 1.
+        lambda_init (`float`, defaults to `0.1`):
+            λ_0, within [`lambda_min`, `lambda_max`].
+        lambda_lr (`float`, defaults to `1.0`):
+            Step size η_λ of the dual ascent. At least 0.
+        lambda_min (`float`, defaults to `0.0`):
+            Lower bound of λ. At least 0.
+        lambda_max (`float`, defaults to `1.0`):
+            Upper bound of λ. The paper states none; this one is ours.
+        deployment_scheme (`str`, *optional*):
+            Samples from an in-process replica of the policy in this number format (with `use_vllm=False`): `"bf16"`,
+            `"fp8"`, `"fp8_block"`, `"int8"`, `"int4"` or `"int4_g32"`. What samples is what will be served.
+    """
+
+    # Defaults of GRPOConfig that the paper's objective replaces.
+    num_generations: int = field(default=8, metadata={"help": "Completions per prompt, G in the papers."})
+    temperature: float = field(default=1.0, metadata={"help": "Sampling temperature."})
+    beta: float = field(default=0.0, metadata={"help": "KL coefficient; 0 loads no reference model."})
+    epsilon: float = field(default=0.24, metadata={"help": "Clip range of the policy ratio (not the tolerance)."})
+    loss_type: str = field(default="grpo", metadata={"help": "Loss formulation, see `GRPOConfig`."})
+    vllm_importance_sampling_correction: bool = field(
+        default=False,
+        metadata={"help": "Truncated or masked importance sampling (TIS/MIS) against the engine's log-probs."},
+    )
+
+    constraint: Constraint = field(
+        default="lagrangian",
+        metadata={"help": "'none' (GRPO, measured only), 'static' (Dual-GRPO) or 'lagrangian' (DC-GRPO)."},
+    )
+    discrepancy_measure: Measure = field(
+        default="prob_diff",
+        metadata={"help": "Discrepancy of a token: 'prob_diff', 'prob_ratio' or 'log_prob'."},
+    )
+    discrepancy_level: Level = field(
+        default="token",
+        metadata={"help": "Penalise each token by its own discrepancy ('token') or its trajectory's mean ('sequence')."},
+    )
+    discrepancy_tolerance: float = field(
+        default=0.0037,
+        metadata={"help": "Batch discrepancy up to which lambda does not grow, in units of the measure."},
+    )
+    discrepancy_margin: float = field(
+        default=0.0,
+        metadata={"help": "Tokens with a discrepancy at or below this are not penalised."},
+    )
+    batch_reduction: Reduction = field(
+        default="sequence",
+        metadata={"help": "Batch discrepancy as mean of trajectory means ('sequence') or over all tokens ('token')."},
+    )
+    dual_window: int = field(
+        default=1,
+        metadata={"help": "Generation batches that the batch discrepancy is averaged over before it moves lambda."},
+    )
+    lambda_init: float = field(default=0.1, metadata={"help": "Initial Lagrange multiplier; the fixed one for 'static'."})
+    lambda_lr: float = field(default=1.0, metadata={"help": "Step size of the dual ascent."})
+    lambda_min: float = field(default=0.0, metadata={"help": "Lower bound of lambda."})
+    lambda_max: float = field(default=1.0, metadata={"help": "Upper bound of lambda."})
+    deployment_scheme: str | None = field(
+        default=None,
+        metadata={
+            "help": "Sample from an in-process replica in this format (use_vllm=False): 'bf16', 'fp8', 'fp8_block', "
+            "'int8', 'int4' or 'int4_g32'."
+        },
+    )
+
+    def __post_init__(self):
+        self._check_values()
+        # Parses the JSON strings that dict fields hold when they come from a command line.
+        super().__post_init__()
+        self._check_combinations()
+
+    def multiplier(self) -> LagrangeMultiplier:
+        """The Lagrange multiplier that these settings describe."""
+        return LagrangeMultiplier(
+            init=self.lambda_init,
+            lr=self.lambda_lr,
+            tolerance=self.discrepancy_tolerance,
+            minimum=self.lambda_min,
+            maximum=self.lambda_max,
+            window=self.dual_window,
+        )
+
+    def _check_values(self) -> None:
+        for name, options in {
+            "constraint": Constraint,
+            "discrepancy_measure": Measure,
+            "discrepancy_level": Level,
+            "batch_reduction": Reduction,
+        }.items():
+            value = getattr(self, name)
+            if value not in get_args(options):
+                raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, get_args(options)))}.")
+        for name in (
+            "discrepancy_tolerance",
+            "discrepancy_margin",
+            "lambda_init",
+            "lambda_lr",
+            "lambda_min",
+            "lambda_max",
+        ):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not math.isfinite(value) or value < 0:
+                raise ValueError(f"{name}={value!r} is invalid: use a finite number that is at least 0.")
+        if isinstance(self.dual_window, bool) or not isinstance(self.dual_window, int) or self.dual_window < 1:
+            raise ValueError(f"dual_window={self.dual_window!r} is invalid: use a whole number, at least 1.")
+        if self.lambda_min > self.lambda_max:
+            raise ValueError(
+                f"lambda_min={self.lambda_min!r} is above lambda_max={self.lambda_max!r}: lower lambda_min or raise "
+                "lambda_max."
+            )
+        if not self.lambda_min <= self.lambda_init <= self.lambda_max:
+            raise ValueError(
+                f"lambda_init={self.lambda_init!r} lies outside [lambda_min, lambda_max] = [{self.lambda_min!r}, "
+                f"{self.lambda_max!r}]: choose a value within the bounds or widen them."
+            )
+        if self.deployment_scheme is not None:
+            require_scheme(self.deployment_scheme)
+        if not self.temperature > 0:
+            raise ValueError(f"temperature={self.temperature!r} is invalid: sampling needs a temperature above 0.")
+
+    def _check_combinations(self) -> None:
+        if self.constraint == "none" and self.discrepancy_margin > 0:
+            raise ValueError(
+                f"discrepancy_margin={self.discrepancy_margin!r} has no effect with constraint='none': set "
+                "discrepancy_margin=0 or choose constraint='static' or 'lagrangian'."
+            )
+        if self.constraint != "lagrangian" and self.dual_window > 1:
+            raise ValueError(
+                f"dual_window={self.dual_window!r} has no effect with constraint={self.constraint!r}: set "
+                "dual_window=1 or choose constraint='lagrangian'."
+            )
+        if self.deployment_scheme is not None and self.use_vllm:
+            raise ValueError(
+                f"deployment_scheme={self.deployment_scheme!r} selects the in-process replica and contradicts "
+                "use_vllm=True: start vLLM in that format and leave deployment_scheme unset, or set use_vllm=False."
+            )
+        if self.deployment_scheme is not None and self.use_transformers_continuous_batching:
+            raise ValueError(
+                f"deployment_scheme={self.deployment_scheme!r} samples from the in-process replica and contradicts "
+                "use_transformers_continuous_batching=True: set one of the two."
+            )
+        if self.constraint == "none":
+            return
+        if self.use_transformers_continuous_batching and not self.use_vllm:
+            raise ValueError(
+                f"constraint={self.constraint!r} needs the rollouts' log-probabilities, and "
+                "use_transformers_continuous_batching=True returns none: set deployment_scheme (for example 'bf16'), "
+                "use_vllm=True, or constraint='none'."
+            )
+        kwargs = self.generation_kwargs or {}
+        sampling = {
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+        } | kwargs
+        for name, neutral in _NEUTRAL_SAMPLING.items():
+            if name in sampling and sampling[name] not in neutral:
+                raise ValueError(
+                    f"{name}={sampling[name]!r} makes the engine sample from a distribution that is not the policy's, "
+                    f"and constraint={self.constraint!r} would constrain that difference: set {name}={neutral[-1]!r} "
+                    "or constraint='none'."
+                )
+        if kwargs.get("temperature", self.temperature) != self.temperature:
+            raise ValueError(
+                f"generation_kwargs['temperature']={kwargs['temperature']!r} contradicts temperature="
+                f"{self.temperature!r}, at which the training log-probabilities are taken: set temperature alone."
+            )
+        if self.vllm_structured_outputs_regex is not None:
+            raise ValueError(
+                f"vllm_structured_outputs_regex={self.vllm_structured_outputs_regex!r} restricts the tokens that vLLM "
+                f"samples, and constraint={self.constraint!r} would constrain that difference: unset it or set "
+                "constraint='none'."
+            )

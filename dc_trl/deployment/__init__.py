@@ -1,0 +1,1 @@
+"""The policy as it is served: quantization schemes, and the engines that sample in them."""

@@ -1,0 +1,243 @@
+"""In-process replica of the policy in its deployment scheme: samples, and says with which log-probabilities."""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from accelerate import init_empty_weights
+from accelerate.utils import is_peft_model
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
+from compressed_tensors.quantization.utils.helpers import maybe_pad_tensor_for_block_quant
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from .schemes import quantized_linears, require_scheme, resolve_scheme
+
+
+def policy_tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of a policy as its base architecture names them, adapters merged.
+
+    The policy itself is not touched: each adapted layer is merged in a copy, one at a time, because merging in place
+    and unmerging again would leave rounding errors in the weights that are being trained.
+
+    Args:
+        policy: a transformers model, or a PEFT model around one.
+
+    Yields:
+        (name, tensor); a tensor that two modules share is yielded under both names.
+
+    Raises:
+        ValueError: the adapter has no merged form.
+    """
+    if not is_peft_model(policy):
+        yield from policy.named_parameters(remove_duplicate=False)
+        yield from policy.named_buffers(remove_duplicate=False)
+        return
+    if policy.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            f"peft_config of type {policy.active_peft_config.peft_type} learns a prompt and cannot be merged into the "
+            "weights that are deployed: use LoRA or another adapter of the weights, or set deployment_scheme=None."
+        )
+    yield from _merged_tensors(policy.get_base_model(), "")
+
+
+def _merged_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(module, BaseTunerLayer):
+        merged = copy.deepcopy(module)
+        merged.merge()
+        module = merged.get_base_layer()
+    elif isinstance(module, ModulesToSaveWrapper):
+        module = module.modules_to_save[module.active_adapters[0]]
+    elif isinstance(module, AuxiliaryTrainingWrapper):
+        raise ValueError(
+            f"peft_config trains {prefix.rstrip('.')!r} through {type(module).__name__}, which has no merged form: "
+            "train it through target_modules or modules_to_save, or set deployment_scheme=None."
+        )
+    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        yield prefix + name, tensor
+    for name, child in module.named_children():
+        yield from _merged_tensors(child, f"{prefix}{name}.")
+
+
+@torch.no_grad()
+def fake_quantize_weight(weight: Tensor, args: QuantizationArgs) -> Tensor:
+    """Weight after a round trip through its quantized format, with scales from its largest magnitudes.
+
+    Args:
+        weight: shape (out_features, in_features), floating point.
+        args: quantization of weights by channel, group or block.
+
+    Returns:
+        float32, same shape.
+    """
+    weight = weight.float()
+    if args.strategy == QuantizationStrategy.CHANNEL:
+        blocks = weight.unsqueeze(1)
+    elif args.strategy == QuantizationStrategy.GROUP:
+        blocks = weight.unflatten(-1, (-1, args.group_size))
+    elif args.strategy == QuantizationStrategy.BLOCK:
+        height, width = args.block_structure
+        padded = maybe_pad_tensor_for_block_quant(weight, args.block_structure)
+        blocks = padded.unflatten(-1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2).flatten(-2)
+    else:
+        raise NotImplementedError(f"weights quantized by {args.strategy}")
+    scale, zero_point = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
+    return fake_quantize(weight, scale, zero_point, args)
+
+
+class _ActivationQuantizer:
+    """Forward pre-hook that fake-quantizes the input of a Linear layer, dynamically, as the engine would."""
+
+    def __init__(self, args: QuantizationArgs):
+        self._args = args
+        # Layers that read the same activations (q, k and v; gate and up) follow one another: quantize once for all.
+        self._input: Tensor | None = None
+        self._output: Tensor | None = None
+
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        if inputs[0] is not self._input or self._output is None:
+            # Scales in float32, as in the engines' kernels.
+            value = inputs[0].float()
+            scale, _ = compute_dynamic_scales_and_zp(value, self._args, module)
+            self._input = inputs[0]
+            self._output = fake_quantize(value, scale, None, self._args).to(inputs[0].dtype)
+        return (self._output,)
+
+    def reset(self) -> None:
+        """Lets go of the activations."""
+        self._input = self._output = None
+
+
+class _SampledLogProbs(LogitsProcessor):
+    """Records the log-probability of each sampled token, after temperature, without keeping the vocabulary."""
+
+    def __init__(self, temperature: float):
+        self._temperature = temperature
+        self._scores: Tensor | None = None
+        self._columns: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        # The token that the previous scores led to is known only now.
+        if self._scores is not None:
+            self._record(input_ids[:, -1])
+        self._scores = scores
+        return scores
+
+    def _record(self, tokens: Tensor) -> None:
+        scores = self._scores / self._temperature
+        self._columns.append(scores.gather(1, tokens.unsqueeze(1)).squeeze(1) - scores.logsumexp(1))
+
+    def finish(self, sequences: Tensor) -> Tensor:
+        """Log-probabilities of the generated tokens, shape (batch, new tokens), float32."""
+        self._record(sequences[:, -1])
+        return torch.stack(self._columns, dim=1)
+
+
+class Replica:
+    """Copy of the policy in a deployment scheme, in this process, that samples completions.
+
+    Weights and, where the scheme quantizes them, activations make a round trip through the quantized format
+    (compressed-tensors fake quantization); everything else runs in bfloat16, as vLLM runs it. Sampling is
+    transformers' `generate`, in batches with a KV cache.
+
+    Args:
+        policy: transformers causal language model, or a PEFT model around one, whole on one device.
+        scheme: name of the deployment scheme, one of `dc_trl.deployment.schemes.SCHEMES`.
+
+    Raises:
+        ValueError: unknown scheme, or a model that the scheme cannot represent.
+    """
+
+    def __init__(self, policy: nn.Module, scheme: str):
+        base: PreTrainedModel = policy.get_base_model() if is_peft_model(policy) else policy
+        require_scheme(scheme)
+        self.scheme = scheme
+        config = copy.deepcopy(base.config)
+        config.use_cache = True
+        # Built without values, and without drawing from the random state that the training run continues from.
+        with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
+            self.model: PreTrainedModel = type(base)(config)
+        for module in self.model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                empty = torch.empty_like(parameter, dtype=torch.bfloat16, device=base.device)
+                setattr(module, name, nn.Parameter(empty, requires_grad=False))
+        self.model.tie_weights()
+        self.model.to(base.device).eval()
+        self.model.generation_config = GenerationConfig()
+        self._tensors = dict(self.model.named_parameters(remove_duplicate=False))
+        self._tensors |= dict(self.model.named_buffers(remove_duplicate=False))
+        quantization = resolve_scheme(scheme, self.model)
+        self._weight_args: dict[str, QuantizationArgs] = {}
+        self._activations: _ActivationQuantizer | None = None
+        if quantization.weights is not None:
+            self._check_experts(scheme)
+            linears = quantized_linears(self.model)
+            self._weight_args = {f"{name}.weight": quantization.weights for name in linears}
+            if quantization.input_activations is not None:
+                self._activations = _ActivationQuantizer(quantization.input_activations)
+                for linear in linears.values():
+                    linear.register_forward_pre_hook(self._activations)
+        self.sync(policy)
+
+    def _check_experts(self, scheme: str) -> None:
+        for name, parameter in self.model.named_parameters():
+            if parameter.ndim == 3:
+                raise ValueError(
+                    f"deployment_scheme={scheme!r} cannot quantize {name!r}: this model keeps its experts in fused "
+                    "parameters, which compressed-tensors does not reach. Use deployment_scheme='bf16', or use_vllm=True "
+                    "with a server in that format."
+                )
+
+    @torch.no_grad()
+    def sync(self, policy: nn.Module) -> None:
+        """Takes over the present weights of the policy, adapters merged, quantized into the scheme."""
+        for name, tensor in policy_tensors(policy):
+            args = self._weight_args.get(name)
+            self._tensors[name].copy_(tensor if args is None else fake_quantize_weight(tensor, args))
+
+    @torch.no_grad()
+    def generate(
+        self, prompt_ids: list[list[int]], generation_config: GenerationConfig, temperature: float
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Samples one completion for each prompt.
+
+        Args:
+            prompt_ids: token ids of each prompt, not padded.
+            generation_config: with `pad_token_id` and `eos_token_id` (a list of ids) set.
+            temperature: at which the log-probabilities are taken, above 0.
+
+        Returns:
+            Token ids of each completion, up to and with the first end-of-sequence token, and their log-probabilities
+            under the replica, in nats.
+        """
+        device = self.model.device
+        width = max(map(len, prompt_ids))
+        input_ids = torch.full((len(prompt_ids), width), generation_config.pad_token_id, device=device)
+        attention_mask = torch.zeros_like(input_ids)
+        for row, ids in enumerate(prompt_ids):
+            input_ids[row, width - len(ids) :] = torch.tensor(ids, device=device)
+            attention_mask[row, width - len(ids) :] = 1
+        recorder = _SampledLogProbs(temperature)
+        sequences = self.model.generate(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            generation_config=generation_config,
+            logits_processor=LogitsProcessorList([recorder]),
+        )
+        logps = recorder.finish(sequences)
+        if self._activations is not None:
+            self._activations.reset()
+        completions = sequences[:, width:]
+        ended = torch.isin(completions, torch.tensor(generation_config.eos_token_id, device=device))
+        # Up to and with the first end token: those before which no end token stands.
+        lengths = (ended.cumsum(1) - ended.int() == 0).sum(1).tolist()
+        ids_and_logps = zip(completions.tolist(), logps.tolist(), lengths, strict=True)
+        completion_ids, completion_logps = [], []
+        for ids, values, length in ids_and_logps:
+            completion_ids.append(ids[:length])
+            completion_logps.append(values[:length])
+        return completion_ids, completion_logps

@@ -1,0 +1,84 @@
+"""The Lagrange multiplier that prices discrepancy beyond its tolerance."""
+
+import math
+from collections import deque
+from typing import Any
+
+
+class LagrangeMultiplier:
+    """Multiplier λ of the discrepancy constraint δ̄ ≤ ε, moved by projected dual ascent (arXiv 2606.08779, eqs. 9–11).
+
+    After iteration k:  λ_{k+1} = Π_[λ_min, λ_max]( λ_k + η_λ (δ̄_k − ε) ),  where δ̄_k is the mean discrepancy of the
+    iteration, or of the last ``window`` iterations (the paper's dynamic buffer).
+
+    Args:
+        init: λ_0, within [minimum, maximum].
+        lr: step size η_λ ≥ 0 of the dual ascent, in units of λ per unit of discrepancy.
+        tolerance: ε ≥ 0, the mean discrepancy up to which the policy explores freely.
+        minimum: λ_min ≥ 0.
+        maximum: λ_max ≥ λ_min. The penalty only ever pushes sampled tokens down, which can raise the discrepancy
+            itself, so an unbounded λ can run away.
+        window: iterations that δ̄ is averaged over, ≥ 1.
+
+    Raises:
+        ValueError: a value is out of its range; the message names it.
+    """
+
+    def __init__(
+        self,
+        init: float = 0.1,
+        lr: float = 1.0,
+        tolerance: float = 0.0037,
+        minimum: float = 0.0,
+        maximum: float = 1.0,
+        window: int = 1,
+    ):
+        for name, value in {"lr": lr, "tolerance": tolerance, "minimum": minimum, "maximum": maximum}.items():
+            if not math.isfinite(value) or value < 0:
+                raise ValueError(f"{name}={value!r} is invalid: use a finite number that is at least 0.")
+        if minimum > maximum:
+            raise ValueError(f"minimum={minimum!r} is above maximum={maximum!r}: lower one or raise the other.")
+        if not minimum <= init <= maximum:
+            raise ValueError(f"init={init!r} lies outside [{minimum!r}, {maximum!r}]: choose a value within the bounds.")
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise ValueError(f"window={window!r} is invalid: use a whole number of iterations, at least 1.")
+        self.lr = lr
+        self.tolerance = tolerance
+        self.minimum = minimum
+        self.maximum = maximum
+        self._value = float(init)
+        self._recent: deque[float] = deque(maxlen=window)
+
+    @property
+    def value(self) -> float:
+        """Current λ."""
+        return self._value
+
+    def update(self, mean_discrepancy: float) -> float:
+        """One step of dual ascent from the mean discrepancy δ̄_k of an iteration; returns the new λ.
+
+        Raises:
+            ValueError: ``mean_discrepancy`` is negative or not finite. An iteration without a scored token has no mean
+                discrepancy: do not update after it.
+        """
+        if not math.isfinite(mean_discrepancy) or mean_discrepancy < 0:
+            raise ValueError(
+                f"mean_discrepancy={mean_discrepancy!r} is no discrepancy: pass a finite mean that is at least 0, and "
+                "skip the update after an iteration without a scored token."
+            )
+        self._recent.append(float(mean_discrepancy))
+        violation = math.fsum(self._recent) / len(self._recent) - self.tolerance
+        self._value = min(max(self._value + self.lr * violation, self.minimum), self.maximum)
+        return self._value
+
+    def state_dict(self) -> dict[str, Any]:
+        """λ and the window's discrepancies, as JSON-compatible values. The settings belong to the constructor."""
+        return {"value": self._value, "recent": list(self._recent)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from ``state_dict()``; λ is projected onto the present bounds, the window keeps its newest values."""
+        value = float(state_dict["value"])
+        if not math.isfinite(value):
+            raise ValueError(f"state_dict['value']={value!r} is not finite: the state is corrupt.")
+        self._value = min(max(value, self.minimum), self.maximum)
+        self._recent = deque(map(float, state_dict["recent"]), maxlen=self._recent.maxlen)

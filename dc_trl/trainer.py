@@ -1,0 +1,361 @@
+"""`DCGRPOTrainer`: TRL's GRPO trainer with the discrepancy measured token by token, and constrained.
+
+The only file that leans on TRL's private hooks. What it leans on, and why nothing of TRL is copied:
+
+- `_generate_and_score_completions` returns the rollouts with their advantages (B,); per-token advantages (B, T) are
+  the form that TRL supports for subclasses, and the buffer's shuffle and split keep them aligned with the tokens.
+- When TRL has computed `old_per_token_logps` (the weights move within a generation batch), those are log π_train at
+  the weights that sampled, and the advantages are penalised right there. When it has not, the weights stand still
+  until the generation batch is used up, and the loss's own forward gives the same numbers: the advantages are replaced
+  between that forward and their first use. Either way there is no forward pass that TRL would not make by itself.
+"""
+
+import json
+import math
+import os
+from functools import wraps
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import ProcessorMixin
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
+from trl.trainer.utils import get_config_model_id
+
+from .config import DCGRPOConfig
+from .deployment.replica import Replica
+from .discrepancy import (
+    combine_sums,
+    discrepancy_penalty,
+    discrepancy_sums,
+    mismatch_from_sums,
+    mismatch_sums,
+    scored_tokens,
+    token_discrepancy,
+)
+
+
+logger = get_logger(__name__)
+
+STATE_FILE = "dc_grpo_state.json"
+ROLLOUTS_FILE = "rollouts_rank{rank}.safetensors"
+
+
+class DCGRPOTrainer(GRPOTrainer):
+    r"""GRPO under a constraint on the discrepancy between the training and the sampling engine (DC-GRPO).
+
+    Takes everything that [`~trl.GRPOTrainer`] takes, with [`DCGRPOConfig`] in place of `GRPOConfig`. The rollouts must
+    carry the log-probabilities of the sampled tokens: those of vLLM (`use_vllm=True`), of the in-process replica
+    (`deployment_scheme`), or of a `rollout_func` do. With `constraint="none"` the losses are TRL's, bit for bit.
+
+    Args:
+        model, reward_funcs, args, ...: see [`~trl.GRPOTrainer`].
+
+    Attributes:
+        lagrange_multiplier (`LagrangeMultiplier`): λ; constant unless `constraint="lagrangian"`.
+        replica (`Replica` or `None`): the engine that samples, when `deployment_scheme` is set.
+
+    Raises:
+        TypeError: `args` is not a `DCGRPOConfig`.
+        ValueError: the constraint cannot be measured with these arguments, or they contradict each other.
+
+    Example:
+
+    ```python
+    from dc_trl import DCGRPOConfig, DCGRPOTrainer
+
+    trainer = DCGRPOTrainer(
+        model="Qwen/Qwen3-0.6B",
+        reward_funcs=reward,
+        args=DCGRPOConfig("out", deployment_scheme="fp8"),
+        train_dataset=dataset,
+    )
+    trainer.train()
+    ```
+    """
+
+    _tag_names = ["trl", "grpo", "dc-grpo"]
+    _name = "DC-GRPO"
+    _paper = {
+        "title": "Reformulate LLM Reinforcement Learning for Efficient Training under Black-box Discrepancy",
+        "id": "2606.08779",
+        "citation": (
+            "@article{liu2026reformulate,\n"
+            "    title  = {{Reformulate LLM Reinforcement Learning for Efficient Training under Black-box "
+            "Discrepancy}},\n"
+            "    author = {Jiashun Liu and Runze Liu and Xu Wan and Jing Liang and Hongyao Tang and Ling Pan},\n"
+            "    year   = 2026,\n"
+            "    eprint = {arXiv:2606.08779},\n"
+            "}"
+        ),
+    }
+
+    def __init__(self, model, reward_funcs=None, args=None, *positional, rollout_func=None, **kwargs):
+        if args is None:
+            model_id = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = DCGRPOConfig(f"{model_id.split('/')[-1]}-DC-GRPO")
+        self._check_arguments(args, rollout_func)
+        if rollout_func is not None:
+            rollout_func = _with_nonempty_completions(rollout_func)
+        # Set before TRL's constructor, which may already call hooks of this class.
+        self.lagrange_multiplier = args.multiplier()
+        self.replica: Replica | None = None
+        # Inputs of the loss that is being computed, where its own forward provides log π_train.
+        self._loss_inputs: dict[str, Any] | None = None
+        # Statistics of the present generation batch, or of the running evaluation, before reduction over processes.
+        self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
+        # δ̄ of the present iteration, from the time it is known to the update of λ at the iteration's end.
+        self._batch_discrepancy: float | None = None
+        super().__init__(model, reward_funcs, args, *positional, rollout_func=rollout_func, **kwargs)
+        if args.deployment_scheme is not None:
+            if isinstance(self.processing_class, ProcessorMixin):
+                raise ValueError(
+                    f"deployment_scheme={args.deployment_scheme!r} samples text only, and the processing_class is a "
+                    "multimodal processor: use use_vllm=True for this model."
+                )
+            self.replica = Replica(self.model, args.deployment_scheme)
+
+    @staticmethod
+    def _check_arguments(args: DCGRPOConfig, rollout_func: Any) -> None:
+        if not isinstance(args, DCGRPOConfig):
+            raise TypeError(f"args is a {type(args).__name__}: DCGRPOTrainer needs a DCGRPOConfig.")
+        scheme = args.deployment_scheme
+        if args.constraint != "none" and not args.use_vllm and scheme is None and rollout_func is None:
+            raise ValueError(
+                f"constraint={args.constraint!r} needs the rollouts' log-probabilities, and model.generate returns "
+                "none: set deployment_scheme (for example 'fp8') to sample from an in-process replica, use_vllm=True, "
+                "or constraint='none'."
+            )
+        if scheme is None:
+            return
+        if rollout_func is not None:
+            raise ValueError(
+                f"deployment_scheme={scheme!r} samples from the in-process replica and contradicts rollout_func: pass "
+                "one of the two."
+            )
+        sharding = args.distributed_state.distributed_type.value
+        if sharding in ("FSDP", "DEEPSPEED"):
+            raise ValueError(
+                f"deployment_scheme={scheme!r} keeps a whole replica in each process, which {sharding} sharding rules "
+                "out: use use_vllm=True, or launch without sharding."
+            )
+
+    # --- rollouts ---------------------------------------------------------------------------------------------------
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if self.replica is None:
+            completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        else:
+            # Requantizing costs less than one decoding step; tracking whether the weights moved would cost trust.
+            self.replica.sync(self.accelerator.unwrap_model(self.model_wrapped))
+            completion_ids, logprobs = self.replica.generate(prompt_ids, self.generation_config, self.temperature)
+        return _fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        if "sampling_per_token_logps" not in batch:
+            if self.args.constraint != "none":
+                raise ValueError(
+                    f"constraint={self.args.constraint!r} needs the rollouts' log-probabilities, and the engine "
+                    "returned none (logprobs=None): return them from rollout_func, or set constraint='none'."
+                )
+        elif "old_per_token_logps" in batch:
+            self._constrain(batch, batch["old_per_token_logps"])
+            if self.model.training:
+                self._close_statistics("train")
+        return batch
+
+    # --- penalised advantages ---------------------------------------------------------------------------------------
+
+    def _compute_loss(self, model, inputs):
+        if "sampling_per_token_logps" not in inputs or "old_per_token_logps" in inputs:
+            return super()._compute_loss(model, inputs)
+        # A copy: the buffered inputs come again when num_iterations > 1.
+        self._loss_inputs = dict(inputs)
+        try:
+            return super()._compute_loss(model, self._loss_inputs)
+        finally:
+            self._loss_inputs = None
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        outputs = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        if self._loss_inputs is not None:
+            self._constrain(self._loss_inputs, outputs[0].detach())
+        return outputs
+
+    @torch.no_grad()
+    def _constrain(self, batch: dict[str, Any], train_logps: Tensor) -> None:
+        """Penalises the advantages of a batch, in the batch, and adds its tokens to the statistics."""
+        args = self.args
+        infer_logps = batch["sampling_per_token_logps"]
+        mask = batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
+        delta = token_discrepancy(train_logps, infer_logps, args.discrepancy_measure)
+        scored = scored_tokens(mask, train_logps, infer_logps, delta)
+        penalty = discrepancy_penalty(delta, scored, args.discrepancy_level, args.discrepancy_margin)
+        if args.constraint != "none":
+            batch["advantages"] = batch["advantages"].unsqueeze(1) - self.lagrange_multiplier.value * penalty
+
+        if self.model.training and self._completed_passes() > 0:
+            return  # the same tokens at the same weights again
+        mode = "train" if self.model.training else "eval"
+        sums = mismatch_sums(train_logps, infer_logps, scored) | discrepancy_sums(delta, scored, args.batch_reduction)
+        sums["penalty"] = penalty.sum(dtype=sums["tokens"].dtype)
+        sums["penalized"] = (penalty > 0).sum().to(sums["tokens"].dtype)
+        self._sums[mode] = combine_sums([self._sums[mode], sums])
+
+    # --- statistics and the multiplier ------------------------------------------------------------------------------
+
+    @property
+    def _micro_batches_per_iteration(self) -> int:
+        return self.args.steps_per_generation * self.num_iterations
+
+    def _completed_passes(self) -> int:
+        """Passes over the present generation batch that are behind us; below `num_iterations`."""
+        return self._step % self._micro_batches_per_iteration // self.args.steps_per_generation
+
+    def _close_statistics(self, mode: str) -> None:
+        """Reduces the statistics over all processes and hands them to TRL's metrics."""
+        local, self._sums[mode] = self._sums[mode], {}
+        if not local:
+            return
+        ranks = self.accelerator.gather(torch.stack(list(local.values())).unsqueeze(0)).tolist()
+        sums = combine_sums(dict(zip(local, values, strict=True)) for values in ranks)
+        if sums["tokens"] == 0:
+            logger.warning("No token of this batch has log-probabilities from both engines: nothing is measured.")
+            return
+        mean_discrepancy = sums["discrepancy_sum"] / sums["discrepancy_count"]
+        metrics = {f"discrepancy/{name}": value for name, value in mismatch_from_sums(sums).items()}
+        metrics["discrepancy/mean"] = mean_discrepancy
+        if self.args.constraint != "none":
+            value = self.lagrange_multiplier.value
+            metrics["lagrangian/lambda"] = value
+            metrics["lagrangian/violation"] = mean_discrepancy - self.lagrange_multiplier.tolerance
+            metrics["lagrangian/penalty_mean"] = value * sums["penalty"] / sums["tokens"]
+            metrics["lagrangian/penalized_fraction"] = sums["penalized"] / sums["tokens"]
+        for name, metric in metrics.items():
+            self._metrics[mode][name].append(metric)
+        if mode == "train":
+            self._batch_discrepancy = mean_discrepancy
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        done = self._step % self._micro_batches_per_iteration
+        if done == self.args.steps_per_generation % self._micro_batches_per_iteration:
+            self._close_statistics("train")
+        if done == 0 and self._batch_discrepancy is not None:
+            if self.args.constraint == "lagrangian":
+                self.lagrange_multiplier.update(self._batch_discrepancy)
+            self._batch_discrepancy = None
+        return loss
+
+    def log(self, logs, start_time=None):
+        if not self.model.training:
+            # Over the whole evaluation, not per batch: a mean of batch means would weigh the last, shorter one too much.
+            self._close_statistics("eval")
+        super().log(logs, start_time)
+
+    # --- save and resume --------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        # Between two optimizer steps of one generation batch the rest of the batch is part of the run's state.
+        done = self._step % self._micro_batches_per_iteration
+        if done > 0:
+            os.makedirs(folder, exist_ok=True)
+            rollouts = os.path.join(folder, ROLLOUTS_FILE.format(rank=self.accelerator.process_index))
+            _save_rollouts(self._buffered_inputs, rollouts)
+        if self.args.should_save:
+            state = {
+                "lagrange_multiplier": self.lagrange_multiplier.state_dict(),
+                "batch_discrepancy": self._batch_discrepancy,
+                "micro_batches_done": done,
+                "micro_batches_per_iteration": self._micro_batches_per_iteration,
+                "num_processes": self.accelerator.num_processes,
+            }
+            path = os.path.join(folder, STATE_FILE)
+            with open(f"{path}.tmp", "w") as file:
+                json.dump(state, file, indent=2)
+            os.replace(f"{path}.tmp", path)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        path = os.path.join(checkpoint, STATE_FILE)
+        if not os.path.exists(path):
+            logger.warning(
+                f"{checkpoint} holds no {STATE_FILE} (it was not saved by DCGRPOTrainer): lambda starts at "
+                f"lambda_init={self.args.lambda_init}."
+            )
+            return
+        with open(path) as file:
+            state = json.load(file)
+        self.lagrange_multiplier.load_state_dict(state["lagrange_multiplier"])
+        done = state["micro_batches_done"]
+        if done == 0:
+            return
+        if (state["micro_batches_per_iteration"], state["num_processes"]) != (
+            self._micro_batches_per_iteration,
+            self.accelerator.num_processes,
+        ):
+            logger.warning(
+                f"{checkpoint} was saved within a generation batch by a run with other steps_per_generation, "
+                "num_iterations or number of processes: the rest of that batch is dropped and a new one generated."
+            )
+            return
+        rollouts = os.path.join(checkpoint, ROLLOUTS_FILE.format(rank=self.accelerator.process_index))
+        self._buffered_inputs = _load_rollouts(rollouts, self.accelerator.device)
+        self._batch_discrepancy = state["batch_discrepancy"]
+        self._step = done
+
+
+def _fill_empty(completion_ids, logprobs, eos_token_id):
+    """Gives an empty completion the end token that the engine sampled and dropped, without a log-probability.
+
+    TRL reads the last token of every completion, and there is nothing to learn from a completion of no tokens.
+    """
+    if all(completion_ids):
+        return completion_ids, logprobs
+    if logprobs is not None:
+        logprobs = [values if ids else [math.nan] for ids, values in zip(completion_ids, logprobs, strict=True)]
+    return [ids or [eos_token_id] for ids in completion_ids], logprobs
+
+
+def _with_nonempty_completions(rollout_func):
+    @wraps(rollout_func)
+    def rollout(prompts, trainer):
+        output = dict(rollout_func(prompts, trainer))
+        if "env_mask" in output:
+            output["env_mask"] = [mask or [0] for mask in output["env_mask"]]
+        output["completion_ids"], output["logprobs"] = _fill_empty(
+            output["completion_ids"], output["logprobs"], trainer._tokenizer.eos_token_id
+        )
+        return output
+
+    return rollout
+
+
+def _save_rollouts(slices: list[dict[str, Any]], path: str) -> None:
+    tensors, values = {}, [{} for _ in slices]
+    for index, inputs in enumerate(slices):
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                # Slices are views into one batch, which safetensors does not store.
+                tensors[f"{index}.{name}"] = value.cpu().clone().contiguous()
+            else:
+                values[index][name] = value
+    save_file(tensors, path, metadata={"values": json.dumps(values)})
+
+
+def _load_rollouts(path: str, device: torch.device) -> list[dict[str, Any]]:
+    with safe_open(path, framework="pt", device=str(device)) as file:
+        slices = json.loads(file.metadata()["values"])
+        for key in file.keys():  # noqa: SIM118 (not a dict)
+            index, name = key.split(".", 1)
+            slices[int(index)][name] = file.get_tensor(key)
+    return slices
