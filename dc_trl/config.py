@@ -90,7 +90,9 @@ class DCGRPOConfig(GRPOConfig):
     )
     discrepancy_level: Level = field(
         default="token",
-        metadata={"help": "Penalise each token by its own discrepancy ('token') or its trajectory's mean ('sequence')."},
+        metadata={
+            "help": "Penalise each token by its own discrepancy ('token') or its trajectory's mean ('sequence')."
+        },
     )
     discrepancy_tolerance: float = field(
         default=0.0037,
@@ -108,7 +110,9 @@ class DCGRPOConfig(GRPOConfig):
         default=1,
         metadata={"help": "Generation batches that the batch discrepancy is averaged over before it moves lambda."},
     )
-    lambda_init: float = field(default=0.1, metadata={"help": "Initial Lagrange multiplier; the fixed one for 'static'."})
+    lambda_init: float = field(
+        default=0.1, metadata={"help": "Initial Lagrange multiplier; the fixed one for 'static'."}
+    )
     lambda_lr: float = field(default=1.0, metadata={"help": "Step size of the dual ascent."})
     lambda_min: float = field(default=0.0, metadata={"help": "Lower bound of lambda."})
     lambda_max: float = field(default=1.0, metadata={"help": "Upper bound of lambda."})
@@ -146,7 +150,9 @@ class DCGRPOConfig(GRPOConfig):
         }.items():
             value = getattr(self, name)
             if value not in get_args(options):
-                raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, get_args(options)))}.")
+                raise ValueError(
+                    f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, get_args(options)))}."
+                )
         for name in (
             "discrepancy_tolerance",
             "discrepancy_margin",

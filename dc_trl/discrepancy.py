@@ -265,4 +265,6 @@ def mismatch_metrics(train_logps: Tensor, infer_logps: Tensor, mask: Tensor) -> 
     Returns:
         Metric name → value. All NaN when no token is scored: nothing was measured.
     """
-    return mismatch_from_sums({name: value.item() for name, value in mismatch_sums(train_logps, infer_logps, mask).items()})
+    return mismatch_from_sums(
+        {name: value.item() for name, value in mismatch_sums(train_logps, infer_logps, mask).items()}
+    )

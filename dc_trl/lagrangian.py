@@ -39,7 +39,9 @@ class LagrangeMultiplier:
         if minimum > maximum:
             raise ValueError(f"minimum={minimum!r} is above maximum={maximum!r}: lower one or raise the other.")
         if not minimum <= init <= maximum:
-            raise ValueError(f"init={init!r} lies outside [{minimum!r}, {maximum!r}]: choose a value within the bounds.")
+            raise ValueError(
+                f"init={init!r} lies outside [{minimum!r}, {maximum!r}]: choose a value within the bounds."
+            )
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise ValueError(f"window={window!r} is invalid: use a whole number of iterations, at least 1.")
         self.lr = lr

@@ -21,7 +21,7 @@ from accelerate.logging import get_logger
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import ProcessorMixin
+from transformers import GenerationConfig, ProcessorMixin
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
@@ -168,6 +168,36 @@ class DCGRPOTrainer(GRPOTrainer):
             if self.model.training:
                 self._close_statistics("train")
         return batch
+
+    def deployed_completions(self, prompts: list) -> list:
+        """Greedy completions of the policy as it is deployed: by the replica, at the present weights.
+
+        Args:
+            prompts: plain (`str`) or conversational (list of messages) prompts.
+
+        Returns:
+            One completion for each prompt, plain or conversational as the prompts are.
+
+        Raises:
+            ValueError: there is no replica (`deployment_scheme` is not set).
+        """
+        if self.replica is None:
+            raise ValueError(
+                "deployment_scheme=None: set it, there is no replica whose completions could be returned."
+            )
+        prompt_ids, _, _ = self._tokenize_prompts(prompts)
+        greedy = GenerationConfig(
+            max_new_tokens=self.max_completion_length,
+            do_sample=False,
+            pad_token_id=self._tokenizer.pad_token_id,
+            eos_token_id=self.eos_token_ids,
+        )
+        self.replica.sync(self.accelerator.unwrap_model(self.model_wrapped))
+        completion_ids, _ = self.replica.generate(prompt_ids, greedy, self.temperature)
+        texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+        if isinstance(prompts[0], str):
+            return texts
+        return [[{"role": "assistant", "content": text}] for text in texts]
 
     # --- penalised advantages ---------------------------------------------------------------------------------------
 

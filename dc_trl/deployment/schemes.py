@@ -29,7 +29,9 @@ def require_scheme(name: str) -> None:
 def quantized_linears(model: nn.Module) -> dict[str, nn.Linear]:
     """Linear layers that a scheme quantizes, by name: all but the output head."""
     head = model.get_output_embeddings()
-    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+    }
 
 
 def resolve_scheme(name: str, model: nn.Module) -> QuantizationScheme:

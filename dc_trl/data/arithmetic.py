@@ -1,0 +1,117 @@
+"""Two-digit arithmetic with worked steps: a task that a tiny model can half do, and learn to do better."""
+
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from datasets import Dataset
+
+
+Split = Literal["train", "held_out"]
+
+_HELD_OUT_PERCENT = 20
+
+
+@dataclass(frozen=True)
+class Problem:
+    r"""A problem: `question` "23+45=?", `answer` "68", `solution` "3+5+0=8;2+4+0=6;\boxed{68}"."""
+
+    question: str
+    answer: str
+    solution: str
+
+
+def sample_problem(rng: random.Random) -> Problem:
+    """A problem drawn from ``rng``: a sum or difference of two-digit numbers (one half), or a product with one digit."""
+    operator = rng.choice("+-**")
+    if operator == "*":
+        first, second = rng.randrange(1, 100), rng.randrange(2, 10)
+    else:
+        first, second = rng.randrange(10, 100), rng.randrange(10, 100)
+        if operator == "-":
+            first, second = max(first, second), min(first, second)
+    return _worked(first, operator, second)
+
+
+def _worked(first: int, operator: str, second: int) -> Problem:
+    operation: Callable[[int, int], int] = {
+        "+": int.__add__,
+        "-": int.__sub__,
+        "*": int.__mul__,
+    }[operator]
+    answer = operation(first, second)
+    digits = [int(digit) for digit in reversed(str(first))]
+    steps, carry = [], 0
+    if operator == "*":
+        for digit in digits:
+            value = digit * second + carry
+            steps.append(f"{digit}*{second}+{carry}={value}")
+            carry = value // 10
+    else:
+        others = [int(digit) for digit in reversed(str(second))]
+        for digit, other in zip(digits, others, strict=True):
+            value = operation(operation(digit, other), carry)
+            steps.append(f"{digit}{operator}{other}{operator}{carry}={value}")
+            carry = value // 10 if operator == "+" else int(value < 0)
+    solution = "".join(f"{step};" for step in steps) + f"\\boxed{{{answer}}}"
+    return Problem(f"{first}{operator}{second}=?", str(answer), solution)
+
+
+def is_held_out(question: str) -> bool:
+    """Whether a problem belongs to the fifth of all problems that is never trained on; stable across versions."""
+    return int(hashlib.sha256(question.encode()).hexdigest(), 16) % 100 < _HELD_OUT_PERCENT
+
+
+def arithmetic_problems(size: int, seed: int, split: Split) -> list[Problem]:
+    """Problems of one split, in an order that depends on the seed alone.
+
+    Args:
+        size: number of problems, at least 1.
+        seed: of the draw.
+        split: ``"train"``, drawn with repetition; ``"held_out"``, all different and never in ``"train"``.
+
+    Raises:
+        ValueError: unknown split, or a size that is not available.
+    """
+    if split not in get_args(Split):
+        raise ValueError(f"split={split!r} is unknown: choose one of {', '.join(map(repr, get_args(Split)))}.")
+    if size < 1:
+        raise ValueError(f"size={size} is invalid: use a number of problems, at least 1.")
+    rng = random.Random(seed)
+    if split == "train":
+        problems: list[Problem] = []
+        while len(problems) < size:
+            problem = sample_problem(rng)
+            if not is_held_out(problem.question):
+                problems.append(problem)
+        return problems
+    numbers = range(10, 100)
+    every = [(first, "+", second) for first in numbers for second in numbers]
+    every += [(first, "-", second) for first in numbers for second in numbers if first >= second]
+    every += [(first, "*", second) for first in range(1, 100) for second in range(2, 10)]
+    pools: dict[str, list[Problem]] = {operator: [] for operator in "+-*"}
+    for first, operator, second in every:
+        problem = _worked(first, operator, second)
+        if is_held_out(problem.question):
+            pools[operator].append(problem)
+    available = sum(map(len, pools.values()))
+    if size > available:
+        raise ValueError(f"size={size} exceeds the {available} held-out problems: ask for at most {available}.")
+    for pool in pools.values():
+        rng.shuffle(pool)
+    # The operators in the proportions of training, as far as the products reach.
+    problems = []
+    while len(problems) < size:
+        for operator in "+-**":
+            if pools[operator] and len(problems) < size:
+                problems.append(pools[operator].pop())
+    return problems
+
+
+def arithmetic_dataset(size: int, seed: int, split: Split) -> Dataset:
+    """`arithmetic_problems` as conversations: columns `prompt` (one user message) and `answer` (a plain integer)."""
+    problems = arithmetic_problems(size, seed, split)
+    prompts = [[{"role": "user", "content": problem.question}] for problem in problems]
+    return Dataset.from_dict({"prompt": prompts, "answer": [problem.answer for problem in problems]})

@@ -1,0 +1,153 @@
+"""Prompts and gold answers from any data set: a Hub id, a local file, or the built-in arithmetic."""
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetDict, load_dataset
+from transformers import PreTrainedTokenizerBase
+
+from ..rewards import is_gradable
+
+
+_READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def load_rows(name: str, config: str | None = None, split: str = "train") -> Dataset:
+    """Rows of a local JSON, JSONL, Parquet or CSV file, or of a data set on the Hub.
+
+    Args:
+        name: path of a file, or Hub id.
+        config: configuration of a Hub data set.
+        split: split of a Hub data set; a local file is one split.
+
+    Raises:
+        ValueError: no such file or data set, or it cannot be read.
+    """
+    path = Path(name).expanduser()
+    if path.suffix in _READERS or path.is_file():
+        if path.suffix not in _READERS:
+            raise ValueError(
+                f"dataset_name={name!r} has the suffix {path.suffix!r}: use one of {', '.join(_READERS)}."
+            )
+        if not path.is_file():
+            raise ValueError(f"dataset_name={name!r} does not exist: check the path (relative to {os.curdir!r}).")
+        if path.stat().st_size == 0:
+            raise ValueError(f"dataset_name={name!r} is empty: it needs at least one row.")
+        source, options = _READERS[path.suffix], {"data_files": str(path), "split": "train"}
+    else:
+        source, options = name, {"name": config, "split": split}
+    try:
+        rows = load_dataset(source, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        # datasets wraps what went wrong in its own DatasetGenerationError; the cause says more.
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise ValueError(
+            f"dataset_name={name!r} (dataset_config={config!r}, dataset_split={split!r}) cannot be loaded: {reason}"
+        ) from error
+    if isinstance(rows, DatasetDict) or len(rows) == 0:
+        raise ValueError(f"dataset_name={name!r} holds no rows in split {split!r}: choose another dataset_split.")
+    return rows
+
+
+def load_prompts(
+    rows: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_column: str = "prompt",
+    answer_column: str = "answer",
+    instruction: str | None = None,
+    max_prompt_length: int | None = None,
+) -> tuple[Dataset, dict[str, int]]:
+    """Prompts and gold answers as the trainer takes them; rows that cannot be used are counted and left out.
+
+    Args:
+        rows: any columns.
+        tokenizer: with a chat template prompts become conversations, without one they stay text.
+        prompt_column: text, or a list of chat messages. A dot reads nested fields: `extra_info.question`.
+        answer_column: number, or text with the gold answer, of which only what follows `####` counts (GSM8K's form). A
+            dot reads nested fields: `reward_model.ground_truth`.
+        instruction: appended to the prompt after a blank line.
+        max_prompt_length: in tokens, with the chat template; longer prompts are left out.
+
+    Returns:
+        (data set with the columns `prompt` and `answer`, counts by reason: `rows`, `kept`, and what was left out).
+
+    Raises:
+        ValueError: a column is missing, or no row is left.
+    """
+    for field, column in {"prompt_column": prompt_column, "answer_column": answer_column}.items():
+        if column.split(".")[0] not in rows.column_names:
+            raise ValueError(
+                f"{field}={column!r} is missing: the data set has {', '.join(map(repr, rows.column_names))}."
+            )
+    counts = Counter(rows=len(rows), kept=0)
+    prompts, answers = [], []
+    for row in rows:
+        question = _text(_nested(row, prompt_column, "prompt_column"))
+        answer = gold_answer(_nested(row, answer_column, "answer_column"))
+        if not question:
+            counts["without prompt"] += 1
+            continue
+        if answer is None or not is_gradable(answer):
+            counts["without a gold answer that can be parsed"] += 1
+            continue
+        if instruction:
+            question = f"{question}\n\n{instruction}"
+        conversational = tokenizer.chat_template is not None
+        prompt = [{"role": "user", "content": question}] if conversational else question
+        if max_prompt_length is not None and _length(prompt, tokenizer) > max_prompt_length:
+            counts[f"with a prompt of more than {max_prompt_length} tokens"] += 1
+            continue
+        prompts.append(prompt)
+        answers.append(answer)
+    counts["kept"] = len(prompts)
+    if not prompts:
+        raise ValueError(
+            f"prompt_column={prompt_column!r}, answer_column={answer_column!r}: none of the {len(rows)} rows can be "
+            f"used ({describe_counts(dict(counts))}): check the columns and max_prompt_length."
+        )
+    return Dataset.from_dict({"prompt": prompts, "answer": answers}), dict(counts)
+
+
+def gold_answer(value: Any) -> str | None:
+    """Gold answer as text, or None where there is none: integers without a decimal point, GSM8K's part after `####`."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, int | float):
+        return str(int(value)) if float(value).is_integer() else str(value)
+    if isinstance(value, list):
+        return gold_answer(value[0]) if len(value) == 1 else None
+    if not isinstance(value, str):
+        return None
+    answer = value.rsplit("####", 1)[-1].strip()
+    return answer or None
+
+
+def describe_counts(counts: dict[str, int]) -> str:
+    """One line: rows, rows kept, and why the others were left out."""
+    dropped = [f"{count} {reason}" for reason, count in counts.items() if reason not in ("rows", "kept")]
+    return f"{counts['kept']} of {counts['rows']} rows kept" + (f", left out: {'; '.join(dropped)}" if dropped else "")
+
+
+def _nested(row: dict[str, Any], column: str, field: str) -> Any:
+    value: Any = row
+    for key in column.split("."):
+        if value is None:
+            return None
+        if not isinstance(value, dict) or key not in value:
+            raise ValueError(f"{field}={column!r} is missing in a row: there is no {key!r} there.")
+        value = value[key]
+    return value
+
+
+def _text(prompt: Any) -> str:
+    if isinstance(prompt, list):
+        prompt = "\n\n".join(message["content"] for message in prompt if message["role"] == "user")
+    return prompt.strip() if isinstance(prompt, str) else ""
+
+
+def _length(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+    if isinstance(prompt, str):
+        return len(tokenizer(prompt)["input_ids"])
+    return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])

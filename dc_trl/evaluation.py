@@ -1,0 +1,50 @@
+"""How good the policy is as it is deployed."""
+
+import math
+from typing import NamedTuple
+
+from accelerate.utils import gather_object
+from datasets import Dataset
+
+from .rewards import RewardFunction
+from .trainer import DCGRPOTrainer
+
+
+class Estimate(NamedTuple):
+    """A mean over problems, its standard error, and the number of problems."""
+
+    value: float
+    standard_error: float
+    problems: int
+
+    def percent(self) -> str:
+        """As `"41.2 ± 1.5 %"`."""
+        return f"{100 * self.value:.1f} ± {100 * self.standard_error:.1f} %"
+
+
+def greedy_accuracy(trainer: DCGRPOTrainer, dataset: Dataset, reward: RewardFunction, batch_size: int) -> Estimate:
+    """Mean reward of the deployed policy's greedy completions, the problems divided among the processes.
+
+    Args:
+        trainer: with a replica (`deployment_scheme` set).
+        dataset: with the columns `prompt` and `answer`.
+        reward: called with `completions` and `answer`; problems for which it returns None are left out.
+        batch_size: prompts at a time in each process.
+
+    Returns:
+        The same estimate in every process.
+
+    Raises:
+        ValueError: the reward scored no problem.
+    """
+    accelerator = trainer.accelerator
+    rewards: list[float | None] = []
+    for start in range(accelerator.process_index * batch_size, len(dataset), accelerator.num_processes * batch_size):
+        batch = dataset[start : start + batch_size]
+        rewards += reward(completions=trainer.deployed_completions(batch["prompt"]), answer=batch["answer"])
+    scored = [value for value in gather_object(rewards) if value is not None]
+    if not scored:
+        raise ValueError("The reward scored none of the problems: check the gold answers.")
+    mean = sum(scored) / len(scored)
+    variance = sum((value - mean) ** 2 for value in scored) / max(len(scored) - 1, 1)
+    return Estimate(mean, math.sqrt(variance / len(scored)), len(scored))

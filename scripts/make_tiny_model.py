@@ -1,0 +1,196 @@
+"""Makes the tiny model that ships with dc_trl: a byte-level Qwen3 that can half do arithmetic.
+
+    python scripts/make_tiny_model.py --output_dir dc_trl/assets/tiny_qwen3
+
+The same seed gives the same weights on the same kind of machine. About two minutes on two cores.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.functional import cross_entropy
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+
+from dc_trl.data.arithmetic import Problem, arithmetic_problems
+from dc_trl.rewards import arithmetic_reward
+
+
+BATCH_SIZE = 64
+LEARNING_RATE = 2e-3
+WARMUP_STEPS = 50
+MAX_NEW_TOKENS = 48
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+CARD = """---
+license: apache-2.0
+library_name: transformers
+pipeline_tag: text-generation
+tags: [dc_trl, arithmetic]
+---
+
+# Tiny Qwen3 for arithmetic
+
+A Qwen3 of {parameters:,} parameters with a byte-level tokenizer, trained from random weights for {steps} steps of {batch}
+worked problems ("23+45=?" → "3+5+0=8;2+4+0=6;\\boxed{{68}}"), so that it is right about four times in ten and
+reinforcement learning has something to improve. It knows nothing else.
+
+Made by `python scripts/make_tiny_model.py --seed {seed} --steps {steps}` of dc_trl, in {seconds:.0f} s on {threads} threads.
+
+| on {problems} held-out problems | right |
+|---|---|
+| greedy | {greedy:.1%} |
+| sampled at temperature 1 | {sampled:.1%} |
+| at least one of 8 samples (pass@8) | {best:.1%} |
+"""
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level tokenizer without merges: any UTF-8 text is its bytes, `\\boxed{` and the chat marks one token each."""
+    marks = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    vocabulary = {mark: index for index, mark in enumerate(marks)}
+    for byte in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        vocabulary[byte] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    tokenizer.add_tokens([AddedToken("\\boxed{", normalized=False)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=4096,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """Randomly initialised model; every width is a multiple of 128, so that every deployment scheme applies."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
+    )
+    return model
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> list[int]:
+    messages = [{"role": "user", "content": problem.question}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) -> None:
+    """Supervised training on worked problems; the loss covers the completion and its end."""
+    problems = arithmetic_problems(steps * BATCH_SIZE, seed, "train")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARMUP_STEPS, total_iters=WARMUP_STEPS)
+    model.train()
+    for step in range(steps):
+        rows, labels = [], []
+        for problem in problems[step * BATCH_SIZE : (step + 1) * BATCH_SIZE]:
+            prompt = prompt_ids(tokenizer, problem)
+            completion = [*tokenizer(problem.solution)["input_ids"], tokenizer.eos_token_id]
+            rows.append(torch.tensor(prompt + completion))
+            labels.append(torch.tensor([-100] * len(prompt) + completion))
+        input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
+        targets = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
+        # Padding stands after the end, where the causal mask keeps it from the tokens that count.
+        logits = model(input_ids=input_ids).logits[:, :-1]
+        loss = cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        warmup.step()
+        if (step + 1) % 50 == 0:
+            print(f"step {step + 1:4d}  loss {loss.item():.3f}", flush=True)
+
+
+@torch.no_grad()
+def accuracy(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[Problem], samples: int = 0
+) -> tuple[float, float]:
+    """Mean share of right answers and share of problems solved at least once; one greedy answer if `samples` is 0."""
+    model.eval()
+    options = {"do_sample": False, "temperature": None} if samples == 0 else {"num_return_sequences": samples}
+    mean = best = 0.0
+    for start in range(0, len(problems), 100):
+        chunk = problems[start : start + 100]
+        batch = tokenizer.pad(
+            {"input_ids": [prompt_ids(tokenizer, problem) for problem in chunk]}, return_tensors="pt"
+        )
+        output = model.generate(**batch, max_new_tokens=MAX_NEW_TOKENS, **options)
+        texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        answers = [problem.answer for problem in chunk for _ in range(samples or 1)]
+        right = torch.tensor(arithmetic_reward(texts, answers)).view(len(chunk), -1)
+        mean += right.mean(1).sum().item()
+        best += right.amax(1).sum().item()
+    return mean / len(problems), best / len(problems)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=280, help="of supervised training")
+    parser.add_argument("--problems", type=int, default=1000, help="held-out problems to report on")
+    args = parser.parse_args()
+    if args.output_dir.exists() and any(args.output_dir.iterdir()):
+        sys.exit(f"error: output_dir={str(args.output_dir)!r} is not empty: choose another one, or empty it first.")
+
+    start = time.perf_counter()
+    torch.set_num_threads(2)
+    set_seed(args.seed)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    train(model, tokenizer, args.steps, args.seed)
+    seconds = time.perf_counter() - start
+
+    problems = arithmetic_problems(args.problems, 0, "held_out")
+    greedy, _ = accuracy(model, tokenizer, problems)
+    sampled, best = accuracy(model, tokenizer, problems, samples=8)
+    card = CARD.format(
+        parameters=model.num_parameters(),
+        steps=args.steps,
+        batch=BATCH_SIZE,
+        seed=args.seed,
+        seconds=seconds,
+        threads=torch.get_num_threads(),
+        problems=len(problems),
+        greedy=greedy,
+        sampled=sampled,
+        best=best,
+    )
+    model.save_pretrained(args.output_dir)
+    tokenizer.save_pretrained(args.output_dir)
+    (args.output_dir / "README.md").write_text(card)
+    print(
+        f"greedy {greedy:.1%}, sampled {sampled:.1%}, pass@8 {best:.1%}, trained in {seconds:.0f} s: {args.output_dir}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""Trains a policy with DC-GRPO.
+
+    accelerate launch scripts/train.py --config configs/quickstart.yaml [--any_field value ...]
+
+Every field of the configuration file can be overridden on the command line; `--help` lists them all.
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from accelerate import PartialState
+from datasets import Dataset
+from transformers import AutoConfig, AutoTokenizer, PrinterCallback, ProgressCallback
+from transformers.trainer_utils import get_last_checkpoint
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+
+from dc_trl import DCGRPOConfig, DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl.callbacks import ConstraintProgressCallback
+from dc_trl.data.arithmetic import arithmetic_dataset
+from dc_trl.data.prompts import describe_counts, load_prompts, load_rows
+from dc_trl.evaluation import greedy_accuracy
+from dc_trl.report import FIGURE_FILE, HISTORY_FILE, print_summary, read_history
+from dc_trl.rewards import get_reward
+
+
+BASELINE_FILE = "before.json"
+SUMMARY_FILE = "summary.json"
+# What makes an output directory one that holds a run.
+RUN_FILES = (
+    HISTORY_FILE,
+    BASELINE_FILE,
+    SUMMARY_FILE,
+    "model.safetensors",
+    "adapter_model.safetensors",
+    "checkpoint-*",
+)
+
+
+@dataclass
+class DataArguments:
+    """Prompts, answers and rewards."""
+
+    dataset_name: str | None = field(
+        default=None,
+        metadata={"help": "Hub id, local .json/.jsonl/.parquet/.csv file, or 'arithmetic' (made on the spot)."},
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
+    dataset_split: str = field(default="train", metadata={"help": "Split of a Hub data set."})
+    prompt_column: str = field(
+        default="prompt", metadata={"help": "Prompt: text or messages; a dot reads nested fields."}
+    )
+    answer_column: str = field(default="answer", metadata={"help": "Gold answer; a dot reads nested fields."})
+    instruction: str | None = field(default=None, metadata={"help": "Appended to each prompt after a blank line."})
+    max_prompt_length: int | None = field(default=None, metadata={"help": "Longer prompts (tokens) are left out."})
+    eval_size: int = field(
+        default=0, metadata={"help": "Problems held out to measure the deployed policy before and after training."}
+    )
+    rewards: list[str] = field(
+        default_factory=lambda: ["math"],
+        metadata={"help": "Reward functions: 'math', 'arithmetic', or dotted paths of your own."},
+    )
+
+
+def require_fresh_or_resumable(args: DCGRPOConfig) -> None:
+    """Refuses an output directory that holds a run, unless that run is to be resumed, or that cannot be written."""
+    output_dir = Path(args.output_dir)
+    if args.resume_from_checkpoint is not None and args.resume_from_checkpoint.lower() == "true":
+        args.resume_from_checkpoint = get_last_checkpoint(output_dir) if output_dir.is_dir() else None
+        if args.resume_from_checkpoint is None:
+            raise ValueError(f"resume_from_checkpoint=true, but output_dir={str(output_dir)!r} holds no checkpoint.")
+    if args.resume_from_checkpoint is not None:
+        if not Path(args.resume_from_checkpoint, "trainer_state.json").is_file():
+            raise ValueError(f"resume_from_checkpoint={args.resume_from_checkpoint!r} holds no trainer_state.json.")
+    elif output_dir.is_dir() and any(path for pattern in RUN_FILES for path in output_dir.glob(pattern)):
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} already holds a run: choose another output_dir, or continue that run with "
+            "--resume_from_checkpoint true."
+        )
+    probe = output_dir / ".write-probe"
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with open(probe, "wb") as file:
+            file.write(bytes(1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ValueError(f"output_dir={str(output_dir)!r} cannot be written ({error.strerror}).") from error
+    finally:
+        if output_dir.is_dir():
+            probe.unlink(missing_ok=True)
+
+
+def require_space(trainer: DCGRPOTrainer) -> None:
+    """Refuses to train when the disk cannot hold the model and a checkpoint."""
+    parameters = list(trainer.model.parameters())
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    if trainer.args.save_strategy != "no":
+        # Weights again, and two moments of each trained parameter.
+        needed += needed + sum(2 * p.numel() * p.element_size() for p in parameters if p.requires_grad)
+    free = shutil.disk_usage(trainer.args.output_dir).free
+    if free < needed:
+        raise ValueError(
+            f"output_dir={trainer.args.output_dir!r} has {free / 1e9:.2f} GB free and the model and a checkpoint need "
+            f"{needed / 1e9:.2f} GB: free some space, or choose another output_dir."
+        )
+
+
+def require_model(name: str | None) -> None:
+    """Refuses a model that is neither a directory with a model nor a Hub id."""
+    if name is None:
+        raise ValueError("model_name_or_path is not set: give a Hub id or a directory.")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"model_name_or_path={name!r} is a directory without a config.json: it holds no model.")
+    elif name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+        raise ValueError(f"model_name_or_path={name!r} does not exist: check the path.")
+
+
+def load_data(data: DataArguments, args: DCGRPOConfig, tokenizer) -> tuple[Dataset, Dataset | None, str]:
+    """Training and held-out problems, and a line that says what became of the rows."""
+    if data.dataset_name is None:
+        raise ValueError("dataset_name is not set: give a Hub id, a local file, or 'arithmetic'.")
+    if data.eval_size < 0:
+        raise ValueError(f"eval_size={data.eval_size} is invalid: use a whole number, at least 0.")
+    if data.dataset_name == "arithmetic":
+        held_out = arithmetic_dataset(data.eval_size, seed=0, split="held_out") if data.eval_size else None
+        prompts_per_step = args.generation_batch_size // args.num_generations
+        steps = args.max_steps if args.max_steps > 0 else 1000
+        train = arithmetic_dataset(prompts_per_step * steps, seed=args.seed, split="train")
+        return train, held_out, f"arithmetic: {len(train)} training problems"
+    rows = load_rows(data.dataset_name, data.dataset_config, data.dataset_split)
+    problems, counts = load_prompts(
+        rows, tokenizer, data.prompt_column, data.answer_column, data.instruction, data.max_prompt_length
+    )
+    line = f"{data.dataset_name}: {describe_counts(counts)}"
+    if data.eval_size == 0:
+        return problems, None, line
+    if data.eval_size >= len(problems):
+        raise ValueError(f"eval_size={data.eval_size} leaves nothing to train on: there are {len(problems)} problems.")
+    parts = problems.train_test_split(test_size=data.eval_size, seed=args.seed)
+    # A data set may hold a problem more than once.
+    held_out_prompts = {json.dumps(prompt) for prompt in parts["test"]["prompt"]}
+    train = parts["train"].filter(lambda row: json.dumps(row["prompt"]) not in held_out_prompts)
+    return train, parts["test"], f"{line}; {len(parts['test'])} held out"
+
+
+def build_trainer(data: DataArguments, args: DCGRPOConfig, model: ModelConfig) -> DCGRPOTrainer:
+    """Everything that can be wrong with the input is found here, before training."""
+    if PartialState().is_main_process:
+        require_fresh_or_resumable(args)
+    require_model(model.model_name_or_path)
+    rewards = [get_reward(name) for name in data.rewards]
+    # Fails early, on a small file, when the model is on no Hub either.
+    options = {"revision": model.model_revision, "trust_remote_code": args.trust_remote_code}
+    AutoConfig.from_pretrained(model.model_name_or_path, **options)
+    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, padding_side="left", **options)
+    train_dataset, eval_dataset, line = load_data(data, args, tokenizer)
+    PartialState().print(line)
+    generations = args.num_generations_eval or args.num_generations
+    if eval_dataset is not None and args.per_device_eval_batch_size * args.world_size % generations:
+        raise ValueError(
+            f"per_device_eval_batch_size={args.per_device_eval_batch_size} in {args.world_size} process(es) is no "
+            f"multiple of num_generations_eval={generations}: set num_generations_eval=1, or a multiple of it."
+        )
+    args.model_init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    trainer = DCGRPOTrainer(
+        model=model.model_name_or_path,
+        reward_funcs=rewards,
+        args=args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        callbacks=[LambdaLoggingCallback()],
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+    )
+    if not args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(ConstraintProgressCallback())
+    if trainer.accelerator.is_main_process:
+        require_space(trainer)
+    return trainer
+
+
+def measure(trainer: DCGRPOTrainer) -> dict[str, float]:
+    """The deployed policy on the held-out problems: greedy reward, and discrepancy of sampled completions."""
+    metrics = trainer.evaluate()
+    measured = {"reward": metrics.get("eval_reward"), "discrepancy": metrics.get("eval_discrepancy/mean")}
+    if trainer.replica is not None:
+        batch_size = trainer.args.per_device_eval_batch_size
+        estimate = greedy_accuracy(trainer, trainer.eval_dataset, trainer.reward_funcs[0], batch_size)
+        measured |= {"greedy": estimate.value, "greedy_se": estimate.standard_error, "problems": estimate.problems}
+    return measured
+
+
+def summarize(trainer: DCGRPOTrainer, before: dict, after: dict, seconds: float) -> None:
+    """Prints the summary table and saves it beside the model."""
+    args, multiplier = trainer.args, trainer.lagrange_multiplier
+    engine = args.deployment_scheme or ("vLLM" if args.use_vllm else "model.generate")
+    rows = []
+    if "greedy" in before:
+        accuracy = [f"{100 * m['greedy']:.1f} ± {100 * m['greedy_se']:.1f} %" for m in (before, after)]
+        rows.append((f"greedy reward, {before['problems']} held-out problems", *accuracy))
+    for label, key, form in (
+        ("sampled reward, held out", "reward", "{:.3f}"),
+        ("discrepancy δ̄", "discrepancy", "{:.3g}"),
+    ):
+        if before.get(key) is not None and after.get(key) is not None:
+            rows.append((label, form.format(before[key]), form.format(after[key])))
+    if args.constraint != "none":
+        rows.append(("multiplier λ", f"{args.lambda_init:.4g}", f"{multiplier.value:.4g}"))
+    tokens = trainer.state.num_input_tokens_seen
+    rows.append(("tokens sampled and read", "", f"{tokens:,}"))
+    rows.append(("training seconds", "", f"{seconds:.0f}"))
+    print_summary(rows, title=f"Deployed policy ({engine}), {trainer.state.global_step} steps, {args.constraint}")
+    summary = {
+        "engine": engine,
+        "constraint": args.constraint,
+        "seed": args.seed,
+        "steps": trainer.state.global_step,
+        "before": before,
+        "after": after,
+        "lambda": multiplier.value,
+        "tokens": tokens,
+        "seconds": seconds,
+    }
+    Path(args.output_dir, SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
+    print(f"Model, {HISTORY_FILE} and {FIGURE_FILE} are in {args.output_dir}")
+
+
+def training_ends(trainer: DCGRPOTrainer) -> tuple[dict, dict]:
+    """Discrepancy of the first and the last generation batch, where no held-out problems are there to measure it."""
+    rows = [row for row in read_history(Path(trainer.args.output_dir, HISTORY_FILE)) if row.get("discrepancy/mean")]
+    return tuple({"discrepancy": row["discrepancy/mean"]} for row in (rows[0], rows[-1])) if rows else ({}, {})
+
+
+def main() -> None:
+    parser = TrlParser((DataArguments, DCGRPOConfig, ModelConfig))
+    try:
+        data, args, model = parser.parse_args_and_config()
+        trainer = build_trainer(data, args, model)
+    except (ValueError, TypeError, OSError) as error:
+        # Wrong input, not a wrong program: the message says which field and what to do.
+        sys.exit(f"error: {error}")
+
+    main_process = trainer.accelerator.is_main_process
+    held_out = trainer.eval_dataset is not None
+    baseline = Path(args.output_dir, BASELINE_FILE)
+    before: dict = {}
+    if held_out and args.resume_from_checkpoint is None:
+        before = measure(trainer)
+        if main_process:
+            baseline.write_text(json.dumps(before) + "\n")
+    elif held_out and baseline.is_file():
+        before = json.loads(baseline.read_text())
+
+    start = time.perf_counter()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    seconds = time.perf_counter() - start
+    trainer.save_model(args.output_dir)
+
+    after = measure(trainer) if held_out else {}
+    if main_process:
+        if not held_out:
+            before, after = training_ends(trainer)
+        summarize(trainer, before, after, seconds)
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=data.dataset_name)
+
+
+if __name__ == "__main__":
+    main()
