@@ -33,11 +33,10 @@ class LambdaLoggingCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:
             return
-        if self._history is None:
-            self._open(args.output_dir, state.global_step)
+        history = self._history or self._open(args.output_dir, state.global_step)
         row: dict[str, Any] = {"step": state.global_step}
         row |= {name: value for name, value in (logs or {}).items() if value is None or isinstance(value, int | float)}
-        with open(self._history, "a") as file:
+        with open(history, "a") as file:
             file.write(json.dumps(row) + "\n")
 
     def on_save(self, args, state, control, **kwargs):
@@ -50,7 +49,7 @@ class LambdaLoggingCallback(TrainerCallback):
         if state.is_world_process_zero and self._history is not None:
             plot_run(read_history(self._history), self._history.with_name(FIGURE_FILE), self._history.parent.name)
 
-    def _open(self, output_dir: str, step: int) -> None:
+    def _open(self, output_dir: str, step: int) -> Path:
         history = Path(output_dir, HISTORY_FILE)
         history.parent.mkdir(parents=True, exist_ok=True)
         if history.exists() and step > 0:
@@ -66,6 +65,7 @@ class LambdaLoggingCallback(TrainerCallback):
             history.rename(old)
             logger.warning(f"{history} belongs to an earlier run and is kept as {old.name}.")
         self._history = history
+        return history
 
 
 class ConstraintProgressCallback(ProgressCallback):

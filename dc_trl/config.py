@@ -13,8 +13,8 @@ from .lagrangian import LagrangeMultiplier
 
 Constraint = Literal["none", "static", "lagrangian"]
 
-# Sampling settings that make the engine's log-probabilities those of another distribution than the policy's, with the
-# values that leave it alone. In `generation_kwargs` they go to vLLM's SamplingParams or transformers' GenerationConfig.
+# Sampling settings that make the engine's log-probabilities those of another distribution than the policy's, with
+# the values that leave it alone. In `generation_kwargs` they go to vLLM's SamplingParams or to GenerationConfig.
 _NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
     "top_p": (None, 1.0),
     "top_k": (None, 0, -1),
@@ -91,7 +91,7 @@ class DCGRPOConfig(GRPOConfig):
     discrepancy_level: Level = field(
         default="token",
         metadata={
-            "help": "Penalise each token by its own discrepancy ('token') or its trajectory's mean ('sequence')."
+            "help": "Penalise tokens by their own discrepancy ('token') or their trajectory's mean ('sequence')."
         },
     )
     discrepancy_tolerance: float = field(
@@ -110,9 +110,7 @@ class DCGRPOConfig(GRPOConfig):
         default=1,
         metadata={"help": "Generation batches that the batch discrepancy is averaged over before it moves lambda."},
     )
-    lambda_init: float = field(
-        default=0.1, metadata={"help": "Initial Lagrange multiplier; the fixed one for 'static'."}
-    )
+    lambda_init: float = field(default=0.1, metadata={"help": "Initial lambda; the fixed one for 'static'."})
     lambda_lr: float = field(default=1.0, metadata={"help": "Step size of the dual ascent."})
     lambda_min: float = field(default=0.0, metadata={"help": "Lower bound of lambda."})
     lambda_max: float = field(default=1.0, metadata={"help": "Upper bound of lambda."})
@@ -150,9 +148,8 @@ class DCGRPOConfig(GRPOConfig):
         }.items():
             value = getattr(self, name)
             if value not in get_args(options):
-                raise ValueError(
-                    f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, get_args(options)))}."
-                )
+                listed = ", ".join(map(repr, get_args(options)))
+                raise ValueError(f"{name}={value!r} is unknown: choose one of {listed}.")
         for name in (
             "discrepancy_tolerance",
             "discrepancy_margin",

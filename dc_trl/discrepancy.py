@@ -1,9 +1,9 @@
 """How far apart two engines are on the same tokens: measures, penalties, batch means and mismatch metrics.
 
 Pure tensor functions. Throughout, ``B`` is the number of trajectories, ``T`` the padded completion length,
-``train_logps`` is log π_train(y_t) and ``infer_logps`` log π_inf(y_t) of the sampled tokens, both after temperature, in
-nats. A token is *scored* when it enters the loss and both log-probabilities are finite; every function ignores what
-stands at unscored positions, padding garbage and NaN included.
+``train_logps`` is log π_train(y_t) and ``infer_logps`` log π_inf(y_t) of the sampled tokens, both after temperature,
+in nats. A token is *scored* when it enters the loss and both log-probabilities are finite; every function ignores
+what stands at unscored positions, padding garbage and NaN included.
 
 Statistics are returned as sums, in float64, so that micro-batches and processes are combined by adding and the mean is
 taken once, at the end: a mean of means would weigh a short micro-batch like a long one.
@@ -265,6 +265,5 @@ def mismatch_metrics(train_logps: Tensor, infer_logps: Tensor, mask: Tensor) -> 
     Returns:
         Metric name → value. All NaN when no token is scored: nothing was measured.
     """
-    return mismatch_from_sums(
-        {name: value.item() for name, value in mismatch_sums(train_logps, infer_logps, mask).items()}
-    )
+    sums = mismatch_sums(train_logps, infer_logps, mask)
+    return mismatch_from_sums({name: value.item() for name, value in sums.items()})

@@ -39,9 +39,7 @@ class LagrangeMultiplier:
         if minimum > maximum:
             raise ValueError(f"minimum={minimum!r} is above maximum={maximum!r}: lower one or raise the other.")
         if not minimum <= init <= maximum:
-            raise ValueError(
-                f"init={init!r} lies outside [{minimum!r}, {maximum!r}]: choose a value within the bounds."
-            )
+            raise ValueError(f"init={init!r} lies outside [{minimum!r}, {maximum!r}]: choose one within the bounds.")
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise ValueError(f"window={window!r} is invalid: use a whole number of iterations, at least 1.")
         self.lr = lr
@@ -78,7 +76,7 @@ class LagrangeMultiplier:
         return {"value": self._value, "recent": list(self._recent)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``; λ is projected onto the present bounds, the window keeps its newest values."""
+        """Continue from ``state_dict()``; λ is projected onto the present bounds, the window keeps what fits."""
         value = float(state_dict["value"])
         if not math.isfinite(value):
             raise ValueError(f"state_dict['value']={value!r} is not finite: the state is corrupt.")

@@ -40,8 +40,9 @@ def _boxed(answer: str) -> str:
 def math_reward(completions: Sequence[Completion], answer: Sequence[str], **kwargs: Any) -> list[float | None]:
     r"""1 for a completion whose boxed answer equals the gold answer as mathematics, 0 otherwise.
 
-    The comparison is TRL's `accuracy_reward`, that is math-verify on the first `\boxed{}`. It accepts equal expressions
-    in any form, also unevaluated ones: `\boxed{40+6}` for 46. Use [`arithmetic_reward`] where the value must be computed.
+    The comparison is TRL's `accuracy_reward`, that is math-verify on the first `\boxed{}`. It accepts equal
+    expressions in any form, also unevaluated ones: `\boxed{40+6}` for 46. Use [`arithmetic_reward`] where the value
+    must be computed.
 
     Args:
         completions: plain or conversational completions.

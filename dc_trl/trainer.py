@@ -14,7 +14,7 @@ import json
 import math
 import os
 from functools import wraps
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate.logging import get_logger
@@ -78,9 +78,9 @@ class DCGRPOTrainer(GRPOTrainer):
     ```
     """
 
-    _tag_names = ["trl", "grpo", "dc-grpo"]
+    _tag_names: ClassVar = ["trl", "grpo", "dc-grpo"]
     _name = "DC-GRPO"
-    _paper = {
+    _paper: ClassVar = {
         "title": "Reformulate LLM Reinforcement Learning for Efficient Training under Black-box Discrepancy",
         "id": "2606.08779",
         "citation": (
@@ -182,9 +182,7 @@ class DCGRPOTrainer(GRPOTrainer):
             ValueError: there is no replica (`deployment_scheme` is not set).
         """
         if self.replica is None:
-            raise ValueError(
-                "deployment_scheme=None: set it, there is no replica whose completions could be returned."
-            )
+            raise ValueError("deployment_scheme=None: set it, there is no replica to complete the prompts.")
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
         greedy = GenerationConfig(
             max_new_tokens=self.max_completion_length,
@@ -284,7 +282,7 @@ class DCGRPOTrainer(GRPOTrainer):
 
     def log(self, logs, start_time=None):
         if not self.model.training:
-            # Over the whole evaluation, not per batch: a mean of batch means would weigh the last, shorter one too much.
+            # Over the whole evaluation: a mean of batch means would weigh the last, shorter batch too much.
             self._close_statistics("eval")
         super().log(logs, start_time)
 
@@ -371,7 +369,8 @@ def _with_nonempty_completions(rollout_func):
 
 
 def _save_rollouts(slices: list[dict[str, Any]], path: str) -> None:
-    tensors, values = {}, [{} for _ in slices]
+    tensors: dict[str, Tensor] = {}
+    values: list[dict[str, Any]] = [{} for _ in slices]
     for index, inputs in enumerate(slices):
         for name, value in inputs.items():
             if isinstance(value, Tensor):

@@ -34,11 +34,11 @@ def pip(python: Path, *arguments: str, check: bool = True) -> bool:
 def install_torch(python: Path, requirement: str) -> None:
     """PyTorch without CUDA where there is no GPU to run it on."""
     without_gpu = platform.system() == "Linux" and shutil.which("nvidia-smi") is None
-    if without_gpu and (
-        pip(python, f"{requirement}+cpu", check=False)
-        or pip(python, requirement, "--index-url", CPU_INDEX, check=False)
-    ):
-        return
+    if without_gpu:
+        # Where pip looks anyway, then PyTorch's own index of CPU builds.
+        for source in ([f"{requirement}+cpu"], [requirement, "--index-url", CPU_INDEX]):
+            if pip(python, *source, check=False):
+                return
     pip(python, requirement)
 
 
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--extras", default="dev", help="extras of dc_trl, separated by commas")
     args = parser.parse_args()
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 (this is where a user learns of it)
         sys.exit(f"error: Python {platform.python_version()} is too old, 3.11 is needed: make PYTHON=python3.11 …")
 
     python = args.venv / "bin" / "python"

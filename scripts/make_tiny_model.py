@@ -37,11 +37,11 @@ tags: [dc_trl, arithmetic]
 
 # Tiny Qwen3 for arithmetic
 
-A Qwen3 of {parameters:,} parameters with a byte-level tokenizer, trained from random weights for {steps} steps of {batch}
-worked problems ("23+45=?" → "3+5+0=8;2+4+0=6;\\boxed{{68}}"), so that it is right about four times in ten and
+A Qwen3 of {parameters:,} parameters with a byte-level tokenizer, trained from random weights for {steps} steps of
+{batch} worked problems ("23+45=?" → "3+5+0=8;2+4+0=6;\\boxed{{68}}"), so that it is right about four times in ten and
 reinforcement learning has something to improve. It knows nothing else.
 
-Made by `python scripts/make_tiny_model.py --seed {seed} --steps {steps}` of dc_trl, in {seconds:.0f} s on {threads} threads.
+Made by `python scripts/make_tiny_model.py --seed {seed} --steps {steps}` ({seconds:.0f} s, {threads} threads).
 
 | on {problems} held-out problems | right |
 |---|---|
@@ -52,7 +52,7 @@ Made by `python scripts/make_tiny_model.py --seed {seed} --steps {steps}` of dc_
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level tokenizer without merges: any UTF-8 text is its bytes, `\\boxed{` and the chat marks one token each."""
+    """Byte-level tokenizer without merges: any UTF-8 text is its bytes; `\\boxed{` and chat marks are one token."""
     marks = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
     vocabulary = {mark: index for index, mark in enumerate(marks)}
     for byte in sorted(pre_tokenizers.ByteLevel.alphabet()):

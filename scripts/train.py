@@ -51,9 +51,7 @@ class DataArguments:
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
     dataset_split: str = field(default="train", metadata={"help": "Split of a Hub data set."})
-    prompt_column: str = field(
-        default="prompt", metadata={"help": "Prompt: text or messages; a dot reads nested fields."}
-    )
+    prompt_column: str = field(default="prompt", metadata={"help": "Text or messages; a dot reads nested fields."})
     answer_column: str = field(default="answer", metadata={"help": "Gold answer; a dot reads nested fields."})
     instruction: str | None = field(default=None, metadata={"help": "Appended to each prompt after a blank line."})
     max_prompt_length: int | None = field(default=None, metadata={"help": "Longer prompts (tokens) are left out."})
@@ -78,8 +76,8 @@ def require_fresh_or_resumable(args: DCGRPOConfig) -> None:
             raise ValueError(f"resume_from_checkpoint={args.resume_from_checkpoint!r} holds no trainer_state.json.")
     elif output_dir.is_dir() and any(path for pattern in RUN_FILES for path in output_dir.glob(pattern)):
         raise ValueError(
-            f"output_dir={str(output_dir)!r} already holds a run: choose another output_dir, or continue that run with "
-            "--resume_from_checkpoint true."
+            f"output_dir={str(output_dir)!r} already holds a run: choose another output_dir, or continue that run "
+            "with --resume_from_checkpoint true."
         )
     probe = output_dir / ".write-probe"
     try:

@@ -24,7 +24,7 @@ class Problem:
 
 
 def sample_problem(rng: random.Random) -> Problem:
-    """A problem drawn from ``rng``: a sum or difference of two-digit numbers (one half), or a product with one digit."""
+    """A problem drawn from ``rng``: sum or difference of two-digit numbers (one half), or a product with one digit."""
     operator = rng.choice("+-**")
     if operator == "*":
         first, second = rng.randrange(1, 100), rng.randrange(2, 10)

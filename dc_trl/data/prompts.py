@@ -28,14 +28,13 @@ def load_rows(name: str, config: str | None = None, split: str = "train") -> Dat
     path = Path(name).expanduser()
     if path.suffix in _READERS or path.is_file():
         if path.suffix not in _READERS:
-            raise ValueError(
-                f"dataset_name={name!r} has the suffix {path.suffix!r}: use one of {', '.join(_READERS)}."
-            )
+            raise ValueError(f"dataset_name={name!r} is no data file: use one of {', '.join(_READERS)}.")
         if not path.is_file():
             raise ValueError(f"dataset_name={name!r} does not exist: check the path (relative to {os.curdir!r}).")
         if path.stat().st_size == 0:
             raise ValueError(f"dataset_name={name!r} is empty: it needs at least one row.")
-        source, options = _READERS[path.suffix], {"data_files": str(path), "split": "train"}
+        options: dict[str, str | None] = {"data_files": str(path), "split": "train"}
+        source = _READERS[path.suffix]
     else:
         source, options = name, {"name": config, "split": split}
     try:
@@ -78,9 +77,8 @@ def load_prompts(
     """
     for field, column in {"prompt_column": prompt_column, "answer_column": answer_column}.items():
         if column.split(".")[0] not in rows.column_names:
-            raise ValueError(
-                f"{field}={column!r} is missing: the data set has {', '.join(map(repr, rows.column_names))}."
-            )
+            columns = ", ".join(map(repr, rows.column_names))
+            raise ValueError(f"{field}={column!r} is missing: the data set has {columns}.")
     counts = Counter(rows=len(rows), kept=0)
     prompts, answers = [], []
     for row in rows:
@@ -111,7 +109,7 @@ def load_prompts(
 
 
 def gold_answer(value: Any) -> str | None:
-    """Gold answer as text, or None where there is none: integers without a decimal point, GSM8K's part after `####`."""
+    """Gold answer as text, None where there is none: whole numbers without a point, GSM8K's part after `####`."""
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, int | float):

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import torch
 from accelerate import init_empty_weights
-from accelerate.utils import is_peft_model
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import calculate_qparams, calculate_range
 from compressed_tensors.quantization.utils.helpers import maybe_pad_tensor_for_block_quant
+from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from .schemes import quantized_linears, require_scheme, resolve_scheme
 
 
-def policy_tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers of a policy as its base architecture names them, adapters merged.
 
     The policy itself is not touched: each adapted layer is merged in a copy, one at a time, because merging in place
@@ -33,13 +33,14 @@ def policy_tensors(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Raises:
         ValueError: the adapter has no merged form.
     """
-    if not is_peft_model(policy):
+    if not isinstance(policy, PeftModel):
         yield from policy.named_parameters(remove_duplicate=False)
         yield from policy.named_buffers(remove_duplicate=False)
         return
-    if policy.active_peft_config.is_prompt_learning:
+    adapter = policy.active_peft_config
+    if adapter.is_prompt_learning:
         raise ValueError(
-            f"peft_config of type {policy.active_peft_config.peft_type} learns a prompt and cannot be merged into the "
+            f"peft_config of type {adapter.peft_type} learns a prompt and cannot be merged into the "
             "weights that are deployed: use LoRA or another adapter of the weights, or set deployment_scheme=None."
         )
     yield from _merged_tensors(policy.get_base_model(), "")
@@ -143,17 +144,18 @@ class _SampledLogProbs(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         # The token that the previous scores led to is known only now.
         if self._scores is not None:
-            self._record(input_ids[:, -1])
+            self._record(self._scores, input_ids[:, -1])
         self._scores = scores
         return scores
 
-    def _record(self, tokens: Tensor) -> None:
-        scores = self._scores / self._temperature
+    def _record(self, scores: Tensor, tokens: Tensor) -> None:
+        scores = scores / self._temperature
         self._columns.append(scores.gather(1, tokens.unsqueeze(1)).squeeze(1) - scores.logsumexp(1))
 
     def finish(self, sequences: Tensor) -> Tensor:
         """Log-probabilities of the generated tokens, shape (batch, new tokens), float32."""
-        self._record(sequences[:, -1])
+        assert self._scores is not None, "generate produced no token"
+        self._record(self._scores, sequences[:, -1])
         return torch.stack(self._columns, dim=1)
 
 
@@ -172,8 +174,8 @@ class Replica:
         ValueError: unknown scheme, or a model that the scheme cannot represent.
     """
 
-    def __init__(self, policy: nn.Module, scheme: str):
-        base: PreTrainedModel = policy.get_base_model() if is_peft_model(policy) else policy
+    def __init__(self, policy: PreTrainedModel | PeftModel, scheme: str):
+        base = policy.get_base_model() if isinstance(policy, PeftModel) else policy
         require_scheme(scheme)
         self.scheme = scheme
         config = copy.deepcopy(base.config)
@@ -188,7 +190,7 @@ class Replica:
         self.model.tie_weights()
         self.model.to(base.device).eval()
         if base.device.type == "cpu":
-            # PyTorch's fused CPU attention takes four times as long in bfloat16 for the single query of a decoding step.
+            # PyTorch's fused CPU attention takes four times as long in bfloat16 for a decoding step's single query.
             self.model.set_attn_implementation("eager")
         self.model.generation_config = GenerationConfig()
         self._tensors = dict(self.model.named_parameters(remove_duplicate=False))
@@ -211,12 +213,12 @@ class Replica:
             if parameter.ndim == 3:
                 raise ValueError(
                     f"deployment_scheme={scheme!r} cannot quantize {name!r}: this model keeps its experts in fused "
-                    "parameters, which compressed-tensors does not reach. Use deployment_scheme='bf16', or use_vllm=True "
-                    "with a server in that format."
+                    "parameters, which compressed-tensors does not reach. Use deployment_scheme='bf16', or "
+                    "use_vllm=True with a server in that format."
                 )
 
     @torch.no_grad()
-    def sync(self, policy: nn.Module) -> None:
+    def sync(self, policy: PreTrainedModel | PeftModel) -> None:
         """Takes over the present weights of the policy, adapters merged, quantized into the scheme."""
         for name, tensor in policy_tensors(policy):
             args = self._weight_args.get(name)

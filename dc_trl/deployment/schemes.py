@@ -6,6 +6,7 @@ served. lm_head, embeddings and norms stay unquantized in every scheme, as vLLM 
 
 from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
 from torch import nn
+from transformers import PreTrainedModel
 
 
 # Name → (compressed-tensors preset, group size that replaces the preset's).
@@ -26,7 +27,7 @@ def require_scheme(name: str) -> None:
         raise ValueError(f"deployment_scheme={name!r} is unknown: choose one of {', '.join(map(repr, SCHEMES))}.")
 
 
-def quantized_linears(model: nn.Module) -> dict[str, nn.Linear]:
+def quantized_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Linear layers that a scheme quantizes, by name: all but the output head."""
     head = model.get_output_embeddings()
     return {
@@ -34,7 +35,7 @@ def quantized_linears(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def resolve_scheme(name: str, model: nn.Module) -> QuantizationScheme:
+def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
     """Quantization scheme ``name`` for the layers of ``model``.
 
     Args:
