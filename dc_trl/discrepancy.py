@@ -44,8 +44,8 @@ def token_discrepancy(train_logps: Tensor, infer_logps: Tensor, measure: Measure
     Args:
         train_logps: log π_train of the sampled tokens, any shape, floating point.
         infer_logps: log π_inf of the same tokens, same shape.
-        measure: ``"prob_diff"`` |π_train − π_inf| in [0, 1]; ``"prob_ratio"`` |π_train/π_inf − 1| ≥ 0;
-            ``"log_prob"`` |log π_train − log π_inf| ≥ 0, in nats.
+        measure: ``"prob_diff"`` |π_train − π_inf| in [0, 1]; ``"prob_ratio"`` |π_train/π_inf − 1| in
+            [0, e^20 − 1], the ratio clamped to e^±20; ``"log_prob"`` |log π_train − log π_inf| ≥ 0, in nats.
 
     Returns:
         δ, elementwise, same shape, float32 (float64 if an input is float64), detached: no gradient ever flows through
@@ -66,7 +66,8 @@ def token_discrepancy(train_logps: Tensor, infer_logps: Tensor, measure: Measure
     if measure == "prob_diff":
         return (train.exp() - infer.exp()).abs()
     if measure == "prob_ratio":
-        return torch.expm1(train - infer).abs()
+        # Bounded, so that one token that the engine cannot have sampled does not overflow the gradient of a batch.
+        return torch.expm1((train - infer).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).abs()
     return (train - infer).abs()
 
 

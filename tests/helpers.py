@@ -1,0 +1,120 @@
+"""What several tests need: a random model of a few thousand parameters, and rollouts that are known in advance."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+
+from dc_trl import DCGRPOConfig
+
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY_MODEL = ROOT / "dc_trl" / "assets" / "tiny_qwen3"
+
+
+def make_tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(TINY_MODEL)
+
+
+def make_model(hidden_size: int = 32, seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        **{
+            "vocab_size": 262,
+            "hidden_size": hidden_size,
+            "intermediate_size": 2 * hidden_size,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+            "initializer_range": 0.2,  # wide, so that probabilities differ
+        }
+        | overrides
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def make_prompts(count: int = 16) -> Dataset:
+    return Dataset.from_dict({"prompt": [f"{number}+{number}=" for number in range(count)]})
+
+
+def make_config(output_dir: Any, **overrides: Any) -> DCGRPOConfig:
+    return DCGRPOConfig(
+        **{
+            "output_dir": str(output_dir),
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "per_device_train_batch_size": 4,
+            "num_generations": 4,
+            "max_completion_length": 8,
+            "max_steps": 3,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+        }
+        | overrides
+    )
+
+
+def distinct_characters(completions: list[str], **kwargs: Any) -> list[float]:
+    """A reward that differs between completions."""
+    return [len(set(completion)) / 10 for completion in completions]
+
+
+class Rollouts:
+    """Rollout function whose completions and log-probabilities follow from the call and the position alone.
+
+    `edit(call, completions, logprobs)` may change them in place, to play an engine that misbehaves.
+    """
+
+    __name__ = "rollouts"
+
+    def __init__(self, longest: int = 7, edit: Any = None):
+        self.calls = 0
+        self._longest = longest
+        self._edit = edit
+
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, list]:
+        offset = trainer.accelerator.process_index * len(prompts)
+        completions, logprobs = [], []
+        for index in range(offset, offset + len(prompts)):
+            rng = random.Random(1000 * self.calls + index)
+            length = rng.randint(1, self._longest)
+            completions.append([rng.randrange(10, 200) for _ in range(length)] + [1])
+            logprobs.append([-rng.uniform(0.01, 6.0) for _ in range(length + 1)])
+        if self._edit is not None:
+            self._edit(self.calls, completions, logprobs)
+        self.calls += 1
+        tokenizer = trainer.processing_class
+        return {
+            "prompt_ids": [tokenizer(prompt)["input_ids"] for prompt in prompts],
+            "completion_ids": completions,
+            "logprobs": logprobs,
+        }
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    """Values of one metric over the logs of a trainer."""
+    return [row[name] for row in trainer.state.log_history if name in row]
+
+
+def assert_finite(trainer: Any) -> None:
+    for row in trainer.state.log_history:
+        for name in ("loss", "grad_norm", "lagrangian/lambda"):
+            assert math.isfinite(row.get(name, 0.0)), (name, row)
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())

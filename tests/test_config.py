@@ -1,0 +1,121 @@
+"""Every invalid or contradictory setting is refused before anything expensive, by name, value and remedy."""
+
+import math
+
+import pytest
+from transformers import HfArgumentParser
+from trl import GRPOConfig
+
+from dc_trl import DCGRPOConfig, DCGRPOTrainer
+
+from .helpers import Rollouts, distinct_characters, make_config
+
+
+def test_defaults_are_the_dense_recipe(tmp_path):
+    config = DCGRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    assert (config.constraint, config.discrepancy_measure, config.discrepancy_level) == (
+        "lagrangian",
+        "prob_diff",
+        "token",
+    )
+    assert (config.lambda_init, config.lambda_lr, config.discrepancy_tolerance) == (0.1, 1.0, 0.0037)
+    assert (config.lambda_min, config.lambda_max, config.dual_window, config.batch_reduction) == (0, 1, 1, "sequence")
+    assert (config.loss_type, config.epsilon, config.beta, config.temperature) == ("grpo", 0.24, 0.0, 1.0)
+    assert (config.num_generations, config.vllm_importance_sampling_correction) == (8, False)
+
+
+def test_nothing_else_differs_from_trl(tmp_path):
+    ours, theirs = (kind(str(tmp_path), use_cpu=True, bf16=False) for kind in (DCGRPOConfig, GRPOConfig))
+    changed = {name for name, value in vars(theirs).items() if vars(ours)[name] != value}
+    # logging_dir and the like carry the time of day; only what a user sets counts.
+    assert changed & set(GRPOConfig.__dataclass_fields__) <= {
+        "loss_type",
+        "epsilon",
+        "vllm_importance_sampling_correction",
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"constraint": "soft"}, ["constraint='soft'", "'lagrangian'"]),
+        ({"discrepancy_measure": "kl"}, ["discrepancy_measure='kl'", "'prob_diff'"]),
+        ({"discrepancy_level": "word"}, ["discrepancy_level='word'", "'sequence'"]),
+        ({"batch_reduction": "mean"}, ["batch_reduction='mean'", "'token'"]),
+        ({"deployment_scheme": "fp16"}, ["deployment_scheme='fp16'", "'fp8_block'"]),
+        ({"discrepancy_tolerance": -0.001}, ["discrepancy_tolerance=-0.001", "at least 0"]),
+        ({"discrepancy_tolerance": math.nan}, ["discrepancy_tolerance=nan", "finite"]),
+        ({"discrepancy_tolerance": "high"}, ["discrepancy_tolerance='high'", "number"]),
+        ({"discrepancy_margin": -1}, ["discrepancy_margin=-1", "at least 0"]),
+        ({"lambda_lr": math.inf}, ["lambda_lr=inf", "finite"]),
+        ({"lambda_init": True}, ["lambda_init=True", "number"]),
+        ({"lambda_min": 0.5, "lambda_max": 0.2}, ["lambda_min=0.5", "lambda_max=0.2", "raise"]),
+        ({"lambda_init": 3.0}, ["lambda_init=3.0", "lambda_max", "[0.0, 1.0]"]),
+        ({"lambda_min": 0.2}, ["lambda_init=0.1", "[0.2, 1.0]"]),
+        ({"dual_window": 0}, ["dual_window=0", "at least 1"]),
+        ({"dual_window": 2.5}, ["dual_window=2.5", "whole number"]),
+        ({"temperature": 0.0}, ["temperature=0.0", "above 0"]),
+        ({"top_p": 0.9}, ["top_p=0.9", "top_p=1.0"]),
+        ({"top_k": 50}, ["top_k=50", "constraint='none'"]),
+        ({"min_p": 0.05}, ["min_p=0.05", "constraint='none'"]),
+        ({"repetition_penalty": 1.1}, ["repetition_penalty=1.1", "constraint='none'"]),
+        ({"generation_kwargs": {"top_p": 0.5}}, ["top_p=0.5", "constraint='none'"]),
+        ({"generation_kwargs": {"presence_penalty": 1.0}}, ["presence_penalty=1.0"]),
+        ({"generation_kwargs": '{"top_k": 7}'}, ["top_k=7"]),
+        (
+            {"generation_kwargs": {"temperature": 0.3}},
+            ["generation_kwargs['temperature']=0.3", "set temperature alone"],
+        ),
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, ["vllm_structured_outputs_regex='[0-9]+'", "unset it"]),
+        ({"constraint": "none", "discrepancy_margin": 0.1}, ["discrepancy_margin=0.1", "no effect"]),
+        ({"constraint": "static", "dual_window": 4}, ["dual_window=4", "dual_window=1"]),
+        ({"deployment_scheme": "fp8", "use_vllm": True}, ["deployment_scheme='fp8'", "use_vllm=False"]),
+        (
+            {"deployment_scheme": "fp8", "use_transformers_continuous_batching": True},
+            ["deployment_scheme='fp8'", "use_transformers_continuous_batching=True"],
+        ),
+        ({"use_transformers_continuous_batching": True}, ["log-probabilities", "deployment_scheme"]),
+    ],
+)
+def test_refused_when_the_config_is_made(tmp_path, fields, words):
+    with pytest.raises(ValueError, match="=") as error:
+        make_config(tmp_path, **fields)
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_truncated_sampling_is_free_without_a_constraint(tmp_path):
+    assert make_config(tmp_path, constraint="none", top_p=0.9, top_k=5, min_p=0.1).top_p == 0.9
+
+
+def test_neutral_sampling_is_accepted(tmp_path):
+    make_config(tmp_path, top_p=1.0, top_k=-1, min_p=0.0, generation_kwargs={"top_p": 1.0, "temperature": 1.0})
+
+
+@pytest.mark.parametrize("constraint", ["static", "lagrangian"])
+def test_a_constraint_without_log_probabilities_is_refused_before_the_model_loads(tmp_path, constraint):
+    with pytest.raises(ValueError, match=rf"constraint='{constraint}'.*deployment_scheme.*use_vllm=True.*'none'"):
+        DCGRPOTrainer("no/such-model", distinct_characters, make_config(tmp_path, constraint=constraint))
+
+
+def test_two_engines_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"deployment_scheme='fp8'.*contradicts rollout_func"):
+        DCGRPOTrainer("no/such-model", args=make_config(tmp_path, deployment_scheme="fp8"), rollout_func=Rollouts())
+
+
+def test_a_plain_grpo_config_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="args is a GRPOConfig: DCGRPOTrainer needs a DCGRPOConfig"):
+        DCGRPOTrainer("no/such-model", args=GRPOConfig(str(tmp_path), use_cpu=True, bf16=False))
+
+
+def test_every_field_can_be_set_from_the_command_line(tmp_path):
+    (config,) = HfArgumentParser(DCGRPOConfig).parse_args_into_dataclasses(
+        f"--output_dir {tmp_path} --use_cpu true --bf16 false --constraint static --discrepancy_measure log_prob "
+        "--discrepancy_level sequence --discrepancy_tolerance 1e-2 --discrepancy_margin 0.5 --batch_reduction token "
+        "--lambda_init 0.3 --lambda_lr 2 --lambda_min 0.1 --lambda_max 0.9 --deployment_scheme int8".split()
+    )
+    multiplier = config.multiplier()
+    assert (multiplier.value, multiplier.lr, multiplier.tolerance) == (0.3, 2.0, 0.01)
+    assert (multiplier.minimum, multiplier.maximum) == (0.1, 0.9)
+    assert (config.discrepancy_level, config.deployment_scheme) == ("sequence", "int8")

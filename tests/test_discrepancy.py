@@ -1,0 +1,218 @@
+"""Measures, penalties, reductions and metrics against numbers computed by hand, brute force, and properties."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dc_trl import mismatch_metrics, token_discrepancy
+from dc_trl.discrepancy import (
+    METRICS,
+    combine_sums,
+    discrepancy_penalty,
+    discrepancy_sums,
+    mismatch_from_sums,
+    mismatch_sums,
+    scored_tokens,
+)
+
+
+# Two trajectories of three and two tokens: probabilities under the training and the sampling engine.
+TRAIN = torch.tensor([[0.5, 0.25, 0.8], [0.1, 0.4, 0.9]])
+INFER = torch.tensor([[0.4, 0.50, 0.8], [0.2, 0.1, 0.3]])
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
+DELTAS = {
+    "prob_diff": [[0.1, 0.25, 0.0], [0.1, 0.3, 0.6]],
+    "prob_ratio": [[0.25, 0.5, 0.0], [0.5, 3.0, 2.0]],
+    "log_prob": [
+        [math.log(1.25), math.log(2), 0.0],
+        [math.log(2), math.log(4), math.log(3)],
+    ],
+}
+
+
+@pytest.mark.parametrize("measure", DELTAS)
+def test_measures_by_hand(measure):
+    delta = token_discrepancy(TRAIN.log(), INFER.log(), measure)
+    torch.testing.assert_close(delta, torch.tensor(DELTAS[measure]), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("measure", DELTAS)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("margin", [0.0, 0.15])
+def test_penalties_by_hand(measure, level, margin):
+    rows = DELTAS[measure]
+    if level == "sequence":
+        means = [sum(rows[0]) / 3, sum(rows[1][:2]) / 2]
+        rows = [[means[0]] * 3, [means[1]] * 3]
+    expected = [[value if value > margin else 0.0 for value in row] for row in rows]
+    expected[1][2] = 0.0  # outside the mask
+    penalty = discrepancy_penalty(torch.tensor(DELTAS[measure]), MASK.bool(), level, margin)
+    torch.testing.assert_close(penalty, torch.tensor(expected), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("measure", DELTAS)
+def test_batch_means_by_hand(measure):
+    delta = torch.tensor(DELTAS[measure])
+    first, second = DELTAS[measure]
+    by_sequence = discrepancy_sums(delta, MASK.bool(), "sequence")
+    expected = (sum(first) / 3 + sum(second[:2]) / 2) / 2
+    assert (by_sequence["discrepancy_sum"] / by_sequence["discrepancy_count"]).item() == pytest.approx(expected)
+    by_token = discrepancy_sums(delta, MASK.bool(), "token")
+    expected = (sum(first) + sum(second[:2])) / 5
+    assert (by_token["discrepancy_sum"] / by_token["discrepancy_count"]).item() == pytest.approx(expected)
+
+
+def test_a_trajectory_without_scored_token_counts_nowhere():
+    delta = torch.tensor([[0.2, 0.4], [9.0, 9.0]])
+    sums = discrepancy_sums(delta, torch.tensor([[True, True], [False, False]]), "sequence")
+    assert sums["discrepancy_sum"].item() == pytest.approx(0.3)
+    assert sums["discrepancy_count"].item() == 1
+
+
+def brute_force_metrics(train, infer, mask):
+    """The formulas of the docstring, token by token, in Python."""
+    pairs = [
+        [(a, b) for a, b, m in zip(*row, strict=True) if m and math.isfinite(a) and math.isfinite(b)]
+        for row in zip(train.tolist(), infer.tolist(), mask.tolist(), strict=True)
+    ]
+    pairs = [row for row in pairs if row]
+    tokens = [pair for row in pairs for pair in row]
+    mean, exp = statistics.fmean, math.exp
+    gaps = [abs(exp(a) - exp(b)) for a, b in tokens]
+    log_ppl = [mean(b - a for a, b in row) for row in pairs]
+    weights = [exp(a - b) for a, b in tokens]
+    p, q = [exp(a) for a, _ in tokens], [exp(b) for _, b in tokens]
+    clamp = lambda value: max(-20.0, min(20.0, value))  # noqa: E731
+    return {
+        "kl": mean(b - a for a, b in tokens),
+        "k3_kl": mean(exp(a - b) - (a - b) - 1 for a, b in tokens),
+        "log_ppl_diff": mean(log_ppl),
+        "log_ppl_abs_diff": mean(map(abs, log_ppl)),
+        "ppl_ratio": mean(map(exp, log_ppl)),
+        "chi2_token": mean(exp(2 * clamp(a - b)) for a, b in tokens) - 1,
+        "chi2_seq": mean(exp(2 * clamp(sum(a - b for a, b in row))) for row in pairs) - 1,
+        "probs_diff_mean": mean(gaps),
+        "probs_diff_max": max(gaps),
+        "probs_diff_std": statistics.stdev(gaps),
+        "probs_pearson": statistics.correlation(p, q),
+        "ess": 1 / mean((w / mean(weights)) ** 2 for w in weights),
+    }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_metrics_against_brute_force(seed):
+    generator = torch.Generator().manual_seed(seed)
+    train = -torch.rand(6, 9, generator=generator, dtype=torch.float64) * 5
+    infer = (train + 0.5 * torch.randn(6, 9, generator=generator, dtype=torch.float64)).clamp(max=0)
+    mask = torch.rand(6, 9, generator=generator) < 0.7
+    mask[2] = False
+    infer[0, 0] = math.nan
+    expected = brute_force_metrics(train, infer, mask)
+    assert tuple(expected) == METRICS
+    assert mismatch_metrics(train, infer, mask) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_metrics_are_exact_for_small_gaps_in_float32():
+    # k3 and χ² of gaps near 1e-4 vanish in float32 arithmetic; the sums are taken in float64.
+    train = torch.linspace(-0.5, -0.4, 4).unsqueeze(0)
+    infer = train + torch.tensor([1e-4, -1e-4, 1e-4, -1e-4])
+    expected = brute_force_metrics(train.double(), infer.double(), torch.ones(1, 4))
+    metrics = mismatch_metrics(train, infer, torch.ones(1, 4))
+    assert metrics["k3_kl"] == pytest.approx(expected["k3_kl"], rel=1e-6)
+
+
+def test_chi2_is_clamped():
+    train, infer = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-50.0, -50.0]])
+    metrics = mismatch_metrics(train, infer, torch.ones(1, 2))
+    assert metrics["chi2_token"] == pytest.approx(math.exp(40), rel=1e-9)
+    assert metrics["chi2_seq"] == pytest.approx(math.exp(40), rel=1e-9)
+
+
+def test_nothing_scored_is_undefined_not_zero():
+    metrics = mismatch_metrics(TRAIN.log(), INFER.log(), torch.zeros(2, 3))
+    assert set(metrics) == set(METRICS)
+    assert all(math.isnan(value) for value in metrics.values())
+
+
+def test_micro_batches_combine_to_the_whole():
+    generator = torch.Generator().manual_seed(0)
+    train, infer = -torch.rand(8, 5, generator=generator), -torch.rand(8, 5, generator=generator)
+    mask = torch.rand(8, 5, generator=generator) < 0.6
+    parts = [mismatch_sums(train[rows], infer[rows], mask[rows]) for rows in (slice(0, 1), slice(1, 6), slice(6, 8))]
+    combined = mismatch_from_sums({name: value.item() for name, value in combine_sums(parts).items()})
+    assert combined == pytest.approx(mismatch_metrics(train, infer, mask), rel=1e-9)
+
+
+def test_unknown_names_and_shapes_are_refused():
+    with pytest.raises(ValueError, match="discrepancy_measure='l2' is unknown: choose one of 'prob_diff'"):
+        token_discrepancy(TRAIN, INFER, "l2")
+    with pytest.raises(ValueError, match=r"\(2, 3\) and infer_logps \(3,\)"):
+        token_discrepancy(TRAIN, INFER[0])
+
+
+def test_bfloat16_is_compared_in_float32():
+    train, infer = TRAIN.log().bfloat16(), INFER.log().bfloat16()
+    delta = token_discrepancy(train, infer)
+    assert delta.dtype == torch.float32
+    torch.testing.assert_close(delta, (train.float().exp() - infer.float().exp()).abs())
+
+
+log_probabilities = st.lists(st.floats(-15, 0), min_size=6, max_size=6).map(lambda v: torch.tensor(v).view(2, 3))
+masks = st.lists(st.booleans(), min_size=6, max_size=6).map(lambda v: torch.tensor(v).view(2, 3))
+measures = st.sampled_from(["prob_diff", "prob_ratio", "log_prob"])
+
+
+@given(log_probabilities, log_probabilities, measures)
+def test_no_gradient_flows_through_delta(train, infer, measure):
+    train = train.clone().requires_grad_()
+    delta = token_discrepancy(train, infer, measure)
+    assert not delta.requires_grad
+    (train.sum() - delta.sum()).backward()
+    torch.testing.assert_close(train.grad, torch.ones(2, 3))
+
+
+@given(log_probabilities, log_probabilities, measures)
+def test_discrepancy_is_zero_on_equal_engines_and_never_negative(train, infer, measure):
+    assert (token_discrepancy(train, train, measure) == 0).all()
+    assert (token_discrepancy(train, infer, measure) >= 0).all()
+
+
+@settings(max_examples=50)
+@given(
+    log_probabilities,
+    log_probabilities,
+    masks,
+    st.sampled_from([0.0, -3.0, 7.0, math.nan, math.inf, -math.inf]),
+    st.sampled_from(["token", "sequence"]),
+)
+def test_masked_positions_have_no_influence(train, infer, mask, garbage, level):
+    def everything(a, b):
+        delta = token_discrepancy(a, b)
+        scored = scored_tokens(mask, a, b, delta)
+        penalty = discrepancy_penalty(delta, scored, level, 0.01)
+        by_sequence, by_token = (discrepancy_sums(delta, scored, r) for r in ("sequence", "token"))
+        sums = mismatch_sums(a, b, mask)
+        return penalty, [value.item() for value in (*by_sequence.values(), *by_token.values(), *sums.values())]
+
+    penalty, values = everything(train, infer)
+    filled = everything(train.where(mask, garbage), infer.where(mask, garbage))
+    torch.testing.assert_close(filled[0], penalty)
+    assert filled[1] == values
+    assert (penalty[~mask] == 0).all()
+
+
+@settings(max_examples=50)
+@given(log_probabilities, log_probabilities, masks, st.permutations([0, 1]))
+def test_order_of_trajectories_does_not_matter(train, infer, mask, order):
+    delta = token_discrepancy(train, infer)
+    for reduction in ("sequence", "token"):
+        straight = discrepancy_sums(delta, mask, reduction)
+        permuted = discrepancy_sums(delta[order], mask[order], reduction)
+        assert straight["discrepancy_sum"].item() == pytest.approx(permuted["discrepancy_sum"].item())
+    straight, permuted = mismatch_sums(train, infer, mask), mismatch_sums(train[order], infer[order], mask[order])
+    for name, value in straight.items():
+        assert value.item() == pytest.approx(permuted[name].item())

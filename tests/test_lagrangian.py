@@ -1,0 +1,97 @@
+"""The multiplier against the recursion written out, and its properties."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dc_trl import LagrangeMultiplier
+
+
+def test_recursion_by_hand():
+    multiplier = LagrangeMultiplier(init=0.1, lr=2.0, tolerance=0.01, maximum=0.2)
+    assert multiplier.value == 0.1
+    assert multiplier.update(0.02) == pytest.approx(0.12)  # 0.1 + 2 (0.02 − 0.01)
+    assert multiplier.update(0.01) == pytest.approx(0.12)  # at the tolerance: unmoved
+    assert multiplier.update(0.0) == pytest.approx(0.10)
+    assert multiplier.update(1.0) == 0.2  # projected
+    for _ in range(20):
+        multiplier.update(0.0)
+    assert multiplier.value == 0.0
+
+
+def test_window_by_hand():
+    multiplier = LagrangeMultiplier(init=0.5, lr=1.0, tolerance=0.0, window=2)
+    assert multiplier.update(0.1) == pytest.approx(0.6)  # mean of 0.1
+    assert multiplier.update(0.3) == pytest.approx(0.8)  # mean of 0.1, 0.3
+    assert multiplier.update(0.1) == pytest.approx(1.0)  # mean of 0.3, 0.1
+    assert multiplier.update(0.0) == 1.0  # projected
+
+
+def test_defaults_are_the_dense_recipe():
+    multiplier = LagrangeMultiplier()
+    assert (multiplier.value, multiplier.lr, multiplier.tolerance) == (0.1, 1.0, 0.0037)
+    assert (multiplier.minimum, multiplier.maximum) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tolerance": -0.1}, "tolerance=-0.1"),
+        ({"lr": math.nan}, "lr=nan"),
+        ({"minimum": -1.0}, "minimum=-1.0"),
+        ({"maximum": math.inf}, "maximum=inf"),
+        ({"minimum": 0.5, "maximum": 0.2, "init": 0.3}, "minimum=0.5 is above maximum=0.2"),
+        ({"init": 2.0}, r"init=2.0 lies outside \[0.0, 1.0\]"),
+        ({"init": math.nan}, "init=nan"),
+        ({"window": 0}, "window=0"),
+        ({"window": True}, "window=True"),
+        ({"window": 1.5}, "window=1.5"),
+    ],
+)
+def test_invalid_settings_are_refused_by_name(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LagrangeMultiplier(**arguments)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.1])
+def test_what_is_no_discrepancy_is_refused_and_changes_nothing(value):
+    multiplier = LagrangeMultiplier(window=3)
+    multiplier.update(0.01)
+    state = multiplier.state_dict()
+    with pytest.raises(ValueError, match="mean_discrepancy="):
+        multiplier.update(value)
+    assert multiplier.state_dict() == state
+
+
+discrepancies = st.floats(0, 10, allow_nan=False)
+
+
+@given(st.lists(discrepancies, max_size=30), st.floats(0, 5), st.floats(0, 1), st.integers(1, 5))
+def test_stays_within_its_bounds(sequence, lr, tolerance, window):
+    multiplier = LagrangeMultiplier(0.3, lr, tolerance, minimum=0.2, maximum=0.7, window=window)
+    for value in sequence:
+        assert 0.2 <= multiplier.update(value) <= 0.7
+
+
+@given(discrepancies, discrepancies, st.floats(0, 5))
+def test_grows_with_the_violation(low, high, lr):
+    low, high = sorted((low, high))
+    assert LagrangeMultiplier(lr=lr).update(low) <= LagrangeMultiplier(lr=lr).update(high)
+
+
+@given(st.lists(discrepancies, max_size=8), st.lists(discrepancies, min_size=1, max_size=8), st.integers(1, 4))
+def test_state_continues_where_it_was_saved(before, after, window):
+    whole = LagrangeMultiplier(lr=0.05, window=window)
+    for value in before:
+        whole.update(value)
+    resumed = LagrangeMultiplier(lr=0.05, window=window)
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    assert [whole.update(value) for value in after] == [resumed.update(value) for value in after]
+
+
+def test_a_corrupt_state_is_refused():
+    with pytest.raises(ValueError, match="is not finite"):
+        LagrangeMultiplier().load_state_dict({"value": math.nan, "recent": []})

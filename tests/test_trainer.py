@@ -1,0 +1,474 @@
+"""The trainer against TRL's own, against hand-made penalties, and on rollouts that engines should not return."""
+
+import json
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+
+from dc_trl import DCGRPOConfig, DCGRPOTrainer, mismatch_metrics
+
+from .helpers import (
+    Rollouts,
+    assert_finite,
+    distinct_characters,
+    logged,
+    make_config,
+    make_model,
+    make_prompts,
+)
+
+
+# Where log π_train comes from. aligned: the generation batch is used up at standing weights, TRL computes no old
+# log-probs; misaligned: the weights move within it, TRL does.
+ALIGNED = {"steps_per_generation": 2, "gradient_accumulation_steps": 2}
+MISALIGNED = {"steps_per_generation": 2, "gradient_accumulation_steps": 1}
+
+
+def make_trainer(config, tokenizer, rollouts=None, model=None, kind=DCGRPOTrainer, prompts=None, **kwargs):
+    return kind(
+        model if model is not None else make_model(),
+        distinct_characters,
+        config,
+        train_dataset=prompts if prompts is not None else make_prompts(),
+        processing_class=tokenizer,
+        rollout_func=rollouts,
+        **kwargs,
+    )
+
+
+def plain_config(config: DCGRPOConfig) -> GRPOConfig:
+    """The same settings for TRL's trainer."""
+    names = ["output_dir", "use_cpu", "bf16", "gradient_checkpointing", "per_device_train_batch_size"]
+    names += ["num_generations", "max_completion_length", "max_steps", "learning_rate", "lr_scheduler_type"]
+    names += ["logging_steps", "save_strategy", "report_to", "disable_tqdm", "loss_type", "epsilon", "beta"]
+    names += ["steps_per_generation", "gradient_accumulation_steps", "num_iterations", "temperature"]
+    return GRPOConfig(**{name: getattr(config, name) for name in names})
+
+
+@pytest.fixture
+def seen_by_the_loss(monkeypatch):
+    """Inputs of every call of TRL's loss, as they are when it returns."""
+    inputs_seen = []
+    compute_loss = GRPOTrainer._compute_loss
+
+    def spy(self, model, inputs):
+        loss = compute_loss(self, model, inputs)
+        inputs_seen.append(dict(inputs))
+        return loss
+
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", spy)
+    return inputs_seen
+
+
+def count_forwards(trainer):
+    calls = []
+    trainer.model.model.register_forward_hook(lambda *args: calls.append(1))
+    return calls
+
+
+# --- against TRL
+
+
+@pytest.mark.parametrize("steps", [ALIGNED, MISALIGNED, {**MISALIGNED, "num_iterations": 2}])
+@pytest.mark.parametrize("engine", ["model.generate", "rollouts"])
+def test_without_constraint_losses_and_weights_are_trls(tmp_path, tokenizer, steps, engine):
+    config = make_config(tmp_path, constraint="none", max_steps=6, **steps)
+    trainers = []
+    for kind, args in ((DCGRPOTrainer, config), (GRPOTrainer, plain_config(config))):
+        trainer = make_trainer(args, tokenizer, Rollouts() if engine == "rollouts" else None, kind=kind)
+        trainer.train()
+        trainers.append(trainer)
+    ours, theirs = trainers
+    assert logged(ours, "loss") == logged(theirs, "loss")
+    assert logged(ours, "grad_norm") == logged(theirs, "grad_norm")
+    for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert ("discrepancy/mean" in ours.state.log_history[0]) == (engine == "rollouts")
+    assert not logged(ours, "lagrangian/lambda")
+
+
+@pytest.mark.parametrize("steps", [ALIGNED, MISALIGNED, {**ALIGNED, "num_iterations": 1}])
+def test_no_forward_pass_that_trl_would_not_make(tmp_path, tokenizer, steps):
+    config = make_config(tmp_path, **steps)
+    counts = []
+    for kind, args in ((DCGRPOTrainer, config), (GRPOTrainer, plain_config(config))):
+        trainer = make_trainer(args, tokenizer, Rollouts(), kind=kind)
+        calls = count_forwards(trainer)
+        trainer.train()
+        counts.append(len(calls))
+    assert counts[0] == counts[1] > 0
+
+
+# --- the penalty
+
+
+@pytest.mark.parametrize("measure", ["prob_diff", "prob_ratio", "log_prob"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_both_routes_give_the_same_penalised_advantages(tmp_path, tokenizer, seen_by_the_loss, measure, level):
+    batches = []
+    for steps in (ALIGNED, MISALIGNED):
+        seen_by_the_loss.clear()
+        config = make_config(
+            tmp_path, max_steps=2, learning_rate=0.0, discrepancy_measure=measure, discrepancy_level=level, **steps
+        )
+        make_trainer(config, tokenizer, Rollouts()).train()
+        batches.append(seen_by_the_loss[:2])
+    for aligned, misaligned in zip(*batches, strict=True):
+        assert "old_per_token_logps" not in aligned
+        assert "old_per_token_logps" in misaligned
+        assert torch.equal(aligned["completion_ids"], misaligned["completion_ids"])
+        torch.testing.assert_close(aligned["advantages"], misaligned["advantages"], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("steps", [ALIGNED, MISALIGNED])
+@pytest.mark.parametrize("constraint", ["static", "lagrangian"])
+def test_advantages_are_trls_minus_lambda_delta(tmp_path, tokenizer, seen_by_the_loss, steps, constraint):
+    config = make_config(
+        tmp_path, max_steps=1, constraint=constraint, lambda_init=0.5, discrepancy_margin=0.1, **steps
+    )
+    trainer = make_trainer(config, tokenizer, Rollouts())
+    reference = make_model().eval()
+    trainer.train()
+    plain = torch.tensor(list(trainer._logs["advantages"]))
+    for inputs in seen_by_the_loss:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        length = inputs["completion_ids"].size(1)
+        with torch.no_grad():
+            logits = reference(input_ids=ids, attention_mask=mask).logits[:, -length - 1 : -1]
+        p = logits.softmax(-1).gather(2, inputs["completion_ids"].unsqueeze(2)).squeeze(2)
+        delta = (p - inputs["sampling_per_token_logps"].exp()).abs()
+        penalty = 0.5 * delta * (delta > 0.1) * inputs["completion_mask"]
+        restored = inputs["advantages"] + penalty
+        # The plain advantage of a trajectory is one number, and one of those that TRL logged.
+        assert (restored.amax(1) - restored.amin(1) < 1e-5).all()
+        assert ((restored[:, :1] - plain).abs().amin(1) < 1e-5).all()
+
+
+def test_delta_is_taken_at_the_weights_that_sampled(tmp_path, tokenizer, seen_by_the_loss):
+    config = make_config(tmp_path, max_steps=4, learning_rate=0.1, num_iterations=2, **MISALIGNED)
+    make_trainer(config, tokenizer, Rollouts()).train()
+    # Four optimizer steps over one generation batch: the second pass sees the advantages of the first.
+    first, second = seen_by_the_loss[:2], seen_by_the_loss[2:4]
+    for before, after in zip(first, second, strict=True):
+        assert torch.equal(before["advantages"], after["advantages"])
+
+
+def test_the_buffer_is_not_penalised_twice(tmp_path, tokenizer, seen_by_the_loss):
+    config = make_config(
+        tmp_path, max_steps=1, num_iterations=2, steps_per_generation=2, gradient_accumulation_steps=4
+    )
+    trainer = make_trainer(config, tokenizer, Rollouts())
+    trainer.train()
+    assert trainer.state.global_step == 1
+    first, second = seen_by_the_loss[:2], seen_by_the_loss[2:4]
+    for before, after in zip(first, second, strict=True):
+        torch.testing.assert_close(before["advantages"], after["advantages"], atol=1e-6, rtol=0)
+
+
+def test_no_gradient_through_the_penalty(tmp_path, tokenizer, seen_by_the_loss):
+    make_trainer(make_config(tmp_path, max_steps=1), tokenizer, Rollouts()).train()
+    assert not seen_by_the_loss[0]["advantages"].requires_grad
+
+
+def test_a_constraint_changes_the_loss(tmp_path, tokenizer):
+    losses = []
+    for constraint in ("none", "static"):
+        config = make_config(tmp_path, constraint=constraint, lambda_init=0.5, max_steps=1)
+        trainer = make_trainer(config, tokenizer, Rollouts())
+        trainer.train()
+        losses.append(logged(trainer, "loss")[0])
+    assert losses[1] - losses[0] == pytest.approx(logged(trainer, "lagrangian/penalty_mean")[0], rel=0.3)
+
+
+# --- the multiplier
+
+
+@pytest.mark.parametrize(
+    ("steps", "max_steps", "iterations"),
+    [
+        (ALIGNED, 3, 3),
+        (MISALIGNED, 6, 3),
+        ({**MISALIGNED, "num_iterations": 2}, 8, 2),
+        # Two generation batches for each optimizer step.
+        ({"steps_per_generation": 1, "gradient_accumulation_steps": 2}, 2, 4),
+        ({"steps_per_generation": 2, "gradient_accumulation_steps": 4, "num_iterations": 2}, 2, 2),
+    ],
+)
+def test_one_update_for_each_generation_batch(tmp_path, tokenizer, monkeypatch, steps, max_steps, iterations):
+    config = make_config(tmp_path, max_steps=max_steps, lambda_lr=0.2, discrepancy_tolerance=0.2, **steps)
+    rollouts = Rollouts()
+    trainer = make_trainer(config, tokenizer, rollouts)
+    seen, update = [], trainer.lagrange_multiplier.update
+    monkeypatch.setattr(trainer.lagrange_multiplier, "update", lambda mean: seen.append(mean) or update(mean))
+    trainer.train()
+    assert rollouts.calls == iterations == len(seen)
+    expected = 0.1
+    for mean in seen:
+        expected = min(max(expected + 0.2 * (mean - 0.2), 0.0), 1.0)
+    assert trainer.lagrange_multiplier.value == pytest.approx(expected)
+
+
+def test_logged_lambda_is_the_one_in_use(tmp_path, tokenizer):
+    config = make_config(tmp_path, max_steps=4, lambda_lr=0.3, discrepancy_tolerance=0.1)
+    trainer = make_trainer(config, tokenizer, Rollouts())
+    trainer.train()
+    values, means = logged(trainer, "lagrangian/lambda"), logged(trainer, "discrepancy/mean")
+    assert values[0] == 0.1
+    for now, mean, after in zip(values, means, [*values[1:], trainer.lagrange_multiplier.value], strict=True):
+        assert after == pytest.approx(min(max(now + 0.3 * (mean - 0.1), 0), 1))
+    assert logged(trainer, "lagrangian/violation") == pytest.approx([mean - 0.1 for mean in means])
+
+
+def test_static_multiplier_stands_still(tmp_path, tokenizer):
+    trainer = make_trainer(make_config(tmp_path, constraint="static", lambda_init=0.3), tokenizer, Rollouts())
+    trainer.train()
+    assert set(logged(trainer, "lagrangian/lambda")) == {0.3}
+
+
+@pytest.mark.parametrize("reduction", ["sequence", "token"])
+@pytest.mark.parametrize("steps", [ALIGNED, MISALIGNED])
+def test_metrics_cover_the_whole_generation_batch(tmp_path, tokenizer, seen_by_the_loss, reduction, steps):
+    config = make_config(tmp_path, max_steps=2, learning_rate=0.0, batch_reduction=reduction, **steps)
+    trainer = make_trainer(config, tokenizer, Rollouts())
+    trainer.train()
+    slices = seen_by_the_loss[:2]
+    width = max(inputs["completion_ids"].size(1) for inputs in slices)
+
+    def whole(name):
+        rows = [torch.nn.functional.pad(inputs[name], (0, width - inputs[name].size(1))) for inputs in slices]
+        return torch.cat(rows)
+
+    infer, mask = whole("sampling_per_token_logps"), whole("completion_mask").bool()
+    logps = []
+    for inputs in slices:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        values, _, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, attention, inputs["completion_ids"].size(1)
+        )
+        logps.append(torch.nn.functional.pad(values.detach(), (0, width - values.size(1))))
+    train = torch.cat(logps)
+    row = trainer.state.log_history[0]
+    expected = mismatch_metrics(train, infer, mask)
+    assert {name: row[f"discrepancy/{name}"] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    gap = (train.exp() - infer.exp()).abs()
+    means = [values[row_mask].mean() for values, row_mask in zip(gap, mask, strict=True)]
+    mean = gap[mask].mean() if reduction == "token" else sum(means) / len(means)
+    assert row["discrepancy/mean"] == pytest.approx(mean.item(), rel=1e-5)
+    assert row["lagrangian/penalized_fraction"] == 1.0
+    assert row["lagrangian/penalty_mean"] == pytest.approx(0.1 * gap[mask].mean().item(), rel=1e-5)
+
+
+def test_evaluation_measures_and_moves_nothing(tmp_path, tokenizer):
+    config = make_config(
+        tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, lambda_lr=0.5
+    )
+    trainer = make_trainer(config, tokenizer, Rollouts(), eval_dataset=make_prompts(6))
+    trainer.train()
+    evaluations = [row for row in trainer.state.log_history if "eval_discrepancy/mean" in row]
+    assert len(evaluations) == 2
+    for name in ("kl", "k3_kl", "chi2_seq", "probs_pearson", "ess", "probs_diff_max"):
+        assert math.isfinite(evaluations[0][f"eval_discrepancy/{name}"])
+    values, means = logged(trainer, "lagrangian/lambda"), logged(trainer, "discrepancy/mean")
+    assert values[1] == pytest.approx(values[0] + 0.5 * (means[0] - 0.0037))
+    # The second evaluation is measured with the λ of then, and leaves it.
+    before = trainer.lagrange_multiplier.state_dict()
+    metrics = trainer.evaluate()
+    assert metrics["eval_lagrangian/lambda"] == before["value"]
+    assert trainer.lagrange_multiplier.state_dict() == before
+
+
+def test_evaluation_weighs_tokens_not_batches(tmp_path, tokenizer, seen_by_the_loss):
+    config = make_config(tmp_path, constraint="none", per_device_eval_batch_size=4)
+    trainer = make_trainer(config, tokenizer, Rollouts(), eval_dataset=make_prompts(3))
+    metrics = trainer.evaluate()
+    assert len(seen_by_the_loss) == 3
+    total = count = 0.0
+    for inputs in seen_by_the_loss:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        with torch.no_grad():
+            values, _, _ = trainer._get_per_token_logps_and_entropies(
+                trainer.model, ids, mask, inputs["completion_ids"].size(1)
+            )
+        gap = (values.exp() - inputs["sampling_per_token_logps"].exp()).abs() * inputs["completion_mask"]
+        total, count = total + gap.sum().item(), count + inputs["completion_mask"].sum().item()
+    assert metrics["eval_discrepancy/probs_diff_mean"] == pytest.approx(total / count, rel=1e-5)
+
+
+# --- rollouts that engines should not return
+
+
+def nan_tokens(call, completions, logprobs):
+    for row in logprobs[::2]:
+        row[0] = math.nan if call % 2 else None
+
+
+def all_nan(call, completions, logprobs):
+    for row in logprobs:
+        row[:] = [math.nan] * len(row)
+
+
+def minus_infinity(call, completions, logprobs):
+    logprobs[0][0] = -math.inf
+
+
+def empty_completions(call, completions, logprobs):
+    for index in (0, 3):
+        completions[index], logprobs[index] = [], []
+
+
+def never_ended(call, completions, logprobs):
+    for completion in completions:
+        completion[-1] = 50
+
+
+def impossible_tokens(call, completions, logprobs):
+    logprobs[1][0] = -80.0
+
+
+@pytest.mark.parametrize(
+    "edit", [nan_tokens, all_nan, minus_infinity, empty_completions, never_ended, impossible_tokens]
+)
+@pytest.mark.parametrize("steps", [ALIGNED, MISALIGNED])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_bad_rollouts_never_reach_lambda_or_loss(tmp_path, tokenizer, edit, steps, level):
+    config = make_config(
+        tmp_path,
+        mask_truncated_completions=edit is never_ended,
+        discrepancy_level=level,
+        discrepancy_measure="prob_ratio" if edit is impossible_tokens else "prob_diff",
+        **steps,
+    )
+    trainer = make_trainer(config, tokenizer, Rollouts(edit=edit))
+    trainer.train()
+    assert_finite(trainer)
+    assert math.isfinite(trainer.lagrange_multiplier.value)
+    if edit in (all_nan, never_ended):
+        # Nothing was measured: nothing is logged, and λ stays where it was.
+        assert not logged(trainer, "discrepancy/mean")
+        assert trainer.lagrange_multiplier.value == 0.1
+
+
+def test_tokens_without_log_probability_carry_no_penalty(tmp_path, tokenizer, seen_by_the_loss):
+    config = make_config(tmp_path, max_steps=1, learning_rate=0.0)
+    trainer = make_trainer(config, tokenizer, Rollouts(edit=nan_tokens))
+    trainer.train()
+    inputs = seen_by_the_loss[0]
+    missing = inputs["sampling_per_token_logps"].isnan()
+    assert missing.any()
+    plain = torch.tensor(list(trainer._logs["advantages"]))
+    assert ((inputs["advantages"][missing].unsqueeze(1) - plain).abs().amin(1) < 1e-6).all()
+
+
+def test_an_engine_without_log_probabilities_is_named(tmp_path, tokenizer):
+    def rollouts(prompts, trainer):
+        return Rollouts()(prompts, trainer) | {"logprobs": None}
+
+    with pytest.raises(ValueError, match=r"constraint='lagrangian'.*logprobs=None.*constraint='none'"):
+        make_trainer(make_config(tmp_path), tokenizer, rollouts).train()
+    trainer = make_trainer(make_config(tmp_path, constraint="none"), tokenizer, rollouts)
+    trainer.train()
+    assert_finite(trainer)
+    assert not logged(trainer, "discrepancy/mean")
+
+
+def test_groups_without_reward_spread(tmp_path, tokenizer, seen_by_the_loss):
+    trainer = DCGRPOTrainer(
+        make_model(),
+        lambda completions, **kwargs: [1.0] * len(completions),
+        make_config(tmp_path),
+        train_dataset=make_prompts(),
+        processing_class=tokenizer,
+        rollout_func=Rollouts(),
+    )
+    trainer.train()
+    assert_finite(trainer)
+    # Only the constraint acts.
+    assert (seen_by_the_loss[0]["advantages"] <= 0).all()
+    assert (seen_by_the_loss[0]["advantages"] < 0).any()
+
+
+def test_masked_tool_tokens_do_not_count(tmp_path, tokenizer, seen_by_the_loss):
+    def rollouts(prompts, trainer):
+        output = Rollouts()(prompts, trainer)
+        # The second token of each completion came from the environment, with a log-probability that means nothing.
+        output["env_mask"] = [[int(i != 1) for i in range(len(ids))] for ids in output["completion_ids"]]
+        for row in output["logprobs"]:
+            row[1] = -1e4
+        return output
+
+    config = make_config(tmp_path, max_steps=1, learning_rate=0.0, discrepancy_measure="log_prob")
+    trainer = make_trainer(config, tokenizer, rollouts)
+    trainer.train()
+    assert logged(trainer, "discrepancy/mean")[0] < 100
+    plain = torch.tensor(list(trainer._logs["advantages"]))
+    assert ((seen_by_the_loss[0]["advantages"][:, 1:2] - plain).abs().amin(1) < 1e-6).all()
+
+
+# --- everything that GRPOTrainer takes
+
+
+def test_conversational_prompts_and_several_rewards(tmp_path, tokenizer):
+    prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{n}+{n}=?"}] for n in range(8)]})
+
+    def length(completions, **kwargs):
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    def nothing(completions, **kwargs):
+        return [None] * len(completions)
+
+    trainer = DCGRPOTrainer(
+        make_model(128),
+        [length, nothing],
+        make_config(tmp_path, deployment_scheme="fp8"),
+        train_dataset=prompts,
+        eval_dataset={"a": prompts, "b": prompts},
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    assert_finite(trainer)
+    assert len(logged(trainer, "discrepancy/mean")) == 3
+
+
+def test_peft(tmp_path, tokenizer):
+    trainer = make_trainer(
+        make_config(tmp_path, deployment_scheme="int8"),
+        tokenizer,
+        model=make_model(128),
+        peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    trainer.train()
+    assert_finite(trainer)
+    assert 0 < logged(trainer, "discrepancy/mean")[-1] < 0.05
+
+
+@pytest.mark.parametrize("loss_type", ["bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])
+def test_other_losses_of_trl(tmp_path, tokenizer, loss_type):
+    level = "sequence" if loss_type == "luspo" else "token"
+    config = make_config(tmp_path, loss_type=loss_type, importance_sampling_level=level, max_steps=2, beta=0.0)
+    trainer = make_trainer(config, tokenizer, Rollouts())
+    trainer.train()
+    assert_finite(trainer)
+
+
+def test_the_model_card_names_the_method(tmp_path, tokenizer):
+    trainer = make_trainer(make_config(tmp_path), tokenizer, Rollouts())
+    trainer.create_model_card(model_name="tiny")
+    card = (tmp_path / "README.md").read_text()
+    assert "2606.08779" in card
+    assert "DC-GRPO" in card
+    assert "dc-grpo" in card
+
+
+def test_state_file(tmp_path, tokenizer):
+    trainer = make_trainer(make_config(tmp_path, save_strategy="steps", save_steps=2), tokenizer, Rollouts())
+    trainer.train()
+    state = json.loads((tmp_path / "checkpoint-2" / "dc_grpo_state.json").read_text())
+    assert state["lagrange_multiplier"]["value"] == logged(trainer, "lagrangian/lambda")[2]
+    assert state["micro_batches_done"] == 0
