@@ -276,6 +276,8 @@ def main() -> None:
         summarize(trainer, before, after, seconds)
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=data.dataset_name)
+    # Without it, processes that still hold the process group may abort at exit.
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

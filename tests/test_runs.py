@@ -1,0 +1,105 @@
+"""Whole runs in processes of their own: killed and resumed, and divided among processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from .helpers import ROOT
+
+
+STEPS = {
+    "aligned": {"steps_per_generation": 2, "gradient_accumulation_steps": 2},
+    # The checkpoint falls between two optimizer steps of one generation batch, as with the paper's mini-batches.
+    "misaligned": {"steps_per_generation": 4, "gradient_accumulation_steps": 1},
+    "reused": {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "num_iterations": 2},
+}
+COMPARED = ("loss", "grad_norm", "reward", "discrepancy/mean", "lagrangian/lambda", "learning_rate")
+
+
+def run(options, launcher=(), **kwargs):
+    command = [*launcher, "-m", "tests.worker", json.dumps(options)]
+    if not launcher:
+        command.insert(0, sys.executable)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, **kwargs)
+
+
+def finished(options, **kwargs):
+    done = run(options, **kwargs)
+    assert done.returncode == 0, done.stderr[-3000:]
+    with open(os.path.join(options["output_dir"], "logs.json")) as file:
+        return json.load(file)
+
+
+def compared(rows):
+    return [{name: row[name] for name in ("step", *COMPARED) if name in row} for row in rows if "loss" in row]
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path, steps):
+    options = {
+        **STEPS[steps],
+        "max_steps": 9,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "deployment_scheme": "fp8",
+        "dual_window": 3,
+        "lambda_lr": 5.0,
+        "lr_scheduler_type": "linear",
+    }
+    whole = finished(options | {"output_dir": str(tmp_path / "whole")})
+    resumed = options | {"output_dir": str(tmp_path / "resumed")}
+    assert run(resumed | {"kill_at": 5}).returncode == -signal.SIGKILL
+    assert not (tmp_path / "resumed" / "logs.json").exists()
+    logs = finished(resumed | {"resume_from_checkpoint": str(tmp_path / "resumed" / "checkpoint-3")})
+
+    assert compared(logs["rows"]) == compared(whole["rows"])
+    assert logs["lambda"] == whole["lambda"]
+    assert len({row["lagrangian/lambda"] for row in whole["rows"] if "lagrangian/lambda" in row}) > 1
+    # The history file is continued, not doubled: steps 4 and 5 of the killed run were made again.
+    history = [json.loads(line) for line in (tmp_path / "resumed" / "history.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in history if "loss" in row] == list(range(1, 10))
+    assert compared(history) == compared(whole["rows"])
+    assert (tmp_path / "resumed" / "run.png").stat().st_size > 10_000
+
+
+LAUNCHER = [
+    os.path.join(os.path.dirname(sys.executable), "accelerate"),
+    "launch",
+    "--config_file",
+    "configs/accelerate/two_cpu_processes.yaml",
+]
+
+
+@pytest.mark.parametrize("steps", [{}, {"steps_per_generation": 2, "gradient_accumulation_steps": 1}])
+@pytest.mark.parametrize("reduction", ["sequence", "token"])
+def test_two_processes_equal_one(tmp_path, steps, reduction):
+    options = {"rollouts": True, "max_steps": 4, "batch_reduction": reduction, "lambda_lr": 0.5, **steps}
+    # With mini-batches, which rollouts share one differs with the number of processes; the weights then stand still.
+    options["learning_rate"] = 0.0 if steps else 1e-2
+    one = finished(options | {"output_dir": str(tmp_path / "one"), "per_device_train_batch_size": 8})
+    two = finished(
+        options | {"output_dir": str(tmp_path / "two"), "per_device_train_batch_size": 4}, launcher=LAUNCHER
+    )
+    assert two["kind"].endswith("MULTI_CPU")
+    assert len(two["lambda"]) == 2
+    assert two["lambda"][0] == two["lambda"][1] == pytest.approx(one["lambda"][0], rel=1e-5)
+    metrics = [name for name in one["rows"][0] if name.startswith(("discrepancy/", "lagrangian/"))]
+    assert len(metrics) == 17
+    for single, double in zip(one["rows"], two["rows"], strict=True):
+        if "discrepancy/mean" not in single:
+            continue
+        assert {m: double[m] for m in metrics} == pytest.approx({m: single[m] for m in metrics}, rel=1e-3, abs=1e-6)
+        if not steps:
+            assert double["loss"] == pytest.approx(single["loss"], rel=1e-3, abs=1e-5)
+
+
+def test_two_processes_sample_from_their_replicas(tmp_path):
+    options = {"output_dir": str(tmp_path), "deployment_scheme": "int4", "max_steps": 3, "lambda_lr": 0.5}
+    logs = finished(options, launcher=LAUNCHER)
+    assert logs["lambda"][0] == logs["lambda"][1]
+    assert all(0 < row["discrepancy/mean"] < 0.1 for row in logs["rows"] if "discrepancy/mean" in row)
