@@ -13,7 +13,14 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    get_linear_schedule_with_warmup,
+    set_seed,
+)
 
 from dc_trl.data.arithmetic import Problem, arithmetic_problems
 from dc_trl.rewards import arithmetic_reward
@@ -92,7 +99,11 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     )
     model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
     )
     return model
 
@@ -106,7 +117,8 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: in
     """Supervised training on worked problems; the loss covers the completion and its end."""
     problems = arithmetic_problems(steps * BATCH_SIZE, seed, "train")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARMUP_STEPS, total_iters=WARMUP_STEPS)
+    # The decay settles the accuracy, which otherwise jumps by ten points from step to step.
+    schedule = get_linear_schedule_with_warmup(optimizer, WARMUP_STEPS, steps)
     model.train()
     for step in range(steps):
         rows, labels = [], []
@@ -124,7 +136,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: in
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        warmup.step()
+        schedule.step()
         if (step + 1) % 50 == 0:
             print(f"step {step + 1:4d}  loss {loss.item():.3f}", flush=True)
 
@@ -155,11 +167,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=280, help="of supervised training")
+    parser.add_argument("--steps", type=int, default=202, help="of supervised training")
     parser.add_argument("--problems", type=int, default=1000, help="held-out problems to report on")
     args = parser.parse_args()
-    if args.output_dir.exists() and any(args.output_dir.iterdir()):
-        sys.exit(f"error: output_dir={str(args.output_dir)!r} is not empty: choose another one, or empty it first.")
+    if args.output_dir.is_file() or (args.output_dir.is_dir() and any(args.output_dir.iterdir())):
+        sys.exit(f"error: output_dir={str(args.output_dir)!r} is taken: choose another one.")
 
     start = time.perf_counter()
     torch.set_num_threads(2)

@@ -156,7 +156,11 @@ def build_trainer(data: DataArguments, args: DCGRPOConfig, model: ModelConfig) -
     rewards = [get_reward(name) for name in data.rewards]
     # Fails early, on a small file, when the model is on no Hub either.
     options = {"revision": model.model_revision, "trust_remote_code": args.trust_remote_code}
-    AutoConfig.from_pretrained(model.model_name_or_path, **options)
+    try:
+        AutoConfig.from_pretrained(model.model_name_or_path, **options)
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"model_name_or_path={model.model_name_or_path!r} cannot be loaded: {reason}") from error
     tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, padding_side="left", **options)
     train_dataset, eval_dataset, line = load_data(data, args, tokenizer)
     PartialState().print(line)

@@ -32,7 +32,7 @@ def make_model(hidden_size: int = 32, seed: int = 0, **overrides: Any) -> Qwen3F
             "num_hidden_layers": 2,
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
-            "head_dim": 32,
+            "head_dim": hidden_size // 2,
             "max_position_embeddings": 256,
             "tie_word_embeddings": True,
             "bos_token_id": None,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset
+from datasets.exceptions import DatasetsError
 from transformers import PreTrainedTokenizerBase
 
 from ..rewards import is_gradable
@@ -39,7 +40,7 @@ def load_rows(name: str, config: str | None = None, split: str = "train") -> Dat
         source, options = name, {"name": config, "split": split}
     try:
         rows = load_dataset(source, **options)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (DatasetsError, OSError, ValueError) as error:
         # datasets wraps what went wrong in its own DatasetGenerationError; the cause says more.
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise ValueError(

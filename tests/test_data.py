@@ -1,0 +1,178 @@
+"""Problems made on the spot, and prompts from files."""
+
+import json
+
+import datasets
+import pytest
+from datasets import Dataset
+
+from dc_trl.data.arithmetic import Problem, arithmetic_dataset, arithmetic_problems, is_held_out
+from dc_trl.data.prompts import describe_counts, gold_answer, load_prompts, load_rows
+
+from .helpers import ROOT
+
+
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_every_worked_step_is_right(split):
+    for problem in arithmetic_problems(2000, 1, split):
+        assert str(eval(problem.question.removesuffix("=?"))) == problem.answer
+        *steps, box = problem.solution.split(";")
+        assert box == f"\\boxed{{{problem.answer}}}"
+        for step in steps:
+            left, right = step.split("=")
+            assert eval(left) == int(right)
+
+
+def test_worked_by_hand():
+    solutions = {problem.question: problem.solution for problem in arithmetic_problems(20000, 0, "train")}
+    solutions |= {problem.question: problem.solution for problem in arithmetic_problems(2000, 0, "held_out")}
+    assert solutions["27+45=?"] == r"7+5+0=12;2+4+1=7;\boxed{72}"
+    assert solutions["72-45=?"] == r"2-5-0=-3;7-4-1=2;\boxed{27}"
+    assert solutions["47*6=?"] == r"7*6+0=42;4*6+4=28;\boxed{282}"
+
+
+def test_held_out_problems_are_never_trained_on():
+    train = {problem.question for problem in arithmetic_problems(20000, 0, "train")}
+    held_out = [problem.question for problem in arithmetic_problems(2000, 0, "held_out")]
+    assert len(set(held_out)) == 2000
+    assert not train & set(held_out)
+    swapped = {"+".join(reversed(question.removesuffix("=?").split("+"))) + "=?" for question in held_out}
+    assert not train & swapped
+    assert all(map(is_held_out, held_out))
+
+
+def test_arithmetic_depends_on_the_seed_alone():
+    assert arithmetic_problems(50, 3, "train") == arithmetic_problems(50, 3, "train")
+    assert arithmetic_problems(50, 3, "train") != arithmetic_problems(50, 4, "train")
+    # Stable across versions and machines: the shipped model was made from these.
+    assert arithmetic_problems(1, 0, "train")[0] == Problem("43+75=?", "118", r"3+5+0=8;4+7+0=11;\boxed{118}")
+    rows = arithmetic_dataset(3, 0, "held_out")
+    assert rows.column_names == ["prompt", "answer"]
+    assert rows[0]["prompt"][0]["role"] == "user"
+
+
+def test_arithmetic_refuses_what_it_does_not_have():
+    with pytest.raises(ValueError, match="split='test' is unknown"):
+        arithmetic_problems(1, 0, "test")
+    with pytest.raises(ValueError, match="size=0"):
+        arithmetic_problems(0, 0, "train")
+    with pytest.raises(ValueError, match=r"size=100000 exceeds the .* held-out problems: ask for at most"):
+        arithmetic_problems(100000, 0, "held_out")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("18", "18"),
+        ("He had 3.\n#### 1,234", "1,234"),
+        (27.0, "27"),
+        (0.5, "0.5"),
+        (7, "7"),
+        (["4"], "4"),
+        (["4", "5"], None),
+        (None, None),
+        ("  ", None),
+        (True, None),
+        ("####", None),
+    ],
+)
+def test_gold_answers(value, expected):
+    assert gold_answer(value) == expected
+
+
+@pytest.fixture
+def rows():
+    return [
+        {"q": "1+1?", "a": {"gold": "2"}},
+        {"q": " ", "a": {"gold": "2"}},
+        {"q": "?", "a": {"gold": "not known"}},
+        {"q": "?", "a": {"gold": None}},
+        {"q": "long " * 50, "a": {"gold": "3"}},
+        {"q": "2+2?", "a": {"gold": "x #### 4"}},
+    ]
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "parquet", "csv"])
+def test_files(tmp_path, suffix, tokenizer, rows, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    path = tmp_path / f"rows.{suffix}"
+    flat = Dataset.from_list([{"q": row["q"], "gold": row["a"]["gold"]} for row in rows])
+    match suffix:
+        case "parquet":
+            flat.to_parquet(path)
+        case "csv":
+            flat.to_csv(path, index=False)
+        case "json":
+            path.write_text(json.dumps(flat.to_list()))
+        case _:
+            flat.to_json(path)
+    prompts, counts = load_prompts(load_rows(str(path)), tokenizer, "q", "gold", max_prompt_length=100)
+    assert prompts["answer"] == ["2", "4"]
+    assert prompts[0]["prompt"] == [{"role": "user", "content": "1+1?"}]
+    assert counts["rows"] == 6
+    assert counts["kept"] == 2
+
+
+def test_nested_columns_instruction_and_counts(tokenizer, rows):
+    prompts, counts = load_prompts(Dataset.from_list(rows), tokenizer, "q", "a.gold", "Box it.", 100)
+    assert prompts[1]["prompt"][0]["content"] == "2+2?\n\nBox it."
+    assert describe_counts(counts) == (
+        "2 of 6 rows kept, left out: 1 without prompt; 2 without a gold answer that can be parsed; "
+        "1 with a prompt of more than 100 tokens"
+    )
+
+
+def test_messages_become_prompts_and_a_base_model_gets_text(tokenizer):
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "Hi"}], "answer": 3}])
+    assert load_prompts(rows, tokenizer)[0][0]["prompt"] == [{"role": "user", "content": "Hi"}]
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    try:
+        assert load_prompts(rows, tokenizer)[0][0]["prompt"] == "Hi"
+    finally:
+        tokenizer.chat_template = template
+
+
+def test_missing_columns_are_named(tokenizer, rows):
+    data = Dataset.from_list(rows)
+    with pytest.raises(ValueError, match="prompt_column='prompt' is missing: the data set has 'q', 'a'"):
+        load_prompts(data, tokenizer)
+    with pytest.raises(ValueError, match="answer_column='answer' is missing"):
+        load_prompts(data, tokenizer, "q")
+    with pytest.raises(ValueError, match=r"answer_column='a\.silver' is missing in a row: there is no 'silver'"):
+        load_prompts(data, tokenizer, "q", "a.silver")
+    with pytest.raises(ValueError, match="none of the 6 rows can be used"):
+        load_prompts(data, tokenizer, "q", "a.gold", max_prompt_length=1)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    for name, words in {
+        "none.jsonl": "does not exist",
+        "empty.jsonl": "is empty",
+        "rows.txt": "is no data file",
+        "broken.jsonl": "cannot be loaded",
+    }.items():
+        path = tmp_path / name
+        if name != "none.jsonl":
+            path.write_text("" if name == "empty.jsonl" else "{not json\n")
+        with pytest.raises(ValueError, match=f"dataset_name='.*{name}'.*{words}"):
+            load_rows(str(path))
+
+
+SHARED = ROOT.parent / "shared" / "data"
+
+
+@pytest.mark.skipif(
+    not SHARED.is_dir(), reason=f"no real rows in {SHARED.parent.name}/{SHARED.name} beside the checkout"
+)
+@pytest.mark.parametrize(
+    ("name", "prompt", "answer", "kept"),
+    [
+        ("gsm8k_test", "question", "answer", 1319),
+        ("amc23", "question", "answer", 40),
+        ("math500", "problem", "answer", 490),
+    ],
+)
+def test_real_rows(tokenizer, name, prompt, answer, kept):
+    rows = load_rows(str(SHARED / f"{name}.jsonl"))
+    prompts, counts = load_prompts(rows, tokenizer, prompt, answer)
+    assert counts["kept"] == len(prompts) >= kept

@@ -1,0 +1,222 @@
+"""The replica against quantization by hand, against the library's own, and against a forward pass."""
+
+import copy
+
+import pytest
+import torch
+from compressed_tensors.quantization import preset_name_to_scheme
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from dc_trl.deployment.replica import Replica, _ActivationQuantizer, fake_quantize_weight, policy_tensors
+from dc_trl.deployment.schemes import SCHEMES, resolve_scheme
+
+from .helpers import make_model
+
+
+PROMPTS = [[20, 30, 40], [50], [60, 70, 80, 90, 100]]
+
+
+def sampling(**overrides):
+    return GenerationConfig(
+        **{"max_new_tokens": 12, "do_sample": True, "top_k": 0, "pad_token_id": 0, "eos_token_id": [1]} | overrides
+    )
+
+
+def by_hand(weight, scheme):
+    """Round trip of a weight through each format, written out from its definition."""
+    rows, columns = weight.shape
+    if scheme == "fp8":
+        scale = weight.abs().amax(1, keepdim=True) / 448
+        return (weight / scale).to(torch.float8_e4m3fn).float() * scale
+    if scheme == "int8":
+        scale = weight.abs().amax(1, keepdim=True) / 127.5
+        return (weight / scale).round().clamp(-128, 127) * scale
+    if scheme == "fp8_block":
+        out = torch.empty_like(weight)
+        for i in range(0, rows, 128):
+            for j in range(0, columns, 128):
+                block = weight[i : i + 128, j : j + 128]
+                scale = block.abs().max() / 448
+                out[i : i + 128, j : j + 128] = (block / scale).to(torch.float8_e4m3fn).float() * scale
+        return out
+    group = 128 if scheme == "int4" else 32
+    out = torch.empty_like(weight)
+    for j in range(0, columns, group):
+        block = weight[:, j : j + group]
+        scale = block.abs().amax(1, keepdim=True) / 7.5
+        out[:, j : j + group] = (block / scale).round().clamp(-8, 7) * scale
+    return out
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "int8", "int4", "int4_g32"])
+def test_weights_by_hand(scheme):
+    torch.manual_seed(0)
+    weight = torch.randn(200, 256)
+    args = resolve_scheme(scheme, make_model(128)).weights
+    torch.testing.assert_close(fake_quantize_weight(weight, args), by_hand(weight, scheme), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("preset", ["FP8_DYNAMIC", "FP8_BLOCK", "W8A8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_activations_are_bit_for_bit_those_of_the_library(preset, dtype):
+    torch.manual_seed(0)
+    args = preset_name_to_scheme(preset, ["Linear"]).input_activations
+    value = (torch.randn(5, 7, 256) * torch.randn(5, 7, 1).exp() * 10).to(dtype)
+    value[0, 0] = 0
+    value[1, 1] *= 1e-9
+    scale, zero_point = compute_dynamic_scales_and_zp(value.float(), args, None)
+    expected = fake_quantize(value.float(), scale, zero_point, args).to(dtype)
+    (quantized,) = _ActivationQuantizer(args, value.device)(None, (value,))
+    assert torch.equal(quantized, expected)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_is_quantized_and_what_is_not(scheme):
+    policy = make_model(128)
+    replica = Replica(policy, scheme)
+    for name, weight in policy.named_parameters():
+        mine = replica.model.get_parameter(name)
+        assert mine.dtype == torch.bfloat16
+        untouched = scheme == "bf16" or weight.ndim == 1 or "embed" in name
+        assert torch.equal(mine, weight.bfloat16()) == untouched, name
+    assert replica.model.lm_head.weight is replica.model.model.embed_tokens.weight
+    quantized = [m for m in replica.model.modules() if m._forward_pre_hooks]
+    assert len(quantized) == (14 if scheme in ("fp8", "fp8_block", "int8") else 0)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_are_the_replicas(scheme, temperature):
+    torch.manual_seed(0)
+    replica = Replica(make_model(128), scheme)
+    replica.model.float()  # so that decoding with a cache and one forward pass agree closely
+    prompts = PROMPTS * 8
+    completions, logprobs = replica.generate(prompts, sampling(temperature=temperature), temperature)
+    gaps = []
+    for prompt, completion, values in zip(prompts, completions, logprobs, strict=True):
+        with torch.no_grad():
+            logits = replica.model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        expected = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
+        gaps.append((torch.tensor(values) - expected).abs().amax().item())
+    # A difference in the last bit can tip a quantized activation into the next code, in some of the completions.
+    gaps.sort()
+    assert gaps[len(gaps) // 2] < 1e-4
+    assert gaps[-1] < (0.5 if scheme in ("fp8", "fp8_block", "int8") else 1e-4)
+
+
+def test_samples_follow_the_replicas_distribution():
+    torch.manual_seed(0)
+    replica = Replica(make_model(128), "fp8")
+    with torch.no_grad():
+        expected = (replica.model(input_ids=torch.tensor([[20, 30]])).logits[0, -1].float() / 0.8).softmax(-1)
+    completions, _ = replica.generate([[20, 30]] * 4000, sampling(max_new_tokens=1, temperature=0.8), 0.8)
+    counts = torch.bincount(torch.tensor(completions).flatten(), minlength=262) / 4000
+    common = expected > 0.02
+    assert common.sum() >= 5
+    # Four standard errors of a frequency.
+    tolerance = 4 * (expected * (1 - expected) / 4000).sqrt()
+    assert ((counts - expected).abs() < tolerance)[common].all()
+
+
+def test_completions_end_with_their_first_end_token():
+    torch.manual_seed(0)
+    policy = make_model(128)
+    replica = Replica(policy, "bf16")
+    completions, logprobs = replica.generate([[20]] * 64, sampling(max_new_tokens=30, eos_token_id=[1, 40, 41]), 1.0)
+    ended = [completion for completion in completions if len(completion) < 30]
+    assert ended
+    for completion, values in zip(completions, logprobs, strict=True):
+        assert len(completion) == len(values)
+        assert not {1, 40, 41} & set(completion[:-1])
+    assert {completion[-1] for completion in ended} <= {1, 40, 41}
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8", "int4"])
+def test_follows_the_policy(scheme):
+    policy, other = make_model(128), make_model(128, seed=1)
+    replica = Replica(policy, scheme)
+    policy.load_state_dict(other.state_dict())
+    replica.sync(policy)
+    fresh = Replica(other, scheme)
+    for mine, expected in zip(replica.model.parameters(), fresh.model.parameters(), strict=True):
+        assert torch.equal(mine, expected)
+
+
+def test_neither_the_policy_nor_the_random_state_is_touched():
+    policy = make_model(128)
+    before = copy.deepcopy(policy.state_dict())
+    state = torch.random.get_rng_state()
+    Replica(policy, "fp8").sync(policy)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    for name, tensor in policy.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"modules_to_save": ["norm"]}])
+def test_adapters_are_merged_outside_the_policy(options):
+    base = make_model(128)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **options)
+    policy = get_peft_model(copy.deepcopy(base), config)
+    torch.manual_seed(1)
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name or "modules_to_save" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    before = copy.deepcopy(policy.state_dict())
+    merged = dict(policy_tensors(policy))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
+    reference = copy.deepcopy(policy).merge_and_unload()
+    expected = dict(reference.named_parameters(remove_duplicate=False))
+    assert set(expected) <= set(merged)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(merged[name], tensor)
+    assert not torch.equal(
+        merged["model.layers.0.self_attn.q_proj.weight"], base.model.layers[0].self_attn.q_proj.weight
+    )
+    Replica(policy, "int8")
+
+
+def test_an_adapter_without_merged_form_is_refused():
+    policy = get_peft_model(make_model(128), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ValueError, match=r"learns a prompt.*LoRA"):
+        Replica(policy, "bf16")
+
+
+def test_groups_follow_the_width_of_the_model():
+    assert resolve_scheme("int4", make_model(128)).weights.group_size == 128
+    assert resolve_scheme("int4", make_model(32)).weights.group_size == 32
+    with pytest.raises(
+        ValueError, match=r"'int4' quantizes in groups of 32, which do not divide the 48 inputs of layer"
+    ):
+        resolve_scheme("int4", make_model(48))
+    with pytest.raises(ValueError, match=r"'fp8_block' quantizes in groups of 128.*'fp8'"):
+        Replica(make_model(32), "fp8_block")
+
+
+def test_fused_experts_are_refused_where_they_would_stay_unquantized():
+    config = Qwen3MoeConfig(
+        vocab_size=262,
+        hidden_size=128,
+        intermediate_size=128,
+        moe_intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    policy = Qwen3MoeForCausalLM(config)
+    Replica(policy, "bf16").generate(PROMPTS, sampling(), 1.0)
+    with pytest.raises(ValueError, match=r"experts in fused parameters.*use_vllm=True"):
+        Replica(policy, "fp8")
+
+
+def test_unknown_scheme():
+    with pytest.raises(ValueError, match="deployment_scheme='fp4' is unknown: choose one of 'bf16'"):
+        Replica(make_model(), "fp4")

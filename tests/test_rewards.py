@@ -1,0 +1,71 @@
+"""What counts as correct."""
+
+import pytest
+
+from dc_trl import math_reward
+from dc_trl.rewards import arithmetic_reward, get_reward, is_gradable
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "expected"),
+    [
+        (r"so \boxed{46}", "46", 1.0),
+        (r"\boxed{40}, no: \boxed{46}", "46", 1.0),
+        (r"\boxed{46}, no: \boxed{40}", "46", 0.0),
+        (r"\boxed{40+6}", "46", 0.0),
+        (r"\boxed{046}", "46", 0.0),
+        (r"\boxed{46.0}", "46", 0.0),
+        (r"\boxed{ 46 }", "46", 0.0),
+        (r"\boxed{+46}", "46", 0.0),
+        (r"\boxed{-7}", "-7", 1.0),
+        (r"\boxed{0}", "0", 1.0),
+        ("46", "46", 0.0),
+        (r"\boxed{46", "46", 0.0),
+        ("", "46", 0.0),
+        (r"\boxed{46}", "forty-six", None),
+        (r"\boxed{46}", "046", None),
+    ],
+)
+def test_arithmetic_takes_the_plain_integer_only(completion, gold, expected):
+    assert arithmetic_reward([completion], [gold]) == [expected]
+    assert arithmetic_reward([[{"role": "assistant", "content": completion}]], [gold], extra=[1]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "expected"),
+    [
+        (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"\boxed{0.5}", r"\frac{1}{2}", 1.0),
+        (r"\boxed{1234}", "1,234", 1.0),
+        (r"\boxed{27}", "27.0", 1.0),
+        (r"\boxed{25}", "025", 1.0),
+        (r"\boxed{26}", "27", 0.0),
+        (r"\boxed{40+6}", "46", 1.0),  # stated in the docstring: equal in any form
+        ("46", "46", 0.0),
+        (r"\boxed{3}", r"\boxed{3}", 1.0),
+        (r"\boxed{3}", "", None),
+    ],
+)
+def test_math_compares_values(completion, gold, expected):
+    assert math_reward([completion], [gold]) == [expected]
+    assert math_reward([[{"role": "assistant", "content": completion}]], answer=[gold]) == [expected]
+
+
+@pytest.mark.parametrize(
+    "gold", ["7", "-3.5", "1,234", r"\frac{1}{2}", r"\text{East}", "x+1", "(1,2)", "12 apples", "C"]
+)
+def test_gradable(gold):
+    assert is_gradable(gold)
+
+
+@pytest.mark.parametrize("gold", ["", "???", "n/a", "none", "no solution", r"\frac{1}{", "nicht lösbar"])
+def test_not_gradable(gold):
+    assert not is_gradable(gold)
+
+
+def test_rewards_by_name():
+    assert get_reward("math") is math_reward
+    assert get_reward("dc_trl.rewards.arithmetic_reward") is arithmetic_reward
+    for name in ("maths", "no.such.module", "dc_trl.rewards.nothing"):
+        with pytest.raises(ValueError, match=f"rewards='{name}'.*'math', 'arithmetic'"):
+            get_reward(name)
