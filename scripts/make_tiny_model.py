@@ -1,8 +1,9 @@
 """Makes the tiny model that ships with dc_trl: a byte-level Qwen3 that can half do arithmetic.
 
-    python scripts/make_tiny_model.py --output_dir dc_trl/assets/tiny_qwen3
+    python scripts/make_tiny_model.py --output_dir runs/tiny_qwen3
 
-The same seed gives the same weights on the same kind of machine. About two minutes on two cores.
+Training stops when the model is right about four times in ten, because reinforcement learning then has something to
+improve. The same seed gives the same weights on the same kind of machine. About three minutes on two cores.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
-    get_linear_schedule_with_warmup,
+    get_constant_schedule_with_warmup,
     set_seed,
 )
 
@@ -29,6 +30,10 @@ from dc_trl.rewards import arithmetic_reward
 BATCH_SIZE = 64
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 50
+MAX_STEPS = 1000
+FIRST_CHECK = 150
+CHECKED_PROBLEMS = 500
+CHECK_EVERY = 4  # steps; the accuracy climbs by several points from one check to the next
 MAX_NEW_TOKENS = 48
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -48,7 +53,7 @@ A Qwen3 of {parameters:,} parameters with a byte-level tokenizer, trained from r
 {batch} worked problems ("23+45=?" → "3+5+0=8;2+4+0=6;\\boxed{{68}}"), so that it is right about four times in ten and
 reinforcement learning has something to improve. It knows nothing else.
 
-Made by `python scripts/make_tiny_model.py --seed {seed} --steps {steps}` ({seconds:.0f} s, {threads} threads).
+Made by `python scripts/make_tiny_model.py --seed {seed} --target {target}` ({seconds:.0f} s, {threads} threads).
 
 | on {problems} held-out problems | right |
 |---|---|
@@ -113,16 +118,20 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> list[int
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
-def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) -> None:
-    """Supervised training on worked problems; the loss covers the completion and its end."""
-    problems = arithmetic_problems(steps * BATCH_SIZE, seed, "train")
+def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, target: float, seed: int) -> int:
+    """Supervised training on worked problems until `target` of the held-out ones are right; returns the steps taken.
+
+    The loss covers the completion and its end.
+    """
+    problems = arithmetic_problems(MAX_STEPS * BATCH_SIZE, seed, "train")
+    held_out = arithmetic_problems(CHECKED_PROBLEMS, 1, "held_out")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    # The decay settles the accuracy, which otherwise jumps by ten points from step to step.
-    schedule = get_linear_schedule_with_warmup(optimizer, WARMUP_STEPS, steps)
-    model.train()
-    for step in range(steps):
+    # No decay: it makes the samples so alike that reinforcement learning finds nothing to choose from.
+    schedule = get_constant_schedule_with_warmup(optimizer, WARMUP_STEPS)
+    for step in range(1, MAX_STEPS + 1):
+        model.train()
         rows, labels = [], []
-        for problem in problems[step * BATCH_SIZE : (step + 1) * BATCH_SIZE]:
+        for problem in problems[(step - 1) * BATCH_SIZE : step * BATCH_SIZE]:
             prompt = prompt_ids(tokenizer, problem)
             completion = [*tokenizer(problem.solution)["input_ids"], tokenizer.eos_token_id]
             rows.append(torch.tensor(prompt + completion))
@@ -137,8 +146,16 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: in
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if (step + 1) % 50 == 0:
-            print(f"step {step + 1:4d}  loss {loss.item():.3f}", flush=True)
+        if step % 50 == 0:
+            print(f"step {step:4d}  loss {loss.item():.3f}", flush=True)
+        if step >= FIRST_CHECK and step % CHECK_EVERY == 0:
+            greedy, _ = accuracy(model, tokenizer, held_out)
+            print(f"step {step:4d}  loss {loss.item():.3f}  greedy {greedy:.1%}", flush=True)
+            if greedy >= target:
+                return step
+    sys.exit(
+        f"error: target={target} was not reached in {MAX_STEPS} steps: choose another --seed or a lower --target."
+    )
 
 
 @torch.no_grad()
@@ -167,7 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=202, help="of supervised training")
+    parser.add_argument("--target", type=float, default=0.4, help="share of held-out problems at which training stops")
     parser.add_argument("--problems", type=int, default=1000, help="held-out problems to report on")
     args = parser.parse_args()
     if args.output_dir.is_file() or (args.output_dir.is_dir() and any(args.output_dir.iterdir())):
@@ -178,7 +195,7 @@ def main() -> None:
     set_seed(args.seed)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
-    train(model, tokenizer, args.steps, args.seed)
+    steps = train(model, tokenizer, args.target, args.seed)
     seconds = time.perf_counter() - start
 
     problems = arithmetic_problems(args.problems, 0, "held_out")
@@ -186,7 +203,8 @@ def main() -> None:
     sampled, best = accuracy(model, tokenizer, problems, samples=8)
     card = CARD.format(
         parameters=model.num_parameters(),
-        steps=args.steps,
+        steps=steps,
+        target=args.target,
         batch=BATCH_SIZE,
         seed=args.seed,
         seconds=seconds,

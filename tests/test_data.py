@@ -45,7 +45,7 @@ def test_arithmetic_depends_on_the_seed_alone():
     assert arithmetic_problems(50, 3, "train") == arithmetic_problems(50, 3, "train")
     assert arithmetic_problems(50, 3, "train") != arithmetic_problems(50, 4, "train")
     # Stable across versions and machines: the shipped model was made from these.
-    assert arithmetic_problems(1, 0, "train")[0] == Problem("43+75=?", "118", r"3+5+0=8;4+7+0=11;\boxed{118}")
+    assert arithmetic_problems(1, 0, "train")[0] == Problem("98*8=?", "784", r"8*8+0=64;9*8+6=78;\boxed{784}")
     rows = arithmetic_dataset(3, 0, "held_out")
     assert rows.column_names == ["prompt", "answer"]
     assert rows[0]["prompt"][0]["role"] == "user"

@@ -99,7 +99,17 @@ def test_two_processes_equal_one(tmp_path, steps, reduction):
 
 
 def test_two_processes_sample_from_their_replicas(tmp_path):
-    options = {"output_dir": str(tmp_path), "deployment_scheme": "int4", "max_steps": 3, "lambda_lr": 0.5}
-    logs = finished(options, launcher=LAUNCHER)
-    assert logs["lambda"][0] == logs["lambda"][1]
-    assert all(0 < row["discrepancy/mean"] < 0.1 for row in logs["rows"] if "discrepancy/mean" in row)
+    options = {"max_steps": 3, "lambda_lr": 0.5}
+    logs = {
+        scheme: finished(
+            options | {"output_dir": str(tmp_path / scheme), "deployment_scheme": scheme}, launcher=LAUNCHER
+        )
+        for scheme in ("bf16", "int4")
+    }
+    for scheme in logs:
+        assert logs[scheme]["lambda"][0] == logs[scheme]["lambda"][1]
+        logs[scheme] = [row for row in logs[scheme]["rows"] if "discrepancy/mean" in row]
+    # A replica that missed an update of the weights, on either process, would be further off than rounding.
+    assert all(0 < row["discrepancy/probs_diff_max"] < 0.05 for row in logs["bf16"])
+    for rounded, quantized in zip(logs["bf16"], logs["int4"], strict=True):
+        assert quantized["discrepancy/mean"] > 2 * rounded["discrepancy/mean"]

@@ -1,0 +1,226 @@
+"""What DC-GRPO costs over GRPO, and the replica over model.generate: ratios within one run, medians.
+
+python scripts/benchmark.py overhead    step time and peak memory on identical, replayed rollouts
+python scripts/benchmark.py replica     wall time on the same prompts, one row for each scheme
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from dc_trl import DCGRPOConfig, DCGRPOTrainer
+from dc_trl.data.arithmetic import arithmetic_dataset
+from dc_trl.deployment.replica import Replica
+from dc_trl.deployment.schemes import SCHEMES
+
+
+# Where log π_train comes from, see dc_trl/trainer.py: the loss's own forward, or TRL's old log-probs.
+ROUTES = {"loss's forward": {"gradient_accumulation_steps": 2}, "old log-probs": {"gradient_accumulation_steps": 1}}
+
+
+class StepClock(TrainerCallback):
+    """Seconds and peak memory of the steps of one `train` call."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.seconds, self.peak = 0.0, 0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        reset_peak_memory()
+        self._start = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds += time.perf_counter() - self._start
+        self.peak = max(self.peak, peak_memory())
+
+
+def reset_peak_memory() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    elif sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory() -> int:
+    """Bytes: allocated on the GPU, or else resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    if sys.platform != "linux":
+        return 0
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) * 1024
+
+
+class Replay:
+    """The same random completions at every call, with log-probabilities near a policy's."""
+
+    __name__ = "replay"
+
+    def __init__(self, length: int):
+        self._length = length
+
+    def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list]:
+        rng = random.Random(0)
+        tokenizer = trainer.processing_class
+        template = {"add_generation_prompt": True, "return_dict": True}
+        return {
+            "prompt_ids": [tokenizer.apply_chat_template(prompt, **template)["input_ids"] for prompt in prompts],
+            "completion_ids": [[rng.randrange(10, 200) for _ in range(self._length)] for _ in prompts],
+            "logprobs": [[-rng.uniform(0, 8) for _ in range(self._length)] for _ in prompts],
+        }
+
+
+def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+    return [float(len(str(completion)) % 7) for completion in completions]
+
+
+def make_trainer(kind: type[GRPOTrainer], args: argparse.Namespace, output_dir: str, **options: Any) -> GRPOTrainer:
+    config = (DCGRPOConfig if kind is DCGRPOTrainer else GRPOConfig)(
+        output_dir,
+        loss_type="grpo",
+        epsilon=0.24,
+        bf16=torch.cuda.is_available(),
+        gradient_checkpointing=False,
+        per_device_train_batch_size=args.batch_size,
+        num_generations=8,
+        steps_per_generation=2,
+        max_completion_length=args.completion_length,
+        learning_rate=1e-6,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1000,
+        **options,
+    )
+    trainer = kind(
+        AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
+        reward,
+        config,
+        train_dataset=arithmetic_dataset(256, 0, "train"),
+        processing_class=AutoTokenizer.from_pretrained(args.model, padding_side="left"),
+        rollout_func=Replay(args.completion_length),
+        callbacks=[clock := StepClock()],
+    )
+    trainer.clock = clock
+    return trainer
+
+
+def with_recompute(trainer: GRPOTrainer) -> GRPOTrainer:
+    """TRL with its importance-sampling correction for vLLM, whose rollouts are replayed too: no engine is asked."""
+    trainer.use_vllm = True
+    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+    trainer._last_loaded_step = 0
+    return trainer
+
+
+def overhead(args: argparse.Namespace) -> None:
+    baseline = peak_memory()
+    table = Table("log π_train from", "against", "step time", "(quartiles)", "peak memory", "above start")
+    with tempfile.TemporaryDirectory() as output_dir:
+        for route, steps in ROUTES.items():
+            # Both routes cover one generation batch: two micro-batches, in one or two optimizer steps.
+            steps = steps | {"max_steps": 2 // steps["gradient_accumulation_steps"]}
+            plain = {"vllm_importance_sampling_correction": False}
+            trainers = {
+                "DC-GRPO": make_trainer(DCGRPOTrainer, args, output_dir, **steps),
+                "GRPO": make_trainer(GRPOTrainer, args, output_dir, **steps, **plain),
+                "GRPO + TIS": with_recompute(make_trainer(GRPOTrainer, args, output_dir, **steps)),
+            }
+            seconds: dict[str, list[float]] = {name: [] for name in trainers}
+            peaks: dict[str, list[int]] = {name: [] for name in trainers}
+            for repetition in range(args.repetitions + 2):
+                # The order changes, so that none of them always runs after the same one.
+                for name in random.Random(repetition).sample(list(trainers), len(trainers)):
+                    trainers[name].train()
+                    if repetition >= 2:  # warm
+                        seconds[name].append(trainers[name].clock.seconds)
+                        peaks[name].append(trainers[name].clock.peak)
+            for other in ("GRPO", "GRPO + TIS"):
+                ratios = [a / b for a, b in zip(seconds["DC-GRPO"], seconds[other], strict=True)]
+                low, middle, high = statistics.quantiles(ratios, n=4)
+                ours, theirs = statistics.median(peaks["DC-GRPO"]), statistics.median(peaks[other])
+                memory = (
+                    (f"{ours / theirs:.3f}", f"{(ours - baseline) / (theirs - baseline):.3f}") if theirs else ("", "")
+                )
+                table.add_row(route, other, f"{middle:.3f}", f"{low:.3f} – {high:.3f}", *memory)
+    tokens = 2 * args.batch_size * args.completion_length
+    table.title = f"DC-GRPO as a multiple, {args.repetitions} repetitions, {tokens:,} completion tokens per batch"
+    Console().print(table)
+
+
+def replica(args: argparse.Namespace) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval().to(device)
+    prompts = [[20 + (row + column) % 100 for column in range(12)] for row in range(args.batch_size)]
+    input_ids = torch.tensor(prompts, device=device)
+    config = GenerationConfig(
+        max_new_tokens=args.completion_length,
+        min_new_tokens=args.completion_length,
+        do_sample=True,
+        top_k=0,
+        pad_token_id=0,
+        eos_token_id=[1],
+        disable_compile=True,
+    )
+
+    @torch.no_grad()
+    def generate() -> None:
+        policy.generate(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config)
+
+    def sample(engine: Replica) -> None:
+        engine.sync(policy)
+        engine.generate(prompts, config, 1.0)
+
+    engines = {scheme: Replica(policy, scheme) for scheme in SCHEMES}
+    seconds: dict[str, list[float]] = {name: [] for name in ("generate", *engines)}
+    for repetition in range(args.repetitions + 1):
+        for name, values in seconds.items():
+            start = time.perf_counter()
+            generate() if name == "generate" else sample(engines[name])
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if repetition >= 1:
+                values.append(time.perf_counter() - start)
+    table = Table("engine", "seconds", "tokens/s", "× model.generate", "(quartiles)")
+    tokens = args.batch_size * args.completion_length
+    for name, values in seconds.items():
+        ratios = [a / b for a, b in zip(values, seconds["generate"], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        median = statistics.median(values)
+        label = "model.generate (float32)" if name == "generate" else f"replica, {name}, with requantization"
+        table.add_row(label, f"{median:.3f}", f"{tokens / median:,.0f}", f"{middle:.2f}", f"{low:.2f} – {high:.2f}")
+    table.title = f"{args.batch_size} prompts, {args.completion_length} tokens each, {args.repetitions} repetitions"
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["overhead", "replica"])
+    parser.add_argument("--model", default="dc_trl/assets/tiny_qwen3")
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--batch_size", type=int, default=128)
+    parser.add_argument("--completion_length", type=int, default=48)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    warnings.filterwarnings("ignore")
+    overhead(args) if args.what == "overhead" else replica(args)
+
+
+if __name__ == "__main__":
+    main()
