@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -130,7 +129,7 @@ def with_recompute(trainer: GRPOTrainer) -> GRPOTrainer:
 
 def overhead(args: argparse.Namespace) -> None:
     baseline = peak_memory()
-    table = Table("log π_train from", "against", "step time", "(quartiles)", "peak memory", "above start")
+    table = Table("route", "over", "step time", "quartiles", "memory", "its growth")
     with tempfile.TemporaryDirectory() as output_dir:
         for route, steps in ROUTES.items():
             # Both routes cover one generation batch: two micro-batches, in one or two optimizer steps.
@@ -196,13 +195,13 @@ def replica(args: argparse.Namespace) -> None:
                 torch.cuda.synchronize()
             if repetition >= 1:
                 values.append(time.perf_counter() - start)
-    table = Table("engine", "seconds", "tokens/s", "× model.generate", "(quartiles)")
+    table = Table("engine", "seconds", "tokens/s", "× generate", "quartiles")
     tokens = args.batch_size * args.completion_length
     for name, values in seconds.items():
         ratios = [a / b for a, b in zip(values, seconds["generate"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         median = statistics.median(values)
-        label = "model.generate (float32)" if name == "generate" else f"replica, {name}, with requantization"
+        label = "generate, float32" if name == "generate" else f"replica, {name}"
         table.add_row(label, f"{median:.3f}", f"{tokens / median:,.0f}", f"{middle:.2f}", f"{low:.2f} – {high:.2f}")
     table.title = f"{args.batch_size} prompts, {args.completion_length} tokens each, {args.repetitions} repetitions"
     Console().print(table)

@@ -8,9 +8,24 @@ from compressed_tensors.quantization import preset_name_to_scheme
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GenerationConfig,
+    GptOssConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from dc_trl.deployment.replica import Replica, _ActivationQuantizer, fake_quantize_weight, policy_tensors
+from dc_trl.deployment import attention
+from dc_trl.deployment.replica import (
+    Replica,
+    _ActivationQuantizer,
+    _round_to_float8,
+    fake_quantize_weight,
+    policy_tensors,
+)
 from dc_trl.deployment.schemes import SCHEMES, resolve_scheme
 
 from .helpers import make_model
@@ -69,8 +84,19 @@ def test_activations_are_bit_for_bit_those_of_the_library(preset, dtype):
     value[1, 1] *= 1e-9
     scale, zero_point = compute_dynamic_scales_and_zp(value.float(), args, None)
     expected = fake_quantize(value.float(), scale, zero_point, args).to(dtype)
-    (quantized,) = _ActivationQuantizer(args, value.device)(None, (value,))
+    (quantized,) = _ActivationQuantizer(args)(None, (value,))
     assert torch.equal(quantized, expected)
+
+
+def test_rounding_to_float8_is_bit_for_bit_the_cast():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = codes[codes.isfinite()].unique()
+    ties = (codes[1:] + codes[:-1]) / 2
+    around = torch.cat([ties.nextafter(torch.tensor(side)) for side in (-torch.inf, torch.inf)])
+    torch.manual_seed(0)
+    spread = torch.randn(100_000) * torch.randn(100_000).mul(4).exp()
+    values = torch.cat([codes, ties, around, spread]).clamp(-448, 448)
+    assert torch.equal(_round_to_float8(values.clone()), values.to(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -215,6 +241,31 @@ def test_fused_experts_are_refused_where_they_would_stay_unquantized():
     Replica(policy, "bf16").generate(PROMPTS, sampling(), 1.0)
     with pytest.raises(ValueError, match=r"experts in fused parameters.*use_vllm=True"):
         Replica(policy, "fp8")
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (Qwen3Config, {"head_dim": 16}),
+        (Gemma2Config, {"head_dim": 16, "attn_logit_softcapping": 0.5, "sliding_window": 4}),
+        (GptOssConfig, {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4}),
+    ],
+)
+def test_attention_is_the_models_own(config, options):
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 262}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.5}
+    ends = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+    model = AutoModelForCausalLM.from_config(config(**shape, **heads, **ends, **options)).eval()
+    input_ids = torch.randint(2, 262, (3, 9))
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[0, :4] = 0
+    logits = []
+    for implementation in ("eager", attention.NAME):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            logits.append(model(input_ids=input_ids, attention_mask=attention_mask).logits[attention_mask == 1])
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
 
 
 def test_unknown_scheme():
