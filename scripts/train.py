@@ -15,7 +15,7 @@ from pathlib import Path
 
 from accelerate import PartialState
 from datasets import Dataset
-from transformers import AutoConfig, AutoTokenizer, PrinterCallback, ProgressCallback
+from transformers import AutoConfig, AutoTokenizer, PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
@@ -196,23 +196,66 @@ def build_trainer(data: DataArguments, args: DCGRPOConfig, model: ModelConfig) -
     return trainer
 
 
-def measure(trainer: DCGRPOTrainer) -> dict[str, float]:
-    """The deployed policy on the held-out problems: greedy reward, and discrepancy of sampled completions."""
-    metrics = trainer.evaluate()
-    measured = {"reward": metrics.get("eval_reward"), "discrepancy": metrics.get("eval_discrepancy/mean")}
-    if trainer.replica is not None:
-        batch_size = trainer.args.per_device_eval_batch_size
-        estimate = greedy_accuracy(trainer, trainer.eval_dataset, trainer.reward_funcs[0], batch_size)
-        measured |= {"greedy": estimate.value, "greedy_se": estimate.standard_error, "problems": estimate.problems}
-    return measured
+class BeforeAndAfter(TrainerCallback):
+    """What the summary compares: the deployed policy before the first step and after the last, on held-out problems.
+
+    Within `train`, because trackers take metrics only there. Without held-out problems, the discrepancies of the first
+    and of the last generation batch.
+    """
+
+    def __init__(self, trainer: DCGRPOTrainer):
+        self.before: dict[str, float] = {}
+        self.after: dict[str, float] = {}
+        self.seconds = 0.0  # from the start of the first step to the end of the last
+        self._trainer = trainer
+        self._start: float | None = None
+        self._baseline = Path(trainer.args.output_dir, BASELINE_FILE)
+        trainer.args.eval_on_start = trainer.eval_dataset is not None and trainer.args.resume_from_checkpoint is None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step > 0 and self._trainer.eval_dataset is not None and self._baseline.is_file():
+            self.before = json.loads(self._baseline.read_text())
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._start = self._start or time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seconds = time.perf_counter() - self._start
+        if state.global_step >= state.max_steps and self._trainer.eval_dataset is not None:
+            control.should_evaluate = True
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        trainer = self._trainer
+        if 0 < state.global_step < state.max_steps:
+            return
+        measured = {"reward": metrics.get("eval_reward"), "discrepancy": metrics.get("eval_discrepancy/mean")}
+        if trainer.replica is not None:
+            batch_size = args.per_device_eval_batch_size
+            estimate = greedy_accuracy(trainer, trainer.eval_dataset, trainer.reward_funcs[0], batch_size)
+            measured |= {"greedy": estimate.value, "greedy_se": estimate.standard_error, "problems": estimate.problems}
+        if state.global_step > 0:
+            self.after = measured
+            return
+        self.before = measured
+        if state.is_world_process_zero:
+            self._baseline.write_text(json.dumps(measured) + "\n")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._trainer.eval_dataset is None and state.is_world_process_zero:
+            batches = [row for row in read_history(Path(args.output_dir, HISTORY_FILE)) if "discrepancy/mean" in row]
+            if batches:
+                self.before, self.after = (
+                    {"discrepancy": row["discrepancy/mean"]} for row in (batches[0], batches[-1])
+                )
 
 
-def summarize(trainer: DCGRPOTrainer, before: dict, after: dict, seconds: float) -> None:
+def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     """Prints the summary table and saves it beside the model."""
+    before, after = run.before, run.after
     args, multiplier = trainer.args, trainer.lagrange_multiplier
     engine = args.deployment_scheme or ("vLLM" if args.use_vllm else "model.generate")
     rows = []
-    if "greedy" in before:
+    if "greedy" in before and "greedy" in after:
         accuracy = [f"{100 * m['greedy']:.1f} ± {100 * m['greedy_se']:.1f} %" for m in (before, after)]
         rows.append((f"greedy reward, {before['problems']} held-out problems", *accuracy))
     for label, key, form in (
@@ -225,7 +268,7 @@ def summarize(trainer: DCGRPOTrainer, before: dict, after: dict, seconds: float)
         rows.append(("multiplier λ", f"{args.lambda_init:.4g}", f"{multiplier.value:.4g}"))
     tokens = trainer.state.num_input_tokens_seen
     rows.append(("tokens sampled and read", "", f"{tokens:,}"))
-    rows.append(("training seconds", "", f"{seconds:.0f}"))
+    rows.append(("training seconds", "", f"{run.seconds:.0f}"))
     print_summary(rows, title=f"Deployed policy ({engine}), {trainer.state.global_step} steps, {args.constraint}")
     summary = {
         "engine": engine,
@@ -236,16 +279,10 @@ def summarize(trainer: DCGRPOTrainer, before: dict, after: dict, seconds: float)
         "after": after,
         "lambda": multiplier.value,
         "tokens": tokens,
-        "seconds": seconds,
+        "seconds": run.seconds,
     }
     Path(args.output_dir, SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
     print(f"Model, {HISTORY_FILE} and {FIGURE_FILE} are in {args.output_dir}")
-
-
-def training_ends(trainer: DCGRPOTrainer) -> tuple[dict, dict]:
-    """Discrepancy of the first and the last generation batch, where no held-out problems are there to measure it."""
-    rows = [row for row in read_history(Path(trainer.args.output_dir, HISTORY_FILE)) if row.get("discrepancy/mean")]
-    return tuple({"discrepancy": row["discrepancy/mean"]} for row in (rows[0], rows[-1])) if rows else ({}, {})
 
 
 def main() -> None:
@@ -257,27 +294,12 @@ def main() -> None:
         # Wrong input, not a wrong program: the message says which field and what to do.
         sys.exit(f"error: {error}")
 
-    main_process = trainer.accelerator.is_main_process
-    held_out = trainer.eval_dataset is not None
-    baseline = Path(args.output_dir, BASELINE_FILE)
-    before: dict = {}
-    if held_out and args.resume_from_checkpoint is None:
-        before = measure(trainer)
-        if main_process:
-            baseline.write_text(json.dumps(before) + "\n")
-    elif held_out and baseline.is_file():
-        before = json.loads(baseline.read_text())
-
-    start = time.perf_counter()
+    run = BeforeAndAfter(trainer)
+    trainer.add_callback(run)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    seconds = time.perf_counter() - start
     trainer.save_model(args.output_dir)
-
-    after = measure(trainer) if held_out else {}
-    if main_process:
-        if not held_out:
-            before, after = training_ends(trainer)
-        summarize(trainer, before, after, seconds)
+    if trainer.accelerator.is_main_process:
+        summarize(trainer, run)
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=data.dataset_name)
     # Without it, processes that still hold the process group may abort at exit.

@@ -1,24 +1,32 @@
-"""scripts/train.py as a user runs it: what it makes, what it refuses, and what it never overwrites."""
+"""The scripts as a user runs them: what they make, what they refuse, and what they never overwrite."""
 
+import contextlib
 import importlib.util
 import json
 import os
+import re
+import sqlite3
 import subprocess
 import sys
 
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from .helpers import ROOT, TINY_MODEL
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("train_script", ROOT / "scripts" / "train.py")
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["train_script"] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def script():
+    return load_script("train")
 
 
 @pytest.fixture
@@ -92,6 +100,40 @@ def test_a_run_is_never_overwritten_and_can_be_continued(launch):
     history = [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
     assert [row["step"] for row in history if "loss" in row] == [1, 2, 3, 4]
     assert json.loads((output / "summary.json").read_text())["steps"] == 4
+
+    # Nothing is left to do: the history stays as it is.
+    launch(max_steps=4, save_strategy="steps", save_steps=2, resume_from_checkpoint="true")
+    again = [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in again if "loss" in row] == [1, 2, 3, 4]
+
+
+def test_a_continued_run_knows_where_it_began(launch):
+    held_out = {"eval_size": 16, "save_strategy": "steps", "save_steps": 1}
+    output = launch(max_steps=1, **held_out)
+    first = json.loads((output / "summary.json").read_text())
+    launch(max_steps=2, **held_out, resume_from_checkpoint="true")
+    second = json.loads((output / "summary.json").read_text())
+    assert second["before"] == first["before"]
+    assert second["before"]["problems"] == second["after"]["problems"] == 16
+
+
+def test_trackio(tmp_path):
+    pytest.importorskip("trackio")
+    command = [sys.executable, "scripts/train.py", "--config", "configs/quickstart.yaml", "--max_steps", "2"]
+    command += ["--output_dir", str(tmp_path / "run"), "--report_to", "trackio", "--eval_size", "16"]
+    command += ["--per_device_train_batch_size", "16", "--per_device_eval_batch_size", "16", "--save_strategy", "no"]
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (database,) = (tmp_path / "trackio").glob("*.db")
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        logged = [json.loads(metrics) for (metrics,) in connection.execute("SELECT metrics FROM metrics ORDER BY id")]
+    history = [json.loads(line) for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
+    for name, prefix in (("lagrangian/lambda", "train"), ("discrepancy/mean", "train"), ("discrepancy/mean", "eval")):
+        key = name if prefix == "train" else f"eval_{name}"
+        tracked = [row[f"{prefix}/{name}"] for row in logged if f"{prefix}/{name}" in row]
+        assert len(tracked) == 2
+        assert tracked == [row[key] for row in history if key in row]
 
 
 def test_nothing_to_resume(launch, tmp_path):
@@ -200,3 +242,49 @@ def test_the_shipped_model_is_what_it_says(tokenizer):
     ):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert len(tokenizer("\\boxed{")["input_ids"]) == 1
+
+
+def test_the_shipped_model_is_as_good_as_its_card_says(tokenizer):
+    script = load_script("make_tiny_model")
+    card = (TINY_MODEL / "README.md").read_text()
+    stated = float(re.search(r"greedy \| ([\d.]+)%", card)[1]) / 100
+    assert 0.35 <= stated <= 0.45
+    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL)
+    problems = script.arithmetic_problems(1000, 0, "held_out")
+    greedy, _ = script.accuracy(model, tokenizer, problems)
+    assert greedy == pytest.approx(stated, abs=0.01)
+
+
+def test_the_shipped_model_is_what_its_script_makes(tokenizer, tmp_path, monkeypatch):
+    script = load_script("make_tiny_model")
+    made = script.make_tokenizer()
+    assert made.get_vocab() == tokenizer.get_vocab()
+    assert made.chat_template == tokenizer.chat_template
+    # A run cut down to four steps.
+    for name, value in {"FIRST_CHECK": 4, "CHECK_EVERY": 4, "CHECKED_PROBLEMS": 8, "WARMUP_STEPS": 1}.items():
+        monkeypatch.setattr(script, name, value)
+    weights = []
+    for run in ("one", "two"):
+        arguments = ["--output_dir", str(tmp_path / run), "--target", "0", "--problems", "8"]
+        monkeypatch.setattr(sys, "argv", ["make_tiny_model.py", *arguments])
+        script.main()
+        weights.append(AutoModelForCausalLM.from_pretrained(tmp_path / run).state_dict())
+        assert "for 4 steps" in (tmp_path / run / "README.md").read_text()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    config = AutoConfig.from_pretrained(tmp_path / "one")
+    assert config.to_diff_dict() == AutoConfig.from_pretrained(TINY_MODEL).to_diff_dict()
+    with pytest.raises(SystemExit, match="is taken: choose another one"):
+        script.main()
+
+
+@pytest.mark.parametrize("what", ["overhead", "replica"])
+def test_the_benchmark_compares_what_it_says(what, monkeypatch, capsys):
+    script = load_script("benchmark")
+    arguments = ["--repetitions", "2", "--batch_size", "8", "--completion_length", "4", "--threads", "1"]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", what, *arguments])
+    script.main()
+    printed = capsys.readouterr().out
+    rows = [line for line in printed.splitlines() if re.search(r"\d\.\d+ – \d", line)]
+    assert len(rows) == {"overhead": 4, "replica": 7}[what]
