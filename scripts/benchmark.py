@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
@@ -66,7 +66,7 @@ def peak_memory() -> int:
 
 
 class Replay:
-    """The same random completions at every call, with log-probabilities near a policy's."""
+    """Rollout function: the same random completions and log-probabilities at every call."""
 
     __name__ = "replay"
 
@@ -115,6 +115,7 @@ def make_trainer(kind: type[GRPOTrainer], args: argparse.Namespace, output_dir: 
         rollout_func=Replay(args.completion_length),
         callbacks=[clock := StepClock()],
     )
+    trainer.remove_callback(PrinterCallback)
     trainer.clock = clock
     return trainer
 
@@ -211,7 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["overhead", "replica"])
     parser.add_argument("--model", default="dc_trl/assets/tiny_qwen3")
-    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--repetitions", type=int, default=30)
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--completion_length", type=int, default=48)
     parser.add_argument("--threads", type=int, default=2)
