@@ -17,10 +17,6 @@ class Estimate(NamedTuple):
     standard_error: float
     problems: int
 
-    def percent(self) -> str:
-        """As `"41.2 ± 1.5 %"`."""
-        return f"{100 * self.value:.1f} ± {100 * self.standard_error:.1f} %"
-
 
 def greedy_accuracy(trainer: DCGRPOTrainer, dataset: Dataset, reward: RewardFunction, batch_size: int) -> Estimate:
     """Mean reward of the deployed policy's greedy completions, the problems divided among the processes.

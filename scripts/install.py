@@ -1,12 +1,13 @@
 """Makes the virtual environment that the Makefile uses, from the pinned constraints. Standard library only.
 
 PyTorch is the one package whose default build is wrong for most machines without a GPU: gigabytes of CUDA. A CPU build
-that is there already, in the environment or in the Python that makes it, is kept.
+that is there already, in the environment or in the Python that makes it, is kept unless it is too old.
 """
 
 import argparse
 import json
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,11 @@ def installed_torch(python: Path | str) -> tuple[str | None, str | None]:
     """Version of the PyTorch that an interpreter has, and of the GPU runtime that it was built for."""
     probe = subprocess.run([str(python), "-c", PROBE], capture_output=True, text=True)
     return tuple(json.loads(probe.stdout)) if probe.returncode == 0 else (None, None)
+
+
+def major_minor(text: str) -> tuple[int, ...]:
+    """(2, 13) for "2.13.0+cpu" and for "torch==2.13.0"."""
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
 def pip(python: Path, *arguments: str, check: bool = True) -> bool:
@@ -58,7 +64,7 @@ def main() -> None:
     pins = CONSTRAINTS.read_text().splitlines()
     pinned = next(pin for pin in pins if pin.startswith("torch=="))
     version, gpu_runtime = installed_torch(python)
-    if version is None:
+    if version is None or major_minor(version) < major_minor(pinned):
         install_torch(python, pinned)
         version, gpu_runtime = installed_torch(python)
     if version and not gpu_runtime:

@@ -286,6 +286,7 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
 
 
 def main() -> None:
+    sys.path.append(os.getcwd())  # where reward functions of one's own stand
     parser = TrlParser((DataArguments, DCGRPOConfig, ModelConfig))
     try:
         data, args, model = parser.parse_args_and_config()

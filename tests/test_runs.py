@@ -24,8 +24,7 @@ def run(options, launcher=(), **kwargs):
     command = [*launcher, "-m", "tests.worker", json.dumps(options)]
     if not launcher:
         command.insert(0, sys.executable)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, **kwargs)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, **kwargs)
 
 
 def finished(options, **kwargs):

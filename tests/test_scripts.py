@@ -71,8 +71,7 @@ def test_the_readme_command_in_a_process_of_its_own(tmp_path):
     command = [os.path.join(os.path.dirname(sys.executable), "accelerate"), "launch", "scripts/train.py"]
     command += ["--config", "configs/quickstart.yaml", "--output_dir", str(tmp_path), "--max_steps", "3"]
     command += ["--eval_size", "64", "--per_device_train_batch_size", "32", "--report_to", "tensorboard"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     for words in ("64 held-out problems", "before", "after", "discrepancy δ̄", "multiplier λ", "tokens", "seconds"):
         assert words in done.stdout
@@ -122,7 +121,7 @@ def test_trackio(tmp_path):
     command = [sys.executable, "scripts/train.py", "--config", "configs/quickstart.yaml", "--max_steps", "2"]
     command += ["--output_dir", str(tmp_path / "run"), "--report_to", "trackio", "--eval_size", "16"]
     command += ["--per_device_train_batch_size", "16", "--per_device_eval_batch_size", "16", "--save_strategy", "no"]
-    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     (database,) = (tmp_path / "trackio").glob("*.db")

@@ -1,0 +1,88 @@
+"""The README's commands and code, as they stand there."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from .helpers import ROOT
+
+
+README = (ROOT / "README.md").read_text()
+# Appended to each command, so that it ends soon.
+SMALL = shlex.split("--eval_size 8 --per_device_eval_batch_size 8 --per_device_train_batch_size 8 --save_steps 1")
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A directory that looks like the project's root, with what a reader would bring."""
+    folder = tmp_path_factory.mktemp("readme")
+    for name in ("configs", "dc_trl", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
+    rows = [f'{{"question": "What is {n} + {n}?", "answer": "It is twice {n}.\\n#### {2 * n}"}}' for n in range(40)]
+    (folder / "problems.jsonl").write_text("\n".join(rows))
+    (folder / "my_rewards.py").write_text(
+        "def brevity(completions, **kwargs):\n    return [-len(c[-1]['content']) / 100 for c in completions]\n"
+    )
+    return folder
+
+
+def run(command, folder):
+    binaries = os.path.dirname(sys.executable)
+    environment = os.environ | {"PATH": f"{binaries}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_commands(workplace):
+    commands = [shlex.split(block.replace("\\\n", " ")) for block in blocks("bash") if "accelerate launch" in block]
+    assert len(commands) == 5
+    for number, command in enumerate(commands):
+        steps = ["--max_steps", str(number + 1)]  # the second continues the first
+        assert "training seconds" in run([*command, *SMALL, *steps], workplace)
+    outputs = {path.name for path in (workplace / "runs").iterdir()}
+    assert outputs == {"quickstart", "problems", "brevity", "two-processes"}
+    for path in (workplace / "runs").iterdir():
+        assert {"model.safetensors", "run.png", "history.jsonl", "summary.json"} <= {
+            file.name for file in path.iterdir()
+        }
+
+
+def test_code(workplace):
+    code = blocks("python")
+    assert len(code) == 2
+    assert "discrepancy/mean" in run([sys.executable, "-c", code[0]], workplace)
+    assert "probs_diff_mean" in run([sys.executable, "-c", code[1]], workplace)
+
+
+def test_make_targets():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"(?:^|`)make (?:[A-Z]+=\S* )*([a-z-]+)", README, re.MULTILINE))
+    assert {"quickstart", "test", "install"} <= targets
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    assert "make quickstart" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_settings_have_the_defaults_that_the_table_says():
+    from dc_trl import DCGRPOConfig
+
+    defaults = {name: field.default for name, field in DCGRPOConfig.__dataclass_fields__.items()}
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([^|]+) \|", README, re.MULTILINE)
+    checked = set()
+    for names, values in rows:
+        for name, value in zip(re.findall(r"\w+", names), values.split(", "), strict=True):
+            stated = value.strip().strip("`")
+            assert defaults[name] == (None if stated == "unset" else type(defaults[name])(stated)), name
+            checked.add(name)
+    own = set(defaults) - set(DCGRPOConfig.__mro__[1].__dataclass_fields__)
+    assert checked == own
