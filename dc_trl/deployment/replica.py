@@ -1,94 +1,15 @@
 """In-process replica of the policy in its deployment scheme: samples, and says with which log-probabilities."""
 
-import copy
-from collections.abc import Iterator
-
 import torch
-from accelerate import init_empty_weights
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
-from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-from compressed_tensors.quantization.utils import calculate_qparams, calculate_range
-from compressed_tensors.quantization.utils.helpers import maybe_pad_tensor_for_block_quant
+from compressed_tensors.quantization import QuantizationArgs, QuantizationType
+from compressed_tensors.quantization.utils import calculate_range
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from . import attention
-from .schemes import quantized_linears, require_scheme, resolve_scheme
-
-
-def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers of a policy as its base architecture names them, adapters merged.
-
-    The policy itself is not touched: each adapted layer is merged in a copy, one at a time, because merging in place
-    and unmerging again would leave rounding errors in the weights that are being trained.
-
-    Args:
-        policy: a transformers model, or a PEFT model around one.
-
-    Yields:
-        (name, tensor); a tensor that two modules share is yielded under both names.
-
-    Raises:
-        ValueError: the adapter has no merged form.
-    """
-    if not isinstance(policy, PeftModel):
-        yield from policy.named_parameters(remove_duplicate=False)
-        yield from policy.named_buffers(remove_duplicate=False)
-        return
-    adapter = policy.active_peft_config
-    if adapter.is_prompt_learning:
-        raise ValueError(
-            f"peft_config of type {adapter.peft_type} learns a prompt and cannot be merged into the "
-            "weights that are deployed: use LoRA or another adapter of the weights, or set deployment_scheme=None."
-        )
-    yield from _merged_tensors(policy.get_base_model(), "")
-
-
-def _merged_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(module, BaseTunerLayer):
-        merged = copy.deepcopy(module)
-        merged.merge()
-        module = merged.get_base_layer()
-    elif isinstance(module, ModulesToSaveWrapper):
-        module = module.modules_to_save[module.active_adapters[0]]
-    elif isinstance(module, AuxiliaryTrainingWrapper):
-        raise ValueError(
-            f"peft_config trains {prefix.rstrip('.')!r} through {type(module).__name__}, which has no merged form: "
-            "train it through target_modules or modules_to_save, or set deployment_scheme=None."
-        )
-    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-        yield prefix + name, tensor
-    for name, child in module.named_children():
-        yield from _merged_tensors(child, f"{prefix}{name}.")
-
-
-@torch.no_grad()
-def fake_quantize_weight(weight: Tensor, args: QuantizationArgs) -> Tensor:
-    """Weight after a round trip through its quantized format, with scales from its largest magnitudes.
-
-    Args:
-        weight: shape (out_features, in_features), floating point.
-        args: quantization of weights by channel, group or block.
-
-    Returns:
-        float32, same shape.
-    """
-    weight = weight.float()
-    if args.strategy == QuantizationStrategy.CHANNEL:
-        blocks = weight.unsqueeze(1)
-    elif args.strategy == QuantizationStrategy.GROUP:
-        blocks = weight.unflatten(-1, (-1, args.group_size))
-    elif args.strategy == QuantizationStrategy.BLOCK:
-        height, width = args.block_structure
-        padded = maybe_pad_tensor_for_block_quant(weight, args.block_structure)
-        blocks = padded.unflatten(-1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2).flatten(-2)
-    else:
-        raise NotImplementedError(f"weights quantized by {args.strategy}")
-    scale, zero_point = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
-    return fake_quantize(weight, scale, zero_point, args)
+from .policy import empty_copy, policy_tensors
+from .schemes import fake_quantize_weight, quantized_linears, require_scheme, resolve_scheme
 
 
 class _ActivationQuantizer:
@@ -183,11 +104,7 @@ class Replica:
         base = policy.get_base_model() if isinstance(policy, PeftModel) else policy
         require_scheme(scheme)
         self.scheme = scheme
-        config = copy.deepcopy(base.config)
-        config.use_cache = True
-        # Built without values, and without drawing from the random state that the training run continues from.
-        with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
-            self.model: PreTrainedModel = type(base)(config)
+        self.model: PreTrainedModel = empty_copy(policy)
         for module in self.model.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 empty = torch.empty_like(parameter, dtype=torch.bfloat16, device=base.device)

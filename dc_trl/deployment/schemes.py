@@ -1,11 +1,20 @@
-"""Deployment schemes by name, as compressed-tensors quantization schemes.
+"""Deployment schemes by name, as compressed-tensors quantization schemes, and what they do to a weight.
 
 One name means one number format wherever it is used: the in-process replica that samples, and the checkpoint that is
 served. lm_head, embeddings and norms stay unquantized in every scheme, as vLLM keeps them.
 """
 
-from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
-from torch import nn
+import torch
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    QuantizationStrategy,
+    preset_name_to_scheme,
+)
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization.utils.helpers import maybe_pad_tensor_for_block_quant
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
@@ -68,3 +77,48 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
                     f"{width} inputs of layer {layer!r}: use 'fp8' or 'int8', which have no groups."
                 )
     return scheme
+
+
+@torch.no_grad()
+def weight_qparams(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
+    """Scales and zero points of a weight, from its largest magnitudes, as compressed-tensors stores them.
+
+    Args:
+        weight: shape (out_features, in_features), floating point.
+        args: quantization of weights by channel, group or block.
+
+    Returns:
+        Two tensors of shape (out_features, 1) by channel, (out_features, groups) by group, or (blocks of rows, blocks
+        of columns) by block. Scales are float32 numbers; of weight-only formats they are bfloat16 numbers, because
+        that is what vLLM's kernels keep.
+    """
+    weight = weight.float()
+    if args.strategy == QuantizationStrategy.CHANNEL:
+        blocks = weight.unsqueeze(1)
+    elif args.strategy == QuantizationStrategy.GROUP:
+        blocks = weight.unflatten(-1, (-1, args.group_size))
+    elif args.strategy == QuantizationStrategy.BLOCK:
+        height, width = args.block_structure
+        padded = maybe_pad_tensor_for_block_quant(weight, args.block_structure)
+        blocks = padded.unflatten(-1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2).flatten(-2)
+    else:
+        raise NotImplementedError(f"weights quantized by {args.strategy}")
+    scale, zero_point = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
+    if args.strategy == QuantizationStrategy.GROUP:
+        scale = scale.to(torch.bfloat16).float()
+    return scale, zero_point
+
+
+@torch.no_grad()
+def fake_quantize_weight(weight: Tensor, args: QuantizationArgs) -> Tensor:
+    """Weight after a round trip through its quantized format.
+
+    Args:
+        weight: shape (out_features, in_features), floating point.
+        args: quantization of weights by channel, group or block.
+
+    Returns:
+        float32, same shape.
+    """
+    weight = weight.float()
+    return fake_quantize(weight, *weight_qparams(weight, args), args)

@@ -1,0 +1,70 @@
+"""The policy as it is deployed: its architecture without values, and its weights with adapters merged."""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from accelerate import init_empty_weights
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+def empty_copy(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """The base architecture of a policy, on the meta device: names and shapes, no values.
+
+    Built without drawing from the random state that a training run continues from.
+    """
+    base = policy.get_base_model() if isinstance(policy, PeftModel) else policy
+    config = copy.deepcopy(base.config)
+    config.use_cache = True
+    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
+        return type(base)(config)
+
+
+def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of a policy as its base architecture names them, adapters merged.
+
+    The policy itself is not touched: each adapted layer is merged in a copy, one at a time, because merging in place
+    and unmerging again would leave rounding errors in the weights that are being trained.
+
+    Args:
+        policy: a transformers model, or a PEFT model around one.
+
+    Yields:
+        (name, tensor); a tensor that two modules share is yielded under both names.
+
+    Raises:
+        ValueError: the adapter has no merged form.
+    """
+    if not isinstance(policy, PeftModel):
+        yield from policy.named_parameters(remove_duplicate=False)
+        yield from policy.named_buffers(remove_duplicate=False)
+        return
+    adapter = policy.active_peft_config
+    if adapter.is_prompt_learning:
+        raise ValueError(
+            f"peft_config of type {adapter.peft_type} learns a prompt and cannot be merged into the "
+            "weights that are deployed: use LoRA or another adapter of the weights, or set deployment_scheme=None."
+        )
+    yield from _merged_tensors(policy.get_base_model(), "")
+
+
+def _merged_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(module, BaseTunerLayer):
+        merged = copy.deepcopy(module)
+        merged.merge()
+        module = merged.get_base_layer()
+    elif isinstance(module, ModulesToSaveWrapper):
+        module = module.modules_to_save[module.active_adapters[0]]
+    elif isinstance(module, AuxiliaryTrainingWrapper):
+        raise ValueError(
+            f"peft_config trains {prefix.rstrip('.')!r} through {type(module).__name__}, which has no merged form: "
+            "train it through target_modules or modules_to_save, or set deployment_scheme=None."
+        )
+    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        yield prefix + name, tensor
+    for name, child in module.named_children():
+        yield from _merged_tensors(child, f"{prefix}{name}.")

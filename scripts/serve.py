@@ -1,0 +1,84 @@
+"""Starts a vLLM server for training: the model in its deployment scheme, with every option that the trainer needs.
+
+    python scripts/serve.py --model Qwen/Qwen3-8B --scheme fp8 --port 8000
+
+It stays in the foreground; Ctrl-C ends the server and all its processes. Options after `--` go to `vllm serve`. A key
+in the environment variable VLLM_API_KEY is asked of every client, the trainer takes it from the same variable.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from dc_trl.deployment.checkpoint import write_deployable
+from dc_trl.deployment.schemes import SCHEMES
+from dc_trl.deployment.server import ServerError, VLLMServer
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="Hub id or directory of the model that is trained")
+    parser.add_argument("--revision", default="main", help="revision of the Hub model")
+    parser.add_argument("--scheme", default="bf16", choices=SCHEMES, help="format that the server runs in")
+    parser.add_argument(
+        "--checkpoint_dir", help="where the checkpoint in the scheme is kept; dropped at the end if unset"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; see the warning it gives")
+    parser.add_argument("--port", type=int, default=8000, help="0 for a free one")
+    parser.add_argument("--max_model_len", type=int, help="longest prompt and completion together, in tokens")
+    parser.add_argument("--start_timeout", type=float, default=600.0, help="seconds to wait for the server")
+    parser.add_argument("--log", type=Path, help="file for the server's output")
+    parser.add_argument("--require_api_key", action="store_true", help="refuse to start without VLLM_API_KEY")
+    parser.add_argument("options", nargs="*", help="options of `vllm serve`, after --")
+    return parser.parse_args()
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.require_api_key and not os.environ.get("VLLM_API_KEY"):
+        sys.exit("error: --require_api_key: set the environment variable VLLM_API_KEY to the key.")
+    # As Ctrl-C does: through the `with` blocks below, which end what they began.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with tempfile.TemporaryDirectory(prefix="dc_trl-serve-") as folder:
+        try:
+            served = args.model
+            if args.scheme != "bf16":
+                served = args.checkpoint_dir or os.path.join(folder, "checkpoint")
+                size = write_deployable(args.model, args.scheme, served, revision=args.revision)
+                say(f"{args.model} in {args.scheme}: {size / 2**20:,.1f} MiB in {served}")
+            server = VLLMServer(
+                served,
+                name=args.model,
+                host=args.host,
+                port=args.port,
+                max_model_len=args.max_model_len,
+                start_timeout=args.start_timeout,
+                log_path=args.log,
+                options=[*(["--revision", args.revision] if served == args.model else []), *args.options],
+                report=say,
+            )
+            say(f"the same without this script:\n  {server.command}\nlog: {server.log_path}")
+            with server:
+                say(
+                    "ready: train with --use_vllm --vllm_mode server --vllm_server_base_url "
+                    f"{server.url} --deployment_scheme {args.scheme}"
+                )
+                while server.pid is not None:
+                    time.sleep(1)
+                raise ServerError(f"vLLM ended by itself: {server.last_error()} (log: {server.log_path})")
+        except (ServerError, ValueError, OSError, ImportError) as error:
+            sys.exit(f"error: {error}")
+        except KeyboardInterrupt:
+            say("stopped")
+
+
+if __name__ == "__main__":
+    main()
