@@ -10,10 +10,11 @@ ARGS   ?=
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
           --num_cpu_threads_per_process 2
 
-.PHONY: help install vllm vllm-cpu quickstart test lint format benchmark tiny-model
+.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm test lint format benchmark tiny-model
 
 help:
 	@echo "make quickstart  train the tiny model with FP8 rollouts (about 3 minutes once installed)"
+	@echo "make quickstart-vllm  the same against a vLLM server in FP8, which it starts and stops"
 	@echo "make test        run the tests"
 	@echo "make lint        ruff and mypy"
 	@echo "make benchmark   cost of DC-GRPO over GRPO, and of the replica over model.generate"
@@ -35,6 +36,10 @@ $(READY_VLLM): pyproject.toml constraints.txt scripts/install.py
 quickstart: $(READY)
 	$(LAUNCH) --cpu scripts/train.py --config configs/quickstart.yaml \
 	  --output_dir runs/quickstart-$$(date +%Y%m%d-%H%M%S) $(ARGS)
+
+quickstart-vllm: $(READY_VLLM)
+	$(LAUNCH) --cpu scripts/train.py --config configs/quickstart_vllm_fp8.yaml \
+	  --output_dir runs/quickstart-vllm-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 test: $(READY_VLLM)
 	$(BIN)/python -m pytest $(ARGS)

@@ -1,6 +1,6 @@
 """DC-GRPO on TRL: measure, constrain and deploy under the training-inference discrepancy."""
 
-from .callbacks import LambdaLoggingCallback
+from .callbacks import DeploymentCheckpointCallback, LambdaLoggingCallback
 from .config import DCGRPOConfig
 from .discrepancy import mismatch_metrics, token_discrepancy
 from .lagrangian import LagrangeMultiplier
@@ -12,6 +12,7 @@ from .version import __version__
 __all__ = [
     "DCGRPOConfig",
     "DCGRPOTrainer",
+    "DeploymentCheckpointCallback",
     "LagrangeMultiplier",
     "LambdaLoggingCallback",
     "__version__",

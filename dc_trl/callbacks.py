@@ -6,12 +6,51 @@ from pathlib import Path
 from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from .deployment.checkpoint import CheckpointWriter
 from .report import FIGURE_FILE, HISTORY_FILE, plot_run, read_history
+from .trainer import DCGRPOTrainer
 
+
+DEPLOYMENT_FOLDER = "deployment"
 
 logger = logging.get_logger(__name__)
+
+
+class DeploymentCheckpointCallback(TrainerCallback):
+    """Keeps the policy as it is deployed: what `vllm serve` takes, in the scheme that the run samples in.
+
+    At each save it goes to `deployment` within the checkpoint, at the end of training to `deployment` in the output
+    directory. It is the checkpoint that a server is synchronized with (`weight_sync="checkpoint"`), byte for byte.
+
+    Args:
+        trainer (`DCGRPOTrainer`): the trainer of the run.
+    """
+
+    def __init__(self, trainer: DCGRPOTrainer):
+        self._trainer = trainer
+        self._writer: CheckpointWriter | None = None
+
+    def _write(self, folder: Path) -> None:
+        trainer = self._trainer
+        tensors = trainer.deployed_tensors()
+        if trainer.accelerator.is_main_process:
+            if self._writer is None:
+                policy = trainer.accelerator.unwrap_model(trainer.model)
+                scheme = trainer.args.deployment_scheme or "bf16"
+                self._writer = CheckpointWriter(policy, scheme, trainer.processing_class)
+            self._writer.write(tensors, folder)
+        for _ in tensors:
+            pass  # take part in gathering
+
+    def on_save(self, args, state, control, **kwargs):
+        checkpoint = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        self._write(checkpoint / DEPLOYMENT_FOLDER)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._write(Path(args.output_dir, DEPLOYMENT_FOLDER))
 
 
 class LambdaLoggingCallback(TrainerCallback):

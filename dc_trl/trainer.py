@@ -189,6 +189,7 @@ class DCGRPOTrainer(GRPOTrainer):
         folder = os.path.join(self._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if not os.path.exists(os.path.join(folder, STATE_FILE)):
             self._save_checkpoint(self.model, trial=None)
+            self.callback_handler.on_save(self.args, self.state, self.control)
         return f"The run is saved: go on with resume_from_checkpoint={folder!r} when the server is up again."
 
     def deployed_completions(self, prompts: list) -> list:

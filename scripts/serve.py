@@ -10,13 +10,11 @@ import argparse
 import os
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from dc_trl.deployment.checkpoint import write_deployable
 from dc_trl.deployment.schemes import SCHEMES
-from dc_trl.deployment.server import ServerError, VLLMServer
+from dc_trl.deployment.server import ServerError, serve
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -45,39 +43,33 @@ def main() -> None:
     args = parse_arguments()
     if args.require_api_key and not os.environ.get("VLLM_API_KEY"):
         sys.exit("error: --require_api_key: set the environment variable VLLM_API_KEY to the key.")
-    # As Ctrl-C does: through the `with` blocks below, which end what they began.
+    # Leaves as Ctrl-C does, through the block below, which ends the server.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with tempfile.TemporaryDirectory(prefix="dc_trl-serve-") as folder:
-        try:
-            served = args.model
-            if args.scheme != "bf16":
-                served = args.checkpoint_dir or os.path.join(folder, "checkpoint")
-                size = write_deployable(args.model, args.scheme, served, revision=args.revision)
-                say(f"{args.model} in {args.scheme}: {size / 2**20:,.1f} MiB in {served}")
-            server = VLLMServer(
-                served,
-                name=args.model,
-                host=args.host,
-                port=args.port,
-                max_model_len=args.max_model_len,
-                start_timeout=args.start_timeout,
-                log_path=args.log,
-                options=[*(["--revision", args.revision] if served == args.model else []), *args.options],
-                report=say,
+    try:
+        with serve(
+            args.model,
+            args.scheme,
+            revision=args.revision,
+            checkpoint_dir=args.checkpoint_dir,
+            host=args.host,
+            port=args.port,
+            max_model_len=args.max_model_len,
+            start_timeout=args.start_timeout,
+            log_path=args.log,
+            options=args.options,
+            report=say,
+        ) as server:
+            say(
+                f"ready: train with --use_vllm --vllm_mode server --vllm_server_base_url {server.url} "
+                f"--deployment_scheme {args.scheme}"
             )
-            say(f"the same without this script:\n  {server.command}\nlog: {server.log_path}")
-            with server:
-                say(
-                    "ready: train with --use_vllm --vllm_mode server --vllm_server_base_url "
-                    f"{server.url} --deployment_scheme {args.scheme}"
-                )
-                while server.pid is not None:
-                    time.sleep(1)
-                raise ServerError(f"vLLM ended by itself: {server.last_error()} (log: {server.log_path})")
-        except (ServerError, ValueError, OSError, ImportError) as error:
-            sys.exit(f"error: {error}")
-        except KeyboardInterrupt:
-            say("stopped")
+            while server.pid is not None:
+                time.sleep(1)
+            raise ServerError(f"vLLM ended by itself: {server.last_error()} (log: {server.log_path})")
+    except (ServerError, ValueError, OSError, ImportError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        say("stopped")
 
 
 if __name__ == "__main__":

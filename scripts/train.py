@@ -8,21 +8,25 @@ Every field of the configuration file can be overridden on the command line; `--
 import json
 import os
 import shutil
+import signal
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from accelerate import PartialState
 from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer, PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from dc_trl import DCGRPOConfig, DCGRPOTrainer, LambdaLoggingCallback
-from dc_trl.callbacks import ConstraintProgressCallback
+from dc_trl import DCGRPOConfig, DCGRPOTrainer, DeploymentCheckpointCallback, LambdaLoggingCallback
+from dc_trl.callbacks import DEPLOYMENT_FOLDER, ConstraintProgressCallback
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.data.prompts import describe_counts, load_prompts, load_rows
+from dc_trl.deployment.server import ServerError, serve
 from dc_trl.evaluation import greedy_accuracy
 from dc_trl.report import FIGURE_FILE, HISTORY_FILE, print_summary, read_history
 from dc_trl.rewards import get_reward
@@ -30,11 +34,13 @@ from dc_trl.rewards import get_reward
 
 BASELINE_FILE = "before.json"
 SUMMARY_FILE = "summary.json"
+SERVER_LOG = "vllm_server.log"
 # What makes an output directory one that holds a run.
 RUN_FILES = (
     HISTORY_FILE,
     BASELINE_FILE,
     SUMMARY_FILE,
+    DEPLOYMENT_FOLDER,
     "model.safetensors",
     "adapter_model.safetensors",
     "checkpoint-*",
@@ -62,6 +68,66 @@ class DataArguments:
         default_factory=lambda: ["math"],
         metadata={"help": "Reward functions: 'math', 'arithmetic', or dotted paths of your own."},
     )
+
+
+@dataclass
+class ServerArguments:
+    """The vLLM server, where the run starts its own."""
+
+    serve: str | None = field(
+        default=None,
+        metadata={
+            "help": "'auto' starts a vLLM server for the model in its deployment_scheme, and ends it with the run "
+            "(use_vllm: true, vllm_mode: server). One that runs elsewhere: vllm_server_base_url."
+        },
+    )
+    serve_devices: str | None = field(
+        default=None, metadata={"help": "GPUs of that server, as in CUDA_VISIBLE_DEVICES: '3' or '2,3'."}
+    )
+    serve_options: list[str] = field(
+        default_factory=list, metadata={"help": "Further options of that server, as for `vllm serve`."}
+    )
+
+
+def require_servable(server: ServerArguments, args: DCGRPOConfig) -> None:
+    """Refuses a server that the settings leave without use."""
+    if server.serve not in (None, "auto"):
+        raise ValueError(f"serve={server.serve!r} is unknown: use 'auto', or vllm_server_base_url for a server's URL.")
+    if server.serve is None and (server.serve_devices or server.serve_options):
+        name = "serve_devices" if server.serve_devices else "serve_options"
+        raise ValueError(f"{name}={getattr(server, name)!r} has no effect without a server: set serve=auto.")
+    if server.serve is not None and not (args.use_vllm and args.vllm_mode == "server"):
+        raise ValueError(
+            f"serve={server.serve!r} with use_vllm={args.use_vllm} and vllm_mode={args.vllm_mode!r} starts a server "
+            "that nothing uses: set use_vllm=true and vllm_mode=server, or leave serve out."
+        )
+    if server.serve is not None and args.vllm_server_base_url is not None:
+        raise ValueError(
+            f"vllm_server_base_url={args.vllm_server_base_url!r} and serve={server.serve!r} name two servers: set one."
+        )
+
+
+def start_server(server: ServerArguments, args: DCGRPOConfig, model: ModelConfig, stack: ExitStack) -> None:
+    """Starts the run's own server; it ends when the stack is closed."""
+    environment = {"CUDA_VISIBLE_DEVICES": server.serve_devices} if server.serve_devices else {}
+    on_gpu = torch.cuda.is_available()
+    running = stack.enter_context(
+        serve(
+            model.model_name_or_path,
+            args.deployment_scheme or "bf16",
+            revision=model.model_revision,
+            max_model_len=args.vllm_max_model_length,
+            start_timeout=args.vllm_server_timeout,
+            log_path=Path(args.output_dir, SERVER_LOG),
+            environment=environment,
+            options=[
+                *(["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)] if on_gpu else []),
+                *server.serve_options,
+            ],
+            report=lambda line: print(line, flush=True),
+        )
+    )
+    args.vllm_server_base_url = running.url
 
 
 def require_fresh_or_resumable(args: DCGRPOConfig) -> None:
@@ -148,8 +214,11 @@ def load_data(data: DataArguments, args: DCGRPOConfig, tokenizer) -> tuple[Datas
     return train, parts["test"], f"{line}; {len(parts['test'])} held out"
 
 
-def build_trainer(data: DataArguments, args: DCGRPOConfig, model: ModelConfig) -> DCGRPOTrainer:
+def build_trainer(
+    data: DataArguments, server: ServerArguments, args: DCGRPOConfig, model: ModelConfig, stack: ExitStack
+) -> DCGRPOTrainer:
     """Everything that can be wrong with the input is found here, before training."""
+    require_servable(server, args)
     if PartialState().is_main_process:
         require_fresh_or_resumable(args)
     require_model(model.model_name_or_path)
@@ -176,6 +245,8 @@ def build_trainer(data: DataArguments, args: DCGRPOConfig, model: ModelConfig) -
         "dtype": model.dtype,
         **(args.model_init_kwargs or {}),
     }
+    if server.serve is not None and PartialState().is_main_process:
+        start_server(server, args, model, stack)
     trainer = DCGRPOTrainer(
         model=model.model_name_or_path,
         reward_funcs=rewards,
@@ -187,6 +258,8 @@ def build_trainer(data: DataArguments, args: DCGRPOConfig, model: ModelConfig) -
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
+    if args.deployment_scheme is not None:
+        trainer.add_callback(DeploymentCheckpointCallback(trainer))
     if not args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)
@@ -229,7 +302,7 @@ class BeforeAndAfter(TrainerCallback):
         if 0 < state.global_step < state.max_steps:
             return
         measured = {"reward": metrics.get("eval_reward"), "discrepancy": metrics.get("eval_discrepancy/mean")}
-        if trainer.replica is not None:
+        if trainer.replica is not None or trainer.use_vllm:
             batch_size = args.per_device_eval_batch_size
             estimate = greedy_accuracy(trainer, trainer.eval_dataset, trainer.reward_funcs[0], batch_size)
             measured |= {"greedy": estimate.value, "greedy_se": estimate.standard_error, "problems": estimate.problems}
@@ -253,7 +326,10 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     """Prints the summary table and saves it beside the model."""
     before, after = run.before, run.after
     args, multiplier = trainer.args, trainer.lagrange_multiplier
-    engine = args.deployment_scheme or ("vLLM" if args.use_vllm else "model.generate")
+    if args.use_vllm:
+        engine = f"vLLM, {args.deployment_scheme}" if args.deployment_scheme else "vLLM"
+    else:
+        engine = args.deployment_scheme or "model.generate"
     rows = []
     if "greedy" in before and "greedy" in after:
         accuracy = [f"{100 * m['greedy']:.1f} ± {100 * m['greedy_se']:.1f} %" for m in (before, after)]
@@ -283,28 +359,36 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     }
     Path(args.output_dir, SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
     print(f"Model, {HISTORY_FILE} and {FIGURE_FILE} are in {args.output_dir}")
+    if args.deployment_scheme is not None:
+        print(f"Serve it: vllm serve {Path(args.output_dir, DEPLOYMENT_FOLDER)}")
 
 
 def main() -> None:
     sys.path.append(os.getcwd())  # where reward functions of one's own stand
-    parser = TrlParser((DataArguments, DCGRPOConfig, ModelConfig))
-    try:
-        data, args, model = parser.parse_args_and_config()
-        trainer = build_trainer(data, args, model)
-    except (ValueError, TypeError, OSError) as error:
-        # Wrong input, not a wrong program: the message says which field and what to do.
-        sys.exit(f"error: {error}")
+    # Leaves as Ctrl-C does, through the block below, which ends the server.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    parser = TrlParser((DataArguments, ServerArguments, DCGRPOConfig, ModelConfig))
+    with ExitStack() as stack:
+        try:
+            data, server, args, model = parser.parse_args_and_config()
+            trainer = build_trainer(data, server, args, model, stack)
+        except (ValueError, TypeError, OSError, ImportError, ServerError) as error:
+            # Wrong input, not a wrong program: the message says which field and what to do.
+            sys.exit(f"error: {error}")
 
-    run = BeforeAndAfter(trainer)
-    trainer.add_callback(run)
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    trainer.save_model(args.output_dir)
-    if trainer.accelerator.is_main_process:
-        summarize(trainer, run)
-    if args.push_to_hub:
-        trainer.push_to_hub(dataset_name=data.dataset_name)
-    # Without it, processes that still hold the process group may abort at exit.
-    trainer.accelerator.end_training()
+        run = BeforeAndAfter(trainer)
+        trainer.add_callback(run)
+        try:
+            trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        except ServerError as error:
+            sys.exit(f"error: {error}")
+        trainer.save_model(args.output_dir)
+        if trainer.accelerator.is_main_process:
+            summarize(trainer, run)
+        if args.push_to_hub:
+            trainer.push_to_hub(dataset_name=data.dataset_name)
+        # Without it, processes that still hold the process group may abort at exit.
+        trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from typing import Any
 import psutil
 import requests
 from transformers import PretrainedConfig
+
+from .checkpoint import write_deployable
 
 
 # Becomes the server once the kernel has been told to end it when this process dies, however it dies.
@@ -73,6 +75,7 @@ class VLLMServer:
         start_timeout: seconds to wait for the server to be up.
         log_path: file for the server's output; one in the directory for temporary files by default.
         options: further options of `vllm serve`.
+        environment: further environment variables of the server, CUDA_VISIBLE_DEVICES for example.
         report: takes a line about what is happening now and then; `print` by default.
 
     Raises:
@@ -90,6 +93,7 @@ class VLLMServer:
         start_timeout: float = 600.0,
         log_path: str | os.PathLike[str] | None = None,
         options: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
         report: Callable[[str], None] = print,
     ):
         on_cpu = "cpu" in vllm_version()
@@ -104,6 +108,7 @@ class VLLMServer:
         self.environment = {"VLLM_SERVER_DEV_MODE": "1"}  # the endpoints that take new weights
         if on_cpu:
             self.environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        self.environment |= environment or {}
         self.arguments = ["serve", str(model), "--host", host, "--port", str(self.port), "--dtype", "bfloat16"]
         # The log-probabilities of what was sampled: after temperature, for as many tokens as a client asks.
         self.arguments += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
@@ -140,6 +145,7 @@ class VLLMServer:
                 "run the engine's methods; an API key does not guard those endpoints."
             )
         self.stop()  # what is left of an earlier one
+        self._report(f"starting {self.command}\n(log: {self.log_path})")
         launcher = [sys.executable, "-c", _TIED_TO_PARENT, str(os.getpid())] if sys.platform == "linux" else []
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -173,8 +179,8 @@ class VLLMServer:
                 return
             if waited > self._start_timeout:
                 raise ServerError(
-                    f"vLLM did not come up within start_timeout={self._start_timeout:g} s: "
-                    f"{self.last_error()} (log: {self.log_path})"
+                    f"vLLM did not come up within {self._start_timeout:g} s (start_timeout; in a training run, "
+                    f"vllm_server_timeout). Its last words: {self.last_error()} (log: {self.log_path})"
                 )
             if time.monotonic() - reported > 10:
                 reported = time.monotonic()
@@ -221,6 +227,43 @@ class VLLMServer:
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
+
+
+@contextmanager
+def serve(
+    model: str,
+    scheme: str = "bf16",
+    *,
+    revision: str = "main",
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    report: Callable[[str], None] = print,
+    options: Sequence[str] = (),
+    **kwargs: Any,
+) -> Iterator[VLLMServer]:
+    """A server that runs a model in its deployment scheme, up at the begin of the block and gone after it.
+
+    Args:
+        model: Hub id or directory of the model; also the name that clients use.
+        scheme: one of `dc_trl.deployment.schemes.SCHEMES`.
+        revision: of the Hub model.
+        checkpoint_dir: where the checkpoint in the scheme is kept; a directory for the time of the block by default.
+            `bf16` needs none.
+        report, options, **kwargs: see `VLLMServer`.
+
+    Raises:
+        ValueError: unknown scheme, or one that the model's layers do not fit.
+        ServerError: the server did not come up.
+    """
+    vllm_version()  # before the model is loaded
+    with tempfile.TemporaryDirectory(prefix="dc_trl-serve-") as folder:
+        if scheme == "bf16":
+            served, options = model, ["--revision", revision, *options]
+        else:
+            served = str(checkpoint_dir or Path(folder, "checkpoint"))
+            size = write_deployable(model, scheme, served, revision=revision)
+            report(f"{model} in {scheme}: {size / 2**20:,.1f} MiB in {served}")
+        with VLLMServer(served, name=model, report=report, options=options, **kwargs) as server:
+            yield server
 
 
 def check_server(
