@@ -1,4 +1,5 @@
 import os
+import subprocess
 
 
 # Before torch is imported: tests run beside each other's subprocesses on few cores, and never reach a Hub.
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from .helpers import make_tokenizer
+from .vllm_server import Serve
 
 
 torch.set_num_threads(1)
@@ -19,3 +21,26 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="session")
 def tokenizer():
     return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def fp8_server(tmp_path_factory):
+    """The tiny model in FP8, served by scripts/serve.py for the whole session; `url` is its address."""
+    server = Serve(tmp_path_factory.mktemp("fp8_server"), "--scheme", "fp8", "--max_model_len", "256")
+    server.url = server.url()
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own with one megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)

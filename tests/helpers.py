@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,13 @@ from dc_trl import DCGRPOConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY_MODEL = ROOT / "dc_trl" / "assets" / "tiny_qwen3"
+# Begin of a command that runs a module in two processes.
+TWO_PROCESSES = [
+    os.path.join(os.path.dirname(sys.executable), "accelerate"),
+    "launch",
+    "--config_file",
+    "configs/accelerate/two_cpu_processes.yaml",
+]
 
 
 def make_tokenizer() -> PreTrainedTokenizerBase:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from .helpers import ROOT
+from .helpers import ROOT, TWO_PROCESSES
 
 
 STEPS = {
@@ -66,14 +66,6 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path, steps):
     assert (tmp_path / "resumed" / "run.png").stat().st_size > 10_000
 
 
-LAUNCHER = [
-    os.path.join(os.path.dirname(sys.executable), "accelerate"),
-    "launch",
-    "--config_file",
-    "configs/accelerate/two_cpu_processes.yaml",
-]
-
-
 @pytest.mark.parametrize("steps", [{}, {"steps_per_generation": 2, "gradient_accumulation_steps": 1}])
 @pytest.mark.parametrize("reduction", ["sequence", "token"])
 def test_two_processes_equal_one(tmp_path, steps, reduction):
@@ -82,7 +74,7 @@ def test_two_processes_equal_one(tmp_path, steps, reduction):
     options["learning_rate"] = 0.0 if steps else 1e-2
     one = finished(options | {"output_dir": str(tmp_path / "one"), "per_device_train_batch_size": 8})
     two = finished(
-        options | {"output_dir": str(tmp_path / "two"), "per_device_train_batch_size": 4}, launcher=LAUNCHER
+        options | {"output_dir": str(tmp_path / "two"), "per_device_train_batch_size": 4}, launcher=TWO_PROCESSES
     )
     assert two["kind"].endswith("MULTI_CPU")
     assert len(two["lambda"]) == 2
@@ -101,7 +93,7 @@ def test_two_processes_sample_from_their_replicas(tmp_path):
     options = {"max_steps": 3, "lambda_lr": 0.5}
     logs = {
         scheme: finished(
-            options | {"output_dir": str(tmp_path / scheme), "deployment_scheme": scheme}, launcher=LAUNCHER
+            options | {"output_dir": str(tmp_path / scheme), "deployment_scheme": scheme}, launcher=TWO_PROCESSES
         )
         for scheme in ("bf16", "int4")
     }

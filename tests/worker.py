@@ -1,7 +1,8 @@
 """A training run in a process of its own: `python -m tests.worker '{"output_dir": …, …}'`.
 
 Options beside those of DCGRPOConfig: `rollouts` (known rollouts instead of the replica), `kill_at` (the step after
-which the process kills itself, as a power cut would). The main process writes `logs.json` into the output directory.
+which the process kills itself, as a power cut would), `server` (URL of a vLLM server that has the tiny model in FP8),
+`colocate` (a scheme for vLLM in this process). The main process writes `logs.json` into the output directory.
 """
 
 import json
@@ -11,11 +12,12 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
 
-from .helpers import Rollouts, distinct_characters, make_config, make_model, make_prompts, make_tokenizer
+from .gaps import PROMPTS, SampledBy
+from .helpers import TINY_MODEL, Rollouts, distinct_characters, make_config, make_model, make_prompts, make_tokenizer
 
 
 class Kill(TrainerCallback):
@@ -30,9 +32,16 @@ class Kill(TrainerCallback):
 def main() -> None:
     options = json.loads(sys.argv[1])
     kill_at, rollouts = options.pop("kill_at", None), options.pop("rollouts", False)
+    server, colocate = options.pop("server", None), options.pop("colocate", None)
+    if server is not None:
+        options |= {"vllm_mode": "server", "vllm_server_base_url": server, "deployment_scheme": "fp8"}
+    if colocate is not None:
+        options |= {"vllm_mode": "colocate", "vllm_max_model_length": 64, "deployment_scheme": colocate}
+    options["use_vllm"] = bool(server or colocate)
     config = make_config(**options)
+    tiny = config.use_vllm
     trainer = DCGRPOTrainer(
-        make_model(128),
+        AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32) if tiny else make_model(128),
         distinct_characters,
         config,
         train_dataset=make_prompts(),
@@ -40,6 +49,13 @@ def main() -> None:
         rollout_func=Rollouts() if rollouts else None,
         callbacks=[LambdaLoggingCallback()],
     )
+    if colocate is not None:
+
+        def complete():
+            _, ids, logps, _ = trainer.vllm_generation.generate(PROMPTS, None, 1)
+            return [{"ids": i, "logps": [lp for (lp,) in values]} for i, values in zip(ids, logps, strict=True)]
+
+        trainer.add_callback(sampled_by := SampledBy(colocate, complete))
     if kill_at is not None:
         trainer.add_callback(Kill(kill_at))
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
@@ -47,6 +63,8 @@ def main() -> None:
     values = trainer.accelerator.gather(torch.tensor([value], dtype=torch.float64)).tolist()
     if trainer.accelerator.is_main_process:
         logs = {"rows": trainer.state.log_history, "lambda": values, "kind": str(trainer.accelerator.distributed_type)}
+        if colocate is not None:
+            logs["gaps"] = sampled_by.gaps
         Path(config.output_dir, "logs.json").write_text(json.dumps(logs))
     trainer.accelerator.end_training()
 

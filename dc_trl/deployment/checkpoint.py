@@ -1,6 +1,7 @@
 """The deployable checkpoint: the policy in its deployment scheme, as `vllm serve` and transformers load it."""
 
 import ctypes
+import fcntl
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 from peft import PeftModel
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
@@ -93,8 +95,11 @@ class CheckpointWriter:
             OSError: the file system refused (no space, no permission). What was there before is unharmed.
         """
         directory = Path(directory)
+        for abandoned in directory.parent.glob(f".{directory.name}-*.partial"):
+            remove_if_abandoned(abandoned)
         # Beside the target, so that it moves there within one file system; hidden, so that no reader takes it for one.
         partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", suffix=".partial", dir=directory.parent))
+        lock = lock_folder(partial)
         try:
             self._write_configuration(partial)
             self._write_shards(tensors, partial)
@@ -103,6 +108,7 @@ class CheckpointWriter:
             _move_into_place(partial, directory)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+            os.close(lock)
         return size
 
     def _write_configuration(self, directory: Path) -> None:
@@ -122,7 +128,11 @@ class CheckpointWriter:
 
         def flush() -> None:
             nonlocal shard, shard_bytes
-            save_file(shard, directory / f"{len(files)}.safetensors", metadata={"format": "pt"})
+            file = directory / f"{len(files)}.safetensors"
+            try:
+                save_file(shard, file, metadata={"format": "pt"})
+            except SafetensorError as error:  # how safetensors reports the file system's errors
+                raise OSError(f"{file} cannot be written: {error}") from error
             files.append(list(shard))
             shard, shard_bytes = {}, 0
 
@@ -209,6 +219,31 @@ def _format(scheme: QuantizationScheme) -> CompressionFormat:
         return CompressionFormat.pack_quantized
     is_float = scheme.weights.type == "float"
     return CompressionFormat.float_quantized if is_float else CompressionFormat.int_quantized
+
+
+def lock_folder(folder: Path) -> int:
+    """Marks a folder as in use for as long as this process keeps the descriptor open, or lives.
+
+    Raises:
+        BlockingIOError: another process uses it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def remove_if_abandoned(folder: Path) -> None:
+    """Removes a folder that a killed process left behind; one that a living process has locked stays."""
+    try:
+        descriptor = lock_folder(folder)
+    except (BlockingIOError, FileNotFoundError):
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(descriptor)
 
 
 def _move_into_place(source: Path, target: Path) -> None:

@@ -78,6 +78,10 @@ class ServerClient(VLLMClient):
                 self._report(f"waiting for vLLM at {self.base_url} ({reason}): {waited:.0f} of {total_timeout:g} s")
             time.sleep(retry_interval)
 
+    def get_server_info(self) -> dict[str, Any]:
+        """The server's resolved configuration (`VllmConfig`), as a JSON tree."""
+        return self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
+
     def _get(self, url: str, **kwargs: Any) -> dict:
         return self._request("GET", url, **kwargs)
 
@@ -110,7 +114,9 @@ class ServerClient(VLLMClient):
             )
         if "not JSON compliant" in response.text and response.status_code >= 400:
             # JSON has no NaN, so that vLLM refuses to send the log-probabilities of broken weights.
-            raise ServerUnavailableError(f"vLLM at {self.base_url} computed NaN for {path}")
+            raise ServerUnavailableError(
+                f"vLLM at {self.base_url} computed NaN for {path}: its weights are broken, or the policy has diverged"
+            )
         if response.status_code >= 500:
             raise ServerUnavailableError(
                 f"vLLM at {self.base_url} failed at {path} (HTTP {response.status_code}): {response.text[:500]}"

@@ -4,14 +4,13 @@ import atexit
 import os
 import re
 import shlex
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,8 @@ from transformers import PretrainedConfig
 from .checkpoint import write_deployable
 
 
-# Becomes the server once the kernel has been told to end it when this process dies, however it dies.
-_TIED_TO_PARENT = (
-    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
-    "os.getppid() == int(sys.argv[1]) or sys.exit('parent is gone'); os.execv(sys.argv[2], sys.argv[2:])"
-)
+_WATCHDOG = Path(__file__).with_name("watchdog.py")
+_GRACE = 20.0  # seconds that a server has to end by itself
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # What vLLM calls the layers that hold a scheme's weights.
 _LAYERS_OF_SCHEME = {
@@ -104,7 +100,7 @@ class VLLMServer:
         self.log_path = Path(log_path or Path(tempfile.gettempdir(), f"vllm-{self.port}-{os.getpid()}.log"))
         self._start_timeout = start_timeout
         self._report = report
-        self._process: subprocess.Popen[bytes] | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
         self.environment = {"VLLM_SERVER_DEV_MODE": "1"}  # the endpoints that take new weights
         if on_cpu:
             self.environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
@@ -131,7 +127,10 @@ class VLLMServer:
     @property
     def pid(self) -> int | None:
         """Process id of the server, None when it does not run."""
-        return self._process.pid if self._process is not None and self._process.poll() is None else None
+        if self._watchdog is None or self._watchdog.poll() is not None:
+            return None
+        children = psutil.Process(self._watchdog.pid).children()
+        return children[0].pid if children else None
 
     def start(self) -> None:
         """Starts the server and waits until it answers.
@@ -146,15 +145,15 @@ class VLLMServer:
             )
         self.stop()  # what is left of an earlier one
         self._report(f"starting {self.command}\n(log: {self.log_path})")
-        launcher = [sys.executable, "-c", _TIED_TO_PARENT, str(os.getpid())] if sys.platform == "linux" else []
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *self.arguments]
         with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*launcher, sys.executable, "-m", "vllm.entrypoints.cli.main", *self.arguments],
+            self._watchdog = subprocess.Popen(
+                [sys.executable, str(_WATCHDOG), str(_GRACE), *command],
                 env=os.environ | self.environment,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a group of its own, that can be ended as a whole
+                start_new_session=True,  # Ctrl-C is for this process
             )
         atexit.register(self.stop)
         try:
@@ -164,10 +163,10 @@ class VLLMServer:
             raise
 
     def _wait_until_up(self) -> None:
-        assert self._process is not None
+        assert self._watchdog is not None
         begin = reported = time.monotonic()
         while True:
-            code = self._process.poll()
+            code = self._watchdog.poll()
             waited = time.monotonic() - begin
             if code is not None:
                 raise ServerError(
@@ -187,26 +186,15 @@ class VLLMServer:
                 self._report(f"vLLM is starting at {self.url}: {waited:.0f} s")
             time.sleep(0.5)
 
-    def stop(self, grace: float = 20.0) -> None:
-        """Ends the server and all its children: asks them to, and kills after `grace` seconds what is left."""
+    def stop(self) -> None:
+        """Ends the server and all its processes, by force when they take longer than 20 seconds."""
         atexit.unregister(self.stop)
-        if self._process is None:
+        if self._watchdog is None:
             return
-        group = self._process.pid
-        end = time.monotonic() + grace
-        asked: set[int] = set()
-        while members := _running_members(group):
-            # The server passes the request on to its children. If it was killed, they have to be asked themselves.
-            leader_runs = self._process.poll() is None
-            kill = time.monotonic() > end
-            for pid in members:
-                if kill or (pid not in asked and (pid == group or not leader_runs)):
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL if kill else signal.SIGTERM)
-                    asked.add(pid)
-            time.sleep(0.1)
-        self._process.wait()
-        self._process = None
+        assert self._watchdog.stdin is not None
+        self._watchdog.stdin.close()
+        self._watchdog.wait()
+        self._watchdog = None
 
     def last_error(self) -> str:
         """The line of the server's log that says best why it died."""
@@ -214,7 +202,8 @@ class VLLMServer:
         # Each process of vLLM puts its name and the place in its source before what it says.
         lines = [re.sub(r"^\((\w|-)+ pid=\d+\) (ERROR \S+ \S+ \[.*?\] ?)?", "", line).strip() for line in lines]
         errors = [
-            f"{line} {following}" if line.endswith(":") else line
+            # Some say what it is about in the line that follows.
+            f"{line} {following}"[:500] if re.search(r"(:|validation errors? for \w+)$", line) else line[:500]
             for line, following in zip(lines, [*lines[1:], ""], strict=True)
             # "Engine core initialization failed. See root cause above" follows the cause.
             if re.match(r"([\w.]+(Error|Exception)|.*: error): ", line) and "root cause above" not in line
@@ -360,13 +349,3 @@ def _free_port(host: str) -> int:
     with socket.socket(family) as listener:
         listener.bind((host, 0))
         return listener.getsockname()[1]
-
-
-def _running_members(group: int) -> list[int]:
-    """Process ids of a process group, without those that have ended and wait for their parent to notice."""
-    members = []
-    for process in psutil.process_iter(["status"]):
-        with suppress(ProcessLookupError):
-            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
-                members.append(process.pid)
-    return members

@@ -1,6 +1,5 @@
 """How new weights reach vLLM, and how a run survives its faults: what TRL's `VLLMGeneration` leaves open."""
 
-import fcntl
 import os
 import shutil
 import time
@@ -19,7 +18,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
-from .checkpoint import CheckpointWriter
+from .checkpoint import CheckpointWriter, lock_folder, remove_if_abandoned
 from .client import ServerClient, ServerUnavailableError
 from .policy import policy_tensors
 from .server import LOOPBACK, ServerError, check_server
@@ -46,14 +45,14 @@ class _CheckpointFolder:
                 "the trainer and the vLLM server both see."
             )
         for abandoned in root.glob(f"{_FOLDER_PREFIX}*"):
-            if (lock := _try_lock(abandoned)) is not None:
-                shutil.rmtree(abandoned, ignore_errors=True)
-                os.close(lock)
+            remove_if_abandoned(abandoned)
         self.path = root / f"{_FOLDER_PREFIX}{run}"
-        self.path.mkdir()
-        lock = _try_lock(self.path)
-        assert lock is not None
-        self.remove = weakref.finalize(self, _remove_folder, self.path, lock)
+        # Takes its name once it is locked, lest another process that starts now takes it for abandoned.
+        unlocked = root / f".{self.path.name}"
+        unlocked.mkdir()
+        lock = lock_folder(unlocked)
+        unlocked.rename(self.path)
+        weakref.finalize(self, _remove_folder, self.path, lock)
         self.checkpoint: Path | None = None
 
     def write(self, writer: CheckpointWriter, tensors: Iterator[tuple[str, Tensor]], version: str) -> None:
@@ -157,11 +156,11 @@ class ServerGeneration(VLLMGeneration):
             super().sync_weights()
             failure = None
             if self.accelerator.is_main_process:
-                failure = self._retry(lambda: self.vllm_client.name_weights(self.weight_version))[1]
+                failure = self._retry(lambda first: self.vllm_client.name_weights(self.weight_version))[1]
         else:
             failure = self._write_checkpoint()
             if failure is None and self.accelerator.is_main_process:
-                failure = self._retry(self._ensure_weights)[1]
+                failure = self._retry(lambda first: self._ensure_weights(reload=not first))[1]
         _raise_together(self.accelerator, failure)
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
@@ -191,10 +190,10 @@ class ServerGeneration(VLLMGeneration):
 
     # --- on the main process ----------------------------------------------------------------------------------------
 
-    def _ensure_weights(self) -> None:
-        """Loads the present weights into a server that does not hold them."""
+    def _ensure_weights(self, reload: bool) -> None:
+        """Loads the present weights into a server that does not hold them, or whose weights are in doubt."""
         client, version = self.vllm_client, self.weight_version
-        if client.weight_version() == version:
+        if client.weight_version() == version and not (reload and self.weight_sync == "checkpoint"):
             return
         if self.weight_sync == "nccl":
             raise ServerError(
@@ -209,15 +208,15 @@ class ServerGeneration(VLLMGeneration):
                 "use it?"
             )
 
-    def _retry(self, action: Callable[[], Any]) -> tuple[Any, str | None]:
-        """Result of an action on the server, or why it failed for good."""
+    def _retry(self, action: Callable[[bool], Any]) -> tuple[Any, str | None]:
+        """Result of an action on the server, which is told whether it is the first try, or why it failed for good."""
         failure = ""
         for attempt in range(self.max_retries + 1):
             try:
                 if attempt > 0:
                     self._wait_before_retry(attempt, failure)
                     self.vllm_client.check_server(self.server_timeout)
-                return action(), None
+                return action(attempt == 0), None
             except ServerUnavailableError as error:
                 failure = str(error)
             except ServerError as error:
@@ -232,16 +231,16 @@ class ServerGeneration(VLLMGeneration):
 class _RolloutClient(ServerClient):
     """The client as TRL's generation calls it. It keeps a failure, for all processes to hear of before one raises."""
 
-    retry: Callable[[Callable[[], Any]], tuple[Any, str | None]]
-    ensure_weights: Callable[[], None]
+    retry: Callable[[Callable[[bool], Any]], tuple[Any, str | None]]
+    ensure_weights: Callable[[bool], None]
     failure: str | None = None
 
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        output, self.failure = self.retry(lambda: self._generate(*args, **kwargs))
+        output, self.failure = self.retry(lambda first: self._generate(first, *args, **kwargs))
         return output or {"prompt_ids": [], "completion_ids": [], "logprobs": None, "logprob_token_ids": None}
 
-    def _generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self.ensure_weights()
+    def _generate(self, first: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self.ensure_weights(not first)
         version = self.weight_version()
         output = super().generate(*args, **kwargs)
         if self.weight_version() != version:
@@ -333,17 +332,6 @@ def _raise_together(accelerator: Accelerator, failure: str | None) -> None:
     failure = _agree(accelerator, failure)
     if failure is not None:
         raise ServerError(failure)
-
-
-def _try_lock(folder: Path) -> int | None:
-    """Descriptor of the folder, locked; None while another process holds it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
 
 
 def _remove_folder(path: Path, lock: int) -> None:

@@ -1,0 +1,62 @@
+"""How far what an engine says of its own samples is from what a policy in its scheme would say of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
+
+from dc_trl.data.arithmetic import arithmetic_dataset
+from dc_trl.deployment.replica import Replica
+
+from .helpers import TINY_MODEL, make_tokenizer
+
+
+PROMPTS: list[list[int]] = make_tokenizer().apply_chat_template(
+    arithmetic_dataset(16, seed=0, split="held_out")["prompt"][:], add_generation_prompt=True
+)["input_ids"]
+Choices = list[dict[str, list]]  # "ids" and "logps" of each completion
+
+
+def replica_logps(model: PreTrainedModel, scheme: str, prompts: list, completions: list) -> torch.Tensor:
+    """Log-probabilities of completions under the in-process replica, one forward for each."""
+    replica = Replica(model, scheme)
+    logps = []
+    for prompt, ids in zip(prompts, completions, strict=True):
+        with torch.no_grad():
+            logits = replica.model(torch.tensor([prompt + ids])).logits[0].float()
+        all_logps = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        logps.append(all_logps.gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1))
+    return torch.cat(logps)
+
+
+def mean_gap(served: Choices, model: PreTrainedModel, scheme: str, prompts: list = PROMPTS) -> float:
+    """Mean |Δp| between what an engine said of its own completions and the replica of a model."""
+    expected = replica_logps(model, scheme, prompts, [choice["ids"] for choice in served])
+    given = torch.tensor([logp for choice in served for logp in choice["logps"]])
+    return (given.exp() - expected.exp()).abs().mean().item()
+
+
+class SampledBy(TrainerCallback):
+    """Measures in each step how far the engine is from the policy that samples, and from the one before it."""
+
+    def __init__(self, scheme: str, complete: Callable[[], Choices]):
+        self.gaps: list[tuple[float, float]] = []
+        self._scheme = scheme
+        self._complete = complete
+        self._policies: list[dict[str, Any]] = []
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self._policies.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # The engine still holds what sampled in this step; the policy has moved on.
+        if len(self._policies) > 1:
+            served = self._complete()
+            present, before = (self._gap(served, weights) for weights in (self._policies[-1], self._policies[-2]))
+            self.gaps.append((present, before))
+
+    def _gap(self, served: Choices, weights: dict[str, Any]) -> float:
+        model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+        model.load_state_dict(weights)
+        return mean_gap(served, model, self._scheme)

@@ -1,0 +1,300 @@
+"""Deployable checkpoints: what transformers reads from them, and what a reader, a kill or a full disk can do."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from dc_trl.deployment.checkpoint import CheckpointWriter, write_deployable
+from dc_trl.deployment.policy import policy_tensors
+from dc_trl.deployment.schemes import SCHEMES
+
+from .helpers import ROOT, TINY_MODEL, make_model, make_tokenizer
+
+
+QUANTIZED = [scheme for scheme in SCHEMES if scheme != "bf16"]
+# Code that a process of its own runs: `model` is the policy, `writer(scheme)` its writer.
+PROLOGUE = """
+import os, resource, sys, time, torch
+from dc_trl.deployment.checkpoint import CheckpointWriter
+from dc_trl.deployment.policy import policy_tensors
+from tests.helpers import make_model, make_tokenizer
+def writer(model, scheme="fp8", **kwargs):
+    return CheckpointWriter(model, scheme, make_tokenizer(), **kwargs)
+"""
+
+
+def python(code: str, **kwargs) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROLOGUE + code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **kwargs,
+    )
+
+
+def write(model, scheme, directory, **kwargs):
+    return CheckpointWriter(model, scheme, make_tokenizer(), **kwargs).write(policy_tensors(model), directory)
+
+
+def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def largest_error(scheme: str, weight: torch.Tensor) -> torch.Tensor:
+    """Half the distance between neighbouring numbers of the format, at each weight, computed from its definition."""
+    size = weight.abs()
+    if scheme in ("int4", "int4_g32"):
+        peak = size.unflatten(1, (-1, 128 if scheme == "int4" else 32)).amax(-1, keepdim=True)
+        peak = peak.expand(*peak.shape[:2], weight.shape[1] // peak.shape[1]).flatten(1)
+        # Fifteen steps between -8 and 7 for ±peak; the scale is a bfloat16 number, off by up to 2^-8, eight times.
+        return peak / 7.5 * (0.5 + 8 * 2**-8) + 1e-7
+    if scheme == "fp8_block":
+        blocks = size.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+        peak = blocks.amax((1, 3), keepdim=True).expand_as(blocks).reshape(weight.shape)
+    else:
+        peak = size.amax(1, keepdim=True).expand_as(size)
+    if scheme == "int8":
+        return peak / 127.5 / 2 * 1.01
+    scaled = size / peak * 448
+    return 2.0 ** (scaled.log2().floor().clamp(min=-6) - 4) * peak / 448 * 1.01
+
+
+@pytest.mark.parametrize("scheme", QUANTIZED)
+def test_transformers_loads_every_scheme_within_the_error_of_its_format(tmp_path, scheme):
+    model = make_model(256)
+    write(model, scheme, tmp_path / "checkpoint")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
+    with torch.no_grad():
+        loaded(torch.tensor([[5, 6, 7]]))  # decompresses on its first call
+    weights = dict(loaded.named_parameters())
+    for name, expected in model.named_parameters():
+        error = (weights[name] - expected).abs()
+        if name.endswith("proj.weight"):
+            assert (error <= largest_error(scheme, expected.detach())).all(), name
+            assert error.max() > 1e-4, name  # it was quantized at all
+        else:
+            assert torch.equal(weights[name], expected.to(torch.bfloat16).float()), name
+
+
+def test_bf16_is_the_policy_rounded_under_the_names_of_published_checkpoints(tmp_path):
+    model = make_model(32)
+    write(model, "bf16", tmp_path / "checkpoint")
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "published")
+    written, published = tensors_in(tmp_path / "checkpoint"), tensors_in(tmp_path / "published")
+    assert written.keys() == published.keys()
+    assert all(torch.equal(written[name], published[name]) for name in published)
+    config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["dtype"] == "bfloat16"
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_the_tokenizer_and_its_chat_template_come_along(tmp_path):
+    write(make_model(32), "bf16", tmp_path / "checkpoint")
+    loaded, original = AutoTokenizer.from_pretrained(tmp_path / "checkpoint"), make_tokenizer()
+    messages = [{"role": "user", "content": "12+34="}]
+    assert loaded.apply_chat_template(messages) == original.apply_chat_template(messages)
+
+
+def test_adapters_are_merged(tmp_path):
+    model = get_peft_model(make_model(32), LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    write(model, "bf16", tmp_path / "checkpoint")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
+    merged = model.merge_and_unload()
+    for name, parameter in merged.named_parameters():
+        assert torch.equal(dict(loaded.named_parameters())[name], parameter.to(torch.bfloat16)), name
+
+
+def make_experts() -> Qwen3MoeForCausalLM:
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=262,
+            hidden_size=64,
+            intermediate_size=64,
+            moe_intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            num_experts=4,
+            num_experts_per_tok=2,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=1,
+        )
+    )
+
+
+def test_experts_are_written_one_by_one_as_published(tmp_path):
+    model = make_experts()
+    write(model, "bf16", tmp_path / "checkpoint")
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "published")
+    written, published = tensors_in(tmp_path / "checkpoint"), tensors_in(tmp_path / "published")
+    assert written.keys() == published.keys()
+    assert all(torch.equal(written[name], published[name]) for name in published)
+
+
+def test_quantized_experts_have_a_scale_each_and_their_router_has_none(tmp_path):
+    model = make_experts()
+    write(model, "fp8", tmp_path / "checkpoint")
+    written = tensors_in(tmp_path / "checkpoint")
+    expert = model.model.layers[1].mlp.experts.gate_up_proj[3, :32].detach()  # gate and up lie one after the other
+    weight, scale = (written[f"model.layers.1.mlp.experts.3.gate_proj.{part}"] for part in ("weight", "weight_scale"))
+    assert weight.dtype == torch.float8_e4m3fn
+    assert ((weight.float() * scale - expert).abs() <= largest_error("fp8", expert)).all()
+    assert written["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
+    ignored = json.loads((tmp_path / "checkpoint" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert set(ignored) == {"lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"}
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8"])
+def test_shards_hold_together_what_one_file_holds(tmp_path, scheme):
+    model = make_model(64)
+    write(model, scheme, tmp_path / "whole")
+    write(model, scheme, tmp_path / "sharded", max_shard_bytes=30_000)
+    files = sorted(file.name for file in (tmp_path / "sharded").glob("*.safetensors"))
+    count = len(files)
+    assert count > 2
+    assert files == [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    index = json.loads((tmp_path / "sharded" / "model.safetensors.index.json").read_text())
+    for file in files:
+        with safe_open(tmp_path / "sharded" / file, "pt") as tensors:
+            assert {name for name, of in index["weight_map"].items() if of == file} == set(tensors.keys())
+    whole, sharded = tensors_in(tmp_path / "whole"), tensors_in(tmp_path / "sharded")
+    assert whole.keys() == sharded.keys()
+    # Bytes, because FP8 numbers have no comparison.
+    assert all(torch.equal(whole[name].view(torch.uint8), sharded[name].view(torch.uint8)) for name in whole)
+    ids = torch.tensor([[5, 6, 7]])
+    first, second = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name)(ids).logits for name in ("whole", "sharded")
+    )
+    assert torch.equal(first, second)
+
+
+def test_memory_holds_a_shard_and_not_the_model(tmp_path):
+    code = f"""
+def highest():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
+small = make_model(64)
+writer(small, "bf16").write(policy_tensors(small), {str(tmp_path / "small")!r})  # imports what is imported late
+model = make_model(64, num_hidden_layers=40, intermediate_size=40_000).to("meta")
+large = writer(model, "bf16", max_shard_bytes=64 * 2**20)
+# Values are made one at a time, as sharded weights are gathered.
+values = ((name, torch.ones(parameter.shape)) for name, parameter in model.named_parameters())
+open("/proc/self/clear_refs", "w").write("5")  # forgets the highest memory so far
+start = highest()
+size = large.write(values, {str(tmp_path / "large")!r})
+print(size, highest() - start)
+"""
+    # The allocator gives back what is freed, so that what is measured is what is held.
+    process = python(code, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"})
+    output, errors = process.communicate(timeout=120)
+    assert output, errors[-2000:]
+    size, peak = map(int, output.split())
+    assert size > 600e6
+    assert peak < 1.6 * 64 * 2**20  # the shard, and a tensor before and after it is rounded
+
+
+def test_a_reader_never_sees_half_a_checkpoint(tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    code = f"""
+models = [make_model(64, seed=0), make_model(64, seed=1)]
+writers = [writer(model) for model in models]
+for turn in range(60):
+    writers[turn % 2].write(policy_tensors(models[turn % 2]), {str(checkpoint)!r})
+    print(turn, flush=True)
+"""
+    references = []
+    for seed in (0, 1):
+        write(make_model(64, seed=seed), "fp8", tmp_path / f"reference-{seed}")
+        references.append((tmp_path / f"reference-{seed}" / "model.safetensors").read_bytes())
+    process = python(code)
+    assert process.stdout.readline() == "0\n"
+    seen = set()
+    while process.poll() is None:
+        # The directory is there at every moment, with all of its files, one of the two models each.
+        descriptor = os.open(checkpoint, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with open(os.open("model.safetensors", os.O_RDONLY, dir_fd=descriptor), "rb") as file:
+                content = file.read()
+        except FileNotFoundError:
+            continue  # replaced since it was opened, and already being removed
+        finally:
+            os.close(descriptor)
+        assert content in references
+        seen.add(references.index(content))
+    assert process.returncode == 0, process.stderr.read()[-2000:]
+    assert seen == {0, 1}
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_kill_leaves_the_old_checkpoint_and_the_next_write_clears_up(tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    write(make_model(64, seed=0), "fp8", checkpoint)
+    before = {file.name: file.read_bytes() for file in checkpoint.iterdir()}
+    code = f"""
+model = make_model(64, seed=1)
+def slowly():
+    for number, item in enumerate(policy_tensors(model)):
+        if number == 10:
+            print("half", flush=True)
+            time.sleep(60)
+        yield item
+writer(model, max_shard_bytes=10_000).write(slowly(), {str(checkpoint)!r})
+"""
+    process = python(code)
+    assert process.stdout.readline() == "half\n"
+    half = [path for path in tmp_path.iterdir() if path.name.endswith(".partial")]
+    assert len(half) == 1
+    # While that process lives, another writer leaves its folder alone.
+    write(make_model(64, seed=0), "fp8", checkpoint)
+    assert half[0].exists()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert {file.name: file.read_bytes() for file in checkpoint.iterdir()} == before
+    write(make_model(64, seed=2), "fp8", checkpoint)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
+
+
+def test_a_full_disk_is_an_error_and_harms_nothing(small_disk):
+    write(make_model(32), "bf16", small_disk / "checkpoint")
+    before = {file.name: file.read_bytes() for file in (small_disk / "checkpoint").iterdir()}
+    with pytest.raises(OSError, match="No space left"):
+        write(make_model(256), "bf16", small_disk / "checkpoint")
+    assert {file.name: file.read_bytes() for file in (small_disk / "checkpoint").iterdir()} == before
+    assert [path.name for path in small_disk.iterdir()] == ["checkpoint"]
+
+
+def test_a_weight_that_does_not_come_is_an_error(tmp_path):
+    model = make_model(32)
+    tensors = [(name, tensor) for name, tensor in policy_tensors(model) if name != "model.norm.weight"]
+    with pytest.raises(KeyError, match=r"model\.norm\.weight"):
+        CheckpointWriter(model, "bf16").write(tensors, tmp_path / "checkpoint")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_way_is_not_overwritten(tmp_path):
+    (tmp_path / "checkpoint").write_text("mine")
+    with pytest.raises(OSError, match="checkpoint"):
+        write(make_model(32), "bf16", tmp_path / "checkpoint")
+    assert (tmp_path / "checkpoint").read_text() == "mine"
+
+
+def test_a_saved_model_is_written_in_a_scheme(tmp_path):
+    size = write_deployable(str(TINY_MODEL), "fp8", tmp_path / "checkpoint")
+    assert size == sum(file.stat().st_size for file in (tmp_path / "checkpoint").iterdir())
+    weights = (tmp_path / "checkpoint" / "model.safetensors").stat().st_size
+    assert weights < 0.7 * (TINY_MODEL / "model.safetensors").stat().st_size

@@ -1,0 +1,475 @@
+"""Training with rollouts of a real vLLM server: whose weights sample, what is exported, what faults do."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+
+from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback
+from dc_trl.deployment.server import ServerError, VLLMServer
+
+from .gaps import PROMPTS, SampledBy, mean_gap
+from .helpers import (
+    ROOT,
+    TINY_MODEL,
+    TWO_PROCESSES,
+    assert_finite,
+    distinct_characters,
+    logged,
+    make_config,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+)
+from .vllm_server import complete, requires_vllm, serving, wait_until_gone
+
+
+pytestmark = requires_vllm
+
+
+def make_trainer(url, output_dir, model=None, **overrides):
+    config = make_config(
+        output_dir,
+        **{
+            "use_vllm": True,
+            "vllm_mode": "server",
+            "vllm_server_base_url": url,
+            "vllm_server_timeout": 120.0,
+            "vllm_request_timeout": 120.0,
+            "deployment_scheme": "fp8",
+            "max_completion_length": 24,
+            "learning_rate": 1e-3,
+        }
+        | overrides,
+    )
+    return DCGRPOTrainer(
+        model or AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32),
+        distinct_characters,
+        config,
+        train_dataset=make_prompts(),
+        processing_class=make_tokenizer(),
+    )
+
+
+def test_every_step_samples_with_the_present_weights(fp8_server, tmp_path):
+    trainer = make_trainer(fp8_server.url, tmp_path, max_steps=5, learning_rate=3e-3)
+    sampled_by = SampledBy("fp8", lambda: complete(fp8_server.url, PROMPTS, max_tokens=16))
+    trainer.add_callback(sampled_by)
+    trainer.train()
+    assert_finite(trainer)
+    assert len(logged(trainer, "discrepancy/mean")) == 5
+    assert len(set(logged(trainer, "lagrangian/lambda"))) > 1
+    for present, stale in sampled_by.gaps:
+        assert present < 0.01
+        assert stale > 3 * present
+
+
+def test_what_samples_is_what_ships(fp8_server, tmp_path):
+    """The exported checkpoint in a fresh plain server says what the training server said, token for token."""
+    trainer = make_trainer(
+        fp8_server.url, tmp_path, max_steps=4, save_strategy="steps", save_steps=2, learning_rate=1e-3
+    )
+    trainer.add_callback(DeploymentCheckpointCallback(trainer))
+    trainer.train()
+    trainer.vllm_generation.sync_weights()
+    exported = tmp_path / "deployment"
+    synchronized = trainer.vllm_generation._folder.checkpoint
+    assert {file.name: file.read_bytes() for file in exported.iterdir()} == {
+        file.name: file.read_bytes() for file in synchronized.iterdir()
+    }
+    assert (tmp_path / "checkpoint-2" / "deployment" / "model.safetensors").is_file()
+    prompts = make_tokenizer()([f"{a}+{b}=" for a in range(10, 18) for b in range(20, 28)])["input_ids"]
+    trained = complete(fp8_server.url, prompts, max_tokens=48, temperature=0)
+    with VLLMServer(exported, max_model_len=256, log_path=tmp_path / "log") as fresh:
+        shipped = complete(fresh.url, prompts, max_tokens=48, temperature=0)
+    assert [choice["ids"] for choice in trained] == [choice["ids"] for choice in shipped]
+    for first, second in zip(trained, shipped, strict=True):
+        assert first["logps"] == pytest.approx(second["logps"], abs=1e-3)
+    untrained = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    assert mean_gap(shipped, trainer.model, "fp8", prompts) < 0.01 < mean_gap(shipped, untrained, "fp8", prompts)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "model", "words"),
+    [
+        ({"deployment_scheme": "int4"}, {}, ["deployment_scheme='int4'", "CompressedTensorsW8A8Fp8"]),
+        ({"deployment_scheme": None}, {}, ["deployment_scheme=None", "scripts/serve.py --scheme bf16"]),
+        ({"max_completion_length": 400}, {}, ["--max-model-len 401"]),
+        ({}, {"num_hidden_layers": 3}, ["4 layers", "3"]),
+        ({}, {"vocab_size": 300}, ["262", "300"]),
+    ],
+    ids=["scheme", "no-scheme", "length", "layers", "vocabulary"],
+)
+def test_a_server_that_does_not_fit_is_refused_when_the_trainer_is_built(
+    fp8_server, tmp_path, overrides, model, words
+):
+    with pytest.raises(ServerError) as error:
+        make_trainer(fp8_server.url, tmp_path, make_model(128, **model) if model else None, **overrides)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_the_trainer_samples_greedily_from_the_server(fp8_server, tmp_path):
+    trainer = make_trainer(fp8_server.url, tmp_path)
+    problems = ["12+34=", "7+5="]
+    texts = trainer.deployed_completions(problems)
+    prompts = make_tokenizer()(problems)["input_ids"]
+    choices = complete(fp8_server.url, prompts, max_tokens=24, temperature=0)
+    assert texts == make_tokenizer().batch_decode([choice["ids"] for choice in choices], skip_special_tokens=True)
+    conversation = trainer.deployed_completions([[{"role": "user", "content": "12+34="}]])
+    assert conversation[0][0]["role"] == "assistant"
+    assert trainer.vllm_generation.temperature == 1.0
+
+
+def load_into(url, checkpoint):
+    """Another client gives the server other weights."""
+    request = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
+    assert requests.post(f"{url}/collective_rpc", json=request, timeout=60).status_code == 200
+    assert requests.post(f"{url}/reset_prefix_cache", timeout=60).json()["success"]
+
+
+def test_weights_that_somebody_else_loaded_are_replaced_before_a_rollout(fp8_server, tmp_path):
+    trainer = make_trainer(fp8_server.url, tmp_path)
+    trainer.vllm_generation.sync_weights()
+    shape = AutoConfig.from_pretrained(TINY_MODEL)
+    other = make_trainer(fp8_server.url, tmp_path / "other", AutoModelForCausalLM.from_config(shape))
+    other.vllm_generation.sync_weights()
+    assert mean_gap(complete(fp8_server.url, PROMPTS, max_tokens=8), trainer.model, "fp8") > 0.05
+    trainer.vllm_generation.generate(PROMPTS, None, 1)
+    assert mean_gap(complete(fp8_server.url, PROMPTS, max_tokens=8), trainer.model, "fp8") < 0.01
+
+
+def test_nan_from_the_server_is_repaired_by_loading_the_weights_again(fp8_server, tmp_path, caplog):
+    trainer = make_trainer(fp8_server.url, tmp_path)
+    trainer.vllm_generation.sync_weights()
+    broken = tmp_path / "broken"
+    shutil.copytree(trainer.vllm_generation._folder.checkpoint, broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    load_into(fp8_server.url, broken)
+    _, _, logps, _ = trainer.vllm_generation.generate(PROMPTS, None, 1)
+    assert all(value < 0.001 for completion in logps for (value,) in completion)
+    assert "computed NaN" in caplog.text
+    # A policy that is broken itself cannot be repaired: the run ends, and says so.
+    trainer.model.model.norm.weight.data.fill_(float("nan"))
+    trainer.vllm_generation.max_retries = 1
+    trainer.vllm_generation.sync_weights()
+    with pytest.raises(ServerError, match=r"computed NaN.*diverged.*tried 2 times"):
+        trainer.vllm_generation.generate(PROMPTS, None, 1)
+
+
+def test_missing_log_probabilities_are_an_error(fp8_server, tmp_path):
+    trainer = make_trainer(fp8_server.url, tmp_path, generation_kwargs={"logprobs": None})
+    with pytest.raises(ServerError, match="no log-probabilities"):
+        trainer.train()
+
+
+def test_a_prompt_that_the_server_cannot_take_names_the_reason(fp8_server, tmp_path):
+    trainer = make_trainer(fp8_server.url, tmp_path)
+    with pytest.raises(ServerError, match=r"HTTP 400.*256"):
+        trainer.vllm_generation.generate([[20] * 300], None, 1)
+
+
+class Filler:
+    """Another program that takes whatever room there is on a disk."""
+
+    def __init__(self, folder):
+        self._path = folder / "ballast"
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._fill)
+
+    def _fill(self):
+        with open(self._path, "wb", buffering=0) as file:
+            while not self._stop.is_set():
+                try:
+                    file.write(bytes(4096))
+                except OSError:
+                    time.sleep(0.001)
+
+    def start(self):
+        self._thread.start()
+
+    def stop(self):
+        self._stop.set()
+        self._thread.join()
+        self._path.unlink()
+
+
+class At(TrainerCallback):
+    """Does something at the end of a step."""
+
+    def __init__(self, step, action):
+        self._step, self._action = step, action
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self._step:
+            self._action()
+
+
+def test_a_full_disk_ends_the_run_with_a_checkpoint_that_resumes(fp8_server, small_disk, tmp_path):
+    options = {"weight_sync_dir": str(small_disk), "vllm_max_retries": 1, "max_steps": 4}
+    trainer = make_trainer(fp8_server.url, tmp_path, **options)
+    filler = Filler(small_disk)
+    trainer.add_callback(At(2, filler.start))
+    try:
+        with pytest.raises(ServerError, match=r"No space left.*resume_from_checkpoint=.*checkpoint-2"):
+            trainer.train()
+    finally:
+        filler.stop()
+    resumed = make_trainer(fp8_server.url, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 4
+
+
+def test_a_directory_for_weights_that_is_not_there_is_refused(fp8_server, tmp_path):
+    with pytest.raises(ServerError, match=r"weight_sync_dir=.*nowhere.* is no directory"):
+        make_trainer(fp8_server.url, tmp_path, weight_sync_dir=str(tmp_path / "nowhere"))
+
+
+def sync_folders():
+    return set(Path("/dev/shm").glob("dc_trl-sync-*"))
+
+
+def test_what_a_killed_run_left_in_shared_memory_is_removed_by_the_next(fp8_server, tmp_path):
+    before = sync_folders()
+    options = {"output_dir": str(tmp_path / "killed"), "kill_at": 1, "server": fp8_server.url}
+    done = subprocess.run([sys.executable, "-m", "tests.worker", json.dumps(options)], cwd=ROOT, timeout=240)
+    assert done.returncode == -signal.SIGKILL
+    left = sync_folders() - before
+    assert len(left) == 1
+    trainer = make_trainer(fp8_server.url, tmp_path / "next")
+    trainer.vllm_generation.sync_weights()
+    now = sync_folders() - before
+    assert not left & now
+    assert len(now) == 1
+    options = {"output_dir": str(tmp_path / "ended"), "max_steps": 2, "server": fp8_server.url}
+    subprocess.run([sys.executable, "-m", "tests.worker", json.dumps(options)], cwd=ROOT, timeout=240, check=True)
+    assert sync_folders() - before == now  # a run that ends leaves nothing, and leaves the living one alone
+
+
+def test_two_processes_train_on_one_server(fp8_server, tmp_path):
+    options = {
+        "output_dir": str(tmp_path / "two"),
+        "server": fp8_server.url,
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "use_cpu": True,
+    }
+    done = subprocess.run(
+        [*TWO_PROCESSES, "-m", "tests.worker", json.dumps(options)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    logs = json.loads((tmp_path / "two" / "logs.json").read_text())
+    assert logs["kind"] == "DistributedType.MULTI_CPU"
+    assert len(set(logs["lambda"])) == 1
+    assert all(0 < row["discrepancy/mean"] < 0.05 for row in logs["rows"] if "discrepancy/mean" in row)
+
+
+# --- faults of the server: killed, restarted, stopped, by its pid ---------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def own_server(tmp_path_factory):
+    """A server that tests may kill, with room for few tokens: it serves the shipped model in BF16."""
+    folder = tmp_path_factory.mktemp("own_server")
+    # 6 blocks of 128 tokens: not all completions of a batch fit at once.
+    options = ["--num-gpu-blocks-override", "6"]
+    server = VLLMServer(TINY_MODEL, max_model_len=256, log_path=folder / "log", options=options)
+    server.start()
+    yield server
+    server.stop()
+
+
+def faulty_trainer(server, output_dir, **overrides):
+    """Completions of 200 tokens, so that there is time to break something."""
+    return make_trainer(
+        server.url,
+        output_dir,
+        **{
+            "deployment_scheme": "bf16",
+            "max_completion_length": 200,
+            "generation_kwargs": {"ignore_eos": True},
+            "max_steps": 4,
+        }
+        | overrides,
+    )
+
+
+def engine_processes(server):
+    return [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+
+
+def kill(server):
+    """Kills the server; returns its processes."""
+    processes = engine_processes(server)
+    processes[0].kill()
+    return processes
+
+
+def when_sampling(server, action):
+    """Does something, in a thread, as soon as the server works on a request."""
+
+    def watch():
+        while True:
+            metrics = requests.get(f"{server.url}/metrics", timeout=30).text
+            running = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")]
+            if any(float(line.split()[-1]) > 0 for line in running):
+                action()
+                return
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def test_out_of_kv_memory_a_rollout_takes_longer_and_comes_whole(own_server, tmp_path):
+    trainer = faulty_trainer(own_server, tmp_path, max_steps=1, num_generations=8, per_device_train_batch_size=8)
+    trainer.train()
+    assert trainer.state.log_history[0]["completions/mean_length"] == 200
+    assert logged(trainer, "discrepancy/mean")[0] < 0.01
+    metrics = requests.get(f"{own_server.url}/metrics", timeout=30).text
+    preemptions = [line for line in metrics.splitlines() if line.startswith("vllm:num_preemptions_total")]
+    assert sum(float(line.split()[-1]) for line in preemptions) > 0
+
+
+def test_a_server_killed_in_a_rollout_and_restarted_gets_the_weights_again(own_server, tmp_path, caplog):
+    trainer = faulty_trainer(own_server, tmp_path, learning_rate=3e-3)
+    threads = []
+
+    def restart():
+        kill(own_server)
+        own_server.start()  # ends what is left of the killed one first
+
+    trainer.add_callback(At(2, lambda: threads.append(when_sampling(own_server, restart))))
+    trainer.train()
+    threads[0].join()
+    assert trainer.state.global_step == 4
+    assert "broke during /v1/completions" in caplog.text
+    # With the weights that the restarted server had loaded from its own checkpoint, the batch would be far off.
+    untrained = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    served = complete(own_server.url, PROMPTS, max_tokens=64, ignore_eos=True)
+    stale = mean_gap(served, untrained, "bf16")
+    assert max(logged(trainer, "discrepancy/mean")) < stale / 3
+
+
+def test_a_server_killed_during_a_sync_and_restarted_gets_the_weights_again(own_server, tmp_path, caplog):
+    trainer = faulty_trainer(own_server, tmp_path)
+    client = trainer.vllm_generation.vllm_client
+    name_weights = client.name_weights
+
+    def die_before_the_weights_are_named(version):
+        client.name_weights = name_weights
+        kill(own_server)
+        threading.Thread(target=own_server.start).start()
+        name_weights(version)
+
+    trainer.add_callback(At(2, lambda: setattr(client, "name_weights", die_before_the_weights_are_named)))
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert "broke during /update_weight_version" in caplog.text
+    assert client.weight_version() == trainer.vllm_generation.weight_version
+
+
+def test_a_server_that_hangs_is_given_up_in_time_and_used_again_when_it_goes_on(own_server, tmp_path, caplog):
+    trainer = faulty_trainer(own_server, tmp_path, vllm_request_timeout=8.0)
+    threads = []
+
+    def hang():
+        processes = engine_processes(own_server)
+        for process in processes:
+            process.suspend()
+        time.sleep(15)
+        for process in processes:
+            process.resume()
+
+    trainer.add_callback(At(2, lambda: threads.append(when_sampling(own_server, hang))))
+    trainer.train()
+    threads[0].join()
+    assert trainer.state.global_step == 4
+    assert "vllm_request_timeout=8 s" in caplog.text
+
+
+def test_a_server_that_stays_away_ends_the_run_in_time_with_a_checkpoint_that_resumes(own_server, tmp_path):
+    options = {"vllm_server_timeout": 5.0, "vllm_max_retries": 1, "lambda_lr": 50.0}
+    trainer = faulty_trainer(own_server, tmp_path, **options)
+    trainer.add_callback(DeploymentCheckpointCallback(trainer))
+    gone = []
+    trainer.add_callback(At(2, lambda: gone.append(kill(own_server))))
+    begin = time.monotonic()
+    with pytest.raises(ServerError, match=r"after 5 s.*tried 2 times.*resume_from_checkpoint=.*checkpoint-2"):
+        trainer.train()
+    assert time.monotonic() - begin < 60
+    own_server.stop()
+    wait_until_gone(gone[0])
+    checkpoint = tmp_path / "checkpoint-2"
+    assert (checkpoint / "deployment" / "model.safetensors").is_file()
+
+    # The server starts late: the trainer is there first and waits for it.
+    late = threading.Thread(target=own_server.start)
+    late.start()
+    resumed = faulty_trainer(own_server, tmp_path, **options | {"vllm_server_timeout": 120.0})
+    late.join()
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert resumed.state.global_step == 4
+    assert logged(resumed, "lagrangian/lambda")[0] == logged(trainer, "lagrangian/lambda")[-1]
+    assert_finite(resumed)
+
+
+# --- other schemes --------------------------------------------------------------------------------------------------
+
+
+def test_int4_reloads_in_place(tmp_path):
+    with serving(tmp_path, "--scheme", "int4", "--max_model_len", "256") as server:
+        url = server.url()
+        trainer = make_trainer(url, tmp_path, deployment_scheme="int4", max_steps=3)
+        trainer.train()
+        trainer.vllm_generation.sync_weights()
+        served = complete(url, PROMPTS, max_tokens=16)
+        untrained = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+        assert mean_gap(served, trainer.model, "int4") < 0.01 < mean_gap(served, untrained, "int4")
+
+
+def test_int8_on_the_cpu_engine_is_refused(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("the INT8 kernels of GPUs reload in place")
+    with (
+        serving(tmp_path, "--scheme", "int8", "--max_model_len", "256") as server,
+        pytest.raises(ServerError, match=r"int8.*CPU engine.*NaN.*replica"),
+    ):
+        make_trainer(server.url(), tmp_path, deployment_scheme="int8")
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "bf16"])
+def test_colocated_vllm_reloads_the_scheme(tmp_path, scheme):
+    """In a process of its own: vLLM takes over the process that it is in."""
+    options = {"output_dir": str(tmp_path), "colocate": scheme, "max_steps": 3}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.worker", json.dumps(options)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    logs = json.loads((tmp_path / "logs.json").read_text())
+    gaps = logs["gaps"]
+    assert all(present < 0.01 for present, _ in gaps)
+    assert all(stale > 3 * present for present, stale in gaps[1:])

@@ -1,0 +1,108 @@
+"""A real vLLM server for tests: started as a user starts it, asked without our client."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+
+from .helpers import ROOT, TINY_MODEL
+
+
+requires_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (make vllm)")
+
+
+class Serve:
+    """`scripts/serve.py` in a process of its own, with its output in a file."""
+
+    def __init__(self, folder: Path, *arguments: str, model: str = str(TINY_MODEL), **environment: str):
+        self.output_path = folder / "serve.out"
+        self.log_path = folder / "vllm.log"
+        # A shell that runs the tests in the background has them ignore Ctrl-C, and what they start inherits that.
+        default = ["env", "--default-signal=INT"]
+        command = [
+            *default,
+            sys.executable,
+            "scripts/serve.py",
+            "--model",
+            model,
+            "--port",
+            "0",
+            "--log",
+            str(self.log_path),
+        ]
+        with open(self.output_path, "w") as output:
+            self.process = subprocess.Popen(
+                [*command, *arguments], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment
+            )
+
+    @property
+    def output(self) -> str:
+        return self.output_path.read_text()
+
+    def wait(self, pattern: str, timeout: float = 180) -> re.Match:
+        """The first match of a pattern in the output, once it is there."""
+        end = time.monotonic() + timeout
+        while True:
+            if (found := re.search(pattern, self.output)) is not None:
+                return found
+            assert self.process.poll() is None, f"serve.py ended: {self.output[-2000:]}"
+            assert time.monotonic() < end, f"no {pattern!r} in {self.output[-2000:]}"
+            time.sleep(0.2)
+
+    def url(self) -> str:
+        return self.wait(r"vllm_server_base_url (\S+)")[1]
+
+    def family(self) -> list[psutil.Process]:
+        """The processes that serve.py started: the watchdog, the server, its engine."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait(60)
+
+
+@contextmanager
+def serving(folder: Path, *arguments: str, **environment: str):
+    server = Serve(folder, *arguments, **environment)
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run; a zombie that waits for its parent does not."""
+    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_until_gone(processes: list[psutil.Process], timeout: float = 30) -> None:
+    end = time.monotonic() + timeout
+    while left := alive(processes):
+        assert time.monotonic() < end, left
+        time.sleep(0.2)
+
+
+def complete(url: str, prompts: list[list[int]], **parameters: Any) -> list[dict[str, Any]]:
+    """Completions with token ids and log-probabilities, by plain HTTP."""
+    request = {
+        "model": requests.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"],
+        "prompt": prompts,
+        "logprobs": 0,
+        "return_token_ids": True,
+        **parameters,
+    }
+    response = requests.post(f"{url}/v1/completions", json=request, timeout=120)
+    assert response.status_code == 200, response.text
+    return [
+        {"ids": choice["token_ids"], "logps": choice["logprobs"]["token_logprobs"]}
+        for choice in response.json()["choices"]
+    ]
