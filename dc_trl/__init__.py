@@ -1,14 +1,31 @@
 """DC-GRPO on TRL: measure, constrain and deploy under the training-inference discrepancy."""
 
-from .callbacks import DeploymentCheckpointCallback, LambdaLoggingCallback
-from .config import DCGRPOConfig
-from .discrepancy import mismatch_metrics, token_discrepancy
-from .lagrangian import LagrangeMultiplier
-from .rewards import math_reward
-from .trainer import DCGRPOTrainer
-from .version import __version__
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 
+if TYPE_CHECKING:
+    from .callbacks import DeploymentCheckpointCallback, LambdaLoggingCallback
+    from .config import DCGRPOConfig
+    from .discrepancy import mismatch_metrics, token_discrepancy
+    from .lagrangian import LagrangeMultiplier
+    from .rewards import math_reward
+    from .trainer import DCGRPOTrainer
+    from .version import __version__
+
+# Where each public name lives. They are imported when they are used: TRL takes seconds, and a vLLM worker that reloads
+# weights for us has no use for it.
+_MODULES = {
+    "DCGRPOConfig": "config",
+    "DCGRPOTrainer": "trainer",
+    "DeploymentCheckpointCallback": "callbacks",
+    "LagrangeMultiplier": "lagrangian",
+    "LambdaLoggingCallback": "callbacks",
+    "__version__": "version",
+    "math_reward": "rewards",
+    "mismatch_metrics": "discrepancy",
+    "token_discrepancy": "discrepancy",
+}
 __all__ = [
     "DCGRPOConfig",
     "DCGRPOTrainer",
@@ -20,3 +37,13 @@ __all__ = [
     "mismatch_metrics",
     "token_discrepancy",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

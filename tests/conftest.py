@@ -43,4 +43,4 @@ def small_disk(tmp_path):
     if mounted.returncode != 0:
         pytest.skip(f"cannot mount a small file system here: {mounted.stderr.strip()}")
     yield folder
-    subprocess.run(["umount", folder], check=True)
+    subprocess.run(["umount", "--lazy", folder], check=True)  # a trainer may still hold it

@@ -9,7 +9,7 @@ import requests
 from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
 
-from .server import ServerError
+from .server import ServerError, is_cpu
 
 
 class ServerUnavailableError(ServerError):
@@ -144,7 +144,8 @@ class ServerClient(VLLMClient):
             directory: as the server sees it.
             weight_version: what the server calls these weights from now on.
         """
-        self._collective_rpc("reload_weights", weights_path=directory)
+        method = "reload_checkpoint" if is_cpu(self.get_server_info()) else "reload_weights"
+        self._collective_rpc(method, weights_path=directory)
         self.reset_prefix_cache()
         self.name_weights(weight_version)
 

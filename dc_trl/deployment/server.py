@@ -24,6 +24,7 @@ from .checkpoint import write_deployable
 
 _WATCHDOG = Path(__file__).with_name("watchdog.py")
 _GRACE = 20.0  # seconds that a server has to end by itself
+CPU_EXTENSION = "dc_trl.deployment.cpu_reload.CPUReloadExtension"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # What vLLM calls the layers that hold a scheme's weights.
 _LAYERS_OF_SCHEME = {
@@ -114,8 +115,11 @@ class VLLMServer:
             self.arguments += ["--served-model-name", name]
         if max_model_len is not None:
             self.arguments += ["--max-model-len", str(max_model_len)]
-        # Compiling takes minutes on a CPU; the NCCL engine takes weights from TRL's stream.
-        self.arguments += ["--enforce-eager"] if on_cpu else ["--weight-transfer-config", '{"backend": "nccl"}']
+        if on_cpu:
+            # Compiling takes minutes there, and the engine's own reload leaves packed weights behind.
+            self.arguments += ["--enforce-eager", "--worker-extension-cls", CPU_EXTENSION]
+        else:
+            self.arguments += ["--weight-transfer-config", '{"backend": "nccl"}']  # for TRL's stream
         self.arguments += options
 
     @property
@@ -329,12 +333,17 @@ def check_server(
             f"{scheme!r} is trained for: start it with scripts/serve.py --scheme {scheme or 'bf16'}, or set "
             "deployment_scheme to what it serves."
         )
-    if scheme == "int8" and weight_sync == "checkpoint" and info["device_config"]["device_type"] == "cpu":
+    extension = info["parallel_config"]["worker_extension_cls"]
+    if weight_sync == "checkpoint" and is_cpu(info) and extension != CPU_EXTENSION:
         raise ServerError(
-            "deployment_scheme='int8' cannot be updated in place on vLLM's CPU engine: its INT8 kernel keeps a "
-            "pointer to scales that a reload frees, and the next request returns NaN. Use 'fp8' or 'int4', a GPU "
-            "server, or the in-process replica (use_vllm=False)."
+            f"the server runs on a CPU with --worker-extension-cls {extension!r}, and vLLM's own reload leaves old "
+            f"weights in its CPU kernels: start it with --worker-extension-cls {CPU_EXTENSION}."
         )
+
+
+def is_cpu(info: dict[str, Any]) -> bool:
+    """Whether a server runs on a CPU, from `vllm_config` of its `/server_info`."""
+    return info["device_config"]["device"].startswith("cpu")
 
 
 def _answers(url: str) -> bool:

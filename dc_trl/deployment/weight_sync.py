@@ -286,6 +286,11 @@ class ColocateGeneration(VLLMGeneration):
             super()._init_vllm()
         finally:
             self.model = model
+        self._reload: str | Callable[..., None] = "reload_weights"
+        if self.accelerator.device.type == "cpu":
+            from .cpu_reload import reload_checkpoint  # vLLM is imported here, where it is known to be there
+
+            self._reload = reload_checkpoint
 
     def _write_checkpoint(self) -> Path:
         self._syncs += 1
@@ -305,7 +310,7 @@ class ColocateGeneration(VLLMGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
         checkpoint = self._write_checkpoint()
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
+        self.llm.collective_rpc(self._reload, kwargs={"weights_path": str(checkpoint)})
         self.llm.reset_prefix_cache()
 
 
