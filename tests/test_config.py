@@ -69,7 +69,17 @@ def test_nothing_else_differs_from_trl(tmp_path):
         ({"vllm_structured_outputs_regex": "[0-9]+"}, ["vllm_structured_outputs_regex='[0-9]+'", "unset it"]),
         ({"constraint": "none", "discrepancy_margin": 0.1}, ["discrepancy_margin=0.1", "no effect"]),
         ({"constraint": "static", "dual_window": 4}, ["dual_window=4", "dual_window=1"]),
-        ({"deployment_scheme": "fp8", "use_vllm": True}, ["deployment_scheme='fp8'", "use_vllm=False"]),
+        ({"weight_sync": "disk", "use_vllm": True}, ["weight_sync='disk'", "'checkpoint'"]),
+        ({"weight_sync": "checkpoint"}, ["weight_sync='checkpoint'", "use_vllm=True"]),
+        ({"weight_sync_dir": "/dev/shm"}, ["weight_sync_dir='/dev/shm'", "use_vllm=True"]),
+        (
+            {"use_vllm": True, "vllm_mode": "server", "weight_sync": "nccl", "weight_sync_dir": "/dev/shm"},
+            ["weight_sync_dir='/dev/shm'", "weight_sync='nccl'"],
+        ),
+        ({"use_vllm": True, "vllm_mode": "colocate", "weight_sync": "nccl"}, ["weight_sync='nccl'", "vllm_mode"]),
+        ({"vllm_request_timeout": 0}, ["vllm_request_timeout=0", "above 0"]),
+        ({"vllm_max_retries": -1}, ["vllm_max_retries=-1", "at least 0"]),
+        ({"vllm_max_retries": 1.5}, ["vllm_max_retries=1.5", "whole number"]),
         (
             {"deployment_scheme": "fp8", "use_transformers_continuous_batching": True},
             ["deployment_scheme='fp8'", "use_transformers_continuous_batching=True"],
@@ -102,6 +112,12 @@ def test_a_constraint_without_log_probabilities_is_refused_before_the_model_load
 def test_two_engines_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"deployment_scheme='fp8'.*contradicts rollout_func"):
         DCGRPOTrainer("no/such-model", args=make_config(tmp_path, deployment_scheme="fp8"), rollout_func=Rollouts())
+
+
+def test_a_scheme_goes_with_vllm_as_with_the_replica(tmp_path):
+    for mode in ("server", "colocate"):
+        config = make_config(tmp_path, deployment_scheme="fp8", use_vllm=True, vllm_mode=mode)
+        assert config.weight_sync == "auto"
 
 
 def test_a_plain_grpo_config_is_refused(tmp_path):

@@ -1,14 +1,17 @@
 """The README's commands and code, as they stand there."""
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from .helpers import ROOT
+from .vllm_server import requires_vllm
 
 
 README = (ROOT / "README.md").read_text()
@@ -34,6 +37,15 @@ def workplace(tmp_path_factory):
     return folder
 
 
+# Each in a block of its own.
+COMMANDS = [shlex.split(block.replace("\\\n", " ")) for block in blocks("bash") if "accelerate launch" in block]
+OUTPUTS = {"model.safetensors", "run.png", "history.jsonl", "summary.json", "deployment"}
+
+
+def needs_vllm(command):
+    return any("vllm" in word for word in command)
+
+
 def run(command, folder):
     binaries = os.path.dirname(sys.executable)
     environment = os.environ | {"PATH": f"{binaries}:{os.environ['PATH']}"}
@@ -43,17 +55,28 @@ def run(command, folder):
 
 
 def test_commands(workplace):
-    commands = [shlex.split(block.replace("\\\n", " ")) for block in blocks("bash") if "accelerate launch" in block]
-    assert len(commands) == 5
-    for number, command in enumerate(commands):
+    assert len(COMMANDS) == 6
+    for number, command in enumerate(command for command in COMMANDS if not needs_vllm(command)):
         steps = ["--max_steps", str(number + 1)]  # the second continues the first
         assert "training seconds" in run([*command, *SMALL, *steps], workplace)
     outputs = {path.name for path in (workplace / "runs").iterdir()}
     assert outputs == {"quickstart", "problems", "brevity", "two-processes"}
     for path in (workplace / "runs").iterdir():
-        assert {"model.safetensors", "run.png", "history.jsonl", "summary.json"} <= {
-            file.name for file in path.iterdir()
-        }
+        assert {file.name for file in path.iterdir()} >= OUTPUTS
+
+
+@requires_vllm
+def test_the_command_that_starts_a_vllm_server(workplace):
+    (command,) = filter(needs_vllm, COMMANDS)
+    before = {process.pid for process in psutil.process_iter()}
+    output = run([*command, *SMALL, "--max_steps", "2"], workplace)
+    assert "vLLM is up at http://127.0.0.1:" in output
+    assert "training seconds" in output
+    folder = workplace / "runs" / "quickstart-vllm"
+    assert {file.name for file in folder.iterdir()} >= OUTPUTS
+    assert "quantization_config" in json.loads((folder / "deployment" / "config.json").read_text())
+    new = [process for process in psutil.process_iter(["name", "cmdline"]) if process.pid not in before]
+    assert not [process for process in new if "vllm" in f"{process.info['name']} {process.info['cmdline']}".lower()]
 
 
 def test_code(workplace):
@@ -71,6 +94,7 @@ def test_make_targets():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     assert "make test" in (ROOT / ".ci" / "run").read_text()
     assert "make quickstart" in (ROOT / ".ci" / "run").read_text()
+    assert "quickstart-vllm" in targets
 
 
 def test_settings_have_the_defaults_that_the_table_says():

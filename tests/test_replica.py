@@ -61,7 +61,7 @@ def by_hand(weight, scheme):
     out = torch.empty_like(weight)
     for j in range(0, columns, group):
         block = weight[:, j : j + group]
-        scale = block.abs().amax(1, keepdim=True) / 7.5
+        scale = (block.abs().amax(1, keepdim=True) / 7.5).to(torch.bfloat16).float()  # as vLLM's kernels keep it
         out[:, j : j + group] = (block / scale).round().clamp(-8, 7) * scale
     return out
 

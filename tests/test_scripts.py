@@ -12,6 +12,9 @@ import sys
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from trl import ModelConfig, TrlParser
+
+from dc_trl import DCGRPOConfig
 
 from .helpers import ROOT, TINY_MODEL
 
@@ -191,6 +194,19 @@ def test_lora(launch):
         ({"deployment_scheme": "fp4"}, ["deployment_scheme='fp4'"]),
         ({"discrepancy_tolerance": -1}, ["discrepancy_tolerance=-1"]),
         ({"top_p": 0.9}, ["top_p=0.9"]),
+        ({"serve": "http://127.0.0.1:8000"}, ["serve='http://127.0.0.1:8000'", "vllm_server_base_url"]),
+        ({"serve": "auto"}, ["serve='auto'", "use_vllm=False", "use_vllm=true"]),
+        ({"serve_devices": "1"}, ["serve_devices='1'", "serve=auto"]),
+        ({"serve_options": "x"}, ["serve_options=['x']", "serve=auto"]),
+        (
+            {
+                "serve": "auto",
+                "use_vllm": "true",
+                "vllm_mode": "server",
+                "vllm_server_base_url": "http://127.0.0.1:8000",
+            },
+            ["vllm_server_base_url='http://127.0.0.1:8000'", "serve='auto'"],
+        ),
         ({"num_generations_eval": 3, "eval_size": 6}, ["per_device_eval_batch_size=16", "num_generations_eval=3"]),
     ],
 )
@@ -226,6 +242,23 @@ def test_a_full_disk(launch, tmp_path):
         assert "cannot be written (No space left on device)" in refusal(launch, output_dir=str(disk / "other"))
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart_vllm_fp8", "qwen3_8b_fp8"])
+def test_configurations_are_read_by_the_scripts_parser(script, name, tmp_path):
+    parser = TrlParser((script.DataArguments, script.ServerArguments, DCGRPOConfig, ModelConfig))
+    # On this machine, without the GPU that BF16 training wants.
+    options = ["--config", str(ROOT / "configs" / f"{name}.yaml"), "--output_dir", str(tmp_path)]
+    data, server, args, model = parser.parse_args_and_config([*options, "--use_cpu", "true", "--bf16", "false"])
+    script.require_servable(server, args)
+    assert args.constraint == "lagrangian"
+    assert args.deployment_scheme == "fp8"
+    assert model.model_name_or_path
+    assert data.rewards
+    if args.use_vllm:
+        assert args.weight_sync == "checkpoint"
+        longest = (data.max_prompt_length or 0) + args.max_completion_length
+        assert args.vllm_max_model_length >= longest
 
 
 def test_the_shipped_model_is_what_it_says(tokenizer):

@@ -1,0 +1,249 @@
+"""Sampling engines side by side, vLLM server and replica: do they agree, how fast are they, what do new weights cost?
+
+python scripts/engines.py agreement     |Δp| to the policy, KL and accuracy of servers and replicas, on the same tokens
+python scripts/engines.py throughput    tokens/s on the same prompts: vLLM server, replica, model.generate
+python scripts/engines.py sync          seconds and bytes to bring new weights to a server, for three sizes of model
+"""
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+)
+
+from dc_trl import mismatch_metrics
+from dc_trl.data.arithmetic import arithmetic_dataset
+from dc_trl.deployment.checkpoint import CheckpointWriter
+from dc_trl.deployment.client import ServerClient
+from dc_trl.deployment.policy import policy_tensors
+from dc_trl.deployment.replica import Replica
+from dc_trl.deployment.server import serve
+from dc_trl.rewards import arithmetic_reward
+
+
+# Random models of these sizes; the largest has the shape of Qwen3-0.6B.
+SIZES: dict[str, dict[str, int]] = {
+    "0.3M": {
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "vocab_size": 262,
+    },
+    "2.4M": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 262,
+    },
+    "0.6B": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+}
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def logps_of(model: PreTrainedModel, prompts: list[list[int]], completions: list[list[int]]) -> list[Tensor]:
+    """Log-probabilities of completions, one forward for each, in float32."""
+    logps = []
+    for prompt, ids in zip(prompts, completions, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + ids], device=model.device)).logits[0, len(prompt) - 1 : -1]
+        every = logits.float().log_softmax(-1)
+        logps.append(every.gather(1, torch.tensor(ids, device=model.device).unsqueeze(1)).squeeze(1).cpu())
+    return logps
+
+
+def compare(train: list[Tensor], infer: list[Tensor]) -> dict[str, float]:
+    """Mismatch metrics of two engines on the same tokens, and the 99th percentile of |Δp|."""
+    padded = [torch.nn.utils.rnn.pad_sequence(logps, batch_first=True) for logps in (train, infer)]
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(logps)) for logps in train], batch_first=True)
+    gaps = (torch.cat(train).exp() - torch.cat(infer).exp()).abs()
+    return mismatch_metrics(*padded, mask) | {"p99": gaps.quantile(0.99).item()}
+
+
+def accuracy(tokenizer: PreTrainedTokenizerBase, completions: list[list[int]], answers: list[str]) -> str:
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    rewards = arithmetic_reward(completions=texts, answer=answers)
+    mean = statistics.mean(rewards)
+    return f"{100 * mean:.1f} ± {100 * (mean * (1 - mean) / len(rewards)) ** 0.5:.1f} %"
+
+
+def agreement(args: argparse.Namespace) -> None:
+    policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    problems = arithmetic_dataset(args.problems, args.seed, "held_out")
+    prompts = tokenizer.apply_chat_template(problems["prompt"][:], add_generation_prompt=True)["input_ids"]
+    greedy = GenerationConfig(max_new_tokens=args.completion_length, do_sample=False, pad_token_id=0, eos_token_id=[1])
+    table = Table("engine", "greedy accuracy", "mean |Δp|", "p99", "max", "KL (k3)", "mean |Δp| to vLLM")
+    for scheme in args.schemes:
+        with serve(args.model, scheme, max_model_len=args.max_model_len, report=lambda line: None) as server:
+            client = ServerClient(server.url)
+            length = {"max_tokens": args.completion_length}
+            sampled = client.generate(prompts, temperature=1.0, generation_kwargs={"seed": args.seed}, **length)
+            best = client.generate(prompts, temperature=0.0, **length)["completion_ids"]
+        completions = sampled["completion_ids"]
+        by_server = [torch.tensor([logp for (logp,) in logps]) for logps in sampled["logprobs"]]
+        by_policy = logps_of(policy, prompts, completions)
+        replica = Replica(policy, scheme)
+        by_replica = logps_of(replica.model, prompts, completions)
+        replica_best = replica.generate(prompts, greedy, 1.0)[0]
+        answers = problems["answer"][:]
+        to_server = f"{compare(by_replica, by_server)['probs_diff_mean']:.2e}"
+        for name, infer, ids, gap in (
+            (f"vLLM, {scheme}", by_server, best, ""),
+            (f"replica, {scheme}", by_replica, replica_best, to_server),
+        ):
+            metrics = compare(by_policy, infer)
+            values = (metrics[key] for key in ("probs_diff_mean", "p99", "probs_diff_max", "k3_kl"))
+            table.add_row(name, accuracy(tokenizer, ids, answers), *(f"{value:.2e}" for value in values), gap)
+    tokens = sum(map(len, completions))
+    table.title = f"Against the policy in float32, {args.problems} held-out problems, about {tokens:,} tokens each"
+    Console().print(table)
+
+
+def medians(actions: dict[str, Callable[[], Any]], repetitions: int) -> dict[str, float]:
+    """Median seconds of each action, in turns, after one turn to warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    for repetition in range(repetitions + 1):
+        for name, action in actions.items():
+            start = time.perf_counter()
+            action()
+            if repetition > 0:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def throughput(args: argparse.Namespace) -> None:
+    policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    problems = arithmetic_dataset(args.problems, args.seed, "held_out")
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    prompts = tokenizer.apply_chat_template(problems["prompt"][:], add_generation_prompt=True)["input_ids"]
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
+    config = GenerationConfig(
+        max_new_tokens=args.completion_length,
+        min_new_tokens=args.completion_length,
+        do_sample=True,
+        top_k=0,
+        pad_token_id=0,
+        eos_token_id=[1],
+        disable_compile=True,
+    )
+    actions: dict[str, Callable[[], Any]] = {}
+
+    @torch.no_grad()
+    def generate() -> None:
+        policy.generate(input_ids=padded, attention_mask=(padded != 0).long(), generation_config=config)
+
+    with ExitStack() as stack:
+        for scheme in args.schemes:
+            server = stack.enter_context(
+                serve(args.model, scheme, max_model_len=args.max_model_len, report=lambda line: None)
+            )
+            client = ServerClient(server.url)
+            options = {"max_tokens": args.completion_length, "generation_kwargs": {"ignore_eos": True}}
+            actions[f"vLLM, {scheme}"] = lambda client=client, options=options: client.generate(prompts, **options)
+            replica = Replica(policy, scheme)
+            actions[f"replica, {scheme}"] = lambda replica=replica: replica.generate(prompts, config, 1.0)
+        actions["model.generate, float32"] = generate
+        seconds = medians(actions, args.repetitions)
+    table = Table("engine", "seconds", "tokens/s", "× model.generate")
+    tokens = args.problems * args.completion_length
+    for name, value in seconds.items():
+        ratio = seconds["model.generate, float32"] / value
+        table.add_row(name, f"{value:.2f}", f"{tokens / value:,.0f}", f"{ratio:.2f}")
+    table.title = f"{args.problems} prompts, {args.completion_length} tokens each, {args.repetitions} repetitions"
+    Console().print(table)
+
+
+def sync(args: argparse.Namespace) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    table = Table("model", "scheme", "MB", "write", "reload", "sync", "copy", "× copy")
+    for size in args.sizes:
+        torch.manual_seed(args.seed)
+        shape = Qwen3Config(tie_word_embeddings=True, eos_token_id=1, pad_token_id=0, bos_token_id=None, **SIZES[size])
+        policy = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="dc_trl-engines-") as folder:
+            model, checkpoint, copy = (Path(folder, name) for name in ("model", "checkpoint", "copy"))
+            CheckpointWriter(policy, "bf16", tokenizer).write(policy_tensors(policy), model)
+            for scheme in args.schemes:
+                writer = CheckpointWriter(policy, scheme, tokenizer)
+                with serve(str(model), scheme, max_model_len=args.max_model_len, report=lambda line: None) as server:
+                    client = ServerClient(server.url)
+                    bytes_written = 0
+
+                    def write(writer=writer, policy=policy, checkpoint=checkpoint) -> None:
+                        nonlocal bytes_written
+                        shutil.rmtree(checkpoint, ignore_errors=True)
+                        bytes_written = writer.write(policy_tensors(policy), checkpoint)
+
+                    def reload(client=client, checkpoint=checkpoint) -> None:
+                        client.load_checkpoint(str(checkpoint), "benchmark")
+
+                    def copy_bytes(checkpoint=checkpoint, copy=copy) -> None:
+                        shutil.rmtree(copy, ignore_errors=True)
+                        shutil.copytree(checkpoint, copy)
+
+                    seconds = medians({"write": write, "reload": reload, "copy": copy_bytes}, args.repetitions)
+                total = seconds["write"] + seconds["reload"]
+                table.add_row(
+                    size,
+                    scheme,
+                    f"{bytes_written / 1e6:,.1f}",
+                    *(f"{value:.3f}" for value in (seconds["write"], seconds["reload"], total, seconds["copy"])),
+                    f"{total / seconds['copy']:.1f}",
+                )
+    table.title = f"Seconds to bring new weights to a vLLM server, {args.repetitions} repetitions"
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["agreement", "throughput", "sync"])
+    parser.add_argument("--model", default="dc_trl/assets/tiny_qwen3")
+    parser.add_argument("--schemes", nargs="+", default=["bf16", "fp8"])
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES, help="models of sync")
+    parser.add_argument("--problems", type=int, default=512)
+    parser.add_argument("--completion_length", type=int, default=48)
+    parser.add_argument("--max_model_len", type=int, default=256)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    warnings.filterwarnings("ignore")
+    {"agreement": agreement, "throughput": throughput, "sync": sync}[args.what](args)
+
+
+if __name__ == "__main__":
+    main()
