@@ -160,6 +160,16 @@ def test_quantized_experts_have_a_scale_each_and_their_router_has_none(tmp_path)
     assert set(ignored) == {"lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"}
 
 
+def test_weights_that_fsdp_has_sharded_are_gathered(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    command += ["-m", "tests.sharded_worker", str(tmp_path / "sharded")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+    write(make_model(64), "fp8", tmp_path / "whole")
+    for file in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "sharded" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
 @pytest.mark.parametrize("scheme", ["bf16", "fp8"])
 def test_shards_hold_together_what_one_file_holds(tmp_path, scheme):
     model = make_model(64)
