@@ -187,7 +187,9 @@ class DCGRPOTrainer(GRPOTrainer):
     def _save_before_stopping(self) -> str:
         """Saves what the run has reached when its server is lost; says where, and how to go on."""
         folder = os.path.join(self._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        if not os.path.exists(os.path.join(folder, STATE_FILE)):
+        saved_already = os.path.exists(os.path.join(folder, STATE_FILE))
+        self.accelerator.wait_for_everyone()  # all have looked before one begins to write
+        if not saved_already:
             self._save_checkpoint(self.model, trial=None)
             self.callback_handler.on_save(self.args, self.state, self.control)
         return f"The run is saved: go on with resume_from_checkpoint={folder!r} when the server is up again."

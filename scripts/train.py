@@ -120,6 +120,7 @@ def start_server(server: ServerArguments, args: DCGRPOConfig, model: ModelConfig
             start_timeout=args.vllm_server_timeout,
             log_path=Path(args.output_dir, SERVER_LOG),
             environment=environment,
+            restarts=args.vllm_max_retries,
             options=[
                 *(["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)] if on_gpu else []),
                 *server.serve_options,
@@ -387,7 +388,8 @@ def main() -> None:
             summarize(trainer, run)
         if args.push_to_hub:
             trainer.push_to_hub(dataset_name=data.dataset_name)
-        # Without it, processes that still hold the process group may abort at exit.
+        # Processes that still hold the process group may abort at exit; gloo deadlocks when a gather has just ended.
+        trainer.accelerator.wait_for_everyone()
         trainer.accelerator.end_training()
 
 

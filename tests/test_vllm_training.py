@@ -435,6 +435,38 @@ def test_a_server_that_stays_away_ends_the_run_in_time_with_a_checkpoint_that_re
     assert_finite(resumed)
 
 
+def test_a_server_on_another_machine_needs_a_directory_that_both_see(tmp_path):
+    with pytest.raises(ServerError, match=r"weight_sync_dir=None.*192\.0\.2\.1.*weight_sync='nccl'"):
+        make_trainer("http://192.0.2.1:8000", tmp_path)  # an address that is nobody's (RFC 5737)
+
+
+def test_the_runs_own_server_is_started_again(tmp_path):
+    """The whole script: its server is killed at work; the run starts it again and goes on."""
+    output = tmp_path / "output"
+    command = [sys.executable, "scripts/train.py", "--config", "configs/quickstart_vllm_fp8.yaml", "--max_steps", "6"]
+    command += ["--output_dir", str(tmp_path / "run"), "--eval_size", "0", "--deployment_scheme", "bf16"]
+    with open(output, "w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        end = time.monotonic() + 200
+        history = tmp_path / "run" / "history.jsonl"
+        while not history.exists():  # the first step is done
+            assert process.poll() is None, output.read_text()[-3000:]
+            assert time.monotonic() < end
+            time.sleep(0.2)
+        family = psutil.Process(process.pid).children(recursive=True)
+        (server,) = [child for child in family if "vllm.entrypoints.cli.main" in child.cmdline()[1:3]]
+        server.kill()
+        assert process.wait(200) == 0, output.read_text()[-3000:]
+    finally:
+        process.kill()
+    text = output.read_text()
+    assert "vLLM ended by itself" in text
+    assert text.count("vLLM is up at") == 2
+    assert len(history.read_text().splitlines()) >= 6
+    wait_until_gone(family)
+
+
 # --- other schemes --------------------------------------------------------------------------------------------------
 
 

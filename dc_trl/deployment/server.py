@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 import psutil
 import requests
@@ -229,6 +231,7 @@ def serve(
     *,
     revision: str = "main",
     checkpoint_dir: str | os.PathLike[str] | None = None,
+    restarts: int = 0,
     report: Callable[[str], None] = print,
     options: Sequence[str] = (),
     **kwargs: Any,
@@ -241,6 +244,7 @@ def serve(
         revision: of the Hub model.
         checkpoint_dir: where the checkpoint in the scheme is kept; a directory for the time of the block by default.
             `bf16` needs none.
+        restarts: how often a server that ends by itself is started again.
         report, options, **kwargs: see `VLLMServer`.
 
     Raises:
@@ -256,7 +260,27 @@ def serve(
             size = write_deployable(model, scheme, served, revision=revision)
             report(f"{model} in {scheme}: {size / 2**20:,.1f} MiB in {served}")
         with VLLMServer(served, name=model, report=report, options=options, **kwargs) as server:
-            yield server
+            stopping = threading.Event()
+            reviver = threading.Thread(target=_revive, args=(server, restarts, stopping, report), daemon=True)
+            reviver.start()
+            try:
+                yield server
+            finally:
+                stopping.set()
+                reviver.join()
+
+
+def _revive(server: VLLMServer, restarts: int, stopping: threading.Event, report: Callable[[str], None]) -> None:
+    for _ in range(restarts):
+        while server.pid is not None:
+            if stopping.wait(1.0):
+                return
+        report(f"vLLM ended by itself: {server.last_error()}")
+        try:
+            server.start()
+        except ServerError as error:
+            report(str(error))
+            return
 
 
 def check_server(
@@ -339,6 +363,18 @@ def check_server(
             f"the server runs on a CPU with --worker-extension-cls {extension!r}, and vLLM's own reload leaves old "
             f"weights in its CPU kernels: start it with --worker-extension-cls {CPU_EXTENSION}."
         )
+
+
+def is_local(url: str) -> bool:
+    """Whether a server's address is one of this machine."""
+    host = urlparse(url).hostname or ""
+    if host in (*LOOPBACK, "0.0.0.0"):
+        return True
+    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    try:
+        return socket.gethostbyname(host) in own
+    except OSError:
+        return False
 
 
 def is_cpu(info: dict[str, Any]) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlparse
 
 import torch
 from accelerate import Accelerator
@@ -21,7 +20,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from .checkpoint import CheckpointWriter, lock_folder, remove_if_abandoned
 from .client import ServerClient, ServerUnavailableError
 from .policy import policy_tensors
-from .server import LOOPBACK, ServerError, check_server
+from .server import ServerError, check_server, is_local
 
 
 logger = get_logger(__name__)
@@ -115,13 +114,17 @@ class ServerGeneration(VLLMGeneration):
 
     def _choose_weight_sync(self, url: str) -> str:
         # NCCL wants CUDA, refuses two ranks on one GPU, and streams what is trained, not what is deployed.
-        local = urlparse(url).hostname in (*LOOPBACK, "0.0.0.0")
-        shares_gpu = local and torch.cuda.device_count() == 1
+        shares_gpu = is_local(url) and torch.cuda.device_count() == 1
         quantized = self.deployment_scheme not in (None, "bf16")
         return "checkpoint" if self.accelerator.device.type != "cuda" or shares_gpu or quantized else "nccl"
 
     def _connect(self, url: str, policy: Any) -> None:
         if self.weight_sync == "checkpoint":
+            if self.weight_sync_dir is None and not is_local(url):
+                raise ServerError(
+                    f"weight_sync_dir=None: the server at {url} is on another machine, which does not see this one's "
+                    "shared memory. Set weight_sync_dir to a directory that both see, or weight_sync='nccl'."
+                )
             self._folder = _CheckpointFolder(self.weight_sync_dir, self._run)
             self._writer = CheckpointWriter(policy, self.deployment_scheme or "bf16", self.processing_class)
         self.vllm_client = _RolloutClient(
