@@ -66,7 +66,7 @@ def main() -> None:
         if colocate is not None:
             logs["gaps"] = sampled_by.gaps
         Path(config.output_dir, "logs.json").write_text(json.dumps(logs))
-    # A gather that has just ended may still be let go of by gloo's thread, which wants the interpreter's lock for that;
+    # A gather that has just ended may still be let go of by gloo's thread, which wants the interpreter's lock for it;
     # taking the process group down meanwhile deadlocks (torch 2.13). A barrier leaves nothing to let go of.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
