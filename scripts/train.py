@@ -388,8 +388,10 @@ def main() -> None:
             summarize(trainer, run)
         if args.push_to_hub:
             trainer.push_to_hub(dataset_name=data.dataset_name)
-        # Processes that still hold the process group may abort at exit; gloo deadlocks when a gather has just ended.
-        trainer.accelerator.wait_for_everyone()
+        # Processes that still hold the process group may abort at exit. Gloo deadlocks when it is taken down while its
+        # thread lets go of the last gather, which takes the interpreter's lock (torch 2.13): leave it the time.
+        if trainer.accelerator.num_processes > 1:
+            time.sleep(1)
         trainer.accelerator.end_training()
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -66,9 +67,8 @@ def main() -> None:
         if colocate is not None:
             logs["gaps"] = sampled_by.gaps
         Path(config.output_dir, "logs.json").write_text(json.dumps(logs))
-    # A gather that has just ended may still be let go of by gloo's thread, which wants the interpreter's lock for it;
-    # taking the process group down meanwhile deadlocks (torch 2.13). A barrier leaves nothing to let go of.
-    trainer.accelerator.wait_for_everyone()
+    # See scripts/train.py: gloo's thread lets go of the last gather.
+    time.sleep(1)
     trainer.accelerator.end_training()
 
 
