@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import requests
@@ -144,10 +145,13 @@ class ServerClient(VLLMClient):
             directory: as the server sees it.
             weight_version: what the server calls these weights from now on.
         """
-        method = "reload_checkpoint" if is_cpu(self.get_server_info()) else "reload_weights"
-        self._collective_rpc(method, weights_path=directory)
+        self._collective_rpc(self._reload_method, weights_path=directory)
         self.reset_prefix_cache()
         self.name_weights(weight_version)
+
+    @cached_property
+    def _reload_method(self) -> str:
+        return "reload_checkpoint" if is_cpu(self.get_server_info()) else "reload_weights"
 
     def name_weights(self, weight_version: str) -> None:
         """Has the server call its present weights by this version."""
