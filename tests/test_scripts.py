@@ -17,6 +17,7 @@ from trl import ModelConfig, TrlParser
 from dc_trl import DCGRPOConfig
 
 from .helpers import ROOT, TINY_MODEL
+from .vllm_server import requires_vllm
 
 
 def load_script(name):
@@ -320,3 +321,17 @@ def test_the_benchmark_compares_what_it_says(what, monkeypatch, capsys):
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if re.search(r"\d\.\d+ – \d", line)]
     assert len(rows) == {"overhead": 4, "replica": 7}[what]
+
+
+@requires_vllm
+@pytest.mark.parametrize("what", ["agreement", "throughput", "sync"])
+def test_the_engines_are_compared(what, monkeypatch, capsys):
+    script = load_script("engines")
+    options = ["--schemes", "bf16", "--problems", "16", "--completion_length", "16", "--sizes", "0.3M", "--threads", "1"]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setattr(sys, "argv", ["engines.py", what, "--repetitions", "1", *options])
+    script.main()
+    printed = capsys.readouterr().out
+    rows = {"agreement": "vLLM, bf16|replica, bf16", "throughput": "vLLM, bf16|replica, bf16|model", "sync": "0.3M"}
+    assert len(re.findall(rf"│ (?:{rows[what]}).*\d │?", printed)) == rows[what].count("|") + 1

@@ -325,20 +325,23 @@ def kill(server):
     return processes
 
 
-def when_sampling(server, action):
-    """Does something, in a thread, as soon as the server works on a request."""
+def in_next_rollout(trainer, action):
+    """Does something, in a thread, while the server works on the trainer's next rollout; returns the thread."""
+    session = trainer.vllm_generation.vllm_client.session
+    request = session.request
 
-    def watch():
-        while True:
-            metrics = requests.get(f"{server.url}/metrics", timeout=30).text
-            running = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")]
-            if any(float(line.split()[-1]) > 0 for line in running):
-                action()
-                return
-            time.sleep(0.01)
+    def act():
+        time.sleep(0.2)  # a rollout takes longer: four times 200 tokens
+        action()
 
-    thread = threading.Thread(target=watch)
-    thread.start()
+    def send(method, url, **kwargs):
+        if url.endswith("/v1/completions"):
+            session.request = request
+            thread.start()
+        return request(method, url, **kwargs)
+
+    thread = threading.Thread(target=act)
+    session.request = send
     return thread
 
 
@@ -360,7 +363,7 @@ def test_a_server_killed_in_a_rollout_and_restarted_gets_the_weights_again(own_s
         kill(own_server)
         own_server.start()  # ends what is left of the killed one first
 
-    trainer.add_callback(At(2, lambda: threads.append(when_sampling(own_server, restart))))
+    trainer.add_callback(At(2, lambda: threads.append(in_next_rollout(trainer, restart))))
     trainer.train()
     threads[0].join()
     assert trainer.state.global_step == 4
@@ -402,7 +405,7 @@ def test_a_server_that_hangs_is_given_up_in_time_and_used_again_when_it_goes_on(
         for process in processes:
             process.resume()
 
-    trainer.add_callback(At(2, lambda: threads.append(when_sampling(own_server, hang))))
+    trainer.add_callback(At(2, lambda: threads.append(in_next_rollout(trainer, hang))))
     trainer.train()
     threads[0].join()
     assert trainer.state.global_step == 4
