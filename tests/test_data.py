@@ -1,15 +1,34 @@
-"""Problems made on the spot, and prompts from files."""
+"""Problems made on the spot, prompts from files, and problems as text."""
 
 import json
+import re
 
 import datasets
 import pytest
 from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dc_trl.data.arithmetic import Problem, arithmetic_dataset, arithmetic_problems, is_held_out
 from dc_trl.data.prompts import describe_counts, gold_answer, load_prompts, load_rows
+from dc_trl.data.schema import GRADING_COLUMNS, MathProblem, to_dataset
+from dc_trl.data.text import (
+    alphanumeric,
+    has_control_characters,
+    is_english,
+    plain_whitespace,
+    problem_key,
+    restore_commands,
+)
 
 from .helpers import ROOT
+
+
+SHARED_DATA = ROOT.parent / "shared" / "data"
+requires_shared_data = pytest.mark.skipif(
+    not SHARED_DATA.is_dir(),
+    reason=f"no real rows in {SHARED_DATA.parent.name}/{SHARED_DATA.name} beside the checkout",
+)
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
@@ -132,6 +151,36 @@ def test_messages_become_prompts_and_a_base_model_gets_text(tokenizer):
         tokenizer.chat_template = template
 
 
+def test_a_base_model_is_framed_with_the_instruction(tokenizer):
+    rows = Dataset.from_list([{"prompt": "1+1?", "answer": 2}])
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    try:
+        prompts, _ = load_prompts(rows, tokenizer, instruction="Box it.", max_prompt_length=50)
+        assert prompts[0]["prompt"] == "Problem: 1+1?\n\nBox it.\n\nSolution:"
+        assert load_prompts(rows, tokenizer, instruction="")[0][0]["prompt"] == "1+1?"
+        with pytest.raises(ValueError, match="1 with a prompt of more than 10 tokens"):
+            load_prompts(rows, tokenizer, instruction="Box it.", max_prompt_length=10)
+    finally:
+        tokenizer.chat_template = template
+
+
+def test_what_grading_needs_is_carried_along(tokenizer):
+    rows = to_dataset(
+        "made", [MathProblem("Roots of $x^2=9$?", "3, -3", multiple_answers=True), MathProblem("?", "what it is")]
+    )
+    prompts, _ = load_prompts(rows, tokenizer, "problem")
+    assert prompts.column_names == ["prompt", "answer", *GRADING_COLUMNS]
+    assert prompts.features["unit"] == rows.features["unit"]
+    assert prompts[0] == {
+        "prompt": [{"role": "user", "content": "Roots of $x^2=9$?"}],
+        "answer": "3, -3",
+        "multiple_answers": True,
+        "unit": None,
+        "relative_tolerance": 0.0,
+        "absolute_tolerance": 0.0,
+    }
+
+
 def test_missing_columns_are_named(tokenizer, rows):
     data = Dataset.from_list(rows)
     with pytest.raises(ValueError, match="prompt_column='prompt' is missing: the data set has 'q', 'a'"):
@@ -158,12 +207,7 @@ def test_files_that_cannot_be_read(tmp_path):
             load_rows(str(path))
 
 
-SHARED = ROOT.parent / "shared" / "data"
-
-
-@pytest.mark.skipif(
-    not SHARED.is_dir(), reason=f"no real rows in {SHARED.parent.name}/{SHARED.name} beside the checkout"
-)
+@requires_shared_data
 @pytest.mark.parametrize(
     ("name", "prompt", "answer", "kept"),
     [
@@ -173,6 +217,112 @@ SHARED = ROOT.parent / "shared" / "data"
     ],
 )
 def test_real_rows(tokenizer, name, prompt, answer, kept):
-    rows = load_rows(str(SHARED / f"{name}.jsonl"))
+    rows = load_rows(str(SHARED_DATA / f"{name}.jsonl"))
     prompts, counts = load_prompts(rows, tokenizer, prompt, answer)
     assert counts["kept"] == len(prompts) >= kept
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@settings(deadline=None)
+@given(TEXT)
+def test_keys_are_those_of_their_keys(text):
+    for key in (alphanumeric, problem_key):
+        assert key(key(text)) == key(text)
+
+
+@settings(deadline=None)
+@given(st.text("abXY09é漢 "), st.text(" .,;:!?$(){}[]\\_\n\"'", min_size=1), st.data())
+def test_case_spaces_and_punctuation_do_not_matter(text, punctuation, data):
+    position = data.draw(st.integers(0, len(text)))
+    changed = text[:position] + punctuation + text[position:]
+    assert alphanumeric(changed.swapcase()) == alphanumeric(text)
+
+
+@settings(deadline=None)
+@given(TEXT, TEXT)
+def test_problems_with_one_key_differ_in_punctuation_alone(first, second):
+    if problem_key(first) == problem_key(second):
+        assert alphanumeric(first) == alphanumeric(second)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        ("Find $x$, if  $x + 1 = 2$.", r"find \(x\) if \(x+1=2\)", True),
+        ("$m+n$", "$m-n$", False),
+        ("$a<b$", "$a>b$", False),
+        ("$x = 1.5$", "$x = 15$", False),
+        ("the digits 1, 2", "the digits 12", False),
+        ("1,000 apples", "1 000 apples", True),
+        ("$5!$", "$5$", False),
+        ("$−3$", "$-3$", True),
+        ("$a~b$", "$a b$", True),
+    ],
+)
+def test_what_tells_two_problems_apart(first, second, same):
+    assert (problem_key(first) == problem_key(second)) is same
+
+
+@settings(deadline=None)
+@given(TEXT)
+def test_text_without_control_characters_is_left_alone(text):
+    plain = re.sub(r"[\a\b\f\n\r\t\v]", "", text)
+    assert restore_commands(plain) == plain
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "frac",
+        "forall",
+        "binom",
+        "boxed",
+        "beta",
+        "begin",
+        "times",
+        "text",
+        "triangle",
+        "theta",
+        "right",
+        "rho",
+        "neq",
+        "nabla",
+    ],
+)
+def test_commands_that_json_has_eaten_are_restored(command):
+    source = rf"Let $\{command}" + "{x}$."
+    eaten = json.loads(f'"{source}"')
+    assert has_control_characters(eaten) or "\n" in eaten
+    assert restore_commands(eaten) == source
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Given:\nu = 1",
+        "Find\nexists",
+        "a\tan answer",
+        "a\to b",
+        "mid\nmid[i]",
+        "the \ffirst shop",
+        "\nlabel(A)",
+        "\r\nho ho",
+    ],
+)
+def test_words_after_a_line_or_tab_are_no_commands(text):
+    assert restore_commands(text) == text
+
+
+def test_whitespace_and_control_characters():
+    assert plain_whitespace("a\tb\r\nc\rd") == "a b\nc\nd"
+    assert not has_control_characters("a\nb é 漢")
+    for character in "\t\f\x00\x88\ufffd":
+        assert has_control_characters(f"a{character}b")
+
+
+def test_english():
+    assert is_english("Let $α ∈ ℝ$ be naïve: $x ≤ 𝑦$")
+    for text in ("设 $x=1$", "Пусть $x=1$", "ある $x$", "모든 $x$"):
+        assert not is_english(text)

@@ -5,23 +5,35 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, Features, Value, load_dataset
 from datasets.exceptions import DatasetsError
 from transformers import PreTrainedTokenizerBase
 
 from ..rewards import is_gradable
+from .schema import GRADING_COLUMNS
+from .templates import base_prompt, chat_prompt
 
+
+Prompt = str | list[dict[str, str]]
 
 _READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
-def load_rows(name: str, config: str | None = None, split: str = "train") -> Dataset:
+def load_rows(
+    name: str,
+    config: str | None = None,
+    split: str = "train",
+    revision: str | None = None,
+    field: str = "dataset_name",
+) -> Dataset:
     """Rows of a local JSON, JSONL, Parquet or CSV file, or of a data set on the Hub.
 
     Args:
         name: path of a file, or Hub id.
         config: configuration of a Hub data set.
         split: split of a Hub data set; a local file is one split.
+        revision: commit, tag or branch of a Hub data set, None for its main branch.
+        field: the option that ``name`` comes from, for error messages.
 
     Raises:
         ValueError: no such file or data set, or it cannot be read.
@@ -29,25 +41,25 @@ def load_rows(name: str, config: str | None = None, split: str = "train") -> Dat
     path = Path(name).expanduser()
     if path.suffix in _READERS or path.is_file():
         if path.suffix not in _READERS:
-            raise ValueError(f"dataset_name={name!r} is no data file: use one of {', '.join(_READERS)}.")
+            raise ValueError(f"{field}={name!r} is no data file: use one of {', '.join(_READERS)}.")
         if not path.is_file():
-            raise ValueError(f"dataset_name={name!r} does not exist: check the path (relative to {os.curdir!r}).")
+            raise ValueError(f"{field}={name!r} does not exist: check the path (relative to {os.curdir!r}).")
         if path.stat().st_size == 0:
-            raise ValueError(f"dataset_name={name!r} is empty: it needs at least one row.")
+            raise ValueError(f"{field}={name!r} is empty: it needs at least one row.")
         options: dict[str, str | None] = {"data_files": str(path), "split": "train"}
         source = _READERS[path.suffix]
     else:
-        source, options = name, {"name": config, "split": split}
+        source, options = name, {"name": config, "split": split, "revision": revision}
     try:
         rows = load_dataset(source, **options)
     except (DatasetsError, OSError, ValueError) as error:
         # datasets wraps what went wrong in its own DatasetGenerationError; the cause says more.
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise ValueError(
-            f"dataset_name={name!r} (dataset_config={config!r}, dataset_split={split!r}) cannot be loaded: {reason}"
+            f"{field}={name!r} (dataset_config={config!r}, dataset_split={split!r}) cannot be loaded: {reason}"
         ) from error
     if isinstance(rows, DatasetDict) or len(rows) == 0:
-        raise ValueError(f"dataset_name={name!r} holds no rows in split {split!r}: choose another dataset_split.")
+        raise ValueError(f"{field}={name!r} holds no rows in split {split!r}: choose another dataset_split.")
     return rows
 
 
@@ -67,11 +79,12 @@ def load_prompts(
         prompt_column: text, or a list of chat messages. A dot reads nested fields: `extra_info.question`.
         answer_column: number, or text with the gold answer, of which only what follows `####` counts (GSM8K's form). A
             dot reads nested fields: `reward_model.ground_truth`.
-        instruction: appended to the prompt after a blank line.
+        instruction: what the prompt says after the problem (see `dc_trl.data.templates`).
         max_prompt_length: in tokens, with the chat template; longer prompts are left out.
 
     Returns:
-        (data set with the columns `prompt` and `answer`, counts by reason: `rows`, `kept`, and what was left out).
+        (data set with the columns `prompt` and `answer`, and those of `GRADING_COLUMNS` that the rows have; counts by
+        reason: `rows`, `kept`, and what was left out).
 
     Raises:
         ValueError: a column is missing, or no row is left.
@@ -81,7 +94,8 @@ def load_prompts(
             columns = ", ".join(map(repr, rows.column_names))
             raise ValueError(f"{field}={column!r} is missing: the data set has {columns}.")
     counts = Counter(rows=len(rows), kept=0)
-    prompts, answers = [], []
+    grading = [column for column in GRADING_COLUMNS if column in rows.column_names]
+    kept: list[dict[str, Any]] = []
     for row in rows:
         question = _text(_nested(row, prompt_column, "prompt_column"))
         answer = gold_answer(_nested(row, answer_column, "answer_column"))
@@ -91,22 +105,24 @@ def load_prompts(
         if answer is None or not is_gradable(answer):
             counts["without a gold answer that can be parsed"] += 1
             continue
-        if instruction:
-            question = f"{question}\n\n{instruction}"
-        conversational = tokenizer.chat_template is not None
-        prompt = [{"role": "user", "content": question}] if conversational else question
-        if max_prompt_length is not None and _length(prompt, tokenizer) > max_prompt_length:
+        prompt = make_prompt(question, tokenizer, instruction)
+        if max_prompt_length is not None and prompt_length(prompt, tokenizer) > max_prompt_length:
             counts[f"with a prompt of more than {max_prompt_length} tokens"] += 1
             continue
-        prompts.append(prompt)
-        answers.append(answer)
-    counts["kept"] = len(prompts)
-    if not prompts:
+        kept.append({"prompt": prompt, "answer": answer, **{column: row[column] for column in grading}})
+    counts["kept"] = len(kept)
+    if not kept:
         raise ValueError(
             f"prompt_column={prompt_column!r}, answer_column={answer_column!r}: none of the {len(rows)} rows can be "
             f"used ({describe_counts(dict(counts))}): check the columns and max_prompt_length."
         )
-    return Dataset.from_dict({"prompt": prompts, "answer": answers}), dict(counts)
+    message = {"role": Value("string"), "content": Value("string")}
+    features = {
+        "prompt": Value("string") if tokenizer.chat_template is None else [message],
+        "answer": Value("string"),
+        **{column: rows.features[column] for column in grading},  # a column of nulls would lose its type
+    }
+    return Dataset.from_list(kept, features=Features(features)), dict(counts)
 
 
 def gold_answer(value: Any) -> str | None:
@@ -146,7 +162,14 @@ def _text(prompt: Any) -> str:
     return prompt.strip() if isinstance(prompt, str) else ""
 
 
-def _length(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+def make_prompt(problem: str, tokenizer: PreTrainedTokenizerBase, instruction: str | None) -> Prompt:
+    """A conversation where the tokenizer has a chat template, else the text that a base model continues."""
+    template = base_prompt if tokenizer.chat_template is None else chat_prompt
+    return template(problem, instruction)
+
+
+def prompt_length(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens of a prompt, those of the chat template included."""
     if isinstance(prompt, str):
         return len(tokenizer(prompt)["input_ids"])
     return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])

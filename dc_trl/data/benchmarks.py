@@ -1,0 +1,158 @@
+"""The math benchmarks, each from the Hub or from a local file, in one schema."""
+
+import re
+from dataclasses import asdict
+
+from datasets import Dataset
+
+from .arithmetic import arithmetic_problems
+from .schema import MathProblem
+from .sources import Row, Source, convert, field_of, holds_several, last_boxed, own_id, read, text_answer
+
+
+# Qwen2.5-Math's grader (evaluation/grader.py: isclose(…, rel_tol=1e-4)), with which most published figures were made.
+# Minerva's own (arXiv 2206.14858, as in llemma's harness) compares with numpy.isclose, that is 1e-5, and uses its
+# threshold of 1 % only beside zero.
+MINERVA_RELATIVE_TOLERANCE = 1e-4
+
+ARITHMETIC_PROBLEMS = 1024
+
+# A gold answer without variables: "1.6", "8.7e8", r"\frac{\pi}{2}".
+_NUMBER = re.compile(
+    r"(?=.*\d)(?:[-+*/^(){}.,\d\s]|e(?=[-+^\d])|\\(?:frac|sqrt|pi|times|cdot|arcsin|ln)(?![a-z]))+", re.DOTALL
+)
+
+
+def _aime(row: Row) -> MathProblem:
+    # The Hub's 2024 rows hold the answer in the solution's box; other files have "025" for 25.
+    answer = text_answer(row.get("answer")) or last_boxed(field_of(row, "solution"))
+    return MathProblem(
+        problem=field_of(row, "problem", "question"),
+        answer=str(int(answer)) if answer.isdecimal() else answer,
+        own_id=own_id(row, "id"),
+    )
+
+
+def _amc(row: Row) -> MathProblem:
+    return MathProblem(
+        problem=field_of(row, "question", "problem"),
+        answer=text_answer(field_of(row, "answer")),  # 27.0 there
+        own_id=own_id(row, "id"),
+    )
+
+
+def _math500(row: Row) -> MathProblem:
+    answer = text_answer(field_of(row, "answer"))
+    return MathProblem(
+        problem=field_of(row, "problem"),
+        answer=answer,
+        own_id=own_id(row, "unique_id"),
+        multiple_answers=holds_several(answer),
+    )
+
+
+def _minerva(row: Row) -> MathProblem:
+    answer = text_answer(row.get("answer")) or last_boxed(field_of(row, "solution"))
+    # Three golds are Python: np.arcsin(10/13), -1./3, -3./2.
+    answer = re.sub(r"(?<=\d)\.(?=/)", "", answer.replace("np.", "\\"))
+    return MathProblem(
+        problem=field_of(row, "problem", "question"),
+        answer=answer,
+        own_id=own_id(row, "idx"),
+        multiple_answers=holds_several(answer),
+        relative_tolerance=MINERVA_RELATIVE_TOLERANCE if _NUMBER.fullmatch(answer) else 0.0,
+    )
+
+
+def _olympiadbench(row: Row) -> MathProblem:
+    answers = field_of(row, "final_answer")
+    context, question = row.get("context"), field_of(row, "question")
+    # One tolerance for each of several answers: the schema has one, and the widest refuses none of them.
+    tolerances = [float(tolerance) for tolerance in str(row.get("error") or 0).split(",")]
+    return MathProblem(
+        problem=f"{context}\n\n{question}" if context else question,
+        answer=", ".join(answers).replace("$", "").strip(),
+        own_id=own_id(row, "id"),
+        multiple_answers=bool(row.get("is_multiple_answer")) or len(answers) > 1,
+        unit=row.get("unit") or None,
+        absolute_tolerance=max(tolerances),
+    )
+
+
+def _gsm8k(row: Row) -> MathProblem:
+    return MathProblem(
+        problem=field_of(row, "question"),
+        answer=text_answer(field_of(row, "answer")).replace(",", ""),  # what follows ####, where 1,234 is one number
+    )
+
+
+def _arithmetic(row: Row) -> MathProblem:
+    return MathProblem(problem=field_of(row, "question"), answer=field_of(row, "answer"))
+
+
+# Every revision was read in several public repositories that pin the same commit; none was checked on the Hub itself.
+BENCHMARKS: dict[str, Source] = {
+    "aime24": Source("math-ai/aime24", None, "test", "83a7f387baaa524a8bda0022eac0541582297103", _aime, samples=32),
+    "aime25": Source("math-ai/aime25", None, "test", "563bb8404243c5f09de6ec262f2db674fe5bce9b", _aime, samples=32),
+    "amc23": Source("math-ai/amc23", None, "test", "80815d37005feb82cd7f8fbc6901d5d3eff43057", _amc, samples=32),
+    "math500": Source(
+        "HuggingFaceH4/MATH-500", None, "test", "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be", _math500, samples=4
+    ),
+    "minerva": Source(
+        "math-ai/minervamath", None, "test", "ee46ddc498933b1977577953250ca5c66be64f96", _minerva, samples=4
+    ),
+    "olympiadbench": Source(
+        "Hothan/OlympiadBench",
+        "OE_TO_maths_en_COMP",
+        "train",  # the only one there; it is the benchmark
+        "91184b52131e7fc9455fef848035173aea8cc01a",
+        _olympiadbench,
+        samples=4,
+    ),
+    "gsm8k": Source("openai/gsm8k", "main", "test", "740312add88f781978c0658806c59bc2815b9866", _gsm8k),
+    # Held-out problems of dc_trl.data.arithmetic; the tiny model was taught on the bare question.
+    "arithmetic": Source("", None, "held_out", "", _arithmetic, instruction=None),
+}
+
+# Those that are published: what training problems are cleaned of.
+PUBLISHED = tuple(name for name, source in BENCHMARKS.items() if source.hub_id)
+
+
+def require_benchmark(name: str) -> Source:
+    """The source of a benchmark.
+
+    Raises:
+        ValueError: there is no such benchmark.
+    """
+    if name not in BENCHMARKS:
+        raise ValueError(f"benchmark={name!r} is unknown: choose one of {', '.join(map(repr, BENCHMARKS))}.")
+    return BENCHMARKS[name]
+
+
+def load_benchmark(name: str, file: str | None = None) -> Dataset:
+    """A benchmark with the columns of `dc_trl.data.schema.FEATURES`, in its own order.
+
+    Args:
+        name: key of `BENCHMARKS`.
+        file: local JSON, JSONL or Parquet file in place of the Hub; the Hub's field names or Qwen2.5-Math's.
+
+    Raises:
+        ValueError: no such benchmark or file, a field is missing, or a problem has no gold answer.
+    """
+    source = require_benchmark(name)
+    if not source.hub_id and file is not None:
+        raise ValueError(f"file={file!r}: the benchmark {name!r} is made on the spot, leave the file out.")
+    try:
+        rows = read(source, file) if source.hub_id else _arithmetic_rows()
+        benchmark = convert(name, source, rows)
+    except ValueError as error:
+        raise ValueError(f"benchmark {name!r}: {error}") from error
+    for row in benchmark:
+        if not row["problem"].strip() or not row["answer"]:
+            raise ValueError(f"benchmark {name!r}: {row['id']} has no problem or no gold answer: check the fields.")
+    return benchmark
+
+
+def _arithmetic_rows() -> Dataset:
+    problems = arithmetic_problems(ARITHMETIC_PROBLEMS, seed=0, split="held_out")
+    return Dataset.from_list([asdict(problem) for problem in problems])

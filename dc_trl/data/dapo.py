@@ -1,0 +1,66 @@
+"""DAPO-Math-17K, the training problems."""
+
+import re
+
+from datasets import Dataset
+
+from .schema import MathProblem, has_schema, to_dataset
+from .sources import Row, Source, convert, field_of, own_id, read, text_answer
+
+
+# What the Hub's rows put around a problem. It asks for another form of answer than our prompts do.
+_TEMPLATE = re.compile(
+    r"Solve the following math problem step by step\. The last line of your response should be of the form "
+    r"Answer: \$Answer \(without quotes\) where \$Answer is the answer to the problem\.\s+"
+    r'(?P<problem>.*?)\s+Remember to put your answer on its own line after "Answer:"\.?\s*',
+    re.DOTALL,
+)
+
+
+def remove_template(prompt: str) -> str:
+    """The problem without the instructions that the Hub's rows put before and after it."""
+    match = _TEMPLATE.fullmatch(prompt)
+    return match["problem"] if match else prompt
+
+
+def _dapo(row: Row) -> MathProblem:
+    prompt = field_of(row, "prompt", "problem")
+    text = prompt if isinstance(prompt, str) else prompt[0]["content"]
+    return MathProblem(
+        problem=remove_template(text),
+        # A row without a gold answer is for cleaning to leave out, and to count.
+        answer=text_answer((row.get("reward_model") or row).get("ground_truth", row.get("answer"))),
+        own_id=own_id(row.get("extra_info") or row, "index"),
+    )
+
+
+# The revision was read in several public repositories that pin it; it was not checked on the Hub itself.
+DAPO = Source("BytedTsinghua-SIA/DAPO-Math-17k", None, "train", "65877096c24ffa7abc4e4fa5edb95cf3413a5674", _dapo)
+
+
+def load_dapo(file: str | None = None) -> tuple[Dataset, int]:
+    """DAPO-Math-17K with the columns of `dc_trl.data.schema.FEATURES`, uncleaned, in its own order.
+
+    The Hub's file holds each row about 100 times: rows that repeat another one's id, problem and answer are left out.
+
+    Args:
+        file: local JSON, JSONL or Parquet file in place of the Hub.
+
+    Returns:
+        (the problems, the number of repeated rows that were left out).
+
+    Raises:
+        ValueError: the file cannot be loaded, or a field is missing.
+    """
+    try:
+        rows = read(DAPO, file)
+        if has_schema(rows):
+            return convert("dapo", DAPO, rows), 0
+        distinct: dict[MathProblem | int, MathProblem] = {}
+        for number, row in enumerate(rows):
+            problem = DAPO.convert(row)
+            # Without ids a repeated row is a duplicate like any other.
+            distinct.setdefault(number if problem.own_id is None else problem, problem)
+    except ValueError as error:
+        raise ValueError(f"dapo: {error}") from error
+    return to_dataset("dapo", list(distinct.values())), len(rows) - len(distinct)

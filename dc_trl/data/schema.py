@@ -1,0 +1,53 @@
+"""The columns of every loaded data set: a problem, its gold answer, and what grading the answer needs."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from datasets import Dataset, Features, Value
+
+
+FEATURES = Features(
+    {
+        "id": Value("string"),  # unique: the source, a slash, and the row's own id or its number
+        "source": Value("string"),  # name of the benchmark or training set
+        "problem": Value("string"),
+        "answer": Value("string"),
+        "multiple_answers": Value("bool"),  # the answer holds several, separated by commas
+        "unit": Value("string"),  # of the answer; null where it has none
+        "relative_tolerance": Value("float64"),  # 0.0: exact
+        "absolute_tolerance": Value("float64"),  # 0.0: exact
+    }
+)
+
+# What a reward function reads besides the answer.
+GRADING_COLUMNS = ("multiple_answers", "unit", "relative_tolerance", "absolute_tolerance")
+
+
+@dataclass(frozen=True)
+class MathProblem:
+    """A row before it has a place in a data set; fields as in `FEATURES`, `own_id` as its source numbers it."""
+
+    problem: str
+    answer: str
+    own_id: str | None = None
+    multiple_answers: bool = False
+    unit: str | None = None
+    relative_tolerance: float = 0.0
+    absolute_tolerance: float = 0.0
+
+
+def has_schema(rows: Dataset) -> bool:
+    """Whether the rows have all columns of `FEATURES`."""
+    return set(FEATURES) <= set(rows.column_names)
+
+
+def to_dataset(source: str, problems: Sequence[MathProblem]) -> Dataset:
+    """The problems with the columns of `FEATURES`; rows are numbered where their own ids are not unique."""
+    own_ids = [problem.own_id for problem in problems]
+    numbered = None in own_ids or len(set(own_ids)) < len(own_ids)
+    rows = []
+    for number, problem in enumerate(problems):
+        row = asdict(problem)
+        own_id = row.pop("own_id")
+        rows.append({"id": f"{source}/{number if numbered else own_id}", "source": source, **row})
+    return Dataset.from_list(rows, features=FEATURES)

@@ -1,0 +1,127 @@
+"""Cleans training problems, removes what the benchmarks hold, and writes them with a report.
+
+    python scripts/prepare_data.py --dataset dapo --output data/dapo
+
+Train on the result: `scripts/train.py --dataset_name data/dapo/train.parquet --prompt_column problem`.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+from transformers import AutoTokenizer
+
+from dc_trl.data.benchmarks import BENCHMARKS, PUBLISHED, load_benchmark, require_benchmark
+from dc_trl.data.cleaning import Language, Report, clean, require_options
+from dc_trl.data.dapo import DAPO, load_dapo
+from dc_trl.data.templates import BOXED_INSTRUCTION
+
+
+TRAIN_FILE, REPORT_FILE, DROPPED_FILE = "train.parquet", "report.json", "dropped.jsonl"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", choices=["dapo"], default="dapo", help=f"from the Hub: {DAPO.hub_id}")
+    parser.add_argument("--file", help="local JSON, JSONL or Parquet file of the data set, in place of the Hub")
+    parser.add_argument("--output", required=True, type=Path, help="new directory for the result")
+    parser.add_argument(
+        "--benchmarks",
+        nargs="*",
+        default=PUBLISHED,
+        metavar="NAME",
+        help=f"benchmarks whose problems are removed; without this option all: {' '.join(PUBLISHED)}",
+    )
+    parser.add_argument(
+        "--benchmark_files",
+        nargs="*",
+        default=[],
+        metavar="NAME=PATH",
+        help="local files of benchmarks, in place of the Hub",
+    )
+    parser.add_argument("--language", choices=get_args(Language), default="any", help="en: English alone")
+    parser.add_argument("--max_prompt_length", type=int, help="longer prompts (tokens) go; needs --tokenizer")
+    parser.add_argument("--tokenizer", help="Hub id or directory of the model that will be trained")
+    parser.add_argument("--instruction", default=BOXED_INSTRUCTION, help="counted in the length of a prompt")
+    parser.add_argument("--ngram", type=int, default=13, help="words in a row that count as overlap")
+    parser.add_argument(
+        "--common",
+        type=int,
+        default=10,
+        help="training problems that may share an n-gram before it counts for nothing",
+    )
+    return parser.parse_args()
+
+
+def benchmark_files(pairs: list[str], names: list[str]) -> dict[str, str]:
+    """Local files by benchmark; refuses unknown benchmarks and files that are not used."""
+    for name in names:
+        require_benchmark(name)
+    files = {}
+    for pair in pairs:
+        name, separator, path = pair.partition("=")
+        if not separator or name not in names:
+            raise ValueError(
+                f"benchmark_files={pair!r}: write NAME=PATH, with a NAME of --benchmarks {' '.join(names)}."
+            )
+        if not Path(path).is_file():
+            raise ValueError(f"benchmark_files={pair!r}: {path!r} does not exist: check the path.")
+        files[name] = path
+    return files
+
+
+def require_new(output: Path) -> None:
+    """Refuses an output that holds something, and makes the directory it will stand in."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"output={str(output)!r} already exists: choose another directory, or remove it first.")
+    output.parent.mkdir(parents=True, exist_ok=True)
+
+
+def prepare(arguments: argparse.Namespace, folder: Path) -> Report:
+    """Writes all files into a folder. Everything that can be wrong with the input is found before rows are read."""
+    files = benchmark_files(arguments.benchmark_files, arguments.benchmarks)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer) if arguments.tokenizer else None
+    options = {
+        "language": arguments.language,
+        "max_prompt_length": arguments.max_prompt_length,
+        "tokenizer": tokenizer,
+        "ngram": arguments.ngram,
+        "common": arguments.common,
+    }
+    require_options(**options)
+    benchmarks = {name: load_benchmark(name, files.get(name)) for name in arguments.benchmarks}
+    rows, repeats = load_dapo(arguments.file)
+    kept, report = clean(rows, benchmarks, instruction=arguments.instruction, **options)
+    sources = {arguments.dataset: arguments.file or str(DAPO)}
+    for name in benchmarks:
+        sources[name] = files.get(name) or str(BENCHMARKS[name])
+    report = replace(report, repeats=repeats, options=report.options | {"sources": sources})
+    kept.to_parquet(folder / TRAIN_FILE)
+    report.save(folder / REPORT_FILE)
+    report.save_dropped(folder / DROPPED_FILE)
+    return report
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    output = arguments.output.absolute()
+    try:
+        require_new(output)
+        # Beside the output, which then appears at once and whole, or not at all.
+        with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
+            result = Path(folder, output.name)
+            result.mkdir()
+            report = prepare(arguments, result)
+            os.replace(result, output)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    report.print()
+    print(f"{TRAIN_FILE}, {REPORT_FILE} and {DROPPED_FILE} are in {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

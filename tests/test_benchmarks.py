@@ -1,0 +1,318 @@
+"""Benchmarks and training problems in one schema, from rows made for the purpose and from the real ones."""
+
+import json
+import re
+from dataclasses import replace
+
+import datasets
+import pytest
+from datasets import Dataset
+
+from dc_trl.data.benchmarks import BENCHMARKS, MINERVA_RELATIVE_TOLERANCE, PUBLISHED, load_benchmark
+from dc_trl.data.dapo import DAPO, load_dapo, remove_template
+from dc_trl.data.schema import FEATURES
+from dc_trl.data.sources import holds_several, last_boxed
+from dc_trl.data.stream import stream
+from dc_trl.data.templates import BOXED_INSTRUCTION, base_prompt, chat_prompt
+from dc_trl.rewards import is_gradable
+
+from .helpers import ROOT
+from .test_data import SHARED_DATA, requires_shared_data
+
+
+FILES = {
+    "aime24": "aime24.jsonl",
+    "amc23": "amc23.jsonl",
+    "math500": "math500.jsonl",
+    "minerva": "minerva_math.jsonl",
+    "olympiadbench": "olympiadbench_sample40.jsonl",
+    "gsm8k": "gsm8k_test.jsonl",
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*rows, name="rows.jsonl"):
+        path = tmp_path / name
+        if path.suffix == ".parquet":
+            Dataset.from_list(list(rows)).to_parquet(path)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+def olympiad(final_answer, **fields):
+    row = {"id": 9, "context": None, "question": "Q?", "final_answer": final_answer, "is_multiple_answer": False}
+    return row | {"unit": None, "error": None} | fields
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "expected"),
+    [
+        # The Hub's rows, then the usual local files'.
+        (
+            "aime24",
+            {"id": 3, "problem": "P?", "solution": r"\boxed{25}", "url": ""},
+            {"id": "aime24/3", "answer": "25"},
+        ),
+        ("aime24", {"id": 3, "problem": "P?", "solution": r"so \boxed{7}", "answer": "025"}, {"answer": "25"}),
+        ("aime25", {"id": "0", "problem": "P?", "answer": "070"}, {"id": "aime25/0", "answer": "70"}),
+        ("amc23", {"id": 1, "question": "Q?", "answer": 27.0}, {"id": "amc23/1", "problem": "Q?", "answer": "27"}),
+        ("amc23", {"problem": "Q?", "answer": -1.0}, {"id": "amc23/0", "problem": "Q?", "answer": "-1"}),
+        (
+            "math500",
+            {"problem": "P?", "answer": r"\frac{1}{2}", "unique_id": "test/algebra/1.json"},
+            {"id": "math500/test/algebra/1.json", "answer": r"\frac{1}{2}", "multiple_answers": False},
+        ),
+        ("math500", {"problem": "P?", "answer": "3, 5"}, {"multiple_answers": True}),
+        (
+            "minerva",
+            {"question": "Q?", "answer": "8.7e8"},
+            {"answer": "8.7e8", "relative_tolerance": MINERVA_RELATIVE_TOLERANCE},
+        ),
+        (
+            "minerva",
+            {"problem": "Q?", "solution": r"x=\boxed{\frac{a}{b}} m", "idx": 4, "type": ""},
+            {"id": "minerva/4", "answer": r"\frac{a}{b}", "relative_tolerance": 0.0},
+        ),
+        (
+            "minerva",
+            {"question": "Q?", "answer": "np.arcsin(3/4)"},
+            {"answer": r"\arcsin(3/4)", "relative_tolerance": MINERVA_RELATIVE_TOLERANCE},
+        ),
+        ("minerva", {"question": "Q?", "answer": "-5./4"}, {"answer": "-5/4"}),
+        ("olympiadbench", olympiad(["$2^{9}$"]), {"id": "olympiadbench/9", "answer": "2^{9}", "unit": None}),
+        (
+            "olympiadbench",
+            olympiad(["$6$,$7$"], is_multiple_answer=True, unit="cm", context="Let $x=1$."),
+            {"problem": "Let $x=1$.\n\nQ?", "answer": "6,7", "multiple_answers": True, "unit": "cm"},
+        ),
+        ("olympiadbench", olympiad(["2.5"], error="1e-1"), {"absolute_tolerance": 0.1}),
+        ("olympiadbench", olympiad(["2.5,3.5"], error="1e-2,5e-2"), {"absolute_tolerance": 0.05}),
+        ("olympiadbench", olympiad(["6", "7"]), {"answer": "6, 7", "multiple_answers": True}),
+        ("gsm8k", {"question": "Q?", "answer": "1+1=2\n#### 1,200"}, {"id": "gsm8k/0", "answer": "1200"}),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_rows_of_every_benchmark(write, name, row, expected, suffix):
+    benchmark = load_benchmark(name, write(row, name=f"rows.{suffix}"))
+    assert benchmark.features == FEATURES
+    assert benchmark[0]["source"] == name
+    assert benchmark[0] | expected == benchmark[0]
+
+
+def test_a_loaded_data_set_loads_again_unchanged(write, tmp_path):
+    benchmark = load_benchmark(
+        "olympiadbench", write(olympiad(["1,2"], is_multiple_answer=True, unit="m", error="0.1"))
+    )
+    benchmark.to_parquet(tmp_path / "again.parquet")
+    assert load_benchmark("olympiadbench", str(tmp_path / "again.parquet")).to_list() == benchmark.to_list()
+
+
+def test_ids_that_repeat_are_replaced_by_numbers(write):
+    file = write({"id": 5, "question": "A?", "answer": 1}, {"id": 5, "question": "B?", "answer": 2})
+    assert load_benchmark("amc23", file)["id"] == ["amc23/0", "amc23/1"]
+
+
+def test_the_table():
+    samples = {name: source.samples for name, source in BENCHMARKS.items()}
+    thirty_two, four = ("aime24", "aime25", "amc23"), ("math500", "minerva", "olympiadbench")
+    assert samples == dict.fromkeys(thirty_two, 32) | dict.fromkeys(four, 4) | {"gsm8k": 1, "arithmetic": 1}
+    assert set(PUBLISHED) == set(BENCHMARKS) - {"arithmetic"}
+    for name in PUBLISHED:
+        assert re.fullmatch("[0-9a-f]{40}", BENCHMARKS[name].revision)
+        assert BENCHMARKS[name].instruction == BOXED_INSTRUCTION
+
+
+def test_the_documentation_says_the_same():
+    text = (ROOT / "docs" / "data.md").read_text()
+    for name, source in [*((name, BENCHMARKS[name]) for name in PUBLISHED), ("", DAPO)]:
+        line = next(line for line in text.splitlines() if source.hub_id in line and f"`{source.revision[:8]}`" in line)
+        assert f"| {source.samples} |" in line or source is DAPO
+        assert f"`{name}`" in line or source is DAPO
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], {})
+
+
+def test_arithmetic_is_a_benchmark_with_a_bare_prompt():
+    benchmark = load_benchmark("arithmetic")
+    assert len(benchmark) == len(set(benchmark["problem"])) == 1024
+    row = benchmark[0]
+    assert str(eval(row["problem"].removesuffix("=?"))) == row["answer"]
+    prompt = chat_prompt(row["problem"], BENCHMARKS["arithmetic"].instruction)
+    assert prompt == [{"role": "user", "content": row["problem"]}]
+
+
+def test_templates():
+    assert chat_prompt("1+1?") == [{"role": "user", "content": f"1+1?\n\n{BOXED_INSTRUCTION}"}]
+    assert r"\boxed{}" in base_prompt("1+1?")
+    assert base_prompt("1+1?").endswith("Solution:")
+    assert base_prompt("1+1?", None) == "1+1?"
+
+
+def test_what_cannot_be_loaded_is_said(write, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="benchmark='aime' is unknown: choose one of 'aime24'"):
+        load_benchmark("aime")
+    with pytest.raises(ValueError, match=r"benchmark 'amc23': file='.*none\.jsonl' does not exist"):
+        load_benchmark("amc23", str(tmp_path / "none.jsonl"))
+    with pytest.raises(
+        ValueError, match="benchmark 'amc23': a row holds none of the fields 'question', 'problem': it has q"
+    ):
+        load_benchmark("amc23", write({"q": "Q?", "answer": 1}))
+    with pytest.raises(ValueError, match="benchmark 'minerva': minerva/0 has no problem or no gold answer"):
+        load_benchmark("minerva", write({"question": "Q?", "solution": "none"}))
+    with pytest.raises(ValueError, match="file='x': the benchmark 'arithmetic' is made on the spot"):
+        load_benchmark("arithmetic", "x")
+    missing = replace(BENCHMARKS["gsm8k"], hub_id="dc_trl/not-there")
+    monkeypatch.setitem(BENCHMARKS, "gsm8k", missing)
+    with pytest.raises(ValueError, match=r"benchmark 'gsm8k': dataset_name='dc_trl/not-there'.*give a local file"):
+        load_benchmark("gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("answer", "several"),
+    [
+        ("3, 5, 7", True),
+        ("1,-2", True),
+        ("(1,2), (3,4)", True),
+        (r"\frac{1}{2},\{3\}", True),
+        ("58,500", False),
+        (r"10,\!080", False),
+        (r"11,\! 111,\! 100", False),
+        ("(3, 5)", False),
+        (r"x \in [-2,7]", False),
+        (r"\{1\pm\sqrt{5},-2\}", False),
+        (r"\left( 3, \frac{\pi}{2} \right)", False),
+        ("7", False),
+    ],
+)
+def test_several_answers_are_told_from_tuples_and_thousands(answer, several):
+    assert holds_several(answer) is several
+
+
+def test_last_boxed():
+    assert last_boxed(r"\boxed{1} and \boxed{\frac{a}{b^{2}}} m") == r"\frac{a}{b^{2}}"
+    assert last_boxed("none") == last_boxed(r"\boxed{open") == ""
+
+
+TEMPLATE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\nRemember to put your answer on its "
+    'own line after "Answer:".'
+)
+
+
+def dapo_row(problem, answer, index):
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"content": problem, "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": index},
+    }
+
+
+def test_the_hubs_template_is_removed():
+    problem = "Let $x=1$.\n\nFind $x$.\n"
+    assert remove_template(TEMPLATE.replace("{}", problem)) == problem.strip()
+    assert remove_template(problem) == problem
+
+
+def test_repeated_rows_of_dapo_are_collapsed(write):
+    row = dapo_row(TEMPLATE.replace("{}", "1+1?"), "2", "a-1")
+    rows, repeats = load_dapo(write(*[row] * 100, dapo_row("2+2?", "4", "b-2"), dapo_row("2+2?", "5", "b-2"), row))
+    assert repeats == 100
+    assert rows["problem"] == ["1+1?", "2+2?", "2+2?"]
+    assert rows["answer"] == ["2", "4", "5"]
+    assert len(set(rows["id"])) == 3
+
+
+def test_dapo_accepts_flat_rows_and_leaves_missing_answers_to_cleaning(write):
+    rows, repeats = load_dapo(write({"problem": "P?", "answer": 4}, {"problem": "P?", "answer": None}))
+    assert rows["answer"] == ["4", ""]
+    assert repeats == 0
+    with pytest.raises(ValueError, match="dapo: a row holds none of the fields 'prompt', 'problem'"):
+        load_dapo(write({"q": "P?"}))
+
+
+def test_dapo_is_pinned():
+    assert re.fullmatch("[0-9a-f]{40}", DAPO.revision)
+
+
+@pytest.fixture
+def rows():
+    return Dataset.from_dict({"id": list(range(50)), "unit": [None] * 50})
+
+
+def test_a_stream_has_each_row_once_an_epoch_in_an_order_of_its_own(rows):
+    ids = [row["id"] for row in stream(rows, seed=3, epochs=2)]
+    assert sorted(ids[:50]) == sorted(ids[50:]) == list(range(50))
+    assert ids[:50] != ids[50:] != list(range(50))
+    assert [row["id"] for row in stream(rows, seed=3, epochs=2)] == ids
+    assert [row["id"] for row in stream(rows, seed=4, epochs=1)] != ids[:50]
+
+
+def test_an_endless_stream_goes_on_where_it_stopped(rows):
+    endless = stream(rows, seed=0)
+    iterator = iter(endless)
+    seen = [next(iterator)["id"] for _ in range(130)]
+    state = json.loads(json.dumps(endless.state_dict()))
+    following = [next(iterator)["id"] for _ in range(130)]
+    resumed = stream(rows, seed=0)
+    resumed.load_state_dict(state)
+    resumed_iterator = iter(resumed)
+    assert [next(resumed_iterator)["id"] for _ in range(130)] == following
+    assert seen[:50] != following[:50]
+
+
+def test_a_stream_refuses_what_it_cannot_do(rows):
+    for options, words in (
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 0, "epochs": 0}, "epochs=0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            stream(rows, **options)
+    with pytest.raises(ValueError, match="dataset is empty"):
+        stream(rows.select([]), 0)
+
+
+@requires_shared_data
+@pytest.mark.parametrize(
+    ("name", "size", "several"),
+    [("aime24", 30, 0), ("amc23", 40, 0), ("math500", 500, 3), ("minerva", 272, 1), ("olympiadbench", 40, 8),
+     ("gsm8k", 1319, 0)],
+)  # fmt: skip
+def test_real_benchmarks(name, size, several):
+    benchmark = load_benchmark(name, str(SHARED_DATA / FILES[name]))
+    assert len(benchmark) == len(set(benchmark["id"])) == size
+    assert sum(benchmark["multiple_answers"]) == several
+    if name in ("aime24", "amc23", "gsm8k"):
+        assert all(re.fullmatch(r"-?(0|[1-9]\d*)", answer) for answer in benchmark["answer"])
+
+
+@requires_shared_data
+def test_real_minerva_golds():
+    benchmark = load_benchmark("minerva", str(SHARED_DATA / FILES["minerva"]))
+    scientific = [row for row in benchmark if re.fullmatch(r"-?[\d.]+e[+-]?\d+", row["answer"])]
+    assert len(scientific) == 58
+    assert all(row["relative_tolerance"] == MINERVA_RELATIVE_TOLERANCE for row in scientific)
+    symbolic = [row["answer"] for row in benchmark if row["relative_tolerance"] == 0]
+    assert all(re.search(r"[A-Za-z]", answer) for answer in symbolic)
+    solutions = [json.loads(line)["solution"] for line in (SHARED_DATA / FILES["minerva"]).read_text().splitlines()]
+    rewritten = [row["id"] for row, text in zip(benchmark, solutions, strict=True) if row["answer"] not in text]
+    assert rewritten == ["minerva/5", "minerva/38", "minerva/49"]
+    assert all(is_gradable(row["answer"]) for row in benchmark if row["id"] in rewritten)
+
+
+@requires_shared_data
+def test_real_dapo_rows():
+    rows, repeats = load_dapo(str(SHARED_DATA / "dapo_math_17k.jsonl"))
+    assert (len(rows), repeats) == (17917, 0)
+    assert len(set(rows["id"])) == 17917
+    assert len(set(rows["problem"])) == 17290

@@ -1,0 +1,316 @@
+"""Cleaning and decontamination, against brute force, and the script that runs them."""
+
+import importlib.util
+import json
+import re
+import sys
+from collections import Counter
+
+import datasets
+import pytest
+from datasets import Dataset, load_dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from dc_trl.data.benchmarks import load_benchmark
+from dc_trl.data.cleaning import clean
+from dc_trl.data.dapo import load_dapo
+from dc_trl.data.overlap import Overlap, find_overlaps
+from dc_trl.data.prompts import load_prompts, load_rows
+from dc_trl.data.schema import FEATURES, MathProblem, to_dataset
+from dc_trl.data.text import words
+
+from .helpers import ROOT, TINY_MODEL
+from .test_benchmarks import FILES, TEMPLATE, dapo_row
+from .test_data import SHARED_DATA, requires_shared_data
+
+
+def benchmark(*problems, name="bench"):
+    return to_dataset(name, [MathProblem(problem, "1") for problem in problems])
+
+
+def windows(text, size):
+    sequence = re.sub(r"[^a-z0-9]+", " ", text.lower()).split()
+    return [tuple(sequence[start : start + size]) for start in range(len(sequence) - size + 1)]
+
+
+SENTENCES = st.lists(st.sampled_from(["a", "b", "c", "D"]), min_size=1, max_size=9).map(" ".join)
+
+
+@settings(deadline=None)  # other work shares the machine
+@given(st.lists(SENTENCES, min_size=1, max_size=6), st.lists(SENTENCES, min_size=1, max_size=3), st.integers(1, 3))
+def test_overlaps_as_by_brute_force(problems, bench, common):
+    """Every window of four words against every other; shorter problems are found by exact overlap only."""
+    found = find_overlaps(problems, {"bench": benchmark(*bench)}, ngram=4, common=common)
+    distinct = {problem.lower().replace(" ", ""): problem for problem in reversed(problems)}.values()
+    for problem, overlap in zip(problems, found, strict=True):
+        exact = [f"bench/{number}" for number, other in enumerate(bench) if squash(other) == squash(problem)]
+        if exact:
+            assert overlap == Overlap("exact", tuple(exact))
+            continue
+        telling = [
+            window for window in windows(problem, 4) if sum(window in windows(text, 4) for text in distinct) <= common
+        ]
+        shared = {f"bench/{n}" for n, other in enumerate(bench) if set(windows(other, 4)) & set(telling)}
+        assert (set() if overlap is None else set(overlap.ids)) == shared
+
+
+def squash(text):
+    return re.sub(r"[\W_]+", "", text.lower())
+
+
+LONG = "A train leaves the old harbour at noon and travels due north for seventeen hours without any stop at all"
+
+
+def test_thirteen_words_are_an_overlap_and_twelve_are_not():
+    sequence = LONG.split()
+    twelve, thirteen = " ".join(sequence[:12]), " ".join(sequence[:13])
+    bench = {"bench": benchmark(LONG)}
+    assert find_overlaps([f"Once, {twelve}, then?"], bench) == [None]
+    overlap = Overlap("n-gram", ("bench/0",), thirteen.lower())
+    assert find_overlaps([f"Once, {thirteen.upper()}, then?"], bench) == [overlap]
+    assert find_overlaps([LONG.replace(" ", "  ") + "!"], bench) == [Overlap("exact", ("bench/0",))]
+
+
+def test_a_short_benchmark_problem_is_found_inside_a_longer_one():
+    bench = {"bench": benchmark("Compute $\\sin 75^\\circ$.", "Find $x$.")}
+    problem = "Compute $\\sin 75^\\circ$. Give it as $a+b$, and find $x$."
+    assert find_overlaps([problem], bench) == [Overlap("n-gram", ("bench/0",), "compute sin 75 circ")]
+
+
+def test_a_turn_of_phrase_counts_for_nothing_but_copies_of_a_problem_do():
+    bench = {"bench": benchmark(LONG)}
+    different = [f"{number} {LONG}" for number in range(11)]
+    assert find_overlaps(different, bench) == [None] * 11
+    assert None not in find_overlaps(different[:10], bench)
+    assert None not in find_overlaps([different[0]] * 11, bench)
+
+
+ROWS = [
+    ("Add 1 and 1.", "2"),
+    ("add  1 and 1", "2"),  # normalised duplicate
+    ("Add 1 and 1.", "2"),  # exact duplicate
+    ("Add 2 and 2.", "4"),  # conflicting answers, three rows
+    ("add 2 and 2?", "4"),
+    ("Add 2 and 2.", "5"),
+    ("Halve \x0crac{1}{2}.", "\x0crac14"),  # restored
+    ("See\tthe \x0cfirst one.", "1"),  # control characters
+    ("Name it.", "no idea"),  # cannot be parsed
+    ("Name it too.", ""),
+    ("  ", "1"),  # no problem
+    ("求 $1+2$.", "3"),  # language
+    ("BENCH: what is 6 times 7", "42"),  # benchmark, exact
+    (f"Well, {LONG}, or so?", "17"),  # benchmark, n-gram
+    ("Say " + "ha " * 60, "60"),  # too long
+]
+
+
+@pytest.fixture
+def rows():
+    return to_dataset("made", [MathProblem(problem, answer) for problem, answer in ROWS])
+
+
+@pytest.fixture
+def benches():
+    return {"one": benchmark("Bench? What is $6$ times $7$", name="one"), "two": benchmark(LONG, name="two")}
+
+
+def test_every_rule(rows, benches, tokenizer):
+    kept, report = clean(rows, benches, language="en", max_prompt_length=200, tokenizer=tokenizer)
+    assert kept.features == FEATURES
+    assert list(zip(kept["id"], kept["problem"], kept["answer"], strict=True)) == [
+        ("made/0", "Add 1 and 1.", "2"),
+        ("made/6", r"Halve \frac{1}{2}.", r"\frac14"),
+    ]
+    assert {row.id: (row.reason, row.detail) for row in report.dropped} == {
+        "made/1": ("normalised duplicate", "made/0"),
+        "made/2": ("exact duplicate", "made/0"),
+        "made/3": ("conflicting answers", "4 | 5"),
+        "made/4": ("conflicting answers", "4 | 5"),
+        "made/5": ("conflicting answers", "4 | 5"),
+        "made/7": ("control characters", ""),
+        "made/8": ("gold answer cannot be parsed", "no idea"),
+        "made/9": ("gold answer cannot be parsed", ""),
+        "made/10": ("no problem", ""),
+        "made/11": ("language", ""),
+        "made/12": ("benchmark, exact", "one/0"),
+        "made/13": ("benchmark, n-gram", f"two/0: {' '.join(words(LONG)[:13])}"),
+        "made/14": ("prompt too long", report.dropped[-1].detail),
+    }
+    assert int(report.dropped[-1].detail.removesuffix(" tokens")) > 200
+    assert (report.rows, report.kept, report.restored) == (len(ROWS), 2, 1)
+    assert sum(report.counts.values()) == report.rows - report.kept
+    overlaps = {name: (count.exact, count.ngram, count.rows) for name, count in report.benchmarks.items()}
+    assert overlaps == {"one": (1, 0, 1), "two": (0, 1, 1)}
+
+
+def test_without_options_only_what_is_wrong_goes(rows):
+    kept, report = clean(rows)
+    assert {"made/11", "made/12", "made/13", "made/14"} < set(kept["id"])
+    assert report.benchmarks == {}
+
+
+def test_cleaning_again_changes_nothing(rows, benches):
+    kept, _ = clean(rows, benches, language="en")
+    again, report = clean(kept, benches, language="en")
+    assert again.to_list() == kept.to_list()
+    assert (report.restored, report.dropped) == (0, [])
+
+
+def test_a_report_prints_and_saves(rows, benches, tmp_path):
+    _, report = clean(rows, benches)
+    console = Console(record=True, width=100, file=open("/dev/null", "w"))  # noqa: SIM115
+    report.print(console)
+    text = console.export_text()
+    for words_in_table in ("left out: conflicting answers", "found exactly", "two"):
+        assert words_in_table in text
+    report.save(tmp_path / "report.json")
+    report.save_dropped(tmp_path / "dropped.jsonl")
+    saved = json.loads((tmp_path / "report.json").read_text())
+    assert (saved["rows"], saved["kept"], saved["dropped"]) == (report.rows, report.kept, report.counts)
+    assert saved["benchmarks"]["one"] == {"problems": 1, "exact": 1, "ngram": 0, "rows": 1}
+    lines = [json.loads(line) for line in (tmp_path / "dropped.jsonl").read_text().splitlines()]
+    assert Counter(line["reason"] for line in lines) == {reason: n for reason, n in report.counts.items() if n}
+
+
+def test_invalid_options_are_refused(rows, tokenizer):
+    for options, message in (
+        ({"language": "fr"}, "language='fr' is unknown: choose one of 'any', 'en'"),
+        ({"max_prompt_length": 0, "tokenizer": tokenizer}, "max_prompt_length=0 is invalid"),
+        ({"max_prompt_length": 10}, "go together: set tokenizer too"),
+        ({"tokenizer": tokenizer}, "go together: set max_prompt_length too"),
+        ({"ngram": 3}, "ngram=3 is invalid"),
+        ({"common": 0}, "common=0 is invalid"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            clean(rows, **options)
+    with pytest.raises(ValueError, match="rows lack the columns absolute_tolerance, answer"):
+        clean(Dataset.from_dict({"problem": ["1+1?"]}))
+
+
+@pytest.fixture
+def prepare(tmp_path, monkeypatch, capsys):
+    """Runs scripts/prepare_data.py in this process on made rows; returns its output directory and what it printed."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    spec = importlib.util.spec_from_file_location("prepare_data", ROOT / "scripts" / "prepare_data.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    file, amc = tmp_path / "dapo.jsonl", tmp_path / "amc.jsonl"
+    rows = [dapo_row(TEMPLATE.replace("{}", problem), answer, str(n)) for n, (problem, answer) in enumerate(ROWS)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *rows]))
+    amc.write_text(json.dumps({"question": "Bench? What is $6$ times $7$", "answer": 42.0}) + "\n")
+
+    def run(*options, output="out"):
+        arguments = {"--file": file, "--output": tmp_path / output}
+        command = [str(word) for pair in arguments.items() for word in pair]
+        command += ["--benchmarks", "amc23", "--benchmark_files", f"amc23={amc}", *map(str, options)]
+        monkeypatch.setattr(sys, "argv", ["prepare_data.py", *command])
+        script.main()
+        return tmp_path / output, capsys.readouterr().out
+
+    return run
+
+
+def test_the_script_writes_what_training_reads(prepare, tokenizer):
+    output, printed = prepare("--language", "en", "--max_prompt_length", 400, "--tokenizer", TINY_MODEL)
+    assert sorted(path.name for path in output.iterdir()) == ["dropped.jsonl", "report.json", "train.parquet"]
+    assert "left out: benchmark, exact" in printed
+    report = json.loads((output / "report.json").read_text())
+    assert (report["rows"], report["repeats"]) == (len(ROWS), len(ROWS))
+    assert report["dropped"]["benchmark, exact"] == report["benchmarks"]["amc23"]["exact"] == 1
+    assert report["options"]["sources"]["amc23"].endswith("amc.jsonl")
+    rows = load_rows(str(output / "train.parquet"))
+    assert len(rows) == report["kept"]
+    assert rows.features == FEATURES
+    prompts, counts = load_prompts(rows, tokenizer, "problem", instruction="Box it.")
+    assert counts["kept"] == counts["rows"] == report["kept"]
+    assert {"multiple_answers", "unit", "relative_tolerance", "absolute_tolerance"} < set(prompts.column_names)
+
+
+def test_the_script_refuses_before_it_reads(prepare, tmp_path):
+    prepare(output="there")
+    before = (tmp_path / "there" / "train.parquet").stat()
+    for options, message in (
+        (["--benchmark_files", "math500=x.jsonl"], r"benchmark_files='math500=x.jsonl': write NAME=PATH"),
+        (["--benchmark_files", "amc23=none.jsonl"], "'none.jsonl' does not exist"),
+        (["--benchmark_files", "amc23"], "write NAME=PATH"),
+        (["--benchmarks", "imo"], "benchmark='imo' is unknown"),
+        (["--file", "none.jsonl"], "dapo: file='none.jsonl' does not exist"),
+        (["--file", "none.jsonl", "--max_prompt_length", 100], "set tokenizer too"),
+        (["--file", "none.jsonl", "--ngram", 3], "ngram=3 is invalid"),
+        (["--tokenizer", "./nowhere", "--max_prompt_length", 9], "nowhere"),
+    ):
+        with pytest.raises(SystemExit, match=f"error: .*{message}"):
+            prepare(*options)
+    with pytest.raises(SystemExit, match=r"error: output='.*there' already exists: choose another directory"):
+        prepare(output="there")
+    assert (tmp_path / "there" / "train.parquet").stat() == before
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_left_where_the_disk_is_full(prepare, small_disk):
+    (small_disk / "filler").write_bytes(bytes((1 << 20) - (1 << 12)))
+    with pytest.raises(SystemExit, match=r"error: .*No space left"):
+        prepare(output=small_disk / "out")
+    assert [path.name for path in small_disk.iterdir()] == ["filler"]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        rows, _ = load_dapo(str(SHARED_DATA / "dapo_math_17k.jsonl"))
+        benches = {name: load_benchmark(name, str(SHARED_DATA / file)) for name, file in FILES.items()}
+        return rows, benches, *clean(rows, benches, language="en")
+
+
+@requires_shared_data
+def test_real_overlaps_come_out(real):
+    rows, benches, kept, report = real
+    left = {squash(problem) for problem in kept["problem"]}
+    before = {squash(problem) for problem in rows["problem"]}
+    for name, expected in {
+        "amc23": 8,
+        "math500": 7,
+        "olympiadbench": 3,
+        "aime24": 0,
+        "minerva": 0,
+        "gsm8k": 0,
+    }.items():
+        problems = {squash(problem) for problem in benches[name]["problem"]}
+        assert len(problems & before) == report.benchmarks[name].exact == expected
+        assert not problems & left
+    # Every n-gram that is still shared is a turn of phrase.
+    spread = Counter(
+        window for text in {squash(p): p for p in rows["problem"]}.values() for window in set(windows(text, 13))
+    )
+    for name in ("amc23", "math500"):
+        shared = {window for problem in benches[name]["problem"] for window in windows(problem, 13)}
+        for problem in kept["problem"]:
+            assert all(spread[window] > 10 for window in shared.intersection(windows(problem, 13)))
+
+
+@requires_shared_data
+def test_real_rows_are_clean(real):
+    rows, _, kept, report = real
+    assert report.rows == 17917 == report.kept + sum(report.counts.values())
+    assert len(set(kept["problem"])) == len(kept) == len(set(kept["id"]))
+    text = "".join(kept["problem"])
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u4e00-\u9fff]", text)
+    assert report.restored > 600
+    answers = {}
+    for row in rows:
+        answers.setdefault(row["problem"], set()).add(row["answer"])
+    conflicting = {problem for problem, golds in answers.items() if len(golds) > 1}
+    assert len(conflicting) == 11
+    assert not conflicting & set(kept["problem"])
+
+
+@requires_shared_data
+def test_the_parquet_file_reads_as_it_was_written(real, tmp_path):
+    _, _, kept, _ = real
+    kept.to_parquet(tmp_path / "train.parquet")
+    read = load_dataset("parquet", data_files=str(tmp_path / "train.parquet"), split="train", cache_dir=str(tmp_path))
+    assert read.to_list() == kept.to_list()
