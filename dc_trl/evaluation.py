@@ -1,51 +1,251 @@
-"""How good the policy is as it is deployed."""
+"""How good a policy is as it is deployed: avg@k, pass@k and maj@k on benchmarks, with errors."""
 
-import math
-from typing import NamedTuple
+import hashlib
+import json
+import os
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from accelerate.utils import gather_object
 from datasets import Dataset
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
-from .rewards import RewardFunction
-from .trainer import DCGRPOTrainer
-
-
-class Estimate(NamedTuple):
-    """A mean over problems, its standard error, and the number of problems."""
-
-    value: float
-    standard_error: float
-    problems: int
+from .data.benchmarks import load_benchmark, require_benchmark
+from .data.templates import BOXED_INSTRUCTION, base_prompt, chat_prompt
+from .deployment.sampling import Completion, Engine, Request, Sampling
+from .grading import Gold, Grader
+from .results import Evaluation, benchmark_result
+from .samples import Sample, SampleStore
 
 
-def greedy_accuracy(trainer: DCGRPOTrainer, dataset: Dataset, reward: RewardFunction, batch_size: int) -> Estimate:
-    """Mean reward of the deployed policy's greedy completions, the problems divided among the processes.
+RESULTS_FILE = "results.json"
+_GATHER_SECONDS = 0.5  # samples that finish within this time go into one file
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Problems to be answered `samples` times each, put to the model with `instruction` (None: the bare problem)."""
+
+    name: str
+    rows: Dataset  # columns of dc_trl.data.schema.FEATURES
+    samples: int
+    instruction: str | None = BOXED_INSTRUCTION
+
+    @classmethod
+    def load(
+        cls, name: str, *, file: str | None = None, samples: int | None = None, limit: int | None = None
+    ) -> "Benchmark":
+        """A benchmark by name.
+
+        Args:
+            name: key of `dc_trl.data.benchmarks.BENCHMARKS`.
+            file: local JSONL or Parquet file in place of the Hub.
+            samples: k; the papers' by default (32 or 4).
+            limit: only so many problems, the first ones.
+
+        Raises:
+            ValueError: no such benchmark or file, or samples or limit below 1.
+        """
+        source = require_benchmark(name)
+        for field, value in (("samples", samples), ("limit", limit)):
+            if value is not None and value < 1:
+                raise ValueError(f"{field}={value} is invalid: use a whole number, at least 1.")
+        rows = load_benchmark(name, file)
+        if limit is not None:
+            rows = rows.select(range(min(limit, len(rows))))
+        return cls(name, rows, samples or source.samples, source.instruction)
+
+    def golds(self) -> dict[str, Gold]:
+        """Gold answers by the problems' ids."""
+        return {
+            row["id"]: Gold(
+                row["answer"],
+                row["multiple_answers"],
+                row["unit"],
+                row["relative_tolerance"],
+                row["absolute_tolerance"],
+            )
+            for row in self.rows
+        }
+
+
+def evaluate(
+    model: str,
+    scheme: str,
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    benchmarks: Sequence[Benchmark],
+    output_dir: str | os.PathLike[str],
+    *,
+    sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
+    seed: int = 0,
+    settings: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    grading_processes: int | None = None,
+    progress: bool = True,
+) -> Evaluation:
+    """Samples k answers to each problem, grades them, and says how good they are.
+
+    Every sample is on disk within a second of its end (`output_dir/BENCHMARK/*.parquet`); called again with the same
+    arguments, it samples only what is missing. Each sample has a seed of its own, made of `seed`, the problem's id and
+    the sample's number.
 
     Args:
-        trainer: with a replica or vLLM (`deployment_scheme` or `use_vllm` set).
-        dataset: with the columns `prompt` and `answer`.
-        reward: called with `completions` and `answer`; problems for which it returns None are left out.
-        batch_size: prompts at a time in each process.
-
-    Returns:
-        The same estimate in every process.
+        model, scheme: names, for the record.
+        engine: samples the completions.
+        tokenizer: of the model; with a chat template problems become user messages.
+        benchmarks: what is asked.
+        output_dir: for the samples and `results.json`.
+        sampling: defaults are DC-GRPO's evaluation (arXiv 2606.08779).
+        seed: of the samples.
+        settings: further things that the samples depend on; an `output_dir` that was begun with others is refused.
+        chat_template_kwargs: for the chat template, `{"enable_thinking": False}` for example.
+        grading_processes: workers that grade; one for each core by default.
+        progress: whether to show a bar.
 
     Raises:
-        ValueError: the reward scored no problem.
+        ValueError: a prompt leaves no room for an answer, or `output_dir` holds samples with other settings.
+        ServerError: the engine failed for good. The samples so far are kept.
     """
-    accelerator = trainer.accelerator
-    rewards: list[float | None] = []
-    for start in range(0, len(dataset), accelerator.num_processes * batch_size):
-        # All processes ask together, for as many each: the last ones fill up with problems that then do not count.
-        first = start + accelerator.process_index * batch_size
-        rows = range(first, first + batch_size)
-        counted = len(range(first, min(first + batch_size, len(dataset))))
-        batch = dataset.select([min(row, len(dataset) - 1) for row in rows])[:]
-        scores = reward(completions=trainer.deployed_completions(batch["prompt"]), answer=batch["answer"])
-        rewards += scores[:counted]
-    scored = [value for value in gather_object(rewards) if value is not None]
-    if not scored:
-        raise ValueError("The reward scored none of the problems: check the gold answers.")
-    mean = sum(scored) / len(scored)
-    variance = sum((value - mean) ** 2 for value in scored) / max(len(scored) - 1, 1)
-    return Estimate(mean, math.sqrt(variance / len(scored)), len(scored))
+    output_dir = Path(output_dir)
+    settings = {
+        "model": model,
+        "scheme": scheme,
+        **sampling._asdict(),
+        "seed": seed,
+        **(settings or {}),
+    }
+    golds = {benchmark.name: benchmark.golds() for benchmark in benchmarks}
+    with ExitStack() as stack:
+        stores: dict[str, SampleStore] = {}
+        missing: list[tuple[str, str, int]] = []  # benchmark, problem, number of the sample
+        requests: list[Request] = []
+        for benchmark in benchmarks:
+            prompts = tokenize_prompts(benchmark, tokenizer, chat_template_kwargs or {})
+            _require_room(benchmark, prompts, engine.max_length)
+            limits = [min(sampling.max_tokens, engine.max_length - len(ids)) for ids in prompts.values()]
+            digest = _digest([prompts, limits, [astuple(gold) for gold in golds[benchmark.name].values()]])
+            store = SampleStore(output_dir / benchmark.name, settings | {"problems": digest})
+            stack.callback(store.close)
+            stores[benchmark.name] = store
+            for problem, prompt_ids in prompts.items():
+                for number in range(benchmark.samples):
+                    if (problem, number) not in store.samples:
+                        missing.append((benchmark.name, problem, number))
+                        requests.append(Request(prompt_ids, sample_seed(seed, problem, number)))
+        keeper = stack.enter_context(_Keeper(stores, golds, stack.enter_context(Grader(grading_processes))))
+        problems = sum(len(benchmark.rows) for benchmark in benchmarks)
+        samples = sum(len(benchmark.rows) * benchmark.samples for benchmark in benchmarks)
+        bar = stack.enter_context(tqdm(total=problems, unit="problem", disable=not progress, desc=f"{model} {scheme}"))
+        # In problems, although samples of several are under way at a time.
+        bar.update(round(problems * (1 - len(missing) / samples), 1))
+        for done, (position, completion) in enumerate(engine.sample(requests, sampling), 1):
+            keeper.put(_Finished(*missing[position], requests[position].seed, completion))
+            bar.update(round(problems * (1 - (len(missing) - done) / samples), 1) - bar.n)
+    evaluation = Evaluation.of(
+        model,
+        scheme,
+        settings,
+        [
+            benchmark_result(benchmark.name, benchmark.rows["id"], benchmark.samples, stores[benchmark.name].samples)
+            for benchmark in benchmarks
+        ],
+    )
+    evaluation.save(output_dir / RESULTS_FILE)
+    return evaluation
+
+
+def sample_seed(seed: int, problem: str, number: int) -> int:
+    """Seed of one sample, 0 to 2³¹ − 1."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{problem}/{number}".encode()).digest()[:4]) >> 1
+
+
+def tokenize_prompts(
+    benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]
+) -> dict[str, list[int]]:
+    """Token ids of the prompts, by the problems' ids."""
+    problems, ids = benchmark.rows["problem"], benchmark.rows["id"]
+    if tokenizer.chat_template is None:
+        texts = [base_prompt(problem, benchmark.instruction) for problem in problems]
+        return dict(zip(ids, tokenizer(texts)["input_ids"], strict=True))
+    chats = [chat_prompt(problem, benchmark.instruction) for problem in problems]
+    encoded = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, return_dict=True, **chat_template_kwargs
+    )
+    return dict(zip(ids, encoded["input_ids"], strict=True))
+
+
+def _require_room(benchmark: Benchmark, prompts: Mapping[str, list[int]], max_length: int) -> None:
+    long = [problem for problem, ids in prompts.items() if len(ids) >= max_length]
+    if long:
+        raise ValueError(
+            f"benchmark {benchmark.name!r}: {len(long)} prompts, {long[0]!r} the first, have as many tokens as the "
+            f"engine takes for prompt and answer, {max_length}: raise max_model_len if the model allows it, or leave "
+            "the benchmark out."
+        )
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+class _Finished(NamedTuple):
+    benchmark: str
+    problem: str
+    number: int  # of the sample
+    seed: int
+    completion: Completion
+
+
+class _Keeper:
+    """Grades and stores samples in a thread of its own, so that sampling does not wait. A context manager."""
+
+    def __init__(self, stores: Mapping[str, SampleStore], golds: Mapping[str, Mapping[str, Gold]], grader: Grader):
+        self._stores = stores
+        self._golds = golds
+        self._grader = grader
+        self._finished: queue.SimpleQueue[_Finished] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = ThreadPoolExecutor(1, "dc_trl-keeper")
+
+    def __enter__(self) -> "_Keeper":
+        self._running = self._thread.submit(self._run)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """When this returns, all samples are stored."""
+        self._closing.set()
+        self._thread.shutdown()
+        self._running.result()
+
+    def put(self, sample: _Finished) -> None:
+        if self._running.done():
+            self._running.result()  # raises what went wrong
+        self._finished.put(sample)
+
+    def _run(self) -> None:
+        while not self._closing.wait(_GATHER_SECONDS):
+            self._keep()
+        self._keep()
+
+    def _keep(self) -> None:
+        batch = []
+        while not self._finished.empty():
+            batch.append(self._finished.get())
+        verdicts = self._grader.grade(
+            [sample.completion.text for sample in batch],
+            [self._golds[sample.benchmark][sample.problem] for sample in batch],
+        )
+        by_benchmark: dict[str, list[Sample]] = {}
+        for sample, verdict in zip(batch, verdicts, strict=True):
+            by_benchmark.setdefault(sample.benchmark, []).append(
+                Sample(sample.problem, sample.number, sample.seed, *sample.completion, verdict.answer, verdict.correct)
+            )
+        for name, samples in by_benchmark.items():
+            self._stores[name].add(samples)

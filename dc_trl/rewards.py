@@ -5,17 +5,27 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from math_verify import parse
-from trl.rewards import accuracy_reward
+from .grading import Gold, Grader, is_gradable
 
+
+__all__ = [
+    "REWARDS",
+    "Completion",
+    "RewardFunction",
+    "arithmetic_reward",
+    "completion_text",
+    "get_reward",
+    "is_gradable",
+    "math_reward",
+]
 
 Completion = str | list[dict[str, Any]]
 RewardFunction = Callable[..., list[float | None]]
 
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _PLAIN_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
-_PLAIN_NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?")
-_PROSE = re.compile(r"[^\W\d_]{2,}|n/a", re.IGNORECASE)
+_GOLD_FIELDS = ("multiple_answers", "unit", "relative_tolerance", "absolute_tolerance")
+_GRADER = Grader()  # of this process; its workers start with the first answers
 
 
 def completion_text(completion: Completion) -> str:
@@ -23,37 +33,30 @@ def completion_text(completion: Completion) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"] or ""
 
 
-def is_gradable(answer: str) -> bool:
-    """Whether a gold answer is mathematics that math-verify can compare with; prose and broken LaTeX are not."""
-    if _PLAIN_NUMBER.fullmatch(answer):
-        return True
-    # Prose parses too, as a product of its letters: "none" would be e·n²·o.
-    if "\\" not in answer and not re.search(r"\d", answer) and _PROSE.search(answer):
-        return False
-    return any(not isinstance(value, str) for value in parse(_boxed(answer)))
-
-
-def _boxed(answer: str) -> str:
-    return answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"
-
-
 def math_reward(completions: Sequence[Completion], answer: Sequence[str], **kwargs: Any) -> list[float | None]:
-    r"""1 for a completion whose boxed answer equals the gold answer as mathematics, 0 otherwise.
+    r"""1 for a completion whose last boxed answer is correct, 0 otherwise.
 
-    The comparison is TRL's `accuracy_reward`, that is math-verify on the first `\boxed{}`. It accepts equal
-    expressions in any form, also unevaluated ones: `\boxed{40+6}` for 46. Use [`arithmetic_reward`] where the value
-    must be computed.
+    What counts as correct is stated, with examples, in docs/grading.md: equal as mathematics, and as evaluated as the
+    gold answer, so `\boxed{40+6}` is no answer of 46. Answers are graded in worker processes, each within five seconds
+    and one GiB; what takes more is wrong.
 
     Args:
         completions: plain or conversational completions.
         answer: gold answer of each, LaTeX or a plain number, with or without `\boxed{}`.
-        **kwargs: other columns of the data set; unused.
+        **kwargs: other columns of the data set. `multiple_answers`, `unit`, `relative_tolerance` and
+            `absolute_tolerance` say how an answer is compared, one value for each completion, None for the default
+            (see [`dc_trl.grading.Gold`]); the others are unused.
 
     Returns:
-        1.0, 0.0, or None where the gold answer cannot be parsed, which leaves the completion out of the loss.
+        1.0, 0.0, or None where the gold answer cannot be graded, which leaves the completion out of the loss.
     """
-    conversations = [[{"role": "assistant", "content": completion_text(completion)}] for completion in completions]
-    return accuracy_reward(conversations, solution=[_boxed(gold) for gold in answer])
+    columns = {field: kwargs[field] for field in _GOLD_FIELDS if kwargs.get(field) is not None}
+    golds = [
+        Gold(gold, **{field: values[row] for field, values in columns.items() if values[row] is not None})
+        for row, gold in enumerate(answer)
+    ]
+    verdicts = _GRADER.grade([completion_text(completion) for completion in completions], golds)
+    return [None if verdict.correct is None else float(verdict.correct) for verdict in verdicts]
 
 
 def arithmetic_reward(completions: Sequence[Completion], answer: Sequence[str], **kwargs: Any) -> list[float | None]:

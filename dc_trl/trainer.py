@@ -119,6 +119,7 @@ class DCGRPOTrainer(GRPOTrainer):
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         # δ̄ of the present iteration, from the time it is known to the update of λ at the iteration's end.
         self._batch_discrepancy: float | None = None
+        self._evaluation_set = ""  # name of the one that is being evaluated, where there are several
         with _vllm_backend(args):
             super().__init__(model, reward_funcs, args, *positional, rollout_func=rollout_func, **kwargs)
         if args.deployment_scheme is not None and not args.use_vllm:
@@ -194,8 +195,29 @@ class DCGRPOTrainer(GRPOTrainer):
             self.callback_handler.on_save(self.args, self.state, self.control)
         return f"The run is saved: go on with resume_from_checkpoint={folder!r} when the server is up again."
 
+    def deployed_completion_ids(self, prompt_ids: list[list[int]], temperature: float = 0.0) -> list[list[int]]:
+        """Completions of the policy as it is deployed: by the replica or by vLLM, at the present weights.
+
+        Args:
+            prompt_ids: token ids of the prompts; as many in every process.
+            temperature: 0 is greedy.
+
+        Returns:
+            Token ids of one completion for each prompt, at most `max_completion_length`.
+
+        Raises:
+            ValueError: there is no such engine (`deployment_scheme` is not set, `use_vllm` neither).
+        """
+        if self.replica is not None:
+            return self._complete_by_replica(self.replica, prompt_ids, temperature)
+        if self.use_vllm:
+            return self._complete_by_vllm(prompt_ids, temperature)
+        raise ValueError(
+            "deployment_scheme=None and use_vllm=False: set one of them, no engine is there to complete prompts."
+        )
+
     def deployed_completions(self, prompts: list) -> list:
-        """Greedy completions of the policy as it is deployed: by the replica or by vLLM, at the present weights.
+        """Greedy completions of the policy as it is deployed, as text.
 
         Args:
             prompts: plain (`str`) or conversational (list of messages) prompts; as many in every process.
@@ -206,41 +228,39 @@ class DCGRPOTrainer(GRPOTrainer):
         Raises:
             ValueError: there is no such engine (`deployment_scheme` is not set, `use_vllm` neither).
         """
-        if self.replica is None and not self.use_vllm:
-            raise ValueError(
-                "deployment_scheme=None and use_vllm=False: set one of them, no engine is there to complete prompts."
-            )
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
-        if self.replica is not None:
-            completion_ids = self._greedy_by_replica(self.replica, prompt_ids)
-        else:
-            completion_ids = self._greedy_by_vllm(prompt_ids)
+        completion_ids = self.deployed_completion_ids(prompt_ids)
         texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
         if isinstance(prompts[0], str):
             return texts
         return [[{"role": "assistant", "content": text}] for text in texts]
 
-    def _greedy_by_vllm(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+    def _complete_by_vllm(self, prompt_ids: list[list[int]], temperature: float) -> list[list[int]]:
         generation = self.vllm_generation
         if self.state.global_step != self._last_loaded_step:
             generation.sync_weights()
             self._last_loaded_step = self.state.global_step
-        temperature, generation.temperature = generation.temperature, 0.0
+        of_training, generation.temperature = generation.temperature, temperature
         try:
             return generation.generate(prompts=prompt_ids, images=None, num_generations=1)[1]
         finally:
-            generation.temperature = temperature
+            generation.temperature = of_training
 
-    def _greedy_by_replica(self, replica: Replica, prompt_ids: list[list[int]]) -> list[list[int]]:
-        greedy = GenerationConfig(
+    def _complete_by_replica(
+        self, replica: Replica, prompt_ids: list[list[int]], temperature: float
+    ) -> list[list[int]]:
+        config = GenerationConfig(
             max_new_tokens=self.max_completion_length,
-            do_sample=False,
             pad_token_id=self._tokenizer.pad_token_id,
             eos_token_id=self.eos_token_ids,
+            **(
+                {"do_sample": True, "temperature": temperature, "top_k": 0}
+                if temperature > 0
+                else {"do_sample": False}
+            ),
         )
         replica.sync(self.accelerator.unwrap_model(self.model_wrapped))
-        completion_ids, _ = replica.generate(prompt_ids, greedy, self.temperature)
-        return completion_ids
+        return replica.generate(prompt_ids, config, temperature or 1.0)[0]
 
     def deployed_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's present weights one by one, gathered and merged, as a deployable checkpoint is written from.
@@ -339,10 +359,20 @@ class DCGRPOTrainer(GRPOTrainer):
             self._batch_discrepancy = None
         return loss
 
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+        # Several evaluation sets, {"easy": …, "hard": …}, come here one by one as "eval_easy", "eval_hard".
+        self._evaluation_set = metric_key_prefix.removeprefix("eval").lstrip("_")
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
     def log(self, logs, start_time=None):
         if not self.model.training:
             # Over the whole evaluation: a mean of batch means would weigh the last, shorter batch too much.
             self._close_statistics("eval")
+            if self._evaluation_set:
+                # TRL calls the metrics of every evaluation set by the same names.
+                metrics = self._metrics["eval"]
+                for name in list(metrics):
+                    metrics[f"{self._evaluation_set}_{name}"] = metrics.pop(name)
         super().log(logs, start_time)
 
     # --- save and resume --------------------------------------------------------------------------------------------

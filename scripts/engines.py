@@ -3,9 +3,11 @@
 python scripts/engines.py agreement     |Δp| to the policy, KL and accuracy of servers and replicas, on the same tokens
 python scripts/engines.py throughput    tokens/s on the same prompts: vLLM server, replica, model.generate
 python scripts/engines.py sync          seconds and bytes to bring new weights to a server, for three sizes of model
+python scripts/engines.py evaluation    tokens/s of an evaluation, grading and storing, over a bare client's loop
 """
 
 import argparse
+import asyncio
 import shutil
 import statistics
 import tempfile
@@ -16,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +38,9 @@ from dc_trl.deployment.checkpoint import CheckpointWriter
 from dc_trl.deployment.client import ServerClient
 from dc_trl.deployment.policy import policy_tensors
 from dc_trl.deployment.replica import Replica
+from dc_trl.deployment.sampling import Sampling, ServerEngine
 from dc_trl.deployment.server import serve
+from dc_trl.evaluation import Benchmark, evaluate, sample_seed, tokenize_prompts
 from dc_trl.rewards import arithmetic_reward
 
 
@@ -227,12 +232,71 @@ def sync(args: argparse.Namespace) -> None:
     Console().print(table)
 
 
+def evaluation(args: argparse.Namespace) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    benchmark = Benchmark.load("arithmetic", samples=args.samples, limit=args.problems)
+    prompts = tokenize_prompts(benchmark, tokenizer, {})
+    bodies = [
+        {
+            "prompt": ids,
+            "max_tokens": args.completion_length,
+            "temperature": 0.7,
+            "seed": sample_seed(0, problem, number),
+        }
+        for problem, ids in prompts.items()
+        for number in range(args.samples)
+    ]
+    table = Table("scheme", "bare loop, tokens/s", "evaluation, tokens/s", "ratio (quartiles)")
+    for scheme in args.schemes:
+        rates: dict[str, list[float]] = {"bare": [], "evaluation": []}
+        with serve(args.model, scheme, max_model_len=args.max_model_len, report=lambda line: None) as server:
+            engine = ServerEngine(server.url)
+            for repetition in range(args.repetitions + 1):
+                ServerClient(server.url).reset_prefix_cache()
+                start = time.perf_counter()
+                tokens = asyncio.run(bare_loop(server.url, args.model, bodies))
+                bare = tokens / (time.perf_counter() - start)
+                ServerClient(server.url).reset_prefix_cache()
+                with tempfile.TemporaryDirectory() as folder:
+                    start = time.perf_counter()
+                    sampling = Sampling(args.completion_length)
+                    result = evaluate(
+                        args.model, scheme, engine, tokenizer, [benchmark], folder, sampling=sampling, progress=False
+                    ).results["arithmetic"]
+                    seconds = time.perf_counter() - start
+                if repetition > 0:
+                    rates["bare"].append(bare)
+                    rates["evaluation"].append(result.mean_tokens * len(bodies) / seconds)
+        ratios = [b / a for a, b in zip(*rates.values(), strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        shown = [f"{statistics.median(values):,.0f}" for values in rates.values()]
+        table.add_row(scheme, *shown, f"{middle:.3f} ({low:.3f} – {high:.3f})")
+    table.title = f"{args.problems} problems, {args.samples} samples each, {args.repetitions} alternating repetitions"
+    Console().print(table)
+
+
+async def bare_loop(url: str, model: str, bodies: list[dict[str, Any]], concurrency: int = 512) -> int:
+    """The least that a client can do: sends the requests and counts the tokens."""
+    pending, tokens = iter(bodies), 0
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        nonlocal tokens
+        for body in pending:
+            async with session.post(f"{url}/v1/completions", json=body | {"model": model}) as response:
+                tokens += (await response.json())["usage"]["completion_tokens"]
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        await asyncio.gather(*(work(session) for _ in range(concurrency)))
+    return tokens
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["agreement", "throughput", "sync"])
+    parser.add_argument("what", choices=["agreement", "throughput", "sync", "evaluation"])
     parser.add_argument("--model", default="dc_trl/assets/tiny_qwen3")
     parser.add_argument("--schemes", nargs="+", default=["bf16", "fp8"])
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES, help="models of sync")
+    parser.add_argument("--samples", type=int, default=4, help="samples a problem of evaluation")
     parser.add_argument("--problems", type=int, default=512)
     parser.add_argument("--completion_length", type=int, default=48)
     parser.add_argument("--max_model_len", type=int, default=256)
@@ -242,7 +306,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore")
-    {"agreement": agreement, "throughput": throughput, "sync": sync}[args.what](args)
+    {"agreement": agreement, "throughput": throughput, "sync": sync, "evaluation": evaluation}[args.what](args)
 
 
 if __name__ == "__main__":

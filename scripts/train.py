@@ -25,11 +25,15 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 from dc_trl import DCGRPOConfig, DCGRPOTrainer, DeploymentCheckpointCallback, LambdaLoggingCallback
 from dc_trl.callbacks import DEPLOYMENT_FOLDER, ConstraintProgressCallback
 from dc_trl.data.arithmetic import arithmetic_dataset
+from dc_trl.data.benchmarks import PUBLISHED, load_benchmark
+from dc_trl.data.cleaning import clean
+from dc_trl.data.dapo import load_dapo
 from dc_trl.data.prompts import describe_counts, load_prompts, load_rows
+from dc_trl.data.templates import BOXED_INSTRUCTION
 from dc_trl.deployment.server import ServerError, serve
-from dc_trl.evaluation import greedy_accuracy
 from dc_trl.report import FIGURE_FILE, HISTORY_FILE, print_summary, read_history
 from dc_trl.rewards import get_reward
+from dc_trl.training_evaluation import greedy_accuracy
 
 
 BASELINE_FILE = "before.json"
@@ -53,7 +57,10 @@ class DataArguments:
 
     dataset_name: str | None = field(
         default=None,
-        metadata={"help": "Hub id, local .json/.jsonl/.parquet/.csv file, or 'arithmetic' (made on the spot)."},
+        metadata={
+            "help": "Hub id, local .json/.jsonl/.parquet/.csv file, 'arithmetic' (made on the spot), or 'dapo' "
+            "(DAPO-Math-17K, cleaned at every start; scripts/prepare_data.py does it once)."
+        },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
     dataset_split: str = field(default="train", metadata={"help": "Split of a Hub data set."})
@@ -199,10 +206,18 @@ def load_data(data: DataArguments, args: DCGRPOConfig, tokenizer) -> tuple[Datas
         steps = args.max_steps if args.max_steps > 0 else 1000
         train = arithmetic_dataset(prompts_per_step * steps, seed=args.seed, split="train")
         return train, held_out, f"arithmetic: {len(train)} training problems"
-    rows = load_rows(data.dataset_name, data.dataset_config, data.dataset_split)
-    problems, counts = load_prompts(
-        rows, tokenizer, data.prompt_column, data.answer_column, data.instruction, data.max_prompt_length
-    )
+    if data.dataset_name == "dapo":
+        with PartialState().local_main_process_first():  # one process of a machine downloads
+            benchmarks = {name: load_benchmark(name) for name in PUBLISHED}
+            rows, _ = load_dapo()
+        rows, report = clean(rows, benchmarks)
+        if PartialState().is_main_process:
+            report.print()
+        prompt_column, answer_column, instruction = "problem", "answer", data.instruction or BOXED_INSTRUCTION
+    else:
+        rows = load_rows(data.dataset_name, data.dataset_config, data.dataset_split)
+        prompt_column, answer_column, instruction = data.prompt_column, data.answer_column, data.instruction
+    problems, counts = load_prompts(rows, tokenizer, prompt_column, answer_column, instruction, data.max_prompt_length)
     line = f"{data.dataset_name}: {describe_counts(counts)}"
     if data.eval_size == 0:
         return problems, None, line

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import random
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -115,6 +117,15 @@ class Rollouts:
             "completion_ids": completions,
             "logprobs": logprobs,
         }
+
+
+def load_script(name: str) -> ModuleType:
+    """A script of the project, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def logged(trainer: Any, name: str) -> list[float]:

@@ -60,10 +60,10 @@ def olympiad(final_answer, **fields):
         (
             "aime24",
             {"id": 3, "problem": "P?", "solution": r"\boxed{25}", "url": ""},
-            {"id": "aime24/3", "answer": "25"},
+            {"id": "aime24/3", "answer": "025"},
         ),
-        ("aime24", {"id": 3, "problem": "P?", "solution": r"so \boxed{7}", "answer": "025"}, {"answer": "25"}),
-        ("aime25", {"id": "0", "problem": "P?", "answer": "070"}, {"id": "aime25/0", "answer": "70"}),
+        ("aime24", {"id": 3, "problem": "P?", "solution": r"so \boxed{7}", "answer": "025"}, {"answer": "025"}),
+        ("aime25", {"id": "0", "problem": "P?", "answer": "070"}, {"id": "aime25/0", "answer": "070"}),
         ("amc23", {"id": 1, "question": "Q?", "answer": 27.0}, {"id": "amc23/1", "problem": "Q?", "answer": "27"}),
         ("amc23", {"problem": "Q?", "answer": -1.0}, {"id": "amc23/0", "problem": "Q?", "answer": "-1"}),
         (
@@ -292,7 +292,9 @@ def test_real_benchmarks(name, size, several):
     benchmark = load_benchmark(name, str(SHARED_DATA / FILES[name]))
     assert len(benchmark) == len(set(benchmark["id"])) == size
     assert sum(benchmark["multiple_answers"]) == several
-    if name in ("aime24", "amc23", "gsm8k"):
+    if name == "aime24":
+        assert all(re.fullmatch(r"\d{3}", answer) for answer in benchmark["answer"])
+    if name in ("amc23", "gsm8k"):
         assert all(re.fullmatch(r"-?(0|[1-9]\d*)", answer) for answer in benchmark["answer"])
 
 

@@ -40,15 +40,29 @@ def test_arithmetic_takes_the_plain_integer_only(completion, gold, expected):
         (r"\boxed{27}", "27.0", 1.0),
         (r"\boxed{25}", "025", 1.0),
         (r"\boxed{26}", "27", 0.0),
-        (r"\boxed{40+6}", "46", 1.0),  # stated in the docstring: equal in any form
+        (r"\boxed{40+6}", "46", 0.0),
+        (r"\boxed{1}, then \boxed{2}", "2", 1.0),
         ("46", "46", 0.0),
         (r"\boxed{3}", r"\boxed{3}", 1.0),
         (r"\boxed{3}", "", None),
+        ("3", "", None),
     ],
 )
 def test_math_compares_values(completion, gold, expected):
     assert math_reward([completion], [gold]) == [expected]
-    assert math_reward([[{"role": "assistant", "content": completion}]], answer=[gold]) == [expected]
+    assert math_reward([[{"role": "assistant", "content": completion}]], answer=[gold], other=[1]) == [expected]
+
+
+def test_math_reads_what_the_data_says_about_an_answer():
+    columns = {
+        "multiple_answers": [True, None, False, False],
+        "unit": [None, "cm", "cm", None],
+        "relative_tolerance": [None, 0.0, 0.0, 0.01],
+        "absolute_tolerance": [0.0, 0.5, 0.0, 0.0],
+    }
+    completions = [r"\boxed{2, 1}", r"\boxed{7.5\text{ cm}}", r"\boxed{7\text{ kg}}", r"\boxed{8.72 \times 10^8}"]
+    assert math_reward(completions, ["1,2", "7", "7", "8.7e8"], **columns) == [1.0, 1.0, 0.0, 1.0]
+    assert math_reward(completions, ["1,2", "7", "7", "8.7e8"]) == [1.0, 0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(

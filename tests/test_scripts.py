@@ -1,7 +1,6 @@
 """The scripts as a user runs them: what they make, what they refuse, and what they never overwrite."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -16,16 +15,8 @@ from trl import ModelConfig, TrlParser
 
 from dc_trl import DCGRPOConfig
 
-from .helpers import ROOT, TINY_MODEL
+from .helpers import ROOT, TINY_MODEL, load_script
 from .vllm_server import requires_vllm
-
-
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -324,14 +315,15 @@ def test_the_benchmark_compares_what_it_says(what, monkeypatch, capsys):
 
 
 @requires_vllm
-@pytest.mark.parametrize("what", ["agreement", "throughput", "sync"])
+@pytest.mark.parametrize("what", ["agreement", "throughput", "sync", "evaluation"])
 def test_the_engines_are_compared(what, monkeypatch, capsys):
     script = load_script("engines")
-    options = ["--schemes", "bf16", "--problems", "16", "--completion_length", "16", "--sizes", "0.3M", "--threads", "1"]
+    options = ["--schemes", "bf16", "--problems", "16", "--completion_length", "16", "--sizes", "0.3M"]
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "140")
-    monkeypatch.setattr(sys, "argv", ["engines.py", what, "--repetitions", "1", *options])
+    monkeypatch.setattr(sys, "argv", ["engines.py", what, "--repetitions", "1", "--threads", "1", *options])
     script.main()
     printed = capsys.readouterr().out
     rows = {"agreement": "vLLM, bf16|replica, bf16", "throughput": "vLLM, bf16|replica, bf16|model", "sync": "0.3M"}
+    rows["evaluation"] = "bf16"
     assert len(re.findall(rf"│ (?:{rows[what]}).*\d │?", printed)) == rows[what].count("|") + 1

@@ -24,11 +24,11 @@ _NUMBER = re.compile(
 
 
 def _aime(row: Row) -> MathProblem:
-    # The Hub's 2024 rows hold the answer in the solution's box; other files have "025" for 25.
+    # The Hub's 2024 rows hold the answer in the solution's box. The contest writes three digits, models both.
     answer = text_answer(row.get("answer")) or last_boxed(field_of(row, "solution"))
     return MathProblem(
         problem=field_of(row, "problem", "question"),
-        answer=str(int(answer)) if answer.isdecimal() else answer,
+        answer=answer.zfill(3) if answer.isdecimal() else answer,
         own_id=own_id(row, "id"),
     )
 

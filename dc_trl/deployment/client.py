@@ -10,11 +10,7 @@ import requests
 from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
 
-from .server import ServerError, is_cpu
-
-
-class ServerUnavailableError(ServerError):
-    """The server cannot be reached, did not answer in time, or failed: trying again may help."""
+from .server import ServerError, ServerUnavailableError, is_cpu
 
 
 class ServerClient(VLLMClient):

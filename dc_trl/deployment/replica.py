@@ -1,5 +1,7 @@
 """In-process replica of the policy in its deployment scheme: samples, and says with which log-probabilities."""
 
+from collections.abc import Sequence
+
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 from compressed_tensors.quantization.utils import calculate_range
@@ -147,7 +149,11 @@ class Replica:
 
     @torch.inference_mode()
     def generate(
-        self, prompt_ids: list[list[int]], generation_config: GenerationConfig, temperature: float
+        self,
+        prompt_ids: list[list[int]],
+        generation_config: GenerationConfig,
+        temperature: float,
+        logits_processor: Sequence[LogitsProcessor] = (),
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Samples one completion for each prompt.
 
@@ -155,6 +161,7 @@ class Replica:
             prompt_ids: token ids of each prompt, not padded.
             generation_config: with `pad_token_id` and `eos_token_id` (a list of ids) set.
             temperature: at which the log-probabilities are taken, above 0.
+            logits_processor: applied to the scores after those of `generation_config`.
 
         Returns:
             Token ids of each completion, up to and with the first end-of-sequence token, and their log-probabilities
@@ -172,7 +179,7 @@ class Replica:
             input_ids=input_ids,
             attention_mask=attention_mask,
             generation_config=generation_config,
-            logits_processor=LogitsProcessorList([recorder]),
+            logits_processor=LogitsProcessorList([recorder, *logits_processor]),
         )
         logps = recorder.finish(sequences)
         if self._activations is not None:

@@ -43,6 +43,10 @@ class ServerError(RuntimeError):
     """The vLLM server cannot do what training needs of it; the message says why, and what to do."""
 
 
+class ServerUnavailableError(ServerError):
+    """The server cannot be reached, did not answer in time, or failed: trying again may help."""
+
+
 def vllm_version() -> str:
     """Version of the installed vLLM, with "+cpu" at its end in a CPU build.
 
@@ -72,7 +76,7 @@ class VLLMServer:
         port: 0 for a free one.
         max_model_len: longest prompt and completion together, in tokens; the model's own limit by default.
         start_timeout: seconds to wait for the server to be up.
-        log_path: file for the server's output; one in the directory for temporary files by default.
+        log_path: file that the server's output is appended to; one in the directory for temporary files by default.
         options: further options of `vllm serve`.
         environment: further environment variables of the server, CUDA_VISIBLE_DEVICES for example.
         report: takes a line about what is happening now and then; `print` by default.
@@ -104,6 +108,7 @@ class VLLMServer:
         self._start_timeout = start_timeout
         self._report = report
         self._watchdog: subprocess.Popen[bytes] | None = None
+        self._log_begin = 0  # of the present server, behind the earlier ones of this file
         self.environment = {"VLLM_SERVER_DEV_MODE": "1"}  # the endpoints that take new weights
         if on_cpu:
             self.environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
@@ -118,8 +123,14 @@ class VLLMServer:
         if max_model_len is not None:
             self.arguments += ["--max-model-len", str(max_model_len)]
         if on_cpu:
-            # Compiling takes minutes there, and the engine's own reload leaves packed weights behind.
-            self.arguments += ["--enforce-eager", "--worker-extension-cls", CPU_EXTENSION]
+            # Compiling takes minutes there, and the engine's own reload leaves packed weights behind. A prompt read in
+            # chunks ends the engine when its request has a seed (vLLM 0.31: "CPU Generator does not use offset").
+            self.arguments += [
+                "--enforce-eager",
+                "--no-enable-chunked-prefill",
+                "--worker-extension-cls",
+                CPU_EXTENSION,
+            ]
         else:
             self.arguments += ["--weight-transfer-config", '{"backend": "nccl"}']  # for TRL's stream
         self.arguments += options
@@ -152,7 +163,8 @@ class VLLMServer:
         self.stop()  # what is left of an earlier one
         self._report(f"starting {self.command}\n(log: {self.log_path})")
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *self.arguments]
-        with self.log_path.open("wb") as log:
+        with self.log_path.open("ab") as log:
+            self._log_begin = log.tell()
             self._watchdog = subprocess.Popen(
                 [sys.executable, str(_WATCHDOG), str(_GRACE), *command],
                 env=os.environ | self.environment,
@@ -204,7 +216,7 @@ class VLLMServer:
 
     def last_error(self) -> str:
         """The line of the server's log that says best why it died."""
-        lines = self.log_path.read_text(errors="replace").splitlines()
+        lines = self.log_path.read_bytes()[self._log_begin :].decode(errors="replace").splitlines()
         # Each process of vLLM puts its name and the place in its source before what it says.
         lines = [re.sub(r"^\((\w|-)+ pid=\d+\) (ERROR \S+ \S+ \[.*?\] ?)?", "", line).strip() for line in lines]
         errors = [

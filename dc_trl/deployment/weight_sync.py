@@ -18,9 +18,9 @@ from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
 from .checkpoint import CheckpointWriter, lock_folder, remove_if_abandoned
-from .client import ServerClient, ServerUnavailableError
+from .client import ServerClient
 from .policy import policy_tensors
-from .server import ServerError, check_server, is_local
+from .server import ServerError, ServerUnavailableError, check_server, is_local
 
 
 logger = get_logger(__name__)

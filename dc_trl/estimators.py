@@ -1,0 +1,147 @@
+"""What several sampled answers to each of many problems say: avg@k, pass@k, maj@k, their errors, and differences.
+
+Problems are the independent units: the samples of one problem share its difficulty. So standard errors are those of
+the mean over problems (clustered by problem), and the bootstrap draws whole problems.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+RESAMPLES = 10_000
+_CHUNK = 1_000  # resamples at a time, which bounds memory
+
+
+class Estimate(NamedTuple):
+    """A mean over problems: its standard error (None for a single problem), 95 % bootstrap interval, problems."""
+
+    value: float
+    standard_error: float | None
+    low: float
+    high: float
+    problems: int
+
+
+class Difference(NamedTuple):
+    """How much higher the second of two mean values is; `p_value` is two-sided, for "there is no difference"."""
+
+    value: float
+    standard_error: float | None
+    low: float
+    high: float
+    p_value: float
+    problems: int
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Probability that at least one of k samples is right, estimated without bias from more of them.
+
+    Equation 1 of "Evaluating Large Language Models Trained on Code" (arXiv 2107.03374).
+
+    Args:
+        samples: samples of the problem, at least k.
+        correct: how many of them are right.
+        k: samples that count, at least 1.
+
+    Raises:
+        ValueError: k or correct is out of range.
+    """
+    if not 1 <= k <= samples:
+        raise ValueError(f"k={k} is invalid with {samples} samples: use 1 to {samples}.")
+    if not 0 <= correct <= samples:
+        raise ValueError(f"correct={correct} is invalid with {samples} samples: use 0 to {samples}.")
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
+    """Probability that the answer with most votes is right.
+
+    Args:
+        answers: canonical answer of each sample; None does not vote.
+        correct: whether each is right.
+
+    Returns:
+        0 or 1, or between where several answers share the most votes, among which the draw is fair; 0 without votes.
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    winners = {answer for answer, count in votes.items() if count == most}
+    verdicts = [right for answer, right in zip(answers, correct, strict=True) if answer in winners]
+    return sum(verdicts) / len(verdicts)
+
+
+def mean_estimate(values: Sequence[float], seed: int = 0) -> Estimate:
+    """Mean over problems of one value for each, with its errors.
+
+    Args:
+        values: one for each problem, at least one.
+        seed: of the bootstrap.
+    """
+    return macro_estimate([values], seed)
+
+
+def macro_estimate(benchmarks: Sequence[Sequence[float]], seed: int = 0) -> Estimate:
+    """Unweighted mean over benchmarks of the means over their problems, as the papers' "Avg." column.
+
+    Args:
+        benchmarks: for each benchmark one value for each problem.
+        seed: of the bootstrap, which draws problems within each benchmark.
+
+    Raises:
+        ValueError: there is no benchmark, or one without problems.
+    """
+    value, error, means = _bootstrap(benchmarks, seed)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Estimate(value, error, float(low), float(high), sum(map(len, benchmarks)))
+
+
+def paired_difference(
+    first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], seed: int = 0
+) -> Difference:
+    """Second minus first, on the same problems; over several benchmarks the mean of their differences.
+
+    The p-value is that of the paired bootstrap: how often the mean of resampled problems lies at least as far from the
+    observed difference as the observed difference lies from zero.
+
+    Args:
+        first, second: for each benchmark one value for each problem, in the same order.
+        seed: of the bootstrap.
+
+    Raises:
+        ValueError: the problems do not match.
+    """
+    if [len(values) for values in first] != [len(values) for values in second]:
+        raise ValueError("The two evaluations have other numbers of problems: compare them on the same ones.")
+    differences = [[b - a for a, b in zip(*values, strict=True)] for values in zip(first, second, strict=True)]
+    value, error, means = _bootstrap(differences, seed)
+    low, high = np.quantile(means, [0.025, 0.975])
+    # The observed sample is one of the possible ones; the margin is for sums in another order.
+    extreme = 1 + int((np.abs(means - value) >= abs(value) - 1e-12).sum())
+    p_value = extreme / (len(means) + 1)
+    return Difference(value, error, float(low), float(high), p_value, sum(map(len, differences)))
+
+
+def _bootstrap(strata: Sequence[Sequence[float]], seed: int) -> tuple[float, float | None, NDArray[np.float64]]:
+    """Mean of the strata's means, its standard error, and the same mean of resampled problems."""
+    if not strata or not all(strata):
+        raise ValueError("An estimate needs at least one problem of each benchmark.")
+    rng = np.random.default_rng(seed)
+    arrays = [np.asarray(values, dtype=np.float64) for values in strata]
+    value = float(np.mean([values.mean() for values in arrays]))
+    error = None
+    if all(len(values) > 1 for values in arrays):
+        error = math.sqrt(sum(values.var(ddof=1) / len(values) for values in arrays)) / len(arrays)
+    means = np.zeros(RESAMPLES)
+    for values in arrays:
+        size = len(values)
+        for start in range(0, RESAMPLES, _CHUNK):
+            drawn = rng.integers(size, size=(min(_CHUNK, RESAMPLES - start), size))
+            means[start : start + len(drawn)] += values[drawn].mean(1) / len(arrays)
+    return value, error, means

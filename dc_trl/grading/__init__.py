@@ -1,0 +1,12 @@
+r"""Whether a boxed answer equals a gold answer, decided safely. What counts as correct: docs/grading.md.
+
+`text` (LaTeX to plain spelling) → `literals` (numbers and units) → `expressions` (math-verify) → `answers` (lists,
+intervals, matrices; the verdict) → `pool` (worker processes with limits).
+"""
+
+from .answers import Gold, Verdict, grade, is_gradable
+from .pool import Grader
+from .text import extract_answer
+
+
+__all__ = ["Gold", "Grader", "Verdict", "extract_answer", "grade", "is_gradable"]

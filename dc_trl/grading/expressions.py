@@ -1,0 +1,171 @@
+r"""What is no plain number: read and compared by math-verify, with arithmetic that an answer leaves undone counted."""
+
+import logging
+import math
+import re
+from functools import lru_cache
+from random import Random
+
+import sympy
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import LatexExtractionConfig, parse, verify
+from sympy import Add, Basic, Float, Integral, Limit, MatrixBase, Mul, Pow, Product, Rational, Sum
+from sympy.core.function import AppliedUndef
+from sympy.functions.combinatorial.factorials import CombinatorialFunction
+
+
+# It warns that its own timeouts are off: they are signals, which work in no thread. Workers have limits of their own.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+_CONFIG = LatexExtractionConfig(
+    boxed_match_priority=-1,
+    normalization_config=NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+    ),
+)
+# What latex2sympy cannot read, under a name that it can; the same in gold and answer.
+_NAMES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in {
+        r"(?<![A-Za-z\\])np\.(?=[a-z])": "",
+        r"(?<![A-Za-z\\])(arcsin|arccos|arctan|sin|cos|tan|ln|log|exp)\s*(?=\()": r"\\\1",
+        r"(?<![A-Za-z\\])pi(?![A-Za-z])": r"\\pi ",
+        r"(?<![A-Za-z\\])E\s*_": r"\\Upsilon_",
+        r"\\hbar(?![A-Za-z])": r"\\Xi ",
+        r"\\odot(?![A-Za-z])": "o",
+        r"\[": "(",
+        r"\]": ")",
+    }.items()
+]
+_HEAVY = re.compile(r"\\(?:int|sum|prod|lim|iint|oint)(?![a-zA-Z])")
+_POWER_TOWER = re.compile(r"\^\s*\{[^{}]*\^|\^\s*[^\s{]\s*\^|\}\s*\^|\^\s*\{?\s*[+-]?\s*\d{5,}")
+_FACTORIAL = re.compile(r"\d{4,}\s*[)}]*\s*!|!\s*[)}]*\s*!")
+
+
+# A derivative of a symbol would be evaluated to 0: `m v' + b v = f` would equal `b v = f`.
+_BRACED = r"(?:[^{}]|\{[^{}]*\})*\}"
+_DERIVATIVE = re.compile(rf"\\frac\s*\{{\s*d[^A-Za-z\\]*(?:\^[^A-Za-z]*)?\s*\\?[A-Za-z]{_BRACED}\s*\{{\s*d{_BRACED}")
+
+
+@lru_cache(maxsize=256)
+def parse_expression(text: str) -> Basic | MatrixBase | None:
+    """The unevaluated expression, None where math-verify cannot read it."""
+    text = _DERIVATIVE.sub(lambda match: f"\\Psi_{{{re.sub(r'[^A-Za-z0-9]', '', match[0][5:])}}}", text)
+    for pattern, replacement in _NAMES:
+        text = pattern.sub(replacement, text)
+    parsed = parse(f"${text}$", extraction_config=[_CONFIG], fallback_mode="no_fallback", parsing_timeout=None)
+    return parsed[0] if parsed and not isinstance(parsed[0], str) else None
+
+
+def is_expensive(text: str, gold: str) -> bool:
+    """Whether an answer computes what the gold answer does not: sums, towers of powers, huge powers and factorials."""
+    return any(form.search(text) and not form.search(gold) for form in (_HEAVY, _POWER_TOWER, _FACTORIAL))
+
+
+def exact(expression: Basic | MatrixBase) -> Basic | MatrixBase:
+    """With decimals as fractions: math-verify would round them to six places, and 1e-8 is not 0."""
+    return expression.xreplace({number: Rational(str(number)) for number in expression.atoms(Float)})
+
+
+def equal(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool:
+    """Whether math-verify finds two expressions equal, without the answer leaving more undone than the gold."""
+    if undone(answer) > undone(gold):
+        return False
+    gold, answer = exact(gold), exact(answer)
+    if isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq):
+        return _same_equation(gold, answer)
+    if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr):
+        ratios = [_ratio(gold, answer, point) for point in range(2)]
+        if any(ratio is not None and abs(ratio - 1) > 1e-6 for ratio in ratios):
+            return False  # math-verify would take seconds to find no way from one to the other
+    return verify(gold, answer, timeout_seconds=None)
+
+
+def _same_equation(gold: sympy.Eq, answer: sympy.Eq) -> bool:
+    """Whether the sides' differences are the same up to a constant factor, at three points."""
+    ratios: list[complex] = []
+    for point in range(3):
+        ratio = _ratio(gold.lhs - gold.rhs, answer.lhs - answer.rhs, point)
+        if ratio is None:
+            return gold == answer
+        ratios.append(ratio)
+    return ratios[0] != 0 and all(abs(ratio - ratios[0]) <= 1e-9 * abs(ratios[0]) for ratio in ratios)
+
+
+def _ratio(gold: sympy.Expr, answer: sympy.Expr, point: int) -> complex | None:
+    """Their ratio where every symbol has a value of its own (integers for i to n); None where there is none."""
+    values = []
+    for expression in (gold, answer):
+        functions = {node: sympy.Symbol(str(node), real=True) for node in expression.atoms(AppliedUndef)}
+        expression = expression.xreplace(functions)
+        value = sympy.N(expression.xreplace({symbol: _at(symbol.name, point) for symbol in expression.free_symbols}))
+        if not (value.is_number and value.is_finite):
+            return None
+        values.append(complex(value))
+    return values[0] / values[1] if values[1] else None if not values[0] else complex("inf")
+
+
+def _at(name: str, point: int) -> Rational:
+    random = Random(f"{name} {point}")
+    return Rational(random.randint(3, 11)) if name in tuple("ijkmn") else Rational(random.randint(50, 400), 101)
+
+
+def within(gold: Basic | MatrixBase, answer: Basic | MatrixBase, relative: float, absolute: float) -> bool:
+    """Whether two constants differ by no more than the tolerance."""
+    if not all(isinstance(value, sympy.Expr) and value.is_number for value in (gold, answer)):
+        return False
+    difference, size = abs(sympy.N(gold - answer)), abs(sympy.N(gold))
+    return bool(difference <= max(absolute, relative * size))
+
+
+def undone(expression: Basic | MatrixBase) -> int:
+    r"""How often arithmetic is left to do: `40+6`, `2x+3x`, `3\cdot4`, `2^{10}`, `\sqrt{144}`, `10!`, `\int x dx`."""
+    return sum(bool(_is_undone(node)) for node in sympy.preorder_traversal(expression))
+
+
+def _is_undone(node: Basic) -> bool:
+    if isinstance(node, Add):
+        return len(Add.make_args(Add(*node.args))) < len(node.args)
+    if isinstance(node, Mul):
+        return _is_undone_product(node)
+    if isinstance(node, Pow):
+        base, exponent = node.args
+        if not (base.is_Rational and exponent.is_Rational):
+            return isinstance(base, Add) and exponent.is_Integer and exponent > 1 and _is_constant(base)
+        if exponent.is_Integer:
+            return abs(exponent) != 1
+        return exponent.q <= 100 and abs(base.p * base.q) < 10**100 and Pow(base, Rational(1, exponent.q)).is_Rational
+    if isinstance(node, (Sum, Product, Integral, Limit)):
+        return True
+    if isinstance(node, sympy.Function) and not node.free_symbols:
+        return isinstance(node, CombinatorialFunction) or bool(node.doit().is_Rational)
+    return False
+
+
+def _is_undone_product(node: Mul) -> bool:
+    factors = list(_factors(node))
+    tops = [number.p for number in factors if number.is_Rational and abs(number.p) != 1]
+    bottoms = [number.q for number in factors if number.is_Rational and number.q != 1]
+    for factor in factors:
+        if isinstance(factor, Pow) and factor.args[1] == -1 and factor.args[0].is_Integer:
+            bottoms.append(factor.args[0])
+        elif factor.is_Float:
+            tops.append(factor)
+    if len(tops) > 1 or len(bottoms) > 1:
+        return True
+    if tops and bottoms and not tops[0].is_Float and math.gcd(int(tops[0]), int(bottoms[0])) > 1:
+        return True
+    sums = [factor for factor in factors if isinstance(factor, Add)]
+    return len(sums) > 1 and all(map(_is_constant, sums))
+
+
+def _factors(node: Basic):
+    for factor in node.args:
+        if isinstance(factor, Mul):
+            yield from _factors(factor)
+        else:
+            yield factor
+
+
+def _is_constant(node: Basic) -> bool:
+    return all(symbol.name == "i" for symbol in node.free_symbols)

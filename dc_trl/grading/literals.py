@@ -1,0 +1,176 @@
+r"""Numbers with nothing left to compute: `-3`, `1,000`, `0.5`, `\frac{1}{2}`, `8.7e8`, `90^\circ`."""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+
+MAX_EXPONENT = 400
+
+_DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
+_SIGNED = rf"[+-]?\s*{_DECIMAL}"
+_EXPONENT = r"\^\s*(?:\{\s*([+-]?\s*\d+)\s*\}|([+-]?\d+))"
+_ARGUMENT = rf"(?:\{{\s*({_SIGNED})\s*\}}|(\d))"
+_FRACTION = rf"(?:\\frac\s*{_ARGUMENT}\s*{_ARGUMENT}|({_DECIMAL})\s*/\s*({_DECIMAL}))"
+# ASCII: 𝟒 is a digit too, but in no answer that means to be read.
+_SIGN_FORM = re.compile(r"\s*([+-]?)\s*(?:\\usd\s*([+-]?)\s*)?")
+_MIXED_FORM = re.compile(rf"(\d+)(?:\s*(?=\\frac)|\s+){_FRACTION}", re.ASCII)
+_FRACTION_FORM = re.compile(_FRACTION, re.ASCII)
+_SCIENTIFIC_FORM = re.compile(
+    rf"({_DECIMAL})\s*(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*|x)\s*10\s*{_EXPONENT})", re.ASCII
+)
+_POWER_OF_TEN_FORM = re.compile(rf"10\s*{_EXPONENT}", re.ASCII)
+_DECIMAL_FORM = re.compile(_DECIMAL, re.ASCII)
+
+_UNIT_TEXT = r"\\(?:text|textrm|textbf|textit|mathrm|mbox|operatorname|rm)\s*\{(?:[^{}]|\{[^{}]*\})*\}"
+_UNIT = re.compile(
+    rf"(?:\s?(?:/|\\cdot|\*)?\s?(?:{_UNIT_TEXT}|\\(?:usd|Omega|mu|AA|ohm)(?![a-zA-Z])|[ÅΩµμ]|[A-Za-z]{{2,}}(?![A-Za-z]))"
+    r"(?:\s?\^\s?(?:\{\s?[+-]?\d\s?\}|-?\d))?)+"
+)
+_DEGREE = re.compile(r"\s?\^\\circ\s?(?:\\(?:text|mathrm)\s*\{\s*([A-Za-z]*)\s*\}|([CF]))?")
+_BASE = re.compile(r"\s?_\s?(?:\{\s?(\d+)\s?\}|(\d))")
+# What is no unit but changes the number, or makes it another one.
+_NO_UNIT = re.compile(
+    r"hundred|thousand|million|billion|trillion|dozen|\d{2}|[=+]"
+    r"|(?<![A-Za-z])(?:pi|sqrt|sin|cos|tan|log|ln|exp|plus|minus|times|over|squared|cubed|factorial|choose)(?![A-Za-z])"
+)
+_UNIT_NAMES = {
+    name: names[0]
+    for names in (
+        ("degree", "deg"),
+        ("dollar", "usd"),
+        ("%", "percent", "pct"),
+        ("m", "meter", "metre"),
+        ("cm", "centimeter", "centimetre"),
+        ("mm", "millimeter", "millimetre"),
+        ("km", "kilometer", "kilometre"),
+        ("inch", "inche", "in"),
+        ("foot", "feet", "ft"),
+        ("second", "sec", "s"),
+        ("minute", "min"),
+        ("hour", "hr", "h"),
+        ("g", "gram"),
+        ("kg", "kilogram"),
+    )
+    for name in names
+}
+
+
+@dataclass(frozen=True)
+class Literal:
+    """A number with nothing left to compute.
+
+    Attributes:
+        value: without its unit: 50 for 50 %.
+        unit: one spelling for each unit; "" where none is written.
+        finished: written to the end: lowest terms, no leading zeros, a mantissa of at least 1 and below 10.
+        scientific: written with a power of ten.
+        misspelled: not finished in a way that no scientific notation excuses: `047`, `2/4`.
+    """
+
+    value: Fraction
+    unit: str = ""
+    finished: bool = True
+    scientific: bool = False
+    misspelled: bool = False
+
+
+def parse_literal(text: str) -> Literal | None:
+    r"""The number that a cleaned text is, None for everything else, such as `40+6`, `2^{10}`, `5 million` or `x`."""
+    prefix = _SIGN_FORM.match(text)
+    assert prefix is not None  # all of it is optional
+    if prefix[1] and prefix[2]:
+        return None
+    body = text[prefix.end() :]
+    for form, read in _FORMS:
+        if (match := form.match(body)) and (unit := parse_unit(body[match.end() :])) is not None:
+            literal = read(match)
+            if literal is None:
+                return None
+            if prefix[2] is not None:
+                unit = unit or "dollar"
+            value = -literal.value if "-" in (prefix[1], prefix[2]) else literal.value
+            return Literal(value, unit, literal.finished, literal.scientific, literal.misspelled)
+    return None
+
+
+def parse_unit(text: str) -> str | None:
+    """One spelling of what follows a number: a unit, a degree sign, `%`, a base; "" for nothing, None for no unit."""
+    stripped = text.strip()
+    if not stripped:
+        return ""
+    if stripped == "%":
+        return "%"
+    if match := _BASE.fullmatch(text):
+        return f"base {match[1] or match[2]}"
+    if match := _DEGREE.fullmatch(text):
+        return f"degree{match[1] or match[2] or ''}".lower().removesuffix("s")
+    # A bare word that is no known unit needs a space: `2ab` is a product, as `2*ab` is.
+    word = re.match(r"[A-Za-z]*", text)
+    if word and word[0] and word[0].lower() not in _UNIT_NAMES:
+        return None
+    if re.match(r"/|\*|\\cdot", stripped) or not _UNIT.fullmatch(text) or _NO_UNIT.search(text):
+        return None
+    plain = re.sub(r"\\(?:text|textrm|textbf|textit|mathrm|mbox|operatorname|rm|cdot)(?![a-zA-Z])|[{}~*]", " ", text)
+    words = re.findall(r"[^\W\d_]+|\^\s*-?\d|/|%", plain.lower())
+    return " ".join(_UNIT_NAMES.get(word.removesuffix("s") or "s", word.removesuffix("s") or "s") for word in words)
+
+
+def _number(text: str) -> Fraction:
+    return Fraction(text.replace(",", "").replace(" ", "").removesuffix("."))
+
+
+def _has_leading_zeros(text: str) -> bool:
+    return re.match(r"[+-]?\s*0\d", text) is not None
+
+
+def _read_fraction(match: re.Match[str], first: int = 1) -> Literal | None:
+    groups = match.groups()[first - 1 :]
+    numerator, denominator = (
+        next(g for g in pair if g) for pair in (groups[0:2] + groups[4:5], groups[2:4] + groups[5:6])
+    )
+    top, bottom = _number(numerator), _number(denominator)
+    if bottom == 0:
+        return None
+    value = top / bottom
+    lowest = abs(top) == abs(value.numerator) and abs(bottom) == value.denominator > 1
+    misspelled = not lowest or _has_leading_zeros(numerator) or _has_leading_zeros(denominator)
+    return Literal(value, finished=not misspelled, misspelled=misspelled)
+
+
+def _read_mixed(match: re.Match[str]) -> Literal | None:
+    fraction = _read_fraction(match, first=2)
+    if fraction is None or not 0 < fraction.value < 1:
+        return None
+    misspelled = fraction.misspelled or match[1].startswith("0")
+    return Literal(int(match[1]) + fraction.value, finished=not misspelled, misspelled=misspelled)
+
+
+def _read_scientific(match: re.Match[str]) -> Literal | None:
+    exponent = int(next(group for group in match.groups()[1:] if group).replace(" ", ""))
+    if abs(exponent) > MAX_EXPONENT:
+        return None
+    mantissa = _number(match[1])
+    misspelled = _has_leading_zeros(match[1])
+    return Literal(mantissa * Fraction(10) ** exponent, "", not misspelled and 1 <= mantissa < 10, True, misspelled)
+
+
+def _read_power_of_ten(match: re.Match[str]) -> Literal | None:
+    exponent = int((match[1] or match[2]).replace(" ", ""))
+    return (
+        Literal(Fraction(10) ** exponent, finished=False, scientific=True) if abs(exponent) <= MAX_EXPONENT else None
+    )
+
+
+def _read_decimal(match: re.Match[str]) -> Literal:
+    misspelled = _has_leading_zeros(match[0])
+    return Literal(_number(match[0]), finished=not misspelled, misspelled=misspelled)
+
+
+_FORMS = [
+    (_MIXED_FORM, _read_mixed),
+    (_FRACTION_FORM, _read_fraction),
+    (_SCIENTIFIC_FORM, _read_scientific),
+    (_POWER_OF_TEN_FORM, _read_power_of_ten),
+    (_DECIMAL_FORM, _read_decimal),
+]

@@ -1,0 +1,128 @@
+r"""The text of an answer: found in a completion, and spelled in one way."""
+
+import re
+
+
+MAX_TEXT = 1_000_000  # characters at the end of a completion in which a box is looked for
+MAX_ANSWER = 1_000  # characters; the longest gold answer of the six benchmarks has 171
+MAX_DEPTH = 24  # open brackets at once
+MAX_DIGITS = 400  # digits in a row
+
+# Bounded, so that a million backslashes take no more than a million steps. Some models escape the command twice.
+_TOKEN = re.compile(r"\\{1,2}(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_DIGITS = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
+
+# What else writes the same thing. `\\` separates the rows of a matrix and is never the start of a command.
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{\s*,\s*\}|,?\\[,;:!]\s*|\\ |[\u2009\u202f~])(?=\d{3}(?!\d))")
+_SPACE = re.compile(r"(\\\\)|\\!\s*|\\[,;: ]|\\q?quad(?![a-zA-Z])|~")
+_DELIMITER = re.compile(r"(\\\\)|\\[()\[\]]|(?<!\\)\$")
+_LAYOUT = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)(?![a-zA-Z])\.?")
+_SPELLINGS = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in {
+        r"\\[dtc]frac(?![a-zA-Z])": r"\\frac",
+        r"\\(le|ge|ne)q(?![a-zA-Z])": r"\\\1",
+        r"\\lbrace(?![a-zA-Z])": r"\\{",
+        r"\\rbrace(?![a-zA-Z])": r"\\}",
+        r"\\%": "%",
+        r"\\\$": r"\\usd ",
+        r"\s*(?:\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![a-zA-Z])|\\degree(?![a-zA-Z])|°)": r"^\\circ",
+        "[−–]": "-",
+        "×": r"\\times ",
+        "[·⋅]": r"\\cdot ",
+        "±": r"\\pm ",
+        "∞": r"\\infty ",
+        "π": r"\\pi ",
+        "≤": r"\\le ",
+        "≥": r"\\ge ",
+        "∪": r"\\cup ",
+        "∈": r"\\in ",
+        r"\\(?:approx|simeq)(?![a-zA-Z])|≈": "=",
+        r"\s+": " ",
+    }.items()
+]
+_WRAPPED = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|boxed|fbox)\s*\{(.*)\}|\{(.*)\}", re.DOTALL)
+_WRAPPED_NUMBER = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^a-zA-Z{}]*)\}")
+
+
+def extract_answer(text: str) -> str | None:
+    r"""Content of the last balanced `\boxed{...}` or `\fbox{...}`, None if there is none.
+
+    Boxes end where they close, so of nested boxes the outer one is last. Only the last million characters count.
+    """
+    answer: tuple[int, int] | None = None
+    opened: list[int | None] = []  # for each open brace where its box's content starts, None where it is no box's
+    text = text[-MAX_TEXT:]
+    if "box" not in text:
+        return None
+    for token in _TOKEN.finditer(text):
+        if token[0] == "}":
+            start = opened.pop() if opened else None
+            if start is not None:
+                answer = (start, token.start())
+        elif token[0][-1] == "{" and "box" in token[0]:
+            opened.append(token.end())
+        elif token[0] == "{":
+            opened.append(None)
+    return text[slice(*answer)].strip() if answer else None
+
+
+def is_reasonable(answer: str) -> bool:
+    """Whether an answer can be one at all: not empty, megabytes, control characters, deep or endless digits."""
+    if not answer.strip() or len(answer) > MAX_ANSWER or _CONTROL.search(answer) or _DIGITS.search(answer):
+        return False
+    depth = 0
+    for character in answer:
+        depth += (character in "([{") - (character in ")]}")
+        if depth > MAX_DEPTH:
+            return False
+    return True
+
+
+def clean(latex: str) -> str:
+    r"""One spelling: no layout, spacing, math delimiters or thousands separators that are certain (`1{,}000`)."""
+    text = _THOUSANDS.sub("", latex)
+    text = _SPACE.sub(lambda match: match[1] or ("" if match[0].startswith("\\!") else " "), text)
+    text = _DELIMITER.sub(lambda match: match[1] or "", text)
+    text = _LAYOUT.sub("", text)
+    for pattern, replacement in _SPELLINGS:
+        text = pattern.sub(replacement, text)
+    return unwrap(text.strip().rstrip(".,;").strip())
+
+
+def unwrap(text: str) -> str:
+    """Without the fonts, boxes and braces that hold the whole of it."""
+    while match := _WRAPPED.fullmatch(text) or _WRAPPED_NUMBER.fullmatch(text):
+        inner = next(group for group in match.groups() if group is not None).strip()
+        if not _balanced(inner):
+            break
+        text = inner
+    return text
+
+
+def _balanced(text: str) -> bool:
+    depth = 0
+    for token in re.finditer(r"\\.|[{}]", text):
+        depth += (token[0] == "{") - (token[0] == "}")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def squash(text: str) -> str:
+    """Without spaces, to compare spellings; those between digits stay, `4 6` is not 46."""
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
+
+
+def split(text: str, separators: str) -> list[str]:
+    """Parts between separators (single characters) that stand outside all brackets."""
+    parts, depth, start = [], 0, 0
+    for token in re.finditer(rf"\\.|[()\[\]{{}}{re.escape(separators)}]", text):
+        character = token[0][-1]
+        if token[0] in separators and depth == 0:
+            parts.append(text[start : token.start()].strip())
+            start = token.end()
+        elif len(token[0]) == 1 or character in "{}":
+            depth += (character in "([{") - (character in ")]}")
+    return [*parts, text[start:].strip()]

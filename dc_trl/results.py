@@ -1,0 +1,157 @@
+"""What came out of an evaluation: by benchmark and over all, saved, loaded, and compared with another one."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .estimators import (
+    Difference,
+    Estimate,
+    macro_estimate,
+    majority_at_k,
+    mean_estimate,
+    paired_difference,
+    pass_at_k,
+)
+from .samples import Sample
+
+
+class BenchmarkResult(NamedTuple):
+    """Results on one benchmark. `per_problem` holds each problem's mean over its k samples, by id."""
+
+    benchmark: str
+    samples: int  # k
+    avg: Estimate  # avg@k
+    pass_at: dict[int, Estimate]  # k' → pass@k' for the powers of 2 up to k, and k
+    maj: Estimate  # maj@k
+    truncated: float  # part of the samples that the token limit cut off
+    mean_tokens: float
+    ungraded: list[str]  # problems whose gold answer cannot be graded; they count nowhere
+    per_problem: dict[str, float]
+
+
+class Evaluation(NamedTuple):
+    """Results of one model in one deployment scheme; `settings` are what they depend on."""
+
+    model: str
+    scheme: str
+    settings: dict[str, Any]
+    results: dict[str, BenchmarkResult]
+    average: Estimate  # of avg@k over the benchmarks
+
+    @classmethod
+    def of(cls, model: str, scheme: str, settings: dict[str, Any], results: Sequence[BenchmarkResult]) -> "Evaluation":
+        """An evaluation with the average over its results."""
+        average = macro_estimate([list(result.per_problem.values()) for result in results])
+        return cls(model, scheme, settings, {result.benchmark: result for result in results}, average)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it as JSON."""
+        tree = self._asdict() | {
+            "results": {
+                name: result._asdict()
+                | {
+                    "avg": result.avg._asdict(),
+                    "maj": result.maj._asdict(),
+                    "pass_at": {k: estimate._asdict() for k, estimate in result.pass_at.items()},
+                }
+                for name, result in self.results.items()
+            },
+            "average": self.average._asdict(),
+        }
+        path = Path(path)
+        unfinished = path.with_name(f".{path.name}.tmp")
+        unfinished.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n")
+        os.replace(unfinished, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Evaluation":
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: there is no such file, or it is none of an evaluation.
+        """
+        try:
+            tree = json.loads(Path(path).read_text())
+            results = {
+                name: BenchmarkResult(
+                    **result
+                    | {
+                        "avg": Estimate(**result["avg"]),
+                        "maj": Estimate(**result["maj"]),
+                        "pass_at": {int(k): Estimate(**value) for k, value in result["pass_at"].items()},
+                    }
+                )
+                for name, result in tree["results"].items()
+            }
+            return cls(**tree | {"results": results, "average": Estimate(**tree["average"])})
+        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} holds no results of an evaluation ({type(error).__name__}: {error}).") from error
+
+
+def benchmark_result(
+    name: str, problems: Sequence[str], k: int, samples: Mapping[tuple[str, int], Sample]
+) -> BenchmarkResult:
+    """Results from the first k samples of every problem.
+
+    Args:
+        name: of the benchmark.
+        problems: their ids.
+        k: samples of each that count.
+        samples: by problem and number, all from 0 to k − 1.
+
+    Raises:
+        ValueError: no gold answer can be graded.
+        KeyError: a sample is missing.
+    """
+    groups = {problem: [samples[problem, number] for number in range(k)] for problem in problems}
+    ungraded = [problem for problem, group in groups.items() if group[0].correct is None]
+    graded = [group for problem, group in groups.items() if problem not in set(ungraded)]
+    if not graded:
+        raise ValueError(f"benchmark {name!r}: none of the gold answers can be graded.")
+    right = [sum(bool(sample.correct) for sample in group) for group in graded]
+    sizes = sorted({2**power for power in range(k.bit_length())} | {k})
+    every = [sample for group in groups.values() for sample in group]
+    return BenchmarkResult(
+        name,
+        k,
+        mean_estimate([count / k for count in right]),
+        {size: mean_estimate([pass_at_k(k, count, size) for count in right]) for size in sizes},
+        mean_estimate(
+            [majority_at_k([s.answer for s in group], [bool(s.correct) for s in group]) for group in graded]
+        ),
+        sum(sample.truncated for sample in every) / len(every),
+        sum(sample.tokens for sample in every) / len(every),
+        ungraded,
+        {group[0].id: count / k for group, count in zip(graded, right, strict=True)},
+    )
+
+
+def compare(first: Evaluation, second: Evaluation) -> dict[str, Difference]:
+    """How much better the second evaluation is than the first, on the problems of the benchmarks that both have.
+
+    Returns:
+        Difference of avg@k by benchmark, and of their mean under "average".
+
+    Raises:
+        ValueError: no benchmark in common, or one with other problems.
+    """
+    names = [name for name in first.results if name in second.results]
+    if not names:
+        raise ValueError(
+            f"The evaluations have no benchmark in common: {', '.join(first.results)} and {', '.join(second.results)}."
+        )
+    pairs = []
+    for name in names:
+        a, b = first.results[name].per_problem, second.results[name].per_problem
+        if a.keys() != b.keys():
+            raise ValueError(
+                f"The evaluations answered other problems of {name!r}: {len(a)} and {len(b)}, {len(a.keys() & b)} of "
+                "them in both. Evaluate both on the same ones."
+            )
+        pairs.append((list(a.values()), [b[problem] for problem in a]))
+    differences = {name: paired_difference([a], [b]) for name, (a, b) in zip(names, pairs, strict=True)}
+    differences["average"] = paired_difference([a for a, _ in pairs], [b for _, b in pairs])
+    return differences

@@ -1,0 +1,139 @@
+"""Sampled answers on disk, written as they come, so that an evaluation that stops goes on where it was."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .deployment.checkpoint import lock_folder
+
+
+SETTINGS_FILE = "settings.json"
+
+_SCHEMA = pa.schema(
+    [
+        pa.field("id", pa.string(), nullable=False),  # of the problem
+        pa.field("sample", pa.int32(), nullable=False),  # 0, 1, …, k − 1
+        pa.field("seed", pa.int64(), nullable=False),
+        pa.field("completion", pa.string(), nullable=False),
+        pa.field("tokens", pa.int32(), nullable=False),
+        pa.field("truncated", pa.bool_(), nullable=False),
+        pa.field("answer", pa.string()),  # canonical form of the boxed answer; null: there is none
+        pa.field("correct", pa.bool_()),  # null: the gold answer cannot be graded
+    ]
+)
+_MERGE = 64  # small files that are merged into one
+
+
+class Sample(NamedTuple):
+    """One sampled answer, as a row of the files."""
+
+    id: str
+    sample: int
+    seed: int
+    completion: str
+    tokens: int
+    truncated: bool
+    answer: str | None
+    correct: bool | None
+
+
+class SampleStore:
+    """Folder of Parquet files with the samples of one benchmark by one engine.
+
+    Every `add` makes a file, whole or not at all. Small ones are merged now and then. `pandas.read_parquet(folder)` or
+    `datasets` read all of them at once.
+
+    Args:
+        folder: made when it is not there.
+        settings: what the samples depend on. A folder that was begun with others is refused.
+
+    Raises:
+        ValueError: the folder holds samples that were drawn with other settings, or another process writes into it.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], settings: Mapping[str, Any]):
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock = lock_folder(self.folder)
+        except BlockingIOError:
+            raise ValueError(
+                f"{self.folder} is in use by another evaluation: choose another output directory."
+            ) from None
+        try:
+            self._require_same(dict(settings))
+        except ValueError:
+            os.close(self._lock)
+            raise
+        for unfinished in self.folder.glob(".*.tmp"):
+            unfinished.unlink()
+        self._small = sorted(self.folder.glob("part-*.parquet"))
+        self._next = 1 + max((_number(file) for file in self.folder.glob("*.parquet")), default=0)
+        # Between the writing of a merged file and the removal of its parts the same sample stands in both.
+        self.samples: dict[tuple[str, int], Sample] = {}
+        for file in self.folder.glob("*.parquet"):
+            for row in pq.read_table(file, schema=_SCHEMA).to_pylist():
+                sample = Sample(**row)
+                self.samples[sample.id, sample.sample] = sample
+
+    def close(self) -> None:
+        """Merges what is left of small files and lets go of the folder."""
+        self.merge()
+        os.close(self._lock)
+
+    def _require_same(self, settings: dict[str, Any]) -> None:
+        path = self.folder / SETTINGS_FILE
+        settings = json.loads(json.dumps(settings))
+        if not path.exists():
+            _write_text(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+            return
+        begun = json.loads(path.read_text())
+        for name in begun | settings:
+            if begun.get(name) != settings.get(name):
+                raise ValueError(
+                    f"{name}={settings.get(name)!r}: {self.folder} holds samples that were drawn with {name}="
+                    f"{begun.get(name)!r}. Choose another output directory, or the same {name} to continue."
+                )
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Keeps samples; when this returns they are in a file."""
+        new = list(samples)
+        if not new:
+            return
+        self._small.append(self._write("part", new))
+        self.samples |= {(sample.id, sample.sample): sample for sample in new}
+        if len(self._small) >= _MERGE:
+            self.merge()
+
+    def merge(self) -> None:
+        """Makes one file of the small ones."""
+        if len(self._small) < 2:
+            return
+        rows = [Sample(**row) for file in self._small for row in pq.read_table(file, schema=_SCHEMA).to_pylist()]
+        self._write("merged", rows)
+        for file in self._small:
+            file.unlink()
+        self._small = []
+
+    def _write(self, kind: str, samples: list[Sample]) -> Path:
+        path = self.folder / f"{kind}-{self._next:06d}.parquet"
+        self._next += 1
+        unfinished = path.with_name(f".{path.name}.tmp")
+        pq.write_table(pa.Table.from_pylist([sample._asdict() for sample in samples], schema=_SCHEMA), unfinished)
+        os.replace(unfinished, path)
+        return path
+
+
+def _number(file: Path) -> int:
+    return int(file.stem.rsplit("-", 1)[1])
+
+
+def _write_text(path: Path, text: str) -> None:
+    unfinished = path.with_name(f".{path.name}.tmp")
+    unfinished.write_text(text)
+    os.replace(unfinished, path)

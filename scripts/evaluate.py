@@ -1,0 +1,229 @@
+"""Evaluates a model as it is deployed: avg@k, pass@k and maj@k on math benchmarks, by vLLM or the in-process replica.
+
+    python scripts/evaluate.py --model Qwen/Qwen3-8B --benchmarks all --scheme bf16 fp8 --output runs/evaluation
+    python scripts/evaluate.py --compare runs/evaluation/bf16 runs/evaluation/fp8
+
+Without --url it starts a vLLM server for each scheme, and stops it. Every sample is kept as it comes: the same command
+again goes on where the last one stopped. Defaults are those of DC-GRPO's paper: 32,768 tokens, temperature 0.7, top-p
+1, 32 samples a problem for AIME and AMC, 4 for the others.
+"""
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from dc_trl.data.benchmarks import BENCHMARKS
+from dc_trl.deployment.replica import Replica
+from dc_trl.deployment.sampling import Engine, ReplicaEngine, Sampling, ServerEngine
+from dc_trl.deployment.schemes import SCHEMES
+from dc_trl.deployment.server import ServerError, serve
+from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
+from dc_trl.model_card import write_eval_results
+from dc_trl.results import Evaluation, compare
+from dc_trl.tables import comparison_table, evaluation_details, evaluation_table, markdown_table, print_table
+
+
+# The paper's six. GSM8K and the built-in arithmetic are there by name.
+ALL = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench")
+# A checkpoint that is quantized already is evaluated as it is.
+AS_IT_IS = "as-is"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    model = parser.add_argument_group("the model")
+    model.add_argument("--model", help="Hub id or directory; also of a checkpoint that is quantized already")
+    model.add_argument("--revision", default="main", help="revision of a Hub model")
+    model.add_argument(
+        "--scheme", nargs="+", choices=SCHEMES, help="formats to evaluate it in (default: bf16, or the checkpoint's)"
+    )
+    model.add_argument("--chat_template_kwargs", type=json.loads, default={}, help="'{\"enable_thinking\": false}'")
+
+    problems = parser.add_argument_group("the problems")
+    problems.add_argument(
+        "--benchmarks", nargs="+", default=["all"], help=f"all ({', '.join(ALL)}), or of: {', '.join(BENCHMARKS)}"
+    )
+    problems.add_argument(
+        "--benchmark_files", nargs="+", default=[], metavar="NAME=FILE", help="local files in place of the Hub"
+    )
+    problems.add_argument("--samples", type=int, help="k, samples a problem (default: the paper's, by benchmark)")
+    problems.add_argument("--limit", type=int, help="only the first problems of each benchmark")
+
+    sampling = parser.add_argument_group("the sampling")
+    sampling.add_argument("--max_tokens", type=int, default=Sampling().max_tokens)
+    sampling.add_argument("--temperature", type=float, default=Sampling().temperature, help="0: greedy")
+    sampling.add_argument("--top_p", type=float, default=Sampling().top_p)
+    sampling.add_argument("--seed", type=int, default=0)
+
+    engine = parser.add_argument_group("the engine")
+    engine.add_argument("--engine", choices=["vllm", "replica"], default="vllm")
+    engine.add_argument("--url", help="vLLM server that runs already, in the one --scheme given")
+    engine.add_argument("--concurrency", type=int, default=512, help="requests in flight, or the replica's batch")
+    engine.add_argument("--serve_options", nargs=argparse.REMAINDER, default=[], help="last: options of `vllm serve`")
+
+    output = parser.add_argument_group("the results")
+    output.add_argument("--output", type=Path, help="directory for samples and results (default: runs/evaluation)")
+    output.add_argument("--card", type=Path, help="model card (README.md) to write the eval_results into")
+    output.add_argument(
+        "--compare", nargs=2, type=Path, metavar="DIR", help="two evaluated directories: is the second one better?"
+    )
+    return parser.parse_args()
+
+
+def load_benchmarks(args: argparse.Namespace) -> list[Benchmark]:
+    names = list(dict.fromkeys(name for word in args.benchmarks for name in (ALL if word == "all" else [word])))
+    files = {}
+    for word in args.benchmark_files:
+        name, equals, file = word.partition("=")
+        if not equals or name not in names:
+            raise ValueError(f"benchmark_files={word!r} is invalid: write NAME=FILE, NAME one of {', '.join(names)}.")
+        files[name] = file
+    return [Benchmark.load(name, file=files.get(name), samples=args.samples, limit=args.limit) for name in names]
+
+
+def require_sampling(args: argparse.Namespace) -> Sampling:
+    for name, value, valid, range_ in (
+        ("max_tokens", args.max_tokens, args.max_tokens >= 1, "a whole number, at least 1"),
+        ("temperature", args.temperature, args.temperature >= 0, "a number, at least 0"),
+        ("top_p", args.top_p, 0 < args.top_p <= 1, "a number above 0, at most 1"),
+        ("concurrency", args.concurrency, args.concurrency >= 1, "a whole number, at least 1"),
+    ):
+        if not valid:
+            raise ValueError(f"{name}={value} is invalid: use {range_}.")
+    return Sampling(args.max_tokens, args.temperature, args.top_p)
+
+
+def choose_schemes(args: argparse.Namespace, config: PretrainedConfig) -> list[str]:
+    if hasattr(config, "quantization_config"):
+        if args.scheme:
+            raise ValueError(
+                f"scheme={args.scheme}: {args.model} is quantized already and evaluated as it is; leave --scheme out."
+            )
+        if args.engine == "replica":
+            raise ValueError(f"engine='replica': {args.model} is quantized already, which only vLLM runs.")
+        return [AS_IT_IS]
+    schemes = list(dict.fromkeys(args.scheme or ["bf16"]))
+    if args.url and len(schemes) > 1:
+        raise ValueError(f"scheme={schemes} with url={args.url!r}: a server runs in one scheme, name that one.")
+    if args.url and args.engine == "replica":
+        raise ValueError(f"url={args.url!r} with engine='replica' contradict each other: leave one out.")
+    return schemes
+
+
+@contextmanager
+def start_engine(
+    args: argparse.Namespace,
+    scheme: str,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    longest_prompt: int,
+    output: Path,
+) -> Iterator[Engine]:
+    if args.engine == "replica":
+        policy = AutoModelForCausalLM.from_pretrained(args.model, revision=args.revision, dtype="auto")
+        policy.to("cuda" if torch.cuda.is_available() else "cpu")
+        yield ReplicaEngine(Replica(policy, scheme), tokenizer, args.concurrency)
+    elif args.url:
+        engine = ServerEngine(args.url, concurrency=args.concurrency)
+        print(f"{args.url} serves {engine.model}, taken for {args.model} in {scheme}", flush=True)
+        yield engine
+    else:
+        own_limit = config.get_text_config().max_position_embeddings
+        with serve(
+            args.model,
+            "bf16" if scheme == AS_IT_IS else scheme,
+            revision=args.revision,
+            max_model_len=min(longest_prompt + args.max_tokens, own_limit),
+            log_path=output / "vllm_server.log",
+            restarts=3,
+            options=args.serve_options,
+            report=lambda line: print(line, flush=True),
+        ) as server:
+            yield ServerEngine(server.url, concurrency=args.concurrency)
+
+
+def fingerprint(model: str, revision: str) -> str:
+    """What tells two sets of weights under one name apart: the revision, or size and time of the files."""
+    if not Path(model).is_dir():
+        return revision
+    files = sorted(Path(model).glob("*.safetensors"))
+    return ", ".join(f"{file.name}: {file.stat().st_size} bytes, {file.stat().st_mtime_ns}" for file in files)
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.model is None:
+        raise ValueError("model is not set: give --model with a Hub id or a directory, or --compare.")
+    sampling = require_sampling(args)
+    benchmarks = load_benchmarks(args)
+    output: Path = args.output or Path("runs", "evaluation")
+    output.mkdir(parents=True, exist_ok=True)
+    config = AutoConfig.from_pretrained(args.model, revision=args.revision)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, revision=args.revision)
+    schemes = choose_schemes(args, config)
+    prompts = [ids for b in benchmarks for ids in tokenize_prompts(b, tokenizer, args.chat_template_kwargs).values()]
+    evaluations = []
+    for scheme in schemes:
+        folder = output / scheme
+        folder.mkdir(exist_ok=True)
+        with start_engine(args, scheme, config, tokenizer, max(map(len, prompts)), folder) as engine:
+            evaluation = evaluate(
+                args.model,
+                scheme,
+                engine,
+                tokenizer,
+                benchmarks,
+                folder,
+                sampling=sampling,
+                seed=args.seed,
+                settings={"weights": fingerprint(args.model, args.revision), "engine": args.engine},
+                chat_template_kwargs=args.chat_template_kwargs,
+            )
+        evaluations.append(evaluation)
+    report(evaluations, output)
+    if args.card is not None:
+        write_eval_results(args.card, evaluations)
+        print(f"eval_results written into {args.card}")
+
+
+def report(evaluations: list[Evaluation], output: Path) -> None:
+    table, details = evaluation_table(evaluations), evaluation_details(evaluations)
+    print_table(*table, title="avg@k, percent ± standard error over problems")
+    print_table(*details)
+    text = markdown_table(*table) + "\n" + markdown_table(*details)
+    if len(evaluations) == 2:
+        text += "\n" + report_comparison(*evaluations)
+    Path(output, "results.md").write_text(text)
+    print(f"Samples, {RESULTS_FILE} and results.md are in {output}")
+
+
+def report_comparison(first: Evaluation, second: Evaluation) -> str:
+    table = comparison_table(first, second, compare(first, second))
+    title = f"{second.model} {second.scheme} against {first.model} {first.scheme}, percentage points"
+    print_table(*table, title=title)
+    return f"{title}\n\n{markdown_table(*table)}"
+
+
+def main() -> None:
+    args = parse_arguments()
+    # Leaves as Ctrl-C does, through the blocks that keep the samples and end the server.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        if args.compare:
+            first, second = (Evaluation.load(folder / RESULTS_FILE) for folder in args.compare)
+            report_comparison(first, second)
+        else:
+            run(args)
+    except (ValueError, OSError, ImportError, ServerError) as error:
+        # Wrong input or a lost server, not a wrong program: the message says what to do.
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Estimators against enumeration: every draw, every tie, every resample."""
+
+import itertools
+import math
+import random
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dc_trl.estimators import macro_estimate, majority_at_k, mean_estimate, paired_difference, pass_at_k
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
+@settings(deadline=None)
+def test_pass_at_k_is_the_mean_over_all_draws_of_k_samples(correct, data):
+    k = data.draw(st.integers(1, len(correct)))
+    draws = list(itertools.combinations(correct, k))
+    expected = sum(any(draw) for draw in draws) / len(draws)
+    assert pass_at_k(len(correct), sum(correct), k) == pytest.approx(expected)
+
+
+def test_pass_at_k_by_hand():
+    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)  # 3 of the 6 pairs hold the right one
+    assert pass_at_k(32, 0, 32) == 0.0
+    assert pass_at_k(32, 1, 32) == 1.0
+
+
+@pytest.mark.parametrize(("samples", "correct", "k"), [(4, 1, 0), (4, 1, 5), (4, 5, 1), (4, -1, 1)])
+def test_pass_at_k_refuses(samples, correct, k):
+    with pytest.raises(ValueError, match="is invalid with 4 samples: use"):
+        pass_at_k(samples, correct, k)
+
+
+@given(st.lists(st.sampled_from(["1", "2", "3", None]), max_size=7), st.sampled_from(["1", "2", "4"]))
+@settings(deadline=None)
+def test_the_majority_is_drawn_fairly_among_those_with_most_votes(answers, gold):
+    voters = [answer for answer in answers if answer is not None]
+    modes = statistics.multimode(voters)
+    expected = sum(mode == gold for mode in modes) / len(modes) if modes else 0.0
+    assert majority_at_k(answers, [answer == gold for answer in answers]) == pytest.approx(expected)
+
+
+def test_a_mean_and_its_standard_error_by_hand():
+    # Four samples of each of three problems: it is the three means that vary, not twelve answers.
+    estimate = mean_estimate([0.25, 0.5, 1.0])
+    assert estimate.value == pytest.approx(7 / 12)
+    variance = ((0.25 - 7 / 12) ** 2 + (0.5 - 7 / 12) ** 2 + (1 - 7 / 12) ** 2) / 2
+    assert estimate.standard_error == pytest.approx(math.sqrt(variance / 3))
+    assert estimate.problems == 3
+    assert mean_estimate([0.25, 0.5, 1.0]) == estimate
+
+
+def test_the_interval_is_that_of_all_resamples():
+    values = [0.0, 0.25, 0.25, 0.5, 1.0]
+    every = sorted(statistics.fmean(draw) for draw in itertools.product(values, repeat=5))
+    estimate = mean_estimate(values)
+    # The distribution has steps of 0.05.
+    assert estimate.low == pytest.approx(every[int(0.025 * len(every))], abs=0.051)
+    assert estimate.high == pytest.approx(every[int(0.975 * len(every))], abs=0.051)
+
+
+def test_one_problem_has_no_standard_error():
+    assert mean_estimate([0.5]) == (0.5, None, 0.5, 0.5, 1)
+
+
+def test_the_average_over_benchmarks_weighs_them_equally():
+    first, second = [0.0, 1.0], [0.5] * 100 + [1.0]
+    estimate = macro_estimate([first, second])
+    assert estimate.value == pytest.approx((0.5 + statistics.fmean(second)) / 2)
+    errors = [statistics.stdev(values) ** 2 / len(values) for values in (first, second)]
+    assert estimate.standard_error == pytest.approx(math.sqrt(sum(errors)) / 2)
+
+
+@pytest.mark.parametrize("benchmarks", [[], [[]], [[1.0], []]])
+def test_nothing_to_estimate(benchmarks):
+    with pytest.raises(ValueError, match="at least one problem of each benchmark"):
+        macro_estimate(benchmarks)
+
+
+def test_a_p_value_is_that_of_all_resamples():
+    first, second = [0.0, 0.25, 0.5, 0.5, 0.75], [0.5, 0.25, 1.0, 0.75, 0.75]
+    differences = [b - a for a, b in zip(first, second, strict=True)]
+    observed = statistics.fmean(differences)
+    means = [statistics.fmean(draw) for draw in itertools.product(differences, repeat=5)]
+    expected = sum(abs(mean - observed) >= abs(observed) - 1e-12 for mean in means) / len(means)
+    result = paired_difference([first], [second])
+    assert result.value == pytest.approx(0.25)
+    assert result.p_value == pytest.approx(expected, abs=0.01)
+    assert result.standard_error == pytest.approx(statistics.stdev(differences) / math.sqrt(5))
+
+
+def test_pairs_show_what_means_alone_hide():
+    first = [number / 100 for number in range(100)]
+    second = [value + 0.02 for value in first]
+    result = paired_difference([first], [second])
+    assert result.p_value < 0.001
+    assert result.value / mean_estimate(first).standard_error < 1  # unpaired, it would drown
+
+
+def test_equal_evaluations_do_not_differ():
+    result = paired_difference([[0.5, 0.25]], [[0.5, 0.25]])
+    assert (result.value, result.p_value) == (0.0, 1.0)
+
+
+def test_coverage_of_the_interval_and_of_the_test():
+    """Of 200 evaluations of the same policy, about 5 % miss its accuracy, or call two runs of it different."""
+    rng = random.Random(0)
+    missed = different = 0
+    for trial in range(200):
+        runs = [[rng.random() < 0.4 for _ in range(60)] for _ in range(2)]
+        estimate = mean_estimate(runs[0], seed=trial)
+        missed += not estimate.low <= 0.4 <= estimate.high
+        different += paired_difference([runs[0]], [runs[1]], seed=trial).p_value < 0.05
+    assert 1 <= missed <= 24
+    assert 1 <= different <= 24
+
+
+def test_other_problems_cannot_be_compared():
+    with pytest.raises(ValueError, match="compare them on the same ones"):
+        paired_difference([[0.0, 1.0]], [[0.0]])

@@ -1,0 +1,425 @@
+"""Evaluations by the replica and by a real vLLM server: what they sample, keep, continue and conclude."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pyarrow.parquet as pq
+import pytest
+import requests
+import torch
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM
+
+from dc_trl.data.schema import MathProblem, to_dataset
+from dc_trl.deployment.replica import Replica
+from dc_trl.deployment.sampling import ReplicaEngine, Request, Sampling, ServerEngine
+from dc_trl.deployment.server import ServerError
+from dc_trl.estimators import mean_estimate
+from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, sample_seed, tokenize_prompts
+from dc_trl.model_card import eval_results, write_eval_results
+from dc_trl.results import Evaluation, benchmark_result, compare
+from dc_trl.rewards import arithmetic_reward
+from dc_trl.samples import Sample
+from dc_trl.tables import comparison_table, evaluation_details, evaluation_table, markdown_table
+
+from .helpers import ROOT, TINY_MODEL, load_script, make_model, make_tokenizer
+from .vllm_server import requires_vllm
+
+
+SHORT = Sampling(max_tokens=48, temperature=0.7)
+MODEL = "dc_trl/assets/tiny_qwen3"
+
+
+@pytest.fixture(scope="module")
+def replica():
+    return Replica(AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32), "fp8")
+
+
+def run(engine, output, benchmarks, **options):
+    options = {"sampling": SHORT, "grading_processes": 1, "progress": False} | options
+    return evaluate(MODEL, "fp8", engine, make_tokenizer(), benchmarks, output, **options)
+
+
+def stored(folder):
+    """All rows of the sample files in a folder, by problem and number of the sample."""
+    rows = [row for file in folder.glob("*.parquet") for row in pq.read_table(file).to_pylist()]
+    keys = Counter((row["id"], row["sample"]) for row in rows)
+    assert set(keys.values()) == {1}
+    return {(row["id"], row["sample"]): row for row in rows}
+
+
+# --- engines --------------------------------------------------------------------------------------------------------
+
+
+def test_a_completion_depends_on_its_seed_and_not_on_its_batch(replica, tokenizer):
+    benchmark = Benchmark.load("arithmetic", limit=6)
+    prompts = list(tokenize_prompts(benchmark, tokenizer, {}).values())
+    requests_ = [Request(ids, seed) for ids in prompts for seed in (1, 2)]
+    batches = [
+        dict(ReplicaEngine(replica, tokenizer, batch_size).sample(requests_, SHORT)) for batch_size in (12, 5, 1)
+    ]
+    # Batches of another size round differently in bfloat16, which may rarely tip a choice.
+    same = [batches[0][position] == other[position] for other in batches[1:] for position in range(12)]
+    assert sum(same) >= 20
+    texts = [batches[0][position].text for position in range(12)]
+    assert any(texts[position] != texts[position + 1] for position in range(0, 12, 2))
+
+
+def test_the_replica_samples_from_its_distribution(tokenizer):
+    replica = Replica(make_model(), "bf16")
+    prompt = tokenizer("1+1=")["input_ids"]
+    sampling = Sampling(max_tokens=1, temperature=0.5, top_p=0.9)
+    engine = ReplicaEngine(replica, tokenizer, 500)
+    noisy = [Request(prompt, seed) for seed in range(4000)]
+    counts = Counter(completion.text for _, completion in engine.sample(noisy, sampling))
+    with torch.no_grad():
+        logits = replica.model(torch.tensor([prompt])).logits[0, -1].float() / 0.5
+    order = logits.softmax(-1).sort(descending=True)
+    kept = int((order.values.cumsum(0) < 0.9).sum()) + 1
+    expected = Counter()
+    for token, probability in zip(order.indices[:kept].tolist(), order.values[:kept].tolist(), strict=True):
+        expected[tokenizer.decode([token], skip_special_tokens=True)] += probability / order.values[:kept].sum().item()
+    assert set(counts) <= set(expected)
+    texts = [text for text in expected if 4000 * expected[text] >= 5]
+    observed = [counts[text] for text in texts] + [4000 - sum(counts[text] for text in texts)]
+    wanted = [4000 * expected[text] for text in texts]
+    wanted.append(4000 - sum(wanted))
+    if wanted[-1] < 1e-6:
+        observed, wanted = observed[:-1], wanted[:-1]
+    # Chi-squared: its mean is the degrees of freedom, its variance twice that.
+    freedom = len(wanted) - 1
+    statistic = sum((seen - want) ** 2 / want for seen, want in zip(observed, wanted, strict=True))
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def test_greedy_is_greedy_and_limits_are_kept(replica, tokenizer):
+    prompts = list(tokenize_prompts(Benchmark.load("arithmetic", limit=4), tokenizer, {}).values())
+    engine = ReplicaEngine(replica, tokenizer)
+    greedy = Sampling(max_tokens=48, temperature=0)
+    first, second = (dict(engine.sample([Request(ids, seed) for ids in prompts], greedy)) for seed in (1, 2))
+    assert first == second
+    cut = dict(engine.sample([Request(ids, 0) for ids in prompts], Sampling(max_tokens=5, temperature=0)))
+    for position, completion in cut.items():
+        assert completion.tokens == 5
+        assert completion.truncated
+        assert first[position].text.startswith(completion.text)
+    assert not any(completion.truncated for completion in first.values())
+
+
+@requires_vllm
+def test_the_server_gives_what_an_openai_client_gets(fp8_server, tokenizer):
+    prompts = list(tokenize_prompts(Benchmark.load("arithmetic", limit=8), tokenizer, {}).values())
+    engine = ServerEngine(fp8_server.url, concurrency=3)
+    assert engine.max_length == 256
+    greedy = dict(engine.sample([Request(ids, 0) for ids in prompts], Sampling(48, 0.0)))
+    assert sorted(greedy) == list(range(8))
+    for position, ids in enumerate(prompts):
+        request = {"model": engine.model, "prompt": ids, "max_tokens": 48, "temperature": 0}
+        answer = requests.post(f"{fp8_server.url}/v1/completions", json=request, timeout=60).json()
+        assert greedy[position].text == answer["choices"][0]["text"]
+        assert greedy[position].tokens == answer["usage"]["completion_tokens"]
+    (cut,) = dict(engine.sample([Request(prompts[0], 0)], Sampling(5, 0.0))).values()
+    assert (cut.tokens, cut.truncated) == (5, True)
+
+
+@requires_vllm
+def test_a_request_that_the_server_refuses_ends_the_sampling(fp8_server):
+    engine = ServerEngine(fp8_server.url)
+    with pytest.raises(ServerError, match=r"refused /v1/completions \(HTTP 400\)"):
+        list(engine.sample([Request([5, 6], 0)] * 4, Sampling(8, 0.7, 7.0)))
+
+
+def test_no_server(tmp_path):
+    with pytest.raises(ServerError, match=r"no connection to vLLM at http://127\.0\.0\.1:9 .*tried 1 times"):
+        ServerEngine("http://127.0.0.1:9")
+
+
+# --- evaluations ----------------------------------------------------------------------------------------------------
+
+
+class InterruptionError(Exception):
+    pass
+
+
+class Interrupting:
+    """An engine that is interrupted after some completions."""
+
+    def __init__(self, engine, after):
+        self.engine, self.after = engine, after
+        self.max_length = engine.max_length
+        self.asked = []
+
+    def sample(self, requests_, sampling):
+        self.asked = list(requests_)
+        for done, item in enumerate(self.engine.sample(requests_, sampling)):
+            if done == self.after:
+                raise InterruptionError
+            yield item
+
+
+def test_an_evaluation_against_rewards_counted_by_hand(replica, tokenizer, tmp_path):
+    benchmark = Benchmark.load("arithmetic", samples=3, limit=40)
+    evaluation = run(ReplicaEngine(replica, tokenizer), tmp_path, [benchmark])
+    result = evaluation.results["arithmetic"]
+    rows = stored(tmp_path / "arithmetic")
+    assert len(rows) == 120
+    assert all(row["seed"] == sample_seed(0, *key) for key, row in rows.items())
+    assert len({row["seed"] for row in rows.values()}) == 120
+    answers = dict(zip(benchmark.rows["id"], benchmark.rows["answer"], strict=True))
+    right = {key: arithmetic_reward([row["completion"]], [answers[key[0]]])[0] for key, row in rows.items()}
+    means = {problem: sum(right[problem, number] for number in range(3)) / 3 for problem in answers}
+    assert result.per_problem == pytest.approx(means)
+    assert result.avg == mean_estimate(list(result.per_problem.values()))
+    assert 0.1 < result.avg.value < 0.9
+    assert result.pass_at[3].value == sum(mean > 0 for mean in means.values()) / 40
+    assert sorted(result.pass_at) == [1, 2, 3]
+    assert result.mean_tokens == sum(row["tokens"] for row in rows.values()) / 120
+    assert evaluation.average == result.avg
+    assert Evaluation.load(tmp_path / RESULTS_FILE) == evaluation
+
+
+def test_an_interrupted_evaluation_goes_on_with_what_is_missing(replica, tokenizer, tmp_path):
+    benchmarks = [Benchmark.load("arithmetic", samples=2, limit=20)]
+    whole = run(ReplicaEngine(replica, tokenizer, 4), tmp_path / "whole", benchmarks)
+    first = Interrupting(ReplicaEngine(replica, tokenizer, 4), 13)
+    with pytest.raises(InterruptionError):
+        run(first, tmp_path / "parts", benchmarks)
+    kept = stored(tmp_path / "parts" / "arithmetic")
+    assert len(kept) == 13  # every one that was finished
+    second = Interrupting(ReplicaEngine(replica, tokenizer, 4), 10_000)
+    resumed = run(second, tmp_path / "parts", benchmarks)
+    assert len(second.asked) == 27
+    rows = stored(tmp_path / "parts" / "arithmetic")
+    assert {key: rows[key] for key in kept} == kept
+    assert resumed.results["arithmetic"].avg.value == pytest.approx(whole.results["arithmetic"].avg.value, abs=0.05)
+    # Finished, it samples nothing; with more samples, only those.
+    third = Interrupting(ReplicaEngine(replica, tokenizer, 4), 10_000)
+    assert run(third, tmp_path / "parts", benchmarks) == resumed
+    assert third.asked == []
+    run(third, tmp_path / "parts", [Benchmark.load("arithmetic", samples=3, limit=20)])
+    assert len(third.asked) == 20
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seed": 1}, "seed=1: .*drawn with seed=0"),
+        ({"sampling": Sampling(48, 1.0)}, r"temperature=1\.0: .*drawn with temperature=0\.7"),
+        ({"settings": {"weights": "others"}}, "weights='others': .*drawn with weights=None"),
+        ({"limit": 3}, "problems=.*: .*drawn with problems="),
+    ],
+)
+def test_samples_of_another_evaluation_are_refused(replica, tokenizer, tmp_path, change, words):
+    engine = ReplicaEngine(replica, tokenizer)
+    run(engine, tmp_path, [Benchmark.load("arithmetic", samples=1, limit=2)])
+    limit = change.pop("limit", 2)
+    with pytest.raises(ValueError, match=words):
+        run(engine, tmp_path, [Benchmark.load("arithmetic", samples=1, limit=limit)], **change)
+
+
+def test_a_prompt_without_room_for_an_answer_is_named(replica, tokenizer, tmp_path):
+    rows = to_dataset("made", [MathProblem("1+1=?", "2"), MathProblem("x" * 5000, "2")])
+    with pytest.raises(ValueError, match=r"benchmark 'made': 1 prompts, 'made/1' the first, .* 4096"):
+        run(ReplicaEngine(replica, tokenizer), tmp_path, [Benchmark("made", rows, 1)])
+
+
+def test_gold_answers_that_cannot_be_graded_count_nowhere():
+    samples = {
+        (problem, number): Sample(problem, number, 0, "", 10, False, answer, correct)
+        for problem, verdicts in {
+            "a": [("1", True), ("2", False), ("1", True)],
+            "b": [(None, None), ("3", None), (None, None)],
+            "c": [("5", False), ("6", False), (None, False)],
+        }.items()
+        for number, (answer, correct) in enumerate(verdicts)
+    }
+    result = benchmark_result("made", ["a", "b", "c"], 3, samples)
+    assert result.ungraded == ["b"]
+    assert result.per_problem == {"a": pytest.approx(2 / 3), "c": 0.0}
+    assert result.maj.value == 0.5
+    assert result.pass_at[2].value == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="none of the gold answers can be graded"):
+        benchmark_result("made", ["b"], 3, samples)
+
+
+@pytest.mark.parametrize("options", [{"samples": 0}, {"limit": 0}])
+def test_what_a_benchmark_refuses(options):
+    with pytest.raises(ValueError, match="=0 is invalid: use a whole number, at least 1"):
+        Benchmark.load("arithmetic", **options)
+
+
+# --- the script -----------------------------------------------------------------------------------------------------
+
+
+def evaluate_script(*arguments):
+    return ["scripts/evaluate.py", "--model", MODEL, "--benchmarks", "arithmetic", *arguments]
+
+
+@pytest.fixture
+def script(monkeypatch, capsys):
+    """Runs scripts/evaluate.py in this process, from the project's root; returns what it printed."""
+    module = load_script("evaluate")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run_script(command):
+        monkeypatch.setattr(sys, "argv", command)
+        module.main()
+        return capsys.readouterr().out
+
+    return run_script
+
+
+def requests_served(url):
+    metrics = requests.get(f"{url}/metrics", timeout=30).text.splitlines()
+    return sum(float(line.split()[-1]) for line in metrics if line.startswith("vllm:request_success_total"))
+
+
+@requires_vllm
+def test_a_killed_evaluation_is_continued_through_a_server(fp8_server, tmp_path, script):
+    options = ["--url", fp8_server.url, "--scheme", "fp8", "--samples", "4", "--limit", "50", "--max_tokens", "48"]
+    whole = [*evaluate_script(*options), "--output", str(tmp_path / "whole")]
+    assert "arithmetic avg@4" in script(whole)
+    parts = [*evaluate_script(*options), "--concurrency", "8", "--output", str(tmp_path / "parts")]
+    folder = tmp_path / "parts" / "fp8" / "arithmetic"
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen([sys.executable, *parts], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        end = time.monotonic() + 120
+        while not list(folder.glob("*.parquet")):
+            assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    kept = stored(folder)
+    assert 0 < len(kept) < 200
+    before = requests_served(fp8_server.url)
+    script(parts)
+    asked = requests_served(fp8_server.url) - before
+    # Those in flight when it was killed may have ended at the server meanwhile.
+    assert 200 - len(kept) - 8 <= asked <= 200 - len(kept) + 8
+    rows = stored(folder)
+    assert len(rows) == 200
+    assert {key: rows[key] for key in kept} == kept
+    one, other = (Evaluation.load(tmp_path / name / "fp8" / RESULTS_FILE) for name in ("whole", "parts"))
+    # The same seeds: batches of another size round differently in bfloat16, which tips a choice now and then.
+    same = [
+        row["completion"] == rows[key]["completion"]
+        for key, row in stored(folder.parents[2] / "whole" / "fp8" / "arithmetic").items()
+    ]
+    assert sum(same) / len(same) > 0.9
+    assert one.average.value == pytest.approx(other.average.value, abs=0.02)
+
+    folders = [str(tmp_path / name / "fp8") for name in ("whole", "parts")]
+    assert "not shown to differ" in script(["scripts/evaluate.py", "--compare", *folders])
+
+
+def test_the_script_by_the_replica_writes_table_and_card(tmp_path, script):
+    card = tmp_path / "README.md"
+    card.write_text("---\nlicense: mit\ntags:\n- mine\n---\n\n# My model\n\nText that stays.\n")
+    options = ["--engine", "replica", "--scheme", "bf16", "int4", "--samples", "2", "--limit", "32"]
+    command = evaluate_script(*options, "--max_tokens", "48", "--output", str(tmp_path / "out"), "--card", str(card))
+    output = script(command)
+    assert "int4" in output
+    assert "second is" in output  # two schemes are compared at once
+    markdown = (tmp_path / "out" / "results.md").read_text()
+    evaluations = [Evaluation.load(tmp_path / "out" / scheme / RESULTS_FILE) for scheme in ("bf16", "int4")]
+    assert markdown.startswith(markdown_table(*evaluation_table(evaluations)))
+    loaded = ModelCard.load(card)
+    assert "Text that stays." in loaded.text
+    assert loaded.data.license == "mit"
+    assert loaded.data.tags == ["mine"]
+    shown = {result.metric_name: result.metric_value for result in loaded.data.eval_results}
+    assert shown["avg@2, int4"] == round(100 * evaluations[1].average.value, 2)
+    assert len(shown) == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--benchmarks", "amc24"], "benchmark='amc24' is unknown: choose one of 'aime24'"),
+        (["--benchmark_files", "amc23=x.jsonl"], "benchmark_files='amc23=x.jsonl' is invalid: write NAME=FILE"),
+        (["--temperature", "-1"], "temperature=-1.0 is invalid: use a number, at least 0"),
+        (["--top_p", "0"], "top_p=0.0 is invalid"),
+        (["--samples", "0"], "samples=0 is invalid"),
+        (["--url", "http://127.0.0.1:9", "--scheme", "bf16", "fp8"], "a server runs in one scheme"),
+        (["--url", "http://127.0.0.1:9"], "no connection to vLLM at http://127.0.0.1:9"),
+        (["--url", "http://127.0.0.1:9", "--engine", "replica"], "contradict each other"),
+        (["--model", "nowhere/at/all"], "nowhere/at/all"),
+        (["--compare", "nowhere", "nowhere"], "holds no results of an evaluation"),
+    ],
+)
+def test_what_the_script_refuses(tmp_path, script, options, words):
+    with pytest.raises(SystemExit) as refused:
+        script(evaluate_script("--limit", "2", "--output", str(tmp_path / "out"), *options))
+    assert str(refused.value).startswith("error: ")
+    assert words in str(refused.value)
+
+
+# --- results --------------------------------------------------------------------------------------------------------
+
+
+def made_evaluation(scheme, values):
+    results = []
+    for name, means in values.items():
+        samples = {
+            (f"{name}/{row}", number): Sample(f"{name}/{row}", number, 0, "", 5, False, "1", number < 4 * mean)
+            for row, mean in enumerate(means)
+            for number in range(4)
+        }
+        results.append(benchmark_result(name, [f"{name}/{row}" for row in range(len(means))], 4, samples))
+    return Evaluation.of("m|1", scheme, {}, results)
+
+
+def test_two_evaluations_are_compared_on_their_common_benchmarks():
+    first = made_evaluation("bf16", {"aime24": [0.25] * 30, "amc23": [0.5, 0.75], "gsm8k": [1.0, 0.0]})
+    second = made_evaluation("fp8", {"amc23": [0.5, 0.5], "aime24": [0.5] * 30})
+    differences = compare(first, second)
+    assert list(differences) == ["aime24", "amc23", "average"]
+    assert differences["aime24"].value == pytest.approx(0.25)
+    assert differences["aime24"].p_value < 0.001
+    assert differences["amc23"].p_value > 0.05
+    assert differences["average"].value == pytest.approx((0.25 - 0.125) / 2)
+    rows = comparison_table(first, second, differences)[1]
+    assert [row[-1] for row in rows[:2]] == ["better", "not shown to differ"]
+    with pytest.raises(ValueError, match="no benchmark in common"):
+        compare(first, made_evaluation("fp8", {"math500": [1.0]}))
+    with pytest.raises(ValueError, match="other problems of 'amc23': 2 and 3, 2 of them in both"):
+        compare(first, made_evaluation("fp8", {"amc23": [1.0, 1.0, 1.0]}))
+
+
+def test_tables_have_a_column_for_each_benchmark():
+    evaluations = [made_evaluation("bf16", {"aime24": [0.25, 0.75]}), made_evaluation("fp8", {"amc23": [1.0, 1.0]})]
+    head, rows = evaluation_table(evaluations)
+    assert head == ["model", "scheme", "aime24 avg@4", "amc23 avg@4", "Avg."]
+    assert rows == [
+        ["m|1", "bf16", "50.0 ± 25.0", "–", "50.0 ± 25.0"],
+        ["m|1", "fp8", "–", "100.0 ± 0.0", "100.0 ± 0.0"],
+    ]
+    assert "| m\\|1 | bf16 | 50.0 ± 25.0 |" in markdown_table(head, rows)
+    assert evaluation_details(evaluations)[1][0][:2] == ["bf16", "aime24, k = 4"]
+
+
+def test_results_join_those_that_a_card_has(tmp_path):
+    card = tmp_path / "README.md"
+    first = made_evaluation("bf16", {"aime24": [0.25, 0.75]})
+    write_eval_results(card, [first])
+    write_eval_results(card, [made_evaluation("fp8", {"aime24": [0.5, 0.75]})])
+    write_eval_results(card, [first])
+    loaded = ModelCard.load(card)
+    names = sorted(result.metric_name for result in loaded.data.eval_results)
+    assert names == sorted(f"{metric}@4, {scheme}" for metric in ("avg", "pass", "maj") for scheme in ("bf16", "fp8"))
+    assert eval_results([first])[0].dataset_type == "math-ai/aime24"
+
+
+def test_results_that_are_none(tmp_path):
+    (tmp_path / "broken.json").write_text(json.dumps({"model": "m"}))
+    for name in ("broken.json", "missing.json"):
+        with pytest.raises(ValueError, match="holds no results of an evaluation"):
+            Evaluation.load(tmp_path / name)

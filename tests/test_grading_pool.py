@@ -1,0 +1,238 @@
+"""No answer harms the run: limits, replaced workers, threads, forks, parents that die."""
+
+import os
+import random
+import signal
+import string
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+
+from dc_trl.grading import Gold, Grader, grade
+
+from .test_grading import ROOT, boxed
+
+
+TIME_LIMIT = 1.0
+GOLDS = [Gold("46"), Gold(r"\sqrt{3}"), Gold(r"\frac{x}{y}+2^{10}"), Gold(r"(1, \sqrt{2})"), Gold("1,3", True)]
+
+
+@pytest.fixture(scope="module")
+def grader():
+    with Grader(processes=2, time_limit=TIME_LIMIT) as grader:
+        yield grader
+
+
+def workers():
+    return set(psutil.Process().children())
+
+
+HOSTILE = {
+    "huge power": r"9^{9^{9^{9}}}",
+    "huge power without braces": "9^9^9^9",
+    "brackets": "((((9^9)^9)^9)^9)^9",
+    "power of a power": r"99999^{9999^{2}}\sqrt{3}",
+    "factorial": "100000000!",
+    "factorials": "(9999!)!!",
+    "binomial": r"\binom{100000000}{50000000}",
+    "sum": r"\sum_{k=1}^{1000000000} k!",
+    "gamma": r"\gamma(9^{99})",
+    "scientific": "1e999999999",
+    "scientific in LaTeX": r"1 \times 10^{999999999}",
+    "deep brackets": "(" * 400 + "46" + ")" * 400,
+    "deep fractions": r"\frac{1}{" * 200 + "1" + "}" * 200,
+    "deep braces": "{" * 400 + "46" + "}" * 400,
+    "deeper": "{" * 400_000 + "46" + "}" * 400_000,
+    "megabytes": "1" * 3_000_000,
+    "megabytes of text": "so " * 1_000_000,
+    "megabytes of boxes": r"\boxed{" * 300_000 + "46" + "}" * 300_000,
+    "megabytes of backslashes": "box" + "\\" * 999_990,
+    "NUL": "4\x006",
+    "only NUL": "\x00",
+    "unbalanced": "46}{",
+    "no closing brace": r"\frac{46",
+    "surrogate": "46\ud800",
+    "newlines": "4\n\n6",
+    "polynomial": "+".join(f"x^{{{n}}}" for n in range(120)),
+    "product of sums": "(x+1)(y+2)" * 50,
+    "matrix": r"\begin{pmatrix}" + "&".join("1" * 100) + r"\end{pmatrix}",
+    "equations": "=" * 50,
+    "commas": "," * 900,
+    "plus or minus": r"1 \pm 2 \pm 3",
+    "units": "46" + r"\text{a }" * 100,
+    "unit letters": "46 " + "a" * 900,
+    "names": "x" * 400 + "=46",
+    "spaces in names": "x " * 400 + "= 46",
+    "inequalities": "1 < x < " * 100 + "2",
+}
+
+
+@pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_answer_costs_at_most_its_limit(grader, answer):
+    start = time.monotonic()
+    verdicts = grader.grade([boxed(answer)] * len(GOLDS), GOLDS)
+    # Each gold may cost the limit once, a second worker shares the work, and one that was killed has to start again.
+    assert time.monotonic() - start < len(GOLDS) * (TIME_LIMIT + 10)
+    assert len(verdicts) == len(GOLDS)
+    assert grader.grade([boxed("46")], GOLDS[:1])[0].correct
+
+
+def hostile_answers(count):
+    """Random pieces of LaTeX, real answers with something broken, and bytes of no meaning."""
+    generator = random.Random(0)
+    commands = r"frac sqrt sum int binom left right text{a} boxed{ circ begin{pmatrix} end{pmatrix} cup pm in infty le"
+    pieces = [f"\\{command}" for command in commands.split()]
+    pieces += [*("\\\\", "\\{", "\\}", "{,}", "10^{99}", "1e5", "9999", "46", "n!", "pi", "\x00", "\n", "é", "−", "𝟒")]
+    pieces += "<>=+-*/^_!,;&{}()[]|%$~. 012xi"
+    answers = [r"\frac{1}{2}", "1,000", r"\sqrt{3}", r"8.7 \times 10^8", "(3,4]", r"\{1,2\}", r"2^{10}", "x=5", "46"]
+    for number in range(count):
+        kind = number % 3
+        if kind == 0:
+            yield "".join(generator.choices(pieces, k=generator.randint(1, 30)))
+        elif kind == 1:
+            answer = generator.choice(answers) * generator.choice([1, 1, 1, 50])
+            cut = generator.randrange(len(answer))
+            yield answer[:cut] + "".join(generator.choices(pieces, k=2)) + answer[cut + generator.randint(0, 2) :]
+        else:
+            yield "".join(generator.choices(string.printable, k=generator.randint(1, 60)))
+
+
+def test_twenty_thousand_hostile_answers(grader):
+    answers = [boxed(answer) for answer in hostile_answers(20_000)]
+    golds = [GOLDS[number % 7 if number % 7 < len(GOLDS) else 0] for number in range(len(answers))]
+    sizes = []
+    watching = threading.Event()
+
+    def watch():
+        while not watching.wait(0.5):
+            for worker in workers():
+                with suppress(psutil.NoSuchProcess):  # it was replaced
+                    sizes.append(worker.memory_info().rss)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    verdicts = grader.grade(answers, golds)
+    watching.set()
+    thread.join()
+    assert len(verdicts) == len(answers)
+    assert all(verdict.correct is not None for verdict in verdicts)
+    assert max(sizes) < grader.memory_limit
+    # A plain number is right only as a plain number: every other answer that passes would be a way to cheat.
+    for answer, gold, verdict in zip(answers, golds, verdicts, strict=True):
+        if verdict.correct and gold.answer == "46":
+            assert "46" in answer
+
+
+def test_same_verdicts_as_without_workers(grader):
+    answers = ["46", "40+6", r"\sqrt{3}", r"\frac{3}{\sqrt{3}}", "3, 1", r"(1,\sqrt2)", r"\text{x}", "", "1,3"] * 20
+    golds = [gold for gold in GOLDS for _ in range(36)]
+    texts = [*map(boxed, answers[:-1]), "no box"]
+    assert grader.grade(texts, golds) == [grade(text, gold) for text, gold in zip(texts, golds, strict=True)]
+
+
+def test_a_killed_worker_costs_one_answer_and_is_replaced():
+    before = workers()
+    with Grader(processes=1) as grader:
+        assert grader.grade([boxed("1")], [Gold("1")])[0].correct
+        (worker,) = workers() - before
+        worker.kill()
+        texts = [boxed(str(number)) for number in range(20)]
+        verdicts = grader.grade(texts, [Gold(str(number)) for number in range(20)])
+        assert sum(verdict.correct for verdict in verdicts) >= 19
+        assert grader.failures["crash"] <= 1
+        assert len(workers() - before) == 1
+    assert workers() == before
+
+
+def test_a_stopped_worker_is_late():
+    before = workers()
+    with Grader(processes=1, time_limit=0.5) as grader:
+        grader.grade([boxed("1")], [Gold("1")])
+        (worker,) = workers() - before
+        worker.send_signal(signal.SIGSTOP)
+        assert grader.grade([boxed("1")], [Gold("1")])[0].correct is False
+        assert grader.failures == {"time": 1}
+        assert grader.grade([boxed("1")], [Gold("1")])[0].correct
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the address space can be limited on Linux only")
+def test_a_worker_limits_its_memory():
+    before = workers()
+    with Grader(processes=1, memory_limit=300 << 20) as grader:
+        assert grader.grade([boxed(r"\sqrt{4}")], [Gold(r"\sqrt{3}")])[0].correct is False
+        (worker,) = workers() - before
+        assert worker.rlimit(psutil.RLIMIT_AS) == (300 << 20, 300 << 20)
+
+
+def test_from_several_threads_at_once(grader):
+    results = {}
+
+    def work(number):
+        golds = [Gold(str(number + row)) for row in range(30)]
+        results[number] = grader.grade([boxed(str(number + row)) for row in range(30)], golds)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (100, 200, 300)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(verdict.correct for verdicts in results.values() for verdict in verdicts)
+    assert len(results) == 3
+
+
+SCRIPT = """
+import os, sys
+from dc_trl.rewards import math_reward
+texts = [r"\\boxed{\\sqrt{2}/2}", r"\\boxed{40+6}", "none"]
+golds = [r"\\frac{1}{\\sqrt{2}}", "46", "1"]
+print(math_reward(texts, golds), flush=True)
+child = os.fork()
+if child == 0:
+    print(math_reward(texts, golds), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+print(math_reward(texts, golds), flush=True)
+print("torch" in sys.modules, flush=True)
+if sys.argv[1:] == ["wait"]:
+    sys.stdin.read()
+"""
+
+
+def test_in_a_script_without_a_main_guard_before_and_after_a_fork(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.stdout.splitlines() == ["[1.0, 0.0, 0.0]"] * 3 + ["False"], done.stderr
+    assert done.stderr == ""
+
+
+def test_a_killed_parent_leaves_no_worker(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen(
+        [sys.executable, script, "wait"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    )
+    with parent:
+        for _ in range(4):
+            parent.stdout.readline()
+        left = psutil.Process(parent.pid).children()
+        assert left
+        parent.kill()
+    _, alive = psutil.wait_procs(left, timeout=30)
+    assert not alive
+
+
+def test_arguments_out_of_range():
+    for arguments in ({"processes": 0}, {"time_limit": 0.0}, {"memory_limit": 1000}):
+        ((name, value),) = arguments.items()
+        with pytest.raises(ValueError, match=f"{name}={value} .*: use"):
+            Grader(**arguments)
+    with Grader() as grader, pytest.raises(ValueError, match="golds holds 0 answers for 1 completions"):
+        grader.grade(["1"], [])
