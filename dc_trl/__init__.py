@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from .callbacks import DeploymentCheckpointCallback, LambdaLoggingCallback
     from .config import DCGRPOConfig
     from .discrepancy import mismatch_metrics, token_discrepancy
+    from .evaluation import evaluate
     from .lagrangian import LagrangeMultiplier
     from .rewards import math_reward
     from .trainer import DCGRPOTrainer
@@ -22,6 +23,7 @@ _MODULES = {
     "LagrangeMultiplier": "lagrangian",
     "LambdaLoggingCallback": "callbacks",
     "__version__": "version",
+    "evaluate": "evaluation",
     "math_reward": "rewards",
     "mismatch_metrics": "discrepancy",
     "token_discrepancy": "discrepancy",
@@ -33,6 +35,7 @@ __all__ = [
     "LagrangeMultiplier",
     "LambdaLoggingCallback",
     "__version__",
+    "evaluate",
     "math_reward",
     "mismatch_metrics",
     "token_discrepancy",

@@ -139,7 +139,9 @@ def evaluate(
                     if (problem, number) not in store.samples:
                         missing.append((benchmark.name, problem, number))
                         requests.append(Request(prompt_ids, sample_seed(seed, problem, number)))
-        keeper = stack.enter_context(_Keeper(stores, golds, stack.enter_context(Grader(grading_processes))))
+        grader = stack.enter_context(Grader(grading_processes))
+        grader.start()  # now, because an engine on the same cores would wait for what they load
+        keeper = stack.enter_context(_Keeper(stores, golds, grader))
         problems = sum(len(benchmark.rows) for benchmark in benchmarks)
         samples = sum(len(benchmark.rows) * benchmark.samples for benchmark in benchmarks)
         bar = stack.enter_context(tqdm(total=problems, unit="problem", disable=not progress, desc=f"{model} {scheme}"))

@@ -1,7 +1,8 @@
-"""What DC-GRPO costs over GRPO, and the replica over model.generate: ratios within one run, medians.
+"""What DC-GRPO costs over GRPO, the replica over model.generate, and graders: ratios within one run, medians.
 
 python scripts/benchmark.py overhead    step time and peak memory on identical, replayed rollouts
 python scripts/benchmark.py replica     wall time on the same prompts, one row for each scheme
+python scripts/benchmark.py grading     2,000 completions graded in this process, and in worker processes
 """
 
 import argparse
@@ -25,6 +26,7 @@ from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.deployment.replica import Replica
 from dc_trl.deployment.schemes import SCHEMES
+from dc_trl.grading import Gold, Grader, grade
 
 
 # Where log π_train comes from, see dc_trl/trainer.py: the loss's own forward, or TRL's old log-probs.
@@ -208,9 +210,48 @@ def replica(args: argparse.Namespace) -> None:
     Console().print(table)
 
 
+def grading(args: argparse.Namespace) -> None:
+    rng = random.Random(0)
+    kinds = (
+        "{0}",
+        "\\frac{{{0}}}{{{1}}}",
+        "{0}\\sqrt{{{1}}}",
+        "{0}x^2+{1}x",
+        "({0},{1}]",
+        "{0}+{1}i",
+        "\\frac{{{0}\\pi}}{{{1}}}",
+    )
+
+    def answer() -> str:
+        return rng.choice(kinds).format(rng.randrange(2, 1000), rng.choice((2, 3, 5, 7, 11, 13)))
+
+    ratios, alone, together = [], [], []
+    with Grader(args.threads) as grader:
+        grader.start()
+        for repetition in range(args.repetitions + 1):
+            golds = [Gold(answer()) for _ in range(2000)]
+            texts = [f"So \\boxed{{{gold.answer if rng.random() < 0.5 else answer()}}}." for gold in golds]
+            start = time.perf_counter()
+            expected = [grade(text, gold) for text, gold in zip(texts, golds, strict=True)]
+            between = time.perf_counter()
+            verdicts = grader.grade(texts, golds)
+            end = time.perf_counter()
+            assert verdicts == expected
+            if repetition > 0:
+                alone.append(between - start)
+                together.append(end - between)
+                ratios.append((between - start) / (end - between))
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    table = Table("one process, s", f"{args.threads} workers, s", "times faster", "quartiles")
+    seconds = [f"{statistics.median(values):.2f}" for values in (alone, together)]
+    table.add_row(*seconds, f"{middle:.2f}", f"{low:.2f} – {high:.2f}")
+    table.title = f"2,000 completions, {args.repetitions} repetitions"
+    Console().print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["overhead", "replica"])
+    parser.add_argument("what", choices=["overhead", "replica", "grading"])
     parser.add_argument("--model", default="dc_trl/assets/tiny_qwen3")
     parser.add_argument("--repetitions", type=int, default=30)
     parser.add_argument("--batch_size", type=int, default=128)
@@ -219,7 +260,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore")
-    overhead(args) if args.what == "overhead" else replica(args)
+    {"overhead": overhead, "replica": replica, "grading": grading}[args.what](args)
 
 
 if __name__ == "__main__":

@@ -285,7 +285,7 @@ async def bare_loop(url: str, model: str, bodies: list[dict[str, Any]], concurre
             async with session.post(f"{url}/v1/completions", json=body | {"model": model}) as response:
                 tokens += (await response.json())["usage"]["completion_tokens"]
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
         await asyncio.gather(*(work(session) for _ in range(concurrency)))
     return tokens
 

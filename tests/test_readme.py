@@ -59,10 +59,8 @@ def test_commands(workplace):
     for number, command in enumerate(command for command in COMMANDS if not needs_vllm(command)):
         steps = ["--max_steps", str(number + 1)]  # the second continues the first
         assert "training seconds" in run([*command, *SMALL, *steps], workplace)
-    outputs = {path.name for path in (workplace / "runs").iterdir()}
-    assert outputs == {"quickstart", "problems", "brevity", "two-processes"}
-    for path in (workplace / "runs").iterdir():
-        assert {file.name for file in path.iterdir()} >= OUTPUTS
+    for name in ("quickstart", "problems", "brevity", "two-processes"):
+        assert {file.name for file in (workplace / "runs" / name).iterdir()} >= OUTPUTS
 
 
 @requires_vllm
@@ -77,6 +75,15 @@ def test_the_command_that_starts_a_vllm_server(workplace):
     assert "quantization_config" in json.loads((folder / "deployment" / "config.json").read_text())
     new = [process for process in psutil.process_iter(["name", "cmdline"]) if process.pid not in before]
     assert not [process for process in new if "vllm" in f"{process.info['name']} {process.info['cmdline']}".lower()]
+
+
+@requires_vllm
+def test_the_evaluation(workplace):
+    (command,) = (shlex.split(block.replace("\\\n", " ")) for block in blocks("bash") if "evaluate.py" in block)
+    output = run([*command, "--limit", "32"], workplace)
+    assert "arithmetic avg@4" in output
+    assert "second is" in output
+    assert {path.name for path in (workplace / "runs" / "evaluation").iterdir()} == {"bf16", "fp8", "results.md"}
 
 
 def test_code(workplace):

@@ -301,7 +301,7 @@ def test_the_shipped_model_is_what_its_script_makes(tokenizer, tmp_path, monkeyp
         script.main()
 
 
-@pytest.mark.parametrize("what", ["overhead", "replica"])
+@pytest.mark.parametrize("what", ["overhead", "replica", "grading"])
 def test_the_benchmark_compares_what_it_says(what, monkeypatch, capsys):
     script = load_script("benchmark")
     arguments = ["--repetitions", "2", "--batch_size", "8", "--completion_length", "4", "--threads", "1"]
@@ -311,7 +311,7 @@ def test_the_benchmark_compares_what_it_says(what, monkeypatch, capsys):
     script.main()
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if re.search(r"\d\.\d+ – \d", line)]
-    assert len(rows) == {"overhead": 4, "replica": 7}[what]
+    assert len(rows) == {"overhead": 4, "replica": 7, "grading": 1}[what]
 
 
 @requires_vllm

@@ -2,7 +2,8 @@
 
 Options beside those of DCGRPOConfig: `rollouts` (known rollouts instead of the replica), `kill_at` (the step after
 which the process kills itself, as a power cut would), `server` (URL of a vLLM server that has the tiny model in FP8),
-`colocate` (a scheme for vLLM in this process). The main process writes `logs.json` into the output directory.
+`colocate` (a scheme for vLLM in this process), `benchmark` (so many problems of arithmetic, asked after the
+last step). The main process writes `logs.json` into the output directory.
 """
 
 import json
@@ -16,6 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl.evaluation import Benchmark
+from dc_trl.training_evaluation import BenchmarkCallback
 
 from .gaps import PROMPTS, SampledBy
 from .helpers import TINY_MODEL, Rollouts, distinct_characters, make_config, make_model, make_prompts, make_tokenizer
@@ -33,6 +36,9 @@ class Kill(TrainerCallback):
 def main() -> None:
     options = json.loads(sys.argv[1])
     kill_at, rollouts = options.pop("kill_at", None), options.pop("rollouts", False)
+    benchmark = options.pop("benchmark", None)
+    if benchmark is not None:
+        options |= {"eval_strategy": "steps", "eval_steps": options["max_steps"]}
     server, colocate = options.pop("server", None), options.pop("colocate", None)
     if server is not None:
         options |= {"vllm_mode": "server", "vllm_server_base_url": server, "deployment_scheme": "fp8"}
@@ -40,12 +46,13 @@ def main() -> None:
         options |= {"vllm_mode": "colocate", "vllm_max_model_length": 64, "deployment_scheme": colocate}
     options["use_vllm"] = bool(server or colocate)
     config = make_config(**options)
-    tiny = config.use_vllm
+    tiny = config.use_vllm or benchmark is not None
     trainer = DCGRPOTrainer(
         AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32) if tiny else make_model(128),
         distinct_characters,
         config,
         train_dataset=make_prompts(),
+        eval_dataset=None if benchmark is None else make_prompts(4),
         processing_class=make_tokenizer(),
         rollout_func=Rollouts() if rollouts else None,
         callbacks=[LambdaLoggingCallback()],
@@ -57,6 +64,11 @@ def main() -> None:
             return [{"ids": i, "logps": [lp for (lp,) in values]} for i, values in zip(ids, logps, strict=True)]
 
         trainer.add_callback(sampled_by := SampledBy(colocate, complete))
+    if benchmark is not None:
+        problems = Benchmark.load("arithmetic", samples=1, limit=benchmark)
+        trainer.add_callback(
+            BenchmarkCallback(trainer, [problems], temperature=0.0, batch_size=4, grading_processes=1)
+        )
     if kill_at is not None:
         trainer.add_callback(Kill(kill_at))
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)

@@ -105,8 +105,9 @@ class ServerEngine:
             return (await self._call(session, "GET", "/v1/models", retries=0))["data"][0]
 
     def _session(self) -> aiohttp.ClientSession:
+        # A connection for each request: a busy server closes those that are kept alive under requests on their way.
         return aiohttp.ClientSession(
-            headers=self._headers, timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0)
+            headers=self._headers, timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)
         )
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:

@@ -127,6 +127,20 @@ class Grader:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def start(self) -> None:
+        """Starts the workers and waits until they are ready; `grade` starts them as it needs them.
+
+        Raises:
+            RuntimeError: a worker cannot start.
+        """
+        with self._lock:
+            while len(self._workers) < self.processes:
+                self._workers.append(_Worker(self.time_limit, self.memory_limit))
+            while starting := [worker for worker in self._workers if not worker.ready]:
+                for worker in self._readable(starting):
+                    if worker.receive() is None:
+                        self._bury(worker, deque(), {})
+
     def close(self) -> None:
         """Ends the workers. Grading again starts new ones."""
         with self._lock:

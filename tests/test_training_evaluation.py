@@ -1,0 +1,157 @@
+"""Evaluation while training: by the engine of the rollouts, at the present weights, under names of its own."""
+
+import json
+import statistics
+import subprocess
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+from transformers.integrations.integration_utils import rewrite_logs
+
+from dc_trl import DCGRPOTrainer
+from dc_trl.deployment.replica import Replica
+from dc_trl.deployment.sampling import ReplicaEngine, Sampling
+from dc_trl.evaluation import Benchmark, evaluate
+from dc_trl.training_evaluation import BenchmarkCallback
+
+from .helpers import (
+    ROOT,
+    TINY_MODEL,
+    TWO_PROCESSES,
+    distinct_characters,
+    logged,
+    make_config,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+)
+from .vllm_server import requires_vllm
+
+
+def tiny_trainer(output_dir, **overrides):
+    return DCGRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32),
+        distinct_characters,
+        make_config(output_dir, **{"deployment_scheme": "fp8", "max_completion_length": 48} | overrides),
+        train_dataset=make_prompts(),
+        eval_dataset=make_prompts(4),
+        processing_class=make_tokenizer(),
+    )
+
+
+def greedy_reference(output_dir, benchmark):
+    """The same problems by `evaluate`, on a replica of its own."""
+    tokenizer = make_tokenizer()
+    engine = ReplicaEngine(
+        Replica(AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32), "fp8"), tokenizer
+    )
+    options = {"sampling": Sampling(48, 0.0), "grading_processes": 1, "progress": False}
+    return evaluate("tiny", "fp8", engine, tokenizer, [benchmark], output_dir, **options).results[benchmark.name]
+
+
+def test_benchmarks_are_evaluated_with_the_trainers_evaluation(tmp_path):
+    benchmark = Benchmark.load("arithmetic", samples=2, limit=24)
+    other = Benchmark("other", benchmark.rows.select(range(5)), 1, None)
+    trainer = tiny_trainer(tmp_path / "run", eval_strategy="steps", eval_steps=2, max_steps=2, learning_rate=3e-3)
+    callback = BenchmarkCallback(trainer, [benchmark, other], temperature=0.0, batch_size=7, grading_processes=1)
+    trainer.add_callback(callback)
+    trainer.evaluate()
+    (before,) = (row for row in trainer.state.log_history if "eval_arithmetic/avg@2" in row)
+    trainer.train()
+    (after,) = (row for row in trainer.state.log_history if "eval_arithmetic/avg@2" in row)
+    expected = greedy_reference(tmp_path / "reference", benchmark)
+    assert before["eval_arithmetic/avg@2"] == pytest.approx(expected.avg.value, abs=0.05)
+    assert before["eval_arithmetic/mean_tokens"] == pytest.approx(expected.mean_tokens, rel=0.05)
+    assert before["eval_arithmetic/maj@2"] == before["eval_arithmetic/avg@2"]  # greedy: both samples are the same
+    assert before["eval_arithmetic/avg@2_se"] > 0
+    assert after["step"] == 2
+    assert len(logged(trainer, "eval_other/avg@1")) == 1
+    assert "eval/arithmetic/avg@2" in rewrite_logs(after)
+    # Neither the constraint nor the trainer's own evaluation heard of it.
+    assert len(logged(trainer, "eval_reward")) == 1
+    assert len(logged(trainer, "discrepancy/mean")) == 2
+
+
+def test_sampled_answers_differ(tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    benchmark = Benchmark.load("arithmetic", samples=4, limit=16)
+    trainer.add_callback(BenchmarkCallback(trainer, [benchmark], temperature=1.0, grading_processes=1))
+    trainer.evaluate()
+    (row,) = (row for row in trainer.state.log_history if "eval_arithmetic/avg@4" in row)
+    assert 0.0 < row["eval_arithmetic/avg@4"] < 1.0
+    assert row["eval_arithmetic/maj@4"] != row["eval_arithmetic/avg@4"]
+
+
+def test_cut_off_answers_are_counted(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_completion_length=3)
+    benchmark = Benchmark.load("arithmetic", samples=1, limit=8)
+    trainer.add_callback(BenchmarkCallback(trainer, [benchmark], temperature=0.0, grading_processes=1))
+    trainer.evaluate()
+    assert logged(trainer, "eval_arithmetic/truncated") == [1.0]
+    assert logged(trainer, "eval_arithmetic/mean_tokens") == [3.0]
+
+
+def test_two_processes_evaluate_as_one(tmp_path):
+    benchmark = Benchmark.load("arithmetic", samples=1, limit=11)
+    expected = greedy_reference(tmp_path / "reference", benchmark)
+    options = {"output_dir": str(tmp_path / "two"), "max_steps": 1, "benchmark": 11, "use_cpu": True}
+    options |= {"per_device_train_batch_size": 2, "deployment_scheme": "fp8", "max_completion_length": 48}
+    options["learning_rate"] = 0.0  # evaluated after the step, the policy is still the shipped one
+    command = [*TWO_PROCESSES, "-m", "tests.worker", json.dumps(options)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads((tmp_path / "two" / "logs.json").read_text())["rows"]
+    (row,) = (row for row in rows if "eval_arithmetic/avg@1" in row)
+    assert row["eval_arithmetic/avg@1"] == pytest.approx(expected.avg.value, abs=0.1)
+    assert row["eval_arithmetic/mean_tokens"] == pytest.approx(expected.mean_tokens, rel=0.1)
+
+
+@requires_vllm
+def test_benchmarks_on_the_server_of_the_rollouts(fp8_server, tmp_path):
+    options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": fp8_server.url}
+    trainer = tiny_trainer(tmp_path / "run", **options)
+    benchmark = Benchmark.load("arithmetic", samples=1, limit=64)
+    trainer.add_callback(BenchmarkCallback(trainer, [benchmark], temperature=0.0, grading_processes=1))
+    trainer.evaluate()
+    (accuracy,) = logged(trainer, "eval_arithmetic/avg@1")
+    assert accuracy == pytest.approx(greedy_reference(tmp_path / "reference", benchmark).avg.value, abs=0.12)
+
+
+def test_what_the_callback_refuses(tmp_path, tokenizer):
+    benchmark = Benchmark.load("arithmetic", limit=2)
+    with pytest.raises(ValueError, match=r"benchmarks=\['arithmetic', 'arithmetic'\]: each name may stand once"):
+        BenchmarkCallback(tiny_trainer(tmp_path), [benchmark, benchmark])
+    config = make_config(tmp_path, constraint="none")
+    plain = DCGRPOTrainer(
+        make_model(), distinct_characters, config, train_dataset=make_prompts(), processing_class=tokenizer
+    )
+    with pytest.raises(ValueError, match="deployment_scheme=None and use_vllm=False: set one of them"):
+        BenchmarkCallback(plain, [benchmark])
+
+
+def test_several_evaluation_sets_keep_their_own_metrics(tmp_path, tokenizer):
+    def prompt_length(prompts, **kwargs):
+        return [float(len(prompt)) for prompt in prompts]
+
+    sets = {
+        "short": Dataset.from_dict({"prompt": ["1", "22"]}),
+        "long": Dataset.from_dict({"prompt": ["4444", "55555", "666666"]}),
+    }
+    trainer = DCGRPOTrainer(
+        make_model(128),
+        prompt_length,
+        make_config(tmp_path, deployment_scheme="fp8", eval_strategy="steps", eval_steps=1, max_steps=1),
+        train_dataset=make_prompts(),
+        eval_dataset=sets,
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    for name, rows in sets.items():
+        expected = statistics.mean(map(len, rows["prompt"]))
+        assert logged(trainer, f"eval_{name}_reward") == [pytest.approx(expected)]
+        assert len(logged(trainer, f"eval_{name}_discrepancy/mean")) == 1
+    assert not logged(trainer, "eval_reward")
+    metrics = trainer.evaluate(sets["short"])
+    assert metrics["eval_reward"] == pytest.approx(1.5)
