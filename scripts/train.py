@@ -17,23 +17,18 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer, PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer, DeploymentCheckpointCallback, LambdaLoggingCallback
 from dc_trl.callbacks import DEPLOYMENT_FOLDER, ConstraintProgressCallback
-from dc_trl.data.arithmetic import arithmetic_dataset
-from dc_trl.data.benchmarks import PUBLISHED, load_benchmark
-from dc_trl.data.cleaning import clean
-from dc_trl.data.dapo import load_dapo
-from dc_trl.data.prompts import describe_counts, load_prompts, load_rows
-from dc_trl.data.templates import BOXED_INSTRUCTION
+from dc_trl.data.arguments import DataArguments, load_data
 from dc_trl.deployment.server import ServerError, serve
+from dc_trl.evaluation import Benchmark
 from dc_trl.report import FIGURE_FILE, HISTORY_FILE, print_summary, read_history
 from dc_trl.rewards import get_reward
-from dc_trl.training_evaluation import greedy_accuracy
+from dc_trl.training_evaluation import BenchmarkCallback, greedy_accuracy
 
 
 BASELINE_FILE = "before.json"
@@ -49,32 +44,6 @@ RUN_FILES = (
     "adapter_model.safetensors",
     "checkpoint-*",
 )
-
-
-@dataclass
-class DataArguments:
-    """Prompts, answers and rewards."""
-
-    dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Hub id, local .json/.jsonl/.parquet/.csv file, 'arithmetic' (made on the spot), or 'dapo' "
-            "(DAPO-Math-17K, cleaned at every start; scripts/prepare_data.py does it once)."
-        },
-    )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
-    dataset_split: str = field(default="train", metadata={"help": "Split of a Hub data set."})
-    prompt_column: str = field(default="prompt", metadata={"help": "Text or messages; a dot reads nested fields."})
-    answer_column: str = field(default="answer", metadata={"help": "Gold answer; a dot reads nested fields."})
-    instruction: str | None = field(default=None, metadata={"help": "Appended to each prompt after a blank line."})
-    max_prompt_length: int | None = field(default=None, metadata={"help": "Longer prompts (tokens) are left out."})
-    eval_size: int = field(
-        default=0, metadata={"help": "Problems held out to measure the deployed policy before and after training."}
-    )
-    rewards: list[str] = field(
-        default_factory=lambda: ["math"],
-        metadata={"help": "Reward functions: 'math', 'arithmetic', or dotted paths of your own."},
-    )
 
 
 @dataclass
@@ -194,40 +163,30 @@ def require_model(name: str | None) -> None:
         raise ValueError(f"model_name_or_path={name!r} does not exist: check the path.")
 
 
-def load_data(data: DataArguments, args: DCGRPOConfig, tokenizer) -> tuple[Dataset, Dataset | None, str]:
-    """Training and held-out problems, and a line that says what became of the rows."""
-    if data.dataset_name is None:
-        raise ValueError("dataset_name is not set: give a Hub id, a local file, or 'arithmetic'.")
-    if data.eval_size < 0:
-        raise ValueError(f"eval_size={data.eval_size} is invalid: use a whole number, at least 0.")
-    if data.dataset_name == "arithmetic":
-        held_out = arithmetic_dataset(data.eval_size, seed=0, split="held_out") if data.eval_size else None
-        prompts_per_step = args.generation_batch_size // args.num_generations
-        steps = args.max_steps if args.max_steps > 0 else 1000
-        train = arithmetic_dataset(prompts_per_step * steps, seed=args.seed, split="train")
-        return train, held_out, f"arithmetic: {len(train)} training problems"
-    if data.dataset_name == "dapo":
+def load_eval_benchmarks(data: DataArguments) -> list[Benchmark]:
+    """The benchmarks that are asked while training."""
+    if data.eval_benchmarks and data.eval_size == 0:
+        raise ValueError(
+            f"eval_benchmarks={data.eval_benchmarks} are asked when the trainer evaluates, and eval_size=0 leaves it "
+            "nothing to evaluate: set eval_size."
+        )
+    if data.eval_benchmark_temperature < 0:
+        raise ValueError(
+            f"eval_benchmark_temperature={data.eval_benchmark_temperature} is invalid: use a number, at least 0."
+        )
+    benchmarks = []
+    for word in data.eval_benchmarks:
+        name, _, file = word.partition("=")
         with PartialState().local_main_process_first():  # one process of a machine downloads
-            benchmarks = {name: load_benchmark(name) for name in PUBLISHED}
-            rows, _ = load_dapo()
-        rows, report = clean(rows, benchmarks)
-        if PartialState().is_main_process:
-            report.print()
-        prompt_column, answer_column, instruction = "problem", "answer", data.instruction or BOXED_INSTRUCTION
-    else:
-        rows = load_rows(data.dataset_name, data.dataset_config, data.dataset_split)
-        prompt_column, answer_column, instruction = data.prompt_column, data.answer_column, data.instruction
-    problems, counts = load_prompts(rows, tokenizer, prompt_column, answer_column, instruction, data.max_prompt_length)
-    line = f"{data.dataset_name}: {describe_counts(counts)}"
-    if data.eval_size == 0:
-        return problems, None, line
-    if data.eval_size >= len(problems):
-        raise ValueError(f"eval_size={data.eval_size} leaves nothing to train on: there are {len(problems)} problems.")
-    parts = problems.train_test_split(test_size=data.eval_size, seed=args.seed)
-    # A data set may hold a problem more than once.
-    held_out_prompts = {json.dumps(prompt) for prompt in parts["test"]["prompt"]}
-    train = parts["train"].filter(lambda row: json.dumps(row["prompt"]) not in held_out_prompts)
-    return train, parts["test"], f"{line}; {len(parts['test'])} held out"
+            benchmarks.append(
+                Benchmark.load(
+                    name,
+                    file=file or None,
+                    samples=data.eval_benchmark_samples,
+                    limit=data.eval_benchmark_limit,
+                )
+            )
+    return benchmarks
 
 
 def build_trainer(
@@ -247,8 +206,11 @@ def build_trainer(
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"model_name_or_path={model.model_name_or_path!r} cannot be loaded: {reason}") from error
     tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, padding_side="left", **options)
-    train_dataset, eval_dataset, line = load_data(data, args, tokenizer)
+    prompts_per_step = args.generation_batch_size // args.num_generations
+    steps = args.max_steps if args.max_steps > 0 else 1000
+    train_dataset, eval_dataset, line = load_data(data, tokenizer, args.seed, prompts_per_step * steps)
     PartialState().print(line)
+    benchmarks = load_eval_benchmarks(data)
     generations = args.num_generations_eval or args.num_generations
     if eval_dataset is not None and args.per_device_eval_batch_size * args.world_size % generations:
         raise ValueError(
@@ -274,6 +236,9 @@ def build_trainer(
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
+    if benchmarks:
+        temperature, batch_size = data.eval_benchmark_temperature, args.per_device_eval_batch_size
+        trainer.add_callback(BenchmarkCallback(trainer, benchmarks, temperature, batch_size))
     if args.deployment_scheme is not None:
         trainer.add_callback(DeploymentCheckpointCallback(trainer))
     if not args.disable_tqdm:

@@ -157,6 +157,23 @@ def test_real_text_with_local_files(launch, tmp_path, capsys):
     assert all(value is not None for row in trained for name, value in row.items() if name.startswith("discrepancy/"))
 
 
+def test_benchmarks_while_training(launch, tmp_path):
+    rows = [
+        {"problem": f"{number}+{number}=?", "answer": str(2 * number), "unique_id": str(number)} for number in (3, 4)
+    ]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    folder = launch(
+        eval_size=16,
+        eval_benchmarks=f"math500={file}",
+        eval_benchmark_samples=2,
+        eval_benchmark_temperature=0.0,
+        max_completion_length=48,
+    )
+    history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    measured = [row["step"] for row in history if "eval_math500/avg@2" in row]
+    assert measured == [0, 2]
+
+
 def test_your_own_reward_and_a_vanilla_run(launch, tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text("def short(completions, **kwargs):\n    return [0.5] * len(completions)\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -198,6 +215,12 @@ def test_lora(launch):
                 "vllm_server_base_url": "http://127.0.0.1:8000",
             },
             ["vllm_server_base_url='http://127.0.0.1:8000'", "serve='auto'"],
+        ),
+        ({"eval_benchmarks": "arithmetic"}, ["eval_benchmarks=['arithmetic']", "eval_size=0", "set eval_size"]),
+        ({"eval_benchmarks": "aime", "eval_size": 16}, ["benchmark='aime'", "'aime24'"]),
+        (
+            {"eval_benchmarks": "arithmetic", "eval_size": 16, "eval_benchmark_samples": 0},
+            ["samples=0", "at least 1"],
         ),
         ({"num_generations_eval": 3, "eval_size": 6}, ["per_device_eval_batch_size=16", "num_generations_eval=3"]),
     ],
