@@ -325,18 +325,24 @@ def kill(server):
     return processes
 
 
-def in_next_rollout(trainer, action):
-    """Does something, in a thread, while the server works on the trainer's next rollout; returns the thread."""
+def in_next_rollout(trainer, server, action):
+    """Does something, in a thread, in the middle of the trainer's next rollout; returns the thread.
+
+    The engine behind the server's HTTP is stopped when the request is sent: it cannot be done before the action.
+    """
     session = trainer.vllm_generation.vllm_client.session
     request = session.request
+    engine = engine_processes(server)[1:]
 
     def act():
-        time.sleep(0.2)  # a rollout takes longer: four times 200 tokens
-        action()
+        time.sleep(0.2)  # the request is at the server
+        action(engine)
 
     def send(method, url, **kwargs):
         if url.endswith("/v1/completions"):
             session.request = request
+            for process in engine:
+                process.suspend()
             thread.start()
         return request(method, url, **kwargs)
 
@@ -359,11 +365,13 @@ def test_a_server_killed_in_a_rollout_and_restarted_gets_the_weights_again(own_s
     trainer = faulty_trainer(own_server, tmp_path, learning_rate=3e-3)
     threads = []
 
-    def restart():
+    def restart(engine):
         kill(own_server)
+        for process in engine:
+            process.resume()
         own_server.start()  # ends what is left of the killed one first
 
-    trainer.add_callback(At(2, lambda: threads.append(in_next_rollout(trainer, restart))))
+    trainer.add_callback(At(2, lambda: threads.append(in_next_rollout(trainer, own_server, restart))))
     trainer.train()
     threads[0].join()
     assert trainer.state.global_step == 4
@@ -397,15 +405,14 @@ def test_a_server_that_hangs_is_given_up_in_time_and_used_again_when_it_goes_on(
     trainer = faulty_trainer(own_server, tmp_path, vllm_request_timeout=8.0)
     threads = []
 
-    def hang():
-        processes = engine_processes(own_server)
-        for process in processes:
-            process.suspend()
+    def hang(engine):
+        server = psutil.Process(own_server.pid)
+        server.suspend()
         time.sleep(15)
-        for process in processes:
+        for process in (*engine, server):
             process.resume()
 
-    trainer.add_callback(At(2, lambda: threads.append(in_next_rollout(trainer, hang))))
+    trainer.add_callback(At(2, lambda: threads.append(in_next_rollout(trainer, own_server, hang))))
     trainer.train()
     threads[0].join()
     assert trainer.state.global_step == 4
