@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from .callbacks import DeploymentCheckpointCallback, LambdaLoggingCallback
+    from .callbacks import DeploymentCheckpointCallback, LambdaLoggingCallback, LengthDecayCallback
     from .config import DCGRPOConfig
     from .discrepancy import mismatch_metrics, token_discrepancy
     from .evaluation import evaluate
     from .lagrangian import LagrangeMultiplier
+    from .lr_schedule import LengthDecaySchedule, SurgeDetector
     from .rewards import math_reward
     from .trainer import DCGRPOTrainer
     from .version import __version__
@@ -22,6 +23,9 @@ _MODULES = {
     "DeploymentCheckpointCallback": "callbacks",
     "LagrangeMultiplier": "lagrangian",
     "LambdaLoggingCallback": "callbacks",
+    "LengthDecayCallback": "callbacks",
+    "LengthDecaySchedule": "lr_schedule",
+    "SurgeDetector": "lr_schedule",
     "__version__": "version",
     "evaluate": "evaluation",
     "math_reward": "rewards",
@@ -34,6 +38,9 @@ __all__ = [
     "DeploymentCheckpointCallback",
     "LagrangeMultiplier",
     "LambdaLoggingCallback",
+    "LengthDecayCallback",
+    "LengthDecaySchedule",
+    "SurgeDetector",
     "__version__",
     "evaluate",
     "math_reward",

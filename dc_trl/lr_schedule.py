@@ -1,0 +1,235 @@
+"""The length-decay learning rate, and the detector that finds the surge of the response length.
+
+Both follow arXiv 2602.01826 ("the LR paper"): some time after the responses become abruptly longer, gradient noise
+rises, and with it the mismatch of training and inference. From then on the learning rate is halved at intervals.
+"""
+
+import logging
+import math
+import statistics
+from collections import deque
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+
+# Decay period in units of the surge's step (LR paper: 180 steps for a surge near step 100).
+PERIOD_PER_SURGE_STEP = 1.8
+
+logger = logging.getLogger(__name__)
+
+
+class SurgeDetector:
+    """Finds online the step at which the responses become abruptly longer.
+
+    The LR paper reads it off its curves (mean length 1000 → 3000–4000 tokens near step 90–110). The rule is ours:
+
+        The surge is the first step at which the running median over 9 steps, centred on it, reaches 2 × the median of
+        the up to 80 steps before those 9.
+
+    - *A median over 9 steps*: spikes of up to 4 steps in a row do not move it, whatever their height. The price is
+      that a surge is known 4 steps after it happened.
+    - *A median over the 80 steps before*: the baseline follows a slow drift about 45 steps behind it, and stays at the
+      old level while the length rises. So the rate of growth decides: a surge doubles the length within some 45 steps.
+      The paper's takes about 20. Growth to the 3.5-fold is found when it takes up to 80 steps and is a drift from 200
+      steps on (ratio at most 1.4); what lies between is decided by the noise.
+    - *2 ×*: in the geometric middle between no change and the paper's 4-fold, and far from noise. Where batches' mean
+      lengths scatter by a relative standard deviation σ, the running median scatters by 0.42 σ: 6 % for σ = 15 %.
+    - The baseline needs 10 steps: a surge before step 15 is reported as step 15.
+
+    Two limits of it: the return from a dip of more than 40 steps looks the same and is called a surge too; and of a
+    length that has been shrinking, it is the median of the last 80 steps that must be doubled, not the end.
+    """
+
+    WINDOW = 9
+    BASELINE = 80
+    MIN_BASELINE = 10
+    RATIO = 2.0
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._surge_step: int | None = None
+        # (step, length) of the last steps that had a length.
+        self._recent: deque[tuple[int, float]] = deque(maxlen=self.BASELINE + self.WINDOW)
+
+    @property
+    def step(self) -> int:
+        """Number of updates so far: the 1-based step of the last one."""
+        return self._step
+
+    @property
+    def surge_step(self) -> int | None:
+        """1-based step of the surge; None while there was none."""
+        return self._surge_step
+
+    def update(self, mean_length: float) -> int | None:
+        """Takes the next step's mean response length, in tokens; returns the 1-based step of the surge once found.
+
+        The first surge stays the answer. A step whose length is NaN, infinite or 0 (nothing was sampled) counts as a
+        step and as no measurement.
+
+        Raises:
+            ValueError: ``mean_length`` is negative.
+        """
+        if mean_length < 0:
+            raise ValueError(f"mean_length={mean_length!r} is no length: pass the mean number of tokens per response.")
+        self._step += 1
+        if self._surge_step is None and math.isfinite(mean_length) and mean_length > 0:
+            self._recent.append((self._step, float(mean_length)))
+            self._look()
+        return self._surge_step
+
+    def _look(self) -> None:
+        if len(self._recent) < self.MIN_BASELINE + self.WINDOW:
+            return
+        measured = list(self._recent)
+        before, window = measured[: -self.WINDOW], measured[-self.WINDOW :]
+        baseline = statistics.median(length for _, length in before)
+        if statistics.median(length for _, length in window) >= self.RATIO * baseline:
+            self._surge_step = window[self.WINDOW // 2][0]
+            self._recent.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps, recent lengths and the surge, as JSON-compatible values."""
+        return {"step": self._step, "surge_step": self._surge_step, "recent": [list(entry) for entry in self._recent]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from ``state_dict()``."""
+        self._step = int(state_dict["step"])
+        surge_step = state_dict["surge_step"]
+        self._surge_step = None if surge_step is None else int(surge_step)
+        self._recent.clear()
+        self._recent.extend((int(step), float(length)) for step, length in state_dict["recent"])
+
+
+class LengthDecaySchedule(LRScheduler):
+    """Learning rate that is halved every ``decay_period`` optimizer steps, down to a floor (LR paper, Algorithm 1).
+
+    After t optimizer steps  η_t = η_0 · max(floor, 2^−⌊t / decay_period⌋),  with each parameter group's own η_0. At
+    the default floor that is 1, 0.5, 0.25, 0.125, 0.1 times η_0. While ``decay_period`` is None, η_t = η_0.
+
+    *Reactive form*: leave ``decay_period`` at None and pass the mean response length of every step to
+    :meth:`observe`. Once the lengths have surged at step s, the period becomes 1.8 · s, rounded.
+
+    *Setting the period later*: ``decay_period`` may be set at any time. Halvings fall on the multiples of the period,
+    counted from the first optimizer step; multiples that have passed by then are not made up for, with a warning. So
+    no assignment moves the rate: from the next multiple on it is halved once per period. A period that replaces
+    another keeps the halvings made so far; None holds the present rate.
+
+    Call :meth:`step` once per optimizer step, as PyTorch says. The trainers of Transformers and TRL do so in any
+    number of processes. In a loop of your own, do not give the schedule to ``Accelerator.prepare``: its wrapper steps
+    once per *process*.
+
+    Args:
+        optimizer: its groups' learning rates are η_0.
+        decay_period: optimizer steps between two halvings, at least 1, or None: to be set later.
+        floor: lowest rate as a fraction of η_0, in (0, 1]; 0.1 in the paper.
+
+    Raises:
+        ValueError: a value is out of its range; the message names it.
+    """
+
+    def __init__(self, optimizer: Optimizer, decay_period: int | None = None, floor: float = 0.1):
+        if isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 < floor <= 1:
+            raise ValueError(f"floor={floor!r} is invalid: use a fraction of the initial learning rate, in (0, 1].")
+        self.floor = float(floor)
+        self.detector = SurgeDetector()
+        self._decay_period = _checked_period(decay_period)
+        # Halvings made when the period was set, and how many of its multiples had passed then.
+        self._kept = 0
+        self._passed = 0
+        super().__init__(optimizer)
+
+    @property
+    def decay_period(self) -> int | None:
+        """Optimizer steps between two halvings; None: not known yet."""
+        return self._decay_period
+
+    @decay_period.setter
+    def decay_period(self, period: int | None) -> None:
+        if _checked_period(period) == self._decay_period:
+            return
+        self._kept = self._raw_halvings()
+        self._passed = 0 if period is None else self.last_epoch // period
+        self._decay_period = period
+        if period is not None and self._passed:
+            logger.warning(
+                f"decay_period={period} is set at step {self.last_epoch}: the {self._passed} halving(s) due by then "
+                f"are left out, and the next one follows at step {(self._passed + 1) * period}."
+            )
+
+    @property
+    def factor(self) -> float:
+        """Present learning rate as a fraction of η_0, in [floor, 1]."""
+        return max(self.floor, 0.5 ** self._raw_halvings())
+
+    @property
+    def halvings(self) -> int:
+        """How often the rate has gone down, the last time to the floor."""
+        return min(self._raw_halvings(), math.ceil(-math.log2(self.floor)))
+
+    @property
+    def surge_step(self) -> int | None:
+        """1-based step at which the observed response lengths surged; None while they have not."""
+        return self.detector.surge_step
+
+    def observe(self, mean_length: float) -> int | None:
+        """Takes the mean response length of the next step; returns the 1-based step of the surge once found.
+
+        When the surge is found and no period is set, ``decay_period`` becomes 1.8 × its step, rounded.
+        """
+        known = self.detector.surge_step
+        surge = self.detector.update(mean_length)
+        if known is None and surge is not None and self._decay_period is None:
+            self.decay_period = round(PERIOD_PER_SURGE_STEP * surge)
+        return surge
+
+    def get_lr(self) -> list[Any]:
+        """Learning rates of the parameter groups after ``last_epoch`` optimizer steps."""
+        return [rate * self.factor for rate in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What PyTorch's schedulers keep, the period, and the detector's state."""
+        return super().state_dict() | {"detector": self.detector.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from ``state_dict()``: period, floor, η_0 and detector become the saved ones, as does the rate.
+
+        Raises:
+            ValueError: the state is another scheduler's, or of an optimizer with another number of parameter groups.
+        """
+        needed = {"base_lrs", "last_epoch", "floor", "detector", "_decay_period", "_kept", "_passed"}
+        missing = sorted(needed - state_dict.keys())
+        if missing:
+            raise ValueError(
+                f"state_dict lacks {', '.join(missing)}: it was saved by another scheduler than LengthDecaySchedule. "
+                "Resume with the scheduler of that run, or start a new run from its weights."
+            )
+        if len(state_dict["base_lrs"]) != len(self.optimizer.param_groups):
+            raise ValueError(
+                f"state_dict['base_lrs'] has {len(state_dict['base_lrs'])} learning rates and the optimizer "
+                f"{len(self.optimizer.param_groups)} parameter groups: group the parameters as in the saved run."
+            )
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "detector"})
+        self.detector.load_state_dict(state_dict["detector"])
+        # PyTorch leaves the rate to the optimizer's own state, which not everyone saves.
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _raw_halvings(self) -> int:
+        if self._decay_period is None:
+            return self._kept
+        return self._kept + self.last_epoch // self._decay_period - self._passed
+
+
+def _checked_period(period: int | None) -> int | None:
+    if period is not None and (isinstance(period, bool) or not isinstance(period, int) or period < 1):
+        raise ValueError(
+            f"decay_period={period!r} is invalid: use a whole number of optimizer steps, at least 1, or None."
+        )
+    return period

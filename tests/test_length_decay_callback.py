@@ -1,0 +1,232 @@
+"""The length-decay learning rate within trainers: ours, TRL's, in two processes, and resumed."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from PIL import Image
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from dc_trl import DCGRPOTrainer, LambdaLoggingCallback, LengthDecayCallback, LengthDecaySchedule
+from dc_trl.report import read_history
+
+from .helpers import ROOT, TWO_PROCESSES, logged, make_config, make_model, make_prompts, make_tokenizer
+
+
+class Lengths(TrainerCallback):
+    """Plays the response lengths of a real run: a tiny model's own do not surge."""
+
+    def __init__(self, curve):
+        self._curve = curve
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "completions/mean_length" in logs:
+            for lengths in (logs, state.log_history[-1]):
+                lengths["completions/mean_length"] = self._curve[state.global_step - 1]
+
+
+SURGE_AT_16 = [10.0] * 15 + [35.0] * 45  # period 29 (1.8 × 16 = 28.8)
+
+
+def ranked(completions, **kwargs):
+    """A reward that differs within every group, so that no step is without a gradient."""
+    return [float(rank) for rank in range(len(completions))]
+
+
+def make_trainer(output_dir, kind=DCGRPOTrainer, curve=None, optimizers=(None, None), **overrides):
+    overrides = {"max_steps": 4, "max_completion_length": 2, "deployment_scheme": "bf16", **overrides}
+    config = make_config(output_dir, **overrides)
+    if kind is not DCGRPOTrainer:
+        config_type = GRPOConfig if kind is GRPOTrainer else RLOOConfig
+        plain = {name: getattr(config, name) for name in ("use_cpu", "bf16", "report_to", "disable_tqdm", "max_steps")}
+        plain |= {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 2}
+        plain |= {"beta": 0.0, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": config.save_strategy}
+        config = config_type(str(output_dir), **plain, save_steps=config.save_steps)
+    return kind(
+        model=make_model(16),
+        reward_funcs=ranked,
+        args=config,
+        train_dataset=make_prompts(64),  # one epoch: in a second one TRL shuffles differently after a resume
+        processing_class=make_tokenizer(),
+        callbacks=[LambdaLoggingCallback()] if curve is None else [Lengths(curve), LambdaLoggingCallback()],
+        optimizers=optimizers,
+    )
+
+
+def decays(rows):
+    """(step, metric, value) of every row of the length decay's own."""
+    prefix = "length_decay/"
+    return [
+        (row["step"], name.removeprefix(prefix), value)
+        for row in rows
+        for name, value in sorted(row.items(), reverse=True)
+        if name.startswith(prefix)
+    ]
+
+
+@pytest.mark.parametrize("kind", [DCGRPOTrainer, GRPOTrainer, RLOOTrainer])
+def test_any_trainer_trains_at_the_fixed_schedule(tmp_path, kind):
+    trainer = make_trainer(tmp_path, kind, max_steps=9)
+    trainer.add_callback(LengthDecayCallback(trainer, decay_period=2))
+    trainer.train()
+    assert logged(trainer, "learning_rate") == pytest.approx(
+        [0.01] * 2 + [0.005] * 2 + [0.0025] * 2 + [0.00125] * 2 + [1e-3]
+    )
+    assert trainer.lr_scheduler.last_epoch == 9
+    events = [(0, "period", 2), (2, "halvings", 1), (4, "halvings", 2), (6, "halvings", 3), (8, "halvings", 4)]
+    assert decays(trainer.state.log_history) == decays(read_history(tmp_path / "history.jsonl")) == events
+    # The other rows keep all that TRL logs.
+    assert len(logged(trainer, "reward")) == len(logged(trainer, "completions/mean_length")) == 9
+    assert all("reward" in row for row in trainer.state.log_history if "loss" in row)
+
+
+def test_the_weights_move_at_the_rate(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=6, max_completion_length=8, optim="sgd")
+    trainer.add_callback(LengthDecayCallback(trainer, decay_period=1))
+    moved = []
+
+    class Moves(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            self._weight = model.model.norm.weight.detach().clone()
+
+        def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+            weight = model.model.norm.weight
+            moved.append(((self._weight - weight).norm() / weight.grad.norm()).item())
+
+    trainer.add_callback(Moves())
+    trainer.train()
+    assert moved == pytest.approx([1e-2, 5e-3, 2.5e-3, 1.25e-3, 1e-3, 1e-3], rel=1e-2)
+
+
+def test_the_surge_is_found_logged_and_drawn(tmp_path):
+    trainer = make_trainer(tmp_path, curve=SURGE_AT_16, max_steps=32)
+    trainer.add_callback(LengthDecayCallback(trainer))
+    trainer.train()
+    events = [(20, "surge_step", 16), (20, "period", 29), (29, "halvings", 1)]
+    assert decays(trainer.state.log_history) == events
+    assert logged(trainer, "learning_rate") == pytest.approx([0.01] * 29 + [0.005] * 3)
+    with Image.open(tmp_path / "run.png") as figure:
+        assert figure.height == 5 * 300  # two panels more than without length decay
+
+
+@pytest.mark.parametrize("cut", [12, 20, 30])
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, cut):
+    """Before the surge, when it is just found and not logged yet, and after a halving."""
+    options = {"curve": SURGE_AT_16, "save_strategy": "steps", "save_steps": cut}
+    whole = make_trainer(tmp_path / "whole", max_steps=32, **options)
+    whole.add_callback(LengthDecayCallback(whole))
+    whole.train()
+    resumed = make_trainer(tmp_path / "resumed", max_steps=32, **options)
+    resumed.add_callback(LengthDecayCallback(resumed))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{cut}"))
+    assert decays(resumed.state.log_history) == decays(whole.state.log_history)
+    assert len(decays(whole.state.log_history)) == 3
+    for name in ("learning_rate", "loss", "grad_norm"):
+        assert logged(resumed, name) == logged(whole, name)
+    assert resumed.lr_scheduler.state_dict() == whole.lr_scheduler.state_dict()
+
+
+def test_lengths_of_several_steps_stand_for_each_of_them(tmp_path):
+    trainer = make_trainer(tmp_path, curve=SURGE_AT_16, max_steps=32, logging_steps=4)
+    trainer.add_callback(LengthDecayCallback(trainer))
+    trainer.train()
+    schedule = trainer.lr_scheduler
+    assert schedule.detector.step == 32
+    # The log of step 16 is the first of longer responses, and stands for steps 13 to 16; the baseline needs 10 steps.
+    assert (schedule.surge_step, schedule.decay_period) == (15, 27)
+    assert decays(trainer.state.log_history) == [(20, "surge_step", 15), (20, "period", 27), (27, "halvings", 1)]
+
+
+def test_a_schedule_in_optimizers_is_the_one_that_is_used(tmp_path):
+    optimizer = make_trainer(tmp_path).create_optimizer()
+    schedule = LengthDecaySchedule(optimizer, decay_period=2, floor=0.5)
+    trainer = make_trainer(tmp_path, optimizers=(optimizer, schedule))
+    callback = LengthDecayCallback(trainer)
+    assert callback.schedule is schedule
+    with pytest.raises(ValueError, match=r"decay_period=3, floor=0\.1 contradict"):
+        LengthDecayCallback(trainer, decay_period=3)
+
+
+def test_two_processes_halve_at_the_steps_of_one(tmp_path):
+    done = subprocess.run(
+        [*TWO_PROCESSES, "-m", "tests.test_length_decay_callback", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("processes: 2") == 2
+    rows = read_history(tmp_path / "history.jsonl")
+    assert [row["learning_rate"] for row in rows if "learning_rate" in row] == pytest.approx(
+        [0.01, 0.01, 0.005, 0.005, 0.0025]
+    )
+    assert decays(rows) == [(0, "period", 2), (2, "halvings", 1), (4, "halvings", 2)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"warmup_steps": 10}, "warmup_steps=10 has no effect"),
+        ({"logging_strategy": "no"}, "logging_strategy='no' hides the response lengths"),
+    ],
+)
+def test_settings_that_contradict_the_schedule_are_refused(tmp_path, overrides, message):
+    trainer = make_trainer(tmp_path, **overrides)
+    with pytest.raises(ValueError, match=message):
+        LengthDecayCallback(trainer)
+
+
+def test_another_scheduler_is_refused(tmp_path):
+    optimizer = make_trainer(tmp_path).create_optimizer()
+    trainer = make_trainer(tmp_path, optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)))
+    with pytest.raises(ValueError, match="already has the scheduler ConstantLR"):
+        LengthDecayCallback(trainer)
+    trainer = make_trainer(tmp_path)
+    trainer.add_callback(LengthDecayCallback(trainer))
+    trainer.lr_scheduler = None
+    with pytest.raises(ValueError, match="The trainer trains with LambdaLR"):
+        trainer.train()
+
+
+def test_a_run_and_its_schedule_start_at_the_same_step(tmp_path):
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=2, save_only_model=True)
+    trainer.add_callback(LengthDecayCallback(trainer, decay_period=2))
+    trainer.train()
+    with pytest.raises(ValueError, match="starts at step 0 and its learning rate schedule at step 4"):
+        trainer.train()
+    trainer = make_trainer(tmp_path)
+    trainer.add_callback(LengthDecayCallback(trainer, decay_period=2))
+    with pytest.raises(ValueError, match="starts at step 2 and its learning rate schedule at step 0"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_trainer_without_lengths_is_told(tmp_path, caplog):
+    model = make_model(16)
+    args = TrainingArguments(
+        str(tmp_path), max_steps=2, use_cpu=True, report_to="none", save_strategy="no", logging_steps=1
+    )
+    rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 16
+    trainer = Trainer(model, args, train_dataset=rows, processing_class=make_tokenizer())
+    trainer.add_callback(LengthDecayCallback(trainer))
+    trainer.train()
+    assert "No completions/mean_length was logged" in caplog.text
+    assert logged(trainer, "learning_rate") == [5e-5] * 2
+
+
+def main() -> None:
+    """One of the processes of `test_two_processes_halve_at_the_steps_of_one`."""
+    trainer = make_trainer(sys.argv[1], max_steps=5)
+    trainer.add_callback(LengthDecayCallback(trainer, decay_period=2))
+    trainer.train()
+    print(f"processes: {trainer.accelerator.num_processes}", flush=True)
+    # See scripts/train.py: gloo's thread lets go of the last gather.
+    time.sleep(1)
+    trainer.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""The length-decay schedule against Algorithm 1 written out, and the surge on synthetic curves."""
+
+import json
+import math
+import random
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dc_trl import LengthDecaySchedule, SurgeDetector
+
+
+# --- the schedule ---------------------------------------------------------------------------------------------------
+
+
+def make_optimizer(*rates):
+    return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates or (1.0,)])
+
+
+def advance(schedule, steps):
+    """The first group's rate during each of the next steps."""
+    rates = []
+    for _ in range(steps):
+        rates.append(schedule.optimizer.param_groups[0]["lr"])
+        schedule.optimizer.step()
+        schedule.step()
+    return rates
+
+
+def algorithm_1(steps, periods, floor):
+    """The rates of the paper's loop, where `periods[t]` is the period in force when step t + 1 ends."""
+    rate, rates = 1.0, []
+    for step in range(1, steps + 1):
+        rates.append(rate)
+        if periods[step - 1] is not None and step % periods[step - 1] == 0:
+            rate = max(rate / 2, floor)
+    return rates
+
+
+def test_rates_by_hand():
+    schedule = LengthDecaySchedule(make_optimizer(8.0, 0.8), decay_period=3)
+    assert advance(schedule, 15) == [8.0] * 3 + [4.0] * 3 + [2.0] * 3 + [1.0] * 3 + [0.8] * 3
+    assert schedule.get_last_lr() == pytest.approx([0.8, 0.08])
+    assert schedule.halvings == 4
+    assert schedule.factor == 0.1
+    advance(schedule, 5000)
+    assert (schedule.halvings, schedule.factor) == (4, 0.1)
+
+
+@pytest.mark.parametrize(("floor", "halvings"), [(1, 0), (0.6, 1), (0.5, 1), (0.25, 2), (0.1, 4), (1e-3, 10)])
+def test_floor(floor, halvings):
+    schedule = LengthDecaySchedule(make_optimizer(), decay_period=1, floor=floor)
+    rates = advance(schedule, 20)
+    assert rates[-1] == min(rates) == floor
+    assert schedule.halvings == halvings == len(set(rates)) - 1
+
+
+@given(st.lists(st.none() | st.integers(1, 12), min_size=1, max_size=60), st.floats(0.01, 1))
+def test_whatever_period_is_set_when_the_rates_are_algorithm_1s(periods, floor):
+    schedule = LengthDecaySchedule(make_optimizer(), floor=floor)
+    rates = []
+    for period in periods:
+        before = schedule.optimizer.param_groups[0]["lr"]
+        schedule.decay_period = period
+        assert schedule.factor == before  # setting the period moves nothing
+        rates += advance(schedule, 1)
+    assert rates == pytest.approx(algorithm_1(len(periods), periods, floor))
+
+
+def test_a_period_of_the_past_is_not_made_up_for(caplog):
+    schedule = LengthDecaySchedule(make_optimizer())
+    advance(schedule, 35)
+    schedule.decay_period = 50
+    assert not caplog.records
+    schedule.decay_period = 10
+    assert "decay_period=10 is set at step 35: the 3 halving(s)" in caplog.text
+    assert "at step 40" in caplog.text
+    assert advance(schedule, 20) == [1.0] * 5 + [0.5] * 10 + [0.25] * 5
+
+
+@given(
+    st.integers(0, 40),
+    st.integers(0, 40),
+    st.none() | st.integers(1, 9),
+    st.none() | st.integers(1, 9),
+    st.booleans(),
+)
+def test_a_restored_schedule_goes_on_as_the_saved_one(before, after, first, second, with_optimizer):
+    whole = LengthDecaySchedule(make_optimizer(2.0), first, floor=0.2)
+    advance(whole, before // 2)
+    whole.decay_period = second
+    advance(whole, before - before // 2)
+    resumed = LengthDecaySchedule(make_optimizer(7.0))
+    if with_optimizer:
+        resumed.optimizer.load_state_dict(whole.optimizer.state_dict())
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    assert resumed.state_dict() == whole.state_dict()
+    assert advance(resumed, after) == advance(whole, after)
+
+
+def test_a_rate_in_a_tensor_stays_that_tensor():
+    rate = torch.tensor(1.0)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+    schedule = LengthDecaySchedule(optimizer, decay_period=2)
+    advance(schedule, 2)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == 0.5
+    resumed = LengthDecaySchedule(optimizer)
+    rate.fill_(3.0)
+    resumed.load_state_dict(schedule.state_dict())
+    assert rate.item() == 0.5
+
+
+@pytest.mark.parametrize("floor", [0, -0.1, 1.1, math.nan, math.inf, True, "0.1"])
+def test_an_invalid_floor_is_refused(floor):
+    with pytest.raises(ValueError, match=r"floor=.* is invalid"):
+        LengthDecaySchedule(make_optimizer(), floor=floor)
+
+
+@pytest.mark.parametrize("period", [0, -1, 1.5, True, "180", math.nan])
+def test_an_invalid_period_is_refused(period):
+    with pytest.raises(ValueError, match=r"decay_period=.* is invalid"):
+        LengthDecaySchedule(make_optimizer(), decay_period=period)
+    schedule = LengthDecaySchedule(make_optimizer(), decay_period=7)
+    with pytest.raises(ValueError, match=r"decay_period=.* is invalid"):
+        schedule.decay_period = period
+    assert schedule.decay_period == 7
+
+
+def test_a_foreign_state_is_refused():
+    schedule = LengthDecaySchedule(make_optimizer())
+    with pytest.raises(ValueError, match="saved by another scheduler"):
+        schedule.load_state_dict(torch.optim.lr_scheduler.ConstantLR(make_optimizer()).state_dict())
+    with pytest.raises(ValueError, match="has 2 learning rates and the optimizer 1 parameter groups"):
+        schedule.load_state_dict(LengthDecaySchedule(make_optimizer(1.0, 2.0)).state_dict())
+
+
+# --- the surge ------------------------------------------------------------------------------------------------------
+
+
+def jump(at, low=1000, high=3500, steps=300):
+    return [low if step < at else high for step in range(1, steps + 1)]
+
+
+def ramp(start, end, low=1000, high=3500, steps=500):
+    return [low + (high - low) * min(1, max(0, (step - start) / (end - start))) for step in range(1, steps + 1)]
+
+
+def sigmoid(centre, width, low=1000, high=3500, steps=300):
+    """`width`: steps from 10 % to 90 % of the rise."""
+    slope = 2 * math.log(9) / width
+    return [low + (high - low) / (1 + math.exp(-slope * (step - centre))) for step in range(1, steps + 1)]
+
+
+def noisy(curve, deviation, seed):
+    rng = random.Random(seed)
+    return [length * max(0.05, rng.gauss(1, deviation)) for length in curve]
+
+
+def surge(curve):
+    """(step of the surge, step at which it was found), or None."""
+    detector = SurgeDetector()
+    for step, length in enumerate(curve, start=1):
+        found = detector.update(length)
+        if found is not None:
+            assert found == detector.surge_step <= step == detector.step
+            return found, step
+    return None
+
+
+@pytest.mark.parametrize("at", [15, 20, 57, 100, 200])
+@pytest.mark.parametrize("high", [2000, 3500, 1e5])
+def test_a_jump_is_found_exactly_four_steps_later(at, high):
+    assert surge(jump(at, high=high)) == (at, at + 4)
+
+
+def test_an_earlier_jump_is_found_as_soon_as_the_baseline_allows():
+    assert surge(jump(11)) == (15, 19)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("deviation", [0.05, 0.1, 0.15])
+@pytest.mark.parametrize(
+    ("curve", "expected", "tolerance"),
+    [
+        (jump(100), 100, 2),
+        (jump(200), 200, 2),
+        (sigmoid(20, 20), 20, 15),
+        (sigmoid(100, 20), 100, 6),
+        (sigmoid(100, 40), 100, 10),
+        (sigmoid(200, 20), 200, 6),
+        (sigmoid(100, 20, high=3000), 100, 8),
+        (ramp(90, 110), 100, 6),
+        (ramp(75, 125), 100, 12),
+        ([2000 - 10 * step for step in range(100)] + [3500] * 100, 101, 3),  # shrinks before it surges
+    ],
+)
+def test_a_surge_is_found_in_noise(curve, expected, tolerance, deviation, seed):
+    step, found = surge(noisy(curve, deviation, seed))
+    assert abs(step - expected) <= tolerance
+    assert found == step + 4
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("deviation", [0, 0.05, 0.15])
+@pytest.mark.parametrize(
+    "curve",
+    [
+        [1000] * 500,
+        ramp(0, 300, high=1500),
+        ramp(0, 300, high=2000),
+        ramp(0, 500, high=2000),
+        ramp(0, 300),
+        ramp(0, 200),
+        [1000 * 3.5 ** (step / 300) for step in range(300)],
+        ramp(0, 300, high=300),
+        jump(100, high=300),
+        [1000 + 300 * math.sin(step / 10) for step in range(500)],
+    ],
+)
+def test_what_is_no_surge_is_not_found(curve, deviation, seed):
+    assert surge(noisy(curve, deviation, seed)) is None
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+@pytest.mark.parametrize("at", [0, 5, 12, 50, 100])
+@pytest.mark.parametrize("height", [5, 1000])
+def test_a_spike_is_not_a_surge(at, length, height):
+    curve = noisy([1000] * 300, 0.1, seed=at)
+    curve[at : at + length] = [height * 1000] * length
+    assert surge(curve) is None
+
+
+def test_spikes_and_missing_lengths_do_not_hide_a_surge():
+    curve = noisy(jump(100), 0.1, seed=3)
+    for at in range(3, 300, 11):
+        curve[at] *= 5
+    for at, value in zip(range(5, 300, 9), 20 * [math.nan, 0.0, math.inf], strict=False):
+        curve[at] = value
+    step, _ = surge(curve)
+    assert abs(step - 100) <= 2
+
+
+@pytest.mark.parametrize("curve", [[0.0] * 200, [math.nan] * 200, [0.0] * 100 + [1000.0] * 100])
+def test_without_a_length_there_is_no_surge(curve):
+    assert surge(curve) is None
+
+
+def test_a_negative_length_is_refused_and_changes_nothing():
+    detector = SurgeDetector()
+    detector.update(10.0)
+    state = detector.state_dict()
+    with pytest.raises(ValueError, match=r"mean_length=-1\.0"):
+        detector.update(-1.0)
+    assert detector.state_dict() == state
+
+
+lengths = st.lists(st.sampled_from([0.0, math.nan]) | st.floats(1, 1e4), min_size=30, max_size=150)
+
+
+@given(lengths)
+def test_the_rule_by_brute_force(curve):
+    expected = None
+    measured = [(step, x) for step, x in enumerate(curve, start=1) if x > 0]
+    for end in range(19, len(measured) + 1):
+        window, before = measured[end - 9 : end], measured[max(0, end - 89) : end - 9]
+        if statistics.median(x for _, x in window) >= 2 * statistics.median(x for _, x in before):
+            expected = window[4][0], window[8][0]
+            break
+    assert surge(curve) == expected
+
+
+@given(lengths, st.floats(1e-3, 1e3))
+def test_the_unit_of_length_does_not_matter(curve, unit):
+    # Powers of two, so that ratios are exact.
+    unit = 2.0 ** round(math.log2(unit))
+    assert surge([unit * x for x in curve]) == surge(curve)
+
+
+@given(lengths, st.integers(0, 150))
+def test_a_restored_detector_goes_on_as_the_saved_one(curve, cut):
+    whole, resumed = SurgeDetector(), SurgeDetector()
+    for length in curve[:cut]:
+        whole.update(length)
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    assert [whole.update(x) for x in curve[cut:]] == [resumed.update(x) for x in curve[cut:]]
+    assert whole.state_dict() == resumed.state_dict()
+
+
+@pytest.mark.parametrize("cut", [0, 60, 99, 103, 150, 185])
+def test_the_reactive_schedule_and_its_resumption(cut):
+    curve = jump(101, steps=400)
+    whole = LengthDecaySchedule(make_optimizer())
+    rates = []
+    for step, length in enumerate(curve):
+        if step == cut:
+            resumed = LengthDecaySchedule(make_optimizer())
+            resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+            whole = resumed
+        rates += advance(whole, 1)
+        whole.observe(length)
+    assert (whole.surge_step, whole.decay_period) == (101, 182)  # 1.8 × 101 = 181.8
+    assert rates == [1.0] * 182 + [0.5] * 182 + [0.25] * 36
+
+
+def test_a_given_period_outlives_the_surge():
+    schedule = LengthDecaySchedule(make_optimizer(), decay_period=50)
+    for length in jump(101):
+        schedule.observe(length)
+    assert (schedule.surge_step, schedule.decay_period) == (101, 50)
