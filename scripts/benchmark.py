@@ -2,7 +2,7 @@
 
 python scripts/benchmark.py overhead    step time and peak memory on identical, replayed rollouts
 python scripts/benchmark.py replica     wall time on the same prompts, one row for each scheme
-python scripts/benchmark.py grading     2,000 completions graded in this process, and in worker processes
+python scripts/benchmark.py grading     completions graded in this process, and in worker processes
 """
 
 import argparse
@@ -229,7 +229,7 @@ def grading(args: argparse.Namespace) -> None:
     with Grader(args.threads) as grader:
         grader.start()
         for repetition in range(args.repetitions + 1):
-            golds = [Gold(answer()) for _ in range(2000)]
+            golds = [Gold(answer()) for _ in range(args.completions)]
             texts = [f"So \\boxed{{{gold.answer if rng.random() < 0.5 else answer()}}}." for gold in golds]
             start = time.perf_counter()
             expected = [grade(text, gold) for text, gold in zip(texts, golds, strict=True)]
@@ -245,7 +245,7 @@ def grading(args: argparse.Namespace) -> None:
     table = Table("one process, s", f"{args.threads} workers, s", "times faster", "quartiles")
     seconds = [f"{statistics.median(values):.2f}" for values in (alone, together)]
     table.add_row(*seconds, f"{middle:.2f}", f"{low:.2f} – {high:.2f}")
-    table.title = f"2,000 completions, {args.repetitions} repetitions"
+    table.title = f"{args.completions:,} completions, {args.repetitions} repetitions"
     Console().print(table)
 
 
@@ -255,6 +255,7 @@ def main() -> None:
     parser.add_argument("--model", default="dc_trl/assets/tiny_qwen3")
     parser.add_argument("--repetitions", type=int, default=30)
     parser.add_argument("--batch_size", type=int, default=128)
+    parser.add_argument("--completions", type=int, default=2000, help="answers that grading grades")
     parser.add_argument("--completion_length", type=int, default=48)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()

@@ -328,6 +328,7 @@ def test_the_shipped_model_is_what_its_script_makes(tokenizer, tmp_path, monkeyp
 def test_the_benchmark_compares_what_it_says(what, monkeypatch, capsys):
     script = load_script("benchmark")
     arguments = ["--repetitions", "2", "--batch_size", "8", "--completion_length", "4", "--threads", "1"]
+    arguments += ["--completions", "100"]
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(sys, "argv", ["benchmark.py", what, *arguments])

@@ -14,7 +14,11 @@ from typing import Any
 from unittest.mock import patch
 
 from vllm import _custom_ops
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 
 
 def reload_checkpoint(worker: Any, weights_path: str) -> None:
@@ -26,13 +30,19 @@ def reload_checkpoint(worker: Any, weights_path: str) -> None:
         scales.append(weight_scales)
         return create(weight, weight_scales, *args)
 
-    with patch.object(_custom_ops, "create_onednn_scaled_mm", create_and_keep):
+    # The reload would pack embeddings too, with which nothing is multiplied and which take half of its time.
+    with (
+        patch.object(_custom_ops, "create_onednn_scaled_mm", create_and_keep),
+        patch.object(UnquantizedEmbeddingMethod, "process_weights_after_loading", lambda method, layer: None),
+    ):
         worker.reload_weights(weights_path=weights_path)
     # For as long as the kernels that point to them.
     worker.scales_in_use = scales
-    for module in worker.get_model().modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
+    # A model without a head of its own multiplies with its embedding. A head is a kind of embedding in vLLM.
+    embeddings = [module for module in worker.get_model().modules() if isinstance(module, VocabParallelEmbedding)]
+    heads = [module for module in embeddings if isinstance(module, ParallelLMHead)]
+    for module in heads or embeddings:
+        module.quant_method.process_weights_after_loading(module)
 
 
 class CPUReloadExtension:
