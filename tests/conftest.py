@@ -10,12 +10,16 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import pytest
 import torch
+from hypothesis import settings
 
 from .helpers import make_tokenizer
 from .vllm_server import Serve
 
 
 torch.set_num_threads(1)
+# Speed belongs in benchmarks: two cores that also serve a model are slow now and then.
+settings.register_profile("dc_trl", deadline=None)
+settings.load_profile("dc_trl")
 
 
 @pytest.fixture(scope="session")
