@@ -15,7 +15,7 @@ from .estimators import (
     paired_difference,
     pass_at_k,
 )
-from .samples import Sample
+from .samples import Sample, write_text
 
 
 class BenchmarkResult(NamedTuple):
@@ -61,10 +61,7 @@ class Evaluation(NamedTuple):
             },
             "average": self.average._asdict(),
         }
-        path = Path(path)
-        unfinished = path.with_name(f".{path.name}.tmp")
-        unfinished.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n")
-        os.replace(unfinished, path)
+        write_text(Path(path), json.dumps(tree, indent=2, ensure_ascii=False) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Evaluation":
@@ -108,7 +105,7 @@ def benchmark_result(
     """
     groups = {problem: [samples[problem, number] for number in range(k)] for problem in problems}
     ungraded = [problem for problem, group in groups.items() if group[0].correct is None]
-    graded = [group for problem, group in groups.items() if problem not in set(ungraded)]
+    graded = [group for group in groups.values() if group[0].correct is not None]
     if not graded:
         raise ValueError(f"benchmark {name!r}: none of the gold answers can be graded.")
     right = [sum(bool(sample.correct) for sample in group) for group in graded]

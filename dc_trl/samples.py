@@ -90,7 +90,7 @@ class SampleStore:
         path = self.folder / SETTINGS_FILE
         settings = json.loads(json.dumps(settings))
         if not path.exists():
-            _write_text(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+            write_text(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
             return
         begun = json.loads(path.read_text())
         for name in begun | settings:
@@ -133,7 +133,8 @@ def _number(file: Path) -> int:
     return int(file.stem.rsplit("-", 1)[1])
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Writes a file, whole or not at all."""
     unfinished = path.with_name(f".{path.name}.tmp")
     unfinished.write_text(text)
     os.replace(unfinished, path)

@@ -1,6 +1,5 @@
 """TRL's client of a vLLM server, with limits on every wait, an API key, and the version of the weights it talks to."""
 
-import os
 import time
 from collections.abc import Callable
 from functools import cached_property
@@ -10,7 +9,7 @@ import requests
 from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
 
-from .server import ServerError, ServerUnavailableError, is_cpu
+from .server import ServerError, ServerUnavailableError, authorization, is_cpu, key_wanted
 
 
 class ServerClient(VLLMClient):
@@ -41,8 +40,7 @@ class ServerClient(VLLMClient):
     ):
         self._request_timeout = request_timeout
         self._report = report
-        key = os.environ.get("VLLM_API_KEY")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers = authorization()
         super().__init__(base_url=base_url.rstrip("/"), group_port=group_port, connection_timeout=start_timeout)
         # Whether to try again is decided where weights and rollouts are known, not below HTTP.
         for prefix in ("http://", "https://"):
@@ -101,9 +99,7 @@ class ServerClient(VLLMClient):
                 f"the connection to vLLM at {self.base_url} broke during {path} ({type(error).__name__})"
             ) from error
         if response.status_code == 401:
-            raise ServerError(
-                f"vLLM at {self.base_url} asks for an API key: set the environment variable VLLM_API_KEY to its key."
-            )
+            raise key_wanted(self.base_url)
         if response.status_code == 404 and not path.startswith("/v1"):
             raise ServerError(
                 f"vLLM at {self.base_url} does not serve {path}: restart it with VLLM_SERVER_DEV_MODE=1 in its "

@@ -1,7 +1,6 @@
 """Many completions from a deployed policy, each with a seed of its own, handed over as they finish."""
 
 import asyncio
-import os
 import queue
 import threading
 import time
@@ -20,7 +19,7 @@ from transformers import (
 )
 
 from .replica import Replica
-from .server import ServerError, ServerUnavailableError
+from .server import ServerError, ServerUnavailableError, authorization, key_wanted
 
 
 class Sampling(NamedTuple):
@@ -94,8 +93,7 @@ class ServerEngine:
         self._request_timeout = request_timeout
         self._server_timeout = server_timeout
         self._max_retries = max_retries
-        key = os.environ.get("VLLM_API_KEY")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers = authorization()
         card = asyncio.run(self._model_card())
         self.model: str = card["id"]
         self.max_length: int = card["max_model_len"]
@@ -196,9 +194,7 @@ class ServerEngine:
                 failure = f"no connection to vLLM at {self.url} ({type(error).__name__} during {path})"
                 continue
             if response.status == 401:
-                raise ServerError(
-                    f"vLLM at {self.url} asks for an API key: set the environment variable VLLM_API_KEY to its key."
-                )
+                raise key_wanted(self.url)
             failure = f"vLLM at {self.url} refused {path} (HTTP {response.status}): {text}"
             if response.status < 500:
                 raise ServerError(failure)

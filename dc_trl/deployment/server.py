@@ -47,6 +47,17 @@ class ServerUnavailableError(ServerError):
     """The server cannot be reached, did not answer in time, or failed: trying again may help."""
 
 
+def authorization() -> dict[str, str]:
+    """Header with the key that a server may ask for, from the environment variable `VLLM_API_KEY`."""
+    key = os.environ.get("VLLM_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def key_wanted(url: str) -> ServerError:
+    """The error of a client that has no key, or a wrong one (HTTP 401)."""
+    return ServerError(f"vLLM at {url} asks for an API key: set the environment variable VLLM_API_KEY to its key.")
+
+
 def vllm_version() -> str:
     """Version of the installed vLLM, with "+cpu" at its end in a CPU build.
 
