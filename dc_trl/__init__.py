@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
+    from .calibration import calibrate
     from .callbacks import DeploymentCheckpointCallback, LambdaLoggingCallback, LengthDecayCallback
+    from .collapse import CollapseMonitor
+    from .collapse_callback import CollapseAlarmCallback
     from .config import DCGRPOConfig
     from .discrepancy import mismatch_metrics, token_discrepancy
     from .evaluation import evaluate
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 # Where each public name lives. They are imported when they are used: TRL takes seconds, and a vLLM worker that reloads
 # weights for us has no use for it.
 _MODULES = {
+    "CollapseAlarmCallback": "collapse_callback",
+    "CollapseMonitor": "collapse",
     "DCGRPOConfig": "config",
     "DCGRPOTrainer": "trainer",
     "DeploymentCheckpointCallback": "callbacks",
@@ -27,12 +32,15 @@ _MODULES = {
     "LengthDecaySchedule": "lr_schedule",
     "SurgeDetector": "lr_schedule",
     "__version__": "version",
+    "calibrate": "calibration",
     "evaluate": "evaluation",
     "math_reward": "rewards",
     "mismatch_metrics": "discrepancy",
     "token_discrepancy": "discrepancy",
 }
 __all__ = [
+    "CollapseAlarmCallback",
+    "CollapseMonitor",
     "DCGRPOConfig",
     "DCGRPOTrainer",
     "DeploymentCheckpointCallback",
@@ -42,6 +50,7 @@ __all__ = [
     "LengthDecaySchedule",
     "SurgeDetector",
     "__version__",
+    "calibrate",
     "evaluate",
     "math_reward",
     "mismatch_metrics",

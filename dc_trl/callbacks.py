@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,13 @@ from transformers import ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from .deployment.checkpoint import CheckpointWriter
+from .collapse_callback import CollapseAlarmCallback
+from .history import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, read_history, training_settings
 from .lr_schedule import LengthDecaySchedule, SurgeDetector
-from .report import FIGURE_FILE, HISTORY_FILE, plot_run, read_history
+from .panels import plot_run
+from .samples import write_text
 from .trainer import DCGRPOTrainer
 
-
-DEPLOYMENT_FOLDER = "deployment"
 
 logger = logging.get_logger(__name__)
 
@@ -28,47 +29,46 @@ class DeploymentCheckpointCallback(TrainerCallback):
 
     Args:
         trainer (`DCGRPOTrainer`): the trainer of the run.
+        alarm (`CollapseAlarmCallback`, *optional*): when it stopped the run, there is no policy to deploy at its end.
     """
 
-    def __init__(self, trainer: DCGRPOTrainer):
+    def __init__(self, trainer: DCGRPOTrainer, alarm: CollapseAlarmCallback | None = None):
         self._trainer = trainer
-        self._writer: CheckpointWriter | None = None
-
-    def _write(self, folder: Path) -> None:
-        trainer = self._trainer
-        tensors = trainer.deployed_tensors()
-        if trainer.accelerator.is_main_process:
-            if self._writer is None:
-                policy = trainer.accelerator.unwrap_model(trainer.model)
-                scheme = trainer.args.deployment_scheme or "bf16"
-                self._writer = CheckpointWriter(policy, scheme, trainer.processing_class)
-            self._writer.write(tensors, folder)
-        for _ in tensors:
-            pass  # take part in gathering
+        self._alarm = alarm
 
     def on_save(self, args, state, control, **kwargs):
         checkpoint = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        self._write(checkpoint / DEPLOYMENT_FOLDER)
+        self._trainer.save_deployment(checkpoint / DEPLOYMENT_FOLDER)
 
     def on_train_end(self, args, state, control, **kwargs):
-        self._write(Path(args.output_dir, DEPLOYMENT_FOLDER))
+        if self._alarm is None or self._alarm.stopped is None:
+            self._trainer.save_deployment(Path(args.output_dir, DEPLOYMENT_FOLDER))
 
 
 class LambdaLoggingCallback(TrainerCallback):
-    """Keeps the run's history, λ and discrepancy above all, in a file and a figure in the output directory.
+    """Keeps the run's settings and history in the output directory, λ and discrepancy above all, and a figure of them.
 
+    When training begins, `settings.json` gets what differs from `DCGRPOConfig`'s defaults, without tokens and keys.
     Every log of the trainer (λ, violation, discrepancy, reward, …: the same values that go to the trackers of
     `report_to`) becomes one line of `history.jsonl`. At every save and at the end of training, `run.png` shows reward,
-    δ̄ with its tolerance, and λ. A resumed run continues the file from its checkpoint; a new run in the same directory
-    keeps the old file as `history.1.jsonl`, and so on.
+    δ̄ with its tolerance, and λ. A resumed run keeps its settings and continues the history from its checkpoint; a new
+    run in the same directory keeps the old files as `history.1.jsonl`, `settings.1.json`, and so on.
+
+    Args:
+        settings (`Mapping[str, Any]`, *optional*): what else made the run, such as its data set and rewards, for
+            `settings.json`: JSON values, no secrets.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Mapping[str, Any] | None = None):
+        self._settings = settings or {}
         self._history: Path | None = None
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
         if state.is_world_process_zero:
-            self._open(args.output_dir, state.global_step)
+            settings = self._open(args.output_dir, state.global_step).with_name(SETTINGS_FILE)
+            if not settings.exists():
+                found = training_settings(args, model, self._settings)
+                write_text(settings, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:
@@ -98,14 +98,20 @@ class LambdaLoggingCallback(TrainerCallback):
             partial = history.with_suffix(".tmp")
             partial.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
             os.replace(partial, history)
-        elif history.exists() and self._history is None:
-            number = 1
-            while (old := history.with_suffix(f".{number}.jsonl")).exists():
-                number += 1
-            history.rename(old)
-            logger.warning(f"{history} belongs to an earlier run and is kept as {old.name}.")
+        elif step == 0 and self._history is None:
+            _keep([file for file in (history, history.with_name(SETTINGS_FILE)) if file.exists()])
         self._history = history
         return history
+
+
+def _keep(files: list[Path]) -> None:
+    """Renames files of an earlier run, all with the first number that none of them has used."""
+    number = 1
+    while any(file.with_suffix(f".{number}{file.suffix}").exists() for file in files):
+        number += 1
+    for file in files:
+        old = file.rename(file.with_suffix(f".{number}{file.suffix}"))
+        logger.warning(f"{file} belongs to an earlier run and is kept as {old.name}.")
 
 
 class ConstraintProgressCallback(ProgressCallback):

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from trl import GRPOConfig
 
@@ -13,6 +13,13 @@ from .lagrangian import LagrangeMultiplier
 
 Constraint = Literal["none", "static", "lagrangian"]
 WeightSync = Literal["auto", "nccl", "checkpoint"]
+AdvantageEstimator = Literal["grpo", "rloo"]
+HubDeployment = Literal["subfolder", "repository", "none"]
+if TYPE_CHECKING:
+    Tolerance = float | Literal["auto"]
+else:
+    # What TrlParser reads a field of several types as; `__post_init__` makes the number.
+    Tolerance = str
 
 # Sampling settings that make the engine's log-probabilities those of another distribution than the policy's, with
 # the values that leave it alone. In `generation_kwargs` they go to vLLM's SamplingParams or to GenerationConfig.
@@ -49,7 +56,9 @@ class DCGRPOConfig(GRPOConfig):
         discrepancy_level (`str`, defaults to `"token"`):
             `"token"`: every token is penalised by its own δ. `"sequence"`: by the mean δ of its trajectory.
         discrepancy_tolerance (`float`, defaults to `0.0037`):
-            ε, in units of the measure: the batch discrepancy up to which λ does not grow. At least 0.
+            ε, in units of the measure: the batch discrepancy up to which λ does not grow. At least 0. `"auto"`: λ
+            rests for the first ten generation batches, and ε is the mean of their δ̄ plus 1.96 standard deviations
+            (`dc_trl.lagrangian.proposed_tolerance`), logged as `lagrangian/tolerance`.
         discrepancy_margin (`float`, defaults to `0.0`):
             Tokens with δ at or below it are not penalised. At least 0.
         batch_reduction (`str`, defaults to `"sequence"`):
@@ -65,6 +74,12 @@ class DCGRPOConfig(GRPOConfig):
             Lower bound of λ. At least 0.
         lambda_max (`float`, defaults to `1.0`):
             Upper bound of λ. The paper states none; this one is ours.
+        advantage_estimator (`str`, defaults to `"grpo"`):
+            `"grpo"`: TRL's group-normalised advantage. `"rloo"`: the reward minus the mean reward of the prompt's
+            other completions (leave-one-out, arXiv 2402.14740), not scaled: `scale_rewards` has no part in it.
+        drop_zero_std_groups (`bool`, defaults to `False`):
+            Completions of a prompt that all got the same reward enter neither the loss nor δ̄, and the loss is the
+            mean over the others (arXiv 2602.01826). In training only.
         deployment_scheme (`str`, *optional*):
             Number format that the policy is deployed in, and therefore sampled in: `"bf16"`, `"fp8"`, `"fp8_block"`,
             `"int8"`, `"int4"` or `"int4_g32"`. With `use_vllm=False` an in-process replica of the policy samples,
@@ -82,6 +97,9 @@ class DCGRPOConfig(GRPOConfig):
         vllm_max_retries (`int`, defaults to `3`):
             How often a rollout or a synchronization that failed is tried again, each time once a server is up within
             `vllm_server_timeout` seconds. Then the run saves a checkpoint and stops.
+        hub_deployment (`str`, defaults to `"subfolder"`):
+            Where a push puts the deployment checkpoint: in the `"subfolder"` `deployment/` of `hub_model_id`, in a
+            second `"repository"` `{hub_model_id}-{deployment_scheme}`, or nowhere (`"none"`).
     """
 
     # Defaults of GRPOConfig that the paper's objective replaces.
@@ -109,9 +127,12 @@ class DCGRPOConfig(GRPOConfig):
             "help": "Penalise tokens by their own discrepancy ('token') or their trajectory's mean ('sequence')."
         },
     )
-    discrepancy_tolerance: float = field(
+    discrepancy_tolerance: Tolerance = field(
         default=0.0037,
-        metadata={"help": "Batch discrepancy up to which lambda does not grow, in units of the measure."},
+        metadata={
+            "help": "Batch discrepancy up to which lambda does not grow, in units of the measure; 'auto' finds it in "
+            "the first ten generation batches."
+        },
     )
     discrepancy_margin: float = field(
         default=0.0,
@@ -129,6 +150,14 @@ class DCGRPOConfig(GRPOConfig):
     lambda_lr: float = field(default=1.0, metadata={"help": "Step size of the dual ascent."})
     lambda_min: float = field(default=0.0, metadata={"help": "Lower bound of lambda."})
     lambda_max: float = field(default=1.0, metadata={"help": "Upper bound of lambda."})
+    advantage_estimator: AdvantageEstimator = field(
+        default="grpo",
+        metadata={"help": "'grpo': normalised by the group. 'rloo': over the mean of the group's others, not scaled."},
+    )
+    drop_zero_std_groups: bool = field(
+        default=False,
+        metadata={"help": "Leave prompts whose completions all got the same reward out of loss and discrepancy."},
+    )
     deployment_scheme: str | None = field(
         default=None,
         metadata={
@@ -149,6 +178,13 @@ class DCGRPOConfig(GRPOConfig):
     )
     vllm_max_retries: int = field(
         default=3, metadata={"help": "How often a failed rollout or synchronization is tried again."}
+    )
+    hub_deployment: HubDeployment = field(
+        default="subfolder",
+        metadata={
+            "help": "Where a push puts the deployment checkpoint: 'subfolder' (deployment/), 'repository' (a second "
+            "one, {hub_model_id}-{deployment_scheme}) or 'none'."
+        },
     )
 
     def __post_init__(self):
@@ -175,13 +211,23 @@ class DCGRPOConfig(GRPOConfig):
             "discrepancy_level": Level,
             "batch_reduction": Reduction,
             "weight_sync": WeightSync,
+            "advantage_estimator": AdvantageEstimator,
+            "hub_deployment": HubDeployment,
         }.items():
             value = getattr(self, name)
             if value not in get_args(options):
                 listed = ", ".join(map(repr, get_args(options)))
                 raise ValueError(f"{name}={value!r} is unknown: choose one of {listed}.")
+        if isinstance(self.discrepancy_tolerance, str) and self.discrepancy_tolerance != "auto":
+            try:
+                self.discrepancy_tolerance = float(self.discrepancy_tolerance)
+            except ValueError:
+                raise ValueError(
+                    f"discrepancy_tolerance={self.discrepancy_tolerance!r} is invalid: use a finite number that is at "
+                    "least 0, or 'auto'."
+                ) from None
         for name in (
-            "discrepancy_tolerance",
+            *(["discrepancy_tolerance"] if self.discrepancy_tolerance != "auto" else []),
             "discrepancy_margin",
             "lambda_init",
             "lambda_lr",
@@ -214,6 +260,17 @@ class DCGRPOConfig(GRPOConfig):
             raise ValueError(f"temperature={self.temperature!r} is invalid: sampling needs a temperature above 0.")
 
     def _check_combinations(self) -> None:
+        for name, other in {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"}.items():
+            if self.advantage_estimator == "rloo" and getattr(self, name) == other:
+                raise ValueError(
+                    f"{name}={other!r} normalises advantages and contradicts advantage_estimator='rloo', which does "
+                    "not: leave it out, or use advantage_estimator='grpo'."
+                )
+        if self.vllm_importance_sampling_correction and not self.use_vllm:
+            raise ValueError(
+                "vllm_importance_sampling_correction=True has no effect with use_vllm=False: set use_vllm=True or "
+                "leave it out."
+            )
         if self.constraint == "none" and self.discrepancy_margin > 0:
             raise ValueError(
                 f"discrepancy_margin={self.discrepancy_margin!r} has no effect with constraint='none': set "
@@ -238,6 +295,11 @@ class DCGRPOConfig(GRPOConfig):
             raise ValueError(
                 "weight_sync='nccl' streams weights to a server, and vllm_mode='colocate' has none: set "
                 "weight_sync='auto' or vllm_mode='server'."
+            )
+        if self.hub_deployment == "repository" and self.deployment_scheme is None:
+            raise ValueError(
+                "hub_deployment='repository' names the second repository by deployment_scheme, which is not set: set "
+                "deployment_scheme (for example 'bf16') or hub_deployment='subfolder'."
             )
         if self.deployment_scheme is not None and self.use_transformers_continuous_batching and not self.use_vllm:
             raise ValueError(

@@ -1,8 +1,34 @@
 """The Lagrange multiplier that prices discrepancy beyond its tolerance."""
 
 import math
+import statistics
 from collections import deque
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
+
+
+# Generation batches that `tolerance="auto"` observes: the spread of ten is known to about a quarter.
+AUTO_BATCHES = 10
+# Standard deviations of δ̄ that ε stands above its mean: the 97.5 % point of a normal distribution.
+TOLERANCE_DEVIATIONS = 1.96
+
+
+def proposed_tolerance(batch_discrepancies: Sequence[float]) -> float:
+    """ε from what the engines do to each other while all is well: the mean of δ̄ plus 1.96 standard deviations.
+
+    The rule is ours; the papers state values only. One batch in forty of a healthy run is then above ε by chance,
+    and λ falls back after it, while a lasting rise moves λ at once.
+
+    Args:
+        batch_discrepancies: δ̄ of independent generation batches, in units of the measure, at least two. They have to
+            be of the size that the run uses: the spread falls with the number of prompts in a batch.
+
+    Raises:
+        ValueError: fewer than two batches.
+    """
+    if len(batch_discrepancies) < 2:
+        raise ValueError(f"{len(batch_discrepancies)} batch(es) have no spread: measure at least two.")
+    return statistics.fmean(batch_discrepancies) + TOLERANCE_DEVIATIONS * statistics.stdev(batch_discrepancies)
 
 
 class LagrangeMultiplier:
@@ -14,11 +40,15 @@ class LagrangeMultiplier:
     Args:
         init: λ_0, within [minimum, maximum].
         lr: step size η_λ ≥ 0 of the dual ascent, in units of λ per unit of discrepancy.
-        tolerance: ε ≥ 0, the mean discrepancy up to which the policy explores freely.
+        tolerance: ε ≥ 0, the mean discrepancy up to which the policy explores freely. ``"auto"``: λ rests for the
+            first ten iterations, and `proposed_tolerance` of their δ̄ is ε from then on.
         minimum: λ_min ≥ 0.
         maximum: λ_max ≥ λ_min. The penalty only ever pushes sampled tokens down, which can raise the discrepancy
             itself, so an unbounded λ can run away.
         window: iterations that δ̄ is averaged over, ≥ 1.
+
+    Attributes:
+        tolerance (`float` or `None`): ε; `None` as long as ``"auto"`` has not found it.
 
     Raises:
         ValueError: a value is out of its range; the message names it.
@@ -28,12 +58,14 @@ class LagrangeMultiplier:
         self,
         init: float = 0.1,
         lr: float = 1.0,
-        tolerance: float = 0.0037,
+        tolerance: float | Literal["auto"] = 0.0037,
         minimum: float = 0.0,
         maximum: float = 1.0,
         window: int = 1,
     ):
-        for name, value in {"lr": lr, "tolerance": tolerance, "minimum": minimum, "maximum": maximum}.items():
+        fixed = None if tolerance == "auto" else tolerance
+        numbers = {"lr": lr, "minimum": minimum, "maximum": maximum} | ({} if fixed is None else {"tolerance": fixed})
+        for name, value in numbers.items():
             if not math.isfinite(value) or value < 0:
                 raise ValueError(f"{name}={value!r} is invalid: use a finite number that is at least 0.")
         if minimum > maximum:
@@ -43,11 +75,13 @@ class LagrangeMultiplier:
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise ValueError(f"window={window!r} is invalid: use a whole number of iterations, at least 1.")
         self.lr = lr
-        self.tolerance = tolerance
+        self.tolerance = fixed
         self.minimum = minimum
         self.maximum = maximum
         self._value = float(init)
         self._recent: deque[float] = deque(maxlen=window)
+        # δ̄ of the iterations that decide ε; None where it is given.
+        self._observed: list[float] | None = [] if fixed is None else None
 
     @property
     def value(self) -> float:
@@ -66,14 +100,23 @@ class LagrangeMultiplier:
                 f"mean_discrepancy={mean_discrepancy!r} is no discrepancy: pass a finite mean that is at least 0, and "
                 "skip the update after an iteration without a scored token."
             )
+        if self.tolerance is None:
+            assert self._observed is not None
+            self._observed.append(float(mean_discrepancy))
+            if len(self._observed) == AUTO_BATCHES:
+                self.tolerance = proposed_tolerance(self._observed)
+            return self._value
         self._recent.append(float(mean_discrepancy))
         violation = math.fsum(self._recent) / len(self._recent) - self.tolerance
         self._value = min(max(self._value + self.lr * violation, self.minimum), self.maximum)
         return self._value
 
     def state_dict(self) -> dict[str, Any]:
-        """λ and the window's discrepancies, as JSON-compatible values. The settings belong to the constructor."""
-        return {"value": self._value, "recent": list(self._recent)}
+        """λ, the window's discrepancies and those that decide ε, as JSON-compatible values.
+
+        The settings belong to the constructor.
+        """
+        return {"value": self._value, "recent": list(self._recent), "observed": self._observed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict()``; λ is projected onto the present bounds, the window keeps what fits."""
@@ -82,3 +125,6 @@ class LagrangeMultiplier:
             raise ValueError(f"state_dict['value']={value!r} is not finite: the state is corrupt.")
         self._value = min(max(value, self.minimum), self.maximum)
         self._recent = deque(map(float, state_dict["recent"]), maxlen=self._recent.maxlen)
+        if self._observed is not None:
+            self._observed = list(state_dict["observed"] or [])
+            self.tolerance = proposed_tolerance(self._observed) if len(self._observed) == AUTO_BATCHES else None

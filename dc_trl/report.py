@@ -1,116 +1,118 @@
-"""Figures and tables of a run, from the history that `LambdaLoggingCallback` writes."""
+"""The report of one run, or of several side by side: a page, its figures as PNGs, and a table for the terminal."""
 
-import json
+from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
-from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-
-HISTORY_FILE = "history.jsonl"
-FIGURE_FILE = "run.png"
-_INK, _MUTED = "#1f3b5c", "#9aa7b4"
-_ACCENT = "#c8553d"
-
-
-def read_history(path: str | Path) -> list[dict[str, Any]]:
-    """Rows of a history file, one per log, each with its `step`; a last line that a kill cut short is left out."""
-    text = Path(path).read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+from .history import Run, group_seeds, read_run
+from .html import Page, page_generator
+from .panels import BENCHMARK_PREFIX, PANEL_NAMES, Panel, panels_of, run_lines
+from .run_tables import seeds_table, settings_tables, summary_table
+from .version import __version__
 
 
-def plot_run(history: list[dict[str, Any]], path: str | Path, title: str = "") -> None:
-    """Draws reward, batch discrepancy with its tolerance, and λ over the steps of a run into a PNG.
+GENERATOR = "dc_trl run report"
 
-    A run with `LengthDecayCallback` has two more panels: response length and learning rate, with surge and halvings.
+
+def write_report(
+    run_dirs: Sequence[str | PathLike[str]], path: str | PathLike[str], title: str | None = None
+) -> list[Path]:
+    """Writes what happened in runs as one self-contained HTML page, and beside it each figure as a PNG.
+
+    The PNGs stand in a folder with the page's name, its suffix replaced by `_figures`. A run may still be going on, or
+    have been killed. A report that stands at `path` is replaced; anything else is left alone, and refused.
 
     Args:
-        history: rows of a history file.
-        path: of the PNG.
-        title: above the panels.
+        run_dirs: output directories of runs, at least one.
+        path: of the page; directories are made.
+        title: of the page; by default it names the runs.
+
+    Returns:
+        The files written, the page first.
+
+    Raises:
+        ValueError: a directory holds no run or is given twice, or what is no report of runs stands in the way.
     """
-    rows = [row for row in history if row.get("discrepancy/mean") is not None]
-    rewards = [row for row in history if row.get("reward") is not None]
-    decays = [row for row in history if any(name.startswith("length_decay/") for name in row)]
-    panels = 5 if decays else 3
-    figure = Figure(figsize=(7.2, 2.0 * panels), dpi=150, layout="constrained")
-    reward_axes, discrepancy_axes, lambda_axes, *decay_axes = all_axes = figure.subplots(panels, 1, sharex=True)
-    if title:
-        figure.suptitle(title, fontsize=11, color=_INK)
-
-    _curve(reward_axes, [row["step"] for row in rewards], [row["reward"] for row in rewards])
-    reward_axes.set_ylabel("mean reward")
-
-    steps = [row["step"] for row in rows]
-    _curve(discrepancy_axes, steps, [row["discrepancy/mean"] for row in rows])
-    constrained = [row for row in rows if "lagrangian/violation" in row]
-    if constrained:
-        tolerance = constrained[-1]["discrepancy/mean"] - constrained[-1]["lagrangian/violation"]
-        discrepancy_axes.axhline(tolerance, color=_ACCENT, linestyle="--", linewidth=1.2)
-        discrepancy_axes.set_title(f"– –  tolerance ε = {tolerance:.4g}", loc="right", fontsize=8, color=_ACCENT)
-    discrepancy_axes.set_ylabel("discrepancy δ̄")
-    discrepancy_axes.set_ylim(bottom=0)
-
-    lambda_axes.step(
-        [row["step"] for row in constrained],
-        [row["lagrangian/lambda"] for row in constrained],
-        where="post",
-        color=_INK,
-    )
-    if not constrained:
-        lambda_axes.text(0.5, 0.5, "no constraint", transform=lambda_axes.transAxes, ha="center", color=_MUTED)
-    lambda_axes.set_ylabel("multiplier λ")
-    if decays:
-        _length_decay(decay_axes[0], decay_axes[1], history, decays)
-    all_axes[-1].set_xlabel("optimizer step")
-    for axes in all_axes:
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.align_ylabels()
-    figure.savefig(path)
+    page_path = Path(path)
+    folder = page_path.with_name(f"{page_path.stem}_figures")
+    _require_free(page_path, folder)
+    runs = _read_runs(run_dirs)
+    lines, panels = run_lines(runs), panels_of(runs)
+    page = Page(title or _title(runs), f"dc_trl {__version__}", GENERATOR)
+    page.heading("Summary")
+    page.table(*summary_table(runs))
+    groups = [group for group in group_seeds(runs) if len(group) > 1]
+    if groups:
+        page.table(*seeds_table(groups))
+    figures = {}
+    section = ""
+    for panel in panels:
+        if panel.section != section:
+            section = panel.section
+            page.heading(section)
+        figure = panel.figure(lines)
+        page.figure(figure, panel.caption + _left_out(panel, runs), panel.text(lines))
+        figures[folder / f"{panel.name}.png"] = figure
+    if any(run.settings for run in runs):
+        page.heading("Settings")
+        for table in settings_tables(runs):
+            page.table(*table)
+    # The page first: it marks the folder as ours.
+    page_path.parent.mkdir(parents=True, exist_ok=True)
+    page.save(page_path)
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.png"):
+        if old not in figures and (old.stem in PANEL_NAMES or old.stem.startswith(BENCHMARK_PREFIX)):
+            old.unlink()  # of a report that had more to show
+    for file, figure in figures.items():
+        figure.savefig(file)
+    return [page_path, *figures]
 
 
-def _length_decay(
-    length_axes: Axes, rate_axes: Axes, history: list[dict[str, Any]], decays: list[dict[str, Any]]
-) -> None:
-    lengths = [row for row in history if row.get("completions/mean_length") is not None]
-    _curve(length_axes, [row["step"] for row in lengths], [row["completions/mean_length"] for row in lengths])
-    length_axes.set_ylabel("response length")
-    length_axes.set_ylim(bottom=0)
-    rates = [row for row in history if "learning_rate" in row]
-    # A step's rate holds from the end of the step before.
-    rate_axes.step([row["step"] for row in rates], [row["learning_rate"] for row in rates], where="pre", color=_INK)
-    rate_axes.set_ylabel("learning rate")
-    rate_axes.set_ylim(bottom=0)
-    for row in decays:
-        if "length_decay/halvings" in row:
-            rate_axes.axvline(row["step"], color=_MUTED, linestyle=":", linewidth=1.2)
-    found = {name: value for row in decays for name, value in row.items()}
-    title = []
-    if "length_decay/surge_step" in found:
-        title.append(f"surge at step {found['length_decay/surge_step']}")
-        for axes in (length_axes, rate_axes):
-            axes.axvline(found["length_decay/surge_step"], color=_ACCENT, linestyle="--", linewidth=1.2)
-    if "length_decay/period" in found:
-        title.append(f"halved every {found['length_decay/period']} steps")
-    length_axes.set_title(", ".join(title), loc="right", fontsize=8, color=_ACCENT)
+def _require_free(page: Path, folder: Path) -> None:
+    if page.is_dir():
+        raise ValueError(
+            f"output={str(page)!r} is a directory: give a file, for example {str(page / 'report.html')!r}."
+        )
+    if page.exists():
+        if page_generator(page) != GENERATOR:
+            raise ValueError(f"output={str(page)!r} exists and is no report of runs: choose another file.")
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(
+            f"output={str(page)!r} needs {str(folder)!r} for its figures, which holds something else: choose another "
+            "output, or remove it."
+        )
 
 
-def _curve(axes: Axes, steps: list[int], values: list[float], window: int = 9) -> None:
-    """The values as they are, light, and their centred moving average, dark."""
-    axes.plot(steps, values, color=_MUTED, linewidth=0.8, alpha=0.8)
-    half = window // 2
-    if len(values) > 2 * window:
-        smooth = [
-            sum(values[max(0, i - half) : i + half + 1]) / len(values[max(0, i - half) : i + half + 1])
-            for i in range(len(values))
-        ]
-        axes.plot(steps, smooth, color=_INK, linewidth=1.8)
-    else:
-        axes.plot(steps, values, color=_INK, linewidth=1.2, marker="o", markersize=2.5)
+def _read_runs(run_dirs: Sequence[str | PathLike[str]]) -> list[Run]:
+    """The runs, each with a name of its own: as much of its path as tells it from the others."""
+    if not run_dirs:
+        raise ValueError("runs=[] is empty: give at least one output_dir of a run.")
+    paths = [Path(directory).resolve() for directory in run_dirs]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ValueError(f"run={str(path)!r} is given twice: give it once.")
+    runs = []
+    for directory, path in zip(run_dirs, paths, strict=True):
+        run = read_run(directory)
+        length = 1
+        while sum(other.parts[-length:] == path.parts[-length:] for other in paths) > 1:
+            length += 1
+        runs.append(Run("/".join(path.parts[-length:]), run.history, run.settings, run.before, run.summary))
+    return runs
+
+
+def _title(runs: Sequence[Run]) -> str:
+    return f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs compared"
+
+
+def _left_out(panel: Panel, runs: Sequence[Run]) -> str:
+    counts = [(run.name, run.not_finite(panel.metric)) for run in runs]
+    parts = [f"{name} {count}" if len(runs) > 1 else str(count) for name, count in counts if count]
+    return f" Not drawn because NaN or infinite: {', '.join(parts)} values." if parts else ""
 
 
 def print_summary(rows: list[tuple[str, str, str]], title: str, console: Console | None = None) -> None:

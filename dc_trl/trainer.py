@@ -11,17 +11,15 @@ The only file that leans on TRL's private hooks. What it leans on, and why nothi
 """
 
 import json
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from accelerate.logging import get_logger
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, ProcessorMixin
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -30,7 +28,9 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id
 
+from .advantages import leave_one_out_advantages, total_rewards, zero_std_groups
 from .config import DCGRPOConfig
+from .deployment.checkpoint import CheckpointWriter
 from .deployment.policy import policy_tensors
 from .deployment.replica import Replica
 from .deployment.server import ServerError
@@ -44,9 +44,16 @@ from .discrepancy import (
     scored_tokens,
     token_discrepancy,
 )
+from .history import DEPLOYMENT_FOLDER
+from .hub import HubClient, deployment_repository, hub_dataset, without_token
+from .model_card import CARD_FILE, complete_card, set_card_aside, unchanged_card
+from .rollout_buffer import fill_empty, load_rollouts, save_rollouts, with_nonempty_completions
 
 
 logger = get_logger(__name__)
+
+# Losses that are a mean over completions; the others divide by the tokens that enter them.
+MEAN_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
 
 STATE_FILE = "dc_grpo_state.json"
 ROLLOUTS_FILE = "rollouts_rank{rank}.safetensors"
@@ -109,16 +116,20 @@ class DCGRPOTrainer(GRPOTrainer):
             args = DCGRPOConfig(f"{model_id.split('/')[-1]}-DC-GRPO")
         self._check_arguments(args, rollout_func)
         if rollout_func is not None:
-            rollout_func = _with_nonempty_completions(rollout_func)
+            rollout_func = with_nonempty_completions(rollout_func)
         # Set before TRL's constructor, which may already call hooks of this class.
         self.lagrange_multiplier = args.multiplier()
         self.replica: Replica | None = None
         # Inputs of the loss that is being computed, where its own forward provides log π_train.
         self._loss_inputs: dict[str, Any] | None = None
+        # Rewards of the completions that were scored last, of all processes; NaN where there is none.
+        self._rewards: Tensor
         # Statistics of the present generation batch, or of the running evaluation, before reduction over processes.
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         # δ̄ of the present iteration, from the time it is known to the update of λ at the iteration's end.
         self._batch_discrepancy: float | None = None
+        self._deployment_writer: CheckpointWriter | None = None
+        self._hub = HubClient(args.hub_deployment, args.deployment_scheme, args.hub_token, args.hub_revision)
         self._evaluation_set = ""  # name of the one that is being evaluated, where there are several
         with _vllm_backend(args):
             super().__init__(model, reward_funcs, args, *positional, rollout_func=rollout_func, **kwargs)
@@ -164,7 +175,7 @@ class DCGRPOTrainer(GRPOTrainer):
             # Requantizing costs less than one decoding step; tracking whether the weights moved would cost trust.
             self.replica.sync(self.accelerator.unwrap_model(self.model_wrapped))
             completion_ids, logprobs = self.replica.generate(prompt_ids, self.generation_config, self.temperature)
-        return _fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
+        return fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
 
     def _generate_and_score_completions(self, inputs):
         try:
@@ -173,6 +184,8 @@ class DCGRPOTrainer(GRPOTrainer):
             if not self.is_in_train:
                 raise
             raise ServerError(f"{error} {self._save_before_stopping()}") from error
+        if self.model.training:
+            self._compare_rewards(batch)
         if "sampling_per_token_logps" not in batch:
             if self.args.constraint != "none":
                 raise ValueError(
@@ -184,6 +197,30 @@ class DCGRPOTrainer(GRPOTrainer):
             if self.model.training:
                 self._close_statistics("train")
         return batch
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._rewards = total_rewards(rewards_per_func, self.reward_weights)
+        return rewards_per_func
+
+    def _compare_rewards(self, batch: dict[str, Any]) -> None:
+        """Replaces the advantages of a batch and drops groups from it, as `advantage_estimator` and so on say."""
+        args, rewards = self.args, self._rewards
+        count = len(batch["advantages"])
+        local = slice(self.accelerator.process_index * count, (self.accelerator.process_index + 1) * count)
+        if args.advantage_estimator == "rloo":
+            batch["advantages"] = leave_one_out_advantages(rewards, self.num_generations)[local]
+        if not args.drop_zero_std_groups:
+            return
+        kept = ~zero_std_groups(rewards, self.num_generations)
+        for name in ("completion_mask", "tool_mask"):
+            if name in batch:
+                batch[name] = batch[name] * kept[local].unsqueeze(1)
+        mask = batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
+        batch["num_items_in_batch"] = self.accelerator.gather(mask.sum()).sum()
+        if args.loss_type in MEAN_OVER_COMPLETIONS:
+            # Their mean counts the dropped completions as zeros.
+            batch["loss_scale"] = len(kept) / kept.sum().clamp(min=1)
 
     def _save_before_stopping(self) -> str:
         """Saves what the run has reached when its server is lost; says where, and how to go on."""
@@ -276,15 +313,35 @@ class DCGRPOTrainer(GRPOTrainer):
             raise ValueError("use_vllm=False: sharded weights are gathered for vLLM only, set use_vllm=True.")
         return policy_tensors(self.accelerator.unwrap_model(self.model))
 
+    def save_deployment(self, directory: str | os.PathLike[str]) -> None:
+        """Writes the policy as it is deployed, in `deployment_scheme` or else bf16; see `CheckpointWriter.write`.
+
+        Every process has to call it.
+
+        Raises:
+            ValueError: the weights are sharded, and `use_vllm=False`.
+            OSError: the file system refused. What was there before is unharmed.
+        """
+        tensors = self.deployed_tensors()
+        if self.accelerator.is_main_process:
+            if self._deployment_writer is None:
+                policy = self.accelerator.unwrap_model(self.model)
+                scheme = self.args.deployment_scheme or "bf16"
+                self._deployment_writer = CheckpointWriter(policy, scheme, self.processing_class)
+            self._deployment_writer.write(tensors, directory)
+        for _ in tensors:
+            pass  # take part in gathering
+
     # --- penalised advantages ---------------------------------------------------------------------------------------
 
     def _compute_loss(self, model, inputs):
-        if "sampling_per_token_logps" not in inputs or "old_per_token_logps" in inputs:
-            return super()._compute_loss(model, inputs)
         # A copy: the buffered inputs come again when num_iterations > 1.
-        self._loss_inputs = dict(inputs)
+        inputs = dict(inputs)
+        scale = inputs.pop("loss_scale", 1.0)
+        if "sampling_per_token_logps" in inputs and "old_per_token_logps" not in inputs:
+            self._loss_inputs = inputs
         try:
-            return super()._compute_loss(model, self._loss_inputs)
+            return super()._compute_loss(model, inputs) * scale
         finally:
             self._loss_inputs = None
 
@@ -332,7 +389,10 @@ class DCGRPOTrainer(GRPOTrainer):
         ranks = self.accelerator.gather(torch.stack(list(local.values())).unsqueeze(0)).tolist()
         sums = combine_sums(dict(zip(local, values, strict=True)) for values in ranks)
         if sums["tokens"] == 0:
-            logger.warning("No token of this batch has log-probabilities from both engines: nothing is measured.")
+            logger.warning(
+                "No token that enters the loss has log-probabilities from both engines: nothing is measured in this "
+                "batch."
+            )
             return
         mean_discrepancy = sums["discrepancy_sum"] / sums["discrepancy_count"]
         metrics = {f"discrepancy/{name}": value for name, value in mismatch_from_sums(sums).items()}
@@ -340,7 +400,9 @@ class DCGRPOTrainer(GRPOTrainer):
         if self.args.constraint != "none":
             value = self.lagrange_multiplier.value
             metrics["lagrangian/lambda"] = value
-            metrics["lagrangian/violation"] = mean_discrepancy - self.lagrange_multiplier.tolerance
+            if (tolerance := self.lagrange_multiplier.tolerance) is not None:
+                metrics["lagrangian/tolerance"] = tolerance
+                metrics["lagrangian/violation"] = mean_discrepancy - tolerance
             metrics["lagrangian/penalty_mean"] = value * sums["penalty"] / sums["tokens"]
             metrics["lagrangian/penalized_fraction"] = sums["penalized"] / sums["tokens"]
         for name, metric in metrics.items():
@@ -355,7 +417,12 @@ class DCGRPOTrainer(GRPOTrainer):
             self._close_statistics("train")
         if done == 0 and self._batch_discrepancy is not None:
             if self.args.constraint == "lagrangian":
+                searching = self.lagrange_multiplier.tolerance is None
                 self.lagrange_multiplier.update(self._batch_discrepancy)
+                if searching and (tolerance := self.lagrange_multiplier.tolerance) is not None:
+                    logger.info(
+                        f"discrepancy_tolerance='auto' is {tolerance:.4g} after step {self.state.global_step}."
+                    )
             self._batch_discrepancy = None
         return loss
 
@@ -385,7 +452,7 @@ class DCGRPOTrainer(GRPOTrainer):
         if done > 0:
             os.makedirs(folder, exist_ok=True)
             rollouts = os.path.join(folder, ROLLOUTS_FILE.format(rank=self.accelerator.process_index))
-            _save_rollouts(self._buffered_inputs, rollouts)
+            save_rollouts(self._buffered_inputs, rollouts)
         if self.args.should_save:
             state = {
                 "lagrange_multiplier": self.lagrange_multiplier.state_dict(),
@@ -398,6 +465,9 @@ class DCGRPOTrainer(GRPOTrainer):
             with open(f"{path}.tmp", "w") as file:
                 json.dump(state, file, indent=2)
             os.replace(f"{path}.tmp", path)
+        if self.args.push_to_hub:
+            with self._hub.pushing(self.args, whole_run=False):
+                super()._push_from_checkpoint(folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -426,9 +496,57 @@ class DCGRPOTrainer(GRPOTrainer):
             )
             return
         rollouts = os.path.join(checkpoint, ROLLOUTS_FILE.format(rank=self.accelerator.process_index))
-        self._buffered_inputs = _load_rollouts(rollouts, self.accelerator.device)
+        self._buffered_inputs = load_rollouts(rollouts, self.accelerator.device)
         self._batch_discrepancy = state["batch_discrepancy"]
         self._step = done
+
+    # --- the Hub ----------------------------------------------------------------------------------------------------
+
+    def init_hf_repo(self, token=None):
+        with self._hub.pushing(self.args):
+            super().init_hf_repo(token)
+
+    def push_to_hub(self, *args, **kwargs):
+        """Pushes the run: model, deployment checkpoint, history of λ, figure and model card; see docs/hub.md.
+
+        Takes and returns what [`~transformers.Trainer.push_to_hub`] does; `dataset_name` and `tags` go to the card.
+        Every process has to call it.
+
+        Raises:
+            HubError: the Hub refused or could not be reached. The run's files are whole, and calling this again, or
+                `dc_trl.hub.push_run` later, sends what is missing.
+        """
+        if self.args.deployment_scheme is not None and self.args.hub_deployment != "none":
+            self.save_deployment(Path(self.args.output_dir, DEPLOYMENT_FOLDER))
+        with self._hub.pushing(self.args):
+            return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        pass  # too early, within `_save_checkpoint`, which does it when λ and the rollouts are in the checkpoint too
+
+    def _save(self, output_dir=None, state_dict=None):
+        with without_token(self.args), unchanged_card(Path(self.args.output_dir, CARD_FILE)):
+            super()._save(output_dir, state_dict)
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        if not self.is_world_process_zero():
+            return
+        card = Path(self.args.output_dir, CARD_FILE)
+        earlier = set_card_aside(card)
+        super().create_model_card(model_name, hub_dataset(dataset_name), tags)
+        second = None
+        if self.args.hub_deployment == "repository" and self.hub_model_id is not None:
+            second = deployment_repository(self.hub_model_id, self.args.deployment_scheme)
+        complete_card(
+            card,
+            earlier,
+            self.args,
+            model_name=model_name or card.parent.absolute().name,
+            repo_id=self.hub_model_id,
+            base_model=get_config_model_id(self.model.config),
+            dataset_name=dataset_name,
+            deployment_id=second,
+        )
 
 
 @contextmanager
@@ -456,51 +574,3 @@ def _vllm_backend(args: DCGRPOConfig) -> Iterator[None]:
         yield
     finally:
         grpo_trainer.VLLMGeneration = VLLMGeneration
-
-
-def _fill_empty(completion_ids, logprobs, eos_token_id):
-    """Gives an empty completion the end token that the engine sampled and dropped, without a log-probability.
-
-    TRL reads the last token of every completion, and there is nothing to learn from a completion of no tokens.
-    """
-    if all(completion_ids):
-        return completion_ids, logprobs
-    if logprobs is not None:
-        logprobs = [values if ids else [math.nan] for ids, values in zip(completion_ids, logprobs, strict=True)]
-    return [ids or [eos_token_id] for ids in completion_ids], logprobs
-
-
-def _with_nonempty_completions(rollout_func):
-    @wraps(rollout_func)
-    def rollout(prompts, trainer):
-        output = dict(rollout_func(prompts, trainer))
-        if "env_mask" in output:
-            output["env_mask"] = [mask or [0] for mask in output["env_mask"]]
-        output["completion_ids"], output["logprobs"] = _fill_empty(
-            output["completion_ids"], output["logprobs"], trainer._tokenizer.eos_token_id
-        )
-        return output
-
-    return rollout
-
-
-def _save_rollouts(slices: list[dict[str, Any]], path: str) -> None:
-    tensors: dict[str, Tensor] = {}
-    values: list[dict[str, Any]] = [{} for _ in slices]
-    for index, inputs in enumerate(slices):
-        for name, value in inputs.items():
-            if isinstance(value, Tensor):
-                # Slices are views into one batch, which safetensors does not store.
-                tensors[f"{index}.{name}"] = value.cpu().clone().contiguous()
-            else:
-                values[index][name] = value
-    save_file(tensors, path, metadata={"values": json.dumps(values)})
-
-
-def _load_rollouts(path: str, device: torch.device) -> list[dict[str, Any]]:
-    with safe_open(path, framework="pt", device=str(device)) as file:
-        slices = json.loads(file.metadata()["values"])
-        for key in file.keys():  # noqa: SIM118 (not a dict)
-            index, name = key.split(".", 1)
-            slices[int(index)][name] = file.get_tensor(key)
-    return slices

@@ -5,35 +5,40 @@
 Every field of the configuration file can be overridden on the command line; `--help` lists them all.
 """
 
-import json
 import os
 import shutil
 import signal
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from accelerate import PartialState
-from transformers import AutoConfig, AutoTokenizer, PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import AutoConfig, AutoTokenizer, PrinterCallback, ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from dc_trl import DCGRPOConfig, DCGRPOTrainer, DeploymentCheckpointCallback, LambdaLoggingCallback
-from dc_trl.callbacks import DEPLOYMENT_FOLDER, ConstraintProgressCallback
+from dc_trl import (
+    CollapseAlarmCallback,
+    DCGRPOConfig,
+    DCGRPOTrainer,
+    DeploymentCheckpointCallback,
+    LambdaLoggingCallback,
+    LengthDecayCallback,
+)
+from dc_trl.arguments import ServerArguments, WatchArguments, require_servable, start_server
+from dc_trl.callbacks import ConstraintProgressCallback
 from dc_trl.data.arguments import DataArguments, load_data
-from dc_trl.deployment.server import ServerError, serve
+from dc_trl.data.dapo import DAPO
+from dc_trl.deployment.server import ServerError
 from dc_trl.evaluation import Benchmark
-from dc_trl.report import FIGURE_FILE, HISTORY_FILE, print_summary, read_history
+from dc_trl.history import BASELINE_FILE, DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, changed_settings
+from dc_trl.hub import HubError, push_command, require_pushable
 from dc_trl.rewards import get_reward
-from dc_trl.training_evaluation import BenchmarkCallback, greedy_accuracy
+from dc_trl.summary import BeforeAndAfter, summarize
+from dc_trl.training_evaluation import BenchmarkCallback
 
 
-BASELINE_FILE = "before.json"
-SUMMARY_FILE = "summary.json"
-SERVER_LOG = "vllm_server.log"
 # What makes an output directory one that holds a run.
 RUN_FILES = (
     HISTORY_FILE,
@@ -43,68 +48,11 @@ RUN_FILES = (
     "model.safetensors",
     "adapter_model.safetensors",
     "checkpoint-*",
+    "last-good-*",
 )
 
-
-@dataclass
-class ServerArguments:
-    """The vLLM server, where the run starts its own."""
-
-    serve: str | None = field(
-        default=None,
-        metadata={
-            "help": "'auto' starts a vLLM server for the model in its deployment_scheme, and ends it with the run "
-            "(use_vllm: true, vllm_mode: server). One that runs elsewhere: vllm_server_base_url."
-        },
-    )
-    serve_devices: str | None = field(
-        default=None, metadata={"help": "GPUs of that server, as in CUDA_VISIBLE_DEVICES: '3' or '2,3'."}
-    )
-    serve_options: list[str] = field(
-        default_factory=list, metadata={"help": "Further options of that server, as for `vllm serve`."}
-    )
-
-
-def require_servable(server: ServerArguments, args: DCGRPOConfig) -> None:
-    """Refuses a server that the settings leave without use."""
-    if server.serve not in (None, "auto"):
-        raise ValueError(f"serve={server.serve!r} is unknown: use 'auto', or vllm_server_base_url for a server's URL.")
-    if server.serve is None and (server.serve_devices or server.serve_options):
-        name = "serve_devices" if server.serve_devices else "serve_options"
-        raise ValueError(f"{name}={getattr(server, name)!r} has no effect without a server: set serve=auto.")
-    if server.serve is not None and not (args.use_vllm and args.vllm_mode == "server"):
-        raise ValueError(
-            f"serve={server.serve!r} with use_vllm={args.use_vllm} and vllm_mode={args.vllm_mode!r} starts a server "
-            "that nothing uses: set use_vllm=true and vllm_mode=server, or leave serve out."
-        )
-    if server.serve is not None and args.vllm_server_base_url is not None:
-        raise ValueError(
-            f"vllm_server_base_url={args.vllm_server_base_url!r} and serve={server.serve!r} name two servers: set one."
-        )
-
-
-def start_server(server: ServerArguments, args: DCGRPOConfig, model: ModelConfig, stack: ExitStack) -> None:
-    """Starts the run's own server; it ends when the stack is closed."""
-    environment = {"CUDA_VISIBLE_DEVICES": server.serve_devices} if server.serve_devices else {}
-    on_gpu = torch.cuda.is_available()
-    running = stack.enter_context(
-        serve(
-            model.model_name_or_path,
-            args.deployment_scheme or "bf16",
-            revision=model.model_revision,
-            max_model_len=args.vllm_max_model_length,
-            start_timeout=args.vllm_server_timeout,
-            log_path=Path(args.output_dir, SERVER_LOG),
-            environment=environment,
-            restarts=args.vllm_max_retries,
-            options=[
-                *(["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)] if on_gpu else []),
-                *server.serve_options,
-            ],
-            report=lambda line: print(line, flush=True),
-        )
-    )
-    args.vllm_server_base_url = running.url
+# What a configuration file holds the fields of.
+ARGUMENTS = (DataArguments, ServerArguments, WatchArguments, DCGRPOConfig, ModelConfig)
 
 
 def require_fresh_or_resumable(args: DCGRPOConfig) -> None:
@@ -190,12 +138,22 @@ def load_eval_benchmarks(data: DataArguments) -> list[Benchmark]:
 
 
 def build_trainer(
-    data: DataArguments, server: ServerArguments, args: DCGRPOConfig, model: ModelConfig, stack: ExitStack
-) -> DCGRPOTrainer:
-    """Everything that can be wrong with the input is found here, before training."""
+    data: DataArguments,
+    server: ServerArguments,
+    watch: WatchArguments,
+    args: DCGRPOConfig,
+    model: ModelConfig,
+    stack: ExitStack,
+) -> tuple[DCGRPOTrainer, CollapseAlarmCallback | None]:
+    """The trainer with its callbacks, and the alarm among them.
+
+    Everything that can be wrong with the input is found here, before training.
+    """
     require_servable(server, args)
     if PartialState().is_main_process:
         require_fresh_or_resumable(args)
+        if args.push_to_hub:
+            require_pushable(args)
     require_model(model.model_name_or_path)
     rewards = [get_reward(name) for name in data.rewards]
     # Fails early, on a small file, when the model is on no Hub either.
@@ -224,7 +182,8 @@ def build_trainer(
         **(args.model_init_kwargs or {}),
     }
     if server.serve is not None and PartialState().is_main_process:
-        start_server(server, args, model, stack)
+        start_server(server, args, model.model_name_or_path, model.model_revision, stack)
+    settings = changed_settings(data) | changed_settings(server) | changed_settings(watch)
     trainer = DCGRPOTrainer(
         model=model.model_name_or_path,
         reward_funcs=rewards,
@@ -232,127 +191,39 @@ def build_trainer(
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
-        callbacks=[LambdaLoggingCallback()],
+        callbacks=[LambdaLoggingCallback(settings)],
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
     if benchmarks:
         temperature, batch_size = data.eval_benchmark_temperature, args.per_device_eval_batch_size
         trainer.add_callback(BenchmarkCallback(trainer, benchmarks, temperature, batch_size))
+    if watch.length_decay:
+        trainer.add_callback(LengthDecayCallback(trainer, watch.length_decay_period, watch.length_decay_floor))
+    alarm = None
+    if watch.collapse_alarm != "off":
+        alarm = CollapseAlarmCallback(trainer, stop=watch.collapse_alarm == "stop")
+        trainer.add_callback(alarm)
     if args.deployment_scheme is not None:
-        trainer.add_callback(DeploymentCheckpointCallback(trainer))
+        trainer.add_callback(DeploymentCheckpointCallback(trainer, alarm))
     if not args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(ConstraintProgressCallback())
     if trainer.accelerator.is_main_process:
         require_space(trainer)
-    return trainer
-
-
-class BeforeAndAfter(TrainerCallback):
-    """What the summary compares: the deployed policy before the first step and after the last, on held-out problems.
-
-    Within `train`, because trackers take metrics only there. Without held-out problems, the discrepancies of the first
-    and of the last generation batch.
-    """
-
-    def __init__(self, trainer: DCGRPOTrainer):
-        self.before: dict[str, float] = {}
-        self.after: dict[str, float] = {}
-        self.seconds = 0.0  # from the start of the first step to the end of the last
-        self._trainer = trainer
-        self._start: float | None = None
-        self._baseline = Path(trainer.args.output_dir, BASELINE_FILE)
-        trainer.args.eval_on_start = trainer.eval_dataset is not None and trainer.args.resume_from_checkpoint is None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if state.global_step > 0 and self._trainer.eval_dataset is not None and self._baseline.is_file():
-            self.before = json.loads(self._baseline.read_text())
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self._start = self._start or time.perf_counter()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.seconds = time.perf_counter() - self._start
-        if state.global_step >= state.max_steps and self._trainer.eval_dataset is not None:
-            control.should_evaluate = True
-
-    def on_evaluate(self, args, state, control, metrics, **kwargs):
-        trainer = self._trainer
-        if 0 < state.global_step < state.max_steps:
-            return
-        measured = {"reward": metrics.get("eval_reward"), "discrepancy": metrics.get("eval_discrepancy/mean")}
-        if trainer.replica is not None or trainer.use_vllm:
-            batch_size = args.per_device_eval_batch_size
-            estimate = greedy_accuracy(trainer, trainer.eval_dataset, trainer.reward_funcs[0], batch_size)
-            measured |= {"greedy": estimate.value, "greedy_se": estimate.standard_error, "problems": estimate.problems}
-        if state.global_step > 0:
-            self.after = measured
-            return
-        self.before = measured
-        if state.is_world_process_zero:
-            self._baseline.write_text(json.dumps(measured) + "\n")
-
-    def on_train_end(self, args, state, control, **kwargs):
-        if self._trainer.eval_dataset is None and state.is_world_process_zero:
-            batches = [row for row in read_history(Path(args.output_dir, HISTORY_FILE)) if "discrepancy/mean" in row]
-            if batches:
-                self.before, self.after = (
-                    {"discrepancy": row["discrepancy/mean"]} for row in (batches[0], batches[-1])
-                )
-
-
-def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
-    """Prints the summary table and saves it beside the model."""
-    before, after = run.before, run.after
-    args, multiplier = trainer.args, trainer.lagrange_multiplier
-    if args.use_vllm:
-        engine = f"vLLM, {args.deployment_scheme}" if args.deployment_scheme else "vLLM"
-    else:
-        engine = args.deployment_scheme or "model.generate"
-    rows = []
-    if "greedy" in before and "greedy" in after:
-        accuracy = [f"{100 * m['greedy']:.1f} ± {100 * m['greedy_se']:.1f} %" for m in (before, after)]
-        rows.append((f"greedy reward, {before['problems']} held-out problems", *accuracy))
-    for label, key, form in (
-        ("sampled reward, held out", "reward", "{:.3f}"),
-        ("discrepancy δ̄", "discrepancy", "{:.3g}"),
-    ):
-        if before.get(key) is not None and after.get(key) is not None:
-            rows.append((label, form.format(before[key]), form.format(after[key])))
-    if args.constraint != "none":
-        rows.append(("multiplier λ", f"{args.lambda_init:.4g}", f"{multiplier.value:.4g}"))
-    tokens = trainer.state.num_input_tokens_seen
-    rows.append(("tokens sampled and read", "", f"{tokens:,}"))
-    rows.append(("training seconds", "", f"{run.seconds:.0f}"))
-    print_summary(rows, title=f"Deployed policy ({engine}), {trainer.state.global_step} steps, {args.constraint}")
-    summary = {
-        "engine": engine,
-        "constraint": args.constraint,
-        "seed": args.seed,
-        "steps": trainer.state.global_step,
-        "before": before,
-        "after": after,
-        "lambda": multiplier.value,
-        "tokens": tokens,
-        "seconds": run.seconds,
-    }
-    Path(args.output_dir, SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
-    print(f"Model, {HISTORY_FILE} and {FIGURE_FILE} are in {args.output_dir}")
-    if args.deployment_scheme is not None:
-        print(f"Serve it: vllm serve {Path(args.output_dir, DEPLOYMENT_FOLDER)}")
+    return trainer, alarm
 
 
 def main() -> None:
     sys.path.append(os.getcwd())  # where reward functions of one's own stand
     # Leaves as Ctrl-C does, through the block below, which ends the server.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    parser = TrlParser((DataArguments, ServerArguments, DCGRPOConfig, ModelConfig))
+    parser = TrlParser(ARGUMENTS)
     with ExitStack() as stack:
         try:
-            data, server, args, model = parser.parse_args_and_config()
-            trainer = build_trainer(data, server, args, model, stack)
+            data, server, watch, args, model = parser.parse_args_and_config()
+            trainer, alarm = build_trainer(data, server, watch, args, model, stack)
         except (ValueError, TypeError, OSError, ImportError, ServerError) as error:
             # Wrong input, not a wrong program: the message says which field and what to do.
             sys.exit(f"error: {error}")
@@ -363,11 +234,22 @@ def main() -> None:
             trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         except ServerError as error:
             sys.exit(f"error: {error}")
-        trainer.save_model(args.output_dir)
+        if alarm is not None and alarm.stopped is not None:
+            # What trained last is not to be taken for the run's result.
+            way_back = f"resume_from_checkpoint={alarm.last_good!r}" if alarm.last_good else "no checkpoint is good"
+            sys.exit(f"error: the collapse alarm stopped the run ({alarm.stopped.signal}): {way_back}.")
+        trainer.save_model(args.output_dir, _internal_call=True)  # by a user's call it would push, without a summary
         if trainer.accelerator.is_main_process:
             summarize(trainer, run)
+        dataset_name = DAPO.hub_id if data.dataset_name == "dapo" else data.dataset_name
         if args.push_to_hub:
-            trainer.push_to_hub(dataset_name=data.dataset_name)
+            try:
+                trainer.push_to_hub(dataset_name=dataset_name)
+            except HubError as error:
+                command = push_command(args, trainer.hub_model_id)
+                sys.exit(f"error: {error}\nThe run is whole in {args.output_dir}. Push it later: {command}")
+        else:
+            trainer.create_model_card(dataset_name=dataset_name)
         # Processes that still hold the process group may abort at exit. Gloo deadlocks when it is taken down while its
         # thread lets go of the last gather, which takes the interpreter's lock (torch 2.13): leave it the time.
         if trainer.accelerator.num_processes > 1:

@@ -45,7 +45,15 @@ def test_nothing_else_differs_from_trl(tmp_path):
         ({"deployment_scheme": "fp16"}, ["deployment_scheme='fp16'", "'fp8_block'"]),
         ({"discrepancy_tolerance": -0.001}, ["discrepancy_tolerance=-0.001", "at least 0"]),
         ({"discrepancy_tolerance": math.nan}, ["discrepancy_tolerance=nan", "finite"]),
-        ({"discrepancy_tolerance": "high"}, ["discrepancy_tolerance='high'", "number"]),
+        ({"discrepancy_tolerance": "high"}, ["discrepancy_tolerance='high'", "number", "'auto'"]),
+        ({"discrepancy_tolerance": "-1"}, ["discrepancy_tolerance=-1", "at least 0"]),
+        ({"advantage_estimator": "gae"}, ["advantage_estimator='gae'", "'rloo'"]),
+        ({"advantage_estimator": "rloo", "scale_rewards": "batch"}, ["scale_rewards='batch'", "rloo"]),
+        (
+            {"advantage_estimator": "rloo", "multi_objective_aggregation": "normalize_then_sum"},
+            ["multi_objective_aggregation='normalize_then_sum'", "rloo"],
+        ),
+        ({"vllm_importance_sampling_correction": True}, ["no effect", "use_vllm=True"]),
         ({"discrepancy_margin": -1}, ["discrepancy_margin=-1", "at least 0"]),
         ({"lambda_lr": math.inf}, ["lambda_lr=inf", "finite"]),
         ({"lambda_init": True}, ["lambda_init=True", "number"]),
@@ -132,6 +140,14 @@ def test_every_field_can_be_set_from_the_command_line(tmp_path):
         "--lambda_init 0.3 --lambda_lr 2 --lambda_min 0.1 --lambda_max 0.9 --deployment_scheme int8".split()
     )
     multiplier = config.multiplier()
+    assert config.discrepancy_tolerance == 0.01
     assert (multiplier.value, multiplier.lr, multiplier.tolerance) == (0.3, 2.0, 0.01)
     assert (multiplier.minimum, multiplier.maximum) == (0.1, 0.9)
     assert (config.discrepancy_level, config.deployment_scheme) == ("sequence", "int8")
+
+
+def test_the_tolerance_may_be_found_by_the_run(tmp_path):
+    command = f"--output_dir {tmp_path} --use_cpu true --bf16 false --discrepancy_tolerance auto"
+    (config,) = HfArgumentParser(DCGRPOConfig).parse_args_into_dataclasses(command.split())
+    assert config.discrepancy_tolerance == "auto"
+    assert config.multiplier().tolerance is None

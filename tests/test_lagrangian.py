@@ -3,11 +3,13 @@
 import json
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dc_trl import LagrangeMultiplier
+from dc_trl.lagrangian import AUTO_BATCHES, proposed_tolerance
 
 
 def test_recursion_by_hand():
@@ -28,6 +30,47 @@ def test_window_by_hand():
     assert multiplier.update(0.3) == pytest.approx(0.8)  # mean of 0.1, 0.3
     assert multiplier.update(0.1) == pytest.approx(1.0)  # mean of 0.3, 0.1
     assert multiplier.update(0.0) == 1.0  # projected
+
+
+def test_proposed_tolerance_by_hand():
+    # mean 2, squared deviations 1 + 0 + 1, over n − 1 = 2: standard deviation 1
+    assert proposed_tolerance([1.0, 2.0, 3.0]) == pytest.approx(2 + 1.96)
+    with pytest.raises(ValueError, match="at least two"):
+        proposed_tolerance([1.0])
+
+
+def test_automatic_tolerance():
+    multiplier = LagrangeMultiplier(init=0.1, lr=1.0, tolerance="auto")
+    observed = [0.010 + 0.001 * (n % 3) for n in range(AUTO_BATCHES)]
+    for value in observed[:-1]:
+        assert multiplier.update(value) == 0.1
+        assert multiplier.tolerance is None
+    killed = LagrangeMultiplier(init=0.1, lr=1.0, tolerance="auto")
+    killed.load_state_dict(json.loads(json.dumps(multiplier.state_dict())))
+    expected = np.mean(observed) + 1.96 * np.std(observed, ddof=1)
+    for one in (multiplier, killed):
+        assert one.update(observed[-1]) == 0.1
+        assert one.tolerance == pytest.approx(expected)
+        assert one.update(0.02) == pytest.approx(0.1 + 0.02 - expected)
+    resumed = LagrangeMultiplier(init=0.1, lr=1.0, tolerance="auto")
+    resumed.load_state_dict(json.loads(json.dumps(multiplier.state_dict())))
+    assert (resumed.tolerance, resumed.value) == (multiplier.tolerance, multiplier.value)
+
+
+def test_a_given_tolerance_stays_whatever_a_state_says():
+    automatic = LagrangeMultiplier(tolerance="auto")
+    for _ in range(AUTO_BATCHES):
+        automatic.update(0.01)
+    given = LagrangeMultiplier(tolerance=0.5)
+    given.load_state_dict(automatic.state_dict())
+    assert given.tolerance == 0.5
+    automatic.load_state_dict(given.state_dict())  # a run that had a given one, continued with "auto"
+    assert automatic.tolerance is None
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=12))
+def test_proposed_tolerance_is_above_the_mean(batches):
+    assert proposed_tolerance(batches) >= np.mean(batches) - 1e-12
 
 
 def test_defaults_are_the_dense_recipe():

@@ -66,10 +66,21 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path, steps):
     assert (tmp_path / "resumed" / "run.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("steps", [{}, {"steps_per_generation": 2, "gradient_accumulation_steps": 1}])
-@pytest.mark.parametrize("reduction", ["sequence", "token"])
-def test_two_processes_equal_one(tmp_path, steps, reduction):
-    options = {"rollouts": True, "max_steps": 4, "batch_reduction": reduction, "lambda_lr": 0.5, **steps}
+MINI_BATCHES = {"steps_per_generation": 2, "gradient_accumulation_steps": 1}
+ACROSS_GROUPS = {"advantage_estimator": "rloo", "drop_zero_std_groups": True}
+
+
+@pytest.mark.parametrize(
+    ("reduction", "steps", "fields"),
+    [
+        ("sequence", {}, {}),
+        ("token", {}, ACROSS_GROUPS),
+        ("sequence", MINI_BATCHES, {}),
+        ("token", MINI_BATCHES, ACROSS_GROUPS),
+    ],
+)
+def test_two_processes_equal_one(tmp_path, reduction, steps, fields):
+    options = {"rollouts": True, "max_steps": 4, "batch_reduction": reduction, "lambda_lr": 0.5, **steps, **fields}
     # With mini-batches, which rollouts share one differs with the number of processes; the weights then stand still.
     options["learning_rate"] = 0.0 if steps else 1e-2
     one = finished(options | {"output_dir": str(tmp_path / "one"), "per_device_train_batch_size": 8})
@@ -80,7 +91,7 @@ def test_two_processes_equal_one(tmp_path, steps, reduction):
     assert len(two["lambda"]) == 2
     assert two["lambda"][0] == two["lambda"][1] == pytest.approx(one["lambda"][0], rel=1e-5)
     metrics = [name for name in one["rows"][0] if name.startswith(("discrepancy/", "lagrangian/"))]
-    assert len(metrics) == 17
+    assert len(metrics) == 18
     for single, double in zip(one["rows"], two["rows"], strict=True):
         if "discrepancy/mean" not in single:
             continue

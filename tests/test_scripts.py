@@ -261,10 +261,10 @@ def test_a_full_disk(launch, tmp_path):
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart_vllm_fp8", "qwen3_8b_fp8"])
 def test_configurations_are_read_by_the_scripts_parser(script, name, tmp_path):
-    parser = TrlParser((script.DataArguments, script.ServerArguments, DCGRPOConfig, ModelConfig))
+    parser = TrlParser(script.ARGUMENTS)
     # On this machine, without the GPU that BF16 training wants.
     options = ["--config", str(ROOT / "configs" / f"{name}.yaml"), "--output_dir", str(tmp_path)]
-    data, server, args, model = parser.parse_args_and_config([*options, "--use_cpu", "true", "--bf16", "false"])
+    data, server, _, args, model = parser.parse_args_and_config([*options, "--use_cpu", "true", "--bf16", "false"])
     script.require_servable(server, args)
     assert args.constraint == "lagrangian"
     assert args.deployment_scheme == "fp8"

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -10,6 +11,7 @@ from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer, mismatch_metrics
+from dc_trl.lagrangian import AUTO_BATCHES
 
 from .helpers import (
     Rollouts,
@@ -222,6 +224,21 @@ def test_logged_lambda_is_the_one_in_use(tmp_path, tokenizer):
     for now, mean, after in zip(values, means, [*values[1:], trainer.lagrange_multiplier.value], strict=True):
         assert after == pytest.approx(min(max(now + 0.3 * (mean - 0.1), 0), 1))
     assert logged(trainer, "lagrangian/violation") == pytest.approx([mean - 0.1 for mean in means])
+
+
+def test_automatic_tolerance_is_taken_from_the_first_batches(tmp_path, tokenizer):
+    config = make_config(tmp_path, discrepancy_tolerance="auto", max_steps=AUTO_BATCHES + 3, **ALIGNED)
+    trainer = make_trainer(config, tokenizer, Rollouts())
+    trainer.train()
+    means = logged(trainer, "discrepancy/mean")
+    expected = np.mean(means[:AUTO_BATCHES]) + 1.96 * np.std(means[:AUTO_BATCHES], ddof=1)
+    assert logged(trainer, "lagrangian/tolerance") == pytest.approx([expected] * 3)
+    violations = logged(trainer, "lagrangian/violation")
+    assert violations == pytest.approx([mean - expected for mean in means[AUTO_BATCHES:]])
+    lambdas = logged(trainer, "lagrangian/lambda")
+    assert lambdas[: AUTO_BATCHES + 1] == [0.1] * (AUTO_BATCHES + 1)
+    assert lambdas[AUTO_BATCHES + 1] == pytest.approx(max(0.1 + violations[0], 0.0))
+    assert trainer.lagrange_multiplier.tolerance == pytest.approx(expected)
 
 
 def test_static_multiplier_stands_still(tmp_path, tokenizer):

@@ -323,7 +323,7 @@ def check_server(
         scheme: deployment scheme of the training run; None for whatever format the server keeps.
         config: configuration of the model that is trained.
         max_length: shortest length, of prompt and completion together, that the server has to take, in tokens.
-        weight_sync: "nccl" or "checkpoint".
+        weight_sync: "nccl", "checkpoint", or "none" where no weights are sent.
 
     Raises:
         ServerError: names what is wrong and the option of `vllm serve` to change.

@@ -1,0 +1,54 @@
+"""Advantages of the completions of one prompt, from their rewards: what TRL's group normalisation does not offer.
+
+`N` rewards, of `num_generations` completions of each prompt one after the other; NaN where no reward function could
+score a completion, which then counts nowhere.
+"""
+
+import torch
+from torch import Tensor
+
+
+def total_rewards(rewards_per_func: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sum of several reward functions.
+
+    Args:
+        rewards_per_func: shape (N, functions); NaN where a function does not apply.
+        weights: shape (functions,).
+
+    Returns:
+        Shape (N,); NaN where no function applies.
+    """
+    total = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(-1)
+    return total.masked_fill(rewards_per_func.isnan().all(-1), torch.nan)
+
+
+def leave_one_out_advantages(rewards: Tensor, num_generations: int) -> Tensor:
+    """Reward minus the mean reward of the prompt's other completions (RLOO, arXiv 2402.14740).
+
+    Args:
+        rewards: shape (N,).
+        num_generations: completions of each prompt, a divisor of N.
+
+    Returns:
+        Shape (N,); 0 where there is no reward or no other completion with one.
+    """
+    groups = rewards.view(-1, num_generations)
+    others = groups.isfinite().sum(-1, keepdim=True) - 1
+    mean_of_others = (groups.nansum(-1, keepdim=True) - groups) / others.clamp(min=1)
+    return (groups - mean_of_others).where(others > 0, 0.0).nan_to_num(nan=0.0).flatten()
+
+
+def zero_std_groups(rewards: Tensor, num_generations: int) -> Tensor:
+    """Completions whose prompt gave all its completions the same reward: there is nothing to prefer.
+
+    Args:
+        rewards: shape (N,).
+        num_generations: completions of each prompt, a divisor of N.
+
+    Returns:
+        Boolean, shape (N,); true also where fewer than two of the completions have a reward.
+    """
+    groups = rewards.view(-1, num_generations)
+    highest = groups.nan_to_num(nan=-torch.inf).amax(-1)
+    lowest = groups.nan_to_num(nan=torch.inf).amin(-1)
+    return (highest <= lowest).repeat_interleave(num_generations)

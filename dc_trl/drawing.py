@@ -1,0 +1,178 @@
+"""How runs are drawn into axes: one in full detail, several over one another."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+
+from .figures import ACCENT, MUTED, Style, draw_curve, moving_average, series_style
+from .history import Run, Series, is_number
+
+
+_SHARED = "black"  # what belongs to all runs
+
+
+class Line(NamedTuple):
+    """A run, and how it is drawn."""
+
+    run: Run
+    style: Style
+
+
+def _note(axes: Axes, text: str, colour: str = ACCENT) -> None:
+    axes.set_title(text, loc="right", fontsize=8, color=colour)
+
+
+def _band(axes: Axes, run: Run, low: Callable[[Mapping], Any], high: Callable[[Mapping], Any]) -> None:
+    rows = [(row["step"], low(row), high(row)) for row in run.history]
+    steps, lows, highs = ([row[i] for row in rows if is_number(row[1]) and is_number(row[2])] for i in range(3))
+    axes.fill_between(steps, lows, highs, color=MUTED, alpha=0.18, linewidth=0)
+
+
+def draw_curves(axes: Axes, lines: Sequence[Line], metric: str, from_zero: bool = False, log: bool = False) -> None:
+    """A curve for each run. `log` takes a logarithmic axis where some values are far above the usual ones."""
+    drawn: list[float] = []
+    for run, style in lines:
+        steps, values = run.series(metric)
+        draw_curve(axes, steps, values, style if len(lines) > 1 or style != series_style(0) else None)
+        drawn += values
+    sizes = [abs(value) for value in drawn if value]
+    if log and sizes and max(sizes) > 100 * statistics.median(sizes):
+        # Few values are far from the others: both are to be seen.
+        if min(drawn) > 0:
+            axes.set_yscale("log")
+        else:
+            axes.set_yscale("symlog", linthresh=statistics.median(sizes))
+    elif from_zero:
+        axes.set_ylim(bottom=0)
+
+
+def draw_reward(axes: Axes, lines: Sequence[Line]) -> None:
+    """Mean rewards, of a single run with its spread."""
+    if len(lines) == 1:
+
+        def edge(row: Mapping[str, Any], sign: int) -> float | None:
+            mean, spread = row.get("reward"), row.get("reward_std")
+            return mean + sign * spread if is_number(mean) and is_number(spread) else None
+
+        _band(axes, lines[0].run, partial(edge, sign=-1), partial(edge, sign=1))
+    draw_curves(axes, lines, "reward")
+
+
+def _greedy(run: Run) -> Series:
+    points = [(step, found["greedy"]) for step, found in run.evaluations() if is_number(found.get("greedy"))]
+    return Series([step for step, _ in points], [value for _, value in points])
+
+
+def accuracy(run: Run) -> Series:
+    """What `draw_accuracy` draws of a run: greedy rewards if it measured them, else sampled ones."""
+    greedy = _greedy(run)
+    return greedy if greedy.steps else run.series("eval_reward")
+
+
+def draw_accuracy(axes: Axes, lines: Sequence[Line]) -> None:
+    """Held-out rewards: of greedy answers with standard errors, and of sampled ones, hollow."""
+    for run, (colour, line, marker) in lines:
+        sampled = run.series("eval_reward")
+        axes.plot(*sampled, color=colour, linestyle=line, linewidth=0.8, marker=marker, markersize=3.5, mfc="white")
+        errors = [found.get("greedy_se") or 0.0 for _, found in run.evaluations() if is_number(found.get("greedy"))]
+        _errorbars(axes, _greedy(run), errors, Style(colour, line, marker))
+
+
+def draw_benchmark(axes: Axes, lines: Sequence[Line], metric: str) -> None:
+    """A benchmark's metric with its standard errors."""
+    for run, style in lines:
+        series = run.series(metric)
+        errors = dict(zip(*run.series(f"{metric}_se"), strict=True))  # a single problem has none
+        _errorbars(axes, series, [errors.get(step, 0.0) for step in series.steps], style)
+
+
+def _errorbars(axes: Axes, series: Series, errors: list[float], style: Style) -> None:
+    if series.steps:
+        colour, line, marker = style
+        axes.errorbar(
+            *series, errors, color=colour, linestyle=line, linewidth=1.6, marker=marker, markersize=5, capsize=3
+        )
+
+
+def draw_discrepancy(axes: Axes, lines: Sequence[Line]) -> None:
+    """Batch discrepancies, and tolerances dashed."""
+    draw_curves(axes, lines, "discrepancy/mean", from_zero=True, log=True)
+    alone = len(lines) == 1
+    shared = {value for run, _ in lines for value in run.tolerance().values}
+    for run, style in lines:
+        steps, values = run.tolerance()
+        if not steps:
+            continue
+        colour = ACCENT if alone else _SHARED if len(shared) == 1 else style.colour
+        if len(set(values)) == 1 and steps[0] <= run.series("discrepancy/mean").steps[0]:
+            axes.axhline(values[0], color=colour, linestyle="--", linewidth=1.2)
+        else:
+            # An automatic tolerance is known after some batches only.
+            axes.step(steps, values, where="post", color=colour, linestyle="--", linewidth=1.2)
+    if alone and shared:
+        _note(axes, f"– –  tolerance ε = {lines[0].run.tolerance().values[-1]:.4g}")
+    elif len(shared) == 1:
+        _note(axes, f"– –  tolerance ε = {shared.pop():.4g}", _SHARED)
+    elif shared:
+        _note(axes, "– –  each run's tolerance ε", _SHARED)
+
+
+def draw_multiplier(axes: Axes, lines: Sequence[Line]) -> None:
+    """λ, which holds from one step to the next, and its bounds where it comes near them."""
+    for run, (colour, line, _) in lines:
+        axes.step(*run.series("lagrangian/lambda"), where="post", color=colour, linestyle=line, linewidth=1.5)
+    low, high = axes.get_ylim()
+    bounds = {run.bounds for run, _ in lines}
+    if len(bounds) == 1 and (only := bounds.pop()) is not None:
+        for bound in only:
+            if low <= bound <= high:
+                axes.axhline(bound, color=_SHARED, linestyle="--", linewidth=1.2)
+        _note(axes, f"bounds {only[0]:g} and {only[1]:g}", _SHARED)
+
+
+def draw_length(axes: Axes, lines: Sequence[Line]) -> None:
+    """Response lengths and their surges, of a single run with the shortest and the longest response."""
+    if len(lines) == 1:
+        low, high = (f"completions/{which}_length" for which in ("min", "max"))
+        _band(axes, lines[0].run, lambda row: row.get(low), lambda row: row.get(high))
+    draw_curves(axes, lines, "completions/mean_length", from_zero=True)
+    _mark_surges(axes, lines)
+    if len(lines) == 1:
+        surge, period = (lines[0].run.last(f"length_decay/{name}") for name in ("surge_step", "period"))
+        found = [f"surge at step {surge}"] if surge is not None else []
+        found += [f"halved every {period} steps"] if period is not None else []
+        _note(axes, ", ".join(found))
+
+
+def _mark_surges(axes: Axes, lines: Sequence[Line]) -> None:
+    for run, style in lines:
+        surge = run.last("length_decay/surge_step")
+        if surge is not None:
+            colour = ACCENT if len(lines) == 1 else style.colour
+            axes.axvline(surge, color=colour, linestyle="--", linewidth=1.2)
+
+
+def draw_learning_rate(axes: Axes, lines: Sequence[Line]) -> None:
+    """Learning rates, and halvings of the length decay."""
+    for run, (colour, line, _) in lines:
+        # A step's rate holds from the end of the step before.
+        axes.step(*run.series("learning_rate"), where="pre", color=colour, linestyle=line, linewidth=1.5)
+        for step in run.series("length_decay/halvings").steps:
+            axes.axvline(step, color=MUTED if len(lines) == 1 else colour, linestyle=":", linewidth=1.2)
+    _mark_surges(axes, lines)
+    axes.set_ylim(bottom=0)
+
+
+def draw_clipping(axes: Axes, lines: Sequence[Line]) -> None:
+    """Clipped fractions, of a single run with their parts below and above the clip range."""
+    if len(lines) == 1:
+        for index, (side, label) in enumerate({"low": "below the range", "high": "above it"}.items(), start=1):
+            colour, line, _ = series_style(index)
+            steps, values = lines[0].run.series(f"clip_ratio/{side}_mean")
+            axes.plot(steps, moving_average(values), color=colour, linestyle=line, linewidth=1, label=label)
+    draw_curves(axes, lines, "clip_ratio/region_mean", from_zero=True)
+    if len(lines) == 1:
+        axes.legend(frameon=False, fontsize=8)

@@ -1,0 +1,102 @@
+"""The look of a figure: colours, line styles, axes, the smoothed curve."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+
+INK, MUTED, ACCENT = "#1f3b5c", "#9aa7b4", "#c8553d"
+# Neighbours differ in lightness too, and every pair for readers who see no red or no green.
+SERIES = (INK, ACCENT, "#e0a458", "#2a9d8f", "#a23b87", "#6f8fd8", "#6b6b6b")
+# Solid, dashed, dotted, dash-dotted, long dashes, dash-dot-dotted: what tells lines apart in grey print.
+LineStyle = Literal["-"] | tuple[float, tuple[float, ...]]
+LINE_STYLES: tuple[LineStyle, ...] = (
+    "-",
+    (0, (4, 1.5)),
+    (0, (1, 1)),
+    (0, (5, 1.2, 1, 1.2)),
+    (0, (9, 2)),
+    (0, (4, 1, 1, 1, 1, 1)),
+)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+PANEL_WIDTH = 4.8  # inches: text stays readable where a phone shows it 360 px wide
+
+
+class Style(NamedTuple):
+    """How one series is drawn: in colour and, for grey print, by line and marker."""
+
+    colour: str
+    line: LineStyle
+    marker: str
+
+
+def series_style(index: int, line: int | None = None) -> Style:
+    """Style of the series with this number, at least 0; `line` numbers its line and marker separately from its colour.
+
+    Colours come back after 7 series, pairs of colour and line after 42.
+    """
+    line = index if line is None else line
+    return Style(SERIES[index % len(SERIES)], LINE_STYLES[line % len(LINE_STYLES)], MARKERS[line % len(MARKERS)])
+
+
+def new_figure(
+    rows: int = 1,
+    columns: int = 1,
+    width: float = PANEL_WIDTH,
+    height: float = 2.8,
+    share_x: bool = False,
+    dpi: int = 150,
+) -> tuple[Figure, list[Axes]]:
+    """A figure that no window and no pyplot knows of, and its axes, row by row.
+
+    Args:
+        rows: of axes.
+        columns: of axes.
+        width: of the whole figure, in inches.
+        height: of each row, in inches.
+        share_x: whether all axes have one x axis.
+        dpi: of a PNG of the figure.
+    """
+    figure = Figure(figsize=(width, height * rows), dpi=dpi, layout="constrained")
+    all_axes = list(figure.subplots(rows, columns, sharex=share_x, squeeze=False).flat)
+    for axes in all_axes:
+        finish_axes(axes)
+    return figure, all_axes
+
+
+def finish_axes(axes: Axes) -> None:
+    """A light grid behind the data, and no frame above and on the right."""
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def moving_average(values: Sequence[float], window: int = 9) -> list[float]:
+    """Centred moving average, as long as `values`; at the ends over what there is of the window."""
+    half = window // 2
+    parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(part) / len(part) for part in parts]
+
+
+def draw_curve(
+    axes: Axes, x: Sequence[float], y: Sequence[float], style: Style | None = None, window: int = 9
+) -> None:
+    """Draws the values as they are, light, and their centred moving average, dark; few values as points on a line.
+
+    Args:
+        axes: to draw on.
+        x: places, ascending.
+        y: values, as many.
+        style: of the line; by default the house's ink, and grey for the values as they are.
+        window: values that are averaged, odd. Up to twice as many values are not averaged.
+    """
+    colour, line, marker = style or series_style(0)
+    if len(y) > 2 * window:
+        raw, alpha = (MUTED, 0.8) if style is None else (colour, 0.22)
+        axes.plot(x, y, color=raw, linewidth=0.8, alpha=alpha)
+        axes.plot(x, moving_average(y, window), color=colour, linestyle=line, linewidth=1.8)
+    else:
+        axes.plot(x, y, color=colour, linestyle=line, linewidth=1.2, marker=marker, markersize=2.5)

@@ -1,0 +1,267 @@
+"""What a run leaves in its output directory to be read again: settings, history, evaluations."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from enum import Enum
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+from peft import PeftModel
+from torch import nn
+
+from .config import DCGRPOConfig
+
+
+HISTORY_FILE = "history.jsonl"
+FIGURE_FILE = "run.png"
+SETTINGS_FILE = "settings.json"
+BASELINE_FILE = "before.json"  # the deployed policy before the first step, as `scripts/train.py` measures it
+SUMMARY_FILE = "summary.json"  # the same after the last step, and what the run cost
+DEPLOYMENT_FOLDER = "deployment"  # the policy as it is served
+
+# What a run is called and where it stands, and with that what else may differ between seeds of one setting.
+NAME_SETTINGS = frozenset({"output_dir", "run_name", "hub_model_id"})
+SEED_SETTINGS = NAME_SETTINGS | {"seed", "data_seed"}
+
+# TrainingArguments fills these in itself, and what is learned does not depend on them.
+_FILLED_IN = {"disable_tqdm", "dataloader_pin_memory", "pad_to_multiple_of"}
+_EMPTY: tuple[Any, ...] = (None, "", "none", [], {})
+# Names of what is nobody's business, in fields and in dicts: hub_token, token, api-key, clientSecret, Authorization.
+_SECRET = re.compile(r"(token|key|secret|passw(or)?d|pwd|credentials?|authorization|auth|cookie)$", re.IGNORECASE)
+# Values that are secrets by their form, wherever they stand, and the parts of a URL that hold some.
+_SECRET_FORMS = re.compile(
+    r"\b(hf_|sk-|ghp_|github_pat_|wandb_v1_)[\w-]{16,}|(?i:\bbearer\s+\S+)"
+    r"|(?i:(?<=token=)|(?<=key=)|(?<=secret=)|(?<=password=))\S+"
+)
+_URL_SECRETS = re.compile(r"(?<=://)[^\s/?#@]*@|(?<=[?&])[^\s=&#]+=[^\s&#]*")
+
+
+class Series(NamedTuple):
+    """Optimizer steps and values of a metric at them."""
+
+    steps: list[int]
+    values: list[float]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its files tell it.
+
+    Args:
+        name: of the directory.
+        history: rows of `history.jsonl`, each with its `step`.
+        settings: what differs from the defaults; empty for runs of earlier versions.
+        before: the deployed policy on held-out problems: `greedy`, `greedy_se`, `problems`, `reward`, `discrepancy`.
+        summary: `after` (as `before`), `steps`, `seconds`, `tokens`, `engine`, …; empty when the run did not finish.
+    """
+
+    name: str
+    history: Sequence[Mapping[str, Any]]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    before: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+
+    def series(self, metric: str) -> Series:
+        """The metric where it is a finite number."""
+        found = [(row["step"], row[metric]) for row in self.history if is_number(row.get(metric))]
+        return Series([step for step, _ in found], [value for _, value in found])
+
+    def first(self, metric: str) -> float | None:
+        """First value of the metric; None if there is none."""
+        values = self.series(metric).values
+        return values[0] if values else None
+
+    def last(self, metric: str) -> float | None:
+        """Last value of the metric; None if there is none."""
+        values = self.series(metric).values
+        return values[-1] if values else None
+
+    def tolerance(self) -> Series:
+        """The tolerance ε over the steps that had one; from δ̄ and its violation where ε itself is not logged."""
+        logged = self.series("lagrangian/tolerance")
+        if logged.steps:
+            return logged
+        means, above = (
+            dict(zip(*self.series(name), strict=True)) for name in ("discrepancy/mean", "lagrangian/violation")
+        )
+        steps = [step for step in means if step in above]
+        # Rounded, because the subtraction is.
+        return Series(steps, [float(f"{means[step] - above[step]:.6g}") for step in steps])
+
+    def not_finite(self, metric: str) -> int:
+        """How many rows have the metric as NaN or infinity."""
+        values = [row.get(metric) for row in self.history]
+        return sum(isinstance(value, float) and not math.isfinite(value) for value in values)
+
+    def evaluations(self) -> list[tuple[int, Mapping[str, Any]]]:
+        """Steps and measurements of the deployed policy: before training, and if the run ended, after it."""
+        known = [(0, self.before)]
+        if "after" in self.summary:
+            known.append((self.summary["steps"], self.summary["after"]))
+        return known
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """Bounds of λ; None for a run without recorded settings."""
+        if not self.settings:
+            return None
+        low, high = (setting(self, name) for name in ("lambda_min", "lambda_max"))
+        return low, high
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that the history knows of."""
+        return max(row["step"] for row in self.history)
+
+    @property
+    def finished(self) -> bool:
+        """Whether training came to its end: the trainer then logs what it took."""
+        return bool(self.summary) or any("train_runtime" in row for row in self.history)
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether the value is a finite number."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def setting(run: Run, name: str) -> Any:
+    """Value of a recorded setting; of a field of `DCGRPOConfig` that was left alone its default, else None."""
+    standard = {f.name: f for f in fields(DCGRPOConfig)}
+    return run.settings[name] if name in run.settings else _default(standard[name]) if name in standard else None
+
+
+def group_seeds(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs that differ only in seeds and names, together; a run without recorded settings stands alone."""
+    groups: list[tuple[dict[str, Any], list[Run]]] = []
+    for run in runs:
+        settings = {name: value for name, value in run.settings.items() if name not in SEED_SETTINGS}
+        same = [group for other, group in groups if run.settings and group[0].settings and settings == other]
+        if same:
+            same[0].append(run)
+        else:
+            groups.append((settings, [run]))
+    return [group for _, group in groups]
+
+
+def read_history(path: str | PathLike[str]) -> list[dict[str, Any]]:
+    """Rows of a history file, one per log, each with its `step`; a last line that a kill cut short is left out.
+
+    Raises:
+        ValueError: a line is no row of a history; the message names it.
+    """
+    text = Path(path).read_text(encoding="utf-8")
+    rows = []
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON ({error.msg}): repair or remove the line.") from error
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise ValueError(f"{path}, line {number} has no step: it is no row of a history, remove it.")
+        rows.append(row)
+    return rows
+
+
+def read_run(directory: str | PathLike[str]) -> Run:
+    """A run from its output directory, finished or not.
+
+    Raises:
+        ValueError: there is no such directory, no history in it or an empty one, or a file that cannot be read.
+    """
+    folder = Path(directory)
+    if not folder.is_dir():
+        raise ValueError(f"run={str(folder)!r} is no directory: give the output_dir of a run.")
+    path = folder / HISTORY_FILE
+    if not path.is_file():
+        raise ValueError(
+            f"run={str(folder)!r} has no {HISTORY_FILE}: give the output_dir of a run of scripts/train.py, or of a "
+            "trainer with LambdaLoggingCallback."
+        )
+    history = read_history(path)
+    if not history:
+        raise ValueError(f"{path} is empty: wait until the run has logged its first step (logging_steps).")
+    summary = _read_object(folder / SUMMARY_FILE)
+    before = summary.get("before") or _read_object(folder / BASELINE_FILE)
+    return Run(folder.resolve().name, history, _read_object(folder / SETTINGS_FILE), before, summary)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON ({error.msg}): repair or remove the file.") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object: repair or remove the file.")
+    return value
+
+
+def changed_settings(config: Any, defaults: type | None = None) -> dict[str, Any]:
+    """Fields of a dataclass that differ from their defaults, as JSON values, without secrets.
+
+    Tokens, keys and passwords are left out by the names of fields and of dict entries; strings lose what looks like
+    one, and URLs their user and query.
+
+    Args:
+        config: an instance of a dataclass.
+        defaults: a dataclass whose defaults count where it has the field; by default the instance's own class.
+    """
+    standard = {f.name: f for f in fields(config)} | ({f.name: f for f in fields(defaults)} if defaults else {})
+    changed = {}
+    for name in (f.name for f in fields(config) if f.init and f.name not in _FILLED_IN):
+        value, default = _json_value(getattr(config, name)), _json_value(_default(standard[name]))
+        if not _SECRET.search(name) and value != default and not (value in _EMPTY and default in _EMPTY):
+            changed[name] = value
+    return changed
+
+
+def training_settings(args: Any, model: nn.Module | None, further: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run is made with: the model, its adapter, `further` settings, and arguments that are not the defaults.
+
+    Args:
+        args: `DCGRPOConfig`, or other `TrainingArguments`; what they share is compared with `DCGRPOConfig`'s defaults,
+            so that runs of several trainers can be compared.
+        model: what is trained.
+        further: settings of other origin.
+    """
+    found = dict(further)
+    name = getattr(getattr(model, "config", None), "_name_or_path", None)
+    if name and "model_name_or_path" not in found:
+        found["model_name_or_path"] = _json_value(name)
+    if isinstance(model, PeftModel):
+        found["peft"] = {adapter: changed_settings(config) for adapter, config in model.peft_config.items()}
+    return found | changed_settings(args, DCGRPOConfig)
+
+
+def _default(of: Field) -> Any:
+    if of.default is not MISSING:
+        return of.default
+    factory: Callable[[], Any] | Any = of.default_factory
+    return None if factory is MISSING else factory()
+
+
+def _json_value(value: Any) -> Any:
+    """The value as JSON has it, without secrets."""
+    if isinstance(value, Enum):
+        return _json_value(value.value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): _json_value(v) for k, v in value.items() if not _SECRET.search(str(k))}
+    if isinstance(value, list | tuple):
+        # Of command line options ("--api-key", "…") the word behind the name is the secret.
+        hidden = [isinstance(item, str) and item[:1] == "-" and bool(_SECRET.search(item)) for item in value]
+        items = zip(value, [False, *hidden], strict=False)
+        return ["(hidden)" if behind else _json_value(item) for item, behind in items]
+    if isinstance(value, set | frozenset):
+        return sorted((_json_value(item) for item in value), key=str)
+    if is_dataclass(value) and not isinstance(value, type):
+        return changed_settings(value)
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return _URL_SECRETS.sub("", _SECRET_FORMS.sub("(hidden)", str(value)))

@@ -1,0 +1,287 @@
+"""What each panel of a run shows, for one run or for several in the same axes."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from .drawing import (
+    Line,
+    accuracy,
+    draw_accuracy,
+    draw_benchmark,
+    draw_clipping,
+    draw_curves,
+    draw_discrepancy,
+    draw_learning_rate,
+    draw_length,
+    draw_multiplier,
+    draw_reward,
+)
+from .figures import INK, MUTED, new_figure, series_style
+from .history import Run, Series, group_seeds
+
+
+BENCHMARK_PREFIX = "benchmark_"  # of the names of panels that benchmarks have
+_NAME_LENGTH = 48  # characters of a run's name in a legend
+_LEGEND_WIDTH = 56  # characters, 8 of them for each line's sample
+_HEIGHT, _LEGEND_ROW = 2.8, 0.2  # inches
+
+
+class Panel(NamedTuple):
+    """One kind of figure.
+
+    Args:
+        name: of its PNG; stays the same.
+        section: of the report that it stands in.
+        label: what is drawn.
+        caption: what the reader should know.
+        metric: of the history; what the panel is about.
+        draw: draws the runs into the axes.
+        points: what of a run is drawn, if that is not the series of the metric.
+    """
+
+    name: str
+    section: str
+    label: str
+    caption: str
+    metric: str
+    draw: Callable[[Axes, Sequence[Line]], None]
+    points: Callable[[Run], Series] | None = None
+
+    def series(self, run: Run) -> Series:
+        """Steps and values that are drawn of the run; empty when there are none."""
+        return self.points(run) if self.points else run.series(self.metric)
+
+    def figure(self, lines: Sequence[Line]) -> Figure:
+        """The panel of those runs that have something to draw; if several are compared, a legend names them."""
+        drawn = [line for line in lines if self.series(line.run).steps]
+        names = [_shortened(run.name) for run, _ in drawn] if len(lines) > 1 else []
+        columns = max(1, _LEGEND_WIDTH // (8 + max(map(len, names), default=0)))
+        legend_rows = -(-len(names) // columns)
+        figure, (axes,) = new_figure(height=_HEIGHT + _LEGEND_ROW * legend_rows)
+        self.draw(axes, drawn)
+        axes.set_title(self.label, loc="left", fontsize=10.5, color=INK)
+        axes.set_xlabel("optimizer step", fontsize=9)
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
+        axes.tick_params(labelsize=9)
+        if legend_rows:
+            handles = [
+                Line2D([], [], color=style.colour, linestyle=style.line, marker=style.marker, markersize=4)
+                for _, style in drawn
+            ]
+            legend = figure.legend(
+                handles, names, loc="outside lower left", ncols=columns, frameon=False, fontsize=9, handlelength=3.4
+            )
+            for text in legend.get_texts():
+                text.set_parse_math(False)  # a name may hold dollars
+        return figure
+
+    def text(self, lines: Sequence[Line]) -> str:
+        """The figure in words: first and last value of each run."""
+        parts = []
+        for run, _ in lines:
+            steps, values = self.series(run)
+            if steps:
+                parts.append(f"{run.name}: {values[0]:.3g} at step {steps[0]}, {values[-1]:.3g} at step {steps[-1]}")
+        return f"{self.label} over optimizer steps. " + "; ".join(parts) + "."
+
+
+def _shortened(name: str) -> str:
+    """The name, its middle left out where it is long: runs often differ at the end."""
+    if len(name) <= _NAME_LENGTH:
+        return name
+    half = _NAME_LENGTH // 2
+    return f"{name[:half]}…{name[-half + 1 :]}"
+
+
+def run_lines(runs: Sequence[Run]) -> list[Line]:
+    """A style for each run. Seeds of one setting share their colour and differ in line and marker."""
+    groups = group_seeds(runs)
+    if len(groups) == len(runs):
+        return [Line(run, series_style(index)) for index, run in enumerate(runs)]
+    styles = {run.name: series_style(i, j) for i, group in enumerate(groups) for j, run in enumerate(group)}
+    return [Line(run, styles[run.name]) for run in runs]
+
+
+def panels_of(runs: Sequence[Run]) -> list[Panel]:
+    """The panels for which some run has a value, in the order of the report."""
+    names = sorted({name for run in runs for row in run.history for name in row})
+    benchmarks = [_benchmark_panel(found) for name in names if (found := re.fullmatch(r"eval_(.+)/(avg@\d+)", name))]
+    panels = [REWARD, ACCURACY, *benchmarks, DISCREPANCY, MULTIPLIER, *_MISMATCH, LENGTH, LEARNING_RATE, *_TRAINING]
+    return [panel for panel in panels if any(panel.series(run).steps for run in runs)]
+
+
+def plot_run(history: Sequence[Mapping[str, Any]], path: str | Path, title: str = "") -> None:
+    """Draws reward, batch discrepancy with its tolerance, and λ over the steps of a run into a PNG.
+
+    A run with `LengthDecayCallback` has two more panels: response length and learning rate, with surge and halvings.
+
+    Args:
+        history: rows of a history file.
+        path: of the PNG.
+        title: above the panels.
+    """
+    run = Run("", history)
+    decays = any(name.startswith("length_decay/") for row in history for name in row)
+    panels = [REWARD, DISCREPANCY, MULTIPLIER, *((LENGTH, LEARNING_RATE) if decays else ())]
+    figure, all_axes = new_figure(len(panels), width=7.2, height=2.0, share_x=True)
+    if title:
+        figure.suptitle(title, fontsize=11, color=INK).set_parse_math(False)
+    for panel, axes in zip(panels, all_axes, strict=True):
+        panel.draw(axes, [Line(run, series_style(0))])
+        axes.set_ylabel(panel.label)
+    if not MULTIPLIER.series(run).steps:
+        all_axes[2].text(0.5, 0.5, "no constraint", transform=all_axes[2].transAxes, ha="center", color=MUTED)
+    all_axes[-1].set_xlabel("optimizer step")
+    figure.align_ylabels()
+    figure.savefig(path)
+
+
+_OUTCOME, _CONSTRAINT, _GAP, _COURSE = "Reward and accuracy", "Constraint", "Mismatch of the engines", "Training"
+
+
+def _benchmark_panel(found: re.Match[str]) -> Panel:
+    metric, benchmark, average = found[0], found[1], found[2]
+    return Panel(
+        BENCHMARK_PREFIX + re.sub(r"[^\w-]", "_", f"{benchmark}_{average}"),
+        _OUTCOME,
+        f"{benchmark} {average}",
+        f"{benchmark}, answered by the deployed policy: {average} ± standard error over problems.",
+        metric,
+        partial(draw_benchmark, metric=metric),
+    )
+
+
+def _curve_panel(
+    name: str, section: str, label: str, caption: str, metric: str, from_zero: bool = False, log: bool = False
+) -> Panel:
+    return Panel(
+        name, section, label, caption, metric, partial(draw_curves, metric=metric, from_zero=from_zero, log=log)
+    )
+
+
+REWARD = Panel(
+    "reward",
+    _OUTCOME,
+    "mean reward",
+    "Mean reward of the rollouts; of a single run with the standard deviation within a batch.",
+    "reward",
+    draw_reward,
+)
+ACCURACY = Panel(
+    "deployed_accuracy",
+    _OUTCOME,
+    "held-out problems, policy as deployed",
+    "Held-out problems. Filled: mean reward of greedy answers, before and after, ± standard error. Hollow: of sampled "
+    "answers.",
+    "eval_reward",
+    draw_accuracy,
+    accuracy,
+)
+DISCREPANCY = Panel(
+    "discrepancy",
+    _CONSTRAINT,
+    "discrepancy δ̄",
+    "Batch discrepancy δ̄ between the training and the sampling engine; above the tolerance ε, λ grows.",
+    "discrepancy/mean",
+    draw_discrepancy,
+)
+MULTIPLIER = Panel(
+    "lambda",
+    _CONSTRAINT,
+    "multiplier λ",
+    "Lagrange multiplier λ; runs without a constraint have none.",
+    "lagrangian/lambda",
+    draw_multiplier,
+)
+LENGTH = Panel(
+    "length",
+    _COURSE,
+    "response length",
+    "Mean response length in tokens; of a single run from the shortest to the longest. Vertical: surge of the length.",
+    "completions/mean_length",
+    draw_length,
+)
+LEARNING_RATE = Panel(
+    "learning_rate",
+    _COURSE,
+    "learning rate",
+    "Learning rate. Vertical, with length decay: dashed the surge of the response length, dotted its halvings.",
+    "learning_rate",
+    draw_learning_rate,
+)
+_MISMATCH = (
+    _curve_panel(
+        "k3_kl", _GAP, "KL (k3), nats", "KL(π_inf ‖ π_train), k3 estimator.", "discrepancy/k3_kl", True, True
+    ),
+    _curve_panel(
+        "probs_diff_max",
+        _GAP,
+        "largest |Δp|",
+        "Largest |π_train − π_inf| of a token.",
+        "discrepancy/probs_diff_max",
+        True,
+    ),
+    _curve_panel(
+        "probs_pearson",
+        _GAP,
+        "correlation of probabilities",
+        "Pearson correlation of π_train and π_inf over tokens; 1 is agreement.",
+        "discrepancy/probs_pearson",
+    ),
+    _curve_panel(
+        "ess",
+        _GAP,
+        "effective sample size",
+        "Effective sample size of the importance weights π_train/π_inf, as a fraction; 1 is agreement.",
+        "discrepancy/ess",
+    ),
+    _curve_panel(
+        "chi2_token",
+        _GAP,
+        "χ² of tokens",
+        "χ² of π_train against π_inf over tokens.",
+        "discrepancy/chi2_token",
+        log=True,
+    ),
+    _curve_panel(
+        "chi2_seq",
+        _GAP,
+        "χ² of trajectories",
+        "χ² of π_train against π_inf over whole trajectories.",
+        "discrepancy/chi2_seq",
+        log=True,
+    ),
+    _curve_panel(
+        "log_ppl_abs_diff",
+        _GAP,
+        "|Δ log perplexity|",
+        "Mean over trajectories of |log ppl_train − log ppl_inf|, the indicator of arXiv 2602.01826.",
+        "discrepancy/log_ppl_abs_diff",
+        True,
+        True,
+    ),
+)
+_TRAINING = (
+    _curve_panel("entropy", _COURSE, "entropy, nats", "Mean entropy of the policy's tokens.", "entropy", True),
+    Panel(
+        "clip_fraction",
+        _COURSE,
+        "clipped fraction",
+        "Fraction of tokens whose policy ratio is clipped; of a single run with its parts below and above the range.",
+        "clip_ratio/region_mean",
+        draw_clipping,
+    ),
+    _curve_panel("grad_norm", _COURSE, "gradient norm", "Gradient norm before clipping.", "grad_norm", True, True),
+    _curve_panel("step_time", _COURSE, "step time, seconds", "Seconds per step.", "step_time", True),
+)
+PANEL_NAMES = frozenset(
+    panel.name for panel in (REWARD, ACCURACY, DISCREPANCY, MULTIPLIER, LENGTH, LEARNING_RATE, *_MISMATCH, *_TRAINING)
+)

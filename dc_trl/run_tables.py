@@ -1,0 +1,145 @@
+"""Tables of a report of runs: what came out, seeds of one setting together, and what was set."""
+
+import json
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .history import NAME_SETTINGS, Run, is_number, setting
+
+
+HtmlTable = tuple[list[str], list[list[str]], str]  # header, rows, caption: what `Page.table` takes
+_NOTHING = "–"
+
+
+def summary_table(runs: Sequence[Run]) -> HtmlTable:
+    """A row for each quantity that some run has, a column for each run."""
+    caption = (
+        "Greedy reward: of the deployed policy, ± standard error over held-out problems. δ̄: on held-out problems "
+        "where the run measured it there, else of its first and last generation batch."
+    )
+    return ["", *(run.name for run in runs)], _side_by_side([_facts(run) for run in runs]), caption
+
+
+def seeds_table(groups: Sequence[Sequence[Run]]) -> HtmlTable:
+    """A row for each setting with several seeds: means ± standard errors over seeds."""
+    rows = []
+    for group in groups:
+        after = [_ends(run)[1] for run in group if run.finished]
+        greedy = _over_seeds([100 * found["greedy"] for found in after if is_number(found.get("greedy"))], "{:.1f}")
+        gap = _over_seeds([found["discrepancy"] for found in after if is_number(found.get("discrepancy"))], "{:.2g}")
+        rows.append([", ".join(run.name for run in group), str(len(after)), greedy, gap])
+    header = ["seeds of one setting", "finished runs", "greedy reward after, %", "δ̄ after"]
+    return header, rows, "Mean ± standard error over the runs that are finished."
+
+
+def settings_tables(runs: Sequence[Run]) -> list[HtmlTable]:
+    """What differs between runs, and what they have in common; of a single run all that is not the default."""
+    known = [run for run in runs if run.settings]
+    names = sorted({name for run in known for name in run.settings})
+    header = ["", *(run.name for run in known)]
+    unknown = [run.name for run in runs if not run.settings]
+    missing = f" Not recorded: {', '.join(unknown)}." if unknown else ""
+    if len(known) == 1:
+        rows = [[name, _text(known[0].settings[name])] for name in names]
+        return [(header, rows, f"What is not the default.{missing}")]
+    differing, common = [], []
+    for name in (name for name in names if name not in NAME_SETTINGS):
+        values = [setting(run, name) for run in known]
+        if any(value != values[0] for value in values):
+            differing.append([name, *(_setting_text(run, name) for run in known)])
+        else:
+            common.append([name, _text(values[0])])
+    tables = [(header, differing, f"What differs.{missing}")]
+    return [*tables, (["", "all runs"], common, "What is the same in all runs, and not the default.")]
+
+
+def _setting_text(run: Run, name: str) -> str:
+    if name in run.settings:
+        return _text(run.settings[name])
+    default = setting(run, name)  # of settings that are no fields of DCGRPOConfig it is not known
+    return _NOTHING if default is None else f"{_text(default)} (default)"
+
+
+def _facts(run: Run) -> dict[str, str]:
+    """What is known of the outcome of a run."""
+    before, after = _ends(run)
+    multipliers = run.series("lagrangian/lambda")
+    # For runs that recorded no settings, as far as the summary has them.
+    recorded = {
+        name: setting(run, name) if run.settings else None for name in ("constraint", "seed", "deployment_scheme")
+    }
+    alarms = [(name, row["step"]) for row in run.history for name in row if name.startswith("collapse/")]
+    facts = {
+        "state": "finished" if run.finished else "going on, or stopped",
+        "optimizer steps": f"{run.steps:,}",
+        "collapse alarms": ", ".join(f"{name.removeprefix('collapse/')} at step {step}" for name, step in alarms)
+        or None,
+        "constraint": run.summary.get("constraint", recorded["constraint"]),
+        "sampling engine": run.summary.get("engine", recorded["deployment_scheme"]),
+        "seed": run.summary.get("seed", recorded["seed"]),
+        "held-out problems": before.get("problems"),
+        "greedy reward before": _greedy(before),
+        "greedy reward after": _greedy(after),
+        "sampled reward before": _number(before.get("reward"), "{:.3f}"),
+        "sampled reward after": _number(after.get("reward"), "{:.3f}"),
+    }
+    for metric in sorted({name for row in run.history for name in row if re.fullmatch(r"eval_.+/avg@\d+", name)}):
+        label = metric.removeprefix("eval_").replace("/", " ")
+        for when, find in (("before", run.first), ("after", run.last)):
+            value = find(metric)
+            facts[f"{label} {when}"] = None if value is None else _percent(value, find(f"{metric}_se"))
+    facts |= {
+        "discrepancy δ̄ before": _number(before.get("discrepancy"), "{:.3g}"),
+        "discrepancy δ̄ after": _number(after.get("discrepancy"), "{:.3g}"),
+        "tolerance ε": "".join(f"{value:.4g}" for value in run.tolerance().values[-1:]) or None,
+        "multiplier λ before": _number(run.first("lagrangian/lambda"), "{:.4g}"),
+        "multiplier λ after": _number(run.summary.get("lambda", run.last("lagrangian/lambda")), "{:.4g}")
+        if multipliers.steps
+        else None,
+        "tokens sampled and read": _number(run.summary.get("tokens", run.last("num_tokens")), "{:,.0f}"),
+        "training seconds": _number(run.summary.get("seconds", run.last("train_runtime")), "{:,.0f}"),
+    }
+    return {name: _text(value) for name, value in facts.items() if value is not None}
+
+
+def _ends(run: Run) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Measurements before and after; δ̄ and sampled reward from the history where no summary has them."""
+    before, after = dict(run.before), dict(run.summary.get("after", {}))
+    for key, names in (("discrepancy", ("eval_discrepancy/mean", "discrepancy/mean")), ("reward", ("eval_reward",))):
+        series = next((found for found in map(run.series, names) if found.steps), None)
+        if series is not None:
+            before.setdefault(key, series.values[0])
+            after.setdefault(key, series.values[-1])
+    return before, after
+
+
+def _side_by_side(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    return [[name, *(column.get(name, _NOTHING) for column in columns)] for name in names]
+
+
+def _over_seeds(values: Sequence[float], form: str) -> str:
+    if not values:
+        return _NOTHING
+    mean = form.format(statistics.fmean(values))
+    if len(values) == 1:
+        return f"{mean} (one run)"
+    return f"{mean} ± {form.format(statistics.stdev(values) / len(values) ** 0.5)}"
+
+
+def _greedy(found: Mapping[str, Any]) -> str | None:
+    return _percent(found["greedy"], found.get("greedy_se")) if is_number(found.get("greedy")) else None
+
+
+def _percent(value: float, error: float | None) -> str:
+    return f"{100 * value:.1f}" + ("" if error is None else f" ± {100 * error:.1f}") + " %"
+
+
+def _number(value: Any, form: str) -> str | None:
+    return form.format(value) if is_number(value) else None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,100 @@
+"""Synthetic runs, healthy ones and ones that collapse.
+
+`python -m tests.collapse_curves RUNS` prints how often the alarm rings in so many healthy runs of 500 steps, and how
+often and when it finds each kind of collapse in as many others.
+"""
+
+import math
+import random
+import statistics
+import sys
+
+from dc_trl.collapse import ADVICE, CollapseMonitor
+
+
+def healthy_run(seed, steps=500):
+    """Logs of a random run in which nothing goes wrong, as rough as real ones.
+
+    Learning and stagnating rewards with the noise of a batch and slow wandering; gradient norms and mismatch that
+    scatter log-normally by 20 to 50 %, drift up to the 3-fold, and spike up to the 50-fold; entropy that falls to as
+    little as a fifth, or rises to the double; missing and NaN values.
+    """
+    rng = random.Random(seed)
+    start = rng.uniform(0, 0.6)
+    gain = rng.choice([0, 1]) * rng.uniform(0, 0.95 - start)
+    pace, reward_noise, wander = rng.uniform(30, 400), rng.uniform(0.01, 0.08), 0.0
+    norm, norm_noise, norm_drift = rng.uniform(0.03, 0.6), rng.uniform(0.2, 0.5), math.log(rng.uniform(1 / 3, 3))
+    gap, gap_noise, gap_drift = rng.uniform(5e-4, 2e-2), rng.uniform(0.2, 0.4), math.log(rng.uniform(1 / 3, 3))
+    entropy, entropy_drift = rng.uniform(0.1, 0.8), math.log(rng.uniform(0.2, 2))
+    unanimous = rng.uniform(0, 0.5)
+    rows = []
+    for step in range(1, steps + 1):
+        done = step / steps
+        wander = 0.95 * wander + rng.gauss(0, 0.005)
+        learned = start + gain * (1 - math.exp(-step / pace)) + wander
+        row = {
+            "reward": min(max(rng.gauss(learned, reward_noise), 0.0), 1.0),
+            "grad_norm": norm * math.exp(norm_drift * done + rng.gauss(0, norm_noise)),
+            "discrepancy/mean": gap * math.exp(gap_drift * done + rng.gauss(0, gap_noise)),
+            "discrepancy/log_ppl_abs_diff": 2 * gap * math.exp(gap_drift * done + rng.gauss(0, gap_noise)),
+            "entropy": entropy * math.exp(entropy_drift * done + rng.gauss(0, 0.1)),
+            "lagrangian/lambda": min(0.1 + 0.9 * done * rng.random(), 1.0),
+            "frac_reward_zero_std": min(max(rng.gauss(unanimous + 0.4 * done, 0.1), 0.0), 1.0),
+        }
+        for metric in ("grad_norm", "discrepancy/mean", "discrepancy/log_ppl_abs_diff"):
+            if rng.random() < 0.02:
+                row[metric] *= rng.uniform(2, 50)
+        for metric in row:
+            if metric != "grad_norm" and rng.random() < 0.01:
+                row[metric] = rng.choice([None, math.nan])
+        rows.append(row)
+    return rows
+
+
+def collapse(rows, signal, onset, length, seed):
+    """Lets a healthy run collapse: from step `onset` on, within `length` steps."""
+    rng = random.Random(-seed)
+    metrics, factor = {
+        "reward": (["reward"], rng.uniform(0, 0.4)),
+        "grad_norm": (["grad_norm"], rng.uniform(100, 1000)),
+        "mismatch": (["discrepancy/mean", "discrepancy/log_ppl_abs_diff"], rng.uniform(15, 50)),
+        "entropy_low": (["entropy"], rng.uniform(0.001, 0.01)),
+        "entropy_high": (["entropy"], rng.uniform(30, 60)),
+    }[signal]
+    for step in range(onset, len(rows) + 1):
+        share = min(1.0, (step - onset + 1) / length)
+        for metric in metrics:
+            if rows[step - 1][metric] is not None:
+                rows[step - 1][metric] *= factor**share if signal != "reward" else 1 + share * (factor - 1)
+    return rows
+
+
+def alarms_in(rows, **options):
+    monitor = CollapseMonitor(**{"lambda_max": 1.0} | options)
+    return [alarm for step, row in enumerate(rows, 1) for alarm in monitor.update(step, row)]
+
+
+def report(runs):
+    false = [alarm for seed in range(runs) for alarm in alarms_in(healthy_run(seed))]
+    counts = {signal: sum(alarm.signal == signal for alarm in false) for signal in ADVICE}
+    print(f"{runs} healthy runs of 500 steps: {len(false)} alarms, {counts}")
+    for signal in ("reward", "grad_norm", "mismatch", "entropy_low", "entropy_high"):
+        for length in (1, 20, 100):
+            delays, sound, others = [], [], 0
+            for seed in range(runs):
+                onset = random.Random(seed).randint(100, 350)
+                rows = healthy_run(seed)
+                rung = {a.signal: a for a in alarms_in(collapse(rows, signal, onset, length, seed))}
+                others += any(name != signal for name in rung)
+                if signal in rung:
+                    delays.append(rung[signal].step - onset)
+                    sound.append(rung[signal].sound_until - onset)
+            print(
+                f"{signal}, within {length} steps: found {len(delays) / runs:.1%}, median {statistics.median(delays)} "
+                f"and at most {max(delays)} steps after the onset; sound until {statistics.median(sound)} (at most "
+                f"{max(sound)}) steps after it; another signal in {others}"
+            )
+
+
+if __name__ == "__main__":
+    report(int(sys.argv[1]))

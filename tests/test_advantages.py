@@ -1,0 +1,179 @@
+"""Advantages from rewards: against definitions written out, and in the trainer."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from trl import GRPOTrainer
+
+from dc_trl import DCGRPOTrainer
+from dc_trl.advantages import leave_one_out_advantages, total_rewards, zero_std_groups
+
+from .helpers import Rollouts, logged, make_config, make_model, make_prompts
+
+
+NAN = math.nan
+rewards_of_a_group = st.lists(st.one_of(st.just(NAN), st.integers(-3, 3).map(float)), min_size=4, max_size=4)
+
+
+def test_total_by_hand():
+    rewards = torch.tensor([[1.0, 0.5], [NAN, 2.0], [NAN, NAN]])
+    total = total_rewards(rewards, torch.tensor([1.0, 10.0]))
+    assert total[:2].tolist() == [6.0, 20.0]
+    assert math.isnan(total[2])
+
+
+def test_leave_one_out_by_hand():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, NAN, 4.0, NAN, NAN])
+    # First prompt: the others' means are 1/3, 2/3, 2/3, 1/3. Second: one reward alone has nothing to compare with.
+    expected = torch.tensor([2 / 3, -2 / 3, -2 / 3, 2 / 3, 0.0, 0.0, 0.0, 0.0])
+    torch.testing.assert_close(leave_one_out_advantages(rewards, 4), expected)
+
+
+@given(st.lists(rewards_of_a_group, min_size=1, max_size=4))
+def test_leave_one_out_is_its_definition(groups):
+    advantages = leave_one_out_advantages(torch.tensor(groups).flatten(), 4).view(-1, 4)
+    for group, found in zip(groups, advantages.tolist(), strict=True):
+        for i, value in enumerate(found):
+            others = [r for j, r in enumerate(group) if j != i and not math.isnan(r)]
+            expected = 0.0 if math.isnan(group[i]) or not others else group[i] - np.mean(others)
+            assert value == pytest.approx(expected, abs=1e-5)
+
+
+@given(st.lists(rewards_of_a_group, min_size=1, max_size=4))
+def test_groups_without_spread(groups):
+    found = zero_std_groups(torch.tensor(groups).flatten(), 4)
+    expected = [len({r for r in group if not math.isnan(r)}) < 2 for group in groups for _ in range(4)]
+    assert found.tolist() == expected
+
+
+# --- in the trainer
+
+
+def first_character(completions, **kwargs):
+    """A reward by the first token alone; what `Rollouts` returns differs, so that some groups agree."""
+    return [float(len(completion) % 3 == 0) for completion in completions]
+
+
+@pytest.fixture
+def loss_calls(monkeypatch):
+    """Inputs and result of every call of TRL's loss."""
+    calls = []
+    compute_loss = GRPOTrainer._compute_loss
+
+    def spy(self, model, inputs):
+        loss = compute_loss(self, model, inputs)
+        calls.append((dict(inputs), loss.detach().clone()))
+        return loss
+
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", spy)
+    return calls
+
+
+def train(tmp_path, tokenizer, reward, rollouts=None, **fields):
+    config = make_config(
+        tmp_path, **{"max_steps": 1, "per_device_train_batch_size": 16, "learning_rate": 0.0} | fields
+    )
+    trainer = DCGRPOTrainer(
+        make_model(),
+        reward,
+        config,
+        train_dataset=make_prompts(),
+        processing_class=tokenizer,
+        rollout_func=rollouts or Rollouts(),
+    )
+    trainer.train()
+    return trainer
+
+
+def test_rloo_advantages_reach_the_loss(tmp_path, tokenizer, loss_calls):
+    trainer = train(tmp_path, tokenizer, first_character, constraint="none", advantage_estimator="rloo")
+    ((inputs, _),) = loss_calls
+    rewards = dict(
+        zip(trainer._logs["completion"], trainer._logs["rewards"]["first_character"], strict=True)
+    )  # TRL's own record
+    rows = []
+    for ids, mask in zip(inputs["completion_ids"], inputs["completion_mask"], strict=True):
+        rows.append(rewards[tokenizer.decode(ids[mask.bool()], skip_special_tokens=True)])
+    prompts = [tokenizer.decode(ids[mask.bool()]) for ids, mask in _prompts(inputs)]
+    assert len(set(rows)) == 2
+    for i, advantage in enumerate(inputs["advantages"].tolist()):
+        others = [rows[j] for j in range(16) if j != i and prompts[j] == prompts[i]]
+        assert len(others) == 3
+        assert advantage == pytest.approx(rows[i] - np.mean(others), abs=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "bnpo"])
+@pytest.mark.parametrize("constraint", ["none", "static"])
+def test_dropped_groups_leave_a_batch_of_the_others(tmp_path, tokenizer, loss_calls, loss_type, constraint):
+    """The loss, its gradient and δ̄ equal those of a batch that holds nothing but the groups with a spread."""
+
+    def rewards(completions, prompts, **kwargs):
+        # Every other prompt's completions all get the same reward.
+        numbers = [int(prompt.split("+")[0]) for prompt in prompts]
+        return [len(c) % 5 if number % 2 else 1.0 for c, number in zip(completions, numbers, strict=True)]
+
+    fields = {"loss_type": loss_type, "constraint": constraint, "scale_rewards": "none", "max_completion_length": 8}
+    shuffle = {"shuffle_dataset": False}
+    dropped = train(tmp_path / "a", tokenizer, rewards, drop_zero_std_groups=True, **fields, **shuffle)
+    ((inputs, _),) = loss_calls
+    kept = inputs["completion_mask"].any(-1)
+    odd = [int(tokenizer.decode(ids[m.bool()]).split("+")[0]) % 2 for ids, m in _prompts(inputs)]
+    assert kept.tolist() == [bool(number) for number in odd]
+    assert 0 < kept.sum() < 16
+
+    # The reference: the kept completions alone, in a batch of half the size.
+    calls = []
+
+    class Kept(Rollouts):
+        def __call__(self, prompts, trainer):
+            output = super().__call__(prompts, trainer)
+            # Position decides what `Rollouts` returns: take what the odd prompts had in the batch of 16.
+            whole = Rollouts()(["0+0="] * 16, trainer)
+            position = {1: 4, 3: 12}
+            for i, prompt in enumerate(prompts):
+                source = position[int(prompt.split("+")[0])] + i % 4
+                for name in ("completion_ids", "logprobs"):
+                    output[name][i] = whole[name][source]
+            calls.append(prompts)
+            return output
+
+    prompts = make_prompts(4).filter(lambda row: int(row["prompt"].split("+")[0]) % 2 == 1)
+    config = make_config(
+        tmp_path / "b", max_steps=1, per_device_train_batch_size=8, learning_rate=0.0, **fields, **shuffle
+    )
+    alone = DCGRPOTrainer(
+        make_model(), rewards, config, train_dataset=prompts, processing_class=tokenizer, rollout_func=Kept()
+    )
+    alone.train()
+    assert len(calls) == 1
+    assert logged(dropped, "loss") == pytest.approx(logged(alone, "loss"), abs=1e-6)
+    assert logged(dropped, "grad_norm") == pytest.approx(logged(alone, "grad_norm"), rel=1e-4)
+    assert logged(dropped, "discrepancy/mean") == pytest.approx(logged(alone, "discrepancy/mean"), rel=1e-5)
+
+
+def _prompts(inputs):
+    return zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
+
+
+def test_a_batch_of_nothing_else_moves_nothing(tmp_path, tokenizer):
+    def same(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    trainer = train(tmp_path, tokenizer, same, drop_zero_std_groups=True, learning_rate=1e-2, max_steps=2)
+    assert logged(trainer, "loss") == [0.0, 0.0]
+    assert trainer.lagrange_multiplier.value == 0.1
+    for trained, initial in zip(trainer.model.parameters(), make_model().parameters(), strict=True):
+        assert torch.equal(trained, initial)
+
+
+def test_the_penalty_alone_would_have_moved_it(tmp_path, tokenizer):
+    def same(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    trainer = train(tmp_path, tokenizer, same, learning_rate=1e-2)
+    pairs = zip(trainer.model.parameters(), make_model().parameters(), strict=True)
+    assert any(not torch.equal(trained, initial) for trained, initial in pairs)

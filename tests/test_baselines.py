@@ -1,0 +1,117 @@
+"""docs/baselines.md: every row is a configuration that the script takes, and does what its equation says."""
+
+import re
+from contextlib import ExitStack
+
+import pytest
+import torch
+from trl import GRPOTrainer, TrlParser
+
+from dc_trl import DCGRPOTrainer
+
+from .helpers import ROOT, TINY_MODEL, load_script, logged, make_prompts
+from .vllm_server import requires_vllm
+
+
+TABLE = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (ROOT / "docs" / "baselines.md").read_text().splitlines()
+    if line.startswith("| ")
+][1:]
+METHODS = {name: dict(line.split(": ", 1) for line in re.findall(r"`([^`]+)`", lines)) for name, lines, _ in TABLE}
+
+
+@pytest.fixture(scope="module")
+def script():
+    return load_script("train")
+
+
+def parsed(script, fields, *options):
+    words = [word for name, value in fields.items() for word in (f"--{name}", value)]
+    config = str(ROOT / "configs" / "quickstart_vllm_fp8.yaml")
+    return TrlParser(script.ARGUMENTS).parse_args_and_config(["--config", config, *words, *options])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_row_is_a_configuration(script, tmp_path, method):
+    fields = METHODS[method]
+    assert fields
+    parts = parsed(script, fields, "--output_dir", str(tmp_path))
+    for name, value in fields.items():
+        (found,) = (getattr(part, name) for part in parts if hasattr(part, name))
+        assert str(found).lower() == value or float(found) == float(value), name
+
+
+def test_fp16_training_says_that_it_needs_a_gpu(script, tmp_path):
+    *_, args, model = parsed(script, METHODS["any, trained in FP16"], "--output_dir", str(tmp_path))
+    assert (args.fp16, args.bf16, model.dtype) == (True, False, "float32")
+    with pytest.raises(ValueError, match="fp16 mixed precision requires a"):
+        DCGRPOTrainer(str(TINY_MODEL), lengths, args, train_dataset=make_prompts())
+
+
+@pytest.fixture
+def seen_by_the_loss(monkeypatch):
+    inputs_seen = []
+    compute_loss = GRPOTrainer._compute_loss
+
+    def spy(self, model, inputs):
+        loss = compute_loss(self, model, inputs)
+        inputs_seen.append(dict(inputs))
+        return loss
+
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", spy)
+    return inputs_seen
+
+
+def lengths(completions, **kwargs):
+    return [float(len(completion) % 3) for completion in completions]
+
+
+@requires_vllm
+@pytest.mark.parametrize(
+    "method",
+    [
+        "GRPO + token-level TIS",
+        "GRPO + token-level MIS",
+        "GRPO + sequence-level TIS",
+        "GRPO + sequence-level MIS",
+        "DC-GRPO + TIS",
+    ],
+)
+def test_importance_sampling_against_a_vllm_server(tmp_path, fp8_server, seen_by_the_loss, script, method):
+    """Ratios by hand from the two engines' log-probabilities, on what a real FP8 server sampled."""
+    # A bound that some ratios pass.
+    fields = METHODS[method] | {"vllm_importance_sampling_clip_max": "1.001", "vllm_server_base_url": fp8_server.url}
+    small = "--max_steps 1 --per_device_train_batch_size 16 --max_completion_length 24 --save_strategy no"
+    *_, args, _ = parsed(script, fields, "--output_dir", str(tmp_path), *small.split(), "--disable_tqdm", "true")
+    trainer = DCGRPOTrainer(str(TINY_MODEL), lengths, args, train_dataset=make_prompts())
+    trainer.train()
+    (inputs,) = seen_by_the_loss
+    mask = inputs["completion_mask"].bool()
+    log_ratio = (inputs["old_per_token_logps"] - inputs["sampling_per_token_logps"]).where(mask, 0.0)
+    ratio = log_ratio.sum(-1, keepdim=True).exp() if "sequence" in method else log_ratio.exp()
+    expected = ratio.where(ratio <= 1.001, 0.0) if "MIS" in method else ratio.clamp(max=1.001)
+    found = inputs["importance_sampling_ratio"]
+    torch.testing.assert_close(found.expand_as(mask)[mask], expected.expand_as(mask)[mask])
+    assert (expected != ratio).any()
+    # DC-GRPO's penalty stands beside it: per token, where GRPO's advantages are one for each completion.
+    assert (inputs["advantages"].dim() == 2) == (method == "DC-GRPO + TIS")
+    assert logged(trainer, "discrepancy/mean")[0] > 0
+
+
+def test_length_decay_in_one_switch(script, tmp_path):
+    options = f"--output_dir {tmp_path} --max_steps 3 --per_device_train_batch_size 8 --eval_size 0".split()
+    command = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--disable_tqdm", "true", *options]
+    command += ["--length_decay", "true", "--length_decay_period", "1", "--max_completion_length", "8"]
+    parts = TrlParser(script.ARGUMENTS).parse_args_and_config([*command, "--save_strategy", "no"])
+    with ExitStack() as stack:
+        trainer, _ = script.build_trainer(*parts, stack)
+        trainer.train()
+    assert logged(trainer, "learning_rate") == pytest.approx([1e-4, 0.5e-4, 0.25e-4])
+    assert logged(trainer, "length_decay/halvings") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("field", ["length_decay_period", "length_decay_floor"])
+def test_length_decay_settings_without_the_switch_are_refused(script, tmp_path, field):
+    with pytest.raises(ValueError, match=f"{field}=1.* has no effect without length_decay"):
+        parsed(script, {field: "1"}, "--output_dir", str(tmp_path))

@@ -1,0 +1,385 @@
+"""The collapse detectors on synthetic curves, and the alarm in trainers that collapse on purpose."""
+
+import logging
+import math
+import shutil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl.collapse import ADVICE, CollapseMonitor
+from dc_trl.collapse_callback import CollapseAlarmCallback
+from dc_trl.history import read_history
+
+from .collapse_curves import alarms_in, collapse, healthy_run
+from .helpers import ROOT, Rollouts, logged, make_config, make_model, make_prompts, make_tokenizer
+
+
+def rung(rows, **options):
+    """(signal, step, value, threshold, sound until) of every alarm, with windows of 5."""
+    alarms = alarms_in(rows, **{"window": 5} | options)
+    return [(a.signal, a.step, pytest.approx(a.value), pytest.approx(a.threshold), a.sound_until) for a in alarms]
+
+
+def curve(metric, values):
+    return [{metric: value} for value in values]
+
+
+# --- rules by hand, with windows of 5: the median turns at the 3rd log of a jump, the alarm rings 4 logs later ------
+
+
+def test_reward_by_hand():
+    # First level 0.2, best 0.8: alarm at 0.8 - 0.5 * 0.8 = 0.4, without noise.
+    rows = curve("reward", [0.2] * 5 + [0.8] * 15 + [0.41] * 20)
+    assert rung(rows, reward_drop=0.5) == []
+    rows = curve("reward", [0.2] * 5 + [0.8] * 15 + [0.39] * 20)
+    # Half-way is passed at step 23, whose window begins at 19; so the log of step 18 is the last that was well.
+    assert rung(rows, reward_drop=0.5) == [("reward", 27, 0.39, 0.4, 18)]
+
+
+def test_rewards_around_zero_are_measured_by_the_gain():
+    # Gain 2, level 1: alarm at 1 - 0.5 * 2 = 0.
+    assert rung(curve("reward", [-1.0] * 5 + [1.0] * 15 + [0.1] * 20), reward_drop=0.5) == []
+    alarms = rung(curve("reward", [-1.0] * 5 + [1.0] * 15 + [-0.1] * 20), reward_drop=0.5)
+    assert alarms == [("reward", 27, -0.1, 0.0, 18)]
+
+
+def test_a_drop_within_the_noise_is_none():
+    # Alternating rewards differ by 0.2: sigma 0.2 / (0.6745 * sqrt 2) = 0.2097, so a drop below 0.8387 is noise.
+    noisy = [0.9, 1.1] * 20
+    assert rung(curve("reward", noisy + [value - 0.5 for value in noisy])) == []
+    (alarm,) = alarms_in(curve("reward", noisy + [value - 0.95 for value in noisy]), window=5)
+    assert alarm.reference - alarm.threshold == pytest.approx(4 * 0.2 / (0.6745 * math.sqrt(2)))
+
+
+def test_gradient_norm_by_hand():
+    normal = [0.2, 0.25, 0.15] * 5  # median 0.2 throughout
+    assert rung(curve("grad_norm", normal + [1.9] * 20)) == []
+    assert rung(curve("grad_norm", normal + [2.1] * 20)) == [("grad_norm", 22, 2.1, 2.0, 13)]
+    # Below the clipping bound a gradient is applied as it is.
+    assert rung(curve("grad_norm", normal + [2.1] * 20), max_grad_norm=2.5) == []
+    # The usual level counts when it is below the early one: 8.0 at first, 0.2 for long.
+    alarms = rung(curve("grad_norm", [8.0] * 5 + [0.2] * 40 + [2.1] * 20))
+    assert [alarm[:2] for alarm in alarms] == [("grad_norm", 52)]
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_gradient_norm_that_is_not_finite(value):
+    rows = curve("grad_norm", [0.2] * 3 + [value] + [0.2] * 3)
+    assert [(a.signal, a.step, a.sound_until) for a in alarms_in(rows, window=5)] == [("grad_norm", 4, 3)]
+    # A loss scale that is searched overflows now and then.
+    assert alarms_in(rows, window=5, fp16=True) == []
+    assert [a.step for a in alarms_in(curve("grad_norm", [0.2] * 3 + [value] * 9), window=5, fp16=True)] == [8]
+
+
+@pytest.mark.parametrize("metric", CollapseMonitor.MISMATCH)
+def test_mismatch_by_hand(metric):
+    assert rung(curve(metric, [1e-3] * 20 + [4.9e-3] * 20)) == []
+    assert rung(curve(metric, [1e-3] * 20 + [5.1e-3] * 20)) == [("mismatch", 27, 5.1e-3, 5e-3, 18)]
+
+
+def test_a_mismatch_that_grows_slowly_counts_from_its_early_level():
+    rows = curve("discrepancy/mean", [1e-3 * (1 + step / 50) for step in range(300)])  # 5e-3 at step 201
+    (alarm,) = alarms_in(rows)
+    assert alarm.reference == pytest.approx(1e-3 * (1 + 4.5 / 50))
+    assert 225 < alarm.step < 245
+
+
+def test_entropy_by_hand():
+    assert rung(curve("entropy", [0.3] * 20 + [0.021] * 20)) == []  # above 0.02 nats
+    assert rung(curve("entropy", [0.1] * 20 + [0.011] * 20)) == []  # above a tenth
+    assert rung(curve("entropy", [0.3] * 20 + [0.019] * 20)) == [("entropy_low", 27, 0.019, 0.02, 18)]
+    assert rung(curve("entropy", [0.3] * 20 + [0.0] * 20)) == [("entropy_low", 27, 0.0, 0.02, 18)]
+    assert rung(curve("entropy", [0.2] * 20 + [0.99] * 20)) == []  # below 1 nat
+    assert rung(curve("entropy", [0.5] * 20 + [1.4] * 20)) == []  # below the triple
+    assert rung(curve("entropy", [0.5] * 20 + [1.6] * 20)) == [("entropy_high", 27, 1.6, 1.5, 18)]
+
+
+def test_streaks_by_hand():
+    pinned = curve("lagrangian/lambda", [0.5] * 3 + [1.0] * 9 + [0.9] + [1.0] * 10)
+    assert rung(pinned) == [("lambda", 23, 1.0, 1.0, 13)]
+    assert rung(pinned, lambda_max=2.0) == rung(pinned, lambda_max=None) == []
+    unanimous = curve("frac_reward_zero_std", [0.5] * 3 + [1.0] * 9 + [0.9] + [0.995] * 10)
+    assert rung(unanimous) == [("no_signal", 23, 0.995, 0.99, 13)]
+
+
+@pytest.mark.parametrize("metric", ["reward", "grad_norm", "discrepancy/mean", "entropy"])
+@given(st.data())
+def test_spikes_shorter_than_half_a_window_do_not_ring(metric, data):
+    values = [0.5] * 60
+    start = data.draw(st.integers(0, 50))
+    for index in range(start, start + data.draw(st.integers(1, 4))):
+        values[index] = data.draw(st.floats(0, 1e6))
+    assert alarms_in(curve(metric, values)) == []
+
+
+@given(st.lists(st.one_of(st.none(), st.just(math.nan), st.floats(0, 1)), max_size=60))
+def test_missing_values_do_not_count(values):
+    def signals(rows):
+        return [(a.signal, a.value, a.reference, a.threshold) for a in alarms_in(rows, window=3)]
+
+    present = [value for value in values if value is not None and not math.isnan(value)]
+    for metric in ("reward", "discrepancy/mean", "entropy"):
+        assert signals(curve(metric, values)) == signals(curve(metric, present))
+
+
+@given(st.integers(0, 10**6), st.floats(0.01, 100))
+def test_the_unit_of_the_reward_does_not_matter(seed, unit):
+    rows = collapse(healthy_run(seed, 120), "reward", 60, 5, seed)
+    scaled = [{"reward": None if row["reward"] is None else unit * row["reward"]} for row in rows]
+    rows = [{"reward": row["reward"]} for row in rows]
+    assert [alarm.step for alarm in alarms_in(rows)] == [alarm.step for alarm in alarms_in(scaled)]
+
+
+@pytest.mark.parametrize("signal", ["reward", "grad_norm", "mismatch", "entropy_low", "entropy_high"])
+@pytest.mark.parametrize("length", [1, 20])
+def test_a_collapse_is_found_and_its_onset_with_it(signal, length):
+    for seed in range(10):
+        if signal == "reward" and mean_reward(seed) < 0.3:
+            continue  # a reward that never left its noise cannot fall from it
+        alarms = {a.signal: a for a in alarms_in(collapse(healthy_run(seed, 300), signal, 200, length, seed))}
+        assert 205 <= alarms[signal].step <= 260
+        assert 180 <= alarms[signal].sound_until < 200 + length
+
+
+def mean_reward(seed):
+    rewards = [row["reward"] for row in healthy_run(seed, 200) if row["reward"] is not None]
+    return sum(value for value in rewards if not math.isnan(value)) / len(rewards)
+
+
+def test_healthy_runs_hardly_ever_ring():
+    # docs/collapse.md: 25 of 1,000.
+    assert sum(bool(alarms_in(healthy_run(seed))) for seed in range(25)) <= 2
+
+
+def test_each_signal_rings_once():
+    blow_up = [0.2] * 20 + [9.0] * 20
+    rows = curve("grad_norm", blow_up * 3 + [math.nan])
+    assert [a.signal for a in alarms_in(rows)] == ["grad_norm"]
+
+
+def test_alarms_say_what_to_do():
+    for signal, (meaning, remedy) in ADVICE.items():
+        row = f"| `{signal}` |"
+        assert row in (ROOT / "docs" / "collapse.md").read_text(), signal
+        assert meaning.endswith(".")
+        assert remedy.endswith(".")
+    (alarm,) = alarms_in(curve("discrepancy/mean", [1e-3] * 20 + [6e-3] * 20))
+    text = str(alarm)
+    for part in ("step 35", "discrepancy/mean is 0.006 (reference 0.001, alarm at 0.005)", "weight_sync", "docs/"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("window", 2),
+        ("window", 10.0),
+        ("reward_drop", 0),
+        ("reward_drop", 1.1),
+        ("grad_norm_rise", 1),
+        ("mismatch_rise", math.inf),
+        ("mismatch_rise", True),
+        ("entropy_fall", 1),
+        ("entropy_rise", math.nan),
+    ],
+)
+def test_invalid_thresholds_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r} is invalid"):
+        CollapseMonitor(**{name: value})
+
+
+# --- in trainers -----------------------------------------------------------------------------------------------------
+
+WINDOW = 3
+
+
+def failing_after(step):
+    """A reward that differs within each group and falls after so many batches."""
+    calls = 0
+
+    def reward(completions, **kwargs):
+        nonlocal calls
+        calls += 1
+        level = 0.5 if calls <= step else 0.0
+        return [level + 0.01 * rank for rank in range(len(completions))]
+
+    return reward
+
+
+def make_trainer(output_dir, kind=DCGRPOTrainer, reward=None, **overrides):
+    options = {"max_steps": 16, "max_completion_length": 2, "learning_rate": 1e-5, **overrides}
+    if kind is DCGRPOTrainer:
+        config = make_config(output_dir, **{"deployment_scheme": "bf16"} | options)
+    else:
+        config_type = GRPOConfig if kind is GRPOTrainer else RLOOConfig
+        plain = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "beta": 0.0}
+        plain |= {"per_device_train_batch_size": 4, "num_generations": 4, "logging_steps": 1, "save_strategy": "no"}
+        config = config_type(str(output_dir), **plain | options)
+    return kind(
+        model=make_model(16),
+        reward_funcs=reward or failing_after(8),
+        args=config,
+        train_dataset=make_prompts(64),
+        processing_class=make_tokenizer(),
+        callbacks=[LambdaLoggingCallback()],
+    )
+
+
+def add_alarm(trainer, **options):
+    callback = CollapseAlarmCallback(trainer, **{"window": WINDOW} | options)
+    trainer.add_callback(callback)
+    return callback
+
+
+def marks(rows):
+    return [(row["step"], name) for row in rows for name in row if name.startswith("collapse/")]
+
+
+@pytest.mark.parametrize("kind", [DCGRPOTrainer, GRPOTrainer, RLOOTrainer])
+def test_any_trainer_warns_once_and_goes_on(tmp_path, kind, caplog):
+    trainer = make_trainer(tmp_path, kind)
+    callback = add_alarm(trainer)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    # Rewards fall from step 9 on; the median of 3 logs follows at 10, and must stay there for 3.
+    assert marks(trainer.state.log_history) == [(12, "collapse/reward")]
+    assert marks(read_history(tmp_path / "history.jsonl")) == [(12, "collapse/reward")]
+    assert trainer.state.global_step == 16
+    assert callback.stopped is None
+    assert [record.levelname for record in caplog.records if "Collapse alarm" in record.message] == ["WARNING"]
+    # The trainer's own rows keep all that it logs.
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert len(rows) == 16
+    assert all("reward" in row and "completions/mean_length" in row for row in rows)
+
+
+def test_logs_of_several_steps(tmp_path):
+    trainer = make_trainer(tmp_path, reward=failing_after(24), max_steps=40, logging_steps=2)
+    add_alarm(trainer)
+    trainer.train()
+    assert marks(trainer.state.log_history) == [(32, "collapse/reward")]  # the 4th log of less reward
+
+
+def test_an_engine_that_drifts_away(tmp_path):
+    def drift(call, completions, logprobs):
+        if call >= 8:
+            logprobs[:] = [[value - 8.0 for value in values] for values in logprobs]
+
+    config = make_config(tmp_path, max_steps=16, learning_rate=1e-5, constraint="none")
+    trainer = DCGRPOTrainer(
+        make_model(16),
+        failing_after(99),
+        config,
+        train_dataset=make_prompts(64),
+        processing_class=make_tokenizer(),
+        rollout_func=Rollouts(edit=drift),
+    )
+    callback = add_alarm(trainer, mismatch_rise=1.5)
+    trainer.train()
+    assert [alarm.signal for alarm in callback.alarms] == ["mismatch"]
+    assert callback.alarms[0].step == 12
+
+
+def test_a_multiplier_at_its_bound(tmp_path):
+    trainer = make_trainer(tmp_path, reward=failing_after(99), discrepancy_tolerance=0.0, lambda_lr=1e6, max_steps=12)
+    callback = add_alarm(trainer)
+    trainer.train()
+    assert logged(trainer, "lagrangian/lambda")[:3] == [0.1, 1.0, 1.0]
+    assert [(alarm.signal, alarm.step) for alarm in callback.alarms] == [("lambda", 7)]  # 6 logs at 1
+
+
+def test_a_stop_keeps_the_last_good_checkpoint(tmp_path, caplog):
+    """Rotation deletes it, and the alarm keeps it."""
+    options = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1, "max_steps": 20}
+    trainer = make_trainer(tmp_path, **options)
+    callback = add_alarm(trainer, stop=True)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert trainer.state.global_step == 12
+    assert callback.stopped is callback.alarms[0]
+    assert callback.stopped.sound_until == 7
+    # Step 9 was sampled by the weights after step 8. 6 is the newest checkpoint from before the trouble.
+    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert names == ["checkpoint-12", "last-good-6"]
+    assert callback.last_good == str(tmp_path / "last-good-6")
+    assert f"resume_from_checkpoint={callback.last_good!r}" in caplog.text
+    assert marks(trainer.state.log_history) == [(12, "collapse/reward")]
+
+    again = make_trainer(tmp_path, reward=failing_after(99), **options)
+    alarm = add_alarm(again, stop=True)
+    again.train(resume_from_checkpoint=callback.last_good)
+    assert (again.state.global_step, alarm.stopped) == (20, None)
+    # Its own λ and optimizer go on, as from the checkpoint itself: the first 6 rows are the first run's.
+    assert logged(again, "lagrangian/lambda")[:6] == logged(trainer, "lagrangian/lambda")[:6]
+    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert names == ["checkpoint-20"]  # a run that ends well needs no other
+
+
+def test_the_kept_checkpoint_is_whole_and_costs_nothing_while_the_original_is_there(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 3}
+    trainer = make_trainer(tmp_path, **options)
+    add_alarm(trainer, stop=True)
+    trainer.train()
+    kept, original = tmp_path / "last-good-6", tmp_path / "checkpoint-6"
+    files = sorted(path.relative_to(original) for path in original.rglob("*") if path.is_file())
+    assert files == sorted(path.relative_to(kept) for path in kept.rglob("*") if path.is_file())
+    assert all((kept / name).samefile(original / name) for name in files)
+
+
+def test_a_resumed_run_does_not_warn_again(tmp_path):
+    """Also when the checkpoint is from the very step of the alarm."""
+    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 20}
+    whole = make_trainer(tmp_path, **options)
+    add_alarm(whole)
+    whole.train()
+    assert marks(whole.state.log_history) == [(12, "collapse/reward")]
+    for step, expected in ((8, [12]), (12, []), (16, [])):
+        resumed = make_trainer(tmp_path, reward=failing_after(8 - step), **options)
+        callback = add_alarm(resumed, stop=True)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert [alarm.step for alarm in callback.alarms] == expected
+        assert marks(resumed.state.log_history) == [(12, "collapse/reward")]
+        assert resumed.state.global_step == (12 if expected else 20)
+
+
+def test_checkpoints_of_a_run_that_was_left_are_not_trusted(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 5, "max_steps": 20}
+    left = make_trainer(tmp_path, reward=failing_after(99), **options | {"max_steps": 5})
+    left.train()
+    shutil.copytree(tmp_path / "checkpoint-5", tmp_path / "checkpoint-11")
+    again = make_trainer(tmp_path, reward=failing_after(8), **options)
+    callback = add_alarm(again, stop=True)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    # Its batches 1 to 8 are steps 6 to 13, and all was well until step 12. It saved at 10 itself.
+    assert callback.stopped.sound_until == 12
+    assert callback.last_good == str(tmp_path / "last-good-10")
+
+
+def test_no_checkpoint_from_before(tmp_path, caplog):
+    trainer = make_trainer(tmp_path)
+    callback = add_alarm(trainer, stop=True)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert trainer.state.global_step == 12
+    assert callback.last_good is None
+    assert "no checkpoint from before the trouble" in caplog.text
+
+
+def test_contradictions_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="logging_strategy='no'"):
+        CollapseAlarmCallback(make_trainer(tmp_path, logging_strategy="no"))
+    with pytest.raises(ValueError, match=r"reward_drop=2 is invalid"):
+        CollapseAlarmCallback(make_trainer(tmp_path), reward_drop=2)
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=2, save_total_limit=2)
+    add_alarm(trainer, stop=True, window=5)
+    with pytest.raises(ValueError, match=r"save_total_limit=2 with save_steps=2 .* at least 3, or raise save_steps"):
+        trainer.train()
+    (tmp_path / "last-good-3").mkdir()
+    trainer = make_trainer(tmp_path)
+    add_alarm(trainer, stop=True)
+    with pytest.raises(ValueError, match="holds last-good-3 of another run"):
+        trainer.train()
