@@ -1,0 +1,7 @@
+"""Calibration before a run: what each engine does to the probabilities of a model, and the tolerance ε to set."""
+
+from .measure import calibrate
+from .result import Calibration
+
+
+__all__ = ["Calibration", "calibrate"]

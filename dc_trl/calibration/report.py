@@ -1,0 +1,257 @@
+"""A calibration as a reader sees it: a table in the terminal, one HTML page, figures as files."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from ..estimators import Difference, Estimate
+from ..html import Page
+from ..tables import SIGNIFICANCE, TableRows, print_table
+from .figures import (
+    FEW_TOKENS,
+    MEASURES,
+    comparison_figure,
+    confidence_figure,
+    histogram_figure,
+    label,
+    position_figure,
+    probability_figure,
+    weight_figure,
+)
+from .mismatch import RESAMPLES
+from .result import CALIBRATION_FILE, Calibration, EngineMismatch
+
+
+REPORT_FILE = "report.html"
+_SHOWN = ("50", "90", "99", "99.9")
+
+
+def summary_table(calibration: Calibration) -> TableRows:
+    """The engines side by side, a column for each; brackets hold 95 % intervals over prompts."""
+    rows: list[tuple[str, Callable[[EngineMismatch], str]]] = [
+        ("proposed ε", lambda e: f"{e.tolerance.value:#.3g}\n[{e.tolerance.low:#.3g}, {e.tolerance.high:#.3g}]"),
+        ("δ̄ of a batch", lambda e: _interval(e.estimates["discrepancy"])),
+        ("mean δ of a token", lambda e: _interval(e.estimates["delta"])),
+        ("δ: 50 / 90 / 99 / 99.9 %", lambda e: " / ".join(f"{e.percentiles[p]:.2g}" for p in _SHOWN)),
+        ("largest δ", lambda e: f"{e.maximum:.3g}"),
+        ("KL(π_inf ‖ π_train), k3, nats", lambda e: _interval(e.estimates["k3_kl"])),
+        ("|log ppl difference|", lambda e: _interval(e.estimates["log_ppl_abs_diff"])),
+        ("perplexity train / engine", lambda e: f"{e.train_perplexity:.4f} / {e.infer_perplexity:.4f}"),
+        ("Pearson of probabilities", lambda e: f"{e.metrics['probs_pearson']:.6f}"),
+        ("sequence weight: mean, ESS", lambda e: f"{e.sequence_weights.mean:.3f}, {e.sequence_weights.ess:.1%}"),
+        ("tokens (without log-prob)", lambda e: f"{e.tokens:,} ({e.unscored:,})"),
+        (
+            "completions cut off / empty",
+            lambda e: f"{e.truncated / e.completions:.1%} / {e.empty / e.completions:.1%}",
+        ),
+    ]
+    head = ["", *(label(engine.engine) for engine in calibration.engines)]
+    return head, [[name, *(cell(engine) for engine in calibration.engines)] for name, cell in rows]
+
+
+def difference_table(calibration: Calibration) -> TableRows:
+    """δ̄ of each further engine minus that of the first, on the same prompts, and whether that is more than noise."""
+    head = [f"δ̄ minus that of {label(calibration.engines[0].engine)}", "difference", "95 %", "p", "verdict"]
+    return head, [
+        [label(name), f"{d.value:+.3g}", f"[{d.low:+.3g}, {d.high:+.3g}]", _p_value(d), _verdict(d)]
+        for name, d in calibration.differences.items()
+    ]
+
+
+def rule(calibration: Calibration) -> str:
+    """How ε was found, in words."""
+    settings = calibration.settings
+    return (
+        "ε is the mean of δ̄ plus 1.96 standard deviations over generation batches of "
+        f"{settings['batch_prompts']} prompts × {settings['samples']} completions, drawn with replacement from the "
+        f"{settings['prompts']} prompts measured. A healthy run then has about one batch in forty above ε by chance; "
+        "λ falls back after it, and a lasting rise of δ̄ moves λ at once. The interval comes from drawing the prompts "
+        "anew and applying the whole rule to each draw."
+    )
+
+
+def print_calibration(calibration: Calibration) -> None:
+    """Prints the summary to the terminal."""
+    settings = calibration.settings
+    head = ["engine", "δ̄", "proposed ε", "δ, p99", "KL (k3)", "Pearson", "ESS"]
+    rows = [
+        [
+            label(engine.engine),
+            f"{delta.value:#.3g}\n{delta.low:#.3g} – {delta.high:#.3g}",
+            f"{engine.tolerance.value:#.3g}\n{engine.tolerance.low:#.3g} – {engine.tolerance.high:#.3g}",
+            f"{engine.percentiles['99']:.2g}",
+            f"{engine.metrics['k3_kl']:.2g}",
+            f"{engine.metrics['probs_pearson']:.4f}",
+            f"{engine.sequence_weights.ess:.1%}",
+        ]
+        for engine in calibration.engines
+        for delta in [engine.estimates["discrepancy"]]
+    ]
+    print_table(
+        head,
+        rows,
+        title=f"{settings['model']}, trained in {_precision(calibration)}, δ = {MEASURES[settings['measure']]}",
+    )
+    if calibration.differences:
+        print_table(*difference_table(calibration))
+    print(rule(calibration))
+    for engine in calibration.engines:
+        for note in engine.notes:
+            print(f"NOTE, {label(engine.engine)}: {note}")
+    for engine in calibration.engines:
+        print(f"{engine.tolerance.config_line}  # {label(engine.engine)}, measured on {settings['prompts']} prompts")
+
+
+def _interval(estimate: Estimate) -> str:
+    return f"{estimate.value:#.3g}\n[{estimate.low:#.3g}, {estimate.high:#.3g}]"
+
+
+def _p_value(difference: Difference) -> str:
+    smallest = 1 / (RESAMPLES + 1)  # that the bootstrap can tell
+    return f"≤ {smallest:.3f}" if difference.p_value <= smallest else f"{difference.p_value:.3f}"
+
+
+def _verdict(difference: Difference) -> str:
+    if difference.p_value >= SIGNIFICANCE:
+        return "not shown to differ"
+    return "higher" if difference.value > 0 else "lower"
+
+
+def _precision(calibration: Calibration) -> str:
+    settings = calibration.settings
+    autocast = settings["bf16_autocast"] and settings["weights_dtype"] != "bfloat16"
+    return settings["weights_dtype"] + (" under bfloat16 autocast" if autocast else "")
+
+
+def write_report(calibration: Calibration, directory: str | os.PathLike[str]) -> None:
+    """Writes `calibration.json`, `report.html` and the figures as PNG into a directory, over what is there."""
+    directory = Path(directory)
+    calibration.save(directory / CALIBRATION_FILE)
+    for name, figure in {
+        "comparison": comparison_figure(calibration),
+        "probabilities": probability_figure(calibration.engines),
+        "histogram": histogram_figure(calibration),
+        "positions": position_figure(calibration),
+        "confidence": confidence_figure(calibration),
+        "weights": weight_figure(calibration),
+    }.items():
+        figure.savefig(directory / f"{name}.png")
+    report_page(calibration).save(directory / REPORT_FILE)
+
+
+def report_page(calibration: Calibration) -> Page:
+    """The report as a page."""
+    settings = calibration.settings
+    page = Page(
+        "Calibration",
+        f"{settings['model']}, trained in {_precision(calibration)}, against "
+        + ", ".join(label(engine.engine) for engine in calibration.engines),
+        generator="dc_trl calibration",
+    )
+    page.heading("Proposed tolerance")
+    page.table(
+        ["engine", "δ̄", "95 %", "ε", "95 %", "into the configuration"],
+        [
+            [
+                label(engine.engine),
+                f"{delta.value:#.3g}",
+                f"{delta.low:#.3g} – {delta.high:#.3g}",
+                f"{engine.tolerance.value:#.3g}",
+                f"{engine.tolerance.low:#.3g} – {engine.tolerance.high:#.3g}",
+                engine.tolerance.config_line,
+            ]
+            for engine in calibration.engines
+            for delta in [engine.estimates["discrepancy"]]
+        ],
+    )
+    page.text(rule(calibration))
+    for engine in calibration.engines:
+        for note in engine.notes:
+            page.text(f"Note on {label(engine.engine)}: {note}")
+    page.figure(comparison_figure(calibration), "δ̄ of each engine and the ε that follows, on the same prompts.")
+    page.heading("Side by side")
+    page.table(*summary_table(calibration), "In brackets: 95 % intervals of a bootstrap over prompts.")
+    if calibration.differences:
+        page.table(*difference_table(calibration), "Paired by prompt; p is two-sided.")
+    _add_figures(page, calibration)
+    _add_details(page, calibration)
+    return page
+
+
+def _add_figures(page: Page, calibration: Calibration) -> None:
+    page.heading("Where the discrepancy is")
+    page.figure(
+        histogram_figure(calibration),
+        "δ of the tokens. The left end holds all below it. The tail on the right makes the mean.",
+    )
+    page.figure(
+        position_figure(calibration),
+        f"Mean δ by position, with 95 % bands clustered by prompt; positions of {FEW_TOKENS} tokens or more.",
+    )
+    page.figure(
+        confidence_figure(calibration),
+        "Mean δ by the engine's probability of the token, with 95 % intervals. Dashed, for the probability "
+        "difference: the curve c·p(1 − p) that fits best. What is nearly sure or nearly impossible hardly moves.",
+    )
+    page.figure(
+        weight_figure(calibration),
+        "Importance weights Π π_train/π_inf of the first tokens of each completion (5th and 95th percentile), and "
+        "the effective sample size that such weights leave. Both worsen with length.",
+    )
+    page.heading("Train against inference probability")
+    for engine in calibration.engines:
+        page.figure(
+            probability_figure([engine]),
+            f"All {engine.tokens:,} tokens of {label(engine.engine)}; on the dashed line both sides agree.",
+        )
+
+
+def _add_details(page: Page, calibration: Calibration) -> None:
+    engines = calibration.engines
+    names = [label(engine.engine) for engine in engines]
+    page.heading("Worst tokens")
+    for engine in engines:
+        page.table(
+            ["token", "δ", "π_train", "π_inf", "position", "before", "after"],
+            [
+                [t.token, f"{t.delta:.3g}", f"{t.train:.4f}", f"{t.infer:.4f}", str(t.position), t.before, t.after]
+                for t in engine.worst
+            ],
+            f"{label(engine.engine)}: the tokens with the largest δ. ↵ line end, ⇥ tab, ␣ space within the token.",
+        )
+    page.heading("Importance weights")
+    page.table(
+        ["weights", "mean", "1 %", "5 %", "50 %", "95 %", "99 %", "largest", "ESS"],
+        [
+            [
+                f"{label(engine.engine)}, {kind}",
+                *(f"{value:.3f}" for value in (weights.mean, *weights.percentiles.values(), weights.maximum)),
+                f"{weights.ess:.1%}",
+            ]
+            for engine in engines
+            for kind, weights in (("sequence", engine.sequence_weights), ("geometric", engine.geometric_weights))
+        ],
+        "Sequence: exp(Σ log π_train − log π_inf), the sum within ±20; its expectation is 1. Geometric: of the mean.",
+    )
+    page.heading("All measures")
+    page.table(
+        ["metric", *names],
+        [[metric, *(f"{engine.metrics[metric]:.4g}" for engine in engines)] for metric in engines[0].metrics],
+        "Names as in training logs (discrepancy/…).",
+    )
+    page.table(
+        ["δ", *names],
+        [[f"{p} %", *(f"{engine.percentiles[p]:.3g}" for engine in engines)] for p in engines[0].percentiles]
+        + [["largest", *(f"{engine.maximum:.3g}" for engine in engines)]],
+        "Percentiles over tokens.",
+    )
+    page.heading("Settings")
+    page.table(
+        ["setting", "value"],
+        [[name, _shown(value)] for name, value in calibration.settings.items()]
+        + [[f"engine {engine.engine}", engine.precision] for engine in engines],
+    )
+
+
+def _shown(value: object) -> str:
+    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)

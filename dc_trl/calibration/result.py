@@ -1,0 +1,168 @@
+"""What a calibration found: by engine and side by side, saved and loaded."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..estimators import Difference, Estimate
+from ..samples import write_text
+
+
+CALIBRATION_FILE = "calibration.json"
+HISTOGRAM_EDGES = tuple(10.0 ** (power / 4) for power in range(-32, 17))  # of δ; what lies outside is in the end bins
+GRID = 100  # cells along each axis of the picture of both probabilities
+
+
+class Bin(NamedTuple):
+    """Mean δ of the tokens with low ≤ x < high; NaN where there are none, or for the error of a single prompt."""
+
+    low: float
+    high: float
+    tokens: int
+    mean: float
+    standard_error: float
+
+
+class Weights(NamedTuple):
+    """Importance weights of trajectories; `ess` is (Σw)²/(nΣw²), the effective sample size as a part of n."""
+
+    mean: float
+    percentiles: dict[str, float]
+    maximum: float
+    ess: float
+
+
+class Growth(NamedTuple):
+    """Weights of the first `tokens` tokens of each trajectory, or of all where it is shorter."""
+
+    tokens: int
+    mean: float
+    log_std: float  # of log w
+    low: float  # 5th percentile
+    high: float  # 95th percentile
+    ess: float
+
+
+class TokenContext(NamedTuple):
+    """A token with what stands around it. White space and control characters are made visible."""
+
+    prompt: int
+    sample: int
+    position: int  # in the completion, from 0
+    token: str
+    before: str
+    after: str
+    train: float  # π_train
+    infer: float  # π_inf
+    delta: float
+
+
+class Tolerance(NamedTuple):
+    """The proposed ε with its 95 % interval, and δ̄ of the generation batches that the rule saw."""
+
+    value: float
+    low: float
+    high: float
+    batch_mean: float
+    batch_std: float
+
+    @property
+    def config_line(self) -> str:
+        """The line of a training configuration."""
+        return f"discrepancy_tolerance: {self.value:#.3g}"
+
+
+class EngineMismatch(NamedTuple):
+    """What was measured of one engine."""
+
+    engine: str
+    precision: str
+    prompts: int
+    completions: int
+    tokens: int
+    unscored: int  # tokens without a finite log-probability from both sides; they count nowhere
+    empty: int  # completions without a token
+    truncated: int  # completions that the limit of tokens cut off
+    estimates: dict[str, Estimate]  # δ̄ as `discrepancy`, the token mean of δ as `delta`, and metrics
+    percentiles: dict[str, float]  # of δ
+    maximum: float  # of δ
+    histogram: list[int]  # tokens by δ, between `HISTOGRAM_EDGES`
+    by_position: list[Bin]
+    by_probability: list[Bin]  # of π_inf
+    joint: list[list[int]]  # [cell of π_inf, cell of π_train, tokens] on a grid of `GRID` × `GRID`
+    worst: list[TokenContext]
+    metrics: dict[str, float]  # of `mismatch_metrics`
+    train_perplexity: float  # exp of the mean −log π over tokens
+    infer_perplexity: float
+    sequence_weights: Weights  # exp(Σ_t d)
+    geometric_weights: Weights  # exp(mean_t d)
+    growth: list[Growth]  # of the sequence weights, with length
+    tolerance: Tolerance
+    per_prompt: list[list[float]]  # numerator and denominator of δ̄, for each prompt
+    notes: list[str]  # what a reader has to know before believing the numbers
+
+
+class Calibration(NamedTuple):
+    """One or more engines measured on the same prompts. `differences` are of δ̄, each engine's minus the first's."""
+
+    settings: dict[str, Any]
+    engines: list[EngineMismatch]
+    differences: dict[str, Difference]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it as JSON; what is not finite becomes null."""
+        text = json.dumps(_plain(self), indent=1, ensure_ascii=False, allow_nan=False)
+        write_text(Path(path), text + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Calibration":
+        """Reads what `save` wrote; null becomes NaN.
+
+        Raises:
+            ValueError: there is no such file, or it holds no calibration.
+        """
+        try:
+            tree = json.loads(Path(path).read_text())
+            engines = [_engine(_numbers(engine)) for engine in tree["engines"]]
+            differences = {name: Difference(**_numbers(value)) for name, value in tree["differences"].items()}
+            return cls(tree["settings"], engines, differences)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} holds no calibration ({type(error).__name__}: {error}).") from error
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON holds it: named tuples as objects, and null for what is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _numbers(tree: Any) -> Any:
+    """The tree with NaN for null."""
+    if isinstance(tree, dict):
+        return {key: _numbers(item) for key, item in tree.items()}
+    if isinstance(tree, list):
+        return [_numbers(item) for item in tree]
+    return math.nan if tree is None else tree
+
+
+def _engine(tree: dict[str, Any]) -> EngineMismatch:
+    return EngineMismatch(
+        **tree
+        | {
+            "estimates": {name: Estimate(**value) for name, value in tree["estimates"].items()},
+            "by_position": [Bin(**value) for value in tree["by_position"]],
+            "by_probability": [Bin(**value) for value in tree["by_probability"]],
+            "worst": [TokenContext(**value) for value in tree["worst"]],
+            "sequence_weights": Weights(**tree["sequence_weights"]),
+            "geometric_weights": Weights(**tree["geometric_weights"]),
+            "growth": [Growth(**value) for value in tree["growth"]],
+            "tolerance": Tolerance(**tree["tolerance"]),
+        }
+    )

@@ -1,0 +1,296 @@
+"""Completions with their log-probabilities from any engine: a vLLM server, started or running, or the replica."""
+
+import math
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from peft import PeftModel
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..deployment.checkpoint import CheckpointWriter
+from ..deployment.client import ServerClient
+from ..deployment.policy import policy_tensors
+from ..deployment.replica import Replica
+from ..deployment.schemes import SCHEMES
+from ..deployment.server import ServerError, ServerUnavailableError, VLLMServer, check_server, vllm_version
+from ..evaluation import sample_seed
+
+
+_RETRIES = 3
+_REQUESTS = 64  # prompts on their way to a server; as many connections as `ServerClient` keeps
+
+Policy: TypeAlias = PreTrainedModel | PeftModel
+
+
+class Rollout(NamedTuple):
+    """One completion: token ids, and the engine's log π_inf of each in nats, NaN where it gave none."""
+
+    prompt: int  # position in the list of prompts
+    ids: list[int]
+    logps: list[float]
+    truncated: bool  # by the limit of tokens
+
+
+class RolloutSettings(NamedTuple):
+    """How completions are drawn. The whole distribution is sampled: no top-p, top-k or min-p."""
+
+    samples: int  # of each prompt
+    max_tokens: int
+    temperature: float  # above 0
+    seed: int
+    replica_batch: int  # completions at a time
+
+
+class EngineSpec(NamedTuple):
+    """An engine in a word: `fp8` (a vLLM server to be started), `replica:fp8` (in this process), or a server's URL."""
+
+    name: str
+    kind: Literal["vllm", "replica", "url"]
+    scheme: str | None  # None: whatever the server at the URL runs
+
+    @classmethod
+    def parse(cls, word: str) -> "EngineSpec":
+        """The engine that a word means.
+
+        Raises:
+            ValueError: it means none.
+        """
+        if re.match(r"https?://[^/]", word):
+            return cls(word.rstrip("/"), "url", None)
+        scheme = word.removeprefix("replica:")
+        if scheme not in SCHEMES:
+            raise ValueError(
+                f"engine={word!r} is unknown: use a scheme ({', '.join(SCHEMES)}) for a vLLM server that is started, "
+                "replica:SCHEME for a replica in this process, or the URL of a running vLLM server."
+            )
+        return cls(word, "vllm" if scheme == word else "replica", scheme)
+
+
+def end_tokens(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of the tokens that end a completion: the model's and the tokenizer's, as in TRL's trainer."""
+    declared = policy.generation_config.eos_token_id if policy.generation_config is not None else None
+    ids = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
+    return ids if tokenizer.eos_token_id in ids else [tokenizer.eos_token_id, *ids]
+
+
+def sample_rollouts(
+    engine: EngineSpec,
+    policy: Policy,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    settings: RolloutSettings,
+    *,
+    serve_options: Sequence[str] = (),
+    log_path: Path | None = None,
+    report: Callable[[str], None] = print,
+    progress: bool = True,
+) -> tuple[list[Rollout], str]:
+    """Completions of all prompts from one engine, and what is known of the engine's precision.
+
+    A vLLM server that is started runs the policy's present weights, written as training deploys them.
+
+    Args:
+        engine: what samples.
+        policy: the model that is trained.
+        tokenizer: of the policy.
+        prompts: token ids.
+        settings: how completions are drawn.
+        serve_options: further options of `vllm serve`, for a server that is started.
+        log_path: file for the output of a server that is started.
+        report: takes a line about what is happening.
+        progress: whether to show a bar.
+
+    Returns:
+        Rollouts by prompt, the samples of each in a row; and the scheme, or what a running server says of its layers.
+
+    Raises:
+        ValueError: a prompt leaves no room for a completion, or the scheme does not fit the model.
+        ServerError: the server is not there, does not fit the model, or failed for good.
+    """
+    longest = max(map(len, prompts))
+    own_limit = policy.config.get_text_config().max_position_embeddings
+    ends = end_tokens(policy, tokenizer)
+
+    def bar() -> tqdm:
+        return tqdm(total=len(prompts), unit="prompt", desc=f"{engine.name}: sampling", disable=not progress)
+
+    if engine.kind == "url":
+        client, precision, limit = _connect(engine.name, policy, longest)
+        require_room(prompts, limit, engine.name)
+        report(f"{engine.name}: {precision}, taken for the weights of {policy.name_or_path}")
+        with bar() as shown:
+            return _from_server(client, ends, prompts, limit, settings, shown), precision
+    assert engine.scheme is not None
+    require_room(prompts, own_limit, engine.name)
+    if engine.kind == "replica":
+        replica = Replica(policy, engine.scheme)
+        with bar() as shown:
+            return _from_replica(replica, tokenizer, ends, prompts, settings, shown), engine.scheme
+    limit = min(longest + settings.max_tokens, own_limit)
+    with _serving(policy, engine.scheme, tokenizer, limit, serve_options, log_path, report) as server, bar() as shown:
+        client = ServerClient(server.url, report=report)
+        return _from_server(client, ends, prompts, limit, settings, shown), engine.scheme
+
+
+def require_room(prompts: Sequence[list[int]], limit: int, name: str) -> None:
+    """Raises ValueError where a prompt leaves no room for a completion."""
+    long = sum(len(ids) >= limit for ids in prompts)
+    if long:
+        raise ValueError(
+            f"engine={name!r} takes {limit} tokens for prompt and completion, and {long} of the prompts are as long: "
+            "leave long prompts out (max_prompt_length), or serve with a larger --max-model-len."
+        )
+
+
+def _from_replica(
+    replica: Replica,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: list[int],
+    prompts: Sequence[list[int]],
+    settings: RolloutSettings,
+    bar: tqdm,
+) -> list[Rollout]:
+    device = replica.model.device
+    limit = replica.model.config.get_text_config().max_position_embeddings
+    order = [number for number in range(len(prompts)) for _ in range(settings.samples)]
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
+    rollouts = []
+    # The random state of the caller, who may be about to train, is left as it was.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(settings.seed)
+        for start in range(0, len(order), settings.replica_batch):
+            batch = order[start : start + settings.replica_batch]
+            room = limit - max(len(prompts[number]) for number in batch)
+            config = GenerationConfig(
+                max_new_tokens=min(settings.max_tokens, room),
+                do_sample=True,
+                temperature=settings.temperature,
+                top_k=0,
+                pad_token_id=pad,
+                eos_token_id=ends,
+            )
+            ids_and_logps = replica.generate([prompts[number] for number in batch], config, settings.temperature)
+            for number, ids, logps in zip(batch, *ids_and_logps, strict=True):
+                rollouts.append(Rollout(number, ids, logps, ids[-1] not in ends))
+            bar.update(round(len(rollouts) / settings.samples, 1) - bar.n)
+    return rollouts
+
+
+def _from_server(
+    client: ServerClient,
+    ends: list[int],
+    prompts: Sequence[list[int]],
+    limit: int,
+    settings: RolloutSettings,
+    bar: tqdm,
+) -> list[Rollout]:
+    stopping = threading.Event()
+
+    def complete(number: int) -> list[Rollout]:
+        room = min(settings.max_tokens, limit - len(prompts[number]))
+        output = _try_again(
+            lambda: client.generate(
+                [prompts[number]],
+                n=settings.samples,
+                temperature=settings.temperature,
+                max_tokens=room,
+                # vLLM gives each of the n samples a seed of its own from this one.
+                generation_kwargs={"seed": sample_seed(settings.seed, str(number), 0)},
+            ),
+            client,
+            stopping,
+        )
+        rollouts = []
+        for ids, tokens in zip(output["completion_ids"], output["logprobs"], strict=True):
+            logps = [math.nan if logp is None else logp for (logp,) in tokens]
+            rollouts.append(Rollout(number, ids, logps, len(ids) >= room and ids[-1] not in ends))
+        return rollouts
+
+    by_prompt: list[list[Rollout]] = [[] for _ in prompts]
+    pool = ThreadPoolExecutor(_REQUESTS, "dc_trl-rollouts")
+    try:
+        futures = {pool.submit(complete, number): number for number in range(len(prompts))}
+        for future in as_completed(futures):
+            by_prompt[futures[future]] = future.result()
+            bar.update()
+    finally:
+        # After an error or Ctrl-C, nobody waits for what is still on its way.
+        stopping.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+    return [rollout for rollouts in by_prompt for rollout in rollouts]
+
+
+def _try_again(request: Callable[[], dict], client: ServerClient, stopping: threading.Event) -> dict:
+    """The answer to a request, which is repeated where the connection broke or the server failed."""
+    for attempt in range(_RETRIES + 1):
+        try:
+            return request()
+        except ServerUnavailableError:
+            if attempt == _RETRIES or stopping.wait(attempt):
+                raise
+            client.check_server(60.0)
+    raise AssertionError("unreachable")
+
+
+def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClient, str, int]:
+    """Client of a running server that fits the policy, what its layers are, and the tokens that it takes."""
+    try:
+        client = ServerClient(url, start_timeout=5.0)
+    except ServerUnavailableError as error:
+        raise ServerUnavailableError(
+            f"engine={url!r}: no vLLM server answers there. Start one with scripts/serve.py, correct the URL, or give "
+            "a scheme ('fp8') in its place to have one started."
+        ) from error
+    info, layers = client.get_server_info(), client.layers()
+    try:
+        # No weights are sent, and the server's number format is what it is.
+        check_server(
+            info, layers, scheme=None, config=policy.config, max_length=longest_prompt + 1, weight_sync="none"
+        )
+    except ServerError as error:
+        raise ServerError(f"engine={url!r}: {error}") from error
+    kinds = sorted(set(re.findall(r"Linear\(quant=(\w+)", layers)))
+    precision = f"{', '.join(kinds) or 'not quantized'}, served as {client.model}"
+    return client, precision, info["model_config"]["max_model_len"]
+
+
+@contextmanager
+def _serving(
+    policy: Policy,
+    scheme: str,
+    tokenizer: PreTrainedTokenizerBase,
+    max_model_len: int,
+    options: Sequence[str],
+    log_path: Path | None,
+    report: Callable[[str], None],
+) -> Iterator[VLLMServer]:
+    """A server of the policy's present weights in a scheme, for the time of the block."""
+    with tempfile.TemporaryDirectory(prefix="dc_trl-calibrate-") as folder:
+        checkpoint = Path(folder, "checkpoint")
+        CheckpointWriter(policy, scheme, tokenizer).write(policy_tensors(policy), checkpoint)
+        with VLLMServer(
+            checkpoint, max_model_len=max_model_len, options=options, log_path=log_path, report=report
+        ) as server:
+            yield server
+
+
+def require_engines(engines: Sequence[EngineSpec], policy: Policy) -> None:
+    """Raises what stands in the way of the engines, before any of them starts.
+
+    Raises:
+        ServerError: a running server is not there, or runs another model.
+        ImportError: a server is to be started, and vLLM is not installed.
+    """
+    for engine in engines:
+        if engine.kind == "url":
+            _connect(engine.name, policy, 0)
+        elif engine.kind == "vllm":
+            vllm_version()

@@ -1,0 +1,538 @@
+"""Calibration: its statistics against brute force, its engines against plain forwards, its script as it is run."""
+
+import json
+import math
+import random
+import re
+import statistics
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from trl import GRPOTrainer
+
+from dc_trl.calibration import Calibration, calibrate, mismatch
+from dc_trl.calibration import rollouts as rollouts_module
+from dc_trl.calibration.contexts import visible, visible_token
+from dc_trl.calibration.figures import position_figure, probability_figure
+from dc_trl.calibration.mismatch import batch_tolerance, compare_engines, measure_engine
+from dc_trl.calibration.report import label, report_page
+from dc_trl.calibration.rollouts import EngineSpec, Rollout, RolloutSettings, sample_rollouts
+from dc_trl.calibration.scoring import train_logps
+from dc_trl.data.arithmetic import arithmetic_dataset
+from dc_trl.deployment.replica import Replica
+from dc_trl.deployment.server import ServerError, ServerUnavailableError
+from dc_trl.lagrangian import proposed_tolerance
+
+from .helpers import ROOT, TINY_MODEL, load_script, make_config, make_model, make_prompts
+from .vllm_server import requires_vllm
+
+
+PROMPTS = [[10, 11], [12], [13, 14, 15], [16, 17]]
+
+
+def random_rollouts(prompts=4, samples=3, spread=0.2, seed=0, longest=9):
+    """Rollouts whose log-probabilities differ by noise, with an empty completion and a token without log π_inf."""
+    rng = random.Random(seed)
+    rollouts, train = [], []
+    for prompt in range(prompts):
+        for sample in range(samples):
+            length = 0 if (prompt, sample) == (1, 1) else rng.randint(1, longest)
+            infer = [-rng.uniform(0.01, 4.0) for _ in range(length)]
+            train.append(torch.tensor([min(b + rng.gauss(0, spread), 0.0) for b in infer], dtype=torch.float32))
+            if (prompt, sample) == (2, 0):
+                infer[0] = math.nan
+            rollouts.append(Rollout(prompt, [rng.randrange(40, 90) for _ in infer], infer, length == longest))
+    return rollouts, train
+
+
+@pytest.fixture(scope="module")
+def measured(tokenizer):
+    rollouts, train = random_rollouts()
+    return rollouts, train, measure_engine("replica:fp8", "fp8", PROMPTS, rollouts, train, tokenizer, batch_prompts=2)
+
+
+def pairs(rollouts, train):
+    """(rollout number, prompt, position, a, b) of the scored tokens, in plain Python."""
+    return [
+        (number, rollout.prompt, position, a, b)
+        for number, (rollout, logps) in enumerate(zip(rollouts, train, strict=True))
+        for position, (a, b) in enumerate(zip(logps.tolist(), rollout.logps, strict=True))
+        if math.isfinite(b)
+    ]
+
+
+def test_counts_and_means_are_those_of_plain_loops(measured):
+    rollouts, train, result = measured
+    tokens = pairs(rollouts, train)
+    delta = [abs(math.exp(a) - math.exp(b)) for *_, a, b in tokens]
+    assert (result.prompts, result.completions, result.empty, result.unscored) == (4, 12, 1, 1)
+    assert result.tokens == len(tokens) == sum(result.histogram)
+    assert result.truncated == sum(len(rollout.ids) == 9 for rollout in rollouts)
+    by_rollout = {}
+    for (number, *_), value in zip(tokens, delta, strict=True):
+        by_rollout.setdefault(number, []).append(value)
+    means = [statistics.fmean(values) for values in by_rollout.values()]
+    assert result.estimates["discrepancy"].value == pytest.approx(statistics.fmean(means))
+    assert result.estimates["delta"].value == pytest.approx(statistics.fmean(delta))
+    assert result.estimates["k3_kl"].value == pytest.approx(
+        statistics.fmean(math.exp(a - b) - (a - b) - 1 for *_, a, b in tokens), rel=1e-5
+    )
+    for name in ("kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff"):
+        assert result.estimates[name].value == pytest.approx(result.metrics[name], rel=1e-9), name
+    assert result.maximum == max(delta) == result.worst[0].delta
+    assert [token.delta for token in result.worst] == sorted(delta, reverse=True)[:20]
+    assert result.percentiles["90"] == pytest.approx(statistics.quantiles(delta, n=10, method="inclusive")[-1])
+    assert result.train_perplexity == pytest.approx(math.exp(-statistics.fmean(a for *_, a, _ in tokens)))
+    assert result.infer_perplexity == pytest.approx(math.exp(-statistics.fmean(b for *_, b in tokens)))
+
+
+def test_standard_errors_are_clustered_by_prompt(measured):
+    rollouts, train, result = measured
+    tokens = pairs(rollouts, train)
+    mean = result.estimates["delta"].value
+    residuals = [
+        sum(abs(math.exp(a) - math.exp(b)) - mean for _, p, _, a, b in tokens if p == prompt) for prompt in range(4)
+    ]
+    expected = math.sqrt(4 / 3 * sum(value**2 for value in residuals)) / len(tokens)
+    assert result.estimates["delta"].standard_error == pytest.approx(expected)
+
+
+def test_bins_hold_the_tokens_between_their_edges(measured):
+    rollouts, train, result = measured
+    tokens = pairs(rollouts, train)
+    for bins, x in ((result.by_position, lambda t: t[2]), (result.by_probability, lambda t: math.exp(t[4]))):
+        assert sum(b.tokens for b in bins) == len(tokens)
+        for b in bins:
+            inside = [abs(math.exp(t[3]) - math.exp(t[4])) for t in tokens if b.low <= x(t) < b.high]
+            assert b.tokens == len(inside)
+            assert b.mean == pytest.approx(statistics.fmean(inside)) if inside else math.isnan(b.mean)
+    assert sum(count for *_, count in result.joint) == len(tokens)
+    x, y, _ = max(result.joint, key=lambda cell: cell[2])
+    assert any(int(100 * math.exp(b)) == x and int(100 * math.exp(a)) == y for *_, a, b in tokens)
+
+
+def test_importance_weights_and_their_growth(measured):
+    rollouts, train, result = measured
+    tokens = pairs(rollouts, train)
+    numbers = sorted({t[0] for t in tokens})
+    for row in (*result.growth, None):
+        limit = row.tokens if row else math.inf
+        weights = [math.exp(sum(a - b for n, _, t, a, b in tokens if n == number and t < limit)) for number in numbers]
+        found = row or result.sequence_weights
+        assert found.mean == pytest.approx(statistics.fmean(weights))
+        assert found.ess == pytest.approx(sum(weights) ** 2 / len(weights) / sum(w * w for w in weights))
+    geometric = [math.exp(statistics.fmean(a - b for n, *_, a, b in tokens if n == number)) for number in numbers]
+    assert result.geometric_weights.mean == pytest.approx(statistics.fmean(geometric))
+    assert result.geometric_weights.maximum == pytest.approx(max(geometric))
+    assert [row.tokens for row in result.growth] == [1, 2, 4, 8, 9]
+
+
+def test_token_reduction_and_other_measures(tokenizer):
+    rollouts, train = random_rollouts()
+    tokens = pairs(rollouts, train)
+    for measure, delta in {
+        "prob_ratio": [abs(math.exp(a - b) - 1) for *_, a, b in tokens],
+        "log_prob": [abs(a - b) for *_, a, b in tokens],
+    }.items():
+        result = measure_engine(
+            "fp8", "fp8", PROMPTS, rollouts, train, tokenizer, measure=measure, reduction="token", batch_prompts=2
+        )
+        assert result.estimates["discrepancy"].value == pytest.approx(statistics.fmean(delta)), measure
+
+
+def test_identical_engines_have_no_discrepancy_and_differ_by_nothing(tokenizer):
+    rollouts, _ = random_rollouts()
+    train = [torch.tensor(rollout.logps, dtype=torch.float64) for rollout in rollouts]
+    result = measure_engine("fp8", "fp8", PROMPTS, rollouts, train, tokenizer)
+    assert result.maximum == 0 == result.tolerance.value == result.tolerance.high
+    assert (result.sequence_weights.mean, result.sequence_weights.ess) == (1, 1)
+    difference = compare_engines(result, result)
+    assert (difference.value, difference.low, difference.high, difference.p_value) == (0, 0, 0, 1)
+
+
+def test_difference_of_engines_is_paired_by_prompt(tokenizer):
+    """Prompts that differ a lot from one another do not hide a small difference that all of them have."""
+    small, large = [], []
+    prompts = [[10]] * 40
+    for prompt in range(40):
+        level = 0.001 * 1.1**prompt
+        for engine, factor in ((small, 1.0), (large, 1.1)):
+            engine.append((Rollout(prompt, [50] * 2, [math.log(0.5)] * 2, False), math.log(0.5 - factor * level)))
+    first, second = (
+        measure_engine(name, name, prompts, [r for r, _ in rows], [torch.full((2,), a) for _, a in rows], tokenizer)
+        for name, rows in (("bf16", small), ("fp8", large))
+    )
+    assert first.estimates["discrepancy"].high > second.estimates["discrepancy"].low
+    difference = compare_engines(first, second)
+    assert difference.value == pytest.approx(0.1 * first.estimates["discrepancy"].value, rel=1e-3)
+    assert difference.low > 0
+    assert difference.p_value < 0.05
+    assert compare_engines(second, first).value == pytest.approx(-difference.value)
+
+
+def test_tolerance_by_hand():
+    # A batch of one prompt has δ̄ 0.001 or 0.003, equally often: mean 0.002, standard deviation 0.001.
+    tolerance = batch_tolerance(np.array([0.001, 0.003]), np.ones(2), batch_prompts=1)
+    assert tolerance.value == pytest.approx(0.002 + 1.96 * 0.001, rel=0.03)
+    assert tolerance.value == pytest.approx(tolerance.batch_mean + 1.96 * tolerance.batch_std)
+    # With n prompts a batch, the standard deviation is divided by √n.
+    values = np.random.default_rng(0).lognormal(-6, 0.8, 1000)
+    for prompts in (4, 64):
+        expected = values.mean() + 1.96 * values.std() / math.sqrt(prompts)
+        assert batch_tolerance(values, np.ones(1000), prompts).value == pytest.approx(expected, rel=0.03)
+    # Prompts without a scored completion count nowhere.
+    padded = batch_tolerance(np.array([0.001, 0.0, 0.003]), np.array([1.0, 0.0, 1.0]), batch_prompts=1)
+    assert padded == tolerance
+
+
+def test_interval_of_the_tolerance_is_the_rule_applied_to_resampled_prompts(monkeypatch):
+    monkeypatch.setattr(mismatch, "RESAMPLES", 50)
+    monkeypatch.setattr(mismatch, "BATCHES", 40)
+    numerators, denominators = np.array([0.001, 0.004, 0.002]), np.array([1.0, 2.0, 3.0])
+    found = batch_tolerance(numerators, denominators, 5, seed=3)
+    rng = np.random.default_rng(3)
+    batches, draws = rng.multinomial(5, [1 / 3] * 3, 40), rng.integers(3, size=(50, 3))
+    tolerances = [
+        proposed_tolerance([(row @ numerators[draw]) / (row @ denominators[draw]) for row in batches])
+        for draw in draws
+    ]
+    assert [found.low, found.high] == pytest.approx(np.quantile(tolerances, [0.025, 0.975]).tolist())
+    assert found.value == pytest.approx(
+        proposed_tolerance([(row @ numerators) / (row @ denominators) for row in batches])
+    )
+
+
+def test_interval_of_the_tolerance_covers_the_truth(monkeypatch):
+    """150 samples of 100 prompts from a known, skewed distribution: about 95 % of the intervals hold the true ε."""
+    monkeypatch.setattr(mismatch, "RESAMPLES", 200)
+    monkeypatch.setattr(mismatch, "BATCHES", 200)
+    rng = np.random.default_rng(1)
+    truth = 1.0 + 1.96 * math.sqrt(0.5) / math.sqrt(64)  # Gamma(2, 1/2): mean 1, variance 1/2
+    held = 0
+    for seed in range(150):
+        found = batch_tolerance(rng.gamma(2, 0.5, 100), np.ones(100), 64, seed)
+        held += found.low <= truth <= found.high
+    assert 0.88 <= held / 150 <= 0.99
+
+
+def test_too_few_prompts_with_log_probabilities(tokenizer):
+    rollouts = [Rollout(0, [50], [-1.0], False), Rollout(1, [50], [math.nan], False)]
+    with pytest.raises(ValueError, match="1 of 2 prompts"):
+        measure_engine("fp8", "fp8", [[1], [2]], rollouts, [torch.tensor([-1.0])] * 2, tokenizer)
+
+
+def test_notes_say_what_the_numbers_rest_on(measured, tokenizer):
+    notes = " ".join(measured[2].notes)
+    assert "4 prompts are few" in notes
+    assert "1 tokens" in notes
+    rollouts, train = random_rollouts(spread=3.0)
+    other = measure_engine("http://host:1", "fp8", PROMPTS, rollouts, train, tokenizer)
+    assert "does http://host:1 run the weights" in " ".join(other.notes)
+
+
+def test_special_characters_are_visible(tokenizer):
+    assert visible("a\n\tb\x00\u200b") == r"a↵⇥b\x00\u200b"
+    assert visible_token(tokenizer, tokenizer(" ")["input_ids"][0]) == "␣"
+    assert visible_token(tokenizer, tokenizer("é")["input_ids"][0]) == "Ã"  # the first of two bytes
+    assert visible_token(tokenizer, tokenizer.eos_token_id) == "<|end|>"
+
+
+def test_worst_token_stands_in_its_context(tokenizer):
+    prompt, ids = tokenizer("1+1=")["input_ids"], tokenizer("ab\ncd")["input_ids"]
+    rollouts = [Rollout(0, ids, [-1.0] * 5, False), Rollout(1, ids, [-1.0] * 5, False)] * 2
+    rollouts.sort(key=lambda rollout: rollout.prompt)
+    train = [torch.full((5,), -1.0) for _ in rollouts]
+    train[3][2] = -2.0
+    worst = measure_engine("fp8", "fp8", [prompt] * 2, rollouts, train, tokenizer).worst[0]
+    assert (worst.prompt, worst.sample, worst.position) == (1, 1, 2)
+    assert (worst.before, worst.token, worst.after) == ("1+1=ab", "↵", "cd")
+    assert worst.train == pytest.approx(math.exp(-2))
+
+
+# --- engines and scoring ---------------------------------------------------------------------------------------------
+
+
+def plain_logps(model, prompt, ids, temperature):
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1)
+
+
+def test_replica_returns_what_an_independent_forward_finds(tokenizer):
+    model = make_model()
+    prompts = [tokenizer(text)["input_ids"] for text in ("12+34=", "5*6=", "9-8=7;")]
+    settings = RolloutSettings(samples=3, max_tokens=12, temperature=0.7, seed=5, replica_batch=4)
+    before = torch.random.get_rng_state()
+    rollouts, precision = sample_rollouts(
+        EngineSpec.parse("replica:int4"), model, tokenizer, prompts, settings, progress=False
+    )
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert precision == "int4"
+    assert [rollout.prompt for rollout in rollouts] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    replica = Replica(model, "int4")
+    for rollout in rollouts:
+        assert rollout.truncated == (rollout.ids[-1] != tokenizer.eos_token_id)
+        expected = plain_logps(replica.model, prompts[rollout.prompt], rollout.ids, 0.7)
+        # Both run in bfloat16, one token after the other here and all at once there.
+        assert torch.tensor(rollout.logps).exp().sub(expected.exp()).abs().max() < 0.02
+    again, _ = sample_rollouts(EngineSpec.parse("replica:int4"), model, tokenizer, prompts, settings, progress=False)
+    assert again == rollouts
+    other, _ = sample_rollouts(
+        EngineSpec.parse("replica:int4"), model, tokenizer, prompts, settings._replace(seed=6), progress=False
+    )
+    assert other != rollouts
+
+
+def test_a_request_is_repeated_where_the_server_failed():
+    class Client:
+        waited = 0
+
+        def check_server(self, timeout):
+            self.waited += 1
+
+    failures = [ServerUnavailableError("away"), ServerUnavailableError("away")]
+
+    def request():
+        if failures:
+            raise failures.pop()
+        return {"done": True}
+
+    client = Client()
+    assert rollouts_module._try_again(request, client, threading.Event()) == {"done": True}
+    assert client.waited == 2
+    failures += [ServerError("refused")]
+    with pytest.raises(ServerError, match="refused"):
+        rollouts_module._try_again(request, client, threading.Event())
+    stopping = threading.Event()
+    stopping.set()
+    failures += [ServerUnavailableError("away")] * 2
+    with pytest.raises(ServerUnavailableError):
+        rollouts_module._try_again(request, client, stopping)
+    assert client.waited == 2
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 40, 10_000])
+def test_scores_are_those_of_a_plain_forward(batch_tokens):
+    model = make_model().train()
+    rng = random.Random(0)
+    prompts = [[rng.randrange(10, 200) for _ in range(length)] for length in (3, 8, 1)]
+    rollouts = [Rollout(i % 3, [rng.randrange(10, 200) for _ in range(i)], [-1.0] * i, False) for i in range(9)]
+    found = train_logps(
+        model, prompts, rollouts, temperature=0.7, bf16=False, batch_tokens=batch_tokens, progress=False
+    )
+    for rollout, values in zip(rollouts, found, strict=True):
+        assert values.shape == (len(rollout.ids),)
+        if rollout.ids:
+            expected = plain_logps(model, prompts[rollout.prompt], rollout.ids, 0.7)
+            torch.testing.assert_close(values, expected, atol=2e-5, rtol=1e-5)
+    assert model.training
+    assert "forward" not in vars(model)  # nothing of ours is left on the model
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_scores_are_those_of_trl_trainer(tmp_path, tokenizer, bf16):
+    trainer = GRPOTrainer(
+        model=make_model(),
+        reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
+        args=make_config(tmp_path, bf16=bf16, constraint="none", temperature=0.8),
+        train_dataset=make_prompts(),
+        processing_class=tokenizer,
+    )
+    prompt, ids = [20, 21, 22], [30, 31, 32, 33]
+    with torch.no_grad():
+        tokens = torch.tensor([prompt + ids])
+        expected, *_ = trainer._get_per_token_logps_and_entropies(
+            trainer.model.eval(), tokens, torch.ones_like(tokens), len(ids)
+        )
+    rollouts = [Rollout(0, ids, [0.0] * 4, False)]
+    (found,) = train_logps(make_model(), [prompt], rollouts, temperature=0.8, bf16=bf16, progress=False)
+    assert torch.equal(found, expected[0].float())
+
+
+def test_bf16_replica_is_nearer_than_int4(tokenizer):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.bfloat16)
+    prompts = arithmetic_dataset(24, 0, "train")["prompt"][:]
+    calibration = calibrate(
+        model,
+        tokenizer,
+        ["replica:bf16", "replica:int4"],
+        prompts,
+        samples=2,
+        max_tokens=40,
+        replica_batch=64,
+        progress=False,
+    )
+    bf16, int4 = calibration.engines
+    assert bf16.estimates["discrepancy"].high < int4.estimates["discrepancy"].low
+    assert bf16.metrics["k3_kl"] < int4.metrics["k3_kl"]
+    assert calibration.differences["replica:int4"].p_value < 0.01
+    assert (bf16.completions, bf16.prompts, bf16.unscored) == (48, 24, 0)
+    assert [b.low for b in bf16.by_position] == [b.low for b in int4.by_position]
+    assert len(probability_figure(calibration.engines).axes) == 4  # two panels, two scales
+    assert len(position_figure(calibration).axes[0].lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"engines": ["fp9"]}, "engine='fp9' is unknown"),
+        ({"engines": ["replica:"]}, "engine='replica:' is unknown"),
+        ({"engines": []}, "engines is empty"),
+        ({"prompts": ["one"]}, "at least two"),
+        ({"samples": 0}, "samples=0"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"measure": "l2"}, "'l2'"),
+        ({"reduction": "mean"}, "'mean'"),
+        ({"batch_prompts": 0}, "batch_prompts=0"),
+        ({"prompts": ["1" * 300, "2"]}, "takes 256 tokens"),
+    ],
+)
+def test_wrong_arguments_are_refused(tokenizer, changed, message):
+    arguments = {"engines": ["replica:fp8"], "prompts": ["1+1=", "2+2="]} | changed
+    engines, prompts = arguments.pop("engines"), arguments.pop("prompts")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        calibrate(make_model(), tokenizer, engines, prompts, progress=False, **arguments)
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+def test_saved_and_loaded_it_is_the_same(measured, tmp_path):
+    result = measured[2]
+    calibration = Calibration({"model": "m", "versions": {"torch": "2"}}, [result], {})
+    calibration.save(tmp_path / "a.json")
+    text = (tmp_path / "a.json").read_text()
+    assert "NaN" not in text
+    assert any(b["mean"] is None for b in json.loads(text)["engines"][0]["by_probability"])
+    loaded = Calibration.load(tmp_path / "a.json")
+    loaded.save(tmp_path / "b.json")
+    assert (tmp_path / "b.json").read_text() == text
+    assert loaded.engines[0]._replace(by_position=[], by_probability=[]) == result._replace(
+        by_position=[], by_probability=[]
+    )
+    assert repr(loaded.engines[0]) == repr(result)
+    for wrong in ("{}", "nothing", '{"settings": {}, "engines": [{}], "differences": {}}'):
+        (tmp_path / "c.json").write_text(wrong)
+        with pytest.raises(ValueError, match="holds no calibration"):
+            Calibration.load(tmp_path / "c.json")
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Runs scripts/calibrate.py in this process, from the project's root, with the tiny model and a small sample."""
+    module = load_script("calibrate")
+
+    def run(*words, **options):
+        arguments = {"model": str(TINY_MODEL), "prompts": 8, "samples": 2, "max_tokens": 24, "seed": 0} | options
+        command = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(sys, "argv", ["calibrate.py", *command, *words])
+        module.main()
+
+    return run
+
+
+def test_script_writes_a_page_that_needs_nothing_else(script, tmp_path, capsys):
+    output = tmp_path / "out"
+    script("--engine", "replica:fp8", "replica:bf16", output=output)
+    shown = capsys.readouterr().out
+    calibration = Calibration.load(output / "calibration.json")
+    for engine in calibration.engines:
+        assert engine.tolerance.config_line in shown
+        assert label(engine.engine) in shown
+    assert calibration.settings["prompts_from"] == "arithmetic"
+    page = (output / "report.html").read_text()
+    assert page == report_page(calibration).html()
+    sources = re.findall(r"""(?:src|href)\s*=\s*["']([^"']*)""", page)
+    assert len(sources) >= 6
+    assert all(source.startswith("data:image/") for source in sources)
+    assert not re.search(r"https?://|@import|<script|url\(", re.sub(r'src="data:[^"]*"', "", page))
+    for name in ("comparison", "probabilities", "histogram", "positions", "confidence", "weights"):
+        assert (output / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit) as stop:
+        script("--engine", "replica:fp8", output=output)
+    assert "holds a calibration already" in stop.value.code
+    assert "--overwrite" in stop.value.code
+    assert (output / "report.html").read_text() == page
+    script("--engine", "replica:int8", "--overwrite", output=output)
+    assert [engine.engine for engine in Calibration.load(output / "calibration.json").engines] == ["replica:int8"]
+
+
+def test_script_draws_prompts_from_files_and_benchmarks(monkeypatch, tmp_path, tokenizer, capsys):
+    module = load_script("calibrate")
+
+    def draw(*words):
+        monkeypatch.setattr(sys, "argv", ["calibrate.py", "--model", "m", "--engine", "fp8", *words])
+        return module.draw_prompts(module.parse_arguments(), tokenizer)
+
+    bare = tmp_path / "prompts.jsonl"
+    questions = [f"{n}+{n}=?" for n in range(10, 20)]
+    bare.write_text("".join(json.dumps({"question": question}) + "\n" for question in questions))
+    file = ("--dataset_name", str(bare), "--prompt_column", "question")
+    drawn = draw(*file, "--prompts", "4")
+    assert drawn == draw(*file, "--prompts", "4") != draw(*file, "--prompts", "4", "--seed", "1")
+    asked = [message["content"] for (message,) in drawn]
+    assert len(set(asked)) == 4
+    assert set(asked) < set(questions)
+    assert sorted(m["content"] for (m,) in draw(*file, "--instruction", "Go.")) == [f"{q}\n\nGo." for q in questions]
+    assert "prompts=128: there are 10, and all of them are taken" in capsys.readouterr().out
+    assert len(draw("--benchmark", "arithmetic", "--prompts", "3")) == 3
+    assert len(draw("--prompts", "5")) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": 1}, "prompts=1"),
+        ({"dataset_name": "missing.jsonl"}, "missing.jsonl"),
+        ({"benchmark": "aime99"}, "aime99"),
+        ({"temperature": 0}, "temperature=0.0"),
+        ({"model": "no/such/model"}, "no/such/model"),
+    ],
+)
+def test_script_refuses_wrong_input(script, tmp_path, options, message):
+    with pytest.raises(SystemExit) as stop:
+        script("--engine", "replica:fp8", output=tmp_path / "out", **options)
+    assert stop.value.code.startswith("error: ")
+    assert message in stop.value.code
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_script_has_no_truncated_sampling_and_no_unknown_engine(script, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        script("--engine", "replica:fp8", "--top_p", "0.9", output=tmp_path)
+    assert "--top_p" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        script("--engine", "fp9", output=tmp_path)
+    assert "engine='fp9' is unknown" in stop.value.code
+    with pytest.raises(SystemExit) as stop:
+        script("--engine", "http://127.0.0.1:9", output=tmp_path)
+    assert "no vLLM server answers there" in stop.value.code
+
+
+@requires_vllm
+def test_script_measures_a_running_fp8_server(script, tmp_path, fp8_server, capsys):
+    script("--engine", fp8_server.url, "replica:bf16", output=tmp_path / "out", prompts=16)
+    server, replica = Calibration.load(tmp_path / "out" / "calibration.json").engines
+    assert server.engine == fp8_server.url
+    assert "Fp8" in server.precision
+    assert (server.completions, server.unscored) == (32, 0)
+    assert 0.0005 < server.estimates["discrepancy"].value < 0.01
+    assert server.estimates["discrepancy"].value > replica.estimates["discrepancy"].value
+    assert server.metrics["probs_pearson"] > 0.99
+    assert server.tolerance.low <= server.tolerance.value <= server.tolerance.high
+    assert server.tolerance.config_line in capsys.readouterr().out
+
+
+@requires_vllm
+def test_server_of_another_model_is_refused(script, tmp_path, fp8_server, tokenizer):
+    make_model(vocab_size=300).save_pretrained(tmp_path / "other")
+    tokenizer.save_pretrained(tmp_path / "other")
+    with pytest.raises(SystemExit) as stop:
+        script("--engine", fp8_server.url, model=tmp_path / "other", output=tmp_path / "out")
+    assert "vocabulary of 262" in stop.value.code
