@@ -5,19 +5,24 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 READY_VLLM := $(VENV)/.ready-vllm
+# Processes that share the tests; one of them has those that need a vLLM server.
+WORKERS ?= 2
 # Options for the scripts, for example: make quickstart ARGS="--seed 1 --deployment_scheme int4"
 ARGS   ?=
 THREADS := 2
 LAUNCH = $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
           --num_cpu_threads_per_process $(THREADS)
 
-.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm test lint format benchmark tiny-model
+.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm test coverage notebooks reference docs lint format benchmark tiny-model
 
 help:
 	@echo "make quickstart  train the tiny model with FP8 rollouts (about 3 minutes once installed)"
 	@echo "make quickstart-vllm  the same against a vLLM server in FP8, which it starts and stops"
 	@echo "make test        run the tests"
+	@echo "make notebooks   run the notebooks and keep their outputs"
+	@echo "make docs        build the documentation into build/docs"
 	@echo "make lint        ruff and mypy"
+	@echo "make coverage    run the tests and say which lines none of them ran"
 	@echo "make benchmark   cost of DC-GRPO over GRPO, and of the replica over model.generate"
 	@echo "make tiny-model  make the shipped tiny model again, into runs/"
 
@@ -48,7 +53,22 @@ quickstart-vllm: $(READY_VLLM)
 	  --output_dir runs/quickstart-vllm-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 test: $(READY_VLLM)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+coverage: $(READY_VLLM)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --cov --cov-report=term-missing:skip-covered $(ARGS)
+
+# Runs the notebooks and keeps their outputs. make test only runs them.
+notebooks: $(READY_VLLM)
+	$(BIN)/jupyter-execute --inplace notebooks/*.ipynb
+
+# docs/configuration.md and docs/api.md, from the code.
+reference: $(READY)
+	$(BIN)/python scripts/make_reference.py
+
+docs: reference
+	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
+	@echo "build/docs/index.html"
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -41,9 +41,10 @@ _NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
 class DCGRPOConfig(GRPOConfig):
     r"""Configuration of [`DCGRPOTrainer`]: everything of [`~trl.GRPOConfig`], and the discrepancy constraint.
 
-    The defaults are the dense 8B recipe of DC-GRPO (arXiv 2606.08779). Six defaults differ from TRL's because the
-    paper's objective does: `loss_type="grpo"`, `epsilon=0.24`, `beta=0`, `temperature=1`, `num_generations=8` and
-    `vllm_importance_sampling_correction=False` (truncated or masked importance sampling stays available by option).
+    The defaults are the dense 8B recipe of DC-GRPO (arXiv 2606.08779). Those that the paper's objective asks for are
+    stated here, whatever TRL's become: `beta=0`, `temperature=1`, `num_generations=8`, and three that differ from
+    TRL's: `loss_type="grpo"`, `epsilon=0.24` and `vllm_importance_sampling_correction=False` (truncated or masked
+    importance sampling stays available by option).
 
     Args:
         constraint (`str`, defaults to `"lagrangian"`):
@@ -55,7 +56,7 @@ class DCGRPOConfig(GRPOConfig):
             |log π_train − log π_inf|.
         discrepancy_level (`str`, defaults to `"token"`):
             `"token"`: every token is penalised by its own δ. `"sequence"`: by the mean δ of its trajectory.
-        discrepancy_tolerance (`float`, defaults to `0.0037`):
+        discrepancy_tolerance (`float` or `"auto"`, defaults to `0.0037`):
             ε, in units of the measure: the batch discrepancy up to which λ does not grow. At least 0. `"auto"`: λ
             rests for the first ten generation batches, and ε is the mean of their δ̄ plus 1.96 standard deviations
             (`dc_trl.lagrangian.proposed_tolerance`), logged as `lagrangian/tolerance`.

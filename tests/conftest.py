@@ -22,6 +22,14 @@ settings.register_profile("dc_trl", deadline=None)
 settings.load_profile("dc_trl")
 
 
+def pytest_collection_modifyitems(items):
+    # In several workers (pytest -n 2 --dist loadgroup) one of them has the session's server and starts all others.
+    for item in items:
+        needs = [mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif")]
+        if "fp8_server" in item.fixturenames or any(reason.startswith("vLLM") for reason in needs):
+            item.add_marker(pytest.mark.xdist_group("vllm"))
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     return make_tokenizer()

@@ -11,9 +11,7 @@ import sys
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from trl import ModelConfig, TrlParser
-
-from dc_trl import DCGRPOConfig
+from trl import TrlParser
 
 from .helpers import ROOT, TINY_MODEL, load_script
 from .vllm_server import requires_vllm

@@ -1,0 +1,60 @@
+"""Settings of the documentation site: `make docs` builds docs/ into build/docs with Sphinx.
+
+The pages are Markdown that GitHub shows as well (MyST reads it here), formulas are plain Unicode: nothing on the site
+comes from another host.
+"""
+
+import dataclasses
+import re
+from typing import Any
+
+from dc_trl.version import __version__
+
+
+project = "dc_trl"
+author = "the dc_trl authors"
+version = release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_static"]
+myst_heading_anchors = 3  # links to a heading, as on GitHub
+
+html_theme = "furo"
+html_title = "dc_trl"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
+html_show_copyright = False
+
+# Docstrings name code in single backticks, as Markdown does.
+default_role = "literal"
+autodoc_inherit_docstrings = False  # an override without a docstring is TRL's business
+autodoc_typehints = "none"  # the docstrings state types where the code alone does not
+maximum_signature_line_length = 88
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", read_hugging_face_style, priority=400)  # before napoleon's
+    app.connect("autodoc-process-signature", shorten_signature)
+
+
+def read_hugging_face_style(app, what, name, obj, options, lines: list[str]) -> None:
+    """Turns what Sphinx cannot read in a docstring of Hugging Face's style into what it can: links, code, returns."""
+    text = re.sub(r"\[(`+)~?([\w.]+)\1\]", r"``\2``", "\n".join(lines))
+    text = re.sub(
+        r"^```(\w+)\n(.*?)\n```$",
+        lambda match: f".. code-block:: {match[1]}\n\n" + re.sub("^", "    ", match[2], flags=re.MULTILINE),
+        text,
+        flags=re.DOTALL | re.MULTILINE,
+    )
+    # Absolute values are no substitutions.
+    text = re.sub(r"(`+[^`]*`+)|\|", lambda match: match[1] or "\\|", text)
+    # Napoleon would take the words before a colon for a type.
+    text = re.sub(r"^Returns:\n {4}", ":returns: ", text, flags=re.MULTILINE)
+    lines[:] = text.split("\n")
+
+
+def shorten_signature(app, what, name, obj, options, signature, annotation) -> tuple[str, None] | None:
+    """A configuration has hundreds of arguments, and its docstring those that are its own."""
+    return ("(output_dir=None, **fields)", None) if dataclasses.is_dataclass(obj) else None
