@@ -54,7 +54,8 @@ figcaption { margin-top: .3rem; font-size: .85rem; line-height: 1.4; color: var(
   :root { --ink: #000; --muted: #444; --line: #bbb; --paper: #fff; --head: #1f3b5c; color-scheme: light }
   @page { margin: 14mm }
   body { max-width: none; padding: 0; font-size: 10pt }
-  h1, h2 { break-after: avoid }
+  h1, h2, .caption { break-after: avoid }
+  .caption { font-size: 8pt }
   .table { overflow: visible }
   table { font-size: 8pt }
   th, td { padding: .15rem .35rem; min-width: 0 }

@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from dc_trl import DCGRPOConfig
 
@@ -54,6 +61,31 @@ def make_model(hidden_size: int = 32, seed: int = 0, **overrides: Any) -> Qwen3F
         | overrides
     )
     return Qwen3ForCausalLM(config)
+
+
+def make_experts(width: int = 64, seed: int = 0) -> Qwen3MoeForCausalLM:
+    """A random mixture of experts."""
+    torch.manual_seed(seed)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=262,
+            hidden_size=width,
+            intermediate_size=width,
+            moe_intermediate_size=width,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=width // 2,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=1,
+            pad_token_id=0,
+            initializer_range=0.1,  # wide, so that probabilities differ
+        )
+    )
 
 
 def make_prompts(count: int = 16) -> Dataset:

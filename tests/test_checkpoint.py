@@ -12,13 +12,18 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GraniteMoeConfig,
+    Qwen2MoeConfig,
+)
 
 from dc_trl.deployment.checkpoint import CheckpointWriter, write_deployable
 from dc_trl.deployment.policy import policy_tensors
 from dc_trl.deployment.schemes import SCHEMES
 
-from .helpers import ROOT, TINY_MODEL, make_model, make_tokenizer
+from .helpers import ROOT, TINY_MODEL, make_experts, make_model, make_tokenizer
 
 
 QUANTIZED = [scheme for scheme in SCHEMES if scheme != "bf16"]
@@ -117,27 +122,6 @@ def test_adapters_are_merged(tmp_path):
         assert torch.equal(dict(loaded.named_parameters())[name], parameter.to(torch.bfloat16)), name
 
 
-def make_experts() -> Qwen3MoeForCausalLM:
-    torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=262,
-            hidden_size=64,
-            intermediate_size=64,
-            moe_intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            num_experts=4,
-            num_experts_per_tok=2,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=1,
-        )
-    )
-
-
 def test_experts_are_written_one_by_one_as_published(tmp_path):
     model = make_experts()
     write(model, "bf16", tmp_path / "checkpoint")
@@ -148,16 +132,69 @@ def test_experts_are_written_one_by_one_as_published(tmp_path):
 
 
 def test_quantized_experts_have_a_scale_each_and_their_router_has_none(tmp_path):
-    model = make_experts()
+    model = make_experts(128)
     write(model, "fp8", tmp_path / "checkpoint")
     written = tensors_in(tmp_path / "checkpoint")
-    expert = model.model.layers[1].mlp.experts.gate_up_proj[3, :32].detach()  # gate and up lie one after the other
-    weight, scale = (written[f"model.layers.1.mlp.experts.3.gate_proj.{part}"] for part in ("weight", "weight_scale"))
-    assert weight.dtype == torch.float8_e4m3fn
-    assert ((weight.float() * scale - expert).abs() <= largest_error("fp8", expert)).all()
-    assert written["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
+    parts = ("weight", "weight_scale")
+    block = "model.layers.1.mlp."
+    # The names that vLLM's loader of Qwen3-MoE looks for.
+    names = {f"experts.{e}.{m}_proj.{part}" for e in range(8) for m in ("gate", "up", "down") for part in parts}
+    assert {name.removeprefix(block) for name in written if name.startswith(block)} == names | {"gate.weight"}
+    for expert in range(8):
+        fused = model.model.layers[1].mlp.experts
+        gate, up = fused.gate_up_proj[expert].detach().chunk(2)
+        for matrix, of in {"gate": gate, "up": up, "down": fused.down_proj[expert].detach()}.items():
+            weight, scale = (written[f"{block}experts.{expert}.{matrix}_proj.{part}"] for part in parts)
+            assert weight.dtype == torch.float8_e4m3fn
+            by_hand = of.abs().amax(1, keepdim=True) / 448  # the largest number of E4M3, for each output channel
+            torch.testing.assert_close(scale, by_hand)
+            assert torch.equal(weight.float(), (of / scale).to(torch.float8_e4m3fn).float())
+    assert written[f"{block}gate.weight"].dtype == torch.bfloat16
     ignored = json.loads((tmp_path / "checkpoint" / "config.json").read_text())["quantization_config"]["ignore"]
     assert set(ignored) == {"lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"}
+    in_8_bits = sum(tensor.numel() for tensor in written.values() if tensor.element_size() == 1)
+    assert in_8_bits > 0.9 * model.num_parameters()
+
+
+# For experts in INT8 and in blocks of FP8 transformers 5.17 has no conversion, and says so.
+@pytest.mark.parametrize("scheme", ["fp8", "int4", "int4_g32"])
+def test_transformers_loads_quantized_experts(tmp_path, scheme):
+    model = make_experts()
+    write(model, scheme, tmp_path / "checkpoint")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
+    with torch.no_grad():
+        loaded(torch.tensor([[5, 6, 7]]))  # decompresses on its first call
+    for name, expected in model.named_parameters():
+        if "experts" not in name:
+            continue
+        for mine, of in zip(loaded.get_parameter(name).float(), expected.detach(), strict=True):
+            error, size = (mine - of).abs(), of.abs()
+            limit = largest_error("int4_g32" if scheme == "int4" else scheme, of)
+            assert (error <= limit + 2**-8 * size).all(), name  # they arrive as bfloat16 numbers
+            assert error.max() > 1e-4, name
+
+
+def test_experts_without_a_name_each_are_refused():
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 262}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = AutoModelForCausalLM.from_config(GraniteMoeConfig(**shape, **heads, pad_token_id=0))
+    CheckpointWriter(model, "bf16")
+    with pytest.raises(ValueError, match=r"'fp8' cannot be written: GraniteMoe.*down_proj' in one tensor.*'bf16'"):
+        CheckpointWriter(model, "fp8")
+
+
+def test_a_shared_expert_is_quantized_and_its_gate_is_not(tmp_path):
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 262}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 2, "num_experts_per_tok": 1}
+    experts = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    model = AutoModelForCausalLM.from_config(Qwen2MoeConfig(**shape, **heads, **experts))
+    write(model, "fp8", tmp_path / "checkpoint")
+    written = tensors_in(tmp_path / "checkpoint")
+    block = "model.layers.0.mlp."
+    assert written[f"{block}shared_expert.up_proj.weight"].dtype == torch.float8_e4m3fn
+    assert written[f"{block}shared_expert_gate.weight"].dtype == torch.bfloat16
+    ignored = json.loads((tmp_path / "checkpoint" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert set(ignored) == {"lm_head", f"{block}gate", f"{block}shared_expert_gate"}
 
 
 def test_weights_that_fsdp_has_sharded_are_gathered(tmp_path):

@@ -14,8 +14,6 @@ from transformers import (
     GenerationConfig,
     GptOssConfig,
     Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from dc_trl.deployment import attention
@@ -28,7 +26,7 @@ from dc_trl.deployment.replica import (
 )
 from dc_trl.deployment.schemes import SCHEMES, resolve_scheme
 
-from .helpers import make_model
+from .helpers import make_experts, make_model
 
 
 PROMPTS = [[20, 30, 40], [50], [60, 70, 80, 90, 100]]
@@ -204,6 +202,18 @@ def test_adapters_are_merged_outside_the_policy(options):
     Replica(policy, "int8")
 
 
+def test_adapters_of_experts_are_merged():
+    targets = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    base = make_experts(32)
+    policy = get_peft_model(copy.deepcopy(base), LoraConfig(r=4, init_lora_weights=False, **targets))
+    merged = dict(policy_tensors(policy))
+    for name, expected in copy.deepcopy(policy).merge_and_unload().named_parameters():
+        torch.testing.assert_close(merged[name], expected)
+        adapted = "q_proj" in name or "experts" in name
+        assert torch.equal(merged[name], base.get_parameter(name)) != adapted, name
+    Replica(policy, "fp8")
+
+
 def test_an_adapter_without_merged_form_is_refused():
     policy = get_peft_model(make_model(128), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ValueError, match=r"learns a prompt.*LoRA"):
@@ -221,26 +231,91 @@ def test_groups_follow_the_width_of_the_model():
         Replica(make_model(32), "fp8_block")
 
 
-def test_fused_experts_are_refused_where_they_would_stay_unquantized():
-    config = Qwen3MoeConfig(
-        vocab_size=262,
-        hidden_size=128,
-        intermediate_size=128,
-        moe_intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    policy = Qwen3MoeForCausalLM(config)
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "int8", "int4", "int4_g32"])
+def test_experts_by_hand(scheme):
+    policy = make_experts(256)
+    replica = Replica(policy, scheme)
+    quantized = 0
+    for name, weight in policy.named_parameters():
+        mine = replica.model.get_parameter(name)
+        quantized += weight.numel() * (not torch.equal(mine, weight.bfloat16()))
+        if "experts" in name:
+            for expert, of in zip(mine, weight.detach(), strict=True):
+                # Gates and ups lie one under the other; they are two matrices, of 256 rows each.
+                parts = [by_hand(part, scheme) for part in of.split(256)]
+                torch.testing.assert_close(expert, torch.cat(parts).bfloat16())
+        elif name.endswith("mlp.gate.weight") or "embed" in name or "lm_head" in name or weight.ndim == 1:
+            assert torch.equal(mine, weight.bfloat16()), name
+    assert quantized > 0.9 * policy.num_parameters()
+
+
+def test_experts_read_quantized_activations_and_their_router_does_not():
+    def round_trip(value):
+        scale = value.abs().max() / 448
+        return (value / scale).to(torch.float8_e4m3fn).float() * scale
+
+    policy = make_experts(64)
+    replica = Replica(policy, "fp8")
+    replica.model.float()  # leaves quantization as the only rounding
+    block = replica.model.model.layers[0].mlp
+    tokens = torch.randn(1, 12, 64)
+    expected = []
+    for token in tokens[0]:
+        probabilities, chosen = (block.gate.weight @ token).softmax(-1).topk(2)
+        output = torch.zeros(64)
+        for weight, expert in zip(probabilities / probabilities.sum(), chosen, strict=True):
+            gate, up = (block.experts.gate_up_proj[expert] @ round_trip(token)).chunk(2)
+            hidden = round_trip(torch.nn.functional.silu(gate) * up)
+            output += weight * (block.experts.down_proj[expert] @ hidden)
+        expected.append(output)
+    with torch.no_grad():
+        mine = block(tokens)[0]
+    expected = torch.stack(expected)
+    # A difference in the last bit can tip an activation into the next code, in some of the tokens.
+    gaps = ((mine - expected).norm(dim=1) / expected.norm(dim=1)).sort().values
+    assert gaps[6] < 1e-5
+    assert gaps[-1] < 2e-2
+    unquantized = policy.float().model.layers[0].mlp(tokens)[0]
+    assert ((mine - unquantized).norm(dim=1) / unquantized.norm(dim=1)).min() > 1e-3
+
+
+def test_experts_sample_with_the_replicas_log_probabilities_which_are_near_the_policys():
+    torch.manual_seed(0)
+    policy = make_experts(64)
+    mean_gap = {}
+    for scheme in ("bf16", "fp8", "int4"):
+        replica = Replica(policy, scheme)
+        prompts = PROMPTS * 16
+        completions, logprobs = replica.generate(prompts, sampling(), 1.0)
+        gaps = []
+        for prompt, completion, values in zip(prompts, completions, logprobs, strict=True):
+            with torch.no_grad():
+                logits = policy(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+            probabilities = logits.softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
+            gaps.append((probabilities - torch.tensor(values).exp()).abs())
+        mean_gap[scheme] = torch.cat(gaps).mean().item()
+    # E4M3 keeps 3 bits of a weight, INT4 less, BF16 7: in this order, and all small.
+    assert 1e-6 < mean_gap["bf16"] < mean_gap["fp8"] / 2 < mean_gap["int4"] / 2 < 5e-3, mean_gap
+
+
+def test_experts_follow_the_policy():
+    policy, other = make_experts(64), make_experts(64, seed=1)
+    replica = Replica(policy, "fp8")
+    policy.load_state_dict(other.state_dict())
+    replica.sync(policy)
+    for mine, expected in zip(replica.model.parameters(), Replica(other, "fp8").model.parameters(), strict=True):
+        assert torch.equal(mine, expected)
+
+
+def test_experts_in_an_unknown_layout_are_refused_where_they_would_stay_unquantized():
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 262, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
+    policy = AutoModelForCausalLM.from_config(GptOssConfig(**shape, **heads, pad_token_id=0))
     Replica(policy, "bf16").generate(PROMPTS, sampling(), 1.0)
-    with pytest.raises(ValueError, match=r"experts in fused parameters.*use_vllm=True"):
+    with pytest.raises(ValueError, match=r"'fp8' cannot quantize 'model\.layers.*GptOssExperts.*'bf16'"):
         Replica(policy, "fp8")
+    with pytest.raises(ValueError, match=r"'int4' quantizes in groups of 32, which do not divide the 48 inputs"):
+        Replica(make_experts(48), "int4")
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,8 @@ class Serve:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str, **environment: str):
-    server = Serve(folder, *arguments, **environment)
+def serving(folder: Path, *arguments: str, model: str = str(TINY_MODEL), **environment: str):
+    server = Serve(folder, *arguments, model=model, **environment)
     try:
         yield server
     finally:

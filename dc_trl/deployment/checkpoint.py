@@ -29,7 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .policy import empty_copy, policy_tensors
-from .schemes import quantized_linears, resolve_scheme, weight_qparams
+from .schemes import quantized_weights, resolve_scheme, weight_qparams
 
 
 _RENAME_EXCHANGE = 2  # linux/fs.h
@@ -74,9 +74,19 @@ class CheckpointWriter:
         self._names = {name for name, _ in self._model.named_parameters()}
         self._names |= {name for name, _ in self._model.named_buffers() if name in persistent}
         self._quantization = resolve_scheme(scheme, self._model)
-        self._quantized = {f"{name}.weight" for name in quantized_linears(self._model)}
-        # Experts that transformers fuses into one parameter are quantized one by one, as vLLM loads them.
-        self._quantized |= {name for name, tensor in self._model.named_parameters() if tensor.ndim == 3}
+        self._quantized = set(quantized_weights(self._model)) if self._quantization.weights is not None else set()
+        self._check_published_layout()
+
+    def _check_published_layout(self) -> None:
+        """Refuses experts that the model's published checkpoints hold fused, under one name."""
+        for name in sorted(self._quantized):
+            weight = self._model.get_parameter(name)
+            if weight.ndim == 3 and any(value.ndim != 2 for _, value in self._published(name, weight)):
+                raise ValueError(
+                    f"deployment_scheme={self.scheme!r} cannot be written: {type(self._model).__name__}'s checkpoints "
+                    f"keep {name!r} in one tensor, and vLLM loads quantized experts one by one. Use "
+                    "deployment_scheme='bf16'."
+                )
 
     @torch.no_grad()
     def write(self, tensors: Iterable[tuple[str, Tensor]], directory: str | os.PathLike[str]) -> int:
@@ -165,9 +175,8 @@ class CheckpointWriter:
 
     def _deployed(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What the checkpoint holds for one weight of the policy."""
-        quantized = self._quantization.weights is not None and name in self._quantized
-        for key, value in revert_weight_conversion(self._model, {name: tensor.detach()}).items():
-            if not quantized:
+        for key, value in self._published(name, tensor):
+            if name not in self._quantized:
                 if value.is_floating_point():
                     value = value.to(torch.bfloat16)
                 yield key, value.cpu().contiguous()
@@ -178,16 +187,20 @@ class CheckpointWriter:
             for part, compressed in compressor.compress(local, self._quantization).items():
                 yield f"{key.removesuffix('weight')}{part}", compressed.cpu().contiguous()
 
+    def _published(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """A weight as the model's published checkpoints have it: fused experts one by one."""
+        return revert_weight_conversion(self._model, {name: tensor.detach()}).items()
+
     def _quantization_config(self) -> QuantizationConfig:
         scheme = self._quantization.model_copy(update={"format": _format(self._quantization).value})
-        # Matrices that could pass for Linear layers in an engine: the output head, and routers of experts.
+        # What could pass for a Linear layer in an engine: the output head, routers of experts, convolutions.
         embedding = self._model.get_input_embeddings()
         ignore = [
             name
             for name, module in self._model.named_modules()
             if module is not embedding
             and f"{name}.weight" not in self._quantized
-            and any(key == "weight" and tensor.ndim == 2 for key, tensor in module.named_parameters(recurse=False))
+            and any(key == "weight" and tensor.ndim >= 2 for key, tensor in module.named_parameters(recurse=False))
         ]
         return QuantizationConfig(
             config_groups={"group_0": scheme},

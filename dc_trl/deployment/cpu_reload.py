@@ -1,11 +1,13 @@
 """What vLLM's CPU engine leaves out when it reloads weights in place (vLLM 0.31). Runs within the engine.
 
-The kernels of that engine keep copies of the weights, packed for the processor. Two of them outlive a reload:
+The kernels of that engine keep copies of the weights, packed for the processor. Three of them outlive a reload:
 
 - An output head that shares the embedding's weights: the reload sees no weights of its own and leaves its packed copy,
   so that the engine goes on with the old head under the new layers.
 - The scales of INT8 layers: the kernel holds a pointer to tensors that the reload frees; the next request reads
   whatever is there then, NaN before long.
+- The experts of a mixture: they are packed only as long as there is no kernel for them, so that after a reload the
+  kernel reads unpacked weights.
 
 `vllm serve --worker-extension-cls dc_trl.deployment.cpu_reload.CPUReloadExtension` makes the remedy callable.
 """
@@ -14,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 from vllm import _custom_ops
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -23,6 +26,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 def reload_checkpoint(worker: Any, weights_path: str) -> None:
     """Reloads the weights of a CPU worker from a checkpoint directory, packed copies included."""
+    for module in worker.get_model().modules():
+        if isinstance(module, RoutedExperts):
+            module.quant_method.moe_kernel = None
     scales = []
     create = _custom_ops.create_onednn_scaled_mm
 

@@ -54,9 +54,10 @@ def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, T
 
 def _merged_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(module, BaseTunerLayer):
-        merged = copy.deepcopy(module)
-        merged.merge()
-        module = merged.get_base_layer()
+        module = copy.deepcopy(module)
+        while isinstance(module, BaseTunerLayer):  # of fused experts, an adapter for each parameter around the next
+            module.merge()
+            module = module.base_layer
     elif isinstance(module, ModulesToSaveWrapper):
         module = module.modules_to_save[module.active_adapters[0]]
     elif isinstance(module, AuxiliaryTrainingWrapper):

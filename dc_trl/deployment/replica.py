@@ -1,6 +1,7 @@
 """In-process replica of the policy in its deployment scheme: samples, and says with which log-probabilities."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationType
@@ -11,11 +12,18 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from . import attention
 from .policy import empty_copy, policy_tensors
-from .schemes import fake_quantize_weight, quantized_linears, require_scheme, resolve_scheme
+from .schemes import (
+    fake_quantize_weight,
+    fused_experts,
+    quantized_linears,
+    quantized_weights,
+    require_scheme,
+    resolve_scheme,
+)
 
 
 class _ActivationQuantizer:
-    """Forward pre-hook that fake-quantizes the input of a Linear layer, dynamically, as the engine would.
+    """Forward pre-hook that fake-quantizes the input of a layer, dynamically, as the engine would.
 
     Bit for bit the result of compressed-tensors' `compute_dynamic_scales_and_zp` and `fake_quantize`, which take three
     times as long: decoding one token calls this for every layer, and it decides what a rollout costs.
@@ -30,13 +38,14 @@ class _ActivationQuantizer:
         self._input: Tensor | None = None
         self._output: Tensor | None = None
 
-    def __call__(self, module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         if inputs[0] is not self._input or self._output is None:
             self._input = inputs[0]
-            self._output = self._fake_quantize(inputs[0])
-        return (self._output,)
+            self._output = self.fake_quantize(inputs[0])
+        return (self._output, *inputs[1:])
 
-    def _fake_quantize(self, activations: Tensor) -> Tensor:
+    def fake_quantize(self, activations: Tensor) -> Tensor:
+        """Activations of shape (..., channels) after their round trip, each token by itself; same shape and dtype."""
         value = activations.float()  # scales in float32, as in the engines' kernels
         if self._group_size is not None:
             value = value.unflatten(-1, (-1, self._group_size))
@@ -48,6 +57,12 @@ class _ActivationQuantizer:
     def reset(self) -> None:
         """Lets go of the activations."""
         self._input = self._output = None
+
+
+def _quantize_gated(experts: Any, quantizer: _ActivationQuantizer) -> None:
+    """Has fused experts quantize what their down_proj reads, which is made within their forward pass."""
+    gate = experts._apply_gate
+    experts._apply_gate = lambda gate_and_up: quantizer.fake_quantize(gate(gate_and_up))
 
 
 def _round_to_float8(values: Tensor) -> Tensor:
@@ -122,23 +137,21 @@ class Replica:
         self._weight_args: dict[str, QuantizationArgs] = {}
         self._activations: _ActivationQuantizer | None = None
         if quantization.weights is not None:
-            self._check_experts(scheme)
-            linears = quantized_linears(self.model)
-            self._weight_args = {f"{name}.weight": quantization.weights for name in linears}
+            self._weight_args = dict.fromkeys(quantized_weights(self.model), quantization.weights)
             if quantization.input_activations is not None:
-                self._activations = _ActivationQuantizer(quantization.input_activations)
-                for linear in linears.values():
-                    linear.register_forward_pre_hook(self._activations)
+                self._quantize_activations(quantization.input_activations)
         self.sync(policy)
 
-    def _check_experts(self, scheme: str) -> None:
-        for name, parameter in self.model.named_parameters():
-            if parameter.ndim == 3:
-                raise ValueError(
-                    f"deployment_scheme={scheme!r} cannot quantize {name!r}: this model keeps its experts in fused "
-                    "parameters, which compressed-tensors does not reach. Use deployment_scheme='bf16', or "
-                    "use_vllm=True with a server in that format."
-                )
+    def _quantize_activations(self, args: QuantizationArgs) -> None:
+        self._activations = _ActivationQuantizer(args)
+        for linear in quantized_linears(self.model).values():
+            linear.register_forward_pre_hook(self._activations)
+        experts = fused_experts(self.model)
+        if experts:
+            self.model.set_experts_implementation("grouped_mm")  # which calls `_apply_gate`; "eager" does not
+        for module in experts.values():
+            module.register_forward_pre_hook(self._activations)
+            _quantize_gated(module, self._activations)
 
     @torch.no_grad()
     def sync(self, policy: PreTrainedModel | PeftModel) -> None:

@@ -1,7 +1,7 @@
 """Deployment schemes by name, as compressed-tensors quantization schemes, and what they do to a weight.
 
 One name means one number format wherever it is used: the in-process replica that samples, and the checkpoint that is
-served. lm_head, embeddings and norms stay unquantized in every scheme, as vLLM keeps them.
+served. lm_head, embeddings, norms and the routers of experts stay unquantized in every scheme, as vLLM keeps them.
 """
 
 import torch
@@ -28,6 +28,8 @@ _PRESETS: dict[str, tuple[str, int | None]] = {
     "int4_g32": ("W4A16", 32),
 }
 SCHEMES = tuple(_PRESETS)
+# Linear layers beside the experts of a block that choose between them, or weigh them.
+_ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 def require_scheme(name: str) -> None:
@@ -37,11 +39,35 @@ def require_scheme(name: str) -> None:
 
 
 def quantized_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Linear layers that a scheme quantizes, by name: all but the output head."""
-    head = model.get_output_embeddings()
+    """Linear layers that a scheme quantizes, by name: all but the output head and what routes between experts."""
+    kept = {model.get_output_embeddings()}
+    for name in fused_experts(model):
+        block = model.get_submodule(name.rpartition(".")[0])
+        kept |= {module for key, child in block.named_children() if key in _ROUTERS for module in child.modules()}
     return {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in kept
     }
+
+
+def fused_experts(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Modules that hold the weights of all experts of a layer in three-dimensional parameters, by name.
+
+    transformers keeps no Linear layers for experts, but ``gate_up_proj``, shape (experts, 2 × intermediate, hidden),
+    and ``down_proj``, shape (experts, hidden, intermediate). Checkpoints and engines have each matrix by itself.
+    """
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if not isinstance(module, nn.Conv1d) and any(weight.ndim == 3 for weight in module.parameters(recurse=False))
+    }
+
+
+def quantized_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Weights that a scheme quantizes, by name: those of `quantized_linears` and of `fused_experts`."""
+    weights: dict[str, Tensor] = {f"{name}.weight": linear.weight for name, linear in quantized_linears(model).items()}
+    for name, experts in fused_experts(model).items():
+        weights |= {f"{name}.{key}": weight for key, weight in experts.named_parameters(recurse=False)}
+    return weights
 
 
 def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
@@ -52,17 +78,20 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
         model: a transformers causal language model.
 
     Returns:
-        The compressed-tensors scheme of its Linear layers; without ``weights`` for ``bf16``.
+        The compressed-tensors scheme of its Linear layers and experts; without ``weights`` for ``bf16``.
 
     Raises:
-        ValueError: unknown name, or layers whose width the scheme's groups do not divide.
+        ValueError: unknown name, layers whose width the scheme's groups do not divide, or experts in a layout that is
+            not known here and would stay unquantized.
     """
     require_scheme(name)
     preset, group_size = _PRESETS[name]
     scheme = preset_name_to_scheme(preset, targets=["Linear"])
     if scheme.weights is None:
         return scheme
-    widths = {layer: linear.in_features for layer, linear in quantized_linears(model).items()}
+    for layer, experts in fused_experts(model).items():
+        _require_known_layout(name, layer, experts)
+    widths = {key.removesuffix(".weight"): weight.shape[-1] for key, weight in quantized_weights(model).items()}
     if name == "int4" and any(width % 128 for width in widths.values()):
         group_size = 32
     if group_size is not None:
@@ -77,6 +106,21 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
                     f"{width} inputs of layer {layer!r}: use 'fp8' or 'int8', which have no groups."
                 )
     return scheme
+
+
+def _require_known_layout(scheme: str, layer: str, experts: nn.Module) -> None:
+    weights = dict(experts.named_parameters(recurse=False))
+    if weights.keys() == {"gate_up_proj", "down_proj"}:
+        rows, columns = weights["down_proj"].shape[1:]
+        # `_apply_gate` is where transformers' implementations of experts have the input of down_proj.
+        if weights["gate_up_proj"].shape[1:] == (2 * columns, rows) and hasattr(experts, "_apply_gate"):
+            return
+    shapes = ", ".join(f"{key} {tuple(weight.shape)}" for key, weight in weights.items())
+    raise ValueError(
+        f"deployment_scheme={scheme!r} cannot quantize {layer!r}: {type(experts).__name__} holds {shapes}, not "
+        "gate_up_proj (experts, 2 × intermediate, hidden) and down_proj (experts, hidden, intermediate). Use "
+        "deployment_scheme='bf16'."
+    )
 
 
 @torch.no_grad()
@@ -114,11 +158,13 @@ def fake_quantize_weight(weight: Tensor, args: QuantizationArgs) -> Tensor:
     """Weight after a round trip through its quantized format.
 
     Args:
-        weight: shape (out_features, in_features), floating point.
+        weight: shape (out_features, in_features), or (experts, out_features, in_features); floating point.
         args: quantization of weights by channel, group or block.
 
     Returns:
         float32, same shape.
     """
-    weight = weight.float()
-    return fake_quantize(weight, *weight_qparams(weight, args), args)
+    # Experts lie one under the other. Blocks of rows stay within one: `resolve_scheme` has it that they divide both
+    # dimensions of an expert's matrices, since each is the width of one of them.
+    rows = weight.float().flatten(0, -2)
+    return fake_quantize(rows, *weight_qparams(rows, args), args).view(weight.shape)

@@ -1,0 +1,228 @@
+"""Runs the jobs of a sweep, several at a time, and goes on where a killed sweep stopped."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from ..deployment.checkpoint import lock_folder
+from ..history import SUMMARY_FILE
+from ..samples import write_text
+from .plan import CONFIG_FILE, Job, changed_settings
+
+
+LOG_FILE = "train.log"
+_WATCHDOG = Path(__file__).parent.parent / "deployment" / "watchdog.py"
+_GRACE = 45.0  # seconds that a job has to end by itself; one with a vLLM server needs 20 of them for that
+_POLL = 0.2  # seconds
+_LAST_LINES = 12  # of a failed job's log
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The latest complete checkpoint from which steps are left; None where there is none.
+
+    A job that was killed while it saved leaves a checkpoint without the files that are written last. One killed after
+    its last step is not resumed: the deployed policy is measured after a step.
+    """
+    found: dict[int, Path] = {}
+    for state_file in folder.glob("checkpoint-*/trainer_state.json"):
+        try:
+            state = json.loads(state_file.read_text())
+        except json.JSONDecodeError:
+            continue  # cut short
+        if state["global_step"] < state["max_steps"] and (state_file.parent / "dc_grpo_state.json").is_file():
+            found[state["global_step"]] = state_file.parent
+    return found[max(found)] if found else None
+
+
+def is_done(job: Job) -> bool:
+    """Whether the job's run has ended well: the training script writes its summary last."""
+    return (job.folder / SUMMARY_FILE).is_file()
+
+
+def status(job: Job) -> str:
+    """What running the job would do: "done", "resume from checkpoint-…", "start again" or "start"."""
+    if is_done(job):
+        return "done"
+    checkpoint = last_checkpoint(job.folder)
+    if checkpoint is not None:
+        return f"resume from {checkpoint.name}"
+    return "start again" if _remains(job) else "start"
+
+
+def require_own_folders(jobs: Sequence[Job]) -> None:
+    """Refuses folders that hold something else than these jobs' runs.
+
+    Raises:
+        ValueError: names the folder, what differs, and the remedy.
+    """
+    for job in jobs:
+        changes = changed_settings(job)
+        if changes:
+            raise ValueError(
+                f"{job.folder} holds a run with other settings ({'; '.join(changes)}): choose another --output, or "
+                "move that folder away."
+            )
+        if _remains(job) and not (job.folder / CONFIG_FILE).exists():
+            raise ValueError(
+                f"{job.folder} holds files that are not of a sweep (no {CONFIG_FILE}): choose another --output, or "
+                "move that folder away."
+            )
+
+
+def _remains(job: Job) -> bool:
+    """Whether an earlier attempt left something behind."""
+    own = {CONFIG_FILE, LOG_FILE}
+    return job.folder.is_dir() and any(path.name not in own for path in job.folder.iterdir())
+
+
+def _set_aside(folder: Path) -> Path:
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.unfinished-{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    return aside
+
+
+class OutputLock:
+    """Keeps two sweeps out of one output directory. The jobs hold it too, so that it outlives a killed sweep.
+
+    Args:
+        output: directory of the sweep; made if it is not there.
+        report: takes a line when there is something to wait for.
+
+    Raises:
+        ValueError: it is still in use after the time that the jobs of a killed sweep take to end.
+    """
+
+    def __init__(self, output: Path, report: Callable[[str], None]):
+        output.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + _GRACE + 5
+        waiting = False
+        while True:
+            try:
+                self.descriptor = lock_folder(output)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ValueError(
+                        f"output={str(output)!r} is in use by another sweep: let it end, or choose another --output."
+                    ) from None
+            if not waiting:
+                report(f"{output} is in use by another sweep, or by jobs of one that are ending: waiting")
+                waiting = True
+            time.sleep(_POLL)
+
+    def __enter__(self) -> "OutputLock":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self.descriptor)
+
+
+@dataclass
+class Failure:
+    """A job that ended without a summary: its exit code, and the last lines of its log."""
+
+    job: Job
+    code: int
+    last_lines: list[str]
+
+
+class _Attempt:
+    """One process of a job. It ends with this process, whether that exits, is interrupted or is killed."""
+
+    def __init__(self, job: Job, command: Sequence[str], slot: Mapping[str, str], lock: OutputLock):
+        self.job, self.slot = job, slot
+        checkpoint = last_checkpoint(job.folder)
+        self.note = f"resumed from {checkpoint.name}" if checkpoint else "started"
+        if checkpoint is None and _remains(job):
+            self.note = f"started again; what was there is now {_set_aside(job.folder)}"
+        job.folder.mkdir(parents=True, exist_ok=True)
+        write_text(job.folder / CONFIG_FILE, yaml.safe_dump(job.settings, sort_keys=False, allow_unicode=True))
+        command = [*command, "--config", str(job.folder / CONFIG_FILE)]
+        if checkpoint is not None:
+            command += ["--resume_from_checkpoint", str(checkpoint)]
+        self.begin = time.monotonic()
+        with open(job.folder / LOG_FILE, "ab") as log:
+            self._log_begin = log.tell()
+            self._process = subprocess.Popen(
+                [sys.executable, str(_WATCHDOG), str(_GRACE), *command],
+                env=os.environ | dict(slot),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the sweep
+                pass_fds=[lock.descriptor],
+            )
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def ask_to_end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def wait(self) -> None:
+        self._process.wait()
+
+    def failure(self) -> Failure:
+        log = (self.job.folder / LOG_FILE).read_bytes()[self._log_begin :].decode(errors="replace")
+        lines = [line for line in log.splitlines() if line.strip()]
+        return Failure(self.job, self._process.returncode, lines[-_LAST_LINES:])
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    command: Sequence[str],
+    slots: Sequence[Mapping[str, str]],
+    lock: OutputLock,
+    report: Callable[[str], None] = print,
+) -> list[Failure]:
+    """Runs the jobs that are not done yet. A job that fails does not stop the others.
+
+    Args:
+        jobs: of the sweep; `require_own_folders` has accepted them.
+        command: the training script and what launches it; `--config FILE` is appended.
+        slots: environment variables of the jobs that run at the same time, a mapping for each.
+        lock: of the output directory.
+        report: takes a line for each job that starts or ends.
+
+    Returns:
+        What failed.
+    """
+    waiting = [job for job in jobs if not is_done(job)]
+    if len(waiting) < len(jobs):
+        report(f"{len(jobs) - len(waiting)} of {len(jobs)} jobs are done already")
+    free, running, failures, ended = list(slots), list[_Attempt](), list[Failure](), len(jobs) - len(waiting)
+    try:
+        while waiting or running:
+            while waiting and free:
+                attempt = _Attempt(waiting.pop(0), command, free.pop(0), lock)
+                running.append(attempt)
+                report(f"{attempt.job.name} {attempt.note}")
+            for attempt in [attempt for attempt in running if attempt.poll() is not None]:
+                running.remove(attempt)
+                free.append(attempt.slot)
+                ended += 1
+                seconds = f"after {time.monotonic() - attempt.begin:.0f} s ({ended} of {len(jobs)})"
+                if is_done(attempt.job):
+                    report(f"{attempt.job.name} done {seconds}")
+                else:
+                    failures.append(attempt.failure())
+                    report(f"{attempt.job.name} FAILED {seconds}, log: {attempt.job.folder / LOG_FILE}")
+            time.sleep(_POLL)
+    finally:
+        if running:
+            report(f"ending {len(running)} running job(s); the same command goes on with them")
+        for attempt in running:
+            attempt.ask_to_end()
+        for attempt in running:
+            attempt.wait()
+    return failures

@@ -1,0 +1,254 @@
+"""What a sweep file asks for: variants, seeds, and a training run for each pair, with its settings and its folder."""
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+CONFIG_FILE = "config.yaml"  # in a job's folder: its whole configuration
+# Fields that each job has of its own, and where they come from.
+RESERVED = {
+    "seed": "list the seeds under `seeds`",
+    "output_dir": "give --output",
+    "resume_from_checkpoint": "leave it out: an unfinished job is resumed",
+}
+KEYS = ("config", "fixed", "grid", "list", "seeds", "metrics", "reference")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A point of the sweep: its name in tables, the fields that make it, and its folder under the output directory."""
+
+    name: str
+    fields: dict[str, Any] = field(hash=False)
+
+    @property
+    def folder(self) -> str:
+        return re.sub(r"[^\w=.,+-]+", "_", self.name).lstrip(".")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run."""
+
+    variant: Variant
+    seed: int
+    folder: Path
+    settings: dict[str, Any] = field(hash=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant.folder}/seed-{self.seed}"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep file, read and checked in itself; whether its fields exist is for the training script's parser to say.
+
+    `base` holds the settings that all variants share. `metrics` are the columns of the table, empty for the usual
+    ones. The other variants are compared with the `reference`.
+    """
+
+    name: str
+    base: dict[str, Any]
+    variants: tuple[Variant, ...]
+    seeds: tuple[int, ...]
+    metrics: tuple[str, ...]
+    reference: Variant
+
+    def settings(self, variant: Variant) -> dict[str, Any]:
+        """The configuration of a variant, without seed and output directory."""
+        return self.base | variant.fields
+
+    def jobs(self, output: Path) -> list[Job]:
+        """The runs, all variants with the first seed first: a sweep that ends early has something of each."""
+        return [
+            Job(variant, seed, folder, self.settings(variant) | {"seed": seed, "output_dir": str(folder)})
+            for seed in self.seeds
+            for variant in self.variants
+            for folder in [output / variant.folder / f"seed-{seed}"]
+        ]
+
+    @property
+    def axis(self) -> str | None:
+        """The field that alone tells the variants apart, by a number; None where there is no such field."""
+        names = {name for variant in self.variants for name in variant.fields}
+        if len(names) != 1:
+            return None
+        (name,) = names
+        values = [as_number(variant.fields.get(name)) for variant in self.variants]
+        return name if None not in values else None
+
+
+def load_sweep(
+    path: str | Path,
+    base: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    seeds: Sequence[int] | None = None,
+) -> Sweep:
+    """Reads a sweep file.
+
+    Args:
+        path: YAML with `config` (file of the base configuration, from the working directory or beside this file),
+            `fixed` (field → value, on top of it), either `grid` (field → list of values: all combinations) or `list`
+            (name of a variant → its fields, none for the base itself), and, if wanted, `seeds` (0, 1, 2 by default),
+            `metrics` (columns of the table) and `reference` (name of the variant that the others are compared with,
+            the first one by default).
+        base: takes the place of `config`.
+        overrides: on top of `fixed`.
+        seeds: take the place of `seeds`.
+
+    Raises:
+        ValueError: the file contradicts itself; the message names the key.
+        OSError: a file cannot be read.
+    """
+    path = Path(path)
+    sweep = read_yaml(path)
+    for key in sweep:
+        if key not in KEYS:
+            raise ValueError(f"{path}: {key!r} is unknown: a sweep has {', '.join(KEYS)}.")
+    if base is None:
+        if not isinstance(sweep.get("config"), str):
+            raise ValueError(f"{path}: config={sweep.get('config')!r} is invalid: name the base configuration's file.")
+        base = Path(sweep["config"])
+        base = base if base.is_file() else path.parent / base
+    fixed = _mapping(path, sweep, "fixed") | dict(overrides or {})
+    variants = _variants(path, sweep)
+    swept = {name for variant in variants for name in variant.fields}
+    for name, remedy in RESERVED.items():
+        if name in swept or name in fixed:
+            raise ValueError(f"{path}: {name} is each job's own: {remedy}.")
+    clash = sorted(swept & set(fixed if "grid" in sweep else overrides or {}))
+    if clash:
+        raise ValueError(f"{path}: {clash[0]} is both fixed and swept: remove one of the two.")
+    seeds = sweep.get("seeds", [0, 1, 2]) if seeds is None else list(seeds)
+    whole = isinstance(seeds, list) and all(type(seed) is int and seed >= 0 for seed in seeds)
+    if not whole or not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(f"{path}: seeds={seeds!r} is invalid: list different whole numbers, at least 0.")
+    metrics = sweep.get("metrics") or []
+    if not isinstance(metrics, list) or not all(isinstance(name, str) for name in metrics):
+        raise ValueError(f"{path}: metrics={metrics!r} is invalid: list names of metrics.")
+    names = {variant.name: variant for variant in variants}
+    reference = sweep.get("reference", variants[0].name)
+    if reference not in names:
+        raise ValueError(f"{path}: reference={reference!r} is no variant: choose one of {', '.join(names)}.")
+    return Sweep(
+        name=path.stem,
+        base=read_yaml(Path(base)) | fixed,
+        variants=tuple(variants),
+        seeds=tuple(seeds),
+        metrics=tuple(metrics),
+        reference=names[reference],
+    )
+
+
+def _variants(path: Path, sweep: Mapping[str, Any]) -> list[Variant]:
+    if ("grid" in sweep) == ("list" in sweep):
+        raise ValueError(f"{path}: give one of `grid` (field → values) and `list` (name → fields).")
+    if "grid" in sweep:
+        grid = _mapping(path, sweep, "grid")
+        for name, values in grid.items():
+            if not isinstance(values, list) or not values:
+                raise ValueError(f"{path}: grid: {name}={values!r} is invalid: list its values.")
+        points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+        variants = [
+            Variant(",".join(f"{name}={show(value)}" for name, value in point.items()), point) for point in points
+        ]
+    else:
+        named = _mapping(path, sweep, "list")
+        variants = [Variant(str(name), _mapping(path, named, name)) for name in named]
+    if not variants or not variants[0].name:
+        raise ValueError(f"{path}: the sweep has no variant: give `grid` a field, or `list` a name.")
+    folders: dict[str, str] = {}
+    for variant in variants:
+        if not variant.folder or len(variant.folder.encode()) > 200:
+            raise ValueError(
+                f"{path}: variant {variant.name[:80]!r} cannot name a folder: give it a name of its own with `list`."
+            )
+        if variant.folder in folders:
+            raise ValueError(
+                f"{path}: variants {folders[variant.folder]!r} and {variant.name!r} share the folder "
+                f"{variant.folder!r}: remove one, or give them other names."
+            )
+        folders[variant.folder] = variant.name
+    return variants
+
+
+def _mapping(path: Path, mapping: Mapping[Any, Any], key: Any) -> dict[str, Any]:
+    value = mapping.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{path}: {key}={value!r} is invalid: map names to values.")
+    return value
+
+
+def show(value: Any) -> str:
+    """A value as it stands in names and axes."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def as_number(value: Any) -> float | None:
+    """The number that a value of a configuration means; YAML reads 1e-6 as a string. None where it means none."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def changed_settings(job: Job) -> list[str]:
+    """How the settings that a job's folder was begun with differ from the present ones, a text for each field.
+
+    The folder itself does not count, so that a sweep can be moved.
+    """
+    file = job.folder / CONFIG_FILE
+    if not file.exists():
+        return []
+    old = {name: value for name, value in read_yaml(file).items() if name != "output_dir"}
+    new = {name: value for name, value in job.settings.items() if name != "output_dir"}
+    absent = object()
+    differing = []
+    for name in sorted(old.keys() | new.keys()):
+        before, after = old.get(name, absent), new.get(name, absent)
+        if before != after and (as_number(before) is None or as_number(before) != as_number(after)):
+            shown = ["unset" if value is absent else show(value) for value in (before, after)]
+            differing.append(f"{name} was {shown[0]} and is now {shown[1]}")
+    return differing
+
+
+class _Loader(yaml.SafeLoader):
+    """A key that stands twice would silently lose a variant."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep)
+        names = [key.value for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1 and name != "<<":
+                raise ValueError(f"{name!r} stands there twice (line {node.start_mark.line + 1} ff.): remove one.")
+        return mapping
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file that holds a mapping.
+
+    Raises:
+        ValueError: it holds something else, or is no YAML; the message names the file.
+        OSError: it cannot be read.
+    """
+    try:
+        content = yaml.load(path.read_text(), _Loader)  # a SafeLoader
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {show(content)[:80]}: write a mapping of names to values.")
+    return content

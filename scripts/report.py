@@ -1,0 +1,30 @@
+"""Writes the report of one run, or of several side by side: one HTML page, and its figures as PNGs.
+
+python scripts/report.py runs/quickstart --output report.html
+python scripts/report.py runs/grpo-seed0 runs/dc-grpo-seed0 --output report.html
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from dc_trl.report import write_report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run, finished or not")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="the page; its figures go to the folder OUTPUT_figures"
+    )
+    parser.add_argument("--title", help="of the page (default: names the runs)")
+    args = parser.parse_args()
+    try:
+        page, *figures = write_report(args.runs, args.output, args.title)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print(f"wrote {page}, and {len(figures)} figures in {figures[0].parent}" if figures else f"wrote {page}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""The page that reports are made of: what a browser, a phone and a stranger's text do to it."""
+
+import base64
+import io
+import random
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from dc_trl.figures import LINE_STYLES, SERIES, draw_curve, moving_average, new_figure, series_style
+from dc_trl.html import Page, page_generator
+
+
+VOID = {"meta", "img", "wbr"}
+
+
+class Reader(HTMLParser):
+    """Elements with their attributes and texts, read by Python's own parser; unbalanced tags are errors."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.rows: list[list[str]] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag, attrs):
+        assert len(dict(attrs)) == len(attrs)
+        self.elements.append((tag, dict(attrs)))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("th", "td"):
+            self.rows[-1].append("")
+        if tag not in VOID:
+            self._open.append(tag)
+            self.texts.setdefault(tag, []).append("")
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        if self._open:
+            self.texts[self._open[-1]][-1] += data
+            if self._open[-1] in ("th", "td"):
+                self.rows[-1][-1] += data
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def read_page(page: Page) -> Reader:
+    return Reader(page.html())
+
+
+def make_figure(points=5, width=4.8):
+    figure, (axes,) = new_figure(width=width)
+    rng = random.Random(0)
+    axes.plot([rng.random() for _ in range(points)])
+    return figure
+
+
+def require_self_contained(reader: Reader) -> None:
+    """Nothing in the page makes a browser ask for anything or run anything."""
+    assert not {"script", "link", "iframe", "object", "embed", "base", "form", "svg"} & {t for t, _ in reader.elements}
+    for _, attributes in reader.elements:
+        assert not {"href", "srcset", "action"} & attributes.keys()
+        assert not any(name.startswith("on") for name in attributes)
+        assert attributes.get("src", "data:").startswith("data:")
+    (style,) = reader.texts["style"]
+    assert "url(" not in style
+    assert "@import" not in style
+    ids = [attributes["id"] for _, attributes in reader.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+
+
+def test_a_page_has_what_it_was_given_in_order():
+    page = Page("Title", "below it")
+    page.heading("First")
+    page.text("A paragraph.")
+    page.table(["name", "a", "b"], [["x", "1", "2"], ["y", "3", "4"]], "Numbers")
+    page.figure(make_figure(), "left", "a line")
+    page.figure(make_figure(), "right")
+    page.heading("Second")
+    reader = read_page(page)
+    require_self_contained(reader)
+    assert reader.rows == [["name", "a", "b"], ["x", "1", "2"], ["y", "3", "4"]]
+    assert reader.texts["h1"] == ["Title"]
+    assert reader.texts["h2"] == ["First", "Second"]
+    assert reader.texts["p"] == ["below it", "A paragraph.", "Numbers"]
+    assert reader.texts["figcaption"] == ["left", "right"]
+    assert [image["alt"] for image in reader.all("img")] == ["a line", "right"]
+    # Both figures stand in one row.
+    assert [a.get("class") for a in reader.all("div")] == ["table", "figures"]
+    assert [a["scope"] for a in reader.all("th")] == ["col", "col", "col", "row", "row"]
+
+
+def test_the_head_says_language_characters_and_width():
+    text = Page("T").html()
+    assert text.startswith('<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">')
+    metas = Reader(text).all("meta")
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in metas
+    (policy,) = [meta["content"] for meta in metas if "http-equiv" in meta]
+    assert "default-src 'none'" in policy
+
+
+@given(st.text(max_size=40))
+def test_text_of_any_kind_stays_text(text):
+    page = Page(text, text)
+    page.heading(text)
+    page.table([text, "a"], [[text, text]], text)
+    reader = read_page(page)
+    require_self_contained(reader)
+    allowed = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
+    assert reader.texts["title"] == reader.texts["h1"] == reader.texts["h2"] == [allowed]
+    assert reader.rows == [[allowed, "a"], [allowed, allowed]]
+    page.html().encode()  # a lone surrogate would raise
+
+
+@pytest.mark.parametrize("hostile", ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "</style>&amp;"])
+def test_markup_of_a_user_does_nothing(hostile):
+    page = Page(hostile, hostile, generator=hostile)
+    page.text(hostile)
+    page.table([hostile], [[hostile]], hostile)
+    page.figure(make_figure(), hostile, hostile)
+    reader = read_page(page)
+    require_self_contained(reader)
+    assert reader.all("img")[0]["alt"] == hostile
+    assert hostile not in page.html()
+
+
+def test_a_row_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="has 1 cells and the header 2"):
+        Page("T").table(["a", "b"], [["x"]])
+
+
+def image_of(page: Page) -> tuple[str, bytes]:
+    (image,) = read_page(page).all("img")
+    kind, data = re.fullmatch(r"data:image/([\w+]+);base64,(.*)", image["src"]).groups()
+    return kind, base64.b64decode(data, validate=True)
+
+
+def test_few_points_are_drawn_sharp_and_many_do_not_make_the_page_large():
+    page = Page("T")
+    page.figure(make_figure(), "few")
+    kind, data = image_of(page)
+    assert kind == "svg+xml"
+    root = ElementTree.fromstring(data)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert b"font-family" not in data  # letters are outlines: no font of the reader's is needed
+
+    page = Page("T")
+    page.figure(make_figure(points=100_000), "many")
+    kind, data = image_of(page)
+    assert kind == "png"
+    assert len(data) < 500_000
+    assert Image.open(io.BytesIO(data)).width >= 1000
+
+
+def test_the_same_page_twice_is_the_same_file(tmp_path):
+    for name in ("a.html", "b.html"):
+        page = Page("T")
+        page.figure(make_figure(), "c")
+        page.save(tmp_path / name)
+    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "b.html"]
+
+
+def test_a_wide_figure_stands_alone():
+    page = Page("T")
+    page.figure(make_figure(width=7.2), "wide")
+    page.figure(make_figure(), "narrow")
+    assert [figure.get("class") for figure in read_page(page).all("figure")] == ["wide", None]
+
+
+def test_the_generator_is_found_in_our_pages_only(tmp_path):
+    Page("T", generator='a & "b"').save(tmp_path / "ours.html")
+    (tmp_path / "other.html").write_text("<!DOCTYPE html>\n<html><meta name='generator' content='x'></html>")
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    (tmp_path / "empty").touch()
+    found = {path.name: page_generator(path) for path in tmp_path.iterdir()}
+    assert found == {"ours.html": 'a & "b"', "other.html": None, "binary": None, "empty": None}
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=40), st.integers(0, 6))
+def test_a_moving_average_is_the_mean_of_its_window(values, half):
+    found = moving_average(values, 2 * half + 1)
+    expected = []
+    for i in range(len(values)):
+        window = [values[j] for j in range(len(values)) if abs(i - j) <= half]
+        expected.append(sum(window) / len(window))
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_long_curve_is_drawn_twice_and_a_short_one_with_its_points():
+    _, (axes,) = new_figure()
+    draw_curve(axes, range(18), [1.0] * 18)
+    assert [line.get_marker() for line in axes.lines] == ["o"]
+    _, (axes,) = new_figure()
+    values = [float(i % 3) for i in range(19)]
+    draw_curve(axes, range(19), values)
+    raw, smooth = axes.lines
+    assert list(raw.get_ydata()) == values
+    assert list(smooth.get_ydata()) == moving_average(values)
+
+
+def test_series_differ_in_colour_and_for_grey_print_in_line():
+    styles = [series_style(i) for i in range(len(SERIES) * len(LINE_STYLES))]
+    assert len({(style.colour, style.line) for style in styles}) == len(styles)
+    first = styles[: len(LINE_STYLES)]
+    assert len({style.line for style in first}) == len(first)
+    assert {series_style(3, line).colour for line in range(4)} == {SERIES[3]}

@@ -1,0 +1,310 @@
+"""The papers' recipes: their numbers, their sources, their commands, and training steps of each on a tiny stand-in."""
+
+import re
+import shlex
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_multi_gpu_env
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3MoeForCausalLM
+from trl import TrlParser
+
+from dc_trl.rewards import get_reward
+
+from .helpers import (
+    ROOT,
+    assert_finite,
+    distinct_characters,
+    load_script,
+    logged,
+    make_experts,
+    make_model,
+    make_tokenizer,
+)
+from .vllm_server import requires_vllm
+
+
+QUICKSTARTS = {"quickstart", "quickstart_vllm_fp8"}
+
+
+class Recipe(NamedTuple):
+    """What the papers, or docs/recipes.md, say of a recipe: written by hand, not read from its file."""
+
+    architecture: str
+    processes: int
+    prompts: int  # in a generation batch
+    completions: int  # of a prompt
+    optimizer_steps: int  # on a generation batch
+    scheme: str
+    constraint: str
+    tolerance: float | str
+    lambda_init: float
+
+
+DENSE = Recipe("qwen3", 4, 64, 8, 4, "fp8", "lagrangian", 0.0037, 0.1)
+LENGTH_DECAY = Recipe("qwen3", 4, 64, 16, 1, "bf16", "none", 0.0037, 0.1)
+RECIPES = {
+    "qwen3_8b_fp8": DENSE,
+    "qwen3_8b_bf16": DENSE._replace(scheme="bf16"),
+    "qwen3_30b_a3b_fp8": DENSE._replace(architecture="qwen3_moe", processes=16, tolerance=0.005, lambda_init=0.05),
+    "r1_distill_qwen_1_5b_temperature": DENSE._replace(architecture="qwen2", tolerance="auto"),
+    "qwen3_4b_base_length_decay": LENGTH_DECAY,
+    "qwen3_8b_base_length_decay": LENGTH_DECAY,
+}
+# What a small machine forces, and nothing else: every other field is the file's. None: left out.
+OVERRIDES = {
+    "model_name_or_path": "a tiny stand-in of the same architecture",
+    "output_dir": "a temporary directory",
+    "use_cpu": True,
+    "bf16": False,
+    "dataset_name": "arithmetic",
+    "eval_size": 0,
+    # A random model is never right, and equal rewards move nothing.
+    "rewards": ["tests.test_recipes.distinct_characters_of_messages"],
+    # The replica in the same scheme in the place of the server.
+    "use_vllm": False,
+    "vllm_mode": None,
+    "vllm_server_base_url": None,
+    "weight_sync": None,
+    "weight_sync_dir": None,
+    "serve": None,
+    "serve_devices": None,
+    "serve_options": None,
+    "max_completion_length": 6,
+    # One prompt in an optimizer step; the number of steps on a generation batch is the file's.
+    "per_device_train_batch_size": "num_generations",
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": "optimizer steps on a generation batch",
+    # Until the second generation batch has begun.
+    "max_steps": "optimizer steps on a generation batch + 1",
+}
+
+
+def distinct_characters_of_messages(completions: list, **kwargs) -> list[float]:
+    return distinct_characters([messages[-1]["content"] for messages in completions])
+
+
+def path_of(name: str) -> Path:
+    return ROOT / "configs" / f"{name}.yaml"
+
+
+def fields(name: str) -> dict:
+    return yaml.safe_load(path_of(name).read_text())
+
+
+def stand_in(architecture: str) -> PreTrainedModel:
+    if architecture == "qwen3_moe":
+        return make_experts(32)
+    if architecture == "qwen3":
+        return make_model(32, tie_word_embeddings=False)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 262}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": 1}
+    return AutoModelForCausalLM.from_config(Qwen2Config(**shape, **heads, pad_token_id=0, initializer_range=0.2))
+
+
+@pytest.fixture(scope="module")
+def script():
+    return load_script("train")
+
+
+def parse(script, config: dict, folder: Path):
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return TrlParser(script.ARGUMENTS).parse_args_and_config(["--config", str(file)])
+
+
+def test_no_configuration_escapes():
+    assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == QUICKSTARTS | set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_value_has_a_source(name):
+    source = r"  # (paper|digest|ours)\b"
+    for line in path_of(name).read_text().splitlines():
+        assert not line or line.startswith("#") or re.search(source, line), line
+    # Numbers that are not in the text of DC-GRPO's paper: nobody may take them for the paper's.
+    if RECIPES[name].constraint == "lagrangian":
+        digest = {"lambda_lr", "epsilon", "adam_beta2", "num_generations", "learning_rate"}
+        ours = {"lambda_max", "eval_size", "max_steps"}
+        (ours if RECIPES[name].tolerance == "auto" else digest).update({"discrepancy_tolerance", "lambda_init"})
+        for origin, names in {"digest": digest, "ours": ours}.items():
+            for field in names:
+                assert re.search(rf"^{field}: .*  # {origin}\b", path_of(name).read_text(), re.MULTILINE), field
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_numbers(script, name, tmp_path):
+    recipe, config = RECIPES[name], fields(name)
+    # As it is, on this machine, without the GPUs that BF16 training wants.
+    data, server, watch, args, model = parse(script, config | {"use_cpu": True, "bf16": False}, tmp_path)
+    script.require_servable(server, args)
+    completions = recipe.processes * args.per_device_train_batch_size * args.steps_per_generation
+    assert completions == recipe.prompts * recipe.completions
+    assert args.num_generations == recipe.completions
+    assert args.steps_per_generation == recipe.optimizer_steps * args.gradient_accumulation_steps
+    step = recipe.processes * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    assert step // recipe.completions == recipe.prompts // recipe.optimizer_steps
+    assert (args.deployment_scheme, args.constraint) == (recipe.scheme, recipe.constraint)
+    assert (args.discrepancy_tolerance, args.lambda_init) == (recipe.tolerance, recipe.lambda_init)
+    assert (args.learning_rate, args.max_completion_length, args.beta) == (1e-6, 8192, 0.0)
+    assert (args.temperature, args.top_p, args.lr_scheduler_type) == (1.0, 1.0, "constant")
+    assert args.vllm_max_model_length == data.max_prompt_length + args.max_completion_length
+    assert get_reward(data.rewards[0]).__name__ == "math_reward"
+    assert model.dtype == "float32"
+    assert args.ddp_timeout > args.vllm_request_timeout
+    if recipe.constraint == "lagrangian":
+        assert (args.lambda_lr, args.lambda_min, args.lambda_max) == (1.0, 0.0, 1.0)
+        assert (args.epsilon, args.epsilon_high or args.epsilon) == (0.24, 0.24)
+        assert (args.adam_beta1, args.adam_beta2) == (0.9, 0.95)
+        assert (args.advantage_estimator, args.drop_zero_std_groups, watch.length_decay) == ("grpo", False, False)
+    else:
+        assert (args.epsilon, args.epsilon_high, args.weight_decay, args.max_grad_norm) == (0.2, 0.28, 0.01, 1.0)
+        assert (args.advantage_estimator, args.drop_zero_std_groups) == ("rloo", True)
+        assert (watch.length_decay, watch.length_decay_period, watch.length_decay_floor) == (True, None, 0.1)
+        assert not args.vllm_importance_sampling_correction
+        assert args.vllm_importance_sampling_clip_max == 2.0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_stand_in_trains(script, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    recipe, config = RECIPES[name], fields(name)
+    model = stand_in(recipe.architecture)
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    steps = recipe.optimizer_steps
+    small = OVERRIDES | {
+        "model_name_or_path": str(tmp_path / "model"),
+        "output_dir": str(tmp_path / "run"),
+        "per_device_train_batch_size": recipe.completions,
+        "steps_per_generation": steps,
+        "max_steps": steps + 1,
+    }
+    kept = {field: value for field, value in config.items() if field not in OVERRIDES}
+    assert len(kept) >= 25
+    changed = {field: value for field, value in small.items() if value is not None}
+    parsed = parse(script, kept | changed, tmp_path)
+    for field, value in kept.items():
+        holder = next(arguments for arguments in parsed if hasattr(arguments, field))
+        assert getattr(holder, field) == ([] if value == "none" and field == "report_to" else value), field
+    with ExitStack() as stack:
+        trainer, _ = script.build_trainer(*parsed, stack)
+        trainer.train()
+    assert trainer.state.global_step == steps + 1
+    assert_finite(trainer)
+    assert isinstance(trainer.model, type(model))
+    assert isinstance(trainer.replica.model, Qwen3MoeForCausalLM) == (recipe.architecture == "qwen3_moe")
+    assert trainer.replica.scheme == recipe.scheme
+    losses, rewards = logged(trainer, "loss"), logged(trainer, "reward_std")
+    assert len(losses) == steps + 1
+    assert max(rewards) > 0
+    before, after = trainer.state.log_history[0], trainer.state.log_history[steps]
+    discrepancy = logged(trainer, "discrepancy/mean")[0]
+    assert 0 < discrepancy < 0.05
+    moved = recipe.lambda_init
+    if recipe.constraint == "lagrangian" and recipe.tolerance != "auto":  # auto: λ rests for the first ten batches
+        moved = min(max(recipe.lambda_init + 1.0 * (discrepancy - recipe.tolerance), 0.0), 1.0)
+    if recipe.constraint == "lagrangian":
+        assert before["lagrangian/lambda"] == pytest.approx(recipe.lambda_init)
+        assert after["lagrangian/lambda"] == pytest.approx(moved)
+    rates = logged(trainer, "learning_rate")
+    assert rates == [1e-6] * (steps + 1)
+
+
+# --- how they are launched ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "layer"), [("fsdp2", None), ("fsdp2_moe", "Qwen3MoeDecoderLayer")])
+def test_accelerate_reads_the_sharding(name, layer, monkeypatch):
+    file = str(ROOT / "configs" / "accelerate" / f"{name}.yaml")
+    config = load_config_from_file(file)
+    assert {recipe.processes for recipe in RECIPES.values() if launch_of(recipe) == name} == {config.num_processes}
+    # What `accelerate launch` would hand to each process, and what they make of it.
+    args, _, _ = _validate_launch_command(
+        launch_command_parser().parse_args(["--config_file", file, "scripts/train.py"])
+    )
+    assert args.use_fsdp
+    environment = prepare_multi_gpu_env(args)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is True
+    assert plugin.state_dict_type.name == "FULL_STATE_DICT"
+    assert plugin.cpu_ram_efficient_loading
+    assert plugin.activation_checkpointing
+    assert environment["FSDP_OFFLOAD_PARAMS"] == "false"
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert environment.get("FSDP_TRANSFORMER_CLS_TO_WRAP") == layer
+    # The units are there: the stand-in's decoder layers, and nothing else.
+    model = stand_in("qwen3_moe" if layer else "qwen3")
+    plugin.set_auto_wrap_policy(model)
+    units = [type(module).__name__ for module in model.modules() if plugin.auto_wrap_policy(module, False, 0)]
+    assert units == [layer or "Qwen3DecoderLayer"] * 2
+
+
+def launch_of(recipe: Recipe) -> str:
+    return "fsdp2_moe" if recipe.architecture == "qwen3_moe" else "fsdp2"
+
+
+def commands() -> list[list[str]]:
+    """Commands of docs/recipes.md and of the files' headers."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / "recipes.md").read_text(), re.MULTILINE | re.DOTALL)
+    for name in RECIPES:
+        header = [line[4:] for line in path_of(name).read_text().splitlines() if line.startswith("#   ")]
+        blocks.append("\n".join(header))
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    words = [shlex.split(line, comments=True) for line in lines if line.strip()]
+    return [[word for word in command if "=" not in word or command.index(word) > 0] for command in words]
+
+
+def test_commands_are_there():
+    texts = [" ".join(command) for command in commands()]
+    for name in RECIPES:
+        assert any("train.py" in text and f"configs/{name}.yaml" in text for text in texts), name
+    assert sum("evaluate.py" in text for text in texts) >= 2
+
+
+@pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words)[:60])
+def test_commands_are_read_by_the_programs_themselves(script, words, monkeypatch, tmp_path):
+    if words[:2] == ["accelerate", "launch"]:
+        args = launch_command_parser().parse_args(words[2:])
+        assert args.training_script == "scripts/train.py"
+        name = Path(args.training_script_args[1]).stem
+        assert args.config_file == f"configs/accelerate/{launch_of(RECIPES[name])}.yaml"
+        config = fields(name) | {"use_cpu": True, "bf16": False}
+        file = tmp_path / "config.yaml"
+        file.write_text(yaml.safe_dump(config))
+        TrlParser(script.ARGUMENTS).parse_args_and_config(["--config", str(file), *args.training_script_args[2:]])
+        return
+    assert words[0] == "python"
+    program = Path(words[1]).stem
+    assert program in ("serve", "evaluate", "prepare_data", "ablate")
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.setattr(sys, "argv", [words[1], *words[2:]])
+    args = load_script(program).parse_arguments()
+    if program == "evaluate":
+        assert (args.max_tokens, args.temperature) == (32768, 0.7)
+    if program == "ablate":
+        assert (ROOT / args.sweep).is_file()
+        assert (ROOT / args.base).is_file()
+
+
+@requires_vllm
+def test_options_of_the_server_are_vllms():
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    given = [words[words.index("--") + 1 :] for words in commands() if "--" in words and "serve.py" in words[1]]
+    given.append(fields("r1_distill_qwen_1_5b_temperature")["serve_options"])
+    assert len(given) >= 6
+    for options in given:
+        assert parser.parse_args(options).tensor_parallel_size == 4
