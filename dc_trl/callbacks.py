@@ -11,10 +11,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from .collapse_callback import CollapseAlarmCallback
+from .files import write_text
 from .history import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, read_history, training_settings
 from .lr_schedule import LengthDecaySchedule, SurgeDetector
-from .panels import plot_run
-from .samples import write_text
+from .report.panels import plot_run
 from .trainer import DCGRPOTrainer
 
 

@@ -17,9 +17,9 @@ from trl import GRPOConfig
 
 from .config import DCGRPOConfig
 from .data.benchmarks import BENCHMARKS
+from .evaluation.results import Evaluation
+from .evaluation.tables import markdown_table
 from .history import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, SUMMARY_FILE, read_history
-from .results import Evaluation
-from .tables import markdown_table
 
 
 CARD_FILE = "README.md"

@@ -4,12 +4,14 @@ import json
 import time
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
 from transformers import TrainerCallback
 
+from .evaluation.training import greedy_accuracy
+from .files import write_text
 from .history import BASELINE_FILE, DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SUMMARY_FILE, read_history
-from .report import print_summary
 from .trainer import DCGRPOTrainer
-from .training_evaluation import greedy_accuracy
 
 
 class BeforeAndAfter(TrainerCallback):
@@ -56,7 +58,7 @@ class BeforeAndAfter(TrainerCallback):
             return
         self.before = measured
         if state.is_world_process_zero:
-            self._baseline.write_text(json.dumps(measured) + "\n")
+            write_text(self._baseline, json.dumps(measured) + "\n")
 
     def on_train_end(self, args, state, control, **kwargs):
         if self._trainer.eval_dataset is None and state.is_world_process_zero:
@@ -92,7 +94,11 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     tokens = trainer.state.num_input_tokens_seen
     rows.append(("tokens sampled and read", "", f"{tokens:,}"))
     rows.append(("training seconds", "", f"{run.seconds:.0f}"))
-    print_summary(rows, title=f"Deployed policy ({engine}), {trainer.state.global_step} steps, {args.constraint}")
+    title = f"Deployed policy ({engine}), {trainer.state.global_step} steps, {args.constraint}"
+    table = Table("", "before", "after", title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
     summary = {
         "engine": engine,
         "constraint": args.constraint,
@@ -105,7 +111,7 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
         "tokens": tokens,
         "seconds": run.seconds,
     }
-    Path(args.output_dir, SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
+    write_text(Path(args.output_dir, SUMMARY_FILE), json.dumps(summary, indent=2) + "\n")
     print(f"Model, {HISTORY_FILE} and {FIGURE_FILE} are in {args.output_dir}")
     if args.deployment_scheme is not None:
         print(f"Serve it: vllm serve {Path(args.output_dir, DEPLOYMENT_FOLDER)}")

@@ -24,7 +24,7 @@ from dc_trl.ablation.figure import draw_sweep
 from dc_trl.ablation.jobs import Failure, OutputLock, require_own_folders, run_jobs, status
 from dc_trl.ablation.plan import Job, Sweep, load_sweep
 from dc_trl.ablation.results import collect, write_results
-from dc_trl.tables import print_table
+from dc_trl.evaluation.tables import print_table
 
 
 TRAIN = Path(__file__).with_name("train.py")

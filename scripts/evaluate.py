@@ -25,9 +25,15 @@ from dc_trl.deployment.sampling import Engine, ReplicaEngine, Sampling, ServerEn
 from dc_trl.deployment.schemes import SCHEMES
 from dc_trl.deployment.server import ServerError, serve
 from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
+from dc_trl.evaluation.results import Evaluation, compare
+from dc_trl.evaluation.tables import (
+    comparison_table,
+    evaluation_details,
+    evaluation_table,
+    markdown_table,
+    print_table,
+)
 from dc_trl.model_card import write_eval_results
-from dc_trl.results import Evaluation, compare
-from dc_trl.tables import comparison_table, evaluation_details, evaluation_table, markdown_table, print_table
 
 
 # The paper's six. GSM8K and the built-in arithmetic are there by name.

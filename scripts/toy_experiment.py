@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from dc_trl.simplex import Measure, Vector
 from dc_trl.theory import budgeted_policy, squared_discrepancy
+from dc_trl.theory.simplex import Measure, Vector
 
 
 ACTIONS = ("high +", "high −", "medium +", "medium −", "low +", "low −")

@@ -32,11 +32,11 @@ from dc_trl.data.arguments import DataArguments, load_data
 from dc_trl.data.dapo import DAPO
 from dc_trl.deployment.server import ServerError
 from dc_trl.evaluation import Benchmark
+from dc_trl.evaluation.training import BenchmarkCallback
 from dc_trl.history import BASELINE_FILE, DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, changed_settings
 from dc_trl.hub import HubError, push_command, require_pushable
 from dc_trl.rewards import get_reward
 from dc_trl.summary import BeforeAndAfter, summarize
-from dc_trl.training_evaluation import BenchmarkCallback
 
 
 # What makes an output directory one that holds a run.

@@ -18,13 +18,13 @@ from dc_trl.data.schema import MathProblem, to_dataset
 from dc_trl.deployment.replica import Replica
 from dc_trl.deployment.sampling import ReplicaEngine, Request, Sampling, ServerEngine
 from dc_trl.deployment.server import ServerError
-from dc_trl.estimators import mean_estimate
 from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, sample_seed, tokenize_prompts
+from dc_trl.evaluation.estimators import mean_estimate
+from dc_trl.evaluation.results import Evaluation, benchmark_result, compare
+from dc_trl.evaluation.samples import Sample
+from dc_trl.evaluation.tables import comparison_table, evaluation_details, evaluation_table, markdown_table
 from dc_trl.model_card import eval_results, write_eval_results
-from dc_trl.results import Evaluation, benchmark_result, compare
 from dc_trl.rewards import arithmetic_reward
-from dc_trl.samples import Sample
-from dc_trl.tables import comparison_table, evaluation_details, evaluation_table, markdown_table
 
 from .helpers import ROOT, TINY_MODEL, load_script, make_model, make_tokenizer
 from .vllm_server import requires_vllm

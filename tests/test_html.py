@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from dc_trl.figures import LINE_STYLES, SERIES, draw_curve, moving_average, new_figure, series_style
-from dc_trl.html import Page, page_generator
+from dc_trl.report.figures import LINE_STYLES, SERIES, draw_curve, moving_average, new_figure, series_style
+from dc_trl.report.html import Page, page_generator
 
 
 VOID = {"meta", "img", "wbr"}

@@ -11,8 +11,8 @@ from trl import GRPOConfig
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer, LambdaLoggingCallback
 from dc_trl.history import changed_settings, read_history, read_run
-from dc_trl.panels import panels_of, plot_run, run_lines
 from dc_trl.report import write_report
+from dc_trl.report.panels import panels_of, plot_run, run_lines
 
 from .helpers import (
     Rollouts,

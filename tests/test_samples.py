@@ -5,7 +5,7 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
-from dc_trl.samples import SETTINGS_FILE, Sample, SampleStore
+from dc_trl.evaluation.samples import SETTINGS_FILE, Sample, SampleStore
 
 
 SETTINGS = {"model": "m", "temperature": 0.7, "seed": 0}

@@ -11,9 +11,9 @@ from scipy.optimize import minimize
 from scipy.special import lambertw
 
 from dc_trl import discrepancy
-from dc_trl.numerics import lambert_w
-from dc_trl.simplex import Measure
 from dc_trl.theory import budgeted_policy, optimal_policy, squared_discrepancy
+from dc_trl.theory.numerics import lambert_w
+from dc_trl.theory.simplex import Measure
 
 from .helpers import ROOT, load_script
 

@@ -14,7 +14,7 @@ from dc_trl import DCGRPOTrainer
 from dc_trl.deployment.replica import Replica
 from dc_trl.deployment.sampling import ReplicaEngine, Sampling
 from dc_trl.evaluation import Benchmark, evaluate
-from dc_trl.training_evaluation import BenchmarkCallback
+from dc_trl.evaluation.training import BenchmarkCallback
 
 from .helpers import (
     ROOT,

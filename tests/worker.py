@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
 from dc_trl.evaluation import Benchmark
-from dc_trl.training_evaluation import BenchmarkCallback
+from dc_trl.evaluation.training import BenchmarkCallback
 
 from .gaps import PROMPTS, SampledBy
 from .helpers import TINY_MODEL, Rollouts, distinct_characters, make_config, make_model, make_prompts, make_tokenizer

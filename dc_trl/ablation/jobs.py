@@ -11,9 +11,8 @@ from pathlib import Path
 
 import yaml
 
-from ..deployment.checkpoint import lock_folder
+from ..files import lock_folder, write_text
 from ..history import SUMMARY_FILE
-from ..samples import write_text
 from .plan import CONFIG_FILE, Job, changed_settings
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..evaluation.tables import TableRows, markdown_table
+from ..files import write_text
 from ..history import HISTORY_FILE, Run, read_run
-from ..samples import write_text
-from ..tables import TableRows, markdown_table
 from .jobs import is_done
 from .plan import Job, Sweep, Variant, show
 

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 
-from ..figures import ACCENT, INK, MUTED, PANEL_WIDTH, new_figure, series_style
+from ..report.figures import ACCENT, INK, MUTED, PANEL_WIDTH, new_figure, series_style
 from .result import GRID, HISTOGRAM_EDGES, Bin, Calibration, EngineMismatch
 
 

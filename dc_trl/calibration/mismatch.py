@@ -25,7 +25,7 @@ from ..discrepancy import (
     mismatch_sums,
     token_discrepancy,
 )
-from ..estimators import Difference, Estimate
+from ..evaluation.estimators import Difference, Estimate
 from ..lagrangian import TOLERANCE_DEVIATIONS, proposed_tolerance
 from .contexts import token_contexts
 from .result import GRID, HISTOGRAM_EDGES, Bin, EngineMismatch, Growth, Tolerance, Weights
@@ -184,7 +184,7 @@ def compare_engines(first: EngineMismatch, second: EngineMismatch, seed: int = 0
     """δ̄ of the second engine minus that of the first, on the same prompts.
 
     The p-value is two-sided, for "there is no difference", by the paired bootstrap of
-    `dc_trl.estimators.paired_difference`.
+    `dc_trl.evaluation.estimators.paired_difference`.
 
     Raises:
         ValueError: they were not measured on the same number of prompts.

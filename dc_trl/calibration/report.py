@@ -4,9 +4,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ..estimators import Difference, Estimate
-from ..html import Page
-from ..tables import SIGNIFICANCE, TableRows, print_table
+from ..evaluation.estimators import Difference, Estimate
+from ..evaluation.tables import SIGNIFICANCE, TableRows, print_table
+from ..report.html import Page
 from .figures import (
     FEW_TOKENS,
     MEASURES,

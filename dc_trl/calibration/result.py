@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..estimators import Difference, Estimate
-from ..samples import write_text
+from ..evaluation.estimators import Difference, Estimate
+from ..files import write_text
 
 
 CALIBRATION_FILE = "calibration.json"

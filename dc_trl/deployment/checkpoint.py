@@ -1,7 +1,6 @@
 """The deployable checkpoint: the policy in its deployment scheme, as `vllm serve` and transformers load it."""
 
 import ctypes
-import fcntl
 import json
 import os
 import shutil
@@ -28,6 +27,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from ..files import lock_folder, remove_if_abandoned
 from .policy import empty_copy, policy_tensors
 from .schemes import quantized_weights, resolve_scheme, weight_qparams
 
@@ -232,31 +232,6 @@ def _format(scheme: QuantizationScheme) -> CompressionFormat:
         return CompressionFormat.pack_quantized
     is_float = scheme.weights.type == "float"
     return CompressionFormat.float_quantized if is_float else CompressionFormat.int_quantized
-
-
-def lock_folder(folder: Path) -> int:
-    """Marks a folder as in use for as long as this process keeps the descriptor open, or lives.
-
-    Raises:
-        BlockingIOError: another process uses it.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def remove_if_abandoned(folder: Path) -> None:
-    """Removes a folder that a killed process left behind; one that a living process has locked stays."""
-    try:
-        descriptor = lock_folder(folder)
-    except (BlockingIOError, FileNotFoundError):
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    os.close(descriptor)
 
 
 def _move_into_place(source: Path, target: Path) -> None:

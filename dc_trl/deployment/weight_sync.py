@@ -17,7 +17,8 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
-from .checkpoint import CheckpointWriter, lock_folder, remove_if_abandoned
+from ..files import lock_folder, remove_if_abandoned
+from .checkpoint import CheckpointWriter
 from .client import ServerClient
 from .policy import policy_tensors
 from .server import ServerError, ServerUnavailableError, check_server, is_local

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .history import NAME_SETTINGS, Run, is_number, setting
+from ..history import NAME_SETTINGS, Run, is_number, setting
 
 
 HtmlTable = tuple[list[str], list[list[str]], str]  # header, rows, caption: what `Page.table` takes

@@ -6,14 +6,14 @@ from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from .deployment.sampling import Completion
+from ..deployment.sampling import Completion
+from ..grading import Grader
+from ..rewards import RewardFunction
+from ..trainer import DCGRPOTrainer
 from .estimators import Estimate, mean_estimate
-from .evaluation import Benchmark, tokenize_prompts
-from .grading import Grader
+from .evaluate import Benchmark, tokenize_prompts
 from .results import BenchmarkResult, benchmark_result
-from .rewards import RewardFunction
 from .samples import Sample
-from .trainer import DCGRPOTrainer
 
 
 def greedy_accuracy(trainer: DCGRPOTrainer, dataset: Dataset, reward: RewardFunction, batch_size: int) -> Estimate:

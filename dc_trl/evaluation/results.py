@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..files import write_text
 from .estimators import (
     Difference,
     Estimate,
@@ -15,7 +16,7 @@ from .estimators import (
     paired_difference,
     pass_at_k,
 )
-from .samples import Sample, write_text
+from .samples import Sample
 
 
 class BenchmarkResult(NamedTuple):

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from ..history import Run, Series, group_seeds
 from .drawing import (
     Line,
     accuracy,
@@ -25,7 +26,6 @@ from .drawing import (
     draw_reward,
 )
 from .figures import INK, MUTED, new_figure, series_style
-from .history import Run, Series, group_seeds
 
 
 BENCHMARK_PREFIX = "benchmark_"  # of the names of panels that benchmarks have

@@ -4,14 +4,11 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from .history import Run, group_seeds, read_run
+from ..history import Run, group_seeds, read_run
+from ..version import __version__
 from .html import Page, page_generator
 from .panels import BENCHMARK_PREFIX, PANEL_NAMES, Panel, panels_of, run_lines
-from .run_tables import seeds_table, settings_tables, summary_table
-from .version import __version__
+from .tables import seeds_table, settings_tables, summary_table
 
 
 GENERATOR = "dc_trl run report"
@@ -113,11 +110,3 @@ def _left_out(panel: Panel, runs: Sequence[Run]) -> str:
     counts = [(run.name, run.not_finite(panel.metric)) for run in runs]
     parts = [f"{name} {count}" if len(runs) > 1 else str(count) for name, count in counts if count]
     return f" Not drawn because NaN or infinite: {', '.join(parts)} values." if parts else ""
-
-
-def print_summary(rows: list[tuple[str, str, str]], title: str, console: Console | None = None) -> None:
-    """Prints (quantity, before, after) rows as a table."""
-    table = Table("", "before", "after", title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    (console or Console()).print(table)

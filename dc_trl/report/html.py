@@ -11,7 +11,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from .samples import write_text
+from ..files import write_text
 
 
 # Above this, a figure of many points goes into the page as a PNG, which does not grow with them.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .deployment.checkpoint import lock_folder
+from ..files import lock_folder, write_text
 
 
 SETTINGS_FILE = "settings.json"
@@ -131,10 +131,3 @@ class SampleStore:
 
 def _number(file: Path) -> int:
     return int(file.stem.rsplit("-", 1)[1])
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file, whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.tmp")
-    unfinished.write_text(text)
-    os.replace(unfinished, path)

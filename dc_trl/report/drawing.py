@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 
+from ..history import Run, Series, is_number
 from .figures import ACCENT, MUTED, Style, draw_curve, moving_average, series_style
-from .history import Run, Series, is_number
 
 
 _SHARED = "black"  # what belongs to all runs

@@ -1,0 +1,38 @@
+"""Files that another process may read, and folders that it may be writing to."""
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file in UTF-8, whole or not at all."""
+    unfinished = path.with_name(f".{path.name}.tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def lock_folder(folder: Path) -> int:
+    """Marks a folder as in use for as long as this process keeps the descriptor open, or lives.
+
+    Raises:
+        BlockingIOError: another process uses it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def remove_if_abandoned(folder: Path) -> None:
+    """Removes a folder that a killed process left behind; one that a living process has locked stays."""
+    try:
+        descriptor = lock_folder(folder)
+    except (BlockingIOError, FileNotFoundError):
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(descriptor)
