@@ -42,6 +42,12 @@ COMMANDS = [shlex.split(block.replace("\\\n", " ")) for block in blocks("bash") 
 OUTPUTS = {"model.safetensors", "run.png", "history.jsonl", "summary.json", "deployment"}
 
 
+def the_command(script):
+    """The one command of the README that runs a script."""
+    (command,) = (shlex.split(block.replace("\\\n", " ")) for block in blocks("bash") if script in block)
+    return command
+
+
 def needs_vllm(command):
     return any("vllm" in word for word in command)
 
@@ -61,6 +67,10 @@ def test_commands(workplace):
         assert "training seconds" in run([*command, *SMALL, *steps], workplace)
     for name in ("quickstart", "problems", "brevity", "two-processes"):
         assert {file.name for file in (workplace / "runs" / name).iterdir()} >= OUTPUTS
+    run(the_command("report.py"), workplace)
+    page = (workplace / "runs" / "report.html").read_text()
+    assert "quickstart" in page
+    assert page.count("<figure") > 3
 
 
 @requires_vllm
@@ -79,11 +89,18 @@ def test_the_command_that_starts_a_vllm_server(workplace):
 
 @requires_vllm
 def test_the_evaluation(workplace):
-    (command,) = (shlex.split(block.replace("\\\n", " ")) for block in blocks("bash") if "evaluate.py" in block)
-    output = run([*command, "--limit", "32"], workplace)
+    output = run([*the_command("evaluate.py"), "--limit", "32"], workplace)
     assert "arithmetic avg@4" in output
     assert "second is" in output
     assert {path.name for path in (workplace / "runs" / "evaluation").iterdir()} == {"bf16", "fp8", "results.md"}
+
+
+@requires_vllm
+def test_the_calibration(workplace):
+    output = run([*the_command("calibrate.py"), "--prompts", "16", "--samples", "2"], workplace)
+    assert "proposed ε" in output
+    names = {path.name for path in (workplace / "runs" / "calibration").iterdir()}
+    assert names >= {"calibration.json", "report.html"}
 
 
 def test_code(workplace):
