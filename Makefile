@@ -60,7 +60,7 @@ coverage: $(READY_VLLM)
 
 # Runs the notebooks and keeps their outputs. make test only runs them.
 notebooks: $(READY_VLLM)
-	$(BIN)/jupyter-execute --inplace notebooks/*.ipynb
+	$(BIN)/python scripts/run_notebooks.py notebooks/*.ipynb
 
 # docs/configuration.md and docs/api.md, from the code.
 reference: $(READY)

@@ -40,6 +40,12 @@ def test_measures_by_hand(measure):
     torch.testing.assert_close(delta, torch.tensor(DELTAS[measure]), atol=1e-6, rtol=1e-5)
 
 
+def test_a_token_at_the_margin_pays_nothing():
+    delta = torch.tensor([[0.25, 0.2500001, 0.0]])
+    penalty = discrepancy_penalty(delta, torch.ones(1, 3).bool(), margin=0.25)
+    assert penalty.tolist() == [[0.0, delta[0, 1].item(), 0.0]]
+
+
 @pytest.mark.parametrize("measure", DELTAS)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("margin", [0.0, 0.15])
