@@ -16,7 +16,7 @@ from .plan import Job, Sweep, Variant, show
 
 
 class Metric(NamedTuple):
-    """A column: its head, what a value is multiplied by to be shown, and decimals (None: significant digits)."""
+    """A column: its head, what a value is multiplied by to be shown, decimals (None: as many as its error allows)."""
 
     label: str
     factor: float = 1.0
@@ -179,9 +179,11 @@ def show_mean(mean: Mean | None, name: str, sign: str = "") -> str:
     if mean is None:
         return "–"
     _, factor, decimals = metric(name)
-    form = ".3g" if decimals is None else f".{decimals}f"
-    error = "" if mean.standard_error is None else f" ± {factor * mean.standard_error:{form}}"
-    return f"{factor * mean.value:{sign}{form}}{error}"
+    if decimals is None:  # two significant digits of the error, or of the value where there is none
+        scale = mean.standard_error or abs(mean.value)
+        decimals = max(0, 1 - math.floor(math.log10(scale))) if scale else 0
+    error = "" if mean.standard_error is None else f" ± {factor * mean.standard_error:.{decimals}f}"
+    return f"{factor * mean.value:{sign}.{decimals}f}{error}"
 
 
 def collect(sweep: Sweep, jobs: Sequence[Job]) -> Results:

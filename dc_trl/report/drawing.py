@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
@@ -47,18 +46,6 @@ def draw_curves(axes: Axes, lines: Sequence[Line], metric: str, from_zero: bool 
             axes.set_yscale("symlog", linthresh=statistics.median(sizes))
     elif from_zero:
         axes.set_ylim(bottom=0)
-
-
-def draw_reward(axes: Axes, lines: Sequence[Line]) -> None:
-    """Mean rewards, of a single run with its spread."""
-    if len(lines) == 1:
-
-        def edge(row: Mapping[str, Any], sign: int) -> float | None:
-            mean, spread = row.get("reward"), row.get("reward_std")
-            return mean + sign * spread if is_number(mean) and is_number(spread) else None
-
-        _band(axes, lines[0].run, partial(edge, sign=-1), partial(edge, sign=1))
-    draw_curves(axes, lines, "reward")
 
 
 def _greedy(run: Run) -> Series:

@@ -23,7 +23,6 @@ from .drawing import (
     draw_learning_rate,
     draw_length,
     draw_multiplier,
-    draw_reward,
 )
 from .figures import INK, MUTED, new_figure, series_style
 
@@ -171,9 +170,9 @@ REWARD = Panel(
     "reward",
     _OUTCOME,
     "mean reward",
-    "Mean reward of the rollouts; of a single run with the standard deviation within a batch.",
+    "Mean reward of the rollouts.",
     "reward",
-    draw_reward,
+    partial(draw_curves, metric="reward"),
 )
 ACCURACY = Panel(
     "deployed_accuracy",
