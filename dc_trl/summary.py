@@ -61,6 +61,8 @@ class BeforeAndAfter(TrainerCallback):
             write_text(self._baseline, json.dumps(measured) + "\n")
 
     def on_train_end(self, args, state, control, **kwargs):
+        if self._trainer.eval_dataset is not None and not self.after and state.global_step >= state.max_steps:
+            self._trainer.evaluate()  # resumed after its last step
         if self._trainer.eval_dataset is None and state.is_world_process_zero:
             batches = [row for row in read_history(Path(args.output_dir, HISTORY_FILE)) if "discrepancy/mean" in row]
             if batches:

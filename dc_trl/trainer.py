@@ -212,7 +212,7 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         outputs = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         if self._loss_inputs is not None:
-            self._constrain(self._loss_inputs, outputs[0].detach())
+            self._constrain(self._loss_inputs, outputs[0])
         return outputs
 
     @torch.no_grad()

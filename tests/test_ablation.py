@@ -19,7 +19,7 @@ from dc_trl.ablation import jobs as ablation_jobs
 from dc_trl.ablation.figure import draw_sweep, mean_curve
 from dc_trl.ablation.jobs import OutputLock, last_checkpoint, require_own_folders, run_jobs, status
 from dc_trl.ablation.plan import load_sweep
-from dc_trl.ablation.results import METRICS, collect, mean_over_seeds, write_results
+from dc_trl.ablation.results import METRICS, Mean, collect, mean_over_seeds, show_mean, write_results
 from dc_trl.history import Run
 
 from .helpers import ROOT, load_script
@@ -552,12 +552,26 @@ def test_the_table_holds_what_a_calculator_gives(collected, tmp_path):
     assert saved["differences"]["accuracy"]["standard_error"] == pytest.approx(0.01)
 
 
+@pytest.mark.parametrize(
+    ("mean", "shown"),
+    [
+        ((0.00134, 7.93e-05, 3), "0.001340 ± 0.000079"),
+        ((1234.5, 67.8, 3), "1234 ± 68"),
+        ((0.5, None, 1), "0.50"),
+        ((-2.0, 0.0, 2), "-2.0 ± 0.0"),
+        ((0.0, 0.0, 2), "0 ± 0"),
+    ],
+)
+def test_a_metric_of_the_history_has_the_digits_that_its_error_allows(mean, shown):
+    assert show_mean(Mean(*mean), "discrepancy/kl") == shown
+
+
 def test_chosen_metrics_and_a_reference(collected):
     text = "grid: {beta: [0.0, 0.1, 0.2]}\nseeds: [0, 1, 2]\nmetrics: [accuracy, discrepancy/kl]\n"
     (_, means), (_, differences) = collected(f"{text}reference: beta=0.1").tables()
     # As many variants as columns: they go downwards.
     assert means[0] == ["beta", "seeds", "greedy accuracy, %", "discrepancy/kl"]
-    assert means[1][0] == ["0.0", "3 of 3", "60.0 ± 5.8", "3 ± 0"]
+    assert means[1][0] == ["0.0", "3 of 3", "60.0 ± 5.8", "3.0 ± 0.0"]
     assert differences[0] == ["beta", "greedy accuracy, %", "discrepancy/kl"]
     assert differences[1][0] == ["0.0", "-3.0 ± 1.0", "+0 ± 0"]
 

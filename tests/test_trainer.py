@@ -281,6 +281,18 @@ def test_metrics_cover_the_whole_generation_batch(tmp_path, tokenizer, seen_by_t
     assert row["lagrangian/penalty_mean"] == pytest.approx(0.1 * gap[mask].mean().item(), rel=1e-5)
 
 
+def test_tokens_that_come_again_at_the_same_weights_count_once(tmp_path, tokenizer):
+    """Two passes over a generation batch within one optimizer step, against one pass."""
+    means = []
+    for passes in (1, 2):
+        steps = {"steps_per_generation": 2, "gradient_accumulation_steps": 2 * passes, "num_iterations": passes}
+        config = make_config(tmp_path, learning_rate=0.0, batch_reduction="token", **steps)
+        trainer = make_trainer(config, tokenizer, Rollouts())
+        trainer.train()
+        means.append([logged(trainer, name) for name in ("discrepancy/mean", "discrepancy/kl", "lagrangian/lambda")])
+    assert means[0] == means[1]
+
+
 def test_evaluation_measures_and_moves_nothing(tmp_path, tokenizer):
     config = make_config(
         tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, lambda_lr=0.5

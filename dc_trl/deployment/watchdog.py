@@ -22,7 +22,9 @@ def kill_group(group: int) -> None:
 
 
 def end_with_parent(process: subprocess.Popen, grace: float) -> None:
-    sys.stdin.buffer.read()  # until the pipe is closed
+    # Until the pipe is closed; a buffered read would hold a lock that the interpreter wants when it exits.
+    while os.read(sys.stdin.fileno(), 1):
+        pass
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(grace)
