@@ -1,0 +1,40 @@
+"""What a run's summary compares."""
+
+import json
+
+import pytest
+
+from dc_trl import DCGRPOTrainer
+from dc_trl.summary import BeforeAndAfter, summarize
+
+from .helpers import distinct_characters, make_config, make_model, make_prompts
+
+
+def trained(output_dir, tokenizer, **fields):
+    config = make_config(
+        output_dir, deployment_scheme="fp8", max_steps=2, save_strategy="steps", save_steps=2, **fields
+    )
+    trainer = DCGRPOTrainer(
+        make_model(),
+        distinct_characters,
+        config,
+        train_dataset=make_prompts(2),  # an epoch of two steps, as scripts/train.py sizes it
+        eval_dataset=make_prompts(8),
+        processing_class=tokenizer,
+    )
+    run = BeforeAndAfter(trainer)
+    trainer.add_callback(run)
+    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    summarize(trainer, run)
+    return json.loads((output_dir / "summary.json").read_text())
+
+
+def test_a_run_that_is_resumed_after_its_last_step_says_the_same(tmp_path, tokenizer):
+    whole = trained(tmp_path, tokenizer)
+    assert {"greedy", "greedy_se", "problems", "reward", "discrepancy"} == whole["before"].keys()
+    assert whole["before"]["problems"] == whole["after"]["problems"] == 8
+    (tmp_path / "summary.json").unlink()  # killed before it was written
+    resumed = trained(tmp_path, tokenizer, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed["before"] == whole["before"]
+    assert resumed["after"]["greedy"] == pytest.approx(whole["after"]["greedy"])
+    assert resumed["lambda"] == whole["lambda"]
