@@ -45,6 +45,23 @@ def fp8_server(tmp_path_factory):
 
 
 @pytest.fixture
+def seen_by_the_loss(monkeypatch):
+    """Inputs of every call of TRL's loss, as they are when it returns."""
+    from trl import GRPOTrainer  # takes seconds
+
+    inputs_seen = []
+    compute_loss = GRPOTrainer._compute_loss
+
+    def spy(self, model, inputs):
+        loss = compute_loss(self, model, inputs)
+        inputs_seen.append(dict(inputs))
+        return loss
+
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", spy)
+    return inputs_seen
+
+
+@pytest.fixture
 def small_disk(tmp_path):
     """A file system of its own with one megabyte."""
     folder = tmp_path / "disk"

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trl import GRPOTrainer
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.advantages import leave_one_out_advantages, total_rewards, zero_std_groups
@@ -58,21 +57,6 @@ def first_character(completions, **kwargs):
     return [float(len(completion) % 3 == 0) for completion in completions]
 
 
-@pytest.fixture
-def loss_calls(monkeypatch):
-    """Inputs and result of every call of TRL's loss."""
-    calls = []
-    compute_loss = GRPOTrainer._compute_loss
-
-    def spy(self, model, inputs):
-        loss = compute_loss(self, model, inputs)
-        calls.append((dict(inputs), loss.detach().clone()))
-        return loss
-
-    monkeypatch.setattr(GRPOTrainer, "_compute_loss", spy)
-    return calls
-
-
 def train(tmp_path, tokenizer, reward, rollouts=None, **fields):
     config = make_config(
         tmp_path, **{"max_steps": 1, "per_device_train_batch_size": 16, "learning_rate": 0.0} | fields
@@ -89,9 +73,9 @@ def train(tmp_path, tokenizer, reward, rollouts=None, **fields):
     return trainer
 
 
-def test_rloo_advantages_reach_the_loss(tmp_path, tokenizer, loss_calls):
+def test_rloo_advantages_reach_the_loss(tmp_path, tokenizer, seen_by_the_loss):
     trainer = train(tmp_path, tokenizer, first_character, constraint="none", advantage_estimator="rloo")
-    ((inputs, _),) = loss_calls
+    (inputs,) = seen_by_the_loss
     rewards = dict(
         zip(trainer._logs["completion"], trainer._logs["rewards"]["first_character"], strict=True)
     )  # TRL's own record
@@ -108,7 +92,7 @@ def test_rloo_advantages_reach_the_loss(tmp_path, tokenizer, loss_calls):
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "bnpo"])
 @pytest.mark.parametrize("constraint", ["none", "static"])
-def test_dropped_groups_leave_a_batch_of_the_others(tmp_path, tokenizer, loss_calls, loss_type, constraint):
+def test_dropped_groups_leave_a_batch_of_the_others(tmp_path, tokenizer, seen_by_the_loss, loss_type, constraint):
     """The loss, its gradient and δ̄ equal those of a batch that holds nothing but the groups with a spread."""
 
     def rewards(completions, prompts, **kwargs):
@@ -119,7 +103,7 @@ def test_dropped_groups_leave_a_batch_of_the_others(tmp_path, tokenizer, loss_ca
     fields = {"loss_type": loss_type, "constraint": constraint, "scale_rewards": "none", "max_completion_length": 8}
     shuffle = {"shuffle_dataset": False}
     dropped = train(tmp_path / "a", tokenizer, rewards, drop_zero_std_groups=True, **fields, **shuffle)
-    ((inputs, _),) = loss_calls
+    (inputs,) = seen_by_the_loss
     kept = inputs["completion_mask"].any(-1)
     odd = [int(tokenizer.decode(ids[m.bool()]).split("+")[0]) % 2 for ids, m in _prompts(inputs)]
     assert kept.tolist() == [bool(number) for number in odd]

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from trl import GRPOTrainer, TrlParser
+from trl import TrlParser
 
 from dc_trl import DCGRPOTrainer
 
@@ -47,20 +47,6 @@ def test_fp16_training_says_that_it_needs_a_gpu(script, tmp_path):
     assert (args.fp16, args.bf16, model.dtype) == (True, False, "float32")
     with pytest.raises(ValueError, match="fp16 mixed precision requires a"):
         DCGRPOTrainer(str(TINY_MODEL), lengths, args, train_dataset=make_prompts())
-
-
-@pytest.fixture
-def seen_by_the_loss(monkeypatch):
-    inputs_seen = []
-    compute_loss = GRPOTrainer._compute_loss
-
-    def spy(self, model, inputs):
-        loss = compute_loss(self, model, inputs)
-        inputs_seen.append(dict(inputs))
-        return loss
-
-    monkeypatch.setattr(GRPOTrainer, "_compute_loss", spy)
-    return inputs_seen
 
 
 def lengths(completions, **kwargs):

@@ -51,21 +51,6 @@ def plain_config(config: DCGRPOConfig) -> GRPOConfig:
     return GRPOConfig(**{name: getattr(config, name) for name in names})
 
 
-@pytest.fixture
-def seen_by_the_loss(monkeypatch):
-    """Inputs of every call of TRL's loss, as they are when it returns."""
-    inputs_seen = []
-    compute_loss = GRPOTrainer._compute_loss
-
-    def spy(self, model, inputs):
-        loss = compute_loss(self, model, inputs)
-        inputs_seen.append(dict(inputs))
-        return loss
-
-    monkeypatch.setattr(GRPOTrainer, "_compute_loss", spy)
-    return inputs_seen
-
-
 def count_forwards(trainer):
     calls = []
     trainer.model.model.register_forward_hook(lambda *args: calls.append(1))
