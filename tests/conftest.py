@@ -22,6 +22,7 @@ settings.register_profile("dc_trl", deadline=None)
 settings.load_profile("dc_trl")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
     # In several workers (pytest -n 2 --dist loadgroup) one of them has the session's server and starts all others.
     for item in items:
