@@ -335,7 +335,15 @@ def test_a_failing_job_does_not_stop_the_others(sweep_file, tmp_path, stand_in):
     assert (jobs[0].folder / "train.log").read_text().count("it broke") == 2
 
 
-def test_an_interrupt_ends_the_jobs(sweep_file, tmp_path, stand_in):
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as in a terminal: what a shell starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_the_jobs(sweep_file, tmp_path, stand_in, interruptible):
     jobs = load_sweep(sweep_file("fixed: {sleep: 600}\ngrid: {beta: [0, 1, 2]}\nseeds: [0]")).jobs(tmp_path / "out")
 
     def interrupt():

@@ -9,7 +9,7 @@ from trl import TrlParser
 
 from dc_trl import DCGRPOTrainer
 
-from .helpers import ROOT, TINY_MODEL, load_script, logged, make_prompts
+from .helpers import ROOT, TINY_MODEL, assert_finite, load_script, logged, make_prompts
 from .vllm_server import requires_vllm
 
 
@@ -42,11 +42,23 @@ def test_each_row_is_a_configuration(script, tmp_path, method):
         assert str(found).lower() == value or float(found) == float(value), name
 
 
-def test_fp16_training_says_that_it_needs_a_gpu(script, tmp_path):
-    *_, args, model = parsed(script, METHODS["any, trained in FP16"], "--output_dir", str(tmp_path))
-    assert (args.fp16, args.bf16, model.dtype) == (True, False, "float32")
-    with pytest.raises(ValueError, match="fp16 mixed precision requires a"):
-        DCGRPOTrainer(str(TINY_MODEL), lengths, args, train_dataset=make_prompts())
+def test_fp16_training(script, tmp_path):
+    """Weights in float32, computed with in float16; the loss scale is a matter of GPUs."""
+    small = "--max_steps 2 --eval_size 0 --per_device_train_batch_size 8 --max_completion_length 24 --save_strategy no"
+    options = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--output_dir", str(tmp_path), *small.split()]
+    fields = METHODS["any, trained in FP16"]
+    words = [word for name, value in fields.items() for word in (f"--{name}", value)]
+    parts = TrlParser(script.ARGUMENTS).parse_args_and_config([*options, *words, "--disable_tqdm", "true"])
+    with ExitStack() as stack:
+        trainer, _ = script.build_trainer(*parts, stack)
+        seen = []
+        trainer.model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+        trainer.train()
+    assert trainer.accelerator.mixed_precision == "fp16"
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+    assert set(seen) == {torch.float16}
+    assert_finite(trainer)
+    assert logged(trainer, "discrepancy/mean")[0] > 0
 
 
 def lengths(completions, **kwargs):
