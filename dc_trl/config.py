@@ -261,6 +261,11 @@ class DCGRPOConfig(GRPOConfig):
             raise ValueError(f"temperature={self.temperature!r} is invalid: sampling needs a temperature above 0.")
 
     def _check_combinations(self) -> None:
+        if self.fp16 and self.device.type == "cpu":
+            raise ValueError(
+                "fp16=True has no effect on a CPU, where accelerate computes in float32: train on a GPU or set "
+                "fp16=False."
+            )
         for name, other in {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"}.items():
             if self.advantage_estimator == "rloo" and getattr(self, name) == other:
                 raise ValueError(

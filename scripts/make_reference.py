@@ -45,6 +45,7 @@ GROUPS = {
 CONTRADICTIONS: list[dict[str, Any]] = [
     {"lambda_min": 0.5, "lambda_max": 0.2},
     {"lambda_init": 2.0},
+    {"fp16": True},
     {"constraint": "none", "discrepancy_margin": 0.01},
     {"constraint": "static", "dual_window": 4},
     {"weight_sync": "checkpoint"},
