@@ -22,13 +22,13 @@ settings.register_profile("dc_trl", deadline=None)
 settings.load_profile("dc_trl")
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
+@pytest.hookimpl(tryfirst=True)  # -m is read in the same hook
 def pytest_collection_modifyitems(items):
-    # In several workers (pytest -n 2 --dist loadgroup) one of them has the session's server and starts all others.
+    # `make test` runs those with the mark beside the others, one after the other: they count processes and folders.
     for item in items:
         needs = [mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif")]
         if "fp8_server" in item.fixturenames or any(reason.startswith("vLLM") for reason in needs):
-            item.add_marker(pytest.mark.xdist_group("vllm"))
+            item.add_marker(pytest.mark.vllm)
 
 
 @pytest.fixture(scope="session")
