@@ -1,7 +1,6 @@
 """What a Trainer callback should do around a constrained run."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from .collapse_callback import CollapseAlarmCallback
-from .files import write_text
+from .files import set_aside, write_text
 from .history import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, read_history, training_settings
 from .lr_schedule import LengthDecaySchedule, SurgeDetector
 from .report.panels import plot_run
@@ -95,23 +94,13 @@ class LambdaLoggingCallback(TrainerCallback):
         if history.exists() and step > 0:
             # Steps after the checkpoint are about to be made again.
             kept = [row for row in read_history(history) if row["step"] <= step]
-            partial = history.with_suffix(".tmp")
-            partial.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
-            os.replace(partial, history)
+            write_text(history, "".join(f"{json.dumps(row)}\n" for row in kept))
         elif step == 0 and self._history is None:
-            _keep([file for file in (history, history.with_name(SETTINGS_FILE)) if file.exists()])
+            earlier = [file for file in (history, history.with_name(SETTINGS_FILE)) if file.exists()]
+            for file, kept_as in zip(earlier, set_aside(earlier), strict=True):
+                logger.warning(f"{file} belongs to an earlier run and is kept as {kept_as.name}.")
         self._history = history
         return history
-
-
-def _keep(files: list[Path]) -> None:
-    """Renames files of an earlier run, all with the first number that none of them has used."""
-    number = 1
-    while any(file.with_suffix(f".{number}{file.suffix}").exists() for file in files):
-        number += 1
-    for file in files:
-        old = file.rename(file.with_suffix(f".{number}{file.suffix}"))
-        logger.warning(f"{file} belongs to an earlier run and is kept as {old.name}.")
 
 
 class ConstraintProgressCallback(ProgressCallback):

@@ -13,6 +13,14 @@ def write_text(path: Path, text: str) -> None:
     os.replace(unfinished, path)
 
 
+def set_aside(files: list[Path]) -> list[Path]:
+    """Renames files to NAME.1.SUFFIX and so on, all with the first number that none of them has used."""
+    number = 1
+    while any(file.with_suffix(f".{number}{file.suffix}").exists() for file in files):
+        number += 1
+    return [file.rename(file.with_suffix(f".{number}{file.suffix}")) for file in files]
+
+
 def lock_folder(folder: Path) -> int:
     """Marks a folder as in use for as long as this process keeps the descriptor open, or lives.
 

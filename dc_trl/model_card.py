@@ -19,6 +19,7 @@ from .config import DCGRPOConfig
 from .data.benchmarks import BENCHMARKS
 from .evaluation.results import Evaluation
 from .evaluation.tables import markdown_table
+from .files import set_aside
 from .history import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, SUMMARY_FILE, read_history
 
 
@@ -107,10 +108,7 @@ def set_card_aside(path: Path) -> ModelCardData | None:
     except (ValueError, yaml.YAMLError):
         card = ModelCard("---\n{}\n---\n")
     if not _is_ours(card.text):
-        number = 1
-        while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-            number += 1
-        path.rename(kept)
+        (kept,) = set_aside([path])
         logger.warning(f"{path} was not written by this trainer, or was edited, and is kept as {kept.name}.")
     assert isinstance(card.data, ModelCardData)
     return card.data

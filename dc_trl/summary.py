@@ -4,10 +4,9 @@ import json
 import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
 from transformers import TrainerCallback
 
+from .evaluation.tables import print_table
 from .evaluation.training import greedy_accuracy
 from .files import write_text
 from .history import BASELINE_FILE, DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SUMMARY_FILE, read_history
@@ -97,10 +96,7 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     rows.append(("tokens sampled and read", "", f"{tokens:,}"))
     rows.append(("training seconds", "", f"{run.seconds:.0f}"))
     title = f"Deployed policy ({engine}), {trainer.state.global_step} steps, {args.constraint}"
-    table = Table("", "before", "after", title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    print_table(("", "before", "after"), rows, title)
     summary = {
         "engine": engine,
         "constraint": args.constraint,

@@ -12,6 +12,7 @@ With deployed.py the only file that leans on TRL's private hooks. What it leans 
 
 import json
 import os
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -33,6 +34,7 @@ from .discrepancy import (
     scored_tokens,
     token_discrepancy,
 )
+from .files import write_text
 from .rollout_buffer import load_rollouts, save_rollouts, with_nonempty_completions
 
 
@@ -180,7 +182,7 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
         for name in ("completion_mask", "tool_mask"):
             if name in batch:
                 batch[name] = batch[name] * kept[local].unsqueeze(1)
-        mask = batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
+        mask = _loss_mask(batch)
         batch["num_items_in_batch"] = self.accelerator.gather(mask.sum()).sum()
         if args.loss_type in MEAN_OVER_COMPLETIONS:
             # Their mean counts the dropped completions as zeros.
@@ -220,7 +222,7 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
         """Penalises the advantages of a batch, in the batch, and adds its tokens to the statistics."""
         args = self.args
         infer_logps = batch["sampling_per_token_logps"]
-        mask = batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
+        mask = _loss_mask(batch)
         delta = token_discrepancy(train_logps, infer_logps, args.discrepancy_measure)
         scored = scored_tokens(mask, train_logps, infer_logps, delta)
         penalty = discrepancy_penalty(delta, scored, args.discrepancy_level, args.discrepancy_margin)
@@ -325,10 +327,7 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
                 "micro_batches_per_iteration": self._micro_batches_per_iteration,
                 "num_processes": self.accelerator.num_processes,
             }
-            path = os.path.join(folder, STATE_FILE)
-            with open(f"{path}.tmp", "w") as file:
-                json.dump(state, file, indent=2)
-            os.replace(f"{path}.tmp", path)
+            write_text(Path(folder, STATE_FILE), json.dumps(state, indent=2))
         if self.args.push_to_hub:
             self._push_whole_checkpoint(folder)
 
@@ -362,3 +361,8 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
         self._buffered_inputs = load_rollouts(rollouts, self.accelerator.device)
         self._batch_discrepancy = state["batch_discrepancy"]
         self._step = done
+
+
+def _loss_mask(batch: dict[str, Any]) -> Tensor:
+    """Completion tokens that enter the loss: not those that a tool has written."""
+    return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]

@@ -19,7 +19,7 @@ from .figures import (
     weight_figure,
 )
 from .mismatch import RESAMPLES
-from .result import CALIBRATION_FILE, Calibration, EngineMismatch
+from .result import CALIBRATION_FILE, Calibration, EngineMismatch, Tolerance
 
 
 REPORT_FILE = "report.html"
@@ -29,7 +29,7 @@ _SHOWN = ("50", "90", "99", "99.9")
 def summary_table(calibration: Calibration) -> TableRows:
     """The engines side by side, a column for each; brackets hold 95 % intervals over prompts."""
     rows: list[tuple[str, Callable[[EngineMismatch], str]]] = [
-        ("proposed ε", lambda e: f"{e.tolerance.value:#.3g}\n[{e.tolerance.low:#.3g}, {e.tolerance.high:#.3g}]"),
+        ("proposed ε", lambda e: _interval(e.tolerance)),
         ("δ̄ of a batch", lambda e: _interval(e.estimates["discrepancy"])),
         ("mean δ of a token", lambda e: _interval(e.estimates["delta"])),
         ("δ: 50 / 90 / 99 / 99.9 %", lambda e: " / ".join(f"{e.percentiles[p]:.2g}" for p in _SHOWN)),
@@ -102,7 +102,7 @@ def print_calibration(calibration: Calibration) -> None:
         print(f"{engine.tolerance.config_line}  # {label(engine.engine)}, measured on {settings['prompts']} prompts")
 
 
-def _interval(estimate: Estimate) -> str:
+def _interval(estimate: Estimate | Tolerance) -> str:
     return f"{estimate.value:#.3g}\n[{estimate.low:#.3g}, {estimate.high:#.3g}]"
 
 
