@@ -187,12 +187,8 @@ class DeployedPolicyTrainer(GRPOTrainer):
             return super().push_to_hub(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder):
-        pass  # too early, within transformers' `_save_checkpoint`: a subclass has more to put into the checkpoint
-
-    def _push_whole_checkpoint(self, folder: str) -> None:
-        """What transformers pushes of a checkpoint, as `hub_strategy` says."""
         with self._hub.pushing(self.args, whole_run=False):
-            super()._push_from_checkpoint(folder)
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _save(self, output_dir=None, state_dict=None):
         with without_token(self.args), unchanged_card(Path(self.args.output_dir, CARD_FILE)):

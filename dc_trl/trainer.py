@@ -113,6 +113,7 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         # δ̄ of the present iteration, from the time it is known to the update of λ at the iteration's end.
         self._batch_discrepancy: float | None = None
+        self._saved_at: int | None = None  # step of the last checkpoint that the present training has saved
         self._evaluation_set = ""  # name of the one that is being evaluated, where there are several
         super().__init__(model, reward_funcs, args, *positional, rollout_func=rollout_func, **kwargs)
 
@@ -191,9 +192,7 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
     def _save_before_stopping(self) -> str:
         """Saves what the run has reached when its server is lost; says where, and how to go on."""
         folder = os.path.join(self._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        saved_already = os.path.exists(os.path.join(folder, STATE_FILE))
-        self.accelerator.wait_for_everyone()  # all have looked before one begins to write
-        if not saved_already:
+        if self._saved_at != self.state.global_step:  # a folder of that name may be of a run that was left
             self._save_checkpoint(self.model, trial=None)
             self.callback_handler.on_save(self.args, self.state, self.control)
         return f"The run is saved: go on with resume_from_checkpoint={folder!r} when the server is up again."
@@ -311,12 +310,12 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
     # --- save and resume --------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model, trial):
-        super()._save_checkpoint(model, trial)
+        # First, since transformers ends with what makes a checkpoint count as whole, pushes it, and rotates.
         folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        os.makedirs(folder, exist_ok=True)
         # Between two optimizer steps of one generation batch the rest of the batch is part of the run's state.
         done = self._step % self._micro_batches_per_iteration
         if done > 0:
-            os.makedirs(folder, exist_ok=True)
             rollouts = os.path.join(folder, ROLLOUTS_FILE.format(rank=self.accelerator.process_index))
             save_rollouts(self._buffered_inputs, rollouts)
         if self.args.should_save:
@@ -328,11 +327,12 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
                 "num_processes": self.accelerator.num_processes,
             }
             write_text(Path(folder, STATE_FILE), json.dumps(state, indent=2))
-        if self.args.push_to_hub:
-            self._push_whole_checkpoint(folder)
+        super()._save_checkpoint(model, trial)
+        self._saved_at = self.state.global_step
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
+        self._saved_at = None
         if checkpoint is None:
             return
         path = os.path.join(checkpoint, STATE_FILE)

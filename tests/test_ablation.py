@@ -370,12 +370,11 @@ def test_one_sweep_at_a_time_in_a_directory(tmp_path, monkeypatch):
         assert len(lines) == 1
 
 
-def checkpoint(folder, step, max_steps=4, whole=True):
+def checkpoint(folder, step, max_steps=4):
     path = folder / f"checkpoint-{step}"
     path.mkdir(parents=True)
+    (path / "dc_grpo_state.json").write_text("{}")
     (path / "trainer_state.json").write_text(json.dumps({"global_step": step, "max_steps": max_steps}))
-    if whole:
-        (path / "dc_grpo_state.json").write_text("{}")
     return path
 
 
@@ -387,7 +386,7 @@ def test_where_a_stopped_job_goes_on(sweep_file, tmp_path, stand_in):
         (job.folder / "config.yaml").write_text(yaml.safe_dump(written))
     usable = checkpoint(jobs[0].folder, 2)
     checkpoint(jobs[0].folder, 1)
-    checkpoint(jobs[0].folder, 3, whole=False)  # killed while it saved
+    (checkpoint(jobs[0].folder, 3) / "trainer_state.json").unlink()  # killed while it saved
     (checkpoint(jobs[0].folder, 4) / "trainer_state.json").write_text('{"global_step": 4')
     checkpoint(jobs[1].folder, 4)  # killed after the last step
     (jobs[1].folder / "history.jsonl").write_text("old")

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import time
 
 import numpy as np
 import pytest
@@ -486,3 +488,15 @@ def test_state_file(tmp_path, tokenizer):
     state = json.loads((tmp_path / "checkpoint-2" / "dc_grpo_state.json").read_text())
     assert state["lagrange_multiplier"]["value"] == logged(trainer, "lagrangian/lambda")[2]
     assert state["micro_batches_done"] == 0
+
+
+def test_a_checkpoint_that_rotation_takes_at_once_does_not_end_the_run(tmp_path, tokenizer):
+    """By a clock that goes wrong, a checkpoint of a run that was left may be the newest one."""
+    stale = tmp_path / "checkpoint-9"
+    stale.mkdir()
+    os.utime(stale, (time.time() + 3600,) * 2)
+    config = make_config(tmp_path, save_strategy="steps", save_steps=1, save_total_limit=1, max_steps=2)
+    trainer = make_trainer(config, tokenizer, Rollouts())
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-9"]

@@ -226,6 +226,9 @@ def test_a_full_disk_ends_the_run_with_a_checkpoint_that_resumes(fp8_server, sma
     options = {"weight_sync_dir": str(small_disk), "vllm_max_retries": 1, "max_steps": 4}
     trainer = make_trainer(fp8_server.url, tmp_path, **options)
     filler = Filler(small_disk)
+    left = tmp_path / "checkpoint-2"  # of a run that was left: not what this one has reached
+    left.mkdir()
+    (left / "trainer_state.json").write_text("{}")
     trainer.add_callback(At(2, filler.start))
     try:
         with pytest.raises(ServerError, match=r"No space left.*resume_from_checkpoint=.*checkpoint-2"):

@@ -26,8 +26,8 @@ _LAST_LINES = 12  # of a failed job's log
 def last_checkpoint(folder: Path) -> Path | None:
     """The latest complete checkpoint from which steps are left; None where there is none.
 
-    A job that was killed while it saved leaves a checkpoint without the files that are written last. One killed after
-    its last step is not resumed: the deployed policy is measured after a step.
+    A job that was killed while it saved leaves a checkpoint without the file that is written last, or with a part of
+    it. One killed after its last step is not resumed: the deployed policy is measured after a step.
     """
     found: dict[int, Path] = {}
     for state_file in folder.glob("checkpoint-*/trainer_state.json"):
@@ -35,7 +35,7 @@ def last_checkpoint(folder: Path) -> Path | None:
             state = json.loads(state_file.read_text())
         except json.JSONDecodeError:
             continue  # cut short
-        if state["global_step"] < state["max_steps"] and (state_file.parent / "dc_grpo_state.json").is_file():
+        if state["global_step"] < state["max_steps"]:
             found[state["global_step"]] = state_file.parent
     return found[max(found)] if found else None
 
