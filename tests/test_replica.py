@@ -1,6 +1,7 @@
 """The replica against quantization by hand, against the library's own, and against a forward pass."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -129,6 +130,25 @@ def test_log_probabilities_are_the_replicas(scheme, temperature):
     gaps.sort()
     assert gaps[len(gaps) // 2] < 1e-4
     assert gaps[-1] < (0.5 if scheme in ("fp8", "fp8_block", "int8") else 1e-4)
+
+
+def test_long_prompts_are_read_in_parts():
+    torch.manual_seed(0)
+    replica = Replica(make_model(128), "int4")
+    replica.model.float()
+    prompts = [torch.randint(2, 262, (length,)).tolist() for length in (300, 7, 129)]
+    widths = []
+    replica.model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    completions, logprobs = replica.generate(prompts, sampling(max_new_tokens=4, min_new_tokens=4), 1.0)
+    assert widths == [128, 128, 44, 1, 1, 1]
+    for prompt, completion, values in zip(prompts, completions, logprobs, strict=True):
+        with torch.no_grad():
+            logits = replica.model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        logits[:, 1] = -math.inf  # no completion was to end
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
+        torch.testing.assert_close(torch.tensor(values), expected, rtol=0, atol=1e-4)
 
 
 def test_samples_follow_the_replicas_distribution():
@@ -326,7 +346,9 @@ def test_experts_in_an_unknown_layout_are_refused_where_they_would_stay_unquanti
         (GptOssConfig, {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4}),
     ],
 )
-def test_attention_is_the_models_own(config, options):
+@pytest.mark.parametrize("block", [attention._BLOCK, 2 * 4 * 9 * 9, 4 * 4 * 9], ids=["whole", "rows", "queries"])
+def test_attention_is_the_models_own(config, options, block, monkeypatch):
+    monkeypatch.setattr(attention, "_BLOCK", block)
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 262}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.5}

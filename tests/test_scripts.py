@@ -231,9 +231,19 @@ def test_refused_before_training(launch, tmp_path, options, words):
 
 
 def test_a_missing_column_is_named(launch, tmp_path):
-    rows = write_rows(tmp_path / "rows.jsonl", [{"question": "1+1", "gold": "2"}])
+    rows = write_rows(tmp_path / "rows.jsonl", [{"question": "1+1", "graded": {"by": "rule", "truth": "2"}}])
     message = refusal(launch, dataset_name=rows, prompt_column="question")
-    assert "answer_column='answer' is missing: the data set has 'question', 'gold'" in message
+    assert "answer_column='answer' is missing: set it to a column" in message
+    assert "one of 'question', 'graded.by', 'graded.truth'." in message
+
+
+def test_more_problems_held_out_than_there_are(launch, tmp_path):
+    rows = [{"question": f"{n}+1", "answer": str(n + 1)} for n in range(4)] + [{"question": "1+1", "answer": None}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    message = refusal(launch, dataset_name=path, prompt_column="question", rewards="math", eval_size=4)
+    assert "eval_size=4 leaves nothing to train on" in message
+    assert "4 of 5 rows kept" in message
+    assert "Set eval_size below 4" in message
 
 
 def test_an_output_directory_that_cannot_be_made(launch, tmp_path):

@@ -97,7 +97,10 @@ def load_data(
     if data.eval_size == 0:
         return problems, None, line
     if data.eval_size >= len(problems):
-        raise ValueError(f"eval_size={data.eval_size} leaves nothing to train on: there are {len(problems)} problems.")
+        raise ValueError(
+            f"eval_size={data.eval_size} leaves nothing to train on: {line}. Set eval_size below {len(problems)}; "
+            "0 holds none out."
+        )
     parts = problems.train_test_split(test_size=data.eval_size, seed=seed)
     # A data set may hold a problem more than once.
     held_out_prompts = {json.dumps(prompt) for prompt in parts["test"]["prompt"]}

@@ -91,8 +91,8 @@ def load_prompts(
     """
     for field, column in {"prompt_column": prompt_column, "answer_column": answer_column}.items():
         if column.split(".")[0] not in rows.column_names:
-            columns = ", ".join(map(repr, rows.column_names))
-            raise ValueError(f"{field}={column!r} is missing: the data set has {columns}.")
+            columns = ", ".join(map(repr, _fields(rows)))
+            raise ValueError(f"{field}={column!r} is missing: set it to a column of the data set, one of {columns}.")
     counts = Counter(rows=len(rows), kept=0)
     grading = [column for column in GRADING_COLUMNS if column in rows.column_names]
     kept: list[dict[str, Any]] = []
@@ -143,6 +143,14 @@ def describe_counts(counts: dict[str, int]) -> str:
     """One line: rows, rows kept, and why the others were left out."""
     dropped = [f"{count} {reason}" for reason, count in counts.items() if reason not in ("rows", "kept")]
     return f"{counts['kept']} of {counts['rows']} rows kept" + (f", left out: {'; '.join(dropped)}" if dropped else "")
+
+
+def _fields(rows: Dataset) -> list[str]:
+    """Columns of a data set, those that hold records as a name for each of their fields."""
+    names: list[str] = []
+    for column, feature in rows.features.items():
+        names += [f"{column}.{key}" for key in feature] if isinstance(feature, dict) else [column]
+    return names
 
 
 def _nested(row: dict[str, Any], column: str, field: str) -> Any:

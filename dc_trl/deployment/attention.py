@@ -14,6 +14,7 @@ from transformers.masking_utils import eager_mask
 
 
 NAME = "dc_trl_grouped"
+_BLOCK = 2**19  # scores that are held at a time: a long prompt's do not fit into memory, nor a batch's into the cache
 
 
 def grouped_attention(
@@ -27,7 +28,7 @@ def grouped_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with the arithmetic of transformers' eager attention.
+    """Attention with the arithmetic of transformers' eager attention, block by block.
 
     Args:
         module: the layer; not used.
@@ -43,20 +44,44 @@ def grouped_attention(
         Shape (batch, queries, heads, width), and no attention weights.
     """
     batch, heads, queries, width = query.shape
+    keys = key.shape[2]
+    rows = max(1, _BLOCK // (heads * queries * keys))
+    columns = max(1, _BLOCK // (heads * keys))
+    output = query.new_empty(batch, queries, heads, width)
+    for row in range(0, batch, rows):
+        some = slice(row, row + rows)
+        for column in range(0, queries, columns):
+            block = slice(column, column + columns)
+            mask = None if attention_mask is None else attention_mask[some, :, block]
+            attended = _attend(query[some, :, block], key[some], value[some], mask, scaling, softcap, s_aux)
+            output[some, block] = attended.transpose(1, 2)
+    return output, None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Attention of a block of queries, shape (batch, heads, queries, width)."""
+    batch, heads, queries, width = query.shape
     groups = key.shape[1]
     scores = query.reshape(batch, groups, -1, width) @ key.transpose(2, 3) * scaling
     scores = scores.view(batch, heads, queries, -1)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if attention_mask is not None:
-        scores = scores + attention_mask
+    if mask is not None:
+        scores = scores + mask
     if s_aux is not None:
         scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(batch, -1, queries, 1)], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
     if s_aux is not None:
         weights = weights[..., :-1]
-    output = weights.reshape(batch, groups, -1, weights.shape[-1]) @ value
-    return output.view(batch, heads, queries, width).transpose(1, 2).contiguous(), None
+    return (weights.reshape(batch, groups, -1, weights.shape[-1]) @ value).view(query.shape)
 
 
 AttentionInterface.register(NAME, grouped_attention)

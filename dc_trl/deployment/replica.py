@@ -22,6 +22,10 @@ from .schemes import (
 )
 
 
+# Tokens of each prompt that are read at a time on a CPU: the activations of long prompts would fill its memory.
+_PREFILL_CHUNK = 128
+
+
 class _ActivationQuantizer:
     """Forward pre-hook that fake-quantizes the input of a layer, dynamically, as the engine would.
 
@@ -193,6 +197,7 @@ class Replica:
             attention_mask=attention_mask,
             generation_config=generation_config,
             logits_processor=LogitsProcessorList([recorder, *logits_processor]),
+            prefill_chunk_size=_PREFILL_CHUNK if device.type == "cpu" and width > _PREFILL_CHUNK else None,
         )
         logps = recorder.finish(sequences)
         if self._activations is not None:
