@@ -78,7 +78,9 @@ def require_fresh_or_resumable(args: DCGRPOConfig) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise ValueError(f"output_dir={str(output_dir)!r} cannot be written ({error.strerror}).") from error
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} cannot be written ({error.strerror}): choose another one."
+        ) from error
     finally:
         if output_dir.is_dir():
             probe.unlink(missing_ok=True)
@@ -160,10 +162,16 @@ def build_trainer(
     options = {"revision": model.model_revision, "trust_remote_code": args.trust_remote_code}
     try:
         AutoConfig.from_pretrained(model.model_name_or_path, **options)
-    except OSError as error:
+        tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, padding_side="left", **options)
+    except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"model_name_or_path={model.model_name_or_path!r} cannot be loaded: {reason}") from error
-    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, padding_side="left", **options)
+    if not tokenizer("1", add_special_tokens=False)["input_ids"]:
+        # What transformers makes of a directory without a tokenizer's files.
+        raise ValueError(
+            f"model_name_or_path={model.model_name_or_path!r} holds no tokenizer: save one there with "
+            "tokenizer.save_pretrained."
+        )
     prompts_per_step = args.generation_batch_size // args.num_generations
     steps = args.max_steps if args.max_steps > 0 else 1000
     train_dataset, eval_dataset, line = load_data(data, tokenizer, args.seed, prompts_per_step * steps)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -228,6 +229,26 @@ def test_refused_before_training(launch, tmp_path, options, words):
     for word in words:
         assert word in message
     assert not list((tmp_path / "run").glob("*")), "a refused run leaves nothing that looks like one"
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokenizer", "words"),
+    [
+        ("{}", "tokenizer*", "cannot be loaded: "),
+        (None, "", "holds no tokenizer: save one there"),
+        (None, "tokenizer*", "dataset_name='arithmetic' is made of conversations"),
+    ],
+    ids=["type", "tokenizer", "chat-template"],
+)
+def test_a_model_that_lacks_something(launch, tmp_path, settings, tokenizer, words):
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in [TINY_MODEL / "model.safetensors", *(TINY_MODEL.glob(tokenizer) if tokenizer else [])]:
+        shutil.copy(path, model)
+    (model / "config.json").write_text(settings or (TINY_MODEL / "config.json").read_text())
+    message = refusal(launch, model_name_or_path=str(model))
+    assert words in message
+    assert str(model) in message or "chat_template" in message
 
 
 def test_a_missing_column_is_named(launch, tmp_path):

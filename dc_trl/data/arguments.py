@@ -77,6 +77,11 @@ def load_data(
     if data.eval_size < 0:
         raise ValueError(f"eval_size={data.eval_size} is invalid: use a whole number, at least 0.")
     if data.dataset_name == "arithmetic":
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                "dataset_name='arithmetic' is made of conversations, and the model's tokenizer has no chat template: "
+                "use a chat model, or give its tokenizer a chat_template."
+            )
         held_out = arithmetic_dataset(data.eval_size, seed=0, split="held_out") if data.eval_size else None
         train = arithmetic_dataset(arithmetic_size, seed=seed, split="train")
         return train, held_out, f"arithmetic: {len(train)} training problems"
