@@ -191,10 +191,10 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
 
     def _save_before_stopping(self) -> str:
         """Saves what the run has reached when its server is lost; says where, and how to go on."""
-        folder = os.path.join(self._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if self._saved_at != self.state.global_step:  # a folder of that name may be of a run that was left
             self._save_checkpoint(self.model, trial=None)
             self.callback_handler.on_save(self.args, self.state, self.control)
+        folder = self._checkpoint_folder(trial=None)
         return f"The run is saved: go on with resume_from_checkpoint={folder!r} when the server is up again."
 
     # --- penalised advantages ---------------------------------------------------------------------------------------
@@ -309,9 +309,12 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
 
     # --- save and resume --------------------------------------------------------------------------------------------
 
+    def _checkpoint_folder(self, trial) -> str:
+        return os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+
     def _save_checkpoint(self, model, trial):
         # First, since transformers ends with what makes a checkpoint count as whole, pushes it, and rotates.
-        folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        folder = self._checkpoint_folder(trial)
         os.makedirs(folder, exist_ok=True)
         # Between two optimizer steps of one generation batch the rest of the batch is part of the run's state.
         done = self._step % self._micro_batches_per_iteration

@@ -27,7 +27,7 @@ def last_checkpoint(folder: Path) -> Path | None:
     """The latest complete checkpoint from which steps are left; None where there is none.
 
     A job that was killed while it saved leaves a checkpoint without the file that is written last, or with a part of
-    it. One killed after its last step is not resumed: the deployed policy is measured after a step.
+    it. One killed after its last step is not resumed but started again.
     """
     found: dict[int, Path] = {}
     for state_file in folder.glob("checkpoint-*/trainer_state.json"):

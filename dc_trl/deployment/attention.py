@@ -45,16 +45,15 @@ def grouped_attention(
     """
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
-    rows = max(1, _BLOCK // (heads * queries * keys))
-    columns = max(1, _BLOCK // (heads * keys))
+    sequences_at_a_time = max(1, _BLOCK // (heads * queries * keys))
+    queries_at_a_time = max(1, _BLOCK // (heads * keys))
     output = query.new_empty(batch, queries, heads, width)
-    for row in range(0, batch, rows):
-        some = slice(row, row + rows)
-        for column in range(0, queries, columns):
-            block = slice(column, column + columns)
-            mask = None if attention_mask is None else attention_mask[some, :, block]
-            attended = _attend(query[some, :, block], key[some], value[some], mask, scaling, softcap, s_aux)
-            output[some, block] = attended.transpose(1, 2)
+    for first in range(0, batch, sequences_at_a_time):
+        b = slice(first, first + sequences_at_a_time)
+        for start in range(0, queries, queries_at_a_time):
+            q = slice(start, start + queries_at_a_time)
+            mask = None if attention_mask is None else attention_mask[b, :, q]
+            output[b, q] = _attend(query[b, :, q], key[b], value[b], mask, scaling, softcap, s_aux).transpose(1, 2)
     return output, None
 
 
