@@ -61,12 +61,14 @@ def difference_table(calibration: Calibration) -> TableRows:
 def rule(calibration: Calibration) -> str:
     """How ε was found, in words."""
     settings = calibration.settings
+    prompts, batch = settings["prompts"], settings["batch_prompts"]
     return (
-        "ε is the mean of δ̄ plus 1.96 standard deviations over generation batches of "
-        f"{settings['batch_prompts']} prompts × {settings['samples']} completions, drawn with replacement from the "
-        f"{settings['prompts']} prompts measured. A healthy run then has about one batch in forty above ε by chance; "
-        "λ falls back after it, and a lasting rise of δ̄ moves λ at once. The interval comes from drawing the prompts "
-        "anew and applying the whole rule to each draw."
+        f"ε is the mean of δ̄ plus t·√(1 + {batch}/{prompts}) standard deviations over generation batches of {batch} "
+        f"prompts × {settings['samples']} completions, drawn with replacement from the {prompts} prompts measured; t "
+        f"is the 97.5 % point of Student's t with {prompts - 1} degrees of freedom. If δ̄ is normally distributed, one "
+        "batch of a healthy run in forty is then above ε, the chance of the prompts measured included; λ falls back "
+        "after it, and a lasting rise of δ̄ moves λ at once. The interval comes from drawing the prompts anew "
+        "and applying the whole rule to each draw."
     )
 
 
