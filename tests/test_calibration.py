@@ -18,7 +18,7 @@ from dc_trl.calibration import rollouts as rollouts_module
 from dc_trl.calibration.contexts import visible, visible_token
 from dc_trl.calibration.figures import position_figure, probability_figure
 from dc_trl.calibration.mismatch import batch_tolerance, compare_engines, measure_engine
-from dc_trl.calibration.report import label, report_page
+from dc_trl.calibration.report import difference_table, label, report_page
 from dc_trl.calibration.rollouts import EngineSpec, Rollout, RolloutSettings, sample_rollouts
 from dc_trl.calibration.scoring import train_logps
 from dc_trl.data.arithmetic import arithmetic_dataset
@@ -170,6 +170,31 @@ def test_difference_of_engines_is_paired_by_prompt(tokenizer):
     assert difference.low > 0
     assert difference.p_value < 0.05
     assert compare_engines(second, first).value == pytest.approx(-difference.value)
+
+
+def test_engines_that_differ_by_the_same_on_every_prompt_have_no_p_value(tokenizer, tmp_path):
+    rollouts = [Rollout(prompt, [50], [math.log(0.5)], False) for prompt in range(4)]
+    first, second = (
+        measure_engine(name, name, PROMPTS, rollouts, [torch.tensor([math.log(p)])] * 4, tokenizer)
+        for name, p in (("bf16", 0.49), ("fp8", 0.45))
+    )
+    difference = compare_engines(first, second)
+    assert difference.value == pytest.approx(0.04, rel=1e-6)
+    assert difference.p_value is None
+    calibration = Calibration({"model": "m"}, [first, second], {"fp8": difference})
+    assert difference_table(calibration)[1] == [["vLLM fp8", "+0.04", "[+0.04, +0.04]", "–", "not shown to differ"]]
+    calibration.save(tmp_path / "a.json")
+    assert json.loads((tmp_path / "a.json").read_text())["differences"]["fp8"]["p_value"] is None
+    assert Calibration.load(tmp_path / "a.json").differences == {"fp8": difference}
+
+
+def test_two_prompts_do_not_tell_engines_apart(tokenizer):
+    rollouts = [Rollout(prompt, [50], [math.log(0.5)], False) for prompt in range(2)]
+    first, second = (
+        measure_engine(name, name, PROMPTS[:2], rollouts, [torch.tensor([math.log(p)]) for p in of], tokenizer)
+        for name, of in (("bf16", (0.49, 0.48)), ("fp8", (0.45, 0.42)))
+    )
+    assert compare_engines(first, second).p_value == 0.5
 
 
 def test_tolerance_by_hand():

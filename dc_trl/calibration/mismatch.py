@@ -25,7 +25,7 @@ from ..discrepancy import (
     mismatch_sums,
     token_discrepancy,
 )
-from ..evaluation.estimators import Difference, Estimate
+from ..evaluation.estimators import Difference, Estimate, bootstrap_p_value
 from ..lagrangian import tolerance_deviations
 from .contexts import token_contexts
 from .result import GRID, HISTOGRAM_EDGES, Bin, EngineMismatch, Growth, Tolerance, Weights
@@ -187,25 +187,27 @@ def compare_engines(first: EngineMismatch, second: EngineMismatch, seed: int = 0
     """δ̄ of the second engine minus that of the first, on the same prompts.
 
     The p-value is two-sided, for "there is no difference", by the paired bootstrap of
-    `dc_trl.evaluation.estimators.paired_difference`.
+    `dc_trl.evaluation.estimators.paired_difference`; None where all prompts differ by the same.
 
     Raises:
         ValueError: they were not measured on the same number of prompts.
     """
     if first.prompts != second.prompts:
         raise ValueError(f"engines were measured on {first.prompts} and {second.prompts} prompts: use the same ones.")
-    values, draws, residuals = [], [], []
+    values, draws, residuals, there = [], [], [], np.zeros(first.prompts, dtype=bool)
     for engine in (first, second):
         numerators, denominators = np.array(engine.per_prompt).T
+        there |= denominators > 0
         value, drawn = _resampled_ratio(numerators, denominators, seed)
         values.append(value)
         draws.append(drawn)
         residuals.append((numerators - value * denominators) / denominators.sum())
     value, differences = values[1] - values[0], draws[1] - draws[0]
-    low, high = np.nanquantile(differences, [0.025, 0.975])
-    extreme = 1 + int((np.abs(differences - value) >= abs(value) - 1e-12).sum())
+    differences = differences[np.isfinite(differences)]  # a resample may hold no prompt with scored tokens
+    low, high = np.quantile(differences, [0.025, 0.975])
     error = _clustered_error(residuals[1] - residuals[0])
-    return Difference(value, error, float(low), float(high), extreme / (RESAMPLES + 1), first.prompts)
+    p_value = bootstrap_p_value(value, error, differences, [int(there.sum())])
+    return Difference(value, error, float(low), float(high), p_value, first.prompts)
 
 
 def _clustered_error(residuals: Array) -> float:

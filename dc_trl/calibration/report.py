@@ -109,12 +109,14 @@ def _interval(estimate: Estimate | Tolerance) -> str:
 
 
 def _p_value(difference: Difference) -> str:
+    if difference.p_value is None:
+        return "–"
     smallest = 1 / (RESAMPLES + 1)  # that the bootstrap can tell
     return f"≤ {smallest:.3f}" if difference.p_value <= smallest else f"{difference.p_value:.3f}"
 
 
 def _verdict(difference: Difference) -> str:
-    if difference.p_value >= SIGNIFICANCE:
+    if difference.p_value is None or difference.p_value >= SIGNIFICANCE:
         return "not shown to differ"
     return "higher" if difference.value > 0 else "lower"
 
