@@ -108,9 +108,9 @@ class LengthDecaySchedule(LRScheduler):
     """Learning rate that is halved every ``decay_period`` optimizer steps, down to a floor (LR paper, Algorithm 1).
 
     Optimizer step t = 1, 2, … is made at  η_t = η_0 · max(floor, 2^−⌊t / decay_period⌋),  with each parameter group's
-    own η_0. At the default floor that is 1, 0.5, 0.25, 0.125, 0.1 times η_0. While ``decay_period`` is None, η_t = η_0.
-    The algorithm's loop halves when t is a multiple of the period, and then updates: so step number ``decay_period``
-    is the first at half the rate, and one step fewer is made at the full one.
+    own η_0. At the default floor that is 1, 0.5, 0.25, 0.125, 0.1 times η_0. The algorithm's loop, as we read it,
+    halves when t is a multiple of the period, and then updates: so step number ``decay_period`` is the first at half
+    the rate. While ``decay_period`` is None, η_t = η_0.
 
     *Reactive form*: leave ``decay_period`` at None and pass the mean response length of every step to
     :meth:`observe`. Once the lengths have surged at step s, the period becomes 1.8 · s, rounded.

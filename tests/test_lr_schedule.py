@@ -41,7 +41,7 @@ def algorithm_1(steps, periods, floor):
 
 
 def test_rates_by_hand():
-    # Steps 1 and 2 at the full rate; step 3 is the first at half of it, 6 at a quarter, 9 at an eighth, 12 at the floor.
+    # Steps 1 and 2 are at the full rate, step 3 is the first at half of it, then 6, 9, and 12 at the floor.
     schedule = LengthDecaySchedule(make_optimizer(8.0, 0.8), decay_period=3)
     assert advance(schedule, 15) == [8.0] * 2 + [4.0] * 3 + [2.0] * 3 + [1.0] * 3 + [0.8] * 4
     assert schedule.get_last_lr() == pytest.approx([0.8, 0.08])
