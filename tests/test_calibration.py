@@ -182,7 +182,7 @@ def test_engines_that_differ_by_the_same_on_every_prompt_have_no_p_value(tokeniz
     assert difference.value == pytest.approx(0.04, rel=1e-6)
     assert difference.p_value is None
     calibration = Calibration({"model": "m"}, [first, second], {"fp8": difference})
-    assert difference_table(calibration)[1] == [["vLLM fp8", "+0.04", "[+0.04, +0.04]", "–", "not shown to differ"]]
+    assert difference_table(calibration)[1] == [["vLLM fp8", "+0.04", "–", "–", "not shown to differ"]]
     calibration.save(tmp_path / "a.json")
     assert json.loads((tmp_path / "a.json").read_text())["differences"]["fp8"]["p_value"] is None
     assert Calibration.load(tmp_path / "a.json").differences == {"fp8": difference}

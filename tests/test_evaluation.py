@@ -399,10 +399,12 @@ def test_a_difference_without_a_p_value_is_not_called_one():
     second = made_evaluation("fp8", {"aime24": [0.5] * 30, "amc23": [0.75]})
     rows = comparison_table(first, second, compare(first, second))[1]
     assert rows == [
-        ["aime24", "25.0", "50.0", "+25.0 ± 0.0", "+25.0 – +25.0", "–", "not shown to differ"],
-        ["amc23", "25.0", "75.0", "+50.0", "+50.0 – +50.0", "–", "not shown to differ"],
-        ["average", "25.0", "62.5", "+37.5", "+37.5 – +37.5", "–", "not shown to differ"],
+        ["aime24", "25.0", "50.0", "+25.0 ± 0.0", "–", "–", "not shown to differ"],
+        ["amc23", "25.0", "75.0", "+50.0", "–", "–", "not shown to differ"],
+        ["average", "25.0", "62.5", "+37.5", "–", "–", "not shown to differ"],
     ]
+    intervals = [row[3] for row in evaluation_details([second])[1]]
+    assert intervals == ["50.0 – 50.0", "–"]
 
 
 def test_tables_have_a_column_for_each_benchmark():

@@ -53,7 +53,7 @@ def difference_table(calibration: Calibration) -> TableRows:
     """δ̄ of each further engine minus that of the first, on the same prompts, and whether that is more than noise."""
     head = [f"δ̄ minus that of {label(calibration.engines[0].engine)}", "difference", "95 %", "p", "verdict"]
     return head, [
-        [label(name), f"{d.value:+.3g}", f"[{d.low:+.3g}, {d.high:+.3g}]", _p_value(d), _verdict(d)]
+        [label(name), f"{d.value:+.3g}", _difference_interval(d), _p_value(d), _verdict(d)]
         for name, d in calibration.differences.items()
     ]
 
@@ -106,6 +106,10 @@ def print_calibration(calibration: Calibration) -> None:
 
 def _interval(estimate: Estimate | Tolerance) -> str:
     return f"{estimate.value:#.3g}\n[{estimate.low:#.3g}, {estimate.high:#.3g}]"
+
+
+def _difference_interval(difference: Difference) -> str:
+    return "–" if difference.p_value is None else f"[{difference.low:+.3g}, {difference.high:+.3g}]"
 
 
 def _p_value(difference: Difference) -> str:
