@@ -127,7 +127,7 @@ class LengthDecayCallback(TrainerCallback):
     each of them: the surge is then known to within `logging_steps`, and from 5 on one extreme batch can look like it.
 
     Surge, period and number of halvings are logged when they become known or change, as `length_decay/surge_step`,
-    `length_decay/period` and `length_decay/halvings`, at the step after which they hold, in a row of their own.
+    `length_decay/period` and `length_decay/halvings`, at the last step before they hold, in a row of their own.
 
     Args:
         trainer (`Trainer`): a trainer that has not trained yet. If it was given a `LengthDecaySchedule` in

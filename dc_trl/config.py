@@ -58,8 +58,9 @@ class DCGRPOConfig(GRPOConfig):
             `"token"`: every token is penalised by its own δ. `"sequence"`: by the mean δ of its trajectory.
         discrepancy_tolerance (`float` or `"auto"`, defaults to `0.0037`):
             ε, in units of the measure: the batch discrepancy up to which λ does not grow. At least 0. `"auto"`: λ
-            rests for the first ten generation batches, and ε is the mean of their δ̄ plus 1.96 standard deviations
-            (`dc_trl.lagrangian.proposed_tolerance`), logged as `lagrangian/tolerance`.
+            rests for the first ten generation batches, and ε is the mean of their δ̄ plus 2.37 standard deviations,
+            which one healthy batch in forty exceeds (`dc_trl.lagrangian.proposed_tolerance`), logged as
+            `lagrangian/tolerance`.
         discrepancy_margin (`float`, defaults to `0.0`):
             Tokens with δ at or below it are not penalised. At least 0.
         batch_reduction (`str`, defaults to `"sequence"`):

@@ -258,6 +258,9 @@ def mismatch_metrics(train_logps: Tensor, infer_logps: Tensor, mask: Tensor) -> 
     ``ess``              1/⟨(w/⟨w⟩)²⟩, w = e^d                  effective sample size, as a fraction in (0, 1]
     ==================== ====================================== ============================================
 
+    ``log_ppl_abs_diff`` is a mean over trajectories, as verl computes it, where equation 7 of that paper prints a sum:
+    so it does not grow with the batch, and N times it is the sum over N trajectories.
+
     Args:
         train_logps: log π_train of the sampled tokens, shape (B, T), nats.
         infer_logps: log π_inf of the same tokens, shape (B, T).

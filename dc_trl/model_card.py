@@ -18,7 +18,7 @@ from trl import GRPOConfig
 from .config import DCGRPOConfig
 from .data.benchmarks import BENCHMARKS
 from .evaluation.results import Evaluation
-from .evaluation.tables import markdown_table
+from .evaluation.tables import markdown_table, with_error
 from .files import set_aside
 from .history import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, SUMMARY_FILE, read_history
 
@@ -298,7 +298,7 @@ def _changes(
     if summary:
         before, after = summary["before"], summary["after"]
         if "greedy" in before and "greedy" in after:
-            first, last = (f"{m['greedy']:.3f} ± {m['greedy_se']:.3f}" for m in (before, after))
+            first, last = (with_error(m["greedy"], m["greedy_se"], 1, 3) for m in (before, after))
             rows.append((f"mean reward of greedy completions, {after['problems']} held-out problems", first, last))
         for label, key in (("mean reward of sampled completions", "reward"), ("discrepancy δ̄", "discrepancy")):
             if before.get(key) is not None and after.get(key) is not None:

@@ -379,7 +379,7 @@ def made_evaluation(scheme, values):
 
 def test_two_evaluations_are_compared_on_their_common_benchmarks():
     first = made_evaluation("bf16", {"aime24": [0.25] * 30, "amc23": [0.5, 0.75], "gsm8k": [1.0, 0.0]})
-    second = made_evaluation("fp8", {"amc23": [0.5, 0.5], "aime24": [0.5] * 30})
+    second = made_evaluation("fp8", {"amc23": [0.5, 0.5], "aime24": [0.25, 0.75] * 15})
     differences = compare(first, second)
     assert list(differences) == ["aime24", "amc23", "average"]
     assert differences["aime24"].value == pytest.approx(0.25)
@@ -392,6 +392,19 @@ def test_two_evaluations_are_compared_on_their_common_benchmarks():
         compare(first, made_evaluation("fp8", {"math500": [1.0]}))
     with pytest.raises(ValueError, match="other problems of 'amc23': 2 and 3, 2 of them in both"):
         compare(first, made_evaluation("fp8", {"amc23": [1.0, 1.0, 1.0]}))
+
+
+def test_a_difference_without_a_p_value_is_not_called_one():
+    first = made_evaluation("bf16", {"aime24": [0.25] * 30, "amc23": [0.25]})
+    second = made_evaluation("fp8", {"aime24": [0.5] * 30, "amc23": [0.75]})
+    rows = comparison_table(first, second, compare(first, second))[1]
+    assert rows == [
+        ["aime24", "25.0", "50.0", "+25.0 ± 0.0", "–", "–", "not shown to differ"],
+        ["amc23", "25.0", "75.0", "+50.0", "–", "–", "not shown to differ"],
+        ["average", "25.0", "62.5", "+37.5", "–", "–", "not shown to differ"],
+    ]
+    intervals = [row[3] for row in evaluation_details([second])[1]]
+    assert intervals == ["50.0 – 50.0", "–"]
 
 
 def test_tables_have_a_column_for_each_benchmark():

@@ -118,7 +118,7 @@ class Calibration(NamedTuple):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Calibration":
-        """Reads what `save` wrote; null becomes NaN.
+        """Reads what `save` wrote; null becomes NaN, but for a p-value.
 
         Raises:
             ValueError: there is no such file, or it holds no calibration.
@@ -126,7 +126,11 @@ class Calibration(NamedTuple):
         try:
             tree = json.loads(Path(path).read_text())
             engines = [_engine(_numbers(engine)) for engine in tree["engines"]]
-            differences = {name: Difference(**_numbers(value)) for name, value in tree["differences"].items()}
+            differences = {
+                # A p-value that is null is not missing: there is none.
+                name: Difference(**_numbers(value) | {"p_value": value["p_value"]})
+                for name, value in tree["differences"].items()
+            }
             return cls(tree["settings"], engines, differences)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} holds no calibration ({type(error).__name__}: {error}).") from error
