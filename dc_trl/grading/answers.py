@@ -108,7 +108,9 @@ def _parse_gold(gold: Gold) -> Node | None:
 
 def _texts(node: Node) -> list[str]:
     """Of its scalars and relations."""
-    return [node.text] if node.kind in ("scalar", "relation") else [text for part in node.parts for text in _texts(part)]
+    return (
+        [node.text] if node.kind in ("scalar", "relation") else [text for part in node.parts for text in _texts(part)]
+    )
 
 
 def _is_gradable_node(node: Node) -> bool:
@@ -116,7 +118,7 @@ def _is_gradable_node(node: Node) -> bool:
         sides = relation_sides(node.text)
         return sides is not None and None not in (parse_expression(sides[0]), parse_expression(sides[2]))
     if node.kind != "scalar":
-        return bool(node.parts) and all(map(_is_gradable_node, node.parts))
+        return all(map(_is_gradable_node, node.parts)) and (bool(node.parts) or node.kind == "set")
     text = node.text
     if parse_literal(text) is not None or (_TEXT.search(text) and _plain_text(text)):
         return True

@@ -30,28 +30,28 @@ _UNIT = re.compile(
 _DEGREE = re.compile(r"\s?\^\\circ\s?(?:\\(?:text|mathrm)\s*\{\s*([A-Za-z]*)\s*\}|([CF]))?")
 _BASE = re.compile(r"\s?_\s?(?:\{\s?(\d+)\s?\}|(\d))")
 # A unit is made of these words, or ends in a plural: `12 apples`. Everything else says something about the number.
-_UNIT_WORDS = frozenset(
-    """
-    aa amp ampere angstrom atm au aud bar bit byte c cad cal calorie candela carat cc celsius cent centimeter centimetre
-    child children cl cm coulomb cu cubic cup d day db decade deg degree dime dl dm dollar eur euro ev f fahrenheit farad
-    feet fluid foot fps franc ft g gal gallon gb gbp gev gj gpa gram gw h hectare henry hertz hl hour hpa hr hz in inch
-    inche j joule k kelvin kev kg khz kilogram kilometer kilometre kj km kn knot kohm kpa kph kv kw kwh l lb light liter
-    litre lumen lux ly m ma man mb mbar men meter metre mev mg mhz mi mile millimeter millimetre min minute mj ml mm mmol
-    mol mole month mpa mph ms mu mv mw n newton nickel night nm omega ohm ounce oz pa pascal pc pct pence penny people
-    percent percentage person peso pint point pound ppm psi pt quart rad radian rev revolution rpm rs rupee s sec second
-    solar sq square sr steradian tesla tev ton tonne torr turn unit usd v volt w watt way wb weber week wk woman women
-    yard yd year yen yr yuan å ω μ µ
-    per ordered different distinct possible integer real complex prime unique
-    """.split()
-)
-_NO_PLURALS = frozenset(
-    """
-    afterwards always besides does equals exceeds fails gives guess has hers its less makes means minus others ours
-    perhaps plus remains seems sometimes theirs this thus times towards us versus was works yes
-    billions dozens eighths fifths fourths halves hundreds hundredths millions ninths ones quarters sevenths sixths tens
-    tenths thirds thousands thousandths trillions
-    """.split()
-)
+_UNITS = """
+    aa amp ampere angstrom atm au aud bar bit byte c cad cal calorie candela carat cc celsius cent centimeter
+    centimetre child children cl cm coulomb cu cubic cup d day db decade deg degree dime dl dm dollar eur euro
+    ev f fahrenheit farad feet fluid foot fps franc ft g gal gallon gb gbp gev gj gpa gram gw h hectare henry
+    hertz hl hour hpa hr hz in inch inche j joule k kelvin kev kg khz kilogram kilometer kilometre kj km kn
+    knot kohm kpa kph kv kw kwh l lb light liter litre lumen lux ly m ma man mb mbar men meter metre mev mg
+    mhz mi mile millimeter millimetre min minute mj ml mm mmol mol mole month mpa mph ms mu mv mw n newton
+    nickel night nm ohm omega ounce oz pa pascal pc pct pence penny people percent percentage person peso pint
+    point pound ppm psi pt quart rad radian rev revolution rpm rs rupee s sec second solar sq square sr
+    steradian tesla tev ton tonne torr turn unit usd v volt w watt way wb weber week wk woman women yard yd
+    year yen yr yuan µ å μ ω
+"""
+_BESIDE_UNITS = "per ordered different distinct possible integer real complex prime unique"
+_UNIT_WORDS = frozenset(f"{_UNITS} {_BESIDE_UNITS}".split())
+# What ends in s and is no unit: words that say something, and names of fractions and powers of ten.
+_OTHER_WORDS = """
+    afterwards always besides does equals exceeds fails gives guess has hers its less makes means minus others
+    ours perhaps plus remains seems sometimes theirs this thus times towards us versus was works yes billions
+    dozens eighths fifths fourths halves hundreds hundredths millions ninths ones quarters sevenths sixths
+    tens tenths thirds thousands thousandths trillions
+"""
+_NO_PLURALS = frozenset(_OTHER_WORDS.split())
 _CURRENCIES = {"€": "euro", "£": "pound", "¥": "yen"}
 _UNIT_NAMES = {
     name: names[0]

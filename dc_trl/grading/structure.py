@@ -2,12 +2,14 @@ r"""The parts of an answer: lists, sets, tuples, intervals, matrices, and what s
 
 import re
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from .expressions import number
 from .literals import parse_literal
 from .text import clean, split, squash
 
 
+_REALS = "\\mathbb{R}"
 INTERVALS = ("()", "(]", "[)", "[]")
 
 _LETTERS = r"\\?[A-Za-z]+(?:\s*[A-Za-z](?![A-Za-z]))*"
@@ -68,6 +70,9 @@ def parse(text: str, several: bool = False) -> Node:
     pieces, _ = split(text, r"\\cup(?![A-Za-z])")
     if len(pieces) > 1:
         return _union(tuple(parse(clean(piece)) for piece in pieces))
+    pieces, _ = split(text, r"\\(?:setminus|backslash)(?![A-Za-z])")
+    if len(pieces) == 2 and pieces[0].strip() == _REALS:
+        return _reals_without(parse(pieces[1])) or Node("scalar", text=text)
     return _parse_brackets(text)
 
 
@@ -129,6 +134,14 @@ def _union(nodes: tuple[Node, ...]) -> Node:
     if not all(node.kind in ("set", "list") for node in nodes):
         return Node("union", nodes)
     return Node("set", tuple({squash(part.text) or part: part for node in nodes for part in node.parts}.values()))
+
+
+def _reals_without(points: Node) -> Node | None:
+    values = {number(point.text): point.text for point in points.parts}
+    if points.kind != "set" or None in values:
+        return None
+    ends = ["-\\infty", *(values[value] for value in sorted(filter(None.__ne__, values))), "\\infty"]
+    return Node("union", tuple(_interval(low, "<", "<", high) for low, high in pairwise(ends)))
 
 
 def _parse_relation(sides: list[str], signs: list[str]) -> Node:
@@ -201,6 +214,10 @@ def _negative(text: str) -> str:
 
 
 def _parse_brackets(text: str) -> Node:
+    if text in ("\\emptyset", "\\{\\}"):
+        return Node("set")
+    if text == _REALS:
+        return _interval("-\\infty", "<", "<", "\\infty")
     for opening, closing in (("\\{", "\\}"), *((a, b) for a in "([" for b in ")]")):
         if not (text.startswith(opening) and text.endswith(closing)):
             continue

@@ -29,6 +29,10 @@ _SPELLINGS = [
         r"\\(?:neq?|not\s*=)(?![a-zA-Z])|!=|≠": r"\\ne ",
         r"\\lt(?![a-zA-Z])": "<",
         r"\\gt(?![a-zA-Z])": ">",
+        r"\\langle(?![a-zA-Z])": "(",
+        r"\\rangle(?![a-zA-Z])": ")",
+        r"\\(?:varnothing|empty)(?![a-zA-Z])|∅": r"\\emptyset",
+        r"\\mathbb\s*\{\s*R\s*\}|\\(?:R|Reals)(?![a-zA-Z])|ℝ": r"\\mathbb{R}",
         r"\\lbrace(?![a-zA-Z])": r"\\{",
         r"\\rbrace(?![a-zA-Z])": r"\\}",
         r"\\[lr]?vert(?![a-zA-Z])|\\mid(?![a-zA-Z])": "|",
@@ -52,10 +56,8 @@ _SPELLINGS = [
 ]
 _WITH_ARGUMENTS = re.compile(r"\\(frac|sqrt\s*\[[^\[\]]*\]|sqrt)(?![a-zA-Z])")
 _COMMAND = re.compile(r"\\(?:(frac|sqrt|binom|text|math[a-z]+|overline|bar|vec|hat)(?![a-zA-Z])|[a-zA-Z]+)")
-_WRAPPED = re.compile(
-    r"\\(?:math(?:bf|it|sf|cal|tt|normal)|boldsymbol|bm|boxed|fbox)\s*\{(.*)\}|\{(.*)\}", re.DOTALL
-)
-_WRAPPED_NUMBER = re.compile(r"\\(?:text|mathrm)\s*\{([^a-zA-Z{}]*)\}")
+_WRAPPED = re.compile(r"\\(?:math(?:bf|it|sf|cal|tt|normal)|boldsymbol|bm|boxed|fbox)\s*\{(.*)\}|\{(.*)\}", re.DOTALL)
+_WRAPPED_NUMBER = re.compile(r"\\(?:text|mathrm)\s*\{([^a-zA-Z{}]*|\s*[-+]?\d[^{}]*)\}")
 
 
 def extract_answer(text: str) -> str | None:
