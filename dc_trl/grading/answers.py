@@ -77,7 +77,7 @@ def is_gradable(gold: Gold | str) -> bool:
 def grade(text: str, gold: Gold) -> Verdict:
     """Verdict on the last boxed answer of a text, in this process and without limits of time and memory.
 
-    [`Grader`] is the safe way to grade what a model wrote. What SymPy raises on mathematics without a meaning is raised.
+    [`Grader`] is the safe way to grade what a model wrote. What SymPy raises on mathematics without meaning is raised.
     """
     return grade_answer(extract_answer(text), gold)
 

@@ -91,7 +91,7 @@ def equal(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool:
         return False
     gold, answer = exact(gold), exact(answer)
     if {symbol.name for symbol in gold.free_symbols | answer.free_symbols} == {"i"}:
-        gold, answer = (side.xreplace({i: sympy.I for i in side.free_symbols}) for side in (gold, answer))
+        gold, answer = (side.xreplace(dict.fromkeys(side.free_symbols, sympy.I)) for side in (gold, answer))
     if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr):
         ratios = [_ratio(gold, answer, point) for point in range(2)]
         if any(ratio is not None and abs(ratio - 1) > 1e-6 for ratio in ratios):

@@ -124,9 +124,9 @@ def _join_inequalities(nodes: tuple[Node, ...], is_either: bool) -> Node:
     if len(nodes) == 2 and not is_either:
         below, above = sorted(nodes, key=lambda node: node.parts[1].text == "\\infty")
         low, high = number(above.parts[0].text), number(below.parts[1].text)
-        if below.parts[0].text == "-\\infty" and above.parts[1].text == "\\infty" and None not in (low, high):
-            if low < high:  # type: ignore[operator]  # neither is None
-                return Node(above.kind[0] + below.kind[1], (above.parts[0], below.parts[1]))
+        are_rays = below.parts[0].text == "-\\infty" and above.parts[1].text == "\\infty"
+        if are_rays and low is not None and high is not None and low < high:
+            return Node(above.kind[0] + below.kind[1], (above.parts[0], below.parts[1]))
     return Node("union", nodes)
 
 
@@ -137,10 +137,10 @@ def _union(nodes: tuple[Node, ...]) -> Node:
 
 
 def _reals_without(points: Node) -> Node | None:
-    values = {number(point.text): point.text for point in points.parts}
-    if points.kind != "set" or None in values:
+    values = {value: point.text for point in points.parts if (value := number(point.text)) is not None}
+    if points.kind != "set" or len(values) < len(points.parts):
         return None
-    ends = ["-\\infty", *(values[value] for value in sorted(filter(None.__ne__, values))), "\\infty"]
+    ends = ["-\\infty", *(values[value] for value in sorted(values)), "\\infty"]
     return Node("union", tuple(_interval(low, "<", "<", high) for low, high in pairwise(ends)))
 
 
@@ -226,11 +226,11 @@ def _parse_brackets(text: str) -> Node:
             break
         if opening == "\\{":
             builder = _BUILDER.fullmatch(inner.strip())
-            node = parse(builder[2]) if builder else _parse_list(inner) or parse(inner)
+            node = parse(builder[2]) if builder else parse(inner, several=True)
             is_builder = builder and node.name == squash(builder[1])
             return node if is_builder else Node("set", node.parts if node.kind == "list" else (node,))
-        if node := _parse_list(inner):
-            return Node(opening + closing, node.parts)
+        if listed := _parse_list(inner):
+            return Node(opening + closing, listed.parts)
         return parse(inner) if opening + closing == "()" else Node("scalar", text=text)
     if text.count("\\pm") == 1:
         return Node("list", tuple(Node("scalar", text=text.replace("\\pm", sign).lstrip(" +")) for sign in "+-"))
