@@ -14,6 +14,8 @@ from sympy import Add, Basic, Float, Integral, Limit, MatrixBase, Mul, Pow, Prod
 from sympy.core.function import AppliedUndef
 from sympy.functions.combinatorial.factorials import CombinatorialFunction
 
+from .text import split
+
 
 # It warns that its own timeouts are off: they are signals, which work in no thread. Workers have limits of their own.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -38,6 +40,7 @@ _NAMES = [
     }.items()
 ]
 _BRACKET = re.compile(r"(\\sqrt\s*\[[^\[\]]*\])|([\[\]])")  # `[` groups, but not the index of a root
+_WORDS = r"(?<![_^])\\text\s*\{[^{}]*[A-Za-z]{2}[^{}]*\}"
 _HEAVY = re.compile(r"\\(?:int|sum|prod|lim|iint|oint)(?![a-zA-Z])")
 _POWER_TOWER = re.compile(r"\^\s*\{[^{}]*\^|\^\s*[^\s{]\s*\^|\}\s*\^|\^\s*\{?\s*[+-]?\s*\d{5,}")
 _NO_TOWER = re.compile(  # braces after which a power is none of a power
@@ -57,6 +60,8 @@ def parse_expression(text: str) -> Basic | MatrixBase | None:
     text = _DERIVATIVE.sub(lambda match: f"\\Psi_{{{re.sub(r'[^A-Za-z0-9]', '', match[0][5:])}}}", text)
     for pattern, replacement in _NAMES:
         text = pattern.sub(replacement, text)
+    if split(text, _WORDS)[1]:  # `0\text{ is wrong}` would be a product
+        return None
     text = _BRACKET.sub(lambda match: match[1] or "()"[match[2] == "]"], text)
     parsed = parse(f"${text}$", extraction_config=[_CONFIG], fallback_mode="no_fallback", parsing_timeout=None)
     return parsed[0] if parsed and not isinstance(parsed[0], str) else None

@@ -31,7 +31,8 @@ _MATRIX = re.compile(
     r"[(\[]?\s*\\begin\{([pb]?|small)(matrix|array)\}(?:\{[lcr|\s]*\})?((?:(?!\\begin|\\end).)*)\\end\{\1\2\}\s*[)\]]?",
     re.DOTALL,
 )
-_BUILDER = re.compile(rf"({_LETTERS}{_SUBSCRIPT})\s*[|:]\s*(.+)")
+_CASES = re.compile(r"\\begin\{cases\}([^&]*?)\\end\{cases\}", re.DOTALL)
+_BUILDER = re.compile(rf"({_ATOM})\s*(?:\\in\s*\\mathbb{{R}}\s*)?[|:]\s*(.+)")
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ def parse(text: str, several: bool = False) -> Node:
         rows = [split(row, "&")[0] for row in re.split(r"\\\\", match[3]) if row.strip()]
         cells = tuple(parse(clean(cell)) for row in rows for cell in row)
         return Node(f"matrix {'+'.join(str(len(row)) for row in rows)}", cells)
+    if match := _CASES.fullmatch(text):  # a system of equations
+        return Node("list", tuple(parse(clean(line)) for line in re.split(r"\\\\", match[1]) if line.strip()))
     if listed := _parse_list(text):
         return listed
     sides, signs = split(text, _RELATION)
