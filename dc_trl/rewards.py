@@ -38,14 +38,15 @@ def math_reward(completions: Sequence[Completion], answer: Sequence[str], **kwar
 
     What counts as correct is stated, with examples, in docs/grading.md: equal as mathematics, and as evaluated as the
     gold answer, so `\boxed{40+6}` is no answer of 46. Answers are graded in worker processes, each within five seconds
-    and one GiB; what takes more is wrong.
+    and one GiB. What takes more, or raises in grading, is wrong; a trainer logs how many as `grading/failures`, and
+    an exception is a warning that names it.
 
     Args:
         completions: plain or conversational completions.
         answer: gold answer of each, LaTeX or a plain number, with or without `\boxed{}`.
         **kwargs: other columns of the data set. `multiple_answers`, `unit`, `relative_tolerance` and
             `absolute_tolerance` say how an answer is compared, one value for each completion, None for the default
-            (see [`dc_trl.grading.Gold`]); the others are unused.
+            (see [`dc_trl.grading.Gold`]); the trainer's `log_metric` is called; the others are unused.
 
     Returns:
         1.0, 0.0, or None where the gold answer cannot be graded, which leaves the completion out of the loss.
@@ -55,7 +56,10 @@ def math_reward(completions: Sequence[Completion], answer: Sequence[str], **kwar
         Gold(gold, **{field: values[row] for field, values in columns.items() if values[row] is not None})
         for row, gold in enumerate(answer)
     ]
+    failures = _GRADER.failures.total()
     verdicts = _GRADER.grade([completion_text(completion) for completion in completions], golds)
+    if "log_metric" in kwargs:
+        kwargs["log_metric"]("grading/failures", float(_GRADER.failures.total() - failures))
     return [None if verdict.correct is None else float(verdict.correct) for verdict in verdicts]
 
 

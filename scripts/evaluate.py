@@ -30,6 +30,7 @@ from dc_trl.evaluation.tables import (
     comparison_table,
     evaluation_details,
     evaluation_table,
+    failures_line,
     markdown_table,
     print_table,
 )
@@ -203,6 +204,9 @@ def report(evaluations: list[Evaluation], output: Path) -> None:
     print_table(*table, title="avg@k, percent ± standard error over problems")
     print_table(*details)
     text = markdown_table(*table) + "\n" + markdown_table(*details)
+    for line in filter(None, map(failures_line, evaluations)):
+        print(line)
+        text += f"\n{line}\n"
     if len(evaluations) == 2:
         text += "\n" + report_comparison(*evaluations)
     Path(output, "results.md").write_text(text)

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..files import write_text
@@ -34,19 +35,32 @@ class BenchmarkResult(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Results of one model in one deployment scheme; `settings` are what they depend on."""
+    """Results of one model in one deployment scheme; `settings` are what they depend on.
+
+    `grading_failures` says how many answers counted as wrong because grading them took too much time or memory, ended
+    a worker or raised an exception (the keys of `Grader.failures`), in the run that wrote the results.
+    """
 
     model: str
     scheme: str
     settings: dict[str, Any]
     results: dict[str, BenchmarkResult]
     average: Estimate  # of avg@k over the benchmarks
+    grading_failures: Mapping[str, int] = MappingProxyType({})  # older results have none
 
     @classmethod
-    def of(cls, model: str, scheme: str, settings: dict[str, Any], results: Sequence[BenchmarkResult]) -> "Evaluation":
+    def of(
+        cls,
+        model: str,
+        scheme: str,
+        settings: dict[str, Any],
+        results: Sequence[BenchmarkResult],
+        grading_failures: Mapping[str, int] = MappingProxyType({}),
+    ) -> "Evaluation":
         """An evaluation with the average over its results."""
         average = macro_estimate([list(result.per_problem.values()) for result in results])
-        return cls(model, scheme, settings, {result.benchmark: result for result in results}, average)
+        by_name = {result.benchmark: result for result in results}
+        return cls(model, scheme, settings, by_name, average, dict(grading_failures))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it as JSON."""
@@ -61,6 +75,7 @@ class Evaluation(NamedTuple):
                 for name, result in self.results.items()
             },
             "average": self.average._asdict(),
+            "grading_failures": dict(self.grading_failures),
         }
         write_text(Path(path), json.dumps(tree, indent=2, ensure_ascii=False) + "\n")
 

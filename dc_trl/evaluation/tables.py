@@ -63,6 +63,15 @@ def evaluation_details(evaluations: Sequence[Evaluation]) -> TableRows:
     return head, rows
 
 
+def failures_line(evaluation: Evaluation) -> str:
+    """How many answers count as wrong because grading them failed, and why; "" where none did."""
+    if not evaluation.grading_failures:
+        return ""
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(evaluation.grading_failures.items()))
+    total = sum(evaluation.grading_failures.values())
+    return f"{evaluation.scheme}: {total} answers count as wrong because grading failed ({reasons})"
+
+
 def comparison_table(first: Evaluation, second: Evaluation, differences: dict[str, Difference]) -> TableRows:
     """Second minus first in percentage points, on the same problems, and whether that is more than noise."""
     head = ["benchmark", "first", "second", "difference", "95 %", "p", "second is"]

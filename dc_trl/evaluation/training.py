@@ -73,7 +73,8 @@ class BenchmarkCallback(TrainerCallback):
     """Evaluates the deployed policy on benchmarks whenever the trainer evaluates, by the engine of its rollouts.
 
     Logs `eval_NAME/avg@k`, its standard error `eval_NAME/avg@k_se`, `eval_NAME/maj@k`, `eval_NAME/truncated` and
-    `eval_NAME/mean_tokens` for each benchmark (trackers show them under `eval/NAME/`). Answers are at most
+    `eval_NAME/mean_tokens` for each benchmark (trackers show them under `eval/NAME/`), and, where grading an answer
+    failed, how often: `eval_NAME/grading_failures`. Answers are at most
     `max_completion_length` long, and drawn anew at each evaluation: use `scripts/evaluate.py` for figures to publish.
 
     Args:
@@ -115,7 +116,7 @@ class BenchmarkCallback(TrainerCallback):
 
     def on_evaluate(self, args, state, control, **kwargs):
         for benchmark, prompts in zip(self._benchmarks, self._prompts, strict=True):
-            result = self._evaluate(benchmark, prompts)
+            result, failures = self._evaluate(benchmark, prompts)
             prefix, k = f"eval_{benchmark.name}", benchmark.samples
             metrics = {
                 f"{prefix}/avg@{k}": result.avg.value,
@@ -125,15 +126,17 @@ class BenchmarkCallback(TrainerCallback):
             }
             if result.avg.standard_error is not None:
                 metrics[f"{prefix}/avg@{k}_se"] = result.avg.standard_error
+            if failures:
+                metrics[f"{prefix}/grading_failures"] = failures
             self._trainer.log(metrics)
 
-    def _evaluate(self, benchmark: Benchmark, prompts: dict[str, list[int]]) -> BenchmarkResult:
+    def _evaluate(self, benchmark: Benchmark, prompts: dict[str, list[int]]) -> tuple[BenchmarkResult, int]:
         trainer, k = self._trainer, benchmark.samples
         keys = [(problem, number) for problem in prompts for number in range(k)]
         completions = deployed_answers(
             trainer, [prompts[problem] for problem, _ in keys], self._batch_size, self._temperature
         )
-        results: list[BenchmarkResult | None] = [None]
+        results: list[tuple[BenchmarkResult, int] | None] = [None]
         if trainer.accelerator.is_main_process:
             golds = benchmark.golds()
             with Grader(self._grading_processes) as grader:
@@ -142,9 +145,10 @@ class BenchmarkCallback(TrainerCallback):
                 key: Sample(*key, -1, c.text, c.tokens, c.truncated, verdict.answer, verdict.correct)
                 for key, c, verdict in zip(keys, completions, verdicts, strict=True)
             }
-            results = [benchmark_result(benchmark.name, list(prompts), k, samples)]
+            result = benchmark_result(benchmark.name, list(prompts), k, samples)
+            results = [(result, grader.failures.total())]
         if trainer.accelerator.num_processes > 1:
             broadcast_object_list(results)
-        (result,) = results
-        assert result is not None
-        return result
+        (graded,) = results
+        assert graded is not None
+        return graded
