@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from torch import Tensor
 from transformers import GenerationConfig, ProcessorMixin
 from trl import GRPOTrainer
@@ -19,7 +20,7 @@ from trl.trainer.utils import get_config_model_id
 
 from .config import DCGRPOConfig
 from .deployment.checkpoint import CheckpointWriter
-from .deployment.policy import policy_tensors
+from .deployment.policy import policy_tensors, require_shared_embeddings
 from .deployment.replica import Replica
 from .deployment.weight_sync import ColocateGeneration, ServerGeneration, deployed_tensors
 from .history import DEPLOYMENT_FOLDER
@@ -221,7 +222,7 @@ def _vllm_backend(args: DCGRPOConfig) -> Iterator[None]:
 
     It builds `VLLMGeneration` by that name, inline, without a hook; so while it runs the name stands for ours.
     """
-    backend: Any = VLLMGeneration
+    backend: Any = _streaming_colocate
     if args.vllm_mode == "server":
         backend = partial(
             ServerGeneration,
@@ -240,3 +241,13 @@ def _vllm_backend(args: DCGRPOConfig) -> Iterator[None]:
         yield
     finally:
         grpo_trainer.VLLMGeneration = VLLMGeneration
+
+
+def _streaming_colocate(*, model: Any, accelerator: Accelerator, **kwargs: Any) -> VLLMGeneration:
+    """TRL's colocate mode as it is."""
+    require_shared_embeddings(
+        accelerator.unwrap_model(model, keep_torch_compile=False),
+        reason="TRL merges adapters in place, in both at once",
+        remedy="Set deployment_scheme (for example 'bf16')",
+    )
+    return VLLMGeneration(model=model, accelerator=accelerator, **kwargs)

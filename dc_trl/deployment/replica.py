@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from . import attention
-from .policy import empty_copy, policy_tensors
+from .policy import base_model, empty_copy, policy_tensors
 from .schemes import (
     fake_quantize_weight,
     fused_experts,
@@ -122,7 +122,7 @@ class Replica:
     """
 
     def __init__(self, policy: PreTrainedModel | PeftModel, scheme: str):
-        base = policy.get_base_model() if isinstance(policy, PeftModel) else policy
+        base = base_model(policy)
         require_scheme(scheme)
         self.scheme = scheme
         self.model: PreTrainedModel = empty_copy(policy)
