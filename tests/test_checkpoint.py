@@ -151,7 +151,7 @@ def adapted(setting):
 
 @torch.no_grad()
 def as_it_computes(policy):
-    """A model without adapters that computes what the policy does: its embedding and head are read off their outputs."""
+    """A model without adapters that computes what the policy does: embedding and head are read off their outputs."""
     model = make_model(64, tie_word_embeddings=False)
     model.load_state_dict(make_model(64).state_dict())
     base = policy.get_base_model()

@@ -35,20 +35,17 @@ def require_shared_embeddings(policy: PreTrainedModel | PeftModel, reason: str, 
     Raises:
         ValueError: with the reason and the remedy.
     """
-    if (
-        isinstance(policy, PeftModel)
-        and base_model(policy).config.tie_word_embeddings
-        and not shares_embeddings(policy)
-    ):
+    tied = base_model(policy).config.tie_word_embeddings
+    if isinstance(policy, PeftModel) and tied and not shares_embeddings(policy):
         raise ValueError(
-            "peft_config adapts the input embedding and the output head, which tie_word_embeddings=True makes one "
-            f"matrix, each by itself, and {reason}. {remedy}, keep both out of target_modules and modules_to_save, or "
-            "save them as one (modules_to_save=['embed_tokens'], ensure_weight_tying=True)."
+            "peft_config parts the input embedding from the output head, which tie_word_embeddings=True makes one "
+            f"matrix, and {reason}. {remedy}, keep both out of target_modules and modules_to_save, or save them as one "
+            "(modules_to_save=['embed_tokens'], ensure_weight_tying=True)."
         )
 
 
 def _matrices(module: nn.Module) -> set[int]:
-    """Where in memory the parameters of a module lie, without biases; what has no memory here is told by the object."""
+    """Where in memory the parameters of a module lie, without biases; of sharded ones, the objects that they are."""
     parameters = [parameter for name, parameter in module.named_parameters() if not name.endswith("bias")]
     return {parameter.data_ptr() or id(parameter) for parameter in parameters}
 
