@@ -39,8 +39,8 @@ def require_shared_embeddings(policy: PreTrainedModel | PeftModel, reason: str, 
     if isinstance(policy, PeftModel) and tied and not shares_embeddings(policy):
         raise ValueError(
             "peft_config parts the input embedding from the output head, which tie_word_embeddings=True makes one "
-            f"matrix, and {reason}. {remedy}, keep both out of target_modules and modules_to_save, or save them as one "
-            "(modules_to_save=['embed_tokens'], ensure_weight_tying=True)."
+            f"matrix, and {reason}. {remedy}, keep both out of target_modules and modules_to_save, or save them as "
+            "one (modules_to_save=['embed_tokens'], ensure_weight_tying=True)."
         )
 
 
