@@ -10,7 +10,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def base_model(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
@@ -48,6 +48,30 @@ def _matrices(module: nn.Module) -> set[int]:
     """Where in memory the parameters of a module lie, without biases; of sharded ones, the objects that they are."""
     parameters = [parameter for name, parameter in module.named_parameters() if not name.endswith("bias")]
     return {parameter.data_ptr() or id(parameter) for parameter in parameters}
+
+
+def end_tokens(policy: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of the tokens that end a completion: the model's and the tokenizer's, as in TRL's trainer and in vLLM.
+
+    Raises:
+        ValueError: neither has one.
+    """
+    config = base_model(policy).generation_config
+    declared = None if config is None else config.eos_token_id
+    ids = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ids:
+        ids.insert(0, tokenizer.eos_token_id)
+    if not ids:
+        raise ValueError(
+            "eos_token_id=None in the tokenizer and in the model's generation_config: set one, no completion would "
+            "ever end."
+        )
+    return ids
+
+
+def pad_token(tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> int:
+    """Id that fills prompts and completions up: the tokenizer's, or an end token where it has none."""
+    return ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
 def empty_copy(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:

@@ -134,7 +134,9 @@ class Replica:
         self.model.to(base.device).eval()
         if base.device.type == "cpu":
             self.model.set_attn_implementation(attention.NAME)
-        self.model.generation_config = GenerationConfig()
+        # How to sample is up to who calls `generate`; what ends a completion is the policy's.
+        of_policy = base.generation_config or GenerationConfig()
+        self.model.generation_config = GenerationConfig(eos_token_id=of_policy.eos_token_id)
         self._tensors = dict(self.model.named_parameters(remove_duplicate=False))
         self._tensors |= dict(self.model.named_buffers(remove_duplicate=False))
         quantization = resolve_scheme(scheme, self.model)

@@ -105,11 +105,6 @@ class ServerGeneration(VLLMGeneration):
         if self.weight_sync == "auto":
             self.weight_sync = self._choose_weight_sync(url)
         policy = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        require_shared_embeddings(
-            policy,
-            reason="a server of this model has one for both",
-            remedy="Use vllm_mode='colocate' with deployment_scheme set, or the in-process replica (use_vllm=False)",
-        )
         failure = None
         if self.accelerator.is_main_process:
             try:
