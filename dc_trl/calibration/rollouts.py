@@ -194,8 +194,13 @@ def _from_server(
                 n=settings.samples,
                 temperature=settings.temperature,
                 max_tokens=room,
-                # vLLM gives each of the n samples a seed of its own from this one.
-                generation_kwargs={"seed": sample_seed(settings.seed, str(number), 0)},
+                # vLLM gives each of the n samples a seed of its own from this one. The penalties, which TRL's client
+                # leaves out, would come from the model's generation_config.
+                generation_kwargs={
+                    "seed": sample_seed(settings.seed, str(number), 0),
+                    "presence_penalty": 0.0,
+                    "frequency_penalty": 0.0,
+                },
             ),
             client,
             stopping,
