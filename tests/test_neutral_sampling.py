@@ -60,7 +60,6 @@ RESTRICTING_VLLM = {
     "truncate_prompt_tokens": 5,
 }
 OTHERS = {
-    "top_k": None,  # transformers' default is 50
     "forced_bos_token_id": 7,
     "num_beams": 2,
     "num_return_sequences": 2,
@@ -168,7 +167,7 @@ def test_what_is_accepted_of_vllm(tmp_path):
 
 @pytest.mark.parametrize("name", [*RESTRICTING, *RESTRICTING_VLLM, *OTHERS])
 def test_what_is_not_known_to_be_neutral_is_refused(tmp_path, name):
-    value = {**RESTRICTING, **RESTRICTING_VLLM, **OTHERS}[name] if name != "top_k" else 5
+    value = {**RESTRICTING, **RESTRICTING_VLLM, **OTHERS}[name]
     with pytest.raises(ValueError, match="generation_kwargs") as error:
         make_config(tmp_path, generation_kwargs={name: value})
     assert f"{name}={value!r}" in str(error.value)
