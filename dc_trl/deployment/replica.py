@@ -178,7 +178,7 @@ class Replica:
 
         Args:
             prompt_ids: token ids of each prompt, not padded.
-            generation_config: with `pad_token_id` and `eos_token_id` (a list of ids) set.
+            generation_config: with `pad_token_id` set. Without `eos_token_id`, the policy's end tokens end completions.
             temperature: at which the log-probabilities are taken, above 0.
             logits_processor: applied to the scores after those of `generation_config`.
 
@@ -205,7 +205,9 @@ class Replica:
         if self._activations is not None:
             self._activations.reset()
         completions = sequences[:, width:]
-        ended = torch.isin(completions, torch.tensor(generation_config.eos_token_id, device=device))
+        ends = generation_config.eos_token_id
+        ends = self.model.generation_config.eos_token_id if ends is None else ends
+        ended = torch.isin(completions, torch.tensor([] if ends is None else ends, device=device))
         # Up to and with the first end token: those before which no end token stands.
         lengths = (ended.cumsum(1) - ended.int() == 0).sum(1).tolist()
         ids_and_logps = zip(completions.tolist(), logps.tolist(), lengths, strict=True)
