@@ -178,7 +178,7 @@ class Replica:
 
         Args:
             prompt_ids: token ids of each prompt, not padded.
-            generation_config: with `pad_token_id` set. Without `eos_token_id`, the policy's end tokens end completions.
+            generation_config: with `pad_token_id` set; without `eos_token_id`, the policy's end tokens count.
             temperature: at which the log-probabilities are taken, above 0.
             logits_processor: applied to the scores after those of `generation_config`.
 
