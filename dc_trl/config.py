@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from trl import GRPOConfig
 
 from .deployment.schemes import require_scheme
 from .discrepancy import Level, Measure, Reduction
 from .lagrangian import LagrangeMultiplier
+from .neutral_sampling import restrictions
 
 
 Constraint = Literal["none", "static", "lagrangian"]
@@ -20,21 +21,6 @@ if TYPE_CHECKING:
 else:
     # What TrlParser reads a field of several types as; `__post_init__` makes the number.
     Tolerance = str
-
-# Sampling settings that make the engine's log-probabilities those of another distribution than the policy's, with
-# the values that leave it alone. In `generation_kwargs` they go to vLLM's SamplingParams or to GenerationConfig.
-_NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "top_p": (None, 1.0),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0.0),
-    "top_h": (None,),
-    "typical_p": (None, 1.0),
-    "epsilon_cutoff": (None, 0.0),
-    "eta_cutoff": (None, 0.0),
-    "repetition_penalty": (None, 1.0),
-    "presence_penalty": (None, 0.0),
-    "frequency_penalty": (None, 0.0),
-}
 
 
 @dataclass
@@ -329,13 +315,13 @@ class DCGRPOConfig(GRPOConfig):
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
         } | kwargs
-        for name, neutral in _NEUTRAL_SAMPLING.items():
-            if name in sampling and sampling[name] not in neutral:
-                raise ValueError(
-                    f"{name}={sampling[name]!r} makes the engine sample from a distribution that is not the policy's, "
-                    f"and constraint={self.constraint!r} would constrain that difference: set {name}={neutral[-1]!r} "
-                    "or constraint='none'."
-                )
+        for name, value, remedy in restrictions(sampling):
+            where = " in generation_kwargs" if name in kwargs else ""
+            raise ValueError(
+                f"{name}={value!r}{where} makes the engine sample from a distribution that is not the policy's, or "
+                f"report another's, and constraint={self.constraint!r} would constrain that difference: {remedy} or "
+                "constraint='none'."
+            )
         if kwargs.get("temperature", self.temperature) != self.temperature:
             raise ValueError(
                 f"generation_kwargs['temperature']={kwargs['temperature']!r} contradicts temperature="

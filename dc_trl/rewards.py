@@ -1,8 +1,12 @@
 """Rewards by checking the final answer."""
 
+import asyncio
 import importlib
+import inspect
+import math
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from .grading import Gold, Grader, is_gradable
@@ -13,6 +17,7 @@ __all__ = [
     "Completion",
     "RewardFunction",
     "arithmetic_reward",
+    "call_reward",
     "completion_text",
     "get_reward",
     "is_gradable",
@@ -26,6 +31,32 @@ _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _PLAIN_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
 _GOLD_FIELDS = ("multiple_answers", "unit", "relative_tolerance", "absolute_tolerance")
 _GRADER = Grader()  # of this process; its workers start with the first answers
+
+
+def call_reward(reward: RewardFunction, **arguments: Any) -> list[float | None]:
+    """Rewards from a reward function, which may be async.
+
+    Args:
+        reward: the function.
+        **arguments: as TRL passes them, `prompts` among them.
+
+    Returns:
+        One for each prompt; None where there is none, which the function may also call NaN.
+
+    Raises:
+        ValueError: there are more or fewer rewards than prompts.
+    """
+    rewards = reward(**arguments)
+    if inspect.iscoroutine(rewards):
+        # In a thread of its own: in a notebook, this one runs an event loop already.
+        with ThreadPoolExecutor(1, "dc_trl-reward") as pool:
+            rewards = pool.submit(asyncio.run, rewards).result()
+    if len(rewards) != len(arguments["prompts"]):
+        raise ValueError(
+            f"reward={reward!r} returned {len(rewards)} rewards for {len(arguments['prompts'])} completions: return "
+            "one for each, None where there is none."
+        )
+    return [None if value is None or math.isnan(value) else float(value) for value in rewards]
 
 
 def completion_text(completion: Completion) -> str:

@@ -50,7 +50,7 @@ class BeforeAndAfter(TrainerCallback):
         measured = {"reward": metrics.get("eval_reward"), "discrepancy": metrics.get("eval_discrepancy/mean")}
         if trainer.replica is not None or trainer.use_vllm:
             batch_size = args.per_device_eval_batch_size
-            estimate = greedy_accuracy(trainer, trainer.eval_dataset, trainer.reward_funcs[0], batch_size)
+            estimate = greedy_accuracy(trainer, trainer.eval_dataset, None, batch_size)
             measured |= {"greedy": estimate.value, "greedy_se": estimate.standard_error, "problems": estimate.problems}
         if state.global_step > 0:
             self.after = measured

@@ -14,7 +14,9 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
+from dc_trl import DCGRPOTrainer
 from dc_trl.data.schema import MathProblem, to_dataset
+from dc_trl.deployment.policy import end_tokens
 from dc_trl.deployment.replica import Replica
 from dc_trl.deployment.sampling import ReplicaEngine, Request, Sampling, ServerEngine
 from dc_trl.deployment.server import ServerError
@@ -26,7 +28,16 @@ from dc_trl.evaluation.tables import comparison_table, evaluation_details, evalu
 from dc_trl.model_card import eval_results, write_eval_results
 from dc_trl.rewards import arithmetic_reward
 
-from .helpers import ROOT, TINY_MODEL, load_script, make_model, make_tokenizer
+from .helpers import (
+    ROOT,
+    TINY_MODEL,
+    distinct_characters,
+    load_script,
+    make_config,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+)
 from .vllm_server import requires_vllm
 
 
@@ -108,6 +119,52 @@ def test_greedy_is_greedy_and_limits_are_kept(replica, tokenizer):
         assert completion.truncated
         assert first[position].text.startswith(completion.text)
     assert not any(completion.truncated for completion in first.values())
+
+
+def test_every_end_token_of_the_model_ends_a_completion(tokenizer):
+    """Llama-3 has several, of which the tokenizer knows one."""
+    policy, ends = make_model(), [1, *range(40, 120)]
+    policy.generation_config.eos_token_id = ends
+    prompt = tokenizer("1+1=")["input_ids"]
+    engine = ReplicaEngine(Replica(policy, "bf16"), tokenizer)
+    sampling = Sampling(max_tokens=30, temperature=1.0)
+    completions = dict(engine.sample([Request(prompt, seed) for seed in range(64)], sampling)).values()
+    ended = [completion for completion in completions if not completion.truncated]
+    assert len(ended) > 32
+    assert {completion.tokens for completion in completions if completion.truncated} <= {30}
+    # The end token is counted and, though it is an ordinary one here, not shown: as by vLLM.
+    shown = [tokenizer(completion.text)["input_ids"] for completion in completions]
+    assert not any(set(ids) & set(ends) for ids in shown)
+    assert end_tokens(policy, tokenizer) == ends
+
+
+def test_the_tokenizers_end_token_and_a_single_one_of_the_model(tmp_path, tokenizer):
+    policy = make_model()
+    for declared, expected in ((5, [1, 5]), ([5, 1], [5, 1]), (None, [1])):
+        policy.generation_config.eos_token_id = declared
+        assert end_tokens(policy, tokenizer) == expected
+        assert end_tokens(Replica(policy, "bf16").model, tokenizer) == expected
+    config = make_config(tmp_path, deployment_scheme="bf16")
+    policy.generation_config.eos_token_id = [5, 6]
+    trainer = DCGRPOTrainer(
+        policy, distinct_characters, config, train_dataset=make_prompts(), processing_class=tokenizer
+    )
+    assert trainer.eos_token_ids == end_tokens(policy, tokenizer) == [1, 5, 6]
+
+
+def test_tokenizers_without_a_pad_or_an_end_token():
+    replica, prompt = Replica(make_model(), "bf16"), [[20, 30], [50]]
+    full, without_pad, without_both = (make_tokenizer() for _ in range(3))
+    without_pad.pad_token = without_both.pad_token = without_both.eos_token = None
+    sampling = Sampling(max_tokens=12, temperature=1.0)
+    answers = []
+    for tokenizer in (full, without_pad, without_both):
+        engine = ReplicaEngine(replica, tokenizer)
+        answers.append(dict(engine.sample([Request(ids, 3) for ids in prompt], sampling)))
+    assert answers[0] == answers[1] == answers[2]
+    replica.model.generation_config.eos_token_id = None
+    with pytest.raises(ValueError, match="eos_token_id=None in the tokenizer and in the model's generation_config"):
+        ReplicaEngine(replica, without_both)
 
 
 @requires_vllm

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer, mismatch_metrics
@@ -27,6 +27,7 @@ from .helpers import (
     make_model,
     make_prompts,
 )
+from .vllm_server import requires_vllm
 
 
 # Where log π_train comes from. aligned: the generation batch is used up at standing weights, TRL computes no old
@@ -466,6 +467,42 @@ def test_peft(tmp_path, tokenizer):
     trainer.train()
     assert_finite(trainer)
     assert 0 < logged(trainer, "discrepancy/mean")[-1] < 0.05
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [{"target_modules": ["embed_tokens"]}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}],
+    ids=["embedding", "head"],
+)
+def test_an_adapter_on_one_of_tied_embeddings_makes_no_mismatch(tmp_path, tokenizer, adapter):
+    trainer = make_trainer(
+        make_config(tmp_path, deployment_scheme="bf16", max_steps=4, learning_rate=3e-2),
+        tokenizer,
+        model=make_model(),
+        peft_config=LoraConfig(r=4, task_type="CAUSAL_LM", **adapter),
+    )
+    trainer.train()
+    # Before the first step an adapter changes nothing.
+    first, *_, last = logged(trainer, "discrepancy/mean")
+    assert last < 3 * first
+    trainer.save_deployment(tmp_path / "deployed")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "deployed", dtype=torch.float32)
+    tokens = torch.arange(10, 200).view(2, -1)
+    with torch.no_grad():
+        models = (trainer.model, exported, make_model())
+        own, theirs, untrained = (model.eval()(input_ids=tokens).logits.softmax(-1) for model in models)
+    assert (own - theirs).abs().max() < (own - untrained).abs().max() / 10
+
+
+@requires_vllm
+@pytest.mark.parametrize(
+    ("mode", "remedy"), [("server", "use vllm_mode='colocate' with deployment_scheme"), ("colocate", "'bf16'")]
+)
+def test_an_adapter_on_one_of_tied_embeddings_is_refused_where_vllm_has_one_matrix(tmp_path, tokenizer, mode, remedy):
+    config = make_config(tmp_path, use_vllm=True, vllm_mode=mode, vllm_server_base_url="http://127.0.0.1:9")
+    adapter = LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match=rf"tie_word_embeddings=True.*(?i:{remedy}).*ensure_weight_tying=True"):
+        make_trainer(config, tokenizer, peft_config=adapter)
 
 
 @pytest.mark.parametrize("loss_type", ["bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])

@@ -20,7 +20,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..files import lock_folder, remove_if_abandoned
 from .checkpoint import CheckpointWriter
 from .client import ServerClient
-from .policy import policy_tensors
+from .policy import policy_tensors, require_shared_embeddings
 from .server import ServerError, ServerUnavailableError, check_server, is_local
 
 
@@ -323,8 +323,16 @@ def deployed_tensors(generation: VLLMGeneration) -> Iterator[tuple[str, Tensor]]
 
     Sharded weights come through TRL's own iteration. Whole ones do not need it, and merging adapters in copies keeps
     the rounding errors of merging and unmerging out of the weights that are trained.
+
+    Raises:
+        ValueError: the weights are sharded, and an adapter parts the embedding from the output head.
     """
     if generation._dist.is_fsdp or generation._dist.is_zero3:
+        require_shared_embeddings(
+            generation.model,
+            reason="sharded weights are merged in place, in both at once",
+            remedy="Launch without sharding",
+        )
         return generation._iter_named_params()
     return policy_tensors(generation.accelerator.unwrap_model(generation.model, keep_torch_compile=False))
 

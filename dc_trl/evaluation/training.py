@@ -16,13 +16,16 @@ from .results import BenchmarkResult, benchmark_result
 from .samples import Sample
 
 
-def greedy_accuracy(trainer: DCGRPOTrainer, dataset: Dataset, reward: RewardFunction, batch_size: int) -> Estimate:
+def greedy_accuracy(
+    trainer: DCGRPOTrainer, dataset: Dataset, reward: RewardFunction | None, batch_size: int
+) -> Estimate:
     """Mean reward of the deployed policy's greedy completions, the problems divided among the processes.
 
     Args:
         trainer: with a replica or vLLM (`deployment_scheme` or `use_vllm` set).
-        dataset: with the columns `prompt` and `answer`, and others that the reward reads.
-        reward: called with `completions` and the columns; problems for which it returns None are left out.
+        dataset: with the column `prompt`, and others that the reward reads.
+        reward: called with what TRL passes (`prompts`, `completions`, `completion_ids`, the columns, …); may be async.
+            None: the trainer's own reward functions, weighted as in training. Problems without a reward are left out.
         batch_size: prompts at a time in each process.
 
     Returns:
@@ -33,9 +36,7 @@ def greedy_accuracy(trainer: DCGRPOTrainer, dataset: Dataset, reward: RewardFunc
     """
     rewards: list[float | None] = []
     for rows, counted in _shares(trainer, len(dataset), batch_size):
-        columns = dataset.select(rows)[:]
-        completions = trainer.deployed_completions(columns.pop("prompt"))
-        rewards += reward(completions=completions, **columns)[:counted]
+        rewards += trainer.deployed_rewards([dataset[row] for row in rows], reward)[:counted]
     scored = [value for value in gather_object(rewards) if value is not None]
     if not scored:
         raise ValueError("The reward scored none of the problems: check the gold answers.")
