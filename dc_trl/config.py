@@ -1,6 +1,6 @@
 """Settings of `DCGRPOTrainer`."""
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -8,7 +8,9 @@ from trl import GRPOConfig
 
 from .deployment.schemes import require_scheme
 from .discrepancy import Level, Measure, Reduction
+from .files import parse_object
 from .lagrangian import LagrangeMultiplier
+from .ranges import AT_LEAST_0, COUNT, FINITE, TRAINING, require_number, require_numbers
 
 
 Constraint = Literal["none", "static", "lagrangian"]
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 else:
     # What TrlParser reads a field of several types as; `__post_init__` makes the number.
     Tolerance = str
+
+# Of the fields that hold a dict, or JSON from a command line, those that may also name a file.
+_FILE_OR_DICT = ("accelerator_config", "fsdp_config", "deepspeed")
 
 # Sampling settings that make the engine's log-probabilities those of another distribution than the policy's, with
 # the values that leave it alone. In `generation_kwargs` they go to vLLM's SamplingParams or to GenerationConfig.
@@ -227,24 +232,19 @@ class DCGRPOConfig(GRPOConfig):
                     f"discrepancy_tolerance={self.discrepancy_tolerance!r} is invalid: use a finite number that is at "
                     "least 0, or 'auto'."
                 ) from None
-        for name in (
-            *(["discrepancy_tolerance"] if self.discrepancy_tolerance != "auto" else []),
-            "discrepancy_margin",
-            "lambda_init",
-            "lambda_lr",
-            "lambda_min",
-            "lambda_max",
+        require_numbers(self, TRAINING)
+        if self.discrepancy_tolerance != "auto":
+            require_number("discrepancy_tolerance", self.discrepancy_tolerance, AT_LEAST_0)
+        if self.pad_to_multiple_of is not None and str(self.pad_to_multiple_of).lower() not in (
+            "auto",
+            "none",
+            "null",
         ):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or value < 0:
-                raise ValueError(f"{name}={value!r} is invalid: use a finite number that is at least 0.")
-        for name, least in {"dual_window": 1, "vllm_max_retries": 0}.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r} is invalid: use a whole number, at least {least}.")
-        if not self.vllm_request_timeout > 0:
-            raise ValueError(f"vllm_request_timeout={self.vllm_request_timeout!r} is invalid: use seconds above 0.")
+            number = str(self.pad_to_multiple_of)
+            require_number("pad_to_multiple_of", int(number) if number.isdecimal() else number, COUNT)
+        for weight in self.reward_weights or []:
+            require_number("reward_weights", weight, FINITE)
+        self._check_dicts()
         if self.lambda_min > self.lambda_max:
             raise ValueError(
                 f"lambda_min={self.lambda_min!r} is above lambda_max={self.lambda_max!r}: lower lambda_min or raise "
@@ -257,8 +257,14 @@ class DCGRPOConfig(GRPOConfig):
             )
         if self.deployment_scheme is not None:
             require_scheme(self.deployment_scheme)
-        if not self.temperature > 0:
-            raise ValueError(f"temperature={self.temperature!r} is invalid: sampling needs a temperature above 0.")
+
+    def _check_dicts(self) -> None:
+        for name in self._VALID_DICT_FIELDS:
+            value = getattr(self, name)
+            if isinstance(value, str) and (value.startswith("{") or name not in _FILE_OR_DICT):
+                parse_object(name, value)
+            elif name not in _FILE_OR_DICT and not isinstance(value, Mapping | None):
+                raise ValueError(f"{name}={value!r} is invalid: use a mapping of names to values.")
 
     def _check_combinations(self) -> None:
         if self.fp16 and self.device.type == "cpu":

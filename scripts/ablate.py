@@ -6,8 +6,6 @@ The same command goes on where a stopped or killed sweep was. docs/ablations.md 
 """
 
 import argparse
-import dataclasses
-import difflib
 import functools
 import os
 import shlex
@@ -114,31 +112,28 @@ def check(path: Path, jobs: int) -> None:
     settings have to fit the number of processes.
     """
     import train  # beside this file
-    from trl import ModelConfig, TrlParser
+    from trl import ModelConfig
 
     from dc_trl import DCGRPOConfig
     from dc_trl.arguments import ServerArguments, require_servable
+    from dc_trl.configuration import ConfigurationParser
     from dc_trl.data.arguments import DataArguments
+    from dc_trl.pretrained import require_model
     from dc_trl.rewards import get_reward
 
     sys.path.append(os.getcwd())  # where reward functions of one's own stand
-    known = {field.name for part in train.ARGUMENTS for field in dataclasses.fields(part) if field.init} | {"env"}
     for name, settings in yaml.safe_load(path.read_text()).items():
-        for unknown in sorted(settings.keys() - known):
-            close = difflib.get_close_matches(unknown, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else "scripts/train.py --help lists the fields."
-            raise ValueError(f"{unknown} is no field of the configuration: {hint}")
         config = path.with_name(f"variant-{os.getpid()}.yaml")
         config.write_text(yaml.safe_dump(settings))
         try:
-            parser = TrlParser(train.ARGUMENTS, exit_on_error=False)
+            parser = ConfigurationParser(train.ARGUMENTS)
             parts = {type(part): part for part in parser.parse_args_and_config(["--config", str(config)])}
             server, args = parts[ServerArguments], parts[DCGRPOConfig]
             require_servable(server, args)
-            train.require_model(parts[ModelConfig].model_name_or_path)
+            require_model(parts[ModelConfig].model_name_or_path)
             for reward in parts[DataArguments].rewards:
                 get_reward(reward)
-        except (ValueError, TypeError, OSError, ImportError, argparse.ArgumentError) as error:
+        except (ValueError, TypeError, OSError, ImportError) as error:
             raise ValueError(f"variant {name!r}: {error}") from error
         shared = args.use_vllm and args.vllm_mode == "server" and (server.serve is None or server.serve_devices)
         if shared and jobs > 1:

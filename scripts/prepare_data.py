@@ -13,12 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from transformers import AutoTokenizer
-
 from dc_trl.data.benchmarks import BENCHMARKS, PUBLISHED, load_benchmark, require_benchmark
 from dc_trl.data.cleaning import Language, Report, clean, require_options
 from dc_trl.data.dapo import DAPO, load_dapo
 from dc_trl.data.templates import BOXED_INSTRUCTION
+from dc_trl.pretrained import load_config_and_tokenizer
 
 
 TRAIN_FILE, REPORT_FILE, DROPPED_FILE = "train.parquet", "report.json", "dropped.jsonl"
@@ -84,7 +83,7 @@ def require_new(output: Path) -> None:
 def prepare(arguments: argparse.Namespace, folder: Path) -> Report:
     """Writes all files into a folder. Everything that can be wrong with the input is found before rows are read."""
     files = benchmark_files(arguments.benchmark_files, arguments.benchmarks)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer) if arguments.tokenizer else None
+    tokenizer = load_config_and_tokenizer(arguments.tokenizer, "tokenizer")[1] if arguments.tokenizer else None
     options = {
         "language": arguments.language,
         "max_prompt_length": arguments.max_prompt_length,

@@ -345,7 +345,7 @@ def test_the_script_by_the_replica_writes_table_and_card(tmp_path, script):
     [
         (["--benchmarks", "amc24"], "benchmark='amc24' is unknown: choose one of 'aime24'"),
         (["--benchmark_files", "amc23=x.jsonl"], "benchmark_files='amc23=x.jsonl' is invalid: write NAME=FILE"),
-        (["--temperature", "-1"], "temperature=-1.0 is invalid: use a number, at least 0"),
+        (["--temperature", "-1"], "temperature=-1.0 is invalid: use a finite number, at least 0"),
         (["--top_p", "0"], "top_p=0.0 is invalid"),
         (["--samples", "0"], "samples=0 is invalid"),
         (["--url", "http://127.0.0.1:9", "--scheme", "bf16", "fp8"], "a server runs in one scheme"),

@@ -9,6 +9,7 @@ from datasets import Dataset, DatasetDict, Features, Value, load_dataset
 from datasets.exceptions import DatasetsError
 from transformers import PreTrainedTokenizerBase
 
+from ..files import parse_object
 from ..rewards import is_gradable
 from .schema import GRADING_COLUMNS
 from .templates import base_prompt, chat_prompt
@@ -174,6 +175,19 @@ def make_prompt(problem: str, tokenizer: PreTrainedTokenizerBase, instruction: s
     """A conversation where the tokenizer has a chat template, else the text that a base model continues."""
     template = base_prompt if tokenizer.chat_template is None else chat_prompt
     return template(problem, instruction)
+
+
+def parse_template_kwargs(text: str) -> dict[str, Any]:
+    """What `--chat_template_kwargs` hands to the chat template, from JSON.
+
+    Raises:
+        ValueError: it is no JSON object, or names what is not the template's.
+    """
+    kwargs = parse_object("chat_template_kwargs", text)
+    for name in ("conversation", "add_generation_prompt", "tokenize", "return_dict", "return_tensors"):
+        if name in kwargs:
+            raise ValueError(f"chat_template_kwargs={text!r}: {name} is set by the script, leave it out.")
+    return kwargs
 
 
 def prompt_length(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -14,10 +14,15 @@ SIGNIFICANCE = 0.05  # p-values below it are called a difference
 TableRows = tuple[list[str], list[list[str]]]  # head, rows
 
 
+def with_error(value: float, standard_error: float | None, decimals: int, factor: float = 1.0) -> str:
+    """A value ± its standard error, which a single problem does not have, both times a factor."""
+    error = "" if standard_error is None else f" ± {factor * standard_error:.{decimals}f}"
+    return f"{factor * value:.{decimals}f}{error}"
+
+
 def percent(estimate: Estimate) -> str:
     """A value from 0 to 1 with its standard error, in percent."""
-    error = "" if estimate.standard_error is None else f" ± {100 * estimate.standard_error:.1f}"
-    return f"{100 * estimate.value:.1f}{error}"
+    return with_error(estimate.value, estimate.standard_error, 1, 100)
 
 
 def evaluation_table(evaluations: Sequence[Evaluation]) -> TableRows:
