@@ -23,6 +23,15 @@ else:
     # What TrlParser reads a field of several types as; `__post_init__` makes the number.
     Tolerance = str
 
+# Choices that TRL looks at after the first rollout.
+_TRL_CHOICES = {
+    "loss_type": Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"],
+    "importance_sampling_level": Literal["token", "sequence"],
+    "scale_rewards": Literal["group", "batch", "none", True, False],
+    "multi_objective_aggregation": Literal["sum_then_normalize", "normalize_then_sum"],
+    "vllm_importance_sampling_mode": Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
+}
+
 # Of the fields that hold a dict, or JSON from a command line, those that may also name a file.
 _FILE_OR_DICT = ("accelerator_config", "fsdp_config", "deepspeed")
 
@@ -219,6 +228,7 @@ class DCGRPOConfig(GRPOConfig):
             "weight_sync": WeightSync,
             "advantage_estimator": AdvantageEstimator,
             "hub_deployment": HubDeployment,
+            **_TRL_CHOICES,
         }.items():
             value = getattr(self, name)
             if value not in get_args(options):

@@ -91,6 +91,20 @@ def parse_object(name: str, text: str) -> dict[str, Any]:
     return value
 
 
+def make_folder(option: str, folder: Path) -> None:
+    """Makes a folder that an option names, and those above it, where they are missing.
+
+    Raises:
+        ValueError: it cannot be; the message names the option.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{option}={str(folder)!r} cannot be a directory ({error.strerror}): choose another one."
+        ) from error
+
+
 def set_aside(files: list[Path]) -> list[Path]:
     """Renames files to NAME.1.SUFFIX and so on, all with the first number that none of them has used."""
     number = 1

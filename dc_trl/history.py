@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from enum import Enum
@@ -143,7 +144,7 @@ class Run:
 
 def is_number(value: Any) -> TypeGuard[int | float]:
     """Whether the value is a finite number."""
-    return isinstance(value, int | float) and abs(value) < math.inf
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def setting(run: Run, name: str) -> Any:

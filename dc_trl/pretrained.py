@@ -70,8 +70,10 @@ def load_config_and_tokenizer(
         if tokenizer.chat_template is not None:
             tokenizer.apply_chat_template([{"role": "user", "content": "1"}], add_generation_prompt=True)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, TemplateError) as error:
-        # Type, lookup and attribute are what transformers trips over in files that are JSON of another shape.
-        reason = (str(error).strip().splitlines() or [""])[0] or type(error).__name__
+        reason = (str(error).strip().splitlines() or [""])[0]
+        if isinstance(error, TypeError | LookupError | AttributeError):
+            # What transformers trips over in files that are JSON of another shape.
+            reason = f"one of its files holds something else than expected, {type(error).__name__}: {reason}"
         raise ValueError(f"{field}={name!r} cannot be loaded: {reason}") from error
     if not tokenizer("1", add_special_tokens=False)["input_ids"]:
         # What transformers makes of a directory without a tokenizer's files.

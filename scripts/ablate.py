@@ -22,6 +22,7 @@ from dc_trl.ablation.figure import draw_sweep
 from dc_trl.ablation.jobs import Failure, OutputLock, require_own_folders, run_jobs, status
 from dc_trl.ablation.plan import Job, Sweep, load_sweep
 from dc_trl.ablation.results import collect, write_results
+from dc_trl.command_line import OptionParser
 from dc_trl.evaluation.tables import print_table
 
 
@@ -29,7 +30,7 @@ TRAIN = Path(__file__).with_name("train.py")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     parser.add_argument("sweep", type=Path, help="sweep file; those of the paper are in configs/sweeps")
     parser.add_argument("--output", type=Path, help="directory for runs and results (default: runs/ablations/NAME)")
     parser.add_argument("--base", type=Path, help="configuration in place of the sweep's `config`")
@@ -68,6 +69,16 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
         except yaml.YAMLError as error:
             raise ValueError(f"set={word!r} is invalid: {value!r} is no YAML value.") from error
     return overrides
+
+
+def parse_launch(text: str) -> list[str]:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"launch={text!r} is invalid ({error}): write it as on a command line.") from error
+    if not words:
+        raise ValueError(f"launch={text!r} is empty: write a command, or leave it out.")
+    return words
 
 
 def choose_slots(args: argparse.Namespace, sweep: Sweep) -> list[dict[str, str]]:
@@ -196,7 +207,7 @@ def main() -> None:
         require_own_folders(jobs)
         if not args.collect:
             slots = choose_slots(args, sweep)
-            launch = shlex.split(args.launch) if args.launch else [sys.executable]
+            launch = parse_launch(args.launch) if args.launch else [sys.executable]
             require_settings(sweep, launch, slots)
             if args.dry_run:
                 list_jobs(jobs)

@@ -24,6 +24,7 @@ from dc_trl.calibration import calibrate
 from dc_trl.calibration.report import REPORT_FILE, print_calibration, write_report
 from dc_trl.calibration.result import CALIBRATION_FILE
 from dc_trl.calibration.rollouts import EngineSpec
+from dc_trl.command_line import OptionParser
 from dc_trl.data.arguments import DataArguments, load_data
 from dc_trl.data.benchmarks import BENCHMARKS
 from dc_trl.data.prompts import Prompt, load_prompts, load_rows, make_prompt, parse_template_kwargs, prompt_length
@@ -31,6 +32,7 @@ from dc_trl.deployment.schemes import SCHEMES
 from dc_trl.deployment.server import ServerError
 from dc_trl.discrepancy import Measure, Reduction
 from dc_trl.evaluation import Benchmark
+from dc_trl.files import make_folder
 from dc_trl.pretrained import load_config_and_tokenizer
 from dc_trl.ranges import ABOVE_0, COUNT, SEED, Range, require_numbers
 
@@ -52,7 +54,7 @@ RANGES = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     parser.add_argument("--model", required=True, help="Hub id or directory of the model that is trained")
     parser.add_argument("--revision", default="main", help="revision of a Hub model")
     parser.add_argument(
@@ -117,7 +119,7 @@ def require_output(output: Path, overwrite: bool) -> None:
         raise ValueError(
             f"output='{output}' holds a calibration already: choose another --output, or replace it with --overwrite."
         )
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder("output", output)
 
 
 def require_device(name: str) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
+from dc_trl.command_line import OptionParser
 from dc_trl.data.benchmarks import BENCHMARKS
 from dc_trl.data.prompts import parse_template_kwargs
 from dc_trl.deployment.replica import Replica
@@ -33,6 +34,7 @@ from dc_trl.evaluation.tables import (
     markdown_table,
     print_table,
 )
+from dc_trl.files import make_folder
 from dc_trl.model_card import require_card, write_eval_results
 from dc_trl.pretrained import load_config_and_tokenizer
 from dc_trl.ranges import AT_LEAST_0, COUNT, SHARE, require_numbers
@@ -50,7 +52,7 @@ RANGES = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     model = parser.add_argument_group("the model")
     model.add_argument("--model", help="Hub id or directory; also of a checkpoint that is quantized already")
     model.add_argument("--revision", default="main", help="revision of a Hub model")
@@ -170,7 +172,7 @@ def run(args: argparse.Namespace) -> None:
     schemes = choose_schemes(args, config)
     benchmarks = load_benchmarks(args)
     output: Path = args.output or Path("runs", "evaluation")
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder("output", output)
     prompts = [ids for b in benchmarks for ids in tokenize_prompts(b, tokenizer, template_kwargs).values()]
     evaluations = []
     for scheme in schemes:

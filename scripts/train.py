@@ -38,7 +38,7 @@ from dc_trl.history import BASELINE_FILE, DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMA
 from dc_trl.hub import HubError, push_command, require_pushable
 from dc_trl.pretrained import load_config_and_tokenizer
 from dc_trl.ranges import ADAPTER, require_numbers
-from dc_trl.rewards import get_reward
+from dc_trl.rewards import get_reward, require_callable
 from dc_trl.summary import BeforeAndAfter, summarize
 
 
@@ -156,6 +156,8 @@ def build_trainer(
     prompts_per_step = args.generation_batch_size // args.num_generations
     steps = args.max_steps if args.max_steps > 0 else 1000
     train_dataset, eval_dataset, line = load_data(data, tokenizer, args.seed, prompts_per_step * steps)
+    for name, reward in zip(data.rewards, rewards, strict=True):
+        require_callable(name, reward, train_dataset.column_names)
     PartialState().print(line)
     benchmarks = load_eval_benchmarks(data)
     generations = args.num_generations_eval or args.num_generations

@@ -121,9 +121,7 @@ def arithmetic_problems(size: int, seed: int, split: Split) -> list[Problem]:
     return problems
 
 
-def arithmetic_dataset(
-    size: int, seed: int, split: Split, to_prompt: Callable[[str], Any] = partial(chat_prompt, instruction=None)
-) -> Dataset:
+def arithmetic_dataset(size: int, seed: int, split: Split, to_prompt: Callable[[str], Any] | None = None) -> Dataset:
     """`arithmetic_problems` as a data set: columns `prompt` and `answer` (a plain integer).
 
     Args:
@@ -131,5 +129,6 @@ def arithmetic_dataset(
         to_prompt: what the model is given for a question; by default a conversation of one user message.
     """
     problems = arithmetic_problems(size, seed, split)
+    to_prompt = to_prompt or partial(chat_prompt, instruction=None)
     prompts = [to_prompt(problem.question) for problem in problems]
     return Dataset.from_dict({"prompt": prompts, "answer": [problem.answer for problem in problems]})
