@@ -1,7 +1,6 @@
 """Which numbers a setting may be. Every other is refused by name, value and remedy, before anything starts."""
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from numbers import Integral, Real
@@ -30,7 +29,7 @@ class Range:
         number: Any = value
         if self.or_else is not None and number == self.or_else[0]:
             return True
-        finite = abs(number) <= sys.float_info.max  # not of NaN, nor of an int that is no float
+        finite = abs(number) < (2**63 if isinstance(number, Integral) else math.inf)  # NaN is not
         return (
             (finite or (self.infinite and number == math.inf))
             and (self.least is None or number >= self.least)

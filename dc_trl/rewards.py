@@ -102,8 +102,8 @@ def require_callable(name: str, reward: RewardFunction, columns: Iterable[str]) 
         inspect.signature(reward).bind(**dict.fromkeys(given))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"rewards={name!r} cannot be called ({error}): it is given {', '.join(sorted(given))}; **kwargs takes what "
-            "it does not read."
+            f"rewards={name!r} cannot be called ({error}): it is given {', '.join(sorted(given))}; **kwargs takes what"
+            " it does not read."
         ) from error
 
 
