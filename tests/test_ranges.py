@@ -18,7 +18,9 @@ from .helpers import make_config
 
 
 bounds = st.none() | st.integers(-3, 3)
-numbers = st.integers(-5, 5) | st.floats(allow_nan=True, allow_infinity=True) | st.booleans() | st.sampled_from([10**400])
+numbers = (
+    st.integers(-5, 5) | st.floats(allow_nan=True, allow_infinity=True) | st.booleans() | st.sampled_from([10**400])
+)
 
 
 @given(bounds, bounds, bounds, bounds, st.booleans(), st.booleans(), numbers)
@@ -98,7 +100,7 @@ def test_negative_numbers_are_refused(tmp_path, name, value):
     ],
 )
 def test_settings_that_only_training_would_trip_over(tmp_path, settings, words):
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the words are the point
         make_config(tmp_path, **settings)
     assert words in str(refused.value)
 

@@ -381,7 +381,9 @@ def filled_by_hand(prompts, trainer):
 
 
 @pytest.mark.parametrize("returns", ["rollouts", "rollouts with a mask", "an engine", "arrays"])
-def test_what_fills_an_empty_completion_is_outside_the_loss(tmp_path, tokenizer, seen_by_the_loss, monkeypatch, returns):
+def test_what_fills_an_empty_completion_is_outside_the_loss(
+    tmp_path, tokenizer, seen_by_the_loss, monkeypatch, returns
+):
     def rollouts(prompts, trainer):
         output = Rollouts(edit=empty_completions)(prompts, trainer)
         if returns == "rollouts with a mask":
