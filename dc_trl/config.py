@@ -1,6 +1,5 @@
 """Settings of `DCGRPOTrainer`."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -271,10 +270,9 @@ class DCGRPOConfig(GRPOConfig):
     def _check_dicts(self) -> None:
         for name in self._VALID_DICT_FIELDS:
             value = getattr(self, name)
-            if isinstance(value, str) and (value.startswith("{") or name not in _FILE_OR_DICT):
+            a_file = name in _FILE_OR_DICT and isinstance(value, str) and not value.startswith("{")
+            if value is not None and not a_file:
                 parse_object(name, value)
-            elif name not in _FILE_OR_DICT and not isinstance(value, Mapping | None):
-                raise ValueError(f"{name}={value!r} is invalid: use a mapping of names to values.")
 
     def _check_combinations(self) -> None:
         if self.fp16 and self.device.type == "cpu":

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,19 +77,21 @@ class _Loader(yaml.SafeLoader):
         return mapping
 
 
-def parse_object(name: str, text: str) -> dict[str, Any]:
-    """The JSON object that an option holds.
+def parse_object(option: str, value: Any) -> Mapping[str, Any]:
+    """The JSON object that an option holds, as text or read already.
 
     Raises:
         ValueError: it is something else; the message names the option and its value.
     """
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name}={text!r} is not JSON ({error}): write '{{\"name\": value}}'.") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{name}={text!r} is no JSON object: write '{{\"name\": value}}'.")
-    return value
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{option}={value!r} is not JSON ({error}): write '{{\"name\": value}}'.") from error
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{option}={value!r} is no JSON object: write '{{\"name\": value}}'.")
+    return found
 
 
 def make_folder(option: str, folder: Path) -> None:

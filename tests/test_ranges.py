@@ -96,7 +96,7 @@ def test_negative_numbers_are_refused(tmp_path, name, value):
         ({"importance_sampling_level": "word"}, "importance_sampling_level='word'"),
         ({"generation_kwargs": "[1]"}, "generation_kwargs='[1]' is no JSON object"),
         ({"chat_template_kwargs": "{"}, "chat_template_kwargs='{' is not JSON"),
-        ({"model_init_kwargs": [1]}, "model_init_kwargs=[1] is invalid: use a mapping"),
+        ({"model_init_kwargs": [1]}, "model_init_kwargs=[1] is no JSON object"),
     ],
 )
 def test_settings_that_only_training_would_trip_over(tmp_path, settings, words):

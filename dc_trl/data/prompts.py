@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ def _nested(row: dict[str, Any], column: str, field: str) -> Any:
 def _text(prompt: Any) -> str:
     if isinstance(prompt, list):
         messages = [message for message in prompt if isinstance(message, dict) and message.get("role") == "user"]
-        texts = [message.get("content") for message in messages]
+        texts: list[Any] = [message.get("content") for message in messages]
         prompt = "\n\n".join(texts) if all(isinstance(text, str) for text in texts) else None
     return prompt.strip() if isinstance(prompt, str) else ""
 
@@ -200,7 +201,7 @@ def make_prompt(problem: str, tokenizer: PreTrainedTokenizerBase, instruction: s
     return template(problem, instruction)
 
 
-def parse_template_kwargs(text: str) -> dict[str, Any]:
+def parse_template_kwargs(text: str) -> Mapping[str, Any]:
     """What `--chat_template_kwargs` hands to the chat template, from JSON.
 
     Raises:
