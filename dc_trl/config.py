@@ -1,6 +1,5 @@
 """Settings of `DCGRPOTrainer`."""
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -8,8 +7,10 @@ from trl import GRPOConfig
 
 from .deployment.schemes import require_scheme
 from .discrepancy import Level, Measure, Reduction
+from .files import parse_object
 from .lagrangian import LagrangeMultiplier
 from .neutral_sampling import restrictions
+from .ranges import AT_LEAST_0, COUNT, FINITE, TRAINING, require_number, require_numbers
 
 
 Constraint = Literal["none", "static", "lagrangian"]
@@ -21,6 +22,18 @@ if TYPE_CHECKING:
 else:
     # What TrlParser reads a field of several types as; `__post_init__` makes the number.
     Tolerance = str
+
+# Choices that TRL looks at after the first rollout.
+_TRL_CHOICES = {
+    "loss_type": Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"],
+    "importance_sampling_level": Literal["token", "sequence"],
+    "scale_rewards": Literal["group", "batch", "none", True, False],
+    "multi_objective_aggregation": Literal["sum_then_normalize", "normalize_then_sum"],
+    "vllm_importance_sampling_mode": Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
+}
+
+# Of the fields that hold a dict, or JSON from a command line, those that may also name a file.
+_FILE_OR_DICT = ("accelerator_config", "fsdp_config", "deepspeed")
 
 
 @dataclass
@@ -201,6 +214,7 @@ class DCGRPOConfig(GRPOConfig):
             "weight_sync": WeightSync,
             "advantage_estimator": AdvantageEstimator,
             "hub_deployment": HubDeployment,
+            **_TRL_CHOICES,
         }.items():
             value = getattr(self, name)
             if value not in get_args(options):
@@ -214,24 +228,19 @@ class DCGRPOConfig(GRPOConfig):
                     f"discrepancy_tolerance={self.discrepancy_tolerance!r} is invalid: use a finite number that is at "
                     "least 0, or 'auto'."
                 ) from None
-        for name in (
-            *(["discrepancy_tolerance"] if self.discrepancy_tolerance != "auto" else []),
-            "discrepancy_margin",
-            "lambda_init",
-            "lambda_lr",
-            "lambda_min",
-            "lambda_max",
+        require_numbers(self, TRAINING)
+        if self.discrepancy_tolerance != "auto":
+            require_number("discrepancy_tolerance", self.discrepancy_tolerance, AT_LEAST_0)
+        if self.pad_to_multiple_of is not None and str(self.pad_to_multiple_of).lower() not in (
+            "auto",
+            "none",
+            "null",
         ):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or value < 0:
-                raise ValueError(f"{name}={value!r} is invalid: use a finite number that is at least 0.")
-        for name, least in {"dual_window": 1, "vllm_max_retries": 0}.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r} is invalid: use a whole number, at least {least}.")
-        if not self.vllm_request_timeout > 0:
-            raise ValueError(f"vllm_request_timeout={self.vllm_request_timeout!r} is invalid: use seconds above 0.")
+            number = str(self.pad_to_multiple_of)
+            require_number("pad_to_multiple_of", int(number) if number.isdecimal() else number, COUNT)
+        for weight in self.reward_weights or []:
+            require_number("reward_weights", weight, FINITE)
+        self._check_dicts()
         if self.lambda_min > self.lambda_max:
             raise ValueError(
                 f"lambda_min={self.lambda_min!r} is above lambda_max={self.lambda_max!r}: lower lambda_min or raise "
@@ -244,8 +253,13 @@ class DCGRPOConfig(GRPOConfig):
             )
         if self.deployment_scheme is not None:
             require_scheme(self.deployment_scheme)
-        if not self.temperature > 0:
-            raise ValueError(f"temperature={self.temperature!r} is invalid: sampling needs a temperature above 0.")
+
+    def _check_dicts(self) -> None:
+        for name in self._VALID_DICT_FIELDS:
+            value = getattr(self, name)
+            a_file = name in _FILE_OR_DICT and isinstance(value, str) and not value.startswith("{")
+            if value is not None and not a_file:
+                parse_object(name, value)
 
     def _check_combinations(self) -> None:
         if self.fp16 and self.device.type == "cpu":

@@ -26,10 +26,10 @@ from .deployment.replica import Replica
 from .deployment.weight_sync import ColocateGeneration, ServerGeneration, deployed_tensors
 from .history import DEPLOYMENT_FOLDER
 from .hub import HubClient, deployment_repository, hub_dataset, without_token
-from .model_card import CARD_FILE, complete_card, set_card_aside, unchanged_card
+from .model_card import CARD_FILE, complete_card, quoted, set_card_aside, unchanged_card
 from .neutral_sampling import SERVER_DEFAULTS, restrictions
 from .rewards import RewardFunction, call_reward
-from .rollout_buffer import fill_empty
+from .rollout_buffer import fill_empty, sampled_only
 
 
 _COLUMNS_OF_TRL = ("prompt", "completion", "completion_ids")  # which it passes by itself, or not at all
@@ -88,6 +88,10 @@ class DeployedPolicyTrainer(GRPOTrainer):
             self.replica.sync(self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False))
             completion_ids, logprobs = self.replica.generate(prompt_ids, self.generation_config, self.temperature)
         return fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
+
+    def _generate(self, prompts):
+        prompt_ids, completion_ids, tool_mask, *others = super()._generate(prompts)
+        return prompt_ids, completion_ids, sampled_only(completion_ids, tool_mask), *others
 
     def deployed_completion_ids(self, prompt_ids: list[list[int]], temperature: float = 0.0) -> list[list[int]]:
         """Completions of the policy as it is deployed: by the replica or by vLLM, at the present weights.
@@ -265,7 +269,8 @@ class DeployedPolicyTrainer(GRPOTrainer):
             return
         card = Path(self.args.output_dir, CARD_FILE)
         earlier = set_card_aside(card)
-        super().create_model_card(model_name, hub_dataset(dataset_name), tags)
+        name = model_name or card.parent.absolute().name
+        super().create_model_card(quoted(name), hub_dataset(dataset_name), tags)
         second = None
         if self.args.hub_deployment == "repository" and self.hub_model_id is not None:
             second = deployment_repository(self.hub_model_id, self.args.deployment_scheme)
@@ -273,7 +278,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
             card,
             earlier,
             self.args,
-            model_name=model_name or card.parent.absolute().name,
+            model_name=name,
             repo_id=self.hub_model_id,
             base_model=get_config_model_id(self.model.config),
             dataset_name=dataset_name,

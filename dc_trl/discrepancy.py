@@ -187,10 +187,15 @@ def combine_sums(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
             if name not in combined:
                 combined[name] = value
             elif name.endswith("_max"):
-                combined[name] = max(combined[name], value)
+                combined[name] = _larger(combined[name], value)
             else:
                 combined[name] = combined[name] + value
     return combined
+
+
+def _larger(first: Value, second: Value) -> Value:
+    # Python's max asks which is larger, for which the host waits for the device.
+    return torch.maximum(first, second) if isinstance(first, Tensor) else max(first, second)
 
 
 def mismatch_from_sums(sums: Mapping[str, float]) -> dict[str, float]:

@@ -5,7 +5,7 @@ import importlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +22,7 @@ __all__ = [
     "get_reward",
     "is_gradable",
     "math_reward",
+    "require_callable",
 ]
 
 Completion = str | list[dict[str, Any]]
@@ -118,6 +119,28 @@ def arithmetic_reward(completions: Sequence[Completion], answer: Sequence[str], 
 REWARDS: dict[str, RewardFunction] = {"math": math_reward, "arithmetic": arithmetic_reward}
 
 
+def require_callable(name: str, reward: RewardFunction, columns: Iterable[str]) -> None:
+    """Refuses a reward function that cannot be called as TRL calls it, which it does after the first rollout.
+
+    Args:
+        name: as the user gave it.
+        reward: the function.
+        columns: those of the data set.
+
+    Raises:
+        ValueError: it asks for what it is not given, or does not take what it is.
+    """
+    given = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", *columns}
+    given -= {"prompt"}  # `prompts` holds them
+    try:
+        inspect.signature(reward).bind(**dict.fromkeys(given))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"rewards={name!r} cannot be called ({error}): it is given {', '.join(sorted(given))}; **kwargs takes what"
+            " it does not read."
+        ) from error
+
+
 def get_reward(name: str) -> RewardFunction:
     """Reward function by name (`"math"`, `"arithmetic"`) or by dotted path (`"my_package.rewards.my_reward"`).
 
@@ -132,7 +155,7 @@ def get_reward(name: str) -> RewardFunction:
         raise ValueError(f"rewards={name!r} is unknown: {problem}.")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+    except (ImportError, SyntaxError, TypeError) as error:
         raise ValueError(f"rewards={name!r} cannot be imported ({error}): {problem}.") from error
     if not callable(getattr(module, function_name, None)):
         raise ValueError(f"rewards={name!r}: module {module_name!r} has no function {function_name!r}: {problem}.")

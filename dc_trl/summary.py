@@ -9,7 +9,15 @@ from transformers import TrainerCallback
 from .evaluation.tables import print_table, with_error
 from .evaluation.training import greedy_accuracy
 from .files import write_text
-from .history import BASELINE_FILE, DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SUMMARY_FILE, read_history
+from .history import (
+    BASELINE_FILE,
+    DEPLOYMENT_FOLDER,
+    FIGURE_FILE,
+    HISTORY_FILE,
+    SUMMARY_FILE,
+    read_baseline,
+    read_history,
+)
 from .trainer import DCGRPOTrainer
 
 
@@ -31,7 +39,7 @@ class BeforeAndAfter(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step > 0 and self._trainer.eval_dataset is not None and self._baseline.is_file():
-            self.before = json.loads(self._baseline.read_text())
+            self.before = read_baseline(self._baseline.parent)
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self._start is None:

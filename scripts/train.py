@@ -14,9 +14,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from accelerate import PartialState
-from transformers import AutoConfig, AutoTokenizer, PrinterCallback, ProgressCallback
+from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
-from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from dc_trl import (
     CollapseAlarmCallback,
@@ -28,6 +28,7 @@ from dc_trl import (
 )
 from dc_trl.arguments import ServerArguments, WatchArguments, require_servable, start_server
 from dc_trl.callbacks import ConstraintProgressCallback
+from dc_trl.configuration import ConfigurationParser
 from dc_trl.data.arguments import DataArguments, load_data
 from dc_trl.data.dapo import DAPO
 from dc_trl.deployment.server import ServerError
@@ -35,7 +36,9 @@ from dc_trl.evaluation import Benchmark
 from dc_trl.evaluation.training import BenchmarkCallback
 from dc_trl.history import BASELINE_FILE, DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, changed_settings
 from dc_trl.hub import HubError, push_command, require_pushable
-from dc_trl.rewards import get_reward
+from dc_trl.pretrained import load_config_and_tokenizer
+from dc_trl.ranges import ADAPTER, require_numbers
+from dc_trl.rewards import get_reward, require_callable
 from dc_trl.summary import BeforeAndAfter, summarize
 
 
@@ -101,28 +104,12 @@ def require_space(trainer: DCGRPOTrainer) -> None:
         )
 
 
-def require_model(name: str | None) -> None:
-    """Refuses a model that is neither a directory with a model nor a Hub id."""
-    if name is None:
-        raise ValueError("model_name_or_path is not set: give a Hub id or a directory.")
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"model_name_or_path={name!r} is a directory without a config.json: it holds no model.")
-    elif name.startswith((".", "~", os.sep)) or name.count("/") > 1:
-        raise ValueError(f"model_name_or_path={name!r} does not exist: check the path.")
-
-
 def load_eval_benchmarks(data: DataArguments) -> list[Benchmark]:
     """The benchmarks that are asked while training."""
     if data.eval_benchmarks and data.eval_size == 0:
         raise ValueError(
             f"eval_benchmarks={data.eval_benchmarks} are asked when the trainer evaluates, and eval_size=0 leaves it "
             "nothing to evaluate: set eval_size."
-        )
-    if data.eval_benchmark_temperature < 0:
-        raise ValueError(
-            f"eval_benchmark_temperature={data.eval_benchmark_temperature} is invalid: use a number, at least 0."
         )
     benchmarks = []
     for word in data.eval_benchmarks:
@@ -156,25 +143,21 @@ def build_trainer(
         require_fresh_or_resumable(args)
         if args.push_to_hub:
             require_pushable(args)
-    require_model(model.model_name_or_path)
     rewards = [get_reward(name) for name in data.rewards]
-    # Fails early, on a small file, when the model is on no Hub either.
-    options = {"revision": model.model_revision, "trust_remote_code": args.trust_remote_code}
-    try:
-        AutoConfig.from_pretrained(model.model_name_or_path, **options)
-        tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, padding_side="left", **options)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"model_name_or_path={model.model_name_or_path!r} cannot be loaded: {reason}") from error
-    if not tokenizer("1", add_special_tokens=False)["input_ids"]:
-        # What transformers makes of a directory without a tokenizer's files.
-        raise ValueError(
-            f"model_name_or_path={model.model_name_or_path!r} holds no tokenizer: save one there with "
-            "tokenizer.save_pretrained."
-        )
+    if model.use_peft:
+        require_numbers(model, ADAPTER)
+    # Fails early, on small files.
+    _, tokenizer = load_config_and_tokenizer(
+        model.model_name_or_path,
+        padding_side="left",
+        revision=model.model_revision,
+        trust_remote_code=args.trust_remote_code,
+    )
     prompts_per_step = args.generation_batch_size // args.num_generations
     steps = args.max_steps if args.max_steps > 0 else 1000
     train_dataset, eval_dataset, line = load_data(data, tokenizer, args.seed, prompts_per_step * steps)
+    for name, reward in zip(data.rewards, rewards, strict=True):
+        require_callable(name, reward, train_dataset.column_names)
     PartialState().print(line)
     benchmarks = load_eval_benchmarks(data)
     generations = args.num_generations_eval or args.num_generations
@@ -227,7 +210,7 @@ def main() -> None:
     sys.path.append(os.getcwd())  # where reward functions of one's own stand
     # Leaves as Ctrl-C does, through the block below, which ends the server.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    parser = TrlParser(ARGUMENTS)
+    parser = ConfigurationParser(ARGUMENTS)
     with ExitStack() as stack:
         try:
             data, server, watch, args, model = parser.parse_args_and_config()

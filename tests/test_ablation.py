@@ -597,6 +597,42 @@ def test_discrepancies_of_different_measures_are_not_subtracted(collected):
     assert results.difference(b, "accuracy").value == pytest.approx(0.03)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("summary.json", "[]", "holds no JSON object"),
+        ("summary.json", "{", "is not JSON"),
+        ("summary.json", "{}", "lacks 'steps'"),
+        ("summary.json", '{"steps": 20, "after": {"greedy": "high"}}', "greedy='high'"),
+        ("summary.json", '{"steps": 20, "after": {}, "lambda": "high"}', "lambda='high'"),
+        ("settings.json", "[]", "holds no JSON object"),
+    ],
+)
+def test_a_file_of_a_run_that_is_mistyped_is_named(sweep_file, tmp_path, file, content, words):
+    sweep = load_sweep(sweep_file("list: {GRPO: {}}\nseeds: [0]"))
+    jobs = sweep.jobs(tmp_path / "out")
+    write_run(jobs[0], 0.5, [0.001])
+    (jobs[0].folder / file).write_text(content)
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the words are the point
+        collect(sweep, jobs)
+    assert str(jobs[0].folder / file) in str(refused.value)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("state", ['{"global_step": "3", "max_steps": 4}', "[]", "{}", "\xff"])
+def test_a_checkpoint_whose_state_is_mistyped_is_not_taken(tmp_path, state):
+    usable = checkpoint(tmp_path, 2)
+    (checkpoint(tmp_path, 3) / "trainer_state.json").write_text(state, encoding="latin1")
+    assert last_checkpoint(tmp_path) == usable
+
+
+def test_a_sweep_file_that_is_no_text(sweep_file):
+    file = sweep_file("grid: {beta: [1]}")
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"sweep\.yaml is no text in UTF-8"):
+        load_sweep(file)
+
+
 def test_a_run_without_constraint_or_held_out_problems(sweep_file, tmp_path):
     sweep = load_sweep(sweep_file("list: {GRPO: {}}\nseeds: [0]"))
     jobs = sweep.jobs(tmp_path / "out")

@@ -539,6 +539,14 @@ def test_script_draws_prompts_from_files_and_benchmarks(monkeypatch, tmp_path, t
         ({"benchmark": "aime99"}, "aime99"),
         ({"temperature": 0}, "temperature=0.0"),
         ({"model": "no/such/model"}, "no/such/model"),
+        ({"device": "nope"}, "device='nope' cannot be used"),
+        ({"device": "meta"}, "device='meta' cannot be used"),
+        ({"temperature": "inf"}, "temperature=inf"),
+        ({"batch_tokens": 0}, "batch_tokens=0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"max_prompt_length": 0}, "max_prompt_length=0"),
+        ({"chat_template_kwargs": "[1]"}, "chat_template_kwargs='[1]' is no JSON object"),
+        ({"dataset_name": "dc_trl/assets/tiny_qwen3"}, "dataset_name='dc_trl/assets/tiny_qwen3'"),
     ],
 )
 def test_script_refuses_wrong_input(script, tmp_path, options, message):
@@ -547,6 +555,15 @@ def test_script_refuses_wrong_input(script, tmp_path, options, message):
     assert stop.value.code.startswith("error: ")
     assert message in stop.value.code
     assert not list(tmp_path.glob("out/*"))
+
+
+def test_script_refuses_a_model_without_tokenizer(script, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (model / name).symlink_to(TINY_MODEL / name)
+    with pytest.raises(SystemExit, match=r"^error: model='.*model' holds no tokenizer: save one there"):
+        script("--engine", "replica:fp8", model=model, output=tmp_path / "out")
 
 
 def test_script_has_no_truncated_sampling_and_no_unknown_engine(script, tmp_path, capsys):

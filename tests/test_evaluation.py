@@ -23,9 +23,9 @@ from dc_trl.deployment.server import ServerError
 from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, sample_seed, tokenize_prompts
 from dc_trl.evaluation.estimators import mean_estimate
 from dc_trl.evaluation.results import Evaluation, benchmark_result, compare
-from dc_trl.evaluation.samples import Sample
+from dc_trl.evaluation.samples import Sample, SampleStore
 from dc_trl.evaluation.tables import comparison_table, evaluation_details, evaluation_table, markdown_table
-from dc_trl.model_card import eval_results, write_eval_results
+from dc_trl.model_card import eval_results, require_card, write_eval_results
 from dc_trl.rewards import arithmetic_reward
 
 from .helpers import (
@@ -402,7 +402,7 @@ def test_the_script_by_the_replica_writes_table_and_card(tmp_path, script):
     [
         (["--benchmarks", "amc24"], "benchmark='amc24' is unknown: choose one of 'aime24'"),
         (["--benchmark_files", "amc23=x.jsonl"], "benchmark_files='amc23=x.jsonl' is invalid: write NAME=FILE"),
-        (["--temperature", "-1"], "temperature=-1.0 is invalid: use a number, at least 0"),
+        (["--temperature", "-1"], "temperature=-1.0 is invalid: use a finite number, at least 0"),
         (["--top_p", "0"], "top_p=0.0 is invalid"),
         (["--samples", "0"], "samples=0 is invalid"),
         (["--url", "http://127.0.0.1:9", "--scheme", "bf16", "fp8"], "a server runs in one scheme"),
@@ -410,6 +410,16 @@ def test_the_script_by_the_replica_writes_table_and_card(tmp_path, script):
         (["--url", "http://127.0.0.1:9", "--engine", "replica"], "contradict each other"),
         (["--model", "nowhere/at/all"], "nowhere/at/all"),
         (["--compare", "nowhere", "nowhere"], "holds no results of an evaluation"),
+        (["--temperature", "inf"], "temperature=inf is invalid"),
+        (["--temperature", "nan"], "temperature=nan is invalid"),
+        (["--limit", "0"], "limit=0 is invalid"),
+        (["--chat_template_kwargs", "[1]"], "chat_template_kwargs='[1]' is no JSON object"),
+        (["--chat_template_kwargs", "{"], "chat_template_kwargs='{' is not JSON"),
+        (["--chat_template_kwargs", '{"tokenize": false}'], "tokenize is set by the script"),
+        (["--card", "docs"], "card='docs' cannot be written (Is a directory)"),
+        (["--card", "README.md/card.md"], "card='README.md/card.md' cannot be written"),
+        (["--card", "dc_trl/assets/tiny_qwen3/model.safetensors"], "model.safetensors is no text in UTF-8"),
+        (["--output", "README.md"], "output='README.md' cannot be a directory"),
     ],
 )
 def test_what_the_script_refuses(tmp_path, script, options, words):
@@ -493,3 +503,71 @@ def test_results_that_are_none(tmp_path):
     for name in ("broken.json", "missing.json"):
         with pytest.raises(ValueError, match="holds no results of an evaluation"):
             Evaluation.load(tmp_path / name)
+
+
+def test_a_model_without_tokenizer_is_refused_before_it_is_loaded(tmp_path, script):
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (model / name).symlink_to(TINY_MODEL / name)
+    with pytest.raises(SystemExit, match=r"^error: model='.*model' holds no tokenizer: save one there"):
+        script(evaluate_script("--model", str(model), "--engine", "replica", "--output", str(tmp_path / "out")))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [("a: [", "has metadata that cannot be read"), ("- a", "has metadata"), ("model-index: 5", "has metadata")],
+)
+def test_a_card_that_cannot_be_read_is_refused_at_once(tmp_path, metadata, words):
+    card = tmp_path / "README.md"
+    card.write_text(f"---\n{metadata}\n---\n# Mine\n")
+    with pytest.raises(ValueError, match=f"README.md {words}"):
+        require_card(card)
+    assert "# Mine" in card.read_text()
+
+
+def test_asking_whether_a_card_can_be_written_leaves_it(tmp_path):
+    card = tmp_path / "README.md"
+    card.write_text("---\nlicense: mit\n---\n# Mine\n")
+    require_card(card)
+    assert card.read_text() == "---\nlicense: mit\n---\n# Mine\n"
+    require_card(tmp_path / "new" / "README.md")
+    assert not list((tmp_path / "new").iterdir())
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b"\xff\x00", b'"text"'])
+def test_settings_of_samples_that_cannot_be_read_are_named(tmp_path, content):
+    (tmp_path / "settings.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"settings\.json (holds no JSON|is not JSON|is no text)"):
+        SampleStore(tmp_path, {"model": "m"})
+
+
+def test_samples_that_cannot_be_read_are_named(tmp_path):
+    SampleStore(tmp_path, {"model": "m"}).close()
+    (tmp_path / "part-000001.parquet").write_bytes(b"cut short")
+    with pytest.raises(ValueError, match=r"part-000001\.parquet holds no samples .*remove it"):
+        SampleStore(tmp_path, {"model": "m"})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tree: [],
+        lambda tree: {},
+        lambda tree: tree | {"results": []},
+        lambda tree: tree | {"average": tree["average"] | {"value": "high"}},
+        lambda tree: tree | {"average": tree["average"] | {"low": None}},
+        lambda tree: tree | {"results": {"aime24": tree["results"]["aime24"] | {"per_problem": [1]}}},
+        lambda tree: tree | {"results": {"aime24": tree["results"]["aime24"] | {"per_problem": {"a": "1"}}}},
+        lambda tree: tree | {"results": {"aime24": tree["results"]["aime24"] | {"pass_at": {"two": {}}}}},
+        lambda tree: tree | {"results": {"aime24": 5}},
+    ],
+)
+def test_results_that_are_mistyped_are_named(tmp_path, change):
+    samples = {("a", 0): Sample("a", 0, 1, "x", 1, False, "1", True)}
+    path = tmp_path / RESULTS_FILE
+    Evaluation.of("m", "fp8", {}, [benchmark_result("aime24", ["a"], 1, samples)]).save(path)
+    assert Evaluation.load(path).average.value == 1.0
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(ValueError, match=r"results\.json holds no results of an evaluation"):
+        Evaluation.load(path)

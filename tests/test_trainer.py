@@ -376,6 +376,68 @@ def test_bad_rollouts_never_reach_lambda_or_loss(tmp_path, tokenizer, edit, step
         assert trainer.lagrange_multiplier.value == 0.1
 
 
+def filled_by_hand(prompts, trainer):
+    """What an engine with empty completions comes to: an end token there that the environment has written."""
+    output = Rollouts(edit=empty_completions)(prompts, trainer)
+    output["env_mask"] = [[1] * len(ids) or [0] for ids in output["completion_ids"]]
+    output["completion_ids"] = [ids or [1] for ids in output["completion_ids"]]
+    output["logprobs"] = [values or [-0.5] for values in output["logprobs"]]
+    return output
+
+
+@pytest.mark.parametrize("returns", ["rollouts", "rollouts with a mask", "an engine", "arrays"])
+def test_what_fills_an_empty_completion_is_outside_the_loss(
+    tmp_path, tokenizer, seen_by_the_loss, monkeypatch, returns
+):
+    def rollouts(prompts, trainer):
+        output = Rollouts(edit=empty_completions)(prompts, trainer)
+        if returns == "rollouts with a mask":
+            output["env_mask"] = [[1] * len(ids) for ids in output["completion_ids"]]
+        if returns == "arrays":
+            output["completion_ids"] = [np.array(ids, dtype=int) for ids in output["completion_ids"]]
+        return output
+
+    config = make_config(tmp_path, constraint="none", max_steps=2)
+    theirs = make_trainer(plain_config(config), tokenizer, filled_by_hand, kind=GRPOTrainer)
+    theirs.train()
+    expected = [inputs["completion_mask"] * inputs["tool_mask"] for inputs in seen_by_the_loss]
+    seen_by_the_loss.clear()
+    if returns == "an engine":
+
+        def generate(self, prompt_ids, *args, **kwargs):
+            output = rollouts([""] * len(prompt_ids), self)
+            return output["completion_ids"], output["logprobs"]
+
+        monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", generate)
+    ours = make_trainer(config, tokenizer, None if returns == "an engine" else rollouts)
+    ours.train()
+    masks = [inputs["completion_mask"] * inputs["tool_mask"] for inputs in seen_by_the_loss]
+    assert [mask.tolist() for mask in masks] == [mask.tolist() for mask in expected]
+    assert all(mask[row].sum() == 0 for mask in masks for row in (0, 3))
+    # What is outside the loss moves no weight.
+    assert logged(ours, "loss") == logged(theirs, "loss")
+    for mine, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_without_empty_completions_nothing_is_masked(tmp_path, tokenizer, seen_by_the_loss):
+    make_trainer(make_config(tmp_path, max_steps=1), tokenizer, Rollouts()).train()
+    assert all("tool_mask" not in inputs for inputs in seen_by_the_loss)
+
+
+@pytest.mark.parametrize("missing", ["logprobs", "completion_ids", "prompt_ids"])
+def test_a_rollout_function_that_leaves_a_key_out_gets_trls_message(tmp_path, tokenizer, missing):
+    def rollouts(prompts, trainer):
+        return {name: value for name, value in Rollouts()(prompts, trainer).items() if name != missing}
+
+    messages = []
+    for kind, config in ((GRPOTrainer, plain_config(make_config(tmp_path))), (DCGRPOTrainer, make_config(tmp_path))):
+        with pytest.raises(ValueError, match=missing) as refused:
+            make_trainer(config, tokenizer, rollouts, kind=kind).train()
+        messages.append(str(refused.value))
+    assert messages[0] == messages[1]
+
+
 def test_tokens_without_log_probability_carry_no_penalty(tmp_path, tokenizer, seen_by_the_loss):
     config = make_config(tmp_path, max_steps=1, learning_rate=0.0)
     trainer = make_trainer(config, tokenizer, Rollouts(edit=nan_tokens))

@@ -1,6 +1,5 @@
 """Runs the jobs of a sweep, several at a time, and goes on where a killed sweep stopped."""
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from ..files import lock_folder, write_text
+from ..files import lock_folder, read_object, write_text
 from ..history import SUMMARY_FILE
 from .plan import CONFIG_FILE, Job, changed_settings
 
@@ -32,11 +31,12 @@ def last_checkpoint(folder: Path) -> Path | None:
     found: dict[int, Path] = {}
     for state_file in folder.glob("checkpoint-*/trainer_state.json"):
         try:
-            state = json.loads(state_file.read_text())
-        except json.JSONDecodeError:
+            state = read_object(state_file)
+        except ValueError:
             continue  # cut short
-        if state["global_step"] < state["max_steps"]:
-            found[state["global_step"]] = state_file.parent
+        step, steps = state.get("global_step"), state.get("max_steps")
+        if isinstance(step, int) and isinstance(steps, int) and step < steps:
+            found[step] = state_file.parent
     return found[max(found)] if found else None
 
 

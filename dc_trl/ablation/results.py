@@ -64,9 +64,9 @@ def value_of(run: Run, name: str) -> float | None:
         # Without held-out problems the summary has the last batch's here, and no reward.
         return after.get("discrepancy") if "reward" in after else None
     if name == "lambda":
-        return None if run.summary["constraint"] == "none" else run.summary["lambda"]
+        return None if run.summary.get("constraint") == "none" else run.summary.get("lambda")
     if name == "seconds":
-        return run.summary["seconds"]
+        return run.summary.get("seconds")
     begin = 0.0 if name == "discrepancy" else 0.9 * run.summary["steps"]
     series = run.series("discrepancy/mean" if name in ("discrepancy", "final_discrepancy") else name)
     values = [value for step, value in zip(*series, strict=True) if step > begin] or series.values[-1:]

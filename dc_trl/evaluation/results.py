@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..files import write_text
+from ..files import read_object, write_text
 from .estimators import (
     Difference,
     Estimate,
@@ -87,21 +87,34 @@ class Evaluation(NamedTuple):
             ValueError: there is no such file, or it is none of an evaluation.
         """
         try:
-            tree = json.loads(Path(path).read_text())
-            results = {
-                name: BenchmarkResult(
-                    **result
-                    | {
-                        "avg": Estimate(**result["avg"]),
-                        "maj": Estimate(**result["maj"]),
-                        "pass_at": {int(k): Estimate(**value) for k, value in result["pass_at"].items()},
-                    }
-                )
-                for name, result in tree["results"].items()
-            }
-            return cls(**tree | {"results": results, "average": Estimate(**tree["average"])})
-        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+            tree = read_object(Path(path))
+            results = {name: _result(result) for name, result in tree["results"].items()}
+            return cls(**tree | {"results": results, "average": _estimate(tree["average"])})
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} holds no results of an evaluation ({type(error).__name__}: {error}).") from error
+
+
+def _result(tree: dict[str, Any]) -> BenchmarkResult:
+    _require_numbers(tree["samples"], tree["truncated"], tree["mean_tokens"], *tree["per_problem"].values())
+    return BenchmarkResult(
+        **tree
+        | {
+            "avg": _estimate(tree["avg"]),
+            "maj": _estimate(tree["maj"]),
+            "pass_at": {int(k): _estimate(value) for k, value in tree["pass_at"].items()},
+        }
+    )
+
+
+def _estimate(tree: dict[str, Any]) -> Estimate:
+    _require_numbers(*(value for name, value in tree.items() if value is not None or name != "standard_error"))
+    return Estimate(**tree)
+
+
+def _require_numbers(*values: Any) -> None:
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{value!r} is no number")
 
 
 def benchmark_result(
