@@ -12,16 +12,21 @@ With deployed.py the only file that leans on TRL's private hooks. What it leans 
 
 import json
 import os
+import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import gather_object
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import get_config_model_id
 
 from .advantages import leave_one_out_advantages, total_rewards, zero_std_groups
+from .checkpoints import ROLLOUTS_FILE, STATE_FILE, on_main_process, resumable_checkpoint
 from .config import DCGRPOConfig
 from .deployed import DeployedPolicyTrainer
 from .deployment.server import ServerError
@@ -34,7 +39,8 @@ from .discrepancy import (
     scored_tokens,
     token_discrepancy,
 )
-from .files import write_text
+from .files import lock_output, write_text
+from .interruption import RunInterrupted
 from .rollout_buffer import load_rollouts, save_rollouts, with_nonempty_completions
 
 
@@ -42,9 +48,6 @@ logger = get_logger(__name__)
 
 # Losses that are a mean over completions; the others divide by the tokens that enter them.
 MEAN_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
-
-STATE_FILE = "dc_grpo_state.json"
-ROLLOUTS_FILE = "rollouts_rank{rank}.safetensors"
 
 
 class DCGRPOTrainer(DeployedPolicyTrainer):
@@ -113,7 +116,7 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         # δ̄ of the present iteration, from the time it is known to the update of λ at the iteration's end.
         self._batch_discrepancy: float | None = None
-        self._saved_at: int | None = None  # step of the last checkpoint that the present training has saved
+        self._saved_at: int | None = None  # step of the last checkpoint that the present training saved or resumed
         self._evaluation_set = ""  # name of the one that is being evaluated, where there are several
         super().__init__(model, reward_funcs, args, *positional, rollout_func=rollout_func, **kwargs)
 
@@ -142,15 +145,58 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
                 "out: use use_vllm=True, or launch without sharding."
             )
 
+    # --- a run's begin and end --------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        """Trains; takes and returns what [`~transformers.Trainer.train`] does.
+
+        `resume_from_checkpoint=True` takes the newest checkpoint in `output_dir` that is whole. The directory is locked
+        while this trains. When the vLLM server is lost, the run is saved before the error is raised.
+
+        Raises:
+            ValueError: a checkpoint is not whole, another process trains into `output_dir`, or it cannot be written.
+            ServerError: the server cannot do what training needs; the message says how to go on.
+            RunInterrupted: a signal has ended the run, with a checkpoint; see `StopSignals`, which `scripts/train.py`
+                uses. Without it, signals do what they do in Python.
+        """
+        output_dir = self.args.output_dir
+        self._saved_at = None
+        with ExitStack() as stack:
+
+            def open_output() -> str | None:
+                stack.enter_context(lock_output(output_dir))
+                return resumable_checkpoint(resume_from_checkpoint, output_dir, self.args.save_on_each_node)
+
+            checkpoint = on_main_process(open_output)
+            try:
+                return super().train(checkpoint, *args, **kwargs)
+            except ServerError as error:
+                raise ServerError(f"{error} {self._save_before_stopping()} when the server is up again.") from error
+            except RunInterrupted as stop:
+                raise RunInterrupted(stop.signum, f"{self._save_before_stopping()}.") from stop
+
+    def _save_before_stopping(self) -> str:
+        """Saves what the run has reached, all processes together; says where, and how to go on."""
+        failure = None
+        if self._saved_at != self.state.global_step:  # a folder of that name may be of a run that was left
+            try:
+                self._save_checkpoint(self.model, trial=None)
+                self.callback_handler.on_save(self.args, self.state, self.control)
+            except (OSError, SafetensorError, RuntimeError) as error:  # how the writers report a full disk
+                failure = str(error)
+        # A process that ends before the others has the launcher end them, perhaps while they write.
+        failures = gather_object([failure])
+        if any(failures):
+            return (
+                f"The run could not be saved ({next(filter(None, failures))}): go on from an earlier checkpoint, with "
+                "resume_from_checkpoint=true,"
+            )
+        return f"The run is saved: go on with resume_from_checkpoint={self._checkpoint_folder(trial=None)!r}"
+
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
     def _generate_and_score_completions(self, inputs):
-        try:
-            batch = super()._generate_and_score_completions(inputs)
-        except ServerError as error:
-            if not self.is_in_train:
-                raise
-            raise ServerError(f"{error} {self._save_before_stopping()}") from error
+        batch = super()._generate_and_score_completions(inputs)
         if self.model.training:
             self._compare_rewards(batch)
         if "sampling_per_token_logps" not in batch:
@@ -188,14 +234,6 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
         if args.loss_type in MEAN_OVER_COMPLETIONS:
             # Their mean counts the dropped completions as zeros.
             batch["loss_scale"] = len(kept) / kept.sum().clamp(min=1)
-
-    def _save_before_stopping(self) -> str:
-        """Saves what the run has reached when its server is lost; says where, and how to go on."""
-        if self._saved_at != self.state.global_step:  # a folder of that name may be of a run that was left
-            self._save_checkpoint(self.model, trial=None)
-            self.callback_handler.on_save(self.args, self.state, self.control)
-        folder = self._checkpoint_folder(trial=None)
-        return f"The run is saved: go on with resume_from_checkpoint={folder!r} when the server is up again."
 
     # --- penalised advantages ---------------------------------------------------------------------------------------
 
@@ -315,6 +353,10 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
     def _save_checkpoint(self, model, trial):
         # First, since transformers ends with what makes a checkpoint count as whole, pushes it, and rotates.
         folder = self._checkpoint_folder(trial)
+        if self.args.should_save and os.path.isdir(folder):
+            # Of a run that was left, or of a save that was cut short: a mixture with it must never count as whole.
+            shutil.rmtree(folder)
+        self.accelerator.wait_for_everyone()
         os.makedirs(folder, exist_ok=True)
         # Between two optimizer steps of one generation batch the rest of the batch is part of the run's state.
         done = self._step % self._micro_batches_per_iteration
@@ -335,9 +377,10 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
-        self._saved_at = None
         if checkpoint is None:
             return
+        if os.path.realpath(checkpoint) == os.path.realpath(self._checkpoint_folder(trial=None)):
+            self._saved_at = self.state.global_step
         path = os.path.join(checkpoint, STATE_FILE)
         if not os.path.exists(path):
             logger.warning(
