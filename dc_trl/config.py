@@ -320,6 +320,7 @@ class DCGRPOConfig(GRPOConfig):
                 "use_transformers_continuous_batching=True returns none: set deployment_scheme (for example 'bf16'), "
                 "use_vllm=True, or constraint='none'."
             )
+        self._check_that_penalties_reach_their_tokens()
         kwargs = self.generation_kwargs or {}
         sampling = {
             "top_p": self.top_p,
@@ -344,4 +345,31 @@ class DCGRPOConfig(GRPOConfig):
                 f"vllm_structured_outputs_regex={self.vllm_structured_outputs_regex!r} restricts the tokens that vLLM "
                 f"samples, and constraint={self.constraint!r} would constrain that difference: unset it or set "
                 "constraint='none'."
+            )
+
+    def _check_that_penalties_reach_their_tokens(self) -> None:
+        """Refuses what spreads a token's penalty over others, or cancels it where δ is large.
+
+        δ̄ would count tokens that the penalty does not act on, and λ climb to `lambda_max` without effect.
+        """
+        # The losses of CISPO and VESPO multiply log π_train of each token, the others the ratio, one a trajectory.
+        shared_ratio = self.importance_sampling_level == "sequence" and self.loss_type not in ("cispo", "vespo")
+        if shared_ratio and self.discrepancy_level == "token":
+            raise ValueError(
+                f"importance_sampling_level='sequence' with loss_type={self.loss_type!r} has one ratio for a "
+                "trajectory, which spreads the penalty of a token over all of them: set discrepancy_level='sequence', "
+                "importance_sampling_level='token', or constraint='none'."
+            )
+        if self.off_policy_mask_threshold is not None:
+            raise ValueError(
+                f"off_policy_mask_threshold={self.off_policy_mask_threshold!r} masks trajectories where the engines "
+                f"differ most, and with them the penalty of constraint={self.constraint!r}: unset it or set "
+                "constraint='none'."
+            )
+        masking = self.vllm_importance_sampling_mode in ("token_mask", "sequence_mask")
+        if self.vllm_importance_sampling_correction and masking:
+            raise ValueError(
+                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} masks tokens where the engines "
+                f"differ most, and with them the penalty of constraint={self.constraint!r}: set "
+                "vllm_importance_sampling_mode='token_truncate' or 'sequence_truncate', or constraint='none'."
             )

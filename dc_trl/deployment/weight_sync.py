@@ -108,7 +108,7 @@ class ServerGeneration(VLLMGeneration):
         self._run = _agree(self.accelerator, uuid.uuid4().hex[:12])
         if self.weight_sync == "auto":
             self.weight_sync = self._choose_weight_sync(url)
-        policy = self.accelerator.unwrap_model(self.model)
+        policy = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         failure = None
         if self.accelerator.is_main_process:
             try:
@@ -280,7 +280,7 @@ class ColocateGeneration(VLLMGeneration):
         super().__init__(**kwargs)
 
     def _init_vllm(self) -> None:
-        policy = self.accelerator.unwrap_model(self.model)
+        policy = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         # One folder for each machine, by its first process: two may share a directory, and in containers a name.
         machine = self.accelerator.process_index - self.accelerator.local_process_index
         self._run = f"{_agree(self.accelerator, uuid.uuid4().hex[:12])}-{machine}"
@@ -332,7 +332,7 @@ def deployed_tensors(generation: VLLMGeneration) -> Iterator[tuple[str, Tensor]]
     """
     if generation._dist.is_fsdp or generation._dist.is_zero3:
         return generation._iter_named_params()
-    return policy_tensors(generation.accelerator.unwrap_model(generation.model))
+    return policy_tensors(generation.accelerator.unwrap_model(generation.model, keep_torch_compile=False))
 
 
 def _agree(accelerator: Accelerator, value: Any) -> Any:
