@@ -81,7 +81,7 @@ def resumable_checkpoint(
                 "whole one in output_dir."
             )
         return str(wanted)
-    passed_over = []
+    passed_over: list[str] = []
     for folder in checkpoints(output_dir):
         defect = checkpoint_defect(folder, save_on_each_node)
         if defect is None:
@@ -189,7 +189,7 @@ def _missing_metadata(folder: Path, prefix: str) -> str | None:
 
 
 def _missing_own_files(folder: Path, save_on_each_node: bool) -> str | None:
-    """What `DCGRPOTrainer` adds, and the files of each process; nothing of it is in a checkpoint of another trainer."""
+    """What `DCGRPOTrainer` adds, and the files of each process. Checkpoints of other trainers hold nothing of it."""
     if not (folder / STATE_FILE).is_file():
         return None
     state = _object(folder / STATE_FILE)

@@ -64,8 +64,8 @@ def lock_output(output_dir: str | os.PathLike[str]) -> Iterator[None]:
     """Keeps other runs out of an output directory for the time of the block, or until this process ends or is killed.
 
     The directory is made if it is not there. The process that has locked it may do so again. Processes that this one
-    starts or forks do not hold the lock: it must not outlive the run. On a network file system it holds on all machines
-    where that keeps `flock` (NFS does); where a file system refuses it, a warning says so.
+    starts or forks do not hold the lock: it must not outlive the run. On a network file system with `flock` (NFS has
+    it) it holds on all machines; where there is none, a warning says so.
 
     Raises:
         ValueError: another process writes there, or nobody can; the message names the directory and what to do.
@@ -79,8 +79,8 @@ def lock_output(output_dir: str | os.PathLike[str]) -> Iterator[None]:
         _locked[folder] = _lock(folder / LOCK_FILE)
     except BlockingIOError as error:
         raise ValueError(
-            f"output_dir={str(output_dir)!r} is in use by another run, {error}: let it end, stop it, or choose another "
-            "output_dir."
+            f"output_dir={str(output_dir)!r} is in use by another run, {error}: let it end, stop it, or choose "
+            "another output_dir."
         ) from None
     except OSError as error:
         raise ValueError(

@@ -1,6 +1,7 @@
 """`DCGRPOTrainer`: TRL's GRPO trainer with the discrepancy measured token by token, and constrained.
 
-With deployed.py the only file that leans on TRL's private hooks. What it leans on, and why nothing of TRL is copied:
+With deployed.py and resumable.py the only file that leans on private hooks of TRL and transformers. What it leans on,
+and why nothing of TRL is copied:
 
 - `_generate_and_score_completions` returns the rollouts with their advantages (B,); per-token advantages (B, T) are
   the form that TRL supports for subclasses, and the buffer's shuffle and split keep them aligned with the tokens.
@@ -12,24 +13,17 @@ With deployed.py the only file that leans on TRL's private hooks. What it leans 
 
 import json
 import os
-import shutil
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import gather_object
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import get_config_model_id
 
 from .advantages import leave_one_out_advantages, total_rewards, zero_std_groups
-from .checkpoints import ROLLOUTS_FILE, STATE_FILE, on_main_process, resumable_checkpoint
+from .checkpoints import ROLLOUTS_FILE, STATE_FILE
 from .config import DCGRPOConfig
-from .deployed import DeployedPolicyTrainer
-from .deployment.server import ServerError
 from .discrepancy import (
     combine_sums,
     discrepancy_penalty,
@@ -39,8 +33,8 @@ from .discrepancy import (
     scored_tokens,
     token_discrepancy,
 )
-from .files import lock_output, write_text
-from .interruption import RunInterrupted
+from .files import write_text
+from .resumable import ResumableTrainer
 from .rollout_buffer import load_rollouts, save_rollouts, with_nonempty_completions
 
 
@@ -50,7 +44,7 @@ logger = get_logger(__name__)
 MEAN_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
 
 
-class DCGRPOTrainer(DeployedPolicyTrainer):
+class DCGRPOTrainer(ResumableTrainer):
     r"""GRPO under a constraint on the discrepancy between the training and the sampling engine (DC-GRPO).
 
     Takes everything that [`~trl.GRPOTrainer`] takes, with [`DCGRPOConfig`] in place of `GRPOConfig`. The rollouts must
@@ -124,7 +118,6 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         # δ̄ of the present iteration, from the time it is known to the update of λ at the iteration's end.
         self._batch_discrepancy: float | None = None
-        self._saved_at: int | None = None  # step of the last checkpoint that the present training saved or resumed
         self._evaluation_set = ""  # name of the one that is being evaluated, where there are several
         super().__init__(model, reward_funcs, args, *positional, rollout_func=rollout_func, **kwargs)
 
@@ -152,54 +145,6 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
                 f"deployment_scheme={scheme!r} keeps a whole replica in each process, which {sharding} sharding rules "
                 "out: use use_vllm=True, or launch without sharding."
             )
-
-    # --- a run's begin and end --------------------------------------------------------------------------------------
-
-    def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        """Trains; takes and returns what [`~transformers.Trainer.train`] does.
-
-        `resume_from_checkpoint=True` takes the newest checkpoint in `output_dir` that is whole. The directory is locked
-        while this trains. When the vLLM server is lost, the run is saved before the error is raised.
-
-        Raises:
-            ValueError: a checkpoint is not whole, another process trains into `output_dir`, or it cannot be written.
-            ServerError: the server cannot do what training needs; the message says how to go on.
-            RunInterrupted: a signal has ended the run, with a checkpoint; see `StopSignals`, which `scripts/train.py`
-                uses. Without it, signals do what they do in Python.
-        """
-        output_dir = self.args.output_dir
-        self._saved_at = None
-        with ExitStack() as stack:
-
-            def open_output() -> str | None:
-                stack.enter_context(lock_output(output_dir))
-                return resumable_checkpoint(resume_from_checkpoint, output_dir, self.args.save_on_each_node)
-
-            checkpoint = on_main_process(open_output)
-            try:
-                return super().train(checkpoint, *args, **kwargs)
-            except ServerError as error:
-                raise ServerError(f"{error} {self._save_before_stopping()} when the server is up again.") from error
-            except RunInterrupted as stop:
-                raise RunInterrupted(stop.signum, f"{self._save_before_stopping()}.") from stop
-
-    def _save_before_stopping(self) -> str:
-        """Saves what the run has reached, all processes together; says where, and how to go on."""
-        failure = None
-        if self._saved_at != self.state.global_step:  # a folder of that name may be of a run that was left
-            try:
-                self._save_checkpoint(self.model, trial=None)
-                self.callback_handler.on_save(self.args, self.state, self.control)
-            except (OSError, SafetensorError, RuntimeError) as error:  # how the writers report a full disk
-                failure = str(error)
-        # A process that ends before the others has the launcher end them, perhaps while they write.
-        failures = gather_object([failure])
-        if any(failures):
-            return (
-                f"The run could not be saved ({next(filter(None, failures))}): go on from an earlier checkpoint, with "
-                "resume_from_checkpoint=true,"
-            )
-        return f"The run is saved: go on with resume_from_checkpoint={self._checkpoint_folder(trial=None)!r}"
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
@@ -347,7 +292,15 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
     def train(self, *args, **kwargs):
         """Trains as [`~transformers.Trainer.train`] does; called again, as in a new trainer with the present weights.
 
-        λ starts at `lambda_init` again, or where the checkpoint of `resume_from_checkpoint` left it.
+        λ starts at `lambda_init` again, or where the checkpoint of `resume_from_checkpoint` left it; `True` is the
+        newest one in `output_dir` that is whole. The directory is locked meanwhile. When the vLLM server is lost, the
+        run is saved before the error is raised.
+
+        Raises:
+            ValueError: the checkpoint is not whole, another process trains into `output_dir`, or it cannot be written.
+            ServerError: the server cannot do what training needs; the message says how to go on.
+            RunInterrupted: a signal has ended the run, with a checkpoint; only where `StopSignals` is among the
+                callbacks, as in `scripts/train.py`.
         """
         if self._step > 0:  # this object has trained before
             self.lagrange_multiplier.load_state_dict(self.args.multiplier().state_dict())
@@ -392,17 +345,9 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
 
     # --- save and resume --------------------------------------------------------------------------------------------
 
-    def _checkpoint_folder(self, trial) -> str:
-        return os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-
     def _save_checkpoint(self, model, trial):
         # First, since transformers ends with what makes a checkpoint count as whole, pushes it, and rotates.
-        folder = self._checkpoint_folder(trial)
-        if self.args.should_save and os.path.isdir(folder):
-            # Of a run that was left, or of a save that was cut short: a mixture with it must never count as whole.
-            shutil.rmtree(folder)
-        self.accelerator.wait_for_everyone()
-        os.makedirs(folder, exist_ok=True)
+        folder = self._new_checkpoint_folder(trial)
         # Between two optimizer steps of one generation batch the rest of the batch is part of the run's state.
         done = self._step % self._micro_batches_per_iteration
         if done > 0:
@@ -418,14 +363,9 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
             }
             write_text(Path(folder, STATE_FILE), json.dumps(state, indent=2))
         super()._save_checkpoint(model, trial)
-        self._saved_at = self.state.global_step
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        if os.path.realpath(checkpoint) == os.path.realpath(self._checkpoint_folder(trial=None)):
-            self._saved_at = self.state.global_step
         path = os.path.join(checkpoint, STATE_FILE)
         if not os.path.exists(path):
             logger.warning(
