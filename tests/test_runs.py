@@ -52,14 +52,17 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path, steps):
     }
     whole = finished(options | {"output_dir": str(tmp_path / "whole")})
     resumed = options | {"output_dir": str(tmp_path / "resumed")}
-    assert run(resumed | {"kill_at": 5}).returncode == -signal.SIGKILL
+    assert run(resumed | {"kill_in_save": 6}).returncode == -signal.SIGKILL
     assert not (tmp_path / "resumed" / "logs.json").exists()
-    logs = finished(resumed | {"resume_from_checkpoint": str(tmp_path / "resumed" / "checkpoint-3")})
+    # Neither the checkpoint that the kill cut short nor an empty folder is the newest one to go on from.
+    assert (tmp_path / "resumed" / "checkpoint-6" / "model.safetensors").is_file()
+    (tmp_path / "resumed" / "checkpoint-99").mkdir()
+    logs = finished(resumed | {"resume_from_checkpoint": "true"})
 
     assert compared(logs["rows"]) == compared(whole["rows"])
     assert logs["lambda"] == whole["lambda"]
     assert len({row["lagrangian/lambda"] for row in whole["rows"] if "lagrangian/lambda" in row}) > 1
-    # The history file is continued, not doubled: steps 4 and 5 of the killed run were made again.
+    # The history file is continued, not doubled: steps 4 to 6 of the killed run were made again.
     history = [json.loads(line) for line in (tmp_path / "resumed" / "history.jsonl").read_text().splitlines()]
     assert [row["step"] for row in history if "loss" in row] == list(range(1, 10))
     assert compared(history) == compared(whole["rows"])
