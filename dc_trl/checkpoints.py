@@ -175,7 +175,7 @@ def _missing_optimizer(folder: Path) -> str | None:
         if not any(folder.glob(found)):
             return (
                 f"holds no {name} (save_only_model=true leaves it out): it cannot be continued, but a new run can "
-                "start from its weights (model_name_or_path)"
+                "start from its weights (model_name_or_path; an adapter has to be merged)"
             )
     return _missing_metadata(folder, "optimizer")
 

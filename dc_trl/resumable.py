@@ -4,6 +4,7 @@ import os
 import shutil
 from contextlib import ExitStack
 
+import torch
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -13,6 +14,12 @@ from .deployed import DeployedPolicyTrainer
 from .deployment.server import ServerError
 from .files import lock_output
 from .interruption import RunInterrupted
+
+
+# Several processes on a CPU: transformers loads the optimizer to accelerate's "cpu:0", which torch.load does not know.
+torch.serialization.register_package(
+    11, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
+)
 
 
 class ResumableTrainer(DeployedPolicyTrainer):

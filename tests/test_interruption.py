@@ -106,7 +106,9 @@ def test_sigterm_loses_no_step(tmp_path, launch):
     assert run.steps() == list(range(1, done + 1))
     checkpoint = run.folder / f"checkpoint-{done}"
     assert checkpoint_defect(checkpoint) is None
-    assert f"SIGTERM has ended the run. The run is saved: go on with resume_from_checkpoint='{checkpoint}'" in run.output
+    assert (
+        f"SIGTERM has ended the run. The run is saved: go on with resume_from_checkpoint='{checkpoint}'" in run.output
+    )
     assert run.output.count("SIGTERM: the run ends after this step") == 1
     assert "Traceback" not in run.output
     # It has not come to its end.

@@ -60,7 +60,9 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path):
     run = tmp_path / "run"
     trainer = make_trainer(run)
     with holder(run) as (process, children):
-        expected = rf"output_dir='{run}' is in use by another run, process {process.pid} on {socket.gethostname()}: let"
+        expected = (
+            rf"output_dir='{run}' is in use by another run, process {process.pid} on {socket.gethostname()}: let"
+        )
         with pytest.raises(ValueError, match=expected):
             trainer.train()
         (tmp_path / "link").symlink_to(run)

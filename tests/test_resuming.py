@@ -111,7 +111,11 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_others_named(checkpoint, c
         caplog.clear()
         assert resumable_checkpoint(wanted, run) == str(run / "checkpoint-2")
         (message,) = (record.getMessage() for record in caplog.records)
-        for words in ("checkpoint-99 holds no trainer_state.json", "checkpoint-10 holds no", "checkpoint-3 holds no opt"):
+        for words in (
+            "checkpoint-99 holds no trainer_state.json",
+            "checkpoint-10 holds no",
+            "checkpoint-3 holds no opt",
+        ):
             assert words in message
         assert "checkpoint-1 " not in message
 
