@@ -89,11 +89,11 @@ def resumable_checkpoint(
                 logger.warning(f"Going on from {folder}. Passed over: {'; '.join(passed_over)}.")
             return str(folder)
         passed_over.append(f"{folder.name} {defect}")
-    found = f"no whole checkpoint: {'; '.join(passed_over)}" if passed_over else "no checkpoint"
-    raise ValueError(
-        f"resume_from_checkpoint=true, but output_dir={str(output_dir)!r} holds {found}. Leave resume_from_checkpoint "
-        "out and choose another output_dir to start again."
-    )
+    where = f"resume_from_checkpoint=true, but output_dir={str(output_dir)!r}"
+    remedy = "To start again, leave resume_from_checkpoint out and choose another output_dir."
+    if passed_over:
+        raise ValueError(f"{where} holds no whole checkpoint: {'; '.join(passed_over)}. {remedy}")
+    raise ValueError(f"{where} holds no checkpoint. {remedy}")
 
 
 def checkpoints(output_dir: str | PathLike[str]) -> list[Path]:

@@ -66,9 +66,14 @@ def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
     stack.enter_context(lock_output(output_dir))
     checkpoint = resumable_checkpoint(args.resume_from_checkpoint, output_dir, args.save_on_each_node)
     if checkpoint is None and any(path for pattern in RUN_FILES for path in output_dir.glob(pattern)):
-        way_on = "continue that run with --resume_from_checkpoint true" if checkpoints(output_dir) else "remove it"
+        if not checkpoints(output_dir):
+            raise ValueError(
+                f"output_dir={str(output_dir)!r} already holds a run, which has saved no checkpoint: choose another "
+                "output_dir, or remove that run."
+            )
         raise ValueError(
-            f"output_dir={str(output_dir)!r} already holds a run: choose another output_dir, or {way_on}."
+            f"output_dir={str(output_dir)!r} already holds a run: choose another output_dir, or continue that run "
+            "with --resume_from_checkpoint true."
         )
     probe = output_dir / ".write-probe"
     try:
