@@ -95,6 +95,11 @@ class DCGRPOTrainer(ResumableTrainer):
         ),
     }
 
+    # TRL's own
+    beta: float  # coefficient of the KL term
+    _step: int  # micro-batches that this object has trained on
+    _buffered_inputs: Any  # the generation batch in slices, or None
+
     def __init__(self, model, reward_funcs=None, args=None, *positional, rollout_func=None, **kwargs):
         if args is None:
             model_id = model if isinstance(model, str) else get_config_model_id(model.config)
