@@ -252,14 +252,13 @@ def main() -> None:
         try:
             trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         except (ServerError, RunInterrupted) as error:
+            if isinstance(error, RunInterrupted):  # at once: whoever sent the signal may kill soon
+                trainer.accelerator.print(f"\n{error}", file=sys.stderr, flush=True)
             stack.close()
             # Together: when one process of several fails, the launcher ends the others, and the server may still run.
             trainer.accelerator.wait_for_everyone()
             release_processes(trainer)
-            if isinstance(error, ServerError):
-                sys.exit(f"error: {error}")
-            trainer.accelerator.print(f"\n{error}", file=sys.stderr)
-            sys.exit(error.exit_code)
+            sys.exit(error.exit_code if isinstance(error, RunInterrupted) else f"error: {error}")
         if alarm is not None and alarm.stopped is not None:
             # What trained last is not to be taken for the run's result.
             way_back = f"resume_from_checkpoint={alarm.last_good!r}" if alarm.last_good else "no checkpoint is good"
