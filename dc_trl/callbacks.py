@@ -85,7 +85,8 @@ class LambdaLoggingCallback(TrainerCallback):
         self._draw(state)
 
     def _draw(self, state) -> None:
-        if state.is_world_process_zero and self._history is not None:
+        # Before the first log there is nothing to draw: a run that ends there is saved all the same.
+        if state.is_world_process_zero and self._history is not None and self._history.exists():
             plot_run(read_history(self._history), self._history.with_name(FIGURE_FILE), self._history.parent.name)
 
     def _open(self, output_dir: str, step: int) -> Path:

@@ -1,14 +1,26 @@
 """Files that another process may read or somebody may have changed, and folders that another may be writing to."""
 
+import errno
 import fcntl
 import json
+import logging
 import os
 import shutil
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+
+LOCK_FILE = ".dc_trl.lock"  # in an output directory, while a run writes there
+
+# Output directories that this process has locked, by their resolved paths.
+_locked: dict[Path, int] = {}
+
+logger = logging.getLogger(__name__)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -139,3 +151,82 @@ def remove_if_abandoned(folder: Path) -> None:
         return
     shutil.rmtree(folder, ignore_errors=True)
     os.close(descriptor)
+
+
+@contextmanager
+def lock_output(output_dir: str | os.PathLike[str]) -> Iterator[None]:
+    """Keeps other runs out of an output directory for the time of the block, or until this process ends or is killed.
+
+    The directory is made if it is not there. The process that has locked it may do so again. Processes that this one
+    starts or forks do not hold the lock: it must not outlive the run. On a network file system with `flock` (NFS has
+    it) it holds on all machines; where there is none, a warning says so.
+
+    Raises:
+        ValueError: another process writes there, or nobody can; the message names the directory and what to do.
+    """
+    folder = Path(output_dir).resolve()
+    if folder in _locked:
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _locked[folder] = _lock(folder / LOCK_FILE)
+    except BlockingIOError as error:
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} is in use by another run, {error}: let it end, stop it, or choose "
+            "another output_dir."
+        ) from None
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} cannot be written ({error.strerror}): choose another one."
+        ) from error
+    try:
+        yield
+    finally:
+        if (descriptor := _locked.pop(folder, None)) is not None:  # None in a fork
+            (folder / LOCK_FILE).unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+def _lock(path: Path) -> int:
+    """Descriptor of a locked file, which says who holds it.
+
+    Raises:
+        BlockingIOError: another process does; the message names it.
+        OSError: the file cannot be written.
+    """
+    while True:
+        # A file and not the folder: over NFS only what is open for writing is locked on other machines too.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 1024).decode(errors="replace")
+            os.close(descriptor)
+            raise BlockingIOError(holder or "which is just starting") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
+                os.close(descriptor)
+                raise
+            logger.warning(f"{path.parent} cannot be locked ({error.strerror}): start no second run in it.")
+        if os.fstat(descriptor).st_nlink > 0:
+            break
+        os.close(descriptor)  # of a run that ended just now, and removed the file
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    except OSError:
+        path.unlink()
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _leave_locks_to_parent() -> None:
+    """In a forked child: a copy of the descriptor would hold the lock for as long as the child lives."""
+    for descriptor in _locked.values():
+        os.close(descriptor)
+    _locked.clear()
+
+
+os.register_at_fork(after_in_child=_leave_locks_to_parent)

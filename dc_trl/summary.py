@@ -38,8 +38,12 @@ class BeforeAndAfter(TrainerCallback):
         trainer.args.eval_on_start = trainer.eval_dataset is not None and trainer.args.resume_from_checkpoint is None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if state.global_step > 0 and self._trainer.eval_dataset is not None and self._baseline.is_file():
+        if args.resume_from_checkpoint is None or self._trainer.eval_dataset is None:
+            return
+        if self._baseline.is_file():
             self.before = read_baseline(self._baseline.parent)
+        else:
+            args.eval_on_start = state.global_step == 0  # stopped before it was measured
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self._start is None:

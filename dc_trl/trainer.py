@@ -1,6 +1,7 @@
 """`DCGRPOTrainer`: TRL's GRPO trainer with the discrepancy measured token by token, and constrained.
 
-With deployed.py the only file that leans on TRL's private hooks. What it leans on, and why nothing of TRL is copied:
+With deployed.py and resumable.py the only file that leans on private hooks of TRL and transformers. What it leans on,
+and why nothing of TRL is copied:
 
 - `_generate_and_score_completions` returns the rollouts with their advantages (B,); per-token advantages (B, T) are
   the form that TRL supports for subclasses, and the buffer's shuffle and split keep them aligned with the tokens.
@@ -18,13 +19,11 @@ from typing import Any, ClassVar
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import get_config_model_id
 
 from .advantages import leave_one_out_advantages, total_rewards, zero_std_groups
+from .checkpoints import ROLLOUTS_FILE, STATE_FILE
 from .config import DCGRPOConfig
-from .deployed import DeployedPolicyTrainer
-from .deployment.server import ServerError
 from .discrepancy import (
     combine_sums,
     discrepancy_penalty,
@@ -35,6 +34,7 @@ from .discrepancy import (
     token_discrepancy,
 )
 from .files import write_text
+from .resumable import ResumableTrainer
 from .rollout_buffer import load_rollouts, save_rollouts, with_nonempty_completions
 
 
@@ -43,11 +43,8 @@ logger = get_logger(__name__)
 # Losses that are a mean over completions; the others divide by the tokens that enter them.
 MEAN_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
 
-STATE_FILE = "dc_grpo_state.json"
-ROLLOUTS_FILE = "rollouts_rank{rank}.safetensors"
 
-
-class DCGRPOTrainer(DeployedPolicyTrainer):
+class DCGRPOTrainer(ResumableTrainer):
     r"""GRPO under a constraint on the discrepancy between the training and the sampling engine (DC-GRPO).
 
     Takes everything that [`~trl.GRPOTrainer`] takes, with [`DCGRPOConfig`] in place of `GRPOConfig`. The rollouts must
@@ -126,7 +123,6 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         # δ̄ of the present iteration, from the time it is known to the update of λ at the iteration's end.
         self._batch_discrepancy: float | None = None
-        self._saved_at: int | None = None  # step of the last checkpoint that the present training has saved
         self._evaluation_set = ""  # name of the one that is being evaluated, where there are several
         super().__init__(model, reward_funcs, args, *positional, rollout_func=rollout_func, **kwargs)
 
@@ -158,12 +154,7 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
     def _generate_and_score_completions(self, inputs):
-        try:
-            batch = super()._generate_and_score_completions(inputs)
-        except ServerError as error:
-            if not self.is_in_train:
-                raise
-            raise ServerError(f"{error} {self._save_before_stopping()}") from error
+        batch = super()._generate_and_score_completions(inputs)
         self._compare_rewards(batch)
         if "sampling_per_token_logps" not in batch:
             if self.args.constraint != "none":
@@ -208,14 +199,6 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
         over_completions = self.args.loss_type in MEAN_OVER_COMPLETIONS
         weight = len(kept) / kept.sum().clamp(min=1) if over_completions else torch.ones((), device=kept.device)
         batch["kept_weight"] = weight * kept.any()
-
-    def _save_before_stopping(self) -> str:
-        """Saves what the run has reached when its server is lost; says where, and how to go on."""
-        if self._saved_at != self.state.global_step:  # a folder of that name may be of a run that was left
-            self._save_checkpoint(self.model, trial=None)
-            self.callback_handler.on_save(self.args, self.state, self.control)
-        folder = self._checkpoint_folder(trial=None)
-        return f"The run is saved: go on with resume_from_checkpoint={folder!r} when the server is up again."
 
     # --- penalised advantages ---------------------------------------------------------------------------------------
 
@@ -314,7 +297,15 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
     def train(self, *args, **kwargs):
         """Trains as [`~transformers.Trainer.train`] does; called again, as in a new trainer with the present weights.
 
-        λ starts at `lambda_init` again, or where the checkpoint of `resume_from_checkpoint` left it.
+        λ starts at `lambda_init` again, or where the checkpoint of `resume_from_checkpoint` left it; `True` is the
+        newest one in `output_dir` that is whole. The directory is locked meanwhile. When the vLLM server is lost, the
+        run is saved before the error is raised.
+
+        Raises:
+            ValueError: the checkpoint is not whole, another process trains into `output_dir`, or it cannot be written.
+            ServerError: the server cannot do what training needs; the message says how to go on.
+            RunInterrupted: a signal has ended the run, with a checkpoint; only where `StopSignals` is among the
+                callbacks, as in `scripts/train.py`.
         """
         if self._step > 0:  # this object has trained before
             self.lagrange_multiplier.load_state_dict(self.args.multiplier().state_dict())
@@ -359,13 +350,9 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
 
     # --- save and resume --------------------------------------------------------------------------------------------
 
-    def _checkpoint_folder(self, trial) -> str:
-        return os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-
     def _save_checkpoint(self, model, trial):
         # First, since transformers ends with what makes a checkpoint count as whole, pushes it, and rotates.
-        folder = self._checkpoint_folder(trial)
-        os.makedirs(folder, exist_ok=True)
+        folder = self._new_checkpoint_folder(trial)
         # Between two optimizer steps of one generation batch the rest of the batch is part of the run's state.
         done = self._step % self._micro_batches_per_iteration
         if done > 0:
@@ -381,13 +368,9 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
             }
             write_text(Path(folder, STATE_FILE), json.dumps(state, indent=2))
         super()._save_checkpoint(model, trial)
-        self._saved_at = self.state.global_step
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
-        self._saved_at = None
-        if checkpoint is None:
-            return
         path = os.path.join(checkpoint, STATE_FILE)
         if not os.path.exists(path):
             logger.warning(

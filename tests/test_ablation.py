@@ -11,9 +11,11 @@ import time
 import numpy as np
 import psutil
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from dc_trl.ablation import jobs as ablation_jobs
 from dc_trl.ablation.figure import draw_sweep, mean_curve
@@ -373,7 +375,9 @@ def test_one_sweep_at_a_time_in_a_directory(tmp_path, monkeypatch):
 def checkpoint(folder, step, max_steps=4):
     path = folder / f"checkpoint-{step}"
     path.mkdir(parents=True)
-    (path / "dc_grpo_state.json").write_text("{}")
+    save_file({"weight": torch.ones(1)}, path / "model.safetensors")
+    for name in ("optimizer.pt", "scheduler.pt"):
+        torch.save({}, path / name)
     (path / "trainer_state.json").write_text(json.dumps({"global_step": step, "max_steps": max_steps}))
     return path
 

@@ -8,6 +8,7 @@ from transformers import TrainerCallback
 
 from ..deployment.sampling import Completion
 from ..grading import Grader
+from ..interruption import stop_if_asked
 from ..rewards import RewardFunction
 from ..trainer import DCGRPOTrainer
 from .estimators import Estimate, mean_estimate
@@ -66,6 +67,7 @@ def _shares(trainer: DCGRPOTrainer, size: int, batch_size: int) -> Iterator[tupl
     accelerator = trainer.accelerator
     for start in range(0, size, accelerator.num_processes * batch_size):
         first = start + accelerator.process_index * batch_size
+        stop_if_asked(trainer)
         rows = [min(row, size - 1) for row in range(first, first + batch_size)]
         yield rows, len(range(first, min(first + batch_size, size)))
 
