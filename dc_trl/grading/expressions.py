@@ -32,6 +32,7 @@ _NAMES = [
     for pattern, replacement in {
         r"(?<![A-Za-z\\])np\.(?=[a-z])": "",
         r"(?<![A-Za-z\\])(arcsin|arccos|arctan|sin|cos|tan|ln|log|exp)\s*(?=\()": r"\\\1",
+        r"\\operatorname\s*\{\s*((?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|exp|gcd|lcm)\s*\}": r"\\\1 ",
         r"(?<![A-Za-z\\])pi(?![A-Za-z])": r"\\pi ",
         r"(?<![A-Za-z\\])E\s*_": r"\\Upsilon_",
         r"\\hbar(?![A-Za-z])": r"\\Xi ",

@@ -135,7 +135,8 @@ def parse_unit(text: str) -> str | None:
     words = [_CURRENCIES.get(part, part) for part in parts]
     if not _is_unit([word for word in words if word.isalpha()]):
         return None
-    return " ".join(_UNIT_NAMES.get(_singular(word), _singular(word)) for word in words).replace("^ ", "^")
+    name = " ".join(_UNIT_NAMES.get(_singular(word), _singular(word)) for word in words).replace("^ ", "^")
+    return re.sub(r"^(?:(sq|square)|cu|cubic) (\S+)$", lambda match: f"{match[2]} ^{2 if match[1] else 3}", name)
 
 
 def _is_unit(words: list[str]) -> bool:

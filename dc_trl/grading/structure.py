@@ -15,10 +15,10 @@ INTERVALS = ("()", "(]", "[)", "[]")
 _LETTERS = r"\\?[A-Za-z]+(?:\s*[A-Za-z](?![A-Za-z]))*"
 _SUBSCRIPT = r"(?:\s*_\s*(?:\w|\\[A-Za-z]+|\{[^{}]*\}))?"
 _ATOM = (
-    rf"(?:(?:m\s*)?\\angle\s*)?{_LETTERS}{_SUBSCRIPT}(?:'|\^\s*\{{?\s*\\prime\s*\}}?)*(?:\s*\([^()=]*\))?"
+    rf"(?:(?:m\s*)?\\angle\s*)?{_LETTERS}{_SUBSCRIPT}(?:\^\s*\{{-1\}}|'|\^\s*\{{?\s*\\prime\s*\}}?)*(?:\s*\([^()=]*\))?"
     r"|m?\s*\\angle[A-Z\s\w{}]*|\\frac\s*\{\s*d[^{}]*\}\s*\{\s*d[^{}]*\}|\\frac\s*\{[A-Za-z\s]+\}\s*\{[A-Za-z\s]+\}"
-    rf"|\\(?:overline|overrightarrow|vec|hat|bar|text|mathrm|operatorname)\s*\{{[^{{}}\d]*\}}{_SUBSCRIPT}(?:\s*\([^()=]*\))?"
-    r"|\|\s*\\?[A-Za-z][^|\d=<>]*\||\[[A-Z]+\]"
+    rf"|\\(?:overline|overrightarrow|vec|hat|bar|text|math[a-z]+|boldsymbol|operatorname)\s*\{{[^{{}}\d]*\}}{_SUBSCRIPT}(?:\s*\([^()=]*\))?"
+    r"|\\(?:sin|cos|tan|cot|sec|csc)\s*\\?[A-Za-z]+|\|\s*\\?[A-Za-z][^|\d=<>]*\||\[[A-Z]+\]"
 )
 _NAME = re.compile(rf"(?!\\(?:pi|infty|e)(?![A-Za-z]))(?:{_ATOM})")
 _NAMES = re.compile(rf"\(\s*(?:{_ATOM})(?:\s*[,;]\s*(?:{_ATOM}))+\s*\)")
