@@ -93,11 +93,14 @@ class DCGRPOConfig(GRPOConfig):
         weight_sync_dir (`str`, *optional*):
             Directory that trainer and vLLM server both see under this path, for checkpoints on their way. By default
             shared memory (`/dev/shm`), for a server on the same machine.
-        vllm_request_timeout (`float`, defaults to `3600.0`):
-            Seconds that any one request to the vLLM server may take: a generation batch, a reload of the weights.
+        vllm_request_timeout (`float`, *optional*):
+            Seconds that any one request to the vLLM server may take: a generation batch, a reload of the weights. By
+            default 3600. With several processes the others wait for the one that asks the server, no longer than
+            `ddp_timeout`: by default no longer than nine tenths of that either, and a value above is refused.
         vllm_max_retries (`int`, defaults to `3`):
             How often a rollout or a synchronization that failed is tried again, each time once a server is up within
-            `vllm_server_timeout` seconds. Then the run saves a checkpoint and stops.
+            `vllm_server_timeout` seconds. With several processes all tries together, and the waits between them, take
+            no longer than nine tenths of `ddp_timeout`. Then the run saves a checkpoint and stops.
         hub_deployment (`str`, defaults to `"subfolder"`):
             Where a push puts the deployment checkpoint: in the `"subfolder"` `deployment/` of `hub_model_id`, in a
             second `"repository"` `{hub_model_id}-{deployment_scheme}`, or nowhere (`"none"`).
@@ -174,8 +177,12 @@ class DCGRPOConfig(GRPOConfig):
         default=None,
         metadata={"help": "Directory that trainer and vLLM server both see, for weight_sync='checkpoint'."},
     )
-    vllm_request_timeout: float = field(
-        default=3600.0, metadata={"help": "Seconds that any one request to the vLLM server may take."}
+    vllm_request_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds that any one request to the vLLM server may take: 3600 by default, with several "
+            "processes at most nine tenths of ddp_timeout."
+        },
     )
     vllm_max_retries: int = field(
         default=3, metadata={"help": "How often a failed rollout or synchronization is tried again."}
@@ -204,6 +211,15 @@ class DCGRPOConfig(GRPOConfig):
             maximum=self.lambda_max,
             window=self.dual_window,
         )
+
+    @property
+    def vllm_time_limit(self) -> float:
+        """Seconds that one rollout or synchronization through a vLLM server may take, with all its tries.
+
+        In a single process there is no limit. Several wait for the main one no longer than `ddp_timeout`; a tenth of
+        it is left for them to hear of a failure, so that all of them save the run.
+        """
+        return 0.9 * self.ddp_timeout if self.world_size > 1 else math.inf
 
     def _check_values(self) -> None:
         for name, options in {
@@ -243,7 +259,7 @@ class DCGRPOConfig(GRPOConfig):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r} is invalid: use a whole number, at least {least}.")
-        if not self.vllm_request_timeout > 0:
+        if self.vllm_request_timeout is not None and not self.vllm_request_timeout > 0:
             raise ValueError(f"vllm_request_timeout={self.vllm_request_timeout!r} is invalid: use seconds above 0.")
         if self.lambda_min > self.lambda_max:
             raise ValueError(
@@ -302,6 +318,17 @@ class DCGRPOConfig(GRPOConfig):
                 "weight_sync='nccl' streams weights to a server, and vllm_mode='colocate' has none: set "
                 "weight_sync='auto' or vllm_mode='server'."
             )
+        if self.use_vllm and self.vllm_mode == "server":
+            limit = self.vllm_time_limit
+            for name in ("vllm_request_timeout", "vllm_server_timeout"):
+                value = getattr(self, name)
+                if value is not None and value > limit:
+                    raise ValueError(
+                        f"{name}={value:g} with ddp_timeout={self.ddp_timeout} in {self.world_size} processes: while "
+                        "one asks the server, the others wait for it no longer than ddp_timeout, of which a tenth is "
+                        f"kept for saving the run. Set ddp_timeout to {value / 0.9:.0f} or more, or {name} to "
+                        f"{limit:g} or less."
+                    )
         if self.hub_deployment == "repository" and self.deployment_scheme is None:
             raise ValueError(
                 "hub_deployment='repository' names the second repository by deployment_scheme, which is not set: set "
