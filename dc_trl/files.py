@@ -3,6 +3,9 @@
 import fcntl
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -37,10 +40,31 @@ def lock_folder(folder: Path) -> int:
 
 
 def remove_if_abandoned(folder: Path) -> None:
-    """Removes a folder that a killed process left behind; one that a living process has locked stays."""
+    """Removes a folder that a killed process left behind; one that a living process has locked, or of another user,
+    stays."""
     try:
         descriptor = lock_folder(folder)
-    except (BlockingIOError, FileNotFoundError):
+    except (BlockingIOError, FileNotFoundError, NotADirectoryError, PermissionError):
         return
     shutil.rmtree(folder, ignore_errors=True)
     os.close(descriptor)
+
+
+@contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """A folder in the directory for temporary files, gone after the block.
+
+    What killed processes left there under the same prefix is removed first.
+    """
+    root = Path(tempfile.gettempdir())
+    for abandoned in root.glob(f"{prefix}*"):
+        remove_if_abandoned(abandoned)
+    # Takes its name once it is locked, lest another process that starts now takes it for abandoned.
+    unlocked = Path(tempfile.mkdtemp(prefix=f".{prefix}"))
+    lock = lock_folder(unlocked)
+    folder = unlocked.rename(root / unlocked.name.removeprefix("."))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)

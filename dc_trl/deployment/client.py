@@ -107,11 +107,10 @@ class ServerClient(VLLMClient):
                 method, url, headers=self._headers, timeout=(min(10, limit), limit), **kwargs
             )
         except requests.Timeout as error:
-            source = "vllm_request_timeout=" if limit < left else "the "
-            raise ServerUnavailableError(
-                f"vLLM at {self.base_url} did not answer {path} within {source}{limit:g} s"
-                + ("" if limit < left else " that were left for it")
-            ) from error
+            allowed = (
+                f"vllm_request_timeout={limit:g} s" if limit < left else f"the {limit:.3g} s that were left for it"
+            )
+            raise ServerUnavailableError(f"vLLM at {self.base_url} did not answer {path} within {allowed}") from error
         except requests.RequestException as error:
             raise ServerUnavailableError(
                 f"the connection to vLLM at {self.base_url} broke during {path} ({type(error).__name__})"

@@ -270,11 +270,11 @@ class ServerGeneration(VLLMGeneration):
             except ServerError as error:
                 return None, error
             if deadline.left == 0:
-                reason = f"in {deadline.seconds:g} s, and the other processes wait no longer: ddp_timeout"
+                limit = f"ddp_timeout, the other processes wait no longer than these {deadline.seconds:g} s"
                 break
         else:
-            reason = "vllm_max_retries"
-        return None, ServerUnavailableError(f"{failure} (tried {attempt + 1} times: {reason})")
+            limit = "vllm_max_retries"
+        return None, ServerUnavailableError(f"{failure} (tried {attempt + 1} times: {limit})")
 
     def _wait_before_retry(self, attempt: int, failure: str, most: float = math.inf) -> None:
         logger.warning(f"{failure}; try {attempt + 1} of {self.max_retries + 1} follows")
