@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from trl import GRPOConfig
 
+from .deployment.preflight import require_waits_that_fit
 from .deployment.schemes import require_scheme
 from .discrepancy import Level, Measure, Reduction
 from .lagrangian import LagrangeMultiplier
@@ -259,8 +260,9 @@ class DCGRPOConfig(GRPOConfig):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r} is invalid: use a whole number, at least {least}.")
-        if self.vllm_request_timeout is not None and not self.vllm_request_timeout > 0:
-            raise ValueError(f"vllm_request_timeout={self.vllm_request_timeout!r} is invalid: use seconds above 0.")
+        timeout = self.vllm_request_timeout
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+            raise ValueError(f"vllm_request_timeout={timeout!r} is invalid: use seconds above 0, or leave it out.")
         if self.lambda_min > self.lambda_max:
             raise ValueError(
                 f"lambda_min={self.lambda_min!r} is above lambda_max={self.lambda_max!r}: lower lambda_min or raise "
@@ -319,16 +321,13 @@ class DCGRPOConfig(GRPOConfig):
                 "weight_sync='auto' or vllm_mode='server'."
             )
         if self.use_vllm and self.vllm_mode == "server":
-            limit = self.vllm_time_limit
-            for name in ("vllm_request_timeout", "vllm_server_timeout"):
-                value = getattr(self, name)
-                if value is not None and value > limit:
-                    raise ValueError(
-                        f"{name}={value:g} with ddp_timeout={self.ddp_timeout} in {self.world_size} processes: while "
-                        "one asks the server, the others wait for it no longer than ddp_timeout, of which a tenth is "
-                        f"kept for saving the run. Set ddp_timeout to {value / 0.9:.0f} or more, or {name} to "
-                        f"{limit:g} or less."
-                    )
+            require_waits_that_fit(
+                self.vllm_time_limit,
+                self.ddp_timeout,
+                self.world_size,
+                vllm_request_timeout=self.vllm_request_timeout,
+                vllm_server_timeout=self.vllm_server_timeout,
+            )
         if self.hub_deployment == "repository" and self.deployment_scheme is None:
             raise ValueError(
                 "hub_deployment='repository' names the second repository by deployment_scheme, which is not set: set "

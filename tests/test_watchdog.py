@@ -1,6 +1,5 @@
 """The watchdog of a server: what it ends and removes when the server, or the process that asked for it, is killed."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -36,9 +35,9 @@ if __name__ == "__main__":
 """
 # Asks the watchdog for that server and waits.
 PARENT = """
-import os, subprocess, sys, time
+import subprocess, sys, time
 subprocess.Popen(
-    [sys.executable, sys.argv[1], str(os.getpid()), sys.argv[2], "1", sys.executable, "-c", sys.argv[3]],
+    [sys.executable, sys.argv[1], "--folder", sys.argv[2], "1", sys.executable, "-c", sys.argv[3]],
     stdin=subprocess.PIPE,
 ).wait()
 time.sleep(600)
@@ -98,7 +97,7 @@ def test_the_folder_of_a_killed_parent_is_removed_once_the_server_is_gone(family
     [("raise SystemExit(5)", 5), ("import os; os.kill(os.getpid(), 9)", 128 + signal.SIGKILL)],
 )
 def test_the_exit_code_is_the_servers(code, returned):
-    command = [sys.executable, watchdog.__file__, str(os.getpid()), "", "1", sys.executable, "-c", code]
+    command = [sys.executable, watchdog.__file__, "1", sys.executable, "-c", code]
     assert subprocess.Popen(command, stdin=subprocess.PIPE).wait(60) == returned
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a vLLM server before it is started: found in a moment, where vLLM takes most of a minute."""
+"""What is wrong with a vLLM server before it is started or asked: found in a moment, where vLLM takes a minute."""
 
 import socket
 
@@ -58,3 +58,24 @@ def require_model(model: str, revision: str) -> None:
             f"model={model!r} (revision {revision!r}) cannot be loaded: {reason.rstrip('.')}. Give the Hub id of "
             "a model, or a directory with one."
         )
+
+
+def require_waits_that_fit(limit: float, ddp_timeout: int, processes: int, **waits: float | None) -> None:
+    """Refuses waits for a server that are longer than the other processes wait for the one that asks it.
+
+    Args:
+        limit: seconds; see `DCGRPOConfig.vllm_time_limit`.
+        ddp_timeout: seconds that the limit is a part of.
+        processes: how many there are.
+        **waits: seconds by the names of their fields; None where a field is not set.
+
+    Raises:
+        ValueError: names the field, its value and the remedy.
+    """
+    for name, wait in waits.items():
+        if wait is not None and wait > limit:
+            raise ValueError(
+                f"{name}={wait:g} with ddp_timeout={ddp_timeout} in {processes} processes: while one asks the server, "
+                "the others wait for it no longer than ddp_timeout, of which a tenth is kept for saving the run. Set "
+                f"ddp_timeout to {wait * ddp_timeout / limit:.0f} or more, or {name} to {limit:g} or less."
+            )

@@ -194,10 +194,11 @@ class VLLMServer:
         require_free_port(self.host, self.port)
         self._report(f"starting {self.command}\n(log: {self.log_path})")
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *self.arguments]
+        folder = [] if self._folder is None else ["--folder", str(self._folder)]
         with self.log_path.open("ab") as log:
             self._log_begin = log.tell()
             self._watchdog = subprocess.Popen(
-                [sys.executable, str(_WATCHDOG), str(os.getpid()), str(self._folder or ""), str(_GRACE), *command],
+                [sys.executable, str(_WATCHDOG), *folder, str(_GRACE), *command],
                 env=os.environ | self.environment,
                 stdin=subprocess.PIPE,
                 stdout=log,

@@ -1,14 +1,15 @@
 """Runs a command for as long as the process that asks for it lives. Standard library only, run as a file.
 
-    python watchdog.py PARENT FOLDER GRACE COMMAND [ARGUMENT ...]
+    python watchdog.py [--folder FOLDER] GRACE COMMAND [ARGUMENT ...]
 
-Its standard input is a pipe that the asking process, PARENT, holds open and never writes to; the system closes it
+Its standard input is a pipe that the asking process holds open and never writes to; the system closes it
 when that process exits, is killed or closes it on purpose. The command then gets SIGTERM, and after GRACE seconds it
 and all processes of its group get SIGKILL: a vLLM server that is still starting hangs on SIGTERM, and a killed one
-leaves its engine behind. FOLDER, unless it is empty, is what the asking process removes at its end; where that was
-killed, it is removed here. The exit code is the command's.
+leaves its engine behind. FOLDER is what the asking process removes at its end; where that was killed, it is removed
+here. The exit code is the command's.
 """
 
+import argparse
 import os
 import shutil
 import signal
@@ -68,13 +69,18 @@ def end_with_parent(process: subprocess.Popen, grace: float) -> None:
 
 
 def main() -> None:
-    parent, folder, grace, *command = sys.argv[1:]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-    threading.Thread(target=end_with_parent, args=(process, float(grace)), daemon=True).start()
+    parent = os.getppid()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder")
+    parser.add_argument("grace", type=float)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    process = subprocess.Popen(args.command, stdin=subprocess.DEVNULL, start_new_session=True)
+    threading.Thread(target=end_with_parent, args=(process, args.grace), daemon=True).start()
     code = process.wait()
     end_group(process.pid)
-    if folder and os.getppid() != int(parent):
-        shutil.rmtree(folder, ignore_errors=True)
+    if args.folder is not None and os.getppid() != parent:
+        shutil.rmtree(args.folder, ignore_errors=True)
     sys.exit(code if code >= 0 else 128 - code)
 
 
