@@ -1,10 +1,12 @@
 """Settings of `DCGRPOTrainer`."""
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 from trl import GRPOConfig
 
+from .deployment.preflight import require_waits_that_fit
 from .deployment.schemes import require_scheme
 from .discrepancy import Level, Measure, Reduction
 from .files import parse_object
@@ -93,11 +95,14 @@ class DCGRPOConfig(GRPOConfig):
         weight_sync_dir (`str`, *optional*):
             Directory that trainer and vLLM server both see under this path, for checkpoints on their way. By default
             shared memory (`/dev/shm`), for a server on the same machine.
-        vllm_request_timeout (`float`, defaults to `3600.0`):
-            Seconds that any one request to the vLLM server may take: a generation batch, a reload of the weights.
+        vllm_request_timeout (`float`, *optional*):
+            Seconds that any one request to the vLLM server may take: a generation batch, a reload of the weights. By
+            default 3600. With several processes the others wait for the one that asks the server, no longer than
+            `ddp_timeout`: by default no longer than nine tenths of that either, and a value above is refused.
         vllm_max_retries (`int`, defaults to `3`):
             How often a rollout or a synchronization that failed is tried again, each time once a server is up within
-            `vllm_server_timeout` seconds. Then the run saves a checkpoint and stops.
+            `vllm_server_timeout` seconds. With several processes all tries together, and the waits between them, take
+            no longer than nine tenths of `ddp_timeout`. Then the run saves a checkpoint and stops.
         hub_deployment (`str`, defaults to `"subfolder"`):
             Where a push puts the deployment checkpoint: in the `"subfolder"` `deployment/` of `hub_model_id`, in a
             second `"repository"` `{hub_model_id}-{deployment_scheme}`, or nowhere (`"none"`).
@@ -174,8 +179,12 @@ class DCGRPOConfig(GRPOConfig):
         default=None,
         metadata={"help": "Directory that trainer and vLLM server both see, for weight_sync='checkpoint'."},
     )
-    vllm_request_timeout: float = field(
-        default=3600.0, metadata={"help": "Seconds that any one request to the vLLM server may take."}
+    vllm_request_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds that any one request to the vLLM server may take: 3600 by default, with several "
+            "processes at most nine tenths of ddp_timeout."
+        },
     )
     vllm_max_retries: int = field(
         default=3, metadata={"help": "How often a failed rollout or synchronization is tried again."}
@@ -204,6 +213,15 @@ class DCGRPOConfig(GRPOConfig):
             maximum=self.lambda_max,
             window=self.dual_window,
         )
+
+    @property
+    def vllm_time_limit(self) -> float:
+        """Seconds that one rollout or synchronization through a vLLM server may take, with all its tries.
+
+        In a single process there is no limit. Several wait for the main one no longer than `ddp_timeout`; a tenth of
+        it is left for them to hear of a failure, so that all of them save the run.
+        """
+        return 0.9 * self.ddp_timeout if self.world_size > 1 else math.inf
 
     def _check_values(self) -> None:
         for name, options in {
@@ -302,6 +320,14 @@ class DCGRPOConfig(GRPOConfig):
             raise ValueError(
                 "weight_sync='nccl' streams weights to a server, and vllm_mode='colocate' has none: set "
                 "weight_sync='auto' or vllm_mode='server'."
+            )
+        if self.use_vllm and self.vllm_mode == "server":
+            require_waits_that_fit(
+                self.vllm_time_limit,
+                self.ddp_timeout,
+                self.world_size,
+                vllm_request_timeout=self.vllm_request_timeout,
+                vllm_server_timeout=self.vllm_server_timeout,
             )
         if self.hub_deployment == "repository" and self.deployment_scheme is None:
             raise ValueError(

@@ -304,6 +304,7 @@ def _vllm_backend(args: DCGRPOConfig) -> Iterator[None]:
             weight_sync=args.weight_sync,
             weight_sync_dir=args.weight_sync_dir,
             vllm_request_timeout=args.vllm_request_timeout,
+            vllm_time_limit=args.vllm_time_limit,
             vllm_max_retries=args.vllm_max_retries,
         )
     elif args.deployment_scheme is not None or args.weight_sync == "checkpoint":

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -144,10 +145,11 @@ def lock_folder(folder: Path) -> int:
 
 
 def remove_if_abandoned(folder: Path) -> None:
-    """Removes a folder that a killed process left behind; one that a living process has locked stays."""
+    """Removes a folder that a killed process left behind; one that a living process has locked, or of another user,
+    stays."""
     try:
         descriptor = lock_folder(folder)
-    except (BlockingIOError, FileNotFoundError):
+    except (BlockingIOError, FileNotFoundError, NotADirectoryError, PermissionError):
         return
     shutil.rmtree(folder, ignore_errors=True)
     os.close(descriptor)
@@ -230,3 +232,23 @@ def _leave_locks_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_locks_to_parent)
+
+
+@contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """A folder in the directory for temporary files, gone after the block.
+
+    What killed processes left there under the same prefix is removed first.
+    """
+    root = Path(tempfile.gettempdir())
+    for abandoned in root.glob(f"{prefix}*"):
+        remove_if_abandoned(abandoned)
+    # Takes its name once it is locked, lest another process that starts now takes it for abandoned.
+    unlocked = Path(tempfile.mkdtemp(prefix=f".{prefix}"))
+    lock = lock_folder(unlocked)
+    folder = unlocked.rename(root / unlocked.name.removeprefix("."))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
@@ -17,6 +16,7 @@ from torch import nn
 
 from .config import DCGRPOConfig
 from .files import read_object, read_text
+from .secrets import hide_in_options, is_secret_name, without_secrets
 
 
 HISTORY_FILE = "history.jsonl"
@@ -49,14 +49,6 @@ SEED_SETTINGS = NAME_SETTINGS | {"seed", "data_seed"}
 # TrainingArguments fills these in itself, and what is learned does not depend on them.
 _FILLED_IN = {"disable_tqdm", "dataloader_pin_memory", "pad_to_multiple_of"}
 _EMPTY: tuple[Any, ...] = (None, "", "none", [], {})
-# Names of what is nobody's business, in fields and in dicts: hub_token, token, api-key, clientSecret, Authorization.
-_SECRET = re.compile(r"(token|key|secret|passw(or)?d|pwd|credentials?|authorization|auth|cookie)$", re.IGNORECASE)
-# Values that are secrets by their form, wherever they stand, and the parts of a URL that hold some.
-_SECRET_FORMS = re.compile(
-    r"\b(hf_|sk-|ghp_|github_pat_|wandb_v1_)[\w-]{16,}|(?i:\bbearer\s+\S+)"
-    r"|(?i:(?<=token=)|(?<=key=)|(?<=secret=)|(?<=password=))\S+"
-)
-_URL_SECRETS = re.compile(r"(?<=://)[^\s/?#@]*@|(?<=[?&])[^\s=&#]+=[^\s&#]*")
 
 
 class Series(NamedTuple):
@@ -270,7 +262,7 @@ def changed_settings(config: Any, defaults: type | None = None) -> dict[str, Any
     changed = {}
     for name in (f.name for f in fields(config) if f.init and f.name not in _FILLED_IN):
         value, default = _json_value(getattr(config, name)), _json_value(_default(standard[name]))
-        if not _SECRET.search(name) and value != default and not (value in _EMPTY and default in _EMPTY):
+        if not is_secret_name(name) and value != default and not (value in _EMPTY and default in _EMPTY):
             changed[name] = value
     return changed
 
@@ -307,16 +299,15 @@ def _json_value(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(k): _json_value(v) for k, v in value.items() if not _SECRET.search(str(k))}
+        return {str(k): _json_value(v) for k, v in value.items() if not is_secret_name(str(k))}
     if isinstance(value, list | tuple):
-        # Of command line options ("--api-key", "…") the word behind the name is the secret.
-        hidden = [isinstance(item, str) and item[:1] == "-" and bool(_SECRET.search(item)) for item in value]
-        items = zip(value, [False, *hidden], strict=False)
-        return ["(hidden)" if behind else _json_value(item) for item, behind in items]
+        if all(isinstance(item, str) for item in value):
+            return hide_in_options(value)  # of command line options the word behind the name is the secret
+        return [_json_value(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted((_json_value(item) for item in value), key=str)
     if is_dataclass(value) and not isinstance(value, type):
         return changed_settings(value)
     if callable(value):
         return getattr(value, "__qualname__", type(value).__qualname__)
-    return _URL_SECRETS.sub("", _SECRET_FORMS.sub("(hidden)", str(value)))
+    return without_secrets(str(value))

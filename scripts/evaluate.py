@@ -9,6 +9,7 @@ again goes on where the last one stopped. Defaults are those of DC-GRPO's paper:
 """
 
 import argparse
+import hashlib
 import signal
 import sys
 from collections.abc import Iterator
@@ -22,9 +23,9 @@ from dc_trl.command_line import OptionParser
 from dc_trl.data.benchmarks import BENCHMARKS
 from dc_trl.data.prompts import parse_template_kwargs
 from dc_trl.deployment.replica import Replica
-from dc_trl.deployment.sampling import Engine, ReplicaEngine, Sampling, ServerEngine
+from dc_trl.deployment.sampling import Disclosed, Engine, ReplicaEngine, Sampling, ServerEngine
 from dc_trl.deployment.schemes import SCHEMES
-from dc_trl.deployment.server import ServerError, serve
+from dc_trl.deployment.server import ServerError, is_local, serve
 from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from dc_trl.evaluation.results import Evaluation, compare
 from dc_trl.evaluation.tables import (
@@ -50,6 +51,8 @@ RANGES = {
     "temperature": AT_LEAST_0,
     "top_p": SHARE,
 }
+# Files that vLLM takes weights from.
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -136,7 +139,8 @@ def start_engine(
         yield ReplicaEngine(Replica(policy, scheme), tokenizer, args.concurrency)
     elif args.url:
         engine = ServerEngine(args.url, concurrency=args.concurrency)
-        print(f"{args.url} serves {engine.model}, taken for {args.model} in {scheme}", flush=True)
+        require_served(args.url, engine.disclosed, args.model, scheme)
+        print(f"{args.url} holds {engine.disclosed}, taken for {args.model} in {scheme}", flush=True)
         yield engine
     else:
         own_limit = config.get_text_config().max_position_embeddings
@@ -151,6 +155,46 @@ def start_engine(
             report=lambda line: print(line, flush=True),
         ) as server:
             yield ServerEngine(server.url, concurrency=args.concurrency)
+
+
+def require_served(url: str, disclosed: Disclosed, model: str, scheme: str) -> None:
+    """Refuses a running server that by its own words serves another model, or another format."""
+    names = (disclosed.name, disclosed.root)
+    paths = [Path(name) for name in names if Path(name).is_dir()]
+    if model not in names and not (Path(model).is_dir() and any(path.samefile(model) for path in paths)):
+        raise ValueError(
+            f"model={model!r}: the server at {url} serves {disclosed.name!r}, from {disclosed.root!r}. Give the one "
+            "that it serves, or start it under this name (scripts/serve.py --model, vllm serve --served-model-name)."
+        )
+    told = disclosed.weight_version is not None  # else the quantization is not known either
+    if told and scheme != AS_IT_IS and (scheme == "bf16") != (disclosed.quantization is None):
+        raise ValueError(
+            f"scheme={scheme!r}: the server at {url} runs with quantization={disclosed.quantization!r}. Name the "
+            "scheme that it runs in, or start it with scripts/serve.py --scheme."
+        )
+
+
+def served_weights(url: str, disclosed: Disclosed) -> dict[str, str | None]:
+    """What tells the weights of a running server from others, as far as it can be known.
+
+    Where it holds the files that it was started with, and they are on this machine, they tell; else its address and
+    what it discloses. Never the files of the model that it is asked about.
+    """
+    known = {"served": disclosed.name, "weight_version": disclosed.weight_version}
+    root = Path(disclosed.root)
+    files = sorted(file for pattern in WEIGHTS for file in root.glob(pattern)) if is_local(url) else []
+    if files and disclosed.weight_version in (None, "default"):
+        digest = hashlib.sha256()
+        for file in [root / "config.json", *files]:
+            with open(file, "rb") as content:
+                digest.update(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
+        return known | {"sha256": digest.hexdigest()}
+    return known | {
+        "url": url,
+        "root": disclosed.root,
+        "revision": disclosed.revision,
+        "quantization": disclosed.quantization,
+    }
 
 
 def fingerprint(model: str, revision: str) -> str:
@@ -180,6 +224,10 @@ def run(args: argparse.Namespace) -> None:
         folder = output / scheme
         folder.mkdir(exist_ok=True)
         with start_engine(args, scheme, config, tokenizer, max(map(len, prompts)), folder) as engine:
+            if args.url:
+                weights = served_weights(args.url, engine.disclosed)
+            else:
+                weights = fingerprint(args.model, args.revision)
             evaluation = evaluate(
                 args.model,
                 scheme,
@@ -189,7 +237,7 @@ def run(args: argparse.Namespace) -> None:
                 folder,
                 sampling=sampling,
                 seed=args.seed,
-                settings={"weights": fingerprint(args.model, args.revision), "engine": args.engine},
+                settings={"weights": weights, "engine": args.engine},
                 chat_template_kwargs=template_kwargs,
             )
         evaluations.append(evaluation)

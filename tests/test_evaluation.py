@@ -1,11 +1,14 @@
 """Evaluations by the replica and by a real vLLM server: what they sample, keep, continue and conclude."""
 
+import hashlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -16,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.data.schema import MathProblem, to_dataset
+from dc_trl.deployment.client import ServerClient
 from dc_trl.deployment.policy import end_tokens
 from dc_trl.deployment.replica import Replica
 from dc_trl.deployment.sampling import ReplicaEngine, Request, Sampling, ServerEngine
@@ -375,6 +379,69 @@ def test_a_killed_evaluation_is_continued_through_a_server(fp8_server, tmp_path,
 
     folders = [str(tmp_path / name / "fp8") for name in ("whole", "parts")]
     assert "not shown to differ" in script(["scripts/evaluate.py", "--compare", *folders])
+
+
+@requires_vllm
+def test_samples_of_a_server_are_known_by_what_it_discloses(fp8_server, tmp_path, script):
+    client = ServerClient(fp8_server.url)
+    options = ["--url", fp8_server.url, "--scheme", "fp8", "--samples", "1", "--limit", "4", "--max_tokens", "8"]
+    command = [*evaluate_script(*options), "--output", str(tmp_path)]
+
+    client.name_weights("default")  # as if nobody had loaded others
+    assert "holds Disclosed(name=" in script([*command[:-1], str(tmp_path / "files")])
+    settings = json.loads((tmp_path / "files" / "fp8" / "arithmetic" / "settings.json").read_text())
+    root = Path(requests.get(f"{fp8_server.url}/v1/models", timeout=30).json()["data"][0]["root"])
+    lines = [
+        f"{name} {hashlib.sha256((root / name).read_bytes()).hexdigest()}\n"
+        for name in ("config.json", "model.safetensors")
+    ]
+    assert settings["weights"] == {
+        "served": str(TINY_MODEL),
+        "weight_version": "default",
+        "sha256": hashlib.sha256("".join(lines).encode()).hexdigest(),
+    }
+
+    # Weights that came later: neither the server's files nor the model's tell what they are.
+    client.name_weights("run-7")
+    script(command)
+    before = stored(tmp_path / "fp8" / "arithmetic")
+    assert len(before) == 4
+    settings = json.loads((tmp_path / "fp8" / RESULTS_FILE).read_text())["settings"]
+    assert settings["weights"] == {
+        "served": str(TINY_MODEL),
+        "weight_version": "run-7",
+        "url": fp8_server.url,
+        "root": str(root),
+        "revision": None,
+        "quantization": "compressed-tensors",
+    }
+    assert "model.safetensors" not in json.dumps(settings)
+    client.name_weights("run-8")
+    with pytest.raises(SystemExit, match=r"^error: weights=.*run-8.*holds samples that were drawn with .*run-7"):
+        script([*command, "--samples", "2"])
+    assert stored(tmp_path / "fp8" / "arithmetic") == before
+
+
+@requires_vllm
+def test_a_server_that_serves_something_else_is_refused(fp8_server, tmp_path, script):
+    other = tmp_path / "other"
+    shutil.copytree(TINY_MODEL, other)
+    options = ["--url", fp8_server.url, "--limit", "2", "--output", str(tmp_path / "out")]
+    with pytest.raises(SystemExit, match=rf"^error: model='{other}': the server at .* serves '{TINY_MODEL}'"):
+        script(evaluate_script(*options, "--scheme", "fp8", "--model", str(other)))
+    with pytest.raises(SystemExit, match=r"^error: scheme='bf16': .* quantization='compressed-tensors'"):
+        script(evaluate_script(*options))
+
+
+@requires_vllm
+def test_weights_that_change_while_they_are_sampled_from_are_an_error(fp8_server):
+    client = ServerClient(fp8_server.url)
+    engine = ServerEngine(fp8_server.url, concurrency=1)
+    samples = engine.sample([Request([5, 6], seed) for seed in range(3)], Sampling(4, 0.7))
+    next(samples)
+    client.name_weights(f"{engine.disclosed.weight_version}-next")
+    with pytest.raises(ServerError, match=r"did not keep its weights: .*-next"):
+        list(samples)
 
 
 def test_the_script_by_the_replica_writes_table_and_card(tmp_path, script):

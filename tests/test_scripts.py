@@ -217,6 +217,10 @@ def test_lora(launch):
             },
             ["vllm_server_base_url='http://127.0.0.1:8000'", "serve='auto'"],
         ),
+        (
+            {"serve": "auto", "use_vllm": "true", "vllm_mode": "server", "vllm_max_model_length": -5},
+            ["vllm_max_model_length=-5 is invalid"],
+        ),
         ({"eval_benchmarks": "arithmetic"}, ["eval_benchmarks=['arithmetic']", "eval_size=0", "set eval_size"]),
         ({"eval_benchmarks": "aime", "eval_size": 16}, ["benchmark='aime'", "'aime24'"]),
         (

@@ -1,19 +1,26 @@
 """`scripts/serve.py` and what it starts: a real vLLM server, its peers, its end."""
 
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import psutil
 import pytest
 from openai import OpenAI
 from trl.generation.vllm_client import VLLMClient
 
 from dc_trl.deployment.client import ServerClient, ServerUnavailableError
-from dc_trl.deployment.server import ServerError, VLLMServer, check_server
+from dc_trl.deployment.server import ServerError, VLLMServer, check_server, serve
+from dc_trl.secrets import hide_in_options
 
-from .helpers import TINY_MODEL, make_model, make_tokenizer
-from .vllm_server import Serve, requires_vllm, serving, wait_until_gone
+from .helpers import ROOT, TINY_MODEL, load_script, make_model, make_tokenizer
+from .vllm_server import Serve, requires_vllm, serving, shared_memory, wait_until_gone
 
 
 pytestmark = requires_vllm
@@ -124,9 +131,12 @@ def test_the_printed_command_starts_the_same_server_elsewhere_and_wrong_options_
 
 
 def test_an_api_key_is_asked_for_and_kept_secret_and_ctrl_c_ends_everything(tmp_path, monkeypatch):
-    key = "sk-wxyz-never-to-be-seen"
-    with serving(tmp_path, "--require_api_key", VLLM_API_KEY=key) as server:
+    key, token = "sk-wxyz-never-to-be-seen", "mine-and-nobody-elses"
+    options = ["--", "--hf-token", token]
+    with serving(tmp_path, "--require_api_key", *options, VLLM_API_KEY=key) as server:
         url = server.url()
+        assert "--hf-token '(hidden)'" in server.output
+        assert token not in server.output + server.log_path.read_text()
         monkeypatch.delenv("VLLM_API_KEY", raising=False)
         with pytest.raises(ServerError, match="VLLM_API_KEY"):
             ServerClient(url)
@@ -149,16 +159,70 @@ def test_a_required_key_that_is_missing_is_an_error_at_once(tmp_path):
     assert "VLLM_API_KEY" in server.output
 
 
-def test_nothing_outlives_a_killed_serve(tmp_path):
-    server = Serve(tmp_path)
-    server.wait("starting VLLM")
-    end = time.monotonic() + 120
-    while len(family := server.family()) < 3:  # until the engine is there too
+def wait_for_engine(processes):
+    """The processes that hold shared memory, and that memory, once the engine has made it; `processes` lists all."""
+    end = time.monotonic() + 180
+    while not (left := shared_memory(processes())):
         assert time.monotonic() < end
         time.sleep(0.1)
+    return [process for process in processes() if shared_memory([process])], left
+
+
+@pytest.fixture
+def short_tmp():
+    """A directory for temporary files of its own: the names of sockets are short."""
+    folder = Path(tempfile.mkdtemp(prefix="s-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_nothing_outlives_a_killed_serve(tmp_path, short_tmp):
+    server = Serve(tmp_path, "--scheme", "fp8", TMPDIR=str(short_tmp))
+    server.wait("starting VLLM")
+    _, left = wait_for_engine(server.family)
+    (checkpoint,) = short_tmp.glob("dc_trl-checkpoint-*")
+    family = server.family()
     server.process.kill()
     server.process.wait()
     wait_until_gone(family)
+    assert not any(path.exists() for path in left)
+    assert not checkpoint.exists()
+
+
+def test_after_a_killed_engine_nothing_is_left_and_nobody_waits_for_the_next_one(tmp_path, short_tmp, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(short_tmp))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    abandoned = short_tmp / "dc_trl-checkpoint-of-a-killed-one"
+    abandoned.mkdir()
+    (abandoned / "model.safetensors").write_bytes(bytes(8))
+    lines: list[str] = []
+    options = {"max_model_len": 256, "log_path": tmp_path / "log", "restarts": 1, "report": lines.append}
+    with serve(str(TINY_MODEL), "fp8", **options) as server:
+        assert not abandoned.exists()
+        (checkpoint,) = short_tmp.glob("dc_trl-checkpoint-*")
+
+        def family():
+            return psutil.Process(server.pid).children(recursive=True)
+
+        engines, left = wait_for_engine(family)
+        first = family()
+        engines[0].kill()
+        end = time.monotonic() + 120
+        while sum(line.startswith("starting") for line in lines) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        wait_until_gone(first)
+        assert not any(path.exists() for path in left)
+        while server.pid is None:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        second = [psutil.Process(server.pid), *family()]
+    # It was left while it started again: that start was not waited for.
+    assert sum("is up" in line for line in lines) == 1
+    assert "no longer needed" in lines[-1]
+    wait_until_gone(second)
+    assert not checkpoint.exists()
+    assert server.pid is None
 
 
 @pytest.mark.parametrize(
@@ -180,12 +244,124 @@ def test_a_server_that_dies_says_why_and_where_its_log_is(tmp_path, arguments, w
     assert str(server.log_path) in message
 
 
-def test_a_wider_address_is_warned_of(tmp_path):
+def test_a_wider_address_is_warned_of_and_a_stranger_on_the_port_is_not_taken_for_it(tmp_path):
+    """Somebody else listens on the port after it was found free, and before vLLM does."""
     lines: list[str] = []
-    server = VLLMServer(str(tmp_path), host="0.0.0.0", log_path=tmp_path / "log", report=lines.append)
-    with pytest.raises(ServerError):
-        server.start()  # no model there
+    strangers = []
+
+    def report(line):
+        lines.append(line)
+        if line.startswith("starting"):
+            strangers.append(Healthy(("0.0.0.0", server.port)))
+
+    server = VLLMServer(str(tmp_path), host="0.0.0.0", log_path=tmp_path / "log", report=report)
+    try:
+        with pytest.raises(ServerError, match="ended with exit code"):
+            server.start()
+    finally:
+        strangers[0].close()
     assert any("0.0.0.0 is not loopback" in line and "API key" in line for line in lines)
+    assert not any("is up" in line for line in lines)
+
+
+class Healthy:
+    """A server that says of itself that it is healthy, and nothing else."""
+
+    def __init__(self, address):
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *args):
+                pass
+
+        self._server = ThreadingHTTPServer(address, Handler)
+        self.port = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def occupied():
+    server = Healthy(("127.0.0.1", 0))
+    yield server.port
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"--model": "/no/such/model"}, ["model='/no/such/model'", "Give the Hub id"]),
+        ({"--model": "tests"}, ["model='tests'", "has no config.json"]),
+        ({"--model": "tests", "--scheme": "fp8"}, ["model='tests'", "has no config.json"]),
+        ({"--port": "99999"}, ["port=99999 is invalid", "65535"]),
+        ({"--port": "-1"}, ["port=-1 is invalid"]),
+        ({"--port": "OCCUPIED"}, ["port=OCCUPIED", "Address already in use", "choose another port"]),
+        ({"--port": "OCCUPIED", "--host": "0.0.0.0"}, ["port=OCCUPIED", "Address already in use"]),
+        ({"--host": "192.0.2.1"}, ["host='192.0.2.1'", "Cannot assign requested address"]),
+        ({"--max_model_len": "-5"}, ["max_model_len=-5 is invalid"]),
+        ({"--max_model_len": "0", "--scheme": "fp8"}, ["max_model_len=0 is invalid"]),
+        ({"--start_timeout": "nan"}, ["start_timeout=nan is invalid"]),
+    ],
+)
+def test_what_cannot_start_is_refused_before_vllm_is_started(options, words, occupied, tmp_path, monkeypatch, capsys):
+    script = load_script("serve")
+    given = {"--model": str(TINY_MODEL), "--port": "0", "--log": str(tmp_path / "log")} | options
+    arguments = [word.replace("OCCUPIED", str(occupied)) for option in given.items() for word in option]
+    monkeypatch.setattr(sys, "argv", ["serve.py", *arguments])
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as stop:
+        script.main()
+    assert str(stop.value).startswith("error: ")
+    for word in words:
+        assert word.replace("OCCUPIED", str(occupied)) in str(stop.value)
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--api-key", "SECRET-1"],
+        ["--api-key=SECRET-1"],
+        ["--api_key", "SECRET-1", "SECRET-2", "--seed", "1"],
+        ["--api-k", "SECRET-1"],  # argparse takes it for --api-key
+        ["--hf-token", "SECRET-1"],
+        ["--hf-token=SECRET-1"],
+        ["--model-loader-extra-config", '{"s3_secret_access_key": "SECRET-1", "concurrency": 4}'],
+        ["--model-loader-extra-config.s3_secret_access_key", "SECRET-1"],
+        ["--otlp-traces-endpoint", "http://me:SECRET-1@127.0.0.1:4317"],
+    ],
+)
+def test_keys_among_the_options_are_not_shown(options, tmp_path):
+    server = VLLMServer("unused", options=options, log_path=tmp_path / "log", environment={"VLLM_API_KEY": "SECRET-3"})
+    assert "SECRET" not in server.command
+    assert "VLLM_API_KEY='(hidden)'" in server.command
+    assert "--max-logprobs -1" in server.command
+    assert server.arguments[-len(options) :] == options  # the server gets them
+
+
+def test_a_key_is_not_shown_in_the_servers_last_words(tmp_path):
+    server = VLLMServer("unused", options=["--api-key", "mine", "--nothing=x"], log_path=tmp_path / "log")
+    (tmp_path / "log").write_text("vllm: error: unrecognized arguments: mine --nothing=x\n")
+    assert server.last_error() == "vllm: error: unrecognized arguments: (hidden) --nothing=x"
+
+
+def test_options_that_are_no_secrets_are_shown():
+    options = ["--max-num-batched-tokens", "4096", "--tokenizer", "mine", "--weight-transfer-config", '{"a": "b"}']
+    assert hide_in_options(options) == options
+
+
+def test_an_empty_log_is_no_error(tmp_path):
+    (tmp_path / "log").write_text("")
+    assert VLLMServer("unused", log_path=tmp_path / "log").last_error() == "its log is empty"
 
 
 def test_a_server_that_never_comes_is_waited_for_and_given_up():

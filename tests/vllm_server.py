@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,16 @@ def wait_until_gone(processes: list[psutil.Process], timeout: float = 30) -> Non
     while left := alive(processes):
         assert time.monotonic() < end, left
         time.sleep(0.2)
+
+
+def shared_memory(processes: list[psutil.Process]) -> set[Path]:
+    """Files in shared memory that some of the processes hold open."""
+    found = set()
+    for process in processes:
+        for link in Path(f"/proc/{process.pid}/fd").glob("*"):
+            with suppress(OSError):  # closed, or the process has ended
+                found.add(os.readlink(link))
+    return {Path(name) for name in found if name.startswith("/dev/shm/") and not name.endswith("(deleted)")}
 
 
 def complete(url: str, prompts: list[list[int]], **parameters: Any) -> list[dict[str, Any]]:

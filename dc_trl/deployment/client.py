@@ -1,7 +1,9 @@
 """TRL's client of a vLLM server, with limits on every wait, an API key, and the version of the weights it talks to."""
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +12,23 @@ from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
 
 from .server import ServerError, ServerUnavailableError, authorization, is_cpu, key_wanted
+
+
+class Deadline:
+    """When a task has to be done: all its tries, and the waits between them.
+
+    Args:
+        seconds: from now; `math.inf` for no limit.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds until then, at least 0."""
+        return max(0.0, self._end - time.monotonic())
 
 
 class ServerClient(VLLMClient):
@@ -23,6 +42,7 @@ class ServerClient(VLLMClient):
         group_port: port of TRL's NCCL weight stream.
         start_timeout: seconds to wait for the server to be up.
         request_timeout: seconds that any one request may take, a generation batch or a reload of the weights.
+        deadline: of the task that the client's first requests are part of; see `until`.
         report: takes a line about what is happening.
 
     Raises:
@@ -36,15 +56,27 @@ class ServerClient(VLLMClient):
         group_port: int = 51216,
         start_timeout: float = 240.0,
         request_timeout: float = 3600.0,
+        deadline: Deadline | None = None,
         report: Callable[[str], None] = print,
     ):
         self._request_timeout = request_timeout
+        self._deadline = deadline or _NEVER
         self._report = report
         self._headers = authorization()
         super().__init__(base_url=base_url.rstrip("/"), group_port=group_port, connection_timeout=start_timeout)
+        self._deadline = _NEVER
         # Whether to try again is decided where weights and rollouts are known, not below HTTP.
         for prefix in ("http://", "https://"):
             self.session.mount(prefix, HTTPAdapter(pool_maxsize=64))
+
+    @contextmanager
+    def until(self, deadline: Deadline) -> Iterator[None]:
+        """Has every request in the block end by the deadline, whatever else it may take."""
+        self._deadline = deadline
+        try:
+            yield
+        finally:
+            self._deadline = _NEVER
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
         """Waits until the server is up, and says that it waits.
@@ -52,26 +84,7 @@ class ServerClient(VLLMClient):
         Raises:
             ServerUnavailableError: it is not up within `total_timeout` seconds.
         """
-        begin = time.monotonic()
-        reported = begin - 10
-        while True:
-            try:
-                answer = requests.get(f"{self.base_url}/health", timeout=min(5.0, total_timeout + 1))
-                reason = f"HTTP {answer.status_code}"
-                if answer.status_code == 200:
-                    return
-            except requests.RequestException as error:
-                reason = type(error).__name__
-            waited = time.monotonic() - begin
-            if waited >= total_timeout:
-                raise ServerUnavailableError(
-                    f"no vLLM server answers at {self.base_url} after {total_timeout:g} s ({reason}): start one with "
-                    "scripts/serve.py, correct vllm_server_base_url, or raise vllm_server_timeout."
-                )
-            if time.monotonic() - reported >= 10:
-                reported = time.monotonic()
-                self._report(f"waiting for vLLM at {self.base_url} ({reason}): {waited:.0f} of {total_timeout:g} s")
-            time.sleep(retry_interval)
+        wait_until_up(self.base_url, total_timeout, self._report, retry_interval)
 
     def get_server_info(self) -> dict[str, Any]:
         """The server's resolved configuration (`VllmConfig`), as a JSON tree."""
@@ -85,15 +98,19 @@ class ServerClient(VLLMClient):
 
     def _request(self, method: str, url: str, **kwargs: Any) -> dict:
         path = url.removeprefix(self.base_url)
+        left = self._deadline.left
+        if left == 0:
+            raise ServerUnavailableError(f"vLLM at {self.base_url} was not asked for {path}: no time is left for it")
+        limit = min(self._request_timeout, left)
         try:
             response = self.session.request(
-                method, url, headers=self._headers, timeout=(10, self._request_timeout), **kwargs
+                method, url, headers=self._headers, timeout=(min(10, limit), limit), **kwargs
             )
         except requests.Timeout as error:
-            raise ServerUnavailableError(
-                f"vLLM at {self.base_url} did not answer {path} within "
-                f"vllm_request_timeout={self._request_timeout:g} s"
-            ) from error
+            allowed = (
+                f"vllm_request_timeout={limit:g} s" if limit < left else f"the {limit:.3g} s that were left for it"
+            )
+            raise ServerUnavailableError(f"vLLM at {self.base_url} did not answer {path} within {allowed}") from error
         except requests.RequestException as error:
             raise ServerUnavailableError(
                 f"the connection to vLLM at {self.base_url} broke during {path} ({type(error).__name__})"
@@ -118,7 +135,13 @@ class ServerClient(VLLMClient):
             raise ServerError(
                 f"vLLM at {self.base_url} refused {path} (HTTP {response.status_code}): {response.text[:500]}"
             )
-        return response.json()
+        try:
+            return response.json()
+        except requests.JSONDecodeError as error:
+            raise ServerUnavailableError(
+                f"what answers {path} at {self.base_url} sends no JSON and seems to be no vLLM: "
+                f"{response.text[:100]!r}"
+            ) from error
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -166,3 +189,42 @@ class ServerClient(VLLMClient):
 
     def _collective_rpc(self, method: str, **kwargs: Any) -> list:
         return self._post(f"{self.base_url}/collective_rpc", json={"method": method, "kwargs": kwargs})["results"]
+
+
+_NEVER = Deadline(math.inf)
+
+
+def wait_until_up(
+    url: str, timeout: float, report: Callable[[str], None] = print, retry_interval: float = 1.0
+) -> None:
+    """Waits until a server is up, and says that it waits.
+
+    Args:
+        url: address of the server, "http://127.0.0.1:8000".
+        timeout: seconds to wait.
+        report: takes a line about what is happening.
+        retry_interval: seconds between two looks.
+
+    Raises:
+        ServerUnavailableError: it is not up in time.
+    """
+    begin = time.monotonic()
+    reported = begin - 10
+    while True:
+        try:
+            answer = requests.get(f"{url}/health", timeout=min(5.0, timeout + 1))
+            reason = f"HTTP {answer.status_code}"
+            if answer.status_code == 200:
+                return
+        except requests.RequestException as error:
+            reason = type(error).__name__
+        waited = time.monotonic() - begin
+        if waited >= timeout:
+            raise ServerUnavailableError(
+                f"no vLLM server answers at {url} after {timeout:g} s ({reason}): start one with scripts/serve.py, "
+                "correct vllm_server_base_url, or raise vllm_server_timeout."
+            )
+        if time.monotonic() - reported >= 10:
+            reported = time.monotonic()
+            report(f"waiting for vLLM at {url} ({reason}): {waited:.0f} of {timeout:g} s")
+        time.sleep(retry_interval)

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import aiohttp
@@ -61,6 +62,20 @@ class Engine(Protocol):
         """
 
 
+class Disclosed(NamedTuple):
+    """What a vLLM server says of its weights; None is what it says only with its development endpoints, or not set."""
+
+    name: str  # that clients use
+    root: str  # directory or Hub id that it was started with
+    weight_version: str | None  # "default" since it was started, until others are loaded
+    revision: str | None  # of a Hub model
+    quantization: str | None
+
+
+class _RefusedError(ServerError):
+    """An answer that says no (HTTP 4xx)."""
+
+
 class ServerEngine:
     """A vLLM server, kept full: as soon as one completion is done, the next request is on its way.
 
@@ -74,6 +89,11 @@ class ServerEngine:
         request_timeout: seconds that one completion may take, the time that it waits in the server included.
         server_timeout: seconds to wait for a server that went away to be up again.
         max_retries: tries after the first, where the connection broke or the server failed.
+
+    Attributes:
+        model: the name that the server goes by.
+        max_length: longest prompt and completion together, in tokens.
+        disclosed: what the server says of the weights that it holds.
 
     Raises:
         ServerError: no server answers there, or it asks for a key.
@@ -95,13 +115,24 @@ class ServerEngine:
         self._server_timeout = server_timeout
         self._max_retries = max_retries
         self._headers = authorization()
-        card = asyncio.run(self._model_card())
-        self.model: str = card["id"]
-        self.max_length: int = card["max_model_len"]
+        self.disclosed, self.max_length = asyncio.run(self._disclose(retries=0))
+        self.model = self.disclosed.name
 
-    async def _model_card(self) -> dict:
+    async def _disclose(self, retries: int) -> tuple["Disclosed", int]:
         async with self._session() as session:
-            return (await self._call(session, "GET", "/v1/models", retries=0))["data"][0]
+            card = (await self._call(session, "GET", "/v1/models", retries))["data"][0]
+            versions, info = {}, {}
+            with suppress(_RefusedError):  # without its development endpoints, a server does not say
+                versions = await self._call(session, "GET", "/weight_info", retries)
+                info = await self._call(session, "GET", "/server_info?config_format=json", retries)
+        config = info["vllm_config"]["model_config"] if info else {}
+        return Disclosed(
+            card["id"],
+            card["root"],
+            versions.get("weight_version"),
+            config.get("revision"),
+            config.get("quantization"),
+        ), card["max_model_len"]
 
     def _session(self) -> aiohttp.ClientSession:
         # A connection for each request: a busy server closes those that are kept alive under requests on their way.
@@ -113,7 +144,7 @@ class ServerEngine:
         """See `Engine.sample`.
 
         Raises:
-            ServerError: the server refused a request, or failed for good.
+            ServerError: the server refused a request, failed for good, or was given other weights meanwhile.
         """
         # The event loop has a thread of its own, so that the server never waits for whoever reads the completions.
         done: queue.SimpleQueue[tuple[int, Completion] | BaseException | None] = queue.SimpleQueue()
@@ -141,6 +172,11 @@ class ServerEngine:
             if thread.is_alive():
                 loop.call_soon_threadsafe(task.cancel)
             thread.join()
+        if (now := asyncio.run(self._disclose(self._max_retries))[0]) != self.disclosed:
+            raise ServerError(
+                f"vLLM at {self.url} did not keep its weights: it began with {self.disclosed} and has {now}. What it "
+                "sampled is of both, and not to be used."
+            )
 
     async def _sample_all(self, requests: Sequence[Request], sampling: Sampling, done: queue.SimpleQueue) -> None:
         pending = iter(enumerate(requests))
@@ -198,7 +234,7 @@ class ServerEngine:
                 raise key_wanted(self.url)
             failure = f"vLLM at {self.url} refused {path} (HTTP {response.status}): {text}"
             if response.status < 500:
-                raise ServerError(failure)
+                raise _RefusedError(failure)
         raise ServerUnavailableError(f"{failure} (tried {retries + 1} times)")
 
     async def _until_up(self, session: aiohttp.ClientSession) -> None:

@@ -1,6 +1,7 @@
 """Starts and stops a vLLM server with what training needs, and says why one that is there does not fit."""
 
 import atexit
+import itertools
 import os
 import re
 import shlex
@@ -11,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ import psutil
 import requests
 from transformers import PretrainedConfig
 
+from ..files import temporary_folder
+from ..secrets import HIDDEN, hide_in_options, is_secret_name, secrets_in_options, without_secrets
 from .checkpoint import write_deployable
+from .preflight import require_free_port, require_model, require_startable
 
 
 _WATCHDOG = Path(__file__).with_name("watchdog.py")
@@ -88,12 +92,14 @@ class VLLMServer:
         max_model_len: longest prompt and completion together, in tokens; the model's own limit by default.
         start_timeout: seconds to wait for the server to be up.
         log_path: file that the server's output is appended to; one in the directory for temporary files by default.
-        options: further options of `vllm serve`.
+        options: further options of `vllm serve`. Keys and tokens among them are not shown anywhere.
         environment: further environment variables of the server, CUDA_VISIBLE_DEVICES for example.
+        folder: a folder that this process removes when the server is gone; the watchdog does where it is killed.
         report: takes a line about what is happening now and then; `print` by default.
 
     Raises:
         ImportError: vLLM is not installed.
+        ValueError: a number out of range, or an address that cannot be listened on.
     """
 
     def __init__(
@@ -108,8 +114,10 @@ class VLLMServer:
         log_path: str | os.PathLike[str] | None = None,
         options: Sequence[str] = (),
         environment: dict[str, str] | None = None,
+        folder: Path | None = None,
         report: Callable[[str], None] = print,
     ):
+        require_startable(host, port, max_model_len, start_timeout)
         on_cpu = "cpu" in vllm_version()
         self.host = host
         self.port = port or _free_port(host)
@@ -117,6 +125,7 @@ class VLLMServer:
         self.url = f"http://[{shown_host}]:{self.port}" if ":" in shown_host else f"http://{shown_host}:{self.port}"
         self.log_path = Path(log_path or Path(tempfile.gettempdir(), f"vllm-{self.port}-{os.getpid()}.log"))
         self._start_timeout = start_timeout
+        self._folder = folder
         self._report = report
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._log_begin = 0  # of the present server, behind the earlier ones of this file
@@ -148,23 +157,33 @@ class VLLMServer:
 
     @property
     def command(self) -> str:
-        """The same server as a line for a shell."""
-        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.environment.items())
-        return f"{variables} vllm {shlex.join(self.arguments)}"
+        """The same server as a line for a shell, without the keys and tokens in it."""
+        variables = " ".join(
+            f"{name}={shlex.quote(HIDDEN if is_secret_name(name) else without_secrets(value))}"
+            for name, value in self.environment.items()
+        )
+        return f"{variables} vllm {shlex.join(hide_in_options(self.arguments))}"
 
     @property
     def pid(self) -> int | None:
         """Process id of the server, None when it does not run."""
-        if self._watchdog is None or self._watchdog.poll() is not None:
+        watchdog = self._watchdog  # another thread may be ending it
+        if watchdog is None or watchdog.poll() is not None:
             return None
-        children = psutil.Process(self._watchdog.pid).children()
-        return children[0].pid if children else None
+        with suppress(psutil.NoSuchProcess):  # it has ended since
+            children = psutil.Process(watchdog.pid).children()
+            return children[0].pid if children else None
+        return None
 
-    def start(self) -> None:
+    def start(self, leaving: threading.Event | None = None) -> None:
         """Starts the server and waits until it answers.
+
+        Args:
+            leaving: ends the wait, and the server, when it is set.
 
         Raises:
             ServerError: it ended or did not come up in time; the message has the last error of its log.
+            ValueError: another process listens on its port.
         """
         if self.host not in LOOPBACK:
             self._report(
@@ -172,12 +191,14 @@ class VLLMServer:
                 "run the engine's methods; an API key does not guard those endpoints."
             )
         self.stop()  # what is left of an earlier one
+        require_free_port(self.host, self.port)
         self._report(f"starting {self.command}\n(log: {self.log_path})")
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *self.arguments]
+        folder = [] if self._folder is None else ["--folder", str(self._folder)]
         with self.log_path.open("ab") as log:
             self._log_begin = log.tell()
             self._watchdog = subprocess.Popen(
-                [sys.executable, str(_WATCHDOG), str(_GRACE), *command],
+                [sys.executable, str(_WATCHDOG), *folder, str(_GRACE), *command],
                 env=os.environ | self.environment,
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -186,23 +207,26 @@ class VLLMServer:
             )
         atexit.register(self.stop)
         try:
-            self._wait_until_up()
+            self._wait_until_up(self._watchdog, leaving or threading.Event())
         except BaseException:
+            # One that is still starting hangs on SIGTERM, and has nothing to lose.
+            if (pid := self.pid) is not None:
+                with suppress(psutil.NoSuchProcess):
+                    psutil.Process(pid).kill()
             self.stop()
             raise
 
-    def _wait_until_up(self) -> None:
-        assert self._watchdog is not None
+    def _wait_until_up(self, watchdog: subprocess.Popen[bytes], leaving: threading.Event) -> None:
         begin = reported = time.monotonic()
         while True:
-            code = self._watchdog.poll()
+            code = watchdog.poll()
             waited = time.monotonic() - begin
             if code is not None:
                 raise ServerError(
                     f"vLLM ended with exit code {code} after {waited:.0f} s: {self.last_error()} "
                     f"(log: {self.log_path})"
                 )
-            if _answers(f"{self.url}/health"):
+            if self._listens() and _answers(f"{self.url}/health"):
                 self._report(f"vLLM is up at {self.url} after {waited:.0f} s")
                 return
             if waited > self._start_timeout:
@@ -213,17 +237,29 @@ class VLLMServer:
             if time.monotonic() - reported > 10:
                 reported = time.monotonic()
                 self._report(f"vLLM is starting at {self.url}: {waited:.0f} s")
-            time.sleep(0.5)
+            if leaving.wait(0.5):
+                raise ServerError(f"vLLM was not up yet after {waited:.0f} s, when it was no longer needed")
+
+    def _listens(self) -> bool:
+        """Whether it is this server that listens on the port, and not somebody else's."""
+        pid = self.pid
+        if pid is None:
+            return False
+        try:
+            connections = psutil.Process(pid).net_connections("tcp")
+        except psutil.NoSuchProcess:
+            return False
+        return any(c.status == psutil.CONN_LISTEN and c.laddr.port == self.port for c in connections)
 
     def stop(self) -> None:
         """Ends the server and all its processes, by force when they take longer than 20 seconds."""
         atexit.unregister(self.stop)
-        if self._watchdog is None:
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is None:
             return
-        assert self._watchdog.stdin is not None
-        self._watchdog.stdin.close()
-        self._watchdog.wait()
-        self._watchdog = None
+        assert watchdog.stdin is not None
+        watchdog.stdin.close()
+        watchdog.wait()
 
     def last_error(self) -> str:
         """The line of the server's log that says best why it died."""
@@ -233,11 +269,16 @@ class VLLMServer:
         errors = [
             # Some say what it is about in the line that follows.
             f"{line} {following}"[:500] if re.search(r"(:|validation errors? for \w+)$", line) else line[:500]
-            for line, following in zip(lines, [*lines[1:], ""], strict=True)
+            for line, following in itertools.pairwise([*lines, ""])
             # "Engine core initialization failed. See root cause above" follows the cause.
             if re.match(r"([\w.]+(Error|Exception)|.*: error): ", line) and "root cause above" not in line
         ]
-        return errors[-1] if errors else next((line for line in reversed(lines) if line), "its log is empty")
+        # What the processes that were left behind say when they are cleaned up comes last, and says nothing.
+        words = [line for line in lines if line and "resource_tracker: " not in line]
+        last = errors[-1] if errors else words[-1] if words else "its log is empty"
+        for secret in secrets_in_options(self.arguments):
+            last = last.replace(secret, HIDDEN)
+        return without_secrets(last)
 
     def __enter__(self) -> "VLLMServer":
         self.start()
@@ -271,18 +312,21 @@ def serve(
         report, options, **kwargs: see `VLLMServer`.
 
     Raises:
-        ValueError: unknown scheme, or one that the model's layers do not fit.
+        ValueError: unknown scheme, or one that the model's layers do not fit; or see `VLLMServer`.
+        OSError: there is no such model.
         ServerError: the server did not come up.
     """
-    vllm_version()  # before the model is loaded
-    with tempfile.TemporaryDirectory(prefix="dc_trl-serve-") as folder:
+    with temporary_folder("dc_trl-checkpoint-") as folder:
+        served = model if scheme == "bf16" else str(checkpoint_dir or folder / "checkpoint")
         if scheme == "bf16":
-            served, options = model, ["--revision", revision, *options]
-        else:
-            served = str(checkpoint_dir or Path(folder, "checkpoint"))
+            options = ["--revision", revision, *options]
+        # Whatever is wrong is said before the model is loaded.
+        server = VLLMServer(served, name=model, report=report, options=options, folder=folder, **kwargs)
+        require_model(model, revision)
+        if scheme != "bf16":
             size = write_deployable(model, scheme, served, revision=revision)
             report(f"{model} in {scheme}: {size / 2**20:,.1f} MiB in {served}")
-        with VLLMServer(served, name=model, report=report, options=options, **kwargs) as server:
+        with server:
             stopping = threading.Event()
             reviver = threading.Thread(target=_revive, args=(server, restarts, stopping, report), daemon=True)
             reviver.start()
@@ -298,10 +342,12 @@ def _revive(server: VLLMServer, restarts: int, stopping: threading.Event, report
         while server.pid is not None:
             if stopping.wait(1.0):
                 return
+        if stopping.is_set():
+            return
         report(f"vLLM ended by itself: {server.last_error()}")
         try:
-            server.start()
-        except ServerError as error:
+            server.start(stopping)
+        except (ServerError, ValueError) as error:
             report(str(error))
             return
 

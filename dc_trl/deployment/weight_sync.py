@@ -1,5 +1,6 @@
 """How new weights reach vLLM, and how a run survives its faults: what TRL's `VLLMGeneration` leaves open."""
 
+import math
 import os
 import shutil
 import socket
@@ -20,7 +21,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from ..files import lock_folder, remove_if_abandoned
 from .checkpoint import CheckpointWriter
-from .client import ServerClient
+from .client import Deadline, ServerClient, wait_until_up
 from .policy import policy_tensors, require_shared_embeddings
 from .server import ServerError, ServerUnavailableError, check_server, is_local
 
@@ -74,10 +75,11 @@ class ServerGeneration(VLLMGeneration):
 
     Every synchronization gives the weights a version that no other run and no restarted server has. A rollout counts
     only if the server held that version before and after it; a server that lost it gets the weights again first.
-    What fails is tried again `vllm_max_retries` times, then every process raises a `ServerError`.
+    What fails is tried again `vllm_max_retries` times, as long as `vllm_time_limit` lasts; then every process raises a
+    `ServerError`.
 
     Args:
-        deployment_scheme, weight_sync, weight_sync_dir, vllm_request_timeout, vllm_max_retries: see
+        deployment_scheme, weight_sync, weight_sync_dir, vllm_request_timeout, vllm_time_limit, vllm_max_retries: see
             [`~dc_trl.DCGRPOConfig`].
         **kwargs: see [`~trl.generation.vllm_generation.VLLMGeneration`].
 
@@ -91,66 +93,85 @@ class ServerGeneration(VLLMGeneration):
         deployment_scheme: str | None,
         weight_sync: str,
         weight_sync_dir: str | None,
-        vllm_request_timeout: float,
+        vllm_request_timeout: float | None,
+        vllm_time_limit: float,
         vllm_max_retries: int,
         **kwargs: Any,
     ):
         self.deployment_scheme = deployment_scheme
         self.weight_sync = weight_sync
         self.weight_sync_dir = weight_sync_dir
-        self.request_timeout = vllm_request_timeout
+        self.request_timeout = 3600.0 if vllm_request_timeout is None else vllm_request_timeout
+        self.time_limit = vllm_time_limit
         self.max_retries = vllm_max_retries
         self._syncs = 0
         super().__init__(**kwargs)
 
     def _init_vllm(self) -> None:
-        url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+        self._url = (self.server_base_url or f"http://{self.server_host}:{self.server_port}").rstrip("/")
         self._run = _agree(self.accelerator, uuid.uuid4().hex[:12])
         if self.weight_sync == "auto":
-            self.weight_sync = self._choose_weight_sync(url)
-        policy = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        failure = None
+            # What each process sees of the server and of the GPUs may differ, and what follows is collective.
+            self.weight_sync = _agree(self.accelerator, self._choose_weight_sync())
+        failure: Exception | None = None
         if self.accelerator.is_main_process:
             try:
-                self._connect(url, policy)
-            except ServerError as error:
-                failure = str(error)
+                failure = self._connect(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
+            except (
+                RuntimeError,
+                ValueError,
+                OSError,
+            ) as error:  # of TRL's client, the folder, the checkpoint's layout
+                failure = error
         _raise_together(self.accelerator, failure)
 
-    def _choose_weight_sync(self, url: str) -> str:
+    def _choose_weight_sync(self) -> str:
         # NCCL wants CUDA, refuses two ranks on one GPU, and streams what is trained, not what is deployed.
-        shares_gpu = is_local(url) and torch.cuda.device_count() == 1
+        shares_gpu = is_local(self._url) and torch.cuda.device_count() == 1
         quantized = self.deployment_scheme not in (None, "bf16")
         return "checkpoint" if self.accelerator.device.type != "cuda" or shares_gpu or quantized else "nccl"
 
-    def _connect(self, url: str, policy: Any) -> None:
+    def _connect(self, policy: Any) -> ServerError | None:
+        """Client of a server that fits the policy; returns why there is none."""
         if self.weight_sync == "checkpoint":
-            if self.weight_sync_dir is None and not is_local(url):
-                raise ServerError(
-                    f"weight_sync_dir=None: the server at {url} is on another machine, which does not see this one's "
-                    "shared memory. Set weight_sync_dir to a directory that both see, or weight_sync='nccl'."
+            if self.weight_sync_dir is None and not is_local(self._url):
+                return ServerError(
+                    f"weight_sync_dir=None: the server at {self._url} is on another machine, which does not see this "
+                    "one's shared memory. Set weight_sync_dir to a directory that both see, or weight_sync='nccl'."
                 )
             self._folder = _CheckpointFolder(self.weight_sync_dir, self._run)
             self._writer = CheckpointWriter(policy, self.deployment_scheme or "bf16", self.processing_class)
-        self.vllm_client = _RolloutClient(
-            url,
-            group_port=self.group_port,
-            start_timeout=self.server_timeout,
-            request_timeout=self.request_timeout,
-            report=logger.warning,
-        )
-        self.vllm_client.retry = self._retry
-        self.vllm_client.ensure_weights = self._ensure_weights
+        deadline = Deadline(self.time_limit)
+        wait_until_up(self._url, min(self.server_timeout, deadline.left), logger.warning)
+        met, failure = self._retry(lambda first: self._meet(deadline), deadline)
+        if failure is not None:
+            return failure
         check_server(
-            self.vllm_client.get_server_info(),
-            self.vllm_client.layers(),
+            *met,
             scheme=self.deployment_scheme,
             config=policy.config,
             max_length=max(self.max_completion_length + 1, self.max_model_length or 0),
             weight_sync=self.weight_sync,
         )
         if self.weight_sync == "nccl":
-            self.vllm_client.init_communicator(device=self.accelerator.device)
+            with self.vllm_client.until(deadline):
+                self.vllm_client.init_communicator(device=self.accelerator.device)
+        return None
+
+    def _meet(self, deadline: Deadline) -> tuple[dict[str, Any], str]:
+        """Makes the client of a server that is up; returns the server's configuration and layers."""
+        self.vllm_client = _RolloutClient(
+            self._url,
+            group_port=self.group_port,
+            start_timeout=min(self.server_timeout, deadline.left),
+            request_timeout=self.request_timeout,
+            deadline=deadline,
+            report=logger.warning,
+        )
+        self.vllm_client.ask = self._ask
+        self.vllm_client.ensure_weights = self._ensure_weights
+        with self.vllm_client.until(deadline):
+            return self.vllm_client.get_server_info(), self.vllm_client.layers()
 
     @property
     def weight_version(self) -> str:
@@ -161,14 +182,11 @@ class ServerGeneration(VLLMGeneration):
         """Brings the policy's present weights to the server, and makes sure that it serves them."""
         self._syncs += 1
         if self.weight_sync == "nccl":
-            super().sync_weights()
-            failure = None
-            if self.accelerator.is_main_process:
-                failure = self._retry(lambda first: self.vllm_client.name_weights(self.weight_version))[1]
+            failure = self._stream_weights()
         else:
             failure = self._write_checkpoint()
             if failure is None and self.accelerator.is_main_process:
-                failure = self._retry(lambda first: self._ensure_weights(reload=not first))[1]
+                failure = self._ask(lambda first: self._ensure_weights(reload=not first))[1]
         _raise_together(self.accelerator, failure)
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
@@ -176,8 +194,28 @@ class ServerGeneration(VLLMGeneration):
         _raise_together(self.accelerator, self.vllm_client.failure if self.accelerator.is_main_process else None)
         return outputs
 
-    def _write_checkpoint(self) -> str | None:
-        """Writes the checkpoint, all processes taking part; returns why it could not, the same on all."""
+    def _stream_weights(self) -> ServerError | None:
+        """TRL's stream of the weights, all processes taking part; returns why it failed, on the main process."""
+        if not self.accelerator.is_main_process:
+            super().sync_weights()
+            return None
+        deadline = Deadline(self.time_limit)
+        try:
+            with self.vllm_client.until(deadline):
+                super().sync_weights()
+        except (RuntimeError, OSError) as error:  # of a request or of NCCL
+            for _ in self._named_params:
+                pass  # take part in gathering what nobody sends any more
+            return error if isinstance(error, ServerError) else ServerError(f"weight_sync='nccl' failed: {error}")
+        return self._ask(lambda first: self.vllm_client.name_weights(self.weight_version), deadline)[1]
+
+    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+        # Kept, so that it can be brought to its end when what reads it fails.
+        self._named_params = super()._iter_named_params()
+        return self._named_params
+
+    def _write_checkpoint(self) -> ServerError | None:
+        """Writes the checkpoint, all processes taking part; returns why it could not, on all."""
         failure = None
         for attempt in range(self.max_retries + 1):
             if failure is not None:
@@ -194,7 +232,7 @@ class ServerGeneration(VLLMGeneration):
             failure = _agree(self.accelerator, failure)
             if failure is None:
                 return None
-        return failure
+        return ServerError(failure)
 
     # --- on the main process ----------------------------------------------------------------------------------------
 
@@ -216,35 +254,46 @@ class ServerGeneration(VLLMGeneration):
                 "use it?"
             )
 
-    def _retry(self, action: Callable[[bool], Any]) -> tuple[Any, str | None]:
+    def _ask(self, action: Callable[[bool], Any], deadline: Deadline | None = None) -> tuple[Any, ServerError | None]:
+        """`_retry` with the present client, within what time there is for a task that begins now."""
+        deadline = deadline or Deadline(self.time_limit)
+        with self.vllm_client.until(deadline):
+            return self._retry(action, deadline)
+
+    def _retry(self, action: Callable[[bool], Any], deadline: Deadline) -> tuple[Any, ServerError | None]:
         """Result of an action on the server, which is told whether it is the first try, or why it failed for good."""
-        failure = ""
+        failure: ServerError | None = None
         for attempt in range(self.max_retries + 1):
             try:
-                if attempt > 0:
-                    self._wait_before_retry(attempt, failure)
-                    self.vllm_client.check_server(self.server_timeout)
+                if failure is not None:
+                    self._wait_before_retry(attempt, str(failure), deadline.left)
+                    wait_until_up(self._url, min(self.server_timeout, deadline.left), logger.warning)
                 return action(attempt == 0), None
             except ServerUnavailableError as error:
-                failure = str(error)
+                failure = error
             except ServerError as error:
-                return None, str(error)
-        return None, f"{failure} (tried {self.max_retries + 1} times: vllm_max_retries)"
+                return None, error
+            if deadline.left == 0:
+                limit = f"ddp_timeout, the other processes wait no longer than these {deadline.seconds:g} s"
+                break
+        else:
+            limit = "vllm_max_retries"
+        return None, ServerUnavailableError(f"{failure} (tried {attempt + 1} times: {limit})")
 
-    def _wait_before_retry(self, attempt: int, failure: str) -> None:
+    def _wait_before_retry(self, attempt: int, failure: str, most: float = math.inf) -> None:
         logger.warning(f"{failure}; try {attempt + 1} of {self.max_retries + 1} follows")
-        time.sleep(min(2**attempt, 30))
+        time.sleep(min(2**attempt, 30, most))
 
 
 class _RolloutClient(ServerClient):
     """The client as TRL's generation calls it. It keeps a failure, for all processes to hear of before one raises."""
 
-    retry: Callable[[Callable[[bool], Any]], tuple[Any, str | None]]
+    ask: Callable[[Callable[[bool], Any]], tuple[Any, ServerError | None]]
     ensure_weights: Callable[[bool], None]
-    failure: str | None = None
+    failure: ServerError | None = None
 
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        output, self.failure = self.retry(lambda first: self._generate(first, *args, **kwargs))
+        output, self.failure = self.ask(lambda first: self._generate(first, *args, **kwargs))
         return output or {"prompt_ids": [], "completion_ids": [], "logprobs": None, "logprob_token_ids": None}
 
     def _generate(self, first: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -351,10 +400,11 @@ def _agree(accelerator: Accelerator, value: Any) -> Any:
     return values[0]
 
 
-def _raise_together(accelerator: Accelerator, failure: str | None) -> None:
-    failure = _agree(accelerator, failure)
-    if failure is not None:
-        raise ServerError(failure)
+def _raise_together(accelerator: Accelerator, failure: Exception | None) -> None:
+    """Raises what failed on the main process on all processes, so that none waits for another."""
+    message = _agree(accelerator, None if failure is None else str(failure))
+    if message is not None:
+        raise ServerError(message) if failure is None else failure
 
 
 def _remove_folder(path: Path, lock: int) -> None:

@@ -1,0 +1,60 @@
+"""Hides what is nobody's business: tokens, keys and passwords in settings, command lines and messages."""
+
+import re
+from collections.abc import Sequence
+
+
+HIDDEN = "(hidden)"
+
+# Names of what is nobody's business, in fields, dicts and options: hub_token, api-key, clientSecret, Authorization.
+_NAME = re.compile(r"(token|key|secret|passw(or)?d|pwd|credentials?|authorization|auth|cookie)$", re.IGNORECASE)
+# Options of `vllm serve`, which takes any beginning of a name for the whole one.
+_OPTIONS = ("--api-key", "--hf-token")
+# Values that are secrets by their form, wherever they stand, and the parts of a URL that hold some.
+_FORMS = re.compile(
+    r"\b(hf_|sk-|ghp_|github_pat_|wandb_v1_)[\w-]{16,}|(?i:\bbearer\s+\S+)"
+    r"|(?i:(?<=token=)|(?<=key=)|(?<=secret=)|(?<=password=))\S+"
+)
+_URL_PARTS = re.compile(r"(?<=://)[^\s/?#@]*@|(?<=[?&])[^\s=&#]+=[^\s&#]*")
+_JSON_MEMBER = re.compile(rf'("[^"]*{_NAME.pattern.removesuffix("$")}"\s*:\s*)"[^"]*"', re.IGNORECASE)
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether what goes by this name is a secret."""
+    return _NAME.search(name) is not None
+
+
+def without_secrets(text: str) -> str:
+    """A text without what looks like a token, and with URLs that have lost their user and query."""
+    return _URL_PARTS.sub("", _FORMS.sub(HIDDEN, text))
+
+
+def hide_in_options(words: Sequence[str]) -> list[str]:
+    """The words of a command line with "(hidden)" for the values of `--api-key X Y`, `--hf-token=X` and their like."""
+    shown, hiding = [], False
+    for word in words:
+        if word.startswith("--"):
+            name, equals, _ = word.partition("=")
+            secret = is_secret_name(name) or (len(name) > 3 and _begins_secret_option(name))
+            hiding = secret and not equals
+            shown.append(f"{name}={HIDDEN}" if secret and equals else _without_json_secrets(word))
+        else:
+            shown.append(HIDDEN if hiding else _without_json_secrets(word))
+    return shown
+
+
+def secrets_in_options(words: Sequence[str]) -> list[str]:
+    """The values that `hide_in_options` hides whole."""
+    return [
+        word.removeprefix(seen.removesuffix(HIDDEN))
+        for word, seen in zip(words, hide_in_options(words), strict=True)
+        if seen.endswith(HIDDEN) and word != seen
+    ]
+
+
+def _begins_secret_option(name: str) -> bool:
+    return any(option.startswith(name.replace("_", "-")) for option in _OPTIONS)
+
+
+def _without_json_secrets(word: str) -> str:
+    return without_secrets(_JSON_MEMBER.sub(rf'\1"{HIDDEN}"', word))

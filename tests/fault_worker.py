@@ -1,0 +1,156 @@
+"""Faults that one of two processes meets, and what both make of them: `-m tests.fault_worker URL FOLDER`.
+
+URL is a `StubServer`. NCCL does not run on a CPU: what stands for it reads the tensors as TRL's broadcast would. The
+main process writes `seen.json` into the folder, with what each process saw.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import requests
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import gather_object
+from torch.distributed.fsdp import fully_shard
+from trl.generation import vllm_client
+
+from dc_trl import DCGRPOTrainer
+from dc_trl.deployment.client import ServerClient
+from dc_trl.deployment.server import ServerError
+from dc_trl.deployment.weight_sync import ServerGeneration
+
+from .helpers import distinct_characters, make_config, make_model, make_prompts, make_tokenizer
+
+
+URL, FOLDER = sys.argv[1:] if __name__ == "__main__" else ("", "")
+LIMIT = 10  # ddp_timeout, seconds
+
+
+def server_config(**options: Any):
+    return make_config(
+        FOLDER,
+        **{
+            "use_vllm": True,
+            "vllm_mode": "server",
+            "vllm_server_base_url": URL,
+            "vllm_server_timeout": 5.0,
+            "deployment_scheme": "bf16",
+            "per_device_train_batch_size": 2,
+        }
+        | options,
+    )
+
+
+def settings_that_do_not_fit() -> list[str]:
+    """What is said of waits that are longer than `ddp_timeout`."""
+    messages = []
+    for options in ({"vllm_request_timeout": 3600.0}, {"vllm_server_timeout": 1700.0}):
+        try:
+            server_config(**options)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def hung_rollout() -> str:
+    """A run whose server never answers a rollout: how it ends."""
+    trainer = DCGRPOTrainer(
+        make_model(64),
+        distinct_characters,
+        server_config(ddp_timeout=LIMIT),
+        train_dataset=make_prompts(),
+        processing_class=make_tokenizer(),
+    )
+    try:
+        trainer.train()
+    except ServerError as error:
+        return str(error)
+    return "it trained"
+
+
+class Stream:
+    """Stands for NCCL's broadcast: takes the tensors, and breaks after some of them where it is told to."""
+
+    def __init__(self):
+        self.breaks_after: int | None = None
+        self.taken: dict[str, torch.Tensor] = {}
+
+    def __call__(self, iterator, group, src, post_iter_func) -> None:
+        self.taken = {}
+        for name, tensor in iterator:
+            if len(self.taken) == self.breaks_after:
+                raise RuntimeError("NCCL error: remote process exited")
+            self.taken[name] = tensor.clone()
+
+
+def sharded_generation(accelerator, weight_sync: str) -> ServerGeneration:
+    model = make_model(64)
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    generation = ServerGeneration(
+        model=model,
+        accelerator=accelerator,
+        processing_class=make_tokenizer(),
+        mode="server",
+        server_base_url=URL,
+        server_timeout=5.0,
+        deployment_scheme=None,
+        weight_sync=weight_sync,
+        weight_sync_dir=None,
+        vllm_request_timeout=None,
+        vllm_time_limit=60.0,
+        vllm_max_retries=0,
+    )
+    # Accelerate has no FSDP on a CPU; the gathering of each tensor by all processes is real.
+    generation._dist = SimpleNamespace(is_fsdp=True, fsdp_version=2, is_zero3=False)
+    return generation
+
+
+def broken_streams(accelerator) -> list[str]:
+    """A synchronization that fails before, in and after the stream, and one that does not: what each ended with."""
+    stream = vllm_client.packed_nccl_broadcast_producer = Stream()
+    ServerClient.init_communicator = lambda self, device: None
+    generation = sharded_generation(accelerator, "nccl")
+    ends = []
+    for fault in ("/start_weight_update", "/update_weights", "/reset_prefix_cache", 2, None):
+        stream.breaks_after = fault if isinstance(fault, int) else None
+        if isinstance(fault, str) and accelerator.is_main_process:
+            requests.post(f"{URL}/fail", json={"path": fault, "times": 1}, timeout=10)
+        try:
+            generation.sync_weights()
+            ends.append("synchronized")
+        except ServerError as error:
+            ends.append(str(error))
+    if accelerator.is_main_process:
+        whole = dict(make_model(64).named_parameters())
+        assert stream.taken.keys() == whole.keys()
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in stream.taken.items())
+    return ends
+
+
+def main() -> None:
+    said = settings_that_do_not_fit()
+    default = server_config()
+    limits = [default.vllm_time_limit, default.vllm_request_timeout]
+    hung = hung_rollout()
+    accelerator = Accelerator(cpu=True)
+    ends = broken_streams(accelerator)
+    if accelerator.process_index == 1:
+        AcceleratorState().device = torch.device("cuda")  # a host that looks different
+    chosen = sharded_generation(accelerator, "auto").weight_sync
+    seen = gather_object([{"said": said, "limits": limits, "hung": hung, "ends": ends, "chosen": chosen}])
+    if accelerator.is_main_process:
+        Path(FOLDER, "seen.json").write_text(json.dumps(seen))
+    time.sleep(1)  # see scripts/train.py: gloo's thread lets go of the last gather
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The outside of a vLLM server for tests of what happens before and after vLLM's work, and when it never answers."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from dc_trl.deployment.server import CPU_EXTENSION
+
+
+class StubServer(ThreadingHTTPServer):
+    """Answers as a vLLM server in bf16 on a CPU would; never to a rollout.
+
+    A POST to /fail with {"path": …, "times": …} has it fail at a path so many times.
+    """
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.failures: dict[str, int] = {}
+        self.version = "default"
+        self.ended = threading.Event()
+
+    def answer(self, path: str, body: dict) -> dict | None:
+        """The answer to a request as JSON, None where the connection breaks."""
+        if path == "/fail":
+            self.failures[body["path"]] = body["times"]
+        if self.failures.get(path, 0) > 0:
+            self.failures[path] -= 1
+            return None
+        if path == "/v1/completions":
+            self.ended.wait()
+            return None
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+        return {
+            "/v1/models": {"data": [{"id": "stub", "root": "stub", "max_model_len": 4096}]},
+            "/server_info": {
+                "vllm_config": {
+                    "model_config": {
+                        "logprobs_mode": "processed_logprobs",
+                        "max_model_len": 4096,
+                        "quantization": None,
+                        "revision": None,
+                    },
+                    "parallel_config": {"worker_extension_cls": CPU_EXTENSION},
+                    "device_config": {"device": "cpu"},
+                    "weight_transfer_config": {"backend": "nccl"},
+                }
+            },
+            "/collective_rpc": {"results": [""]},
+            "/weight_info": {"weight_version": self.version},
+            "/reset_prefix_cache": {"success": True},
+        }.get(path, {})
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: StubServer
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        answer = self.server.answer(self.path.partition("?")[0], json.loads(body or "{}"))
+        if answer is None:
+            self.close_connection = True
+            return
+        content = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_POST = do_GET  # noqa: N815 (http.server's name)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def stub_server():
+    server = StubServer()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.ended.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,101 @@
+"""What two processes make of a fault that only one of them meets, and what is asked of a server again."""
+
+import json
+import subprocess
+
+import pytest
+
+from dc_trl import DCGRPOTrainer
+from dc_trl.deployment.server import ServerError
+
+from .helpers import ROOT, TWO_PROCESSES, distinct_characters, make_config, make_model, make_prompts, make_tokenizer
+from .stub_server import stub_server
+from .vllm_server import requires_vllm
+
+
+pytestmark = requires_vllm
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What each of two processes saw; one that waits for the other for good ends this with an error."""
+    folder = tmp_path_factory.mktemp("faults")
+    with stub_server() as server:
+        done = subprocess.run(
+            [*TWO_PROCESSES, "-m", "tests.fault_worker", server.url, str(folder)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = json.loads((folder / "seen.json").read_text())
+    assert first == second
+    return first | {"folder": folder}
+
+
+def test_a_stream_that_breaks_on_one_process_is_an_error_on_both_and_hangs_neither(seen):
+    start, update, reset, nccl, healthy = seen["ends"]
+    assert "broke during /start_weight_update" in start
+    assert "broke during /update_weights" in update
+    assert "broke during /reset_prefix_cache" in reset
+    assert "weight_sync='nccl' failed: NCCL error" in nccl
+    assert healthy == "synchronized"
+
+
+def test_the_way_of_the_weights_is_agreed_on_where_hosts_look_different(seen):
+    assert seen["chosen"] == "checkpoint"  # as the main process sees it, whose device is a CPU
+
+
+def test_a_server_that_hangs_is_given_up_before_the_other_process_stops_waiting(seen):
+    assert "did not answer /v1/completions" in seen["hung"]
+    assert "ddp_timeout" in seen["hung"]
+    assert "The run is saved" in seen["hung"]
+    assert (seen["folder"] / "checkpoint-0" / "trainer_state.json").is_file()
+
+
+def test_waits_that_other_processes_do_not_wait_for_are_refused(seen):
+    request, server = seen["said"]
+    for word in ("vllm_request_timeout=3600", "ddp_timeout=1800", "2 processes", "ddp_timeout to 4000", "to 1620"):
+        assert word in request
+    for word in ("vllm_server_timeout=1700", "ddp_timeout=1800", "ddp_timeout to 1889"):
+        assert word in server
+    assert seen["limits"] == [1620, None]  # the defaults fit
+
+
+def make_trainer(url, output_dir, **options):
+    return DCGRPOTrainer(
+        make_model(64),
+        distinct_characters,
+        make_config(
+            output_dir,
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_server_base_url=url,
+            vllm_server_timeout=10.0,
+            deployment_scheme="bf16",
+            **options,
+        ),
+        train_dataset=make_prompts(),
+        processing_class=make_tokenizer(),
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/server_info", "/collective_rpc"])
+def test_a_first_request_that_breaks_is_sent_again(tmp_path, path):
+    with stub_server() as server:
+        server.failures = {path: 1}
+        assert make_trainer(server.url, tmp_path).vllm_generation.vllm_client.model == "stub"
+        assert server.failures == {path: 0}
+
+
+def test_a_first_request_that_keeps_breaking_ends_the_run(tmp_path):
+    with stub_server() as server:
+        server.failures = {"/server_info": 100}
+        with pytest.raises(ServerError, match=r"broke during /server_info.*tried 2 times: vllm_max_retries"):
+            make_trainer(server.url, tmp_path, vllm_max_retries=1)
+
+
+def test_one_process_has_no_limit_but_that_of_each_request(tmp_path):
+    config = make_config(tmp_path, use_vllm=True, vllm_mode="server", vllm_request_timeout=7200.0, ddp_timeout=60)
+    assert config.vllm_time_limit == float("inf")
