@@ -118,7 +118,7 @@ def refusal(**settings: Any) -> tuple[str, int]:
 
 def refused_value(field: dataclasses.Field) -> tuple[str, int]:
     """The error for a value of a field that is wrong whatever the others are; nothing if there is none."""
-    wrong: Any = -1 if field.type in (int, float) else "unknown"
+    wrong: Any = -1 if field.type in (int, float, float | None) else "unknown"
     message, line = refusal(**{"use_vllm": True, field.name: wrong})
     return (message, line) if message.startswith(f"{field.name}={wrong!r}") else ("", 0)
 
