@@ -96,12 +96,17 @@ class LambdaLoggingCallback(TrainerCallback):
             # Steps after the checkpoint are about to be made again.
             kept = [row for row in read_history(history) if row["step"] <= step]
             write_text(history, "".join(f"{json.dumps(row)}\n" for row in kept))
-        elif step == 0 and self._history is None:
+        elif step == 0 and (self._history is None or _holds_training(history)):
             earlier = [file for file in (history, history.with_name(SETTINGS_FILE)) if file.exists()]
             for file, kept_as in zip(earlier, set_aside(earlier), strict=True):
                 logger.warning(f"{file} belongs to an earlier run and is kept as {kept_as.name}.")
         self._history = history
         return history
+
+
+def _holds_training(history: Path) -> bool:
+    """Whether steps are in it, not only what was measured before the first one."""
+    return history.exists() and any(row["step"] > 0 for row in read_history(history))
 
 
 class ConstraintProgressCallback(ProgressCallback):

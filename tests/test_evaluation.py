@@ -541,6 +541,27 @@ def test_a_difference_without_a_p_value_is_not_called_one():
     assert intervals == ["50.0 – 50.0", "–"]
 
 
+def test_answers_whose_grading_fails_are_counted_and_shown(replica, tokenizer, tmp_path, capsys):
+    benchmark = Benchmark.load("arithmetic", samples=1, limit=8)
+    # SymPy raises on an integral without a variable, once it computes.
+    rows = benchmark.rows.map(lambda row: row | {"answer": "\\int 3\\frac{1}{2}"})
+    engine = ReplicaEngine(replica, tokenizer)
+    evaluation = run(engine, tmp_path, [Benchmark("arithmetic", rows, 1, benchmark.instruction)])
+    answers = {row["answer"] for row in stored(tmp_path / "arithmetic").values() if row["answer"] is not None}
+    boxes = len(answers)  # to one gold; equal answers are graded once
+    assert evaluation.grading_failures == {"error": boxes}
+    assert boxes > 0
+    assert Evaluation.load(tmp_path / RESULTS_FILE) == evaluation
+    load_script("evaluate").report([evaluation], tmp_path)
+    line = f"fp8: {boxes} answers count as wrong because grading failed (error {boxes})"
+    assert line in capsys.readouterr().out
+    assert line in (tmp_path / "results.md").read_text()
+    tree = json.loads((tmp_path / RESULTS_FILE).read_text())
+    del tree["grading_failures"]  # results of older versions
+    (tmp_path / RESULTS_FILE).write_text(json.dumps(tree))
+    assert Evaluation.load(tmp_path / RESULTS_FILE).grading_failures == {}
+
+
 def test_tables_have_a_column_for_each_benchmark():
     evaluations = [made_evaluation("bf16", {"aime24": [0.25, 0.75]}), made_evaluation("fp8", {"amc23": [1.0, 1.0]})]
     head, rows = evaluation_table(evaluations)

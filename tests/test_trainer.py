@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from dc_trl import DCGRPOConfig, DCGRPOTrainer, mismatch_metrics
+from dc_trl import DCGRPOConfig, DCGRPOTrainer, LambdaLoggingCallback, mismatch_metrics
 from dc_trl.lagrangian import AUTO_BATCHES
 
 from .helpers import (
@@ -645,13 +645,17 @@ def test_resuming_in_a_used_trainer_is_resuming_in_a_new_one(tmp_path, tokenizer
 
 def test_a_second_training_starts_from_its_own_rollouts_and_lambda(tmp_path, tokenizer):
     config = make_config(tmp_path, max_steps=3, lambda_lr=0.5, dual_window=2, **MISALIGNED)
-    trainer = make_trainer(config, tokenizer, rollouts := ByStep())
+    trainer = make_trainer(config, tokenizer, rollouts := ByStep(), callbacks=[LambdaLoggingCallback()])
     trainer.train()
     assert trainer.lagrange_multiplier.value != 0.1
     first, rollouts.steps = rollouts.steps, []
     trainer.train()
     assert rollouts.steps == first == [0, 2]
     assert logged(trainer, "lagrangian/lambda")[0] == 0.1
+    # Its history is its own too.
+    histories = [(tmp_path / name).read_text().splitlines() for name in ("history.1.jsonl", "history.jsonl")]
+    for rows in histories:
+        assert [row["step"] for row in map(json.loads, rows) if "loss" in row] == [1, 2, 3]
 
 
 def test_a_multiplier_that_the_user_set_is_kept_in_the_first_training(tmp_path, tokenizer):

@@ -102,7 +102,7 @@ class Grader:
 
     Attributes:
         failures: how many answers were wrong because of `"time"`, `"memory"`, a `"crash"` of the worker, or an
-            `"error"`: an exception in grading.
+            `"error"`: an exception in grading. Of equal answers to one gold, which are graded once, one counts.
         errors: these exceptions, `"TypeError: …"`, and how often each was raised. The first of each is a warning.
 
     Raises:
