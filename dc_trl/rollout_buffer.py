@@ -12,8 +12,10 @@ from torch import Tensor
 
 
 class UnsampledToken(int):
-    """Id of a token that no engine is known to have sampled. TRL takes completions apart and together as lists of ids,
-    where it stays what it is."""
+    """Id of a token that no engine is known to have sampled.
+
+    TRL takes completions apart and together as lists of ids, in which it keeps its type.
+    """
 
 
 def fill_empty(completion_ids, logprobs, eos_token_id):
