@@ -9,6 +9,7 @@ import torch
 
 from .config import DCGRPOConfig
 from .deployment.server import serve
+from .ranges import COUNT, SHARE, require_numbers
 
 
 SERVER_LOG = "vllm_server.log"
@@ -107,6 +108,7 @@ class WatchArguments:
     )
 
     def __post_init__(self):
+        require_numbers(self, {"length_decay_period": COUNT, "length_decay_floor": SHARE})
         if not self.length_decay:
             for name, default in {"length_decay_period": None, "length_decay_floor": 0.1}.items():
                 value = getattr(self, name)

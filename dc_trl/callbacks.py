@@ -85,7 +85,8 @@ class LambdaLoggingCallback(TrainerCallback):
         self._draw(state)
 
     def _draw(self, state) -> None:
-        if state.is_world_process_zero and self._history is not None:
+        # Before the first log there is nothing to draw: a run that ends there is saved all the same.
+        if state.is_world_process_zero and self._history is not None and self._history.exists():
             plot_run(read_history(self._history), self._history.with_name(FIGURE_FILE), self._history.parent.name)
 
     def _open(self, output_dir: str, step: int) -> Path:
@@ -127,7 +128,7 @@ class LengthDecayCallback(TrainerCallback):
     each of them: the surge is then known to within `logging_steps`, and from 5 on one extreme batch can look like it.
 
     Surge, period and number of halvings are logged when they become known or change, as `length_decay/surge_step`,
-    `length_decay/period` and `length_decay/halvings`, at the step after which they hold, in a row of their own.
+    `length_decay/period` and `length_decay/halvings`, at the last step before they hold, in a row of their own.
 
     Args:
         trainer (`Trainer`): a trainer that has not trained yet. If it was given a `LengthDecaySchedule` in

@@ -11,12 +11,12 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from .checkpoints import TRAINER_STATE_FILE
 from .collapse import Alarm, CollapseMonitor
 from .config import DCGRPOConfig
 
 
 LAST_GOOD = "last-good"
-STATE_FILE = "trainer_state.json"  # what a trainer writes last, and resumes from
 
 logger = logging.get_logger(__name__)
 
@@ -208,7 +208,7 @@ class _LastGoodCheckpoint:
         return {
             step: path
             for path in self._folder.glob(f"{prefix}-*")
-            if (match := names.fullmatch(path.name)) and (path / STATE_FILE).is_file()
+            if (match := names.fullmatch(path.name)) and (path / TRAINER_STATE_FILE).is_file()
             if (step := int(match[1])) <= self._resumed_at or step in self._saved
         }
 

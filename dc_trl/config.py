@@ -2,14 +2,17 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from trl import GRPOConfig
 
 from .deployment.preflight import require_waits_that_fit
 from .deployment.schemes import require_scheme
 from .discrepancy import Level, Measure, Reduction
+from .files import parse_object
 from .lagrangian import LagrangeMultiplier
+from .neutral_sampling import restrictions
+from .ranges import AT_LEAST_0, COUNT, FINITE, TRAINING, require_number, require_numbers
 
 
 Constraint = Literal["none", "static", "lagrangian"]
@@ -22,20 +25,17 @@ else:
     # What TrlParser reads a field of several types as; `__post_init__` makes the number.
     Tolerance = str
 
-# Sampling settings that make the engine's log-probabilities those of another distribution than the policy's, with
-# the values that leave it alone. In `generation_kwargs` they go to vLLM's SamplingParams or to GenerationConfig.
-_NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "top_p": (None, 1.0),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0.0),
-    "top_h": (None,),
-    "typical_p": (None, 1.0),
-    "epsilon_cutoff": (None, 0.0),
-    "eta_cutoff": (None, 0.0),
-    "repetition_penalty": (None, 1.0),
-    "presence_penalty": (None, 0.0),
-    "frequency_penalty": (None, 0.0),
+# Choices that TRL looks at after the first rollout.
+_TRL_CHOICES = {
+    "loss_type": Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"],
+    "importance_sampling_level": Literal["token", "sequence"],
+    "scale_rewards": Literal["group", "batch", "none", True, False],
+    "multi_objective_aggregation": Literal["sum_then_normalize", "normalize_then_sum"],
+    "vllm_importance_sampling_mode": Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
 }
+
+# Of the fields that hold a dict, or JSON from a command line, those that may also name a file.
+_FILE_OR_DICT = ("accelerator_config", "fsdp_config", "deepspeed")
 
 
 @dataclass
@@ -59,8 +59,9 @@ class DCGRPOConfig(GRPOConfig):
             `"token"`: every token is penalised by its own δ. `"sequence"`: by the mean δ of its trajectory.
         discrepancy_tolerance (`float` or `"auto"`, defaults to `0.0037`):
             ε, in units of the measure: the batch discrepancy up to which λ does not grow. At least 0. `"auto"`: λ
-            rests for the first ten generation batches, and ε is the mean of their δ̄ plus 1.96 standard deviations
-            (`dc_trl.lagrangian.proposed_tolerance`), logged as `lagrangian/tolerance`.
+            rests for the first ten generation batches, and ε is the mean of their δ̄ plus 2.37 standard deviations,
+            which one healthy batch in forty exceeds (`dc_trl.lagrangian.proposed_tolerance`), logged as
+            `lagrangian/tolerance`.
         discrepancy_margin (`float`, defaults to `0.0`):
             Tokens with δ at or below it are not penalised. At least 0.
         batch_reduction (`str`, defaults to `"sequence"`):
@@ -231,6 +232,7 @@ class DCGRPOConfig(GRPOConfig):
             "weight_sync": WeightSync,
             "advantage_estimator": AdvantageEstimator,
             "hub_deployment": HubDeployment,
+            **_TRL_CHOICES,
         }.items():
             value = getattr(self, name)
             if value not in get_args(options):
@@ -244,25 +246,19 @@ class DCGRPOConfig(GRPOConfig):
                     f"discrepancy_tolerance={self.discrepancy_tolerance!r} is invalid: use a finite number that is at "
                     "least 0, or 'auto'."
                 ) from None
-        for name in (
-            *(["discrepancy_tolerance"] if self.discrepancy_tolerance != "auto" else []),
-            "discrepancy_margin",
-            "lambda_init",
-            "lambda_lr",
-            "lambda_min",
-            "lambda_max",
+        require_numbers(self, TRAINING)
+        if self.discrepancy_tolerance != "auto":
+            require_number("discrepancy_tolerance", self.discrepancy_tolerance, AT_LEAST_0)
+        if self.pad_to_multiple_of is not None and str(self.pad_to_multiple_of).lower() not in (
+            "auto",
+            "none",
+            "null",
         ):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or value < 0:
-                raise ValueError(f"{name}={value!r} is invalid: use a finite number that is at least 0.")
-        for name, least in {"dual_window": 1, "vllm_max_retries": 0}.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r} is invalid: use a whole number, at least {least}.")
-        timeout = self.vllm_request_timeout
-        if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
-            raise ValueError(f"vllm_request_timeout={timeout!r} is invalid: use seconds above 0, or leave it out.")
+            number = str(self.pad_to_multiple_of)
+            require_number("pad_to_multiple_of", int(number) if number.isdecimal() else number, COUNT)
+        for weight in self.reward_weights or []:
+            require_number("reward_weights", weight, FINITE)
+        self._check_dicts()
         if self.lambda_min > self.lambda_max:
             raise ValueError(
                 f"lambda_min={self.lambda_min!r} is above lambda_max={self.lambda_max!r}: lower lambda_min or raise "
@@ -275,8 +271,13 @@ class DCGRPOConfig(GRPOConfig):
             )
         if self.deployment_scheme is not None:
             require_scheme(self.deployment_scheme)
-        if not self.temperature > 0:
-            raise ValueError(f"temperature={self.temperature!r} is invalid: sampling needs a temperature above 0.")
+
+    def _check_dicts(self) -> None:
+        for name in self._VALID_DICT_FIELDS:
+            value = getattr(self, name)
+            a_file = name in _FILE_OR_DICT and isinstance(value, str) and not value.startswith("{")
+            if value is not None and not a_file:
+                parse_object(name, value)
 
     def _check_combinations(self) -> None:
         if self.fp16 and self.device.type == "cpu":
@@ -346,6 +347,7 @@ class DCGRPOConfig(GRPOConfig):
                 "use_transformers_continuous_batching=True returns none: set deployment_scheme (for example 'bf16'), "
                 "use_vllm=True, or constraint='none'."
             )
+        self._check_that_penalties_reach_their_tokens()
         kwargs = self.generation_kwargs or {}
         sampling = {
             "top_p": self.top_p,
@@ -353,13 +355,13 @@ class DCGRPOConfig(GRPOConfig):
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
         } | kwargs
-        for name, neutral in _NEUTRAL_SAMPLING.items():
-            if name in sampling and sampling[name] not in neutral:
-                raise ValueError(
-                    f"{name}={sampling[name]!r} makes the engine sample from a distribution that is not the policy's, "
-                    f"and constraint={self.constraint!r} would constrain that difference: set {name}={neutral[-1]!r} "
-                    "or constraint='none'."
-                )
+        for name, value, remedy in restrictions(sampling):
+            where = " in generation_kwargs" if name in kwargs else ""
+            raise ValueError(
+                f"{name}={value!r}{where} makes the engine sample from a distribution that is not the policy's, or "
+                f"report another's, and constraint={self.constraint!r} would constrain that difference: {remedy} or "
+                "constraint='none'."
+            )
         if kwargs.get("temperature", self.temperature) != self.temperature:
             raise ValueError(
                 f"generation_kwargs['temperature']={kwargs['temperature']!r} contradicts temperature="
@@ -370,4 +372,31 @@ class DCGRPOConfig(GRPOConfig):
                 f"vllm_structured_outputs_regex={self.vllm_structured_outputs_regex!r} restricts the tokens that vLLM "
                 f"samples, and constraint={self.constraint!r} would constrain that difference: unset it or set "
                 "constraint='none'."
+            )
+
+    def _check_that_penalties_reach_their_tokens(self) -> None:
+        """Refuses what spreads a token's penalty over others, or cancels it where δ is large.
+
+        δ̄ would count tokens that the penalty does not act on, and λ climb to `lambda_max` without effect.
+        """
+        # The losses of CISPO and VESPO multiply log π_train of each token, the others the ratio, one a trajectory.
+        shared_ratio = self.importance_sampling_level == "sequence" and self.loss_type not in ("cispo", "vespo")
+        if shared_ratio and self.discrepancy_level == "token":
+            raise ValueError(
+                f"importance_sampling_level='sequence' with loss_type={self.loss_type!r} has one ratio for a "
+                "trajectory, which spreads the penalty of a token over all of them: set discrepancy_level='sequence', "
+                "importance_sampling_level='token', or constraint='none'."
+            )
+        if self.off_policy_mask_threshold is not None:
+            raise ValueError(
+                f"off_policy_mask_threshold={self.off_policy_mask_threshold!r} masks trajectories where the engines "
+                f"differ most, and with them the penalty of constraint={self.constraint!r}: unset it or set "
+                "constraint='none'."
+            )
+        masking = self.vllm_importance_sampling_mode in ("token_mask", "sequence_mask")
+        if self.vllm_importance_sampling_correction and masking:
+            raise ValueError(
+                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} masks tokens where the engines "
+                f"differ most, and with them the penalty of constraint={self.constraint!r}: set "
+                "vllm_importance_sampling_mode='token_truncate' or 'sequence_truncate', or constraint='none'."
             )

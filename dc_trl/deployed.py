@@ -3,6 +3,7 @@
 TRL's trainer with that around it; `DCGRPOTrainer` adds the constraint.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,15 +18,21 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id
 
+from .advantages import total_rewards
 from .config import DCGRPOConfig
 from .deployment.checkpoint import CheckpointWriter
-from .deployment.policy import policy_tensors
+from .deployment.policy import base_model, policy_tensors, require_shared_embeddings
 from .deployment.replica import Replica
 from .deployment.weight_sync import ColocateGeneration, ServerGeneration, deployed_tensors
 from .history import DEPLOYMENT_FOLDER
 from .hub import HubClient, deployment_repository, hub_dataset, without_token
-from .model_card import CARD_FILE, complete_card, set_card_aside, unchanged_card
-from .rollout_buffer import fill_empty
+from .model_card import CARD_FILE, complete_card, quoted, set_card_aside, unchanged_card
+from .neutral_sampling import SERVER_DEFAULTS, restrictions
+from .rewards import RewardFunction, call_reward
+from .rollout_buffer import fill_empty, sampled_only
+
+
+_COLUMNS_OF_TRL = ("prompt", "completion", "completion_ids")  # which it passes by itself, or not at all
 
 
 class DeployedPolicyTrainer(GRPOTrainer):
@@ -50,7 +57,26 @@ class DeployedPolicyTrainer(GRPOTrainer):
                     f"deployment_scheme={args.deployment_scheme!r} samples text only, and the processing_class is a "
                     "multimodal processor: use use_vllm=True for this model."
                 )
+            self._complete_generation_config()
             self.replica = Replica(self.model, args.deployment_scheme)
+
+    def _complete_generation_config(self) -> None:
+        """Has the replica sample as `model.generate` does: what TRL leaves open, the model's own settings say.
+
+        Raises:
+            ValueError: they restrict what is sampled, and there is a constraint; or they end completions by text.
+        """
+        config = self.generation_config
+        config.update(**base_model(self.model).generation_config.to_dict(), defaults_only=True)
+        if config.top_k == -1:  # vLLM's word for none
+            config.top_k = 0
+        if config.stop_strings is not None:
+            raise ValueError(
+                f"stop_strings={config.stop_strings!r} end completions by their text, which the in-process replica "
+                "does not read: leave them out of generation_kwargs and of the model's generation_config, or sample "
+                "by vLLM (use_vllm=True, generation_kwargs={'stop': ...})."
+            )
+        _check_model_settings(self.args, {name: value for name, value in vars(config).items() if name[0] != "_"})
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 
@@ -59,9 +85,13 @@ class DeployedPolicyTrainer(GRPOTrainer):
             completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         else:
             # Requantizing costs less than one decoding step; tracking whether the weights moved would cost trust.
-            self.replica.sync(self.accelerator.unwrap_model(self.model_wrapped))
+            self.replica.sync(self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False))
             completion_ids, logprobs = self.replica.generate(prompt_ids, self.generation_config, self.temperature)
         return fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
+
+    def _generate(self, prompts):
+        prompt_ids, completion_ids, tool_mask, *others = super()._generate(prompts)
+        return prompt_ids, completion_ids, sampled_only(completion_ids, tool_mask), *others
 
     def deployed_completion_ids(self, prompt_ids: list[list[int]], temperature: float = 0.0) -> list[list[int]]:
         """Completions of the policy as it is deployed: by the replica or by vLLM, at the present weights.
@@ -96,12 +126,52 @@ class DeployedPolicyTrainer(GRPOTrainer):
         Raises:
             ValueError: there is no such engine (`deployment_scheme` is not set, `use_vllm` neither).
         """
+        return self._complete(prompts)[0]
+
+    def _complete(self, prompts: list) -> tuple[list, list[list[int]]]:
+        """See `deployed_completions`; the completions and their token ids."""
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
         completion_ids = self.deployed_completion_ids(prompt_ids)
         texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
         if isinstance(prompts[0], str):
-            return texts
-        return [[{"role": "assistant", "content": text}] for text in texts]
+            return texts, completion_ids
+        return [[{"role": "assistant", "content": text}] for text in texts], completion_ids
+
+    def deployed_rewards(self, rows: list[dict[str, Any]], reward: RewardFunction | None = None) -> list[float | None]:
+        """Rewards of greedy completions of the policy as it is deployed.
+
+        Args:
+            rows: of a data set, with `prompt` and the columns that the rewards read; as many in every process.
+            reward: called as TRL calls reward functions, and may be async; by default the run's own ones, weighted.
+
+        Returns:
+            The reward of each row, or None where no function scored it.
+
+        Raises:
+            ValueError: there is no such engine (`deployment_scheme` is not set, `use_vllm` neither), or `reward`
+                returned another number of rewards.
+        """
+        prompts = [row["prompt"] for row in rows]
+        completions, completion_ids = self._complete(prompts)
+        if reward is not None:
+            columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _COLUMNS_OF_TRL}
+            return call_reward(
+                reward,
+                prompts=prompts,
+                completions=completions,
+                completion_ids=completion_ids,
+                trainer_state=self.state,
+                log_extra=_no_log,
+                log_metric=_no_log,
+                **columns,
+            )
+        per_function = super()._calculate_rewards(rows, prompts, completions, completion_ids)
+        # What reward functions log belongs to rollouts.
+        self._pending_extra_logs.clear()
+        self._pending_metrics.clear()
+        totals = total_rewards(per_function, self.reward_weights).view(self.accelerator.num_processes, -1)
+        local = totals[self.accelerator.process_index].tolist()
+        return [None if math.isnan(value) else value for value in local]
 
     def _complete_by_vllm(self, prompt_ids: list[list[int]], temperature: float) -> list[list[int]]:
         generation = self.vllm_generation
@@ -127,7 +197,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
                 else {"do_sample": False}
             ),
         )
-        replica.sync(self.accelerator.unwrap_model(self.model_wrapped))
+        replica.sync(self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False))
         return replica.generate(prompt_ids, config, temperature or 1.0)[0]
 
     # --- the checkpoint that is served -----------------------------------------------------------------------------
@@ -144,7 +214,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
             return deployed_tensors(self.vllm_generation)
         if self._dist.is_fsdp or self._dist.is_zero3:
             raise ValueError("use_vllm=False: sharded weights are gathered for vLLM only, set use_vllm=True.")
-        return policy_tensors(self.accelerator.unwrap_model(self.model))
+        return policy_tensors(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
 
     def save_deployment(self, directory: str | os.PathLike[str]) -> None:
         """Writes the policy as it is deployed, in `deployment_scheme` or else bf16; see `CheckpointWriter.write`.
@@ -158,7 +228,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
         tensors = self.deployed_tensors()
         if self.accelerator.is_main_process:
             if self._deployment_writer is None:
-                policy = self.accelerator.unwrap_model(self.model)
+                policy = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
                 scheme = self.args.deployment_scheme or "bf16"
                 self._deployment_writer = CheckpointWriter(policy, scheme, self.processing_class)
             self._deployment_writer.write(tensors, directory)
@@ -199,7 +269,8 @@ class DeployedPolicyTrainer(GRPOTrainer):
             return
         card = Path(self.args.output_dir, CARD_FILE)
         earlier = set_card_aside(card)
-        super().create_model_card(model_name, hub_dataset(dataset_name), tags)
+        name = model_name or card.parent.absolute().name
+        super().create_model_card(quoted(name), hub_dataset(dataset_name), tags)
         second = None
         if self.args.hub_deployment == "repository" and self.hub_model_id is not None:
             second = deployment_repository(self.hub_model_id, self.args.deployment_scheme)
@@ -207,12 +278,16 @@ class DeployedPolicyTrainer(GRPOTrainer):
             card,
             earlier,
             self.args,
-            model_name=model_name or card.parent.absolute().name,
+            model_name=name,
             repo_id=self.hub_model_id,
             base_model=get_config_model_id(self.model.config),
             dataset_name=dataset_name,
             deployment_id=second,
         )
+
+
+def _no_log(*args: Any) -> None:
+    """What a reward function logs of completions that are no rollouts is dropped."""
 
 
 @contextmanager
@@ -236,8 +311,49 @@ def _vllm_backend(args: DCGRPOConfig) -> Iterator[None]:
         backend = partial(
             ColocateGeneration, deployment_scheme=args.deployment_scheme, weight_sync_dir=args.weight_sync_dir
         )
-    grpo_trainer.VLLMGeneration = backend
+
+    def build(*, model: Any, **kwargs: Any) -> VLLMGeneration:
+        if args.vllm_mode == "server":
+            _check_server_defaults(args, model)
+            require_shared_embeddings(
+                model,
+                reason="a server of this model has one for both",
+                remedy="Use vllm_mode='colocate' with deployment_scheme, or the in-process replica (use_vllm=False)",
+            )
+        elif backend is VLLMGeneration:
+            require_shared_embeddings(
+                model,
+                reason="TRL merges adapters in place, in both at once",
+                remedy="Set deployment_scheme (for example 'bf16')",
+            )
+        return backend(model=model, **kwargs)
+
+    grpo_trainer.VLLMGeneration = build
     try:
         yield
     finally:
         grpo_trainer.VLLMGeneration = VLLMGeneration
+
+
+def _check_server_defaults(args: DCGRPOConfig, policy: Any) -> None:
+    """Refuses what a vLLM server takes from the model where TRL's requests leave it open.
+
+    Raises:
+        ValueError: it restricts what is sampled, and there is a constraint.
+    """
+    of_model = base_model(policy).generation_config.to_dict()
+    requested = {"top_p": args.top_p, "top_k": args.top_k, "repetition_penalty": args.repetition_penalty}
+    requested |= {"min_p": args.min_p or 0.0} | (args.generation_kwargs or {})
+    left_open = [name for name in SERVER_DEFAULTS if requested.get(name) is None]
+    _check_model_settings(args, {name: of_model[name] for name in left_open if of_model.get(name) is not None})
+
+
+def _check_model_settings(args: DCGRPOConfig, settings: dict[str, Any]) -> None:
+    if args.constraint == "none":
+        return
+    for name, value, remedy in restrictions(settings):
+        raise ValueError(
+            f"{name}={value!r} of the model's generation_config makes the engine sample from a distribution that is "
+            f"not the policy's, and constraint={args.constraint!r} would constrain that difference: {remedy} in "
+            "model.generation_config (generation_config.json) or constraint='none'."
+        )

@@ -187,10 +187,15 @@ def combine_sums(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
             if name not in combined:
                 combined[name] = value
             elif name.endswith("_max"):
-                combined[name] = max(combined[name], value)
+                combined[name] = _larger(combined[name], value)
             else:
                 combined[name] = combined[name] + value
     return combined
+
+
+def _larger(first: Value, second: Value) -> Value:
+    # Python's max asks which is larger, for which the host waits for the device.
+    return torch.maximum(first, second) if isinstance(first, Tensor) else max(first, second)
 
 
 def mismatch_from_sums(sums: Mapping[str, float]) -> dict[str, float]:
@@ -257,6 +262,9 @@ def mismatch_metrics(train_logps: Tensor, infer_logps: Tensor, mask: Tensor) -> 
     ``probs_pearson``    corr(e^a, e^b)                         NaN when one of the two is constant
     ``ess``              1/⟨(w/⟨w⟩)²⟩, w = e^d                  effective sample size, as a fraction in (0, 1]
     ==================== ====================================== ============================================
+
+    ``log_ppl_abs_diff`` is a mean over trajectories, as verl computes it, where equation 7 of that paper prints a sum:
+    so it does not grow with the batch, and N times it is the sum over N trajectories.
 
     Args:
         train_logps: log π_train of the sampled tokens, shape (B, T), nats.

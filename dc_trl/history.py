@@ -2,17 +2,20 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from enum import Enum
 from os import PathLike
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple, TypeGuard
 
 from peft import PeftModel
 from torch import nn
 
 from .config import DCGRPOConfig
+from .files import read_object, read_text
 from .secrets import hide_in_options, is_secret_name, without_secrets
 
 
@@ -22,6 +25,22 @@ SETTINGS_FILE = "settings.json"
 BASELINE_FILE = "before.json"  # the deployed policy before the first step, as `scripts/train.py` measures it
 SUMMARY_FILE = "summary.json"  # the same after the last step, and what the run cost
 DEPLOYMENT_FOLDER = "deployment"  # the policy as it is served
+
+# What a finished run's summary holds, of that what it cannot lack, and the measurements in it.
+_SUMMARY: dict[str, type | tuple[type, ...]] = {
+    "engine": str,
+    "constraint": str,
+    "steps": int,
+    "before": dict,
+    "after": dict,
+    "lambda": (int, float),
+    "tokens": (int, float),
+    "seconds": (int, float),
+}
+_REQUIRED = ("steps", "after")
+_MEASURED: dict[str, tuple[type, ...]] = dict.fromkeys(
+    ("greedy", "greedy_se", "problems", "reward", "discrepancy"), (int, float, NoneType)
+)
 
 # What a run is called and where it stands, and with that what else may differ between seeds of one setting.
 NAME_SETTINGS = frozenset({"output_dir", "run_name", "hub_model_id"})
@@ -117,7 +136,7 @@ class Run:
 
 def is_number(value: Any) -> TypeGuard[int | float]:
     """Whether the value is a finite number."""
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def setting(run: Run, name: str) -> Any:
@@ -145,14 +164,14 @@ def read_history(path: str | PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ValueError: a line is no row of a history; the message names it.
     """
-    text = Path(path).read_text(encoding="utf-8")
+    text = read_text(Path(path))
     rows = []
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON ({error.msg}): repair or remove the line.") from error
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number} is not JSON ({error}): repair or remove the line.") from error
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
             raise ValueError(f"{path}, line {number} has no step: it is no row of a history, remove it.")
         rows.append(row)
     return rows
@@ -176,21 +195,57 @@ def read_run(directory: str | PathLike[str]) -> Run:
     history = read_history(path)
     if not history:
         raise ValueError(f"{path} is empty: wait until the run has logged its first step (logging_steps).")
-    summary = _read_object(folder / SUMMARY_FILE)
-    before = summary.get("before") or _read_object(folder / BASELINE_FILE)
-    return Run(folder.resolve().name, history, _read_object(folder / SETTINGS_FILE), before, summary)
+    summary = read_summary(folder)
+    before = summary.get("before") or read_baseline(folder)
+    return Run(folder.resolve().name, history, _read_settings(folder), before, summary)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What a finished run wrote of itself, {} where there is none.
+
+    Raises:
+        ValueError: the file lacks something, or holds something else; the message names it.
+    """
+    path = folder / SUMMARY_FILE
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON ({error.msg}): repair or remove the file.") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object: repair or remove the file.")
-    return value
+    summary = read_object(path)
+    for name in _REQUIRED:
+        if name not in summary:
+            raise ValueError(f"{path} lacks {name!r}: repair or remove the file.")
+    _require_types(path, summary, _SUMMARY)
+    for when in ("before", "after"):
+        _require_types(path, summary.get(when, {}), _MEASURED)
+    return summary
+
+
+def read_baseline(folder: Path) -> dict[str, Any]:
+    """The deployed policy before the first step, as a run measured it, {} where there is none.
+
+    Raises:
+        ValueError: the file holds something else; the message names it.
+    """
+    path = folder / BASELINE_FILE
+    if not path.is_file():
+        return {}
+    measured = read_object(path)
+    _require_types(path, measured, _MEASURED)
+    return measured
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    path = folder / SETTINGS_FILE
+    if not path.is_file():
+        return {}
+    settings = read_object(path)
+    _require_types(path, settings, dict.fromkeys(("lambda_min", "lambda_max"), (int, float)))
+    return settings
+
+
+def _require_types(path: Path, tree: Mapping[str, Any], types: Mapping[str, type | tuple[type, ...]]) -> None:
+    for name in types.keys() & tree.keys():
+        if isinstance(tree[name], bool) or not isinstance(tree[name], types[name]):
+            raise ValueError(f"{path}: {name}={tree[name]!r} is nothing that a run writes: repair or remove the file.")
 
 
 def changed_settings(config: Any, defaults: type | None = None) -> dict[str, Any]:

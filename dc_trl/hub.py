@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from .config import DCGRPOConfig, HubDeployment
 from .history import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, SUMMARY_FILE
-from .model_card import CARD_FILE, address_card, deployment_card
+from .model_card import CARD_FILE, address_card, deployment_card, load_card
 from .version import __version__
 
 
@@ -273,6 +273,7 @@ def push_run(
     folder = Path(folder)
     if not (folder / CARD_FILE).is_file() or not any(file.endswith(".safetensors") for file in run_files(folder)):
         raise ValueError(f"{str(folder)!r} holds no model with its {CARD_FILE}: give the output directory of a run.")
+    load_card(folder / CARD_FILE)  # before anything is made on the Hub
     if deployment == "repository" and not (folder / DEPLOYMENT_FOLDER).is_dir():
         raise ValueError(f"{str(folder)!r} holds no {DEPLOYMENT_FOLDER}/: leave the second repository out.")
     client = HubClient(deployment, scheme, token, revision)

@@ -107,16 +107,18 @@ class SurgeDetector:
 class LengthDecaySchedule(LRScheduler):
     """Learning rate that is halved every ``decay_period`` optimizer steps, down to a floor (LR paper, Algorithm 1).
 
-    After t optimizer steps  η_t = η_0 · max(floor, 2^−⌊t / decay_period⌋),  with each parameter group's own η_0. At
-    the default floor that is 1, 0.5, 0.25, 0.125, 0.1 times η_0. While ``decay_period`` is None, η_t = η_0.
+    Optimizer step t = 1, 2, … is made at  η_t = η_0 · max(floor, 2^−⌊t / decay_period⌋),  with each parameter group's
+    own η_0. At the default floor that is 1, 0.5, 0.25, 0.125, 0.1 times η_0. The algorithm's loop, as we read it,
+    halves when t is a multiple of the period, and then updates: so step number ``decay_period`` is the first at half
+    the rate. While ``decay_period`` is None, η_t = η_0.
 
     *Reactive form*: leave ``decay_period`` at None and pass the mean response length of every step to
     :meth:`observe`. Once the lengths have surged at step s, the period becomes 1.8 · s, rounded.
 
     *Setting the period later*: ``decay_period`` may be set at any time. Halvings fall on the multiples of the period,
-    counted from the first optimizer step; multiples that have passed by then are not made up for, with a warning. So
-    no assignment moves the rate: from the next multiple on it is halved once per period. A period that replaces
-    another keeps the halvings made so far; None holds the present rate.
+    counted from the first optimizer step; multiples up to the step that comes next are not made up for, with a
+    warning. So no assignment moves the rate: from the next multiple on it is halved once per period. A period that
+    replaces another keeps the halvings made so far; None holds the present rate.
 
     Call :meth:`step` once per optimizer step, as PyTorch says. The trainers of Transformers and TRL do so in any
     number of processes. In a loop of your own, do not give the schedule to ``Accelerator.prepare``: its wrapper steps
@@ -137,7 +139,7 @@ class LengthDecaySchedule(LRScheduler):
         self.floor = float(floor)
         self.detector = SurgeDetector()
         self._decay_period = _checked_period(decay_period)
-        # Halvings made when the period was set, and how many of its multiples had passed then.
+        # Halvings made when the period was set, and how many of its multiples the next step had reached then.
         self._kept = 0
         self._passed = 0
         super().__init__(optimizer)
@@ -152,12 +154,12 @@ class LengthDecaySchedule(LRScheduler):
         if _checked_period(period) == self._decay_period:
             return
         self._kept = self._raw_halvings()
-        self._passed = 0 if period is None else self.last_epoch // period
+        self._passed = 0 if period is None else self._next_step // period
         self._decay_period = period
         if period is not None and self._passed:
             logger.warning(
-                f"decay_period={period} is set at step {self.last_epoch}: the {self._passed} halving(s) due by then "
-                f"are left out, and the next one follows at step {(self._passed + 1) * period}."
+                f"decay_period={period} is set before step {self._next_step}: the {self._passed} halving(s) due by "
+                f"then are left out, and the next one follows at step {(self._passed + 1) * period}."
             )
 
     @property
@@ -187,7 +189,7 @@ class LengthDecaySchedule(LRScheduler):
         return surge
 
     def get_lr(self) -> list[Any]:
-        """Learning rates of the parameter groups after ``last_epoch`` optimizer steps."""
+        """Learning rates of the parameter groups for the next optimizer step, number ``last_epoch`` + 1."""
         return [rate * self.factor for rate in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
@@ -221,10 +223,15 @@ class LengthDecaySchedule(LRScheduler):
             else:
                 group["lr"] = rate
 
+    @property
+    def _next_step(self) -> int:
+        """1-based number of the optimizer step that comes next."""
+        return self.last_epoch + 1
+
     def _raw_halvings(self) -> int:
         if self._decay_period is None:
             return self._kept
-        return self._kept + self.last_epoch // self._decay_period - self._passed
+        return self._kept + self._next_step // self._decay_period - self._passed
 
 
 def _checked_period(period: int | None) -> int | None:

@@ -1,7 +1,6 @@
 """The model card: what the Hub shows of a run, and of a model's evaluations."""
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,9 +17,17 @@ from trl import GRPOConfig
 from .config import DCGRPOConfig
 from .data.benchmarks import BENCHMARKS
 from .evaluation.results import Evaluation
-from .evaluation.tables import markdown_table
-from .files import set_aside
-from .history import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, SUMMARY_FILE, read_history
+from .evaluation.tables import markdown_table, with_error
+from .files import read_text, set_aside
+from .history import (
+    DEPLOYMENT_FOLDER,
+    FIGURE_FILE,
+    HISTORY_FILE,
+    SETTINGS_FILE,
+    SUMMARY_FILE,
+    read_history,
+    read_summary,
+)
 
 
 CARD_FILE = "README.md"
@@ -74,12 +81,56 @@ def write_eval_results(card: str | Path, evaluations: Sequence[Evaluation]) -> N
     """
     path = Path(card)
     name = Path(evaluations[0].model).name
-    begun = f"---\nlibrary_name: transformers\n---\n\n# {name}\n"
-    content = ModelCard.load(path) if path.is_file() else ModelCard(begun)
+    begun = f"---\nlibrary_name: transformers\n---\n\n# {quoted(name)}\n"
+    content = load_card(path) if path.is_file() else ModelCard(begun)
     assert isinstance(content.data, ModelCardData)
     content.data.model_name = content.data.model_name or name
     content.data.eval_results = _with_results(content.data.eval_results, eval_results(evaluations))
     content.save(path)
+
+
+def load_card(path: Path) -> ModelCard:
+    """Reads a model card.
+
+    Raises:
+        ValueError: it is no text, or its metadata cannot be read; the message names it.
+        OSError: it cannot be read.
+    """
+    read_text(path)
+    try:
+        return ModelCard.load(path)
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
+        # The last three are what the Hub's client trips over in metadata of another shape.
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{path} has metadata that cannot be read ({reason}): repair the card.") from error
+
+
+def require_card(path: Path) -> None:
+    """Refuses a card that `write_eval_results` could not write, before what it is to say is measured.
+
+    Raises:
+        ValueError: names it and the reason.
+    """
+    try:
+        if path.exists():
+            load_card(path)
+            with path.open("r+b"):
+                pass
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            path.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"card={str(path)!r} cannot be written ({error.strerror}): name a file, README.md."
+        ) from error
+
+
+def quoted(name: str) -> str:
+    """A name that somebody chose for a file or a data set, in Markdown: as code, so that nothing in it is markup."""
+    text = " ".join(name.split())
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"
 
 
 @contextmanager
@@ -150,16 +201,18 @@ def complete_card(
     data.model_name = model_name
     if dataset_name is not None and not data.datasets:
         dataset_name = Path(dataset_name).name  # the card is no place for somebody's directories
-    summary = _read_json(path.with_name(SUMMARY_FILE))
+    summary = read_summary(path.parent)
     data.eval_results = _with_results(known, _held_out_results(summary, dataset_name, args.deployment_scheme)) or None
 
     text = card.text
     if data.base_model is None:
         # TRL links the base model and the data set whether or not they are on the Hub.
-        name = f"`{Path(base_model).name}`" if base_model else "a model that is not on the Hub"
+        name = quoted(Path(base_model).name) if base_model else "a model that is not on the Hub"
         text = text.replace("[None](https://huggingface.co/None)", name)
     if dataset_name is not None and not data.datasets:
-        text = text.replace("\nIt has been trained", f"\nTrained on: {dataset_name}.\n\nIt has been trained", 1)
+        text = text.replace(
+            "\nIt has been trained", f"\nTrained on: {quoted(dataset_name)}.\n\nIt has been trained", 1
+        )
     repo_id = repo_id or UNKNOWN_REPOSITORY
     text = text.replace('model="None"', f'model="{repo_id}"')
     section = run_section(path.parent, args, summary, data.eval_results or (), repo_id, deployment_id)
@@ -176,7 +229,7 @@ def address_card(path: Path, repo_id: str, deployment_id: str | None) -> None:
         repo_id: repository that the card goes to.
         deployment_id: the second repository, if the deployment checkpoint has one.
     """
-    card = ModelCard.load(path)
+    card = load_card(path)
     signed = _is_ours(card.text)
     text = _SIGNATURE.sub("", card.text) if signed else card.text
     for name in (UNKNOWN_REPOSITORY, repo_id):
@@ -205,7 +258,7 @@ def run_section(
         ]
     if results:
         rows = [
-            (f"{result.dataset_name}", f"{result.metric_name or result.metric_type}", f"{result.metric_value:g}")
+            (quoted(result.dataset_name), f"{result.metric_name or result.metric_type}", f"{result.metric_value:g}")
             for result in results
         ]
         parts += ["### Evaluation", markdown_table(("data", "metric", "value"), rows)]
@@ -296,14 +349,15 @@ def _changes(
     """Header and rows of what the training changed."""
     rows: list[tuple[str, str, str]] = []
     if summary:
-        before, after = summary["before"], summary["after"]
-        if "greedy" in before and "greedy" in after:
-            first, last = (f"{m['greedy']:.3f} ± {m['greedy_se']:.3f}" for m in (before, after))
-            rows.append((f"mean reward of greedy completions, {after['problems']} held-out problems", first, last))
+        before, after = summary.get("before", {}), summary["after"]
+        if before.get("greedy") is not None and after.get("greedy") is not None:
+            first, last = (with_error(m["greedy"], m.get("greedy_se"), 1, 3) for m in (before, after))
+            problems = f"{after.get('problems', '')} held-out problems".strip()
+            rows.append((f"mean reward of greedy completions, {problems}", first, last))
         for label, key in (("mean reward of sampled completions", "reward"), ("discrepancy δ̄", "discrepancy")):
             if before.get(key) is not None and after.get(key) is not None:
                 rows.append((label, f"{before[key]:.3g}", f"{after[key]:.3g}"))
-        if args.constraint != "none":
+        if args.constraint != "none" and "lambda" in summary:
             rows.append(("multiplier λ", f"{args.lambda_init:.4g}", f"{summary['lambda']:.4g}"))
         return (("", "before", "after"), rows) if rows else None
     history = folder / HISTORY_FILE
@@ -320,7 +374,8 @@ def _changes(
 
 def _explanation(summary: dict[str, Any]) -> str:
     if "greedy" in summary.get("after", {}):
-        return f"Measured on the deployed policy ({summary['engine']}); ± is one standard error."
+        engine = f" ({summary['engine']})" if "engine" in summary else ""
+        return f"Measured on the deployed policy{engine}; ± is one standard error."
     return "Means over the rollouts of these steps." if not summary else "Of the deployed policy."
 
 
@@ -339,7 +394,7 @@ def _serving(folder: Path, name: str, deployment_id: str | None) -> str:
 
 def _held_out_results(summary: dict[str, Any], dataset_name: str | None, scheme: str | None) -> list[EvalResult]:
     after = summary.get("after", {})
-    if dataset_name is None or "greedy" not in after:
+    if dataset_name is None or after.get("greedy") is None:
         return []
     metrics = {"reward": ("mean reward of greedy completions", after["greedy"])}
     if after.get("discrepancy") is not None:
@@ -362,10 +417,6 @@ def _with_results(known: Sequence[EvalResult] | None, new: Sequence[EvalResult])
     replaced = {(result.unique_identifier, result.metric_name) for result in new}
     kept = [result for result in known or () if (result.unique_identifier, result.metric_name) not in replaced]
     return [*kept, *new]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def _signed(text: str) -> str:

@@ -1,8 +1,12 @@
 """Rewards by checking the final answer."""
 
+import asyncio
 import importlib
+import inspect
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from .grading import Gold, Grader, is_gradable
@@ -13,10 +17,12 @@ __all__ = [
     "Completion",
     "RewardFunction",
     "arithmetic_reward",
+    "call_reward",
     "completion_text",
     "get_reward",
     "is_gradable",
     "math_reward",
+    "require_callable",
 ]
 
 Completion = str | list[dict[str, Any]]
@@ -26,6 +32,32 @@ _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _PLAIN_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
 _GOLD_FIELDS = ("multiple_answers", "unit", "relative_tolerance", "absolute_tolerance")
 _GRADER = Grader()  # of this process; its workers start with the first answers
+
+
+def call_reward(reward: RewardFunction, **arguments: Any) -> list[float | None]:
+    """Rewards from a reward function, which may be async.
+
+    Args:
+        reward: the function.
+        **arguments: as TRL passes them, `prompts` among them.
+
+    Returns:
+        One for each prompt; None where there is none, which the function may also call NaN.
+
+    Raises:
+        ValueError: there are more or fewer rewards than prompts.
+    """
+    rewards = reward(**arguments)
+    if inspect.iscoroutine(rewards):
+        # In a thread of its own: in a notebook, this one runs an event loop already.
+        with ThreadPoolExecutor(1, "dc_trl-reward") as pool:
+            rewards = pool.submit(asyncio.run, rewards).result()
+    if len(rewards) != len(arguments["prompts"]):
+        raise ValueError(
+            f"reward={reward!r} returned {len(rewards)} rewards for {len(arguments['prompts'])} completions: return "
+            "one for each, None where there is none."
+        )
+    return [None if value is None or math.isnan(value) else float(value) for value in rewards]
 
 
 def completion_text(completion: Completion) -> str:
@@ -38,14 +70,15 @@ def math_reward(completions: Sequence[Completion], answer: Sequence[str], **kwar
 
     What counts as correct is stated, with examples, in docs/grading.md: equal as mathematics, and as evaluated as the
     gold answer, so `\boxed{40+6}` is no answer of 46. Answers are graded in worker processes, each within five seconds
-    and one GiB; what takes more is wrong.
+    and one GiB. What takes more, or raises in grading, is wrong; a trainer logs how many as `grading/failures`, and
+    an exception is a warning that names it.
 
     Args:
         completions: plain or conversational completions.
         answer: gold answer of each, LaTeX or a plain number, with or without `\boxed{}`.
         **kwargs: other columns of the data set. `multiple_answers`, `unit`, `relative_tolerance` and
             `absolute_tolerance` say how an answer is compared, one value for each completion, None for the default
-            (see [`dc_trl.grading.Gold`]); the others are unused.
+            (see [`dc_trl.grading.Gold`]); the trainer's `log_metric` is called; the others are unused.
 
     Returns:
         1.0, 0.0, or None where the gold answer cannot be graded, which leaves the completion out of the loss.
@@ -55,7 +88,10 @@ def math_reward(completions: Sequence[Completion], answer: Sequence[str], **kwar
         Gold(gold, **{field: values[row] for field, values in columns.items() if values[row] is not None})
         for row, gold in enumerate(answer)
     ]
+    failures = _GRADER.failures.total()
     verdicts = _GRADER.grade([completion_text(completion) for completion in completions], golds)
+    if "log_metric" in kwargs:
+        kwargs["log_metric"]("grading/failures", float(_GRADER.failures.total() - failures))
     return [None if verdict.correct is None else float(verdict.correct) for verdict in verdicts]
 
 
@@ -83,6 +119,28 @@ def arithmetic_reward(completions: Sequence[Completion], answer: Sequence[str], 
 REWARDS: dict[str, RewardFunction] = {"math": math_reward, "arithmetic": arithmetic_reward}
 
 
+def require_callable(name: str, reward: RewardFunction, columns: Iterable[str]) -> None:
+    """Refuses a reward function that cannot be called as TRL calls it, which it does after the first rollout.
+
+    Args:
+        name: as the user gave it.
+        reward: the function.
+        columns: those of the data set.
+
+    Raises:
+        ValueError: it asks for what it is not given, or does not take what it is.
+    """
+    given = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", *columns}
+    given -= {"prompt"}  # `prompts` holds them
+    try:
+        inspect.signature(reward).bind(**dict.fromkeys(given))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"rewards={name!r} cannot be called ({error}): it is given {', '.join(sorted(given))}; **kwargs takes what"
+            " it does not read."
+        ) from error
+
+
 def get_reward(name: str) -> RewardFunction:
     """Reward function by name (`"math"`, `"arithmetic"`) or by dotted path (`"my_package.rewards.my_reward"`).
 
@@ -97,7 +155,7 @@ def get_reward(name: str) -> RewardFunction:
         raise ValueError(f"rewards={name!r} is unknown: {problem}.")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+    except (ImportError, SyntaxError, TypeError) as error:
         raise ValueError(f"rewards={name!r} cannot be imported ({error}): {problem}.") from error
     if not callable(getattr(module, function_name, None)):
         raise ValueError(f"rewards={name!r}: module {module_name!r} has no function {function_name!r}: {problem}.")

@@ -6,10 +6,18 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
-from .evaluation.tables import print_table
+from .evaluation.tables import print_table, with_error
 from .evaluation.training import greedy_accuracy
 from .files import write_text
-from .history import BASELINE_FILE, DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SUMMARY_FILE, read_history
+from .history import (
+    BASELINE_FILE,
+    DEPLOYMENT_FOLDER,
+    FIGURE_FILE,
+    HISTORY_FILE,
+    SUMMARY_FILE,
+    read_baseline,
+    read_history,
+)
 from .trainer import DCGRPOTrainer
 
 
@@ -30,8 +38,12 @@ class BeforeAndAfter(TrainerCallback):
         trainer.args.eval_on_start = trainer.eval_dataset is not None and trainer.args.resume_from_checkpoint is None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if state.global_step > 0 and self._trainer.eval_dataset is not None and self._baseline.is_file():
-            self.before = json.loads(self._baseline.read_text())
+        if args.resume_from_checkpoint is None or self._trainer.eval_dataset is None:
+            return
+        if self._baseline.is_file():
+            self.before = read_baseline(self._baseline.parent)
+        else:
+            args.eval_on_start = state.global_step == 0  # stopped before it was measured
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self._start is None:
@@ -50,7 +62,7 @@ class BeforeAndAfter(TrainerCallback):
         measured = {"reward": metrics.get("eval_reward"), "discrepancy": metrics.get("eval_discrepancy/mean")}
         if trainer.replica is not None or trainer.use_vllm:
             batch_size = args.per_device_eval_batch_size
-            estimate = greedy_accuracy(trainer, trainer.eval_dataset, trainer.reward_funcs[0], batch_size)
+            estimate = greedy_accuracy(trainer, trainer.eval_dataset, None, batch_size)
             measured |= {"greedy": estimate.value, "greedy_se": estimate.standard_error, "problems": estimate.problems}
         if state.global_step > 0:
             self.after = measured
@@ -80,7 +92,7 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
         engine = args.deployment_scheme or "model.generate"
     rows: list[tuple[str, str, str]] = []
     if "greedy" in before and "greedy" in after:
-        start, end = (f"{100 * m['greedy']:.1f} ± {100 * m['greedy_se']:.1f} %" for m in (before, after))
+        start, end = (f"{with_error(m['greedy'], m['greedy_se'], 100, 1)} %" for m in (before, after))
         rows.append((f"greedy reward, {before['problems']} held-out problems", start, end))
     for label, key, form in (
         ("sampled reward, held out", "reward", "{:.3f}"),

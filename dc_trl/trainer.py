@@ -1,6 +1,7 @@
 """`DCGRPOTrainer`: TRL's GRPO trainer with the discrepancy measured token by token, and constrained.
 
-With deployed.py the only file that leans on TRL's private hooks. What it leans on, and why nothing of TRL is copied:
+With deployed.py and resumable.py the only file that leans on private hooks of TRL and transformers. What it leans on,
+and why nothing of TRL is copied:
 
 - `_generate_and_score_completions` returns the rollouts with their advantages (B,); per-token advantages (B, T) are
   the form that TRL supports for subclasses, and the buffer's shuffle and split keep them aligned with the tokens.
@@ -18,13 +19,11 @@ from typing import Any, ClassVar
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import get_config_model_id
 
 from .advantages import leave_one_out_advantages, total_rewards, zero_std_groups
+from .checkpoints import ROLLOUTS_FILE, STATE_FILE
 from .config import DCGRPOConfig
-from .deployed import DeployedPolicyTrainer
-from .deployment.server import ServerError
 from .discrepancy import (
     combine_sums,
     discrepancy_penalty,
@@ -35,6 +34,7 @@ from .discrepancy import (
     token_discrepancy,
 )
 from .files import write_text
+from .resumable import ResumableTrainer
 from .rollout_buffer import load_rollouts, save_rollouts, with_nonempty_completions
 
 
@@ -43,11 +43,8 @@ logger = get_logger(__name__)
 # Losses that are a mean over completions; the others divide by the tokens that enter them.
 MEAN_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
 
-STATE_FILE = "dc_grpo_state.json"
-ROLLOUTS_FILE = "rollouts_rank{rank}.safetensors"
 
-
-class DCGRPOTrainer(DeployedPolicyTrainer):
+class DCGRPOTrainer(ResumableTrainer):
     r"""GRPO under a constraint on the discrepancy between the training and the sampling engine (DC-GRPO).
 
     Takes everything that [`~trl.GRPOTrainer`] takes, with [`DCGRPOConfig`] in place of `GRPOConfig`. The rollouts must
@@ -55,7 +52,9 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
     (`deployment_scheme`), or of a `rollout_func` do. With `constraint="none"` the losses are TRL's, bit for bit.
 
     Args:
-        model, reward_funcs, args, ...: see [`~trl.GRPOTrainer`].
+        model, reward_funcs, ...: see [`~trl.GRPOTrainer`].
+        args (`DCGRPOConfig`, *optional*): by default `DCGRPOConfig` with `deployment_scheme="bf16"`, so that the
+            in-process replica samples, or without it where a `rollout_func` does.
 
     Attributes:
         lagrange_multiplier (`LagrangeMultiplier`): λ; constant unless `constraint="lagrangian"`.
@@ -96,16 +95,27 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
         ),
     }
 
+    # TRL's own
+    beta: float  # coefficient of the KL term
+    _step: int  # micro-batches that this object has trained on
+    _buffered_inputs: Any  # the generation batch in slices, or None
+
     def __init__(self, model, reward_funcs=None, args=None, *positional, rollout_func=None, **kwargs):
         if args is None:
             model_id = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = DCGRPOConfig(f"{model_id.split('/')[-1]}-DC-GRPO")
+            # The constraint needs an engine's log-probabilities. The replica in bf16 is one that every machine has and
+            # whose policy is the trained one to rounding; model.generate returns none.
+            args = DCGRPOConfig(
+                f"{model_id.split('/')[-1]}-DC-GRPO",
+                deployment_scheme="bf16" if rollout_func is None else None,
+                use_cpu=not torch.accelerator.is_available(),
+            )
         self._check_arguments(args, rollout_func)
         if rollout_func is not None:
             rollout_func = with_nonempty_completions(rollout_func)
         # Set before TRL's constructor, which may already call hooks of this class.
         self.lagrange_multiplier = args.multiplier()
-        # Inputs of the loss that is being computed, where its own forward provides log π_train.
+        # Inputs of the loss that is being computed.
         self._loss_inputs: dict[str, Any] | None = None
         # Rewards of the completions that were scored last, of all processes; NaN where there is none.
         self._rewards: Tensor
@@ -113,7 +123,6 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         # δ̄ of the present iteration, from the time it is known to the update of λ at the iteration's end.
         self._batch_discrepancy: float | None = None
-        self._saved_at: int | None = None  # step of the last checkpoint that the present training has saved
         self._evaluation_set = ""  # name of the one that is being evaluated, where there are several
         super().__init__(model, reward_funcs, args, *positional, rollout_func=rollout_func, **kwargs)
 
@@ -145,14 +154,8 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
     def _generate_and_score_completions(self, inputs):
-        try:
-            batch = super()._generate_and_score_completions(inputs)
-        except ServerError as error:
-            if not self.is_in_train:
-                raise
-            raise ServerError(f"{error} {self._save_before_stopping()}") from error
-        if self.model.training:
-            self._compare_rewards(batch)
+        batch = super()._generate_and_score_completions(inputs)
+        self._compare_rewards(batch)
         if "sampling_per_token_logps" not in batch:
             if self.args.constraint != "none":
                 raise ValueError(
@@ -172,49 +175,64 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
 
     def _compare_rewards(self, batch: dict[str, Any]) -> None:
         """Replaces the advantages of a batch and drops groups from it, as `advantage_estimator` and so on say."""
-        args, rewards = self.args, self._rewards
+        args, rewards, training = self.args, self._rewards, self.model.training
+        generations = self.num_generations if training else self.num_generations_eval
         count = len(batch["advantages"])
         local = slice(self.accelerator.process_index * count, (self.accelerator.process_index + 1) * count)
         if args.advantage_estimator == "rloo":
-            batch["advantages"] = leave_one_out_advantages(rewards, self.num_generations)[local]
-        if not args.drop_zero_std_groups:
-            return
-        kept = ~zero_std_groups(rewards, self.num_generations)
+            advantages = leave_one_out_advantages(rewards, generations)
+            batch["advantages"] = advantages[local]
+            table = self._logs["advantages"]  # ends with TRL's own for these completions
+            for _ in range(min(len(table), len(advantages))):
+                table.pop()
+            table.extend(advantages.tolist())
+        if args.drop_zero_std_groups and training:
+            self._drop_groups(batch, ~zero_std_groups(rewards, generations), local)
+
+    def _drop_groups(self, batch: dict[str, Any], kept: Tensor, local: slice) -> None:
+        """Takes completions out of the loss. `kept` is of all processes, boolean; `local` are this one's."""
         for name in ("completion_mask", "tool_mask"):
             if name in batch:
                 batch[name] = batch[name] * kept[local].unsqueeze(1)
-        mask = _loss_mask(batch)
-        batch["num_items_in_batch"] = self.accelerator.gather(mask.sum()).sum()
-        if args.loss_type in MEAN_OVER_COMPLETIONS:
-            # Their mean counts the dropped completions as zeros.
-            batch["loss_scale"] = len(kept) / kept.sum().clamp(min=1)
-
-    def _save_before_stopping(self) -> str:
-        """Saves what the run has reached when its server is lost; says where, and how to go on."""
-        if self._saved_at != self.state.global_step:  # a folder of that name may be of a run that was left
-            self._save_checkpoint(self.model, trial=None)
-            self.callback_handler.on_save(self.args, self.state, self.control)
-        folder = self._checkpoint_folder(trial=None)
-        return f"The run is saved: go on with resume_from_checkpoint={folder!r} when the server is up again."
+        batch["num_items_in_batch"] = self.accelerator.gather(_loss_mask(batch).sum()).sum()
+        # A mean over completions counts the dropped ones as zeros: those that stay weigh more.
+        over_completions = self.args.loss_type in MEAN_OVER_COMPLETIONS
+        weight = len(kept) / kept.sum().clamp(min=1) if over_completions else torch.ones((), device=kept.device)
+        batch["kept_weight"] = weight * kept.any()
 
     # --- penalised advantages ---------------------------------------------------------------------------------------
 
     def _compute_loss(self, model, inputs):
         # A copy: the buffered inputs come again when num_iterations > 1.
         inputs = dict(inputs)
-        scale = inputs.pop("loss_scale", 1.0)
-        if "sampling_per_token_logps" in inputs and "old_per_token_logps" not in inputs:
-            self._loss_inputs = inputs
+        weight = inputs["kept_weight"].item() if "kept_weight" in inputs else 1.0
+        self._loss_inputs = inputs
+        # The weight goes to the terms that are a mean over completions, the policy's by its advantages and KL's by
+        # beta, and not to the sum: entropy bonus and auxiliary loss have means of their own.
+        beta = self.beta
+        self.beta = beta * weight
         try:
-            return super()._compute_loss(model, inputs) * scale
+            loss = super()._compute_loss(model, inputs)
         finally:
-            self._loss_inputs = None
+            self._loss_inputs, self.beta = None, beta
+        return loss if weight > 0 else loss * 0.0  # of a batch that is dropped whole nothing is learned
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         outputs = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        if self._loss_inputs is not None:
-            self._constrain(self._loss_inputs, outputs[0])
+        inputs = self._loss_inputs
+        if inputs is not None:  # within the loss, which reads the advantages after this forward
+            if "sampling_per_token_logps" in inputs and "old_per_token_logps" not in inputs:
+                self._constrain(inputs, outputs[0])
+            if "kept_weight" in inputs:
+                inputs["advantages"] = inputs["advantages"] * inputs["kept_weight"]
         return outputs
+
+    def get_gamma_weights(self, advantages, **kwargs):
+        # VESPO weighs a trajectory by the sign of its advantage, which a token's penalty must not turn.
+        assert self._loss_inputs is not None
+        if "trajectory_advantages" in self._loss_inputs:
+            advantages = self._loss_inputs["trajectory_advantages"].unsqueeze(1)
+        return super().get_gamma_weights(advantages=advantages, **kwargs)
 
     @torch.no_grad()
     def _constrain(self, batch: dict[str, Any], train_logps: Tensor) -> None:
@@ -226,6 +244,7 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
         scored = scored_tokens(mask, train_logps, infer_logps, delta)
         penalty = discrepancy_penalty(delta, scored, args.discrepancy_level, args.discrepancy_margin)
         if args.constraint != "none":
+            batch["trajectory_advantages"] = batch["advantages"]
             batch["advantages"] = batch["advantages"].unsqueeze(1) - self.lagrange_multiplier.value * penalty
 
         if self.model.training and self._completed_passes() > 0:
@@ -275,6 +294,28 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
         if mode == "train":
             self._batch_discrepancy = mean_discrepancy
 
+    def train(self, *args, **kwargs):
+        """Trains as [`~transformers.Trainer.train`] does; called again, as in a new trainer with the present weights.
+
+        λ starts at `lambda_init` again, or where the checkpoint of `resume_from_checkpoint` left it; `True` is the
+        newest one in `output_dir` that is whole. The directory is locked meanwhile. When the vLLM server is lost, the
+        run is saved before the error is raised.
+
+        Raises:
+            ValueError: the checkpoint is not whole, another process trains into `output_dir`, or it cannot be written.
+            ServerError: the server cannot do what training needs; the message says how to go on.
+            RunInterrupted: a signal has ended the run, with a checkpoint; only where `StopSignals` is among the
+                callbacks, as in `scripts/train.py`.
+        """
+        if self._step > 0:  # this object has trained before
+            self.lagrange_multiplier.load_state_dict(self.args.multiplier().state_dict())
+            self._step, self._buffered_inputs = 0, None
+            self._sums["train"], self._batch_discrepancy = {}, None
+            self._metrics["train"].clear()
+            if self.use_vllm:
+                self._last_loaded_step = -1  # the engine holds the weights of another training's step
+        return super().train(*args, **kwargs)
+
     def training_step(self, model, inputs, num_items_in_batch):
         loss = super().training_step(model, inputs, num_items_in_batch)
         done = self._step % self._micro_batches_per_iteration
@@ -309,13 +350,9 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
 
     # --- save and resume --------------------------------------------------------------------------------------------
 
-    def _checkpoint_folder(self, trial) -> str:
-        return os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-
     def _save_checkpoint(self, model, trial):
         # First, since transformers ends with what makes a checkpoint count as whole, pushes it, and rotates.
-        folder = self._checkpoint_folder(trial)
-        os.makedirs(folder, exist_ok=True)
+        folder = self._new_checkpoint_folder(trial)
         # Between two optimizer steps of one generation batch the rest of the batch is part of the run's state.
         done = self._step % self._micro_batches_per_iteration
         if done > 0:
@@ -331,13 +368,9 @@ class DCGRPOTrainer(DeployedPolicyTrainer):
             }
             write_text(Path(folder, STATE_FILE), json.dumps(state, indent=2))
         super()._save_checkpoint(model, trial)
-        self._saved_at = self.state.global_step
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
-        self._saved_at = None
-        if checkpoint is None:
-            return
         path = os.path.join(checkpoint, STATE_FILE)
         if not os.path.exists(path):
             logger.warning(

@@ -6,8 +6,6 @@ The same command goes on where a stopped or killed sweep was. docs/ablations.md 
 """
 
 import argparse
-import dataclasses
-import difflib
 import functools
 import os
 import shlex
@@ -24,6 +22,7 @@ from dc_trl.ablation.figure import draw_sweep
 from dc_trl.ablation.jobs import Failure, OutputLock, require_own_folders, run_jobs, status
 from dc_trl.ablation.plan import Job, Sweep, load_sweep
 from dc_trl.ablation.results import collect, write_results
+from dc_trl.command_line import OptionParser
 from dc_trl.evaluation.tables import print_table
 
 
@@ -31,7 +30,7 @@ TRAIN = Path(__file__).with_name("train.py")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     parser.add_argument("sweep", type=Path, help="sweep file; those of the paper are in configs/sweeps")
     parser.add_argument("--output", type=Path, help="directory for runs and results (default: runs/ablations/NAME)")
     parser.add_argument("--base", type=Path, help="configuration in place of the sweep's `config`")
@@ -70,6 +69,16 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
         except yaml.YAMLError as error:
             raise ValueError(f"set={word!r} is invalid: {value!r} is no YAML value.") from error
     return overrides
+
+
+def parse_launch(text: str) -> list[str]:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"launch={text!r} is invalid ({error}): write it as on a command line.") from error
+    if not words:
+        raise ValueError(f"launch={text!r} is empty: write a command, or leave it out.")
+    return words
 
 
 def choose_slots(args: argparse.Namespace, sweep: Sweep) -> list[dict[str, str]]:
@@ -114,31 +123,28 @@ def check(path: Path, jobs: int) -> None:
     settings have to fit the number of processes.
     """
     import train  # beside this file
-    from trl import ModelConfig, TrlParser
+    from trl import ModelConfig
 
     from dc_trl import DCGRPOConfig
     from dc_trl.arguments import ServerArguments, require_servable
+    from dc_trl.configuration import ConfigurationParser
     from dc_trl.data.arguments import DataArguments
+    from dc_trl.pretrained import require_model
     from dc_trl.rewards import get_reward
 
     sys.path.append(os.getcwd())  # where reward functions of one's own stand
-    known = {field.name for part in train.ARGUMENTS for field in dataclasses.fields(part) if field.init} | {"env"}
     for name, settings in yaml.safe_load(path.read_text()).items():
-        for unknown in sorted(settings.keys() - known):
-            close = difflib.get_close_matches(unknown, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else "scripts/train.py --help lists the fields."
-            raise ValueError(f"{unknown} is no field of the configuration: {hint}")
         config = path.with_name(f"variant-{os.getpid()}.yaml")
         config.write_text(yaml.safe_dump(settings))
         try:
-            parser = TrlParser(train.ARGUMENTS, exit_on_error=False)
+            parser = ConfigurationParser(train.ARGUMENTS)
             parts = {type(part): part for part in parser.parse_args_and_config(["--config", str(config)])}
             server, args = parts[ServerArguments], parts[DCGRPOConfig]
             require_servable(server, args)
-            train.require_model(parts[ModelConfig].model_name_or_path)
+            require_model(parts[ModelConfig].model_name_or_path)
             for reward in parts[DataArguments].rewards:
                 get_reward(reward)
-        except (ValueError, TypeError, OSError, ImportError, argparse.ArgumentError) as error:
+        except (ValueError, TypeError, OSError, ImportError) as error:
             raise ValueError(f"variant {name!r}: {error}") from error
         shared = args.use_vllm and args.vllm_mode == "server" and (server.serve is None or server.serve_devices)
         if shared and jobs > 1:
@@ -201,7 +207,7 @@ def main() -> None:
         require_own_folders(jobs)
         if not args.collect:
             slots = choose_slots(args, sweep)
-            launch = shlex.split(args.launch) if args.launch else [sys.executable]
+            launch = parse_launch(args.launch) if args.launch else [sys.executable]
             require_settings(sweep, launch, slots)
             if args.dry_run:
                 list_jobs(jobs)

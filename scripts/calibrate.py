@@ -11,7 +11,6 @@ directory gets calibration.json, report.html and the figures.
 """
 
 import argparse
-import json
 import random
 import signal
 import sys
@@ -19,19 +18,23 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from dc_trl.calibration import calibrate
 from dc_trl.calibration.report import REPORT_FILE, print_calibration, write_report
 from dc_trl.calibration.result import CALIBRATION_FILE
 from dc_trl.calibration.rollouts import EngineSpec
+from dc_trl.command_line import OptionParser
 from dc_trl.data.arguments import DataArguments, load_data
 from dc_trl.data.benchmarks import BENCHMARKS
-from dc_trl.data.prompts import Prompt, load_prompts, load_rows, make_prompt, prompt_length
+from dc_trl.data.prompts import Prompt, load_prompts, load_rows, make_prompt, parse_template_kwargs, prompt_length
 from dc_trl.deployment.schemes import SCHEMES
 from dc_trl.deployment.server import ServerError
 from dc_trl.discrepancy import Measure, Reduction
 from dc_trl.evaluation import Benchmark
+from dc_trl.files import make_folder
+from dc_trl.pretrained import load_config_and_tokenizer
+from dc_trl.ranges import ABOVE_0, COUNT, SEED, Range, require_numbers
 
 
 # Weights, and whether the forward runs under bfloat16 autocast: `dtype` and `bf16` of a training configuration.
@@ -40,10 +43,18 @@ TRAIN_DTYPES = {
     "mixed": (torch.float32, True),
     "float32": (torch.float32, False),
 }
+RANGES = {
+    **dict.fromkeys(
+        ("samples", "max_tokens", "max_prompt_length", "batch_prompts", "batch_tokens", "replica_batch"), COUNT
+    ),
+    "prompts": Range(least=2, whole=True),
+    "temperature": ABOVE_0,
+    "seed": SEED,
+}
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     parser.add_argument("--model", required=True, help="Hub id or directory of the model that is trained")
     parser.add_argument("--revision", default="main", help="revision of a Hub model")
     parser.add_argument(
@@ -77,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     prompts.add_argument("--answer_column", default=data.answer_column, help="where it is there, rows need an answer")
     prompts.add_argument("--instruction", help="what each prompt of a data set says after the problem")
     prompts.add_argument("--max_prompt_length", type=int, help="longer prompts (tokens) are left out")
-    prompts.add_argument("--chat_template_kwargs", type=json.loads, default={}, help="'{\"enable_thinking\": false}'")
+    prompts.add_argument("--chat_template_kwargs", default="{}", help="'{\"enable_thinking\": false}'")
     prompts.add_argument("--prompts", type=int, default=128, help="how many, drawn at random (default: 128)")
 
     sampling = parser.add_argument_group("the sampling")
@@ -108,13 +119,22 @@ def require_output(output: Path, overwrite: bool) -> None:
         raise ValueError(
             f"output='{output}' holds a calibration already: choose another --output, or replace it with --overwrite."
         )
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder("output", output)
+
+
+def require_device(name: str) -> None:
+    """Refuses a device that torch does not know, or that is not here."""
+    try:
+        torch.ones(1, device=name).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"device={name!r} cannot be used ({reason}): use cpu, or cuda where there is a GPU."
+        ) from error
 
 
 def draw_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """The prompts that are measured, drawn at random from what there is."""
-    if args.prompts < 2:
-        raise ValueError(f"prompts={args.prompts} is invalid: use a whole number, at least 2; 64 or more are better.")
     if args.benchmark is not None:
         name, _, file = args.benchmark.partition("=")
         benchmark = Benchmark.load(name, file=file or None)
@@ -142,14 +162,18 @@ def draw_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -
 
 
 def run(args: argparse.Namespace) -> None:
+    # What is wrong is said before the model is loaded.
+    require_numbers(args, RANGES)
+    template_kwargs = parse_template_kwargs(args.chat_template_kwargs)
     for word in args.engine:
-        EngineSpec.parse(word)  # refuses an unknown one before the model is loaded
-    require_output(args.output, args.overwrite)
-    if hasattr(AutoConfig.from_pretrained(args.model, revision=args.revision), "quantization_config"):
+        EngineSpec.parse(word)
+    require_device(args.device)
+    config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
+    if hasattr(config, "quantization_config"):
         raise ValueError(
             f"model={args.model!r} is quantized: give the model that is trained, and --engine its scheme."
         )
-    tokenizer = AutoTokenizer.from_pretrained(args.model, revision=args.revision)
+    require_output(args.output, args.overwrite)
     prompts = draw_prompts(args, tokenizer)
     dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
     model = AutoModelForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=dtype)
@@ -169,7 +193,7 @@ def run(args: argparse.Namespace) -> None:
         device=args.device,
         batch_tokens=args.batch_tokens,
         replica_batch=args.replica_batch,
-        chat_template_kwargs=args.chat_template_kwargs,
+        chat_template_kwargs=template_kwargs,
         serve_options=args.serve_options,
         log_dir=args.output,
         settings={

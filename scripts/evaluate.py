@@ -10,7 +10,6 @@ again goes on where the last one stopped. Defaults are those of DC-GRPO's paper:
 
 import argparse
 import hashlib
-import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -18,9 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
+from dc_trl.command_line import OptionParser
 from dc_trl.data.benchmarks import BENCHMARKS
+from dc_trl.data.prompts import parse_template_kwargs
 from dc_trl.deployment.replica import Replica
 from dc_trl.deployment.sampling import Disclosed, Engine, ReplicaEngine, Sampling, ServerEngine
 from dc_trl.deployment.schemes import SCHEMES
@@ -31,29 +32,38 @@ from dc_trl.evaluation.tables import (
     comparison_table,
     evaluation_details,
     evaluation_table,
+    failures_line,
     markdown_table,
     print_table,
 )
-from dc_trl.model_card import write_eval_results
+from dc_trl.files import make_folder
+from dc_trl.model_card import require_card, write_eval_results
+from dc_trl.pretrained import load_config_and_tokenizer
+from dc_trl.ranges import AT_LEAST_0, COUNT, SHARE, require_numbers
 
 
 # The paper's six. GSM8K and the built-in arithmetic are there by name.
 ALL = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench")
 # A checkpoint that is quantized already is evaluated as it is.
 AS_IT_IS = "as-is"
+RANGES = {
+    **dict.fromkeys(("samples", "limit", "max_tokens", "concurrency"), COUNT),
+    "temperature": AT_LEAST_0,
+    "top_p": SHARE,
+}
 # Files that vLLM takes weights from.
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     model = parser.add_argument_group("the model")
     model.add_argument("--model", help="Hub id or directory; also of a checkpoint that is quantized already")
     model.add_argument("--revision", default="main", help="revision of a Hub model")
     model.add_argument(
         "--scheme", nargs="+", choices=SCHEMES, help="formats to evaluate it in (default: bf16, or the checkpoint's)"
     )
-    model.add_argument("--chat_template_kwargs", type=json.loads, default={}, help="'{\"enable_thinking\": false}'")
+    model.add_argument("--chat_template_kwargs", default="{}", help="'{\"enable_thinking\": false}'")
 
     problems = parser.add_argument_group("the problems")
     problems.add_argument(
@@ -95,18 +105,6 @@ def load_benchmarks(args: argparse.Namespace) -> list[Benchmark]:
             raise ValueError(f"benchmark_files={word!r} is invalid: write NAME=FILE, NAME one of {', '.join(names)}.")
         files[name] = file
     return [Benchmark.load(name, file=files.get(name), samples=args.samples, limit=args.limit) for name in names]
-
-
-def require_sampling(args: argparse.Namespace) -> Sampling:
-    for name, value, valid, range_ in (
-        ("max_tokens", args.max_tokens, args.max_tokens >= 1, "a whole number, at least 1"),
-        ("temperature", args.temperature, args.temperature >= 0, "a number, at least 0"),
-        ("top_p", args.top_p, 0 < args.top_p <= 1, "a number above 0, at most 1"),
-        ("concurrency", args.concurrency, args.concurrency >= 1, "a whole number, at least 1"),
-    ):
-        if not valid:
-            raise ValueError(f"{name}={value} is invalid: use {range_}.")
-    return Sampling(args.max_tokens, args.temperature, args.top_p)
 
 
 def choose_schemes(args: argparse.Namespace, config: PretrainedConfig) -> list[str]:
@@ -210,14 +208,17 @@ def fingerprint(model: str, revision: str) -> str:
 def run(args: argparse.Namespace) -> None:
     if args.model is None:
         raise ValueError("model is not set: give --model with a Hub id or a directory, or --compare.")
-    sampling = require_sampling(args)
+    require_numbers(args, RANGES)
+    sampling = Sampling(args.max_tokens, args.temperature, args.top_p)
+    template_kwargs = parse_template_kwargs(args.chat_template_kwargs)
+    if args.card is not None:
+        require_card(args.card)
+    config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
+    schemes = choose_schemes(args, config)
     benchmarks = load_benchmarks(args)
     output: Path = args.output or Path("runs", "evaluation")
-    output.mkdir(parents=True, exist_ok=True)
-    config = AutoConfig.from_pretrained(args.model, revision=args.revision)
-    tokenizer = AutoTokenizer.from_pretrained(args.model, revision=args.revision)
-    schemes = choose_schemes(args, config)
-    prompts = [ids for b in benchmarks for ids in tokenize_prompts(b, tokenizer, args.chat_template_kwargs).values()]
+    make_folder("output", output)
+    prompts = [ids for b in benchmarks for ids in tokenize_prompts(b, tokenizer, template_kwargs).values()]
     evaluations = []
     for scheme in schemes:
         folder = output / scheme
@@ -237,7 +238,7 @@ def run(args: argparse.Namespace) -> None:
                 sampling=sampling,
                 seed=args.seed,
                 settings={"weights": weights, "engine": args.engine},
-                chat_template_kwargs=args.chat_template_kwargs,
+                chat_template_kwargs=template_kwargs,
             )
         evaluations.append(evaluation)
     report(evaluations, output)
@@ -251,6 +252,9 @@ def report(evaluations: list[Evaluation], output: Path) -> None:
     print_table(*table, title="avg@k, percent ± standard error over problems")
     print_table(*details)
     text = markdown_table(*table) + "\n" + markdown_table(*details)
+    for line in filter(None, map(failures_line, evaluations)):
+        print(line)
+        text += f"\n{line}\n"
     if len(evaluations) == 2:
         text += "\n" + report_comparison(*evaluations)
     Path(output, "results.md").write_text(text)

@@ -58,6 +58,9 @@ CONTRADICTIONS: list[dict[str, Any]] = [
     {"generation_kwargs": {"temperature": 0.7}},
     {"vllm_structured_outputs_regex": "[0-9]+", "use_vllm": True},
     {"vllm_importance_sampling_correction": True},
+    {"importance_sampling_level": "sequence"},
+    {"off_policy_mask_threshold": 0.01},
+    {"vllm_importance_sampling_correction": True, "use_vllm": True},
     {"advantage_estimator": "rloo", "scale_rewards": "batch"},
     {"temperature": 0.0},
 ]

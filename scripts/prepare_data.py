@@ -13,19 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from transformers import AutoTokenizer
-
+from dc_trl.command_line import OptionParser
 from dc_trl.data.benchmarks import BENCHMARKS, PUBLISHED, load_benchmark, require_benchmark
 from dc_trl.data.cleaning import Language, Report, clean, require_options
 from dc_trl.data.dapo import DAPO, load_dapo
 from dc_trl.data.templates import BOXED_INSTRUCTION
+from dc_trl.files import make_folder
+from dc_trl.pretrained import load_config_and_tokenizer
 
 
 TRAIN_FILE, REPORT_FILE, DROPPED_FILE = "train.parquet", "report.json", "dropped.jsonl"
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     parser.add_argument("--dataset", choices=["dapo"], default="dapo", help=f"from the Hub: {DAPO.hub_id}")
     parser.add_argument("--file", help="local JSON, JSONL or Parquet file of the data set, in place of the Hub")
     parser.add_argument("--output", required=True, type=Path, help="new directory for the result")
@@ -78,13 +79,13 @@ def require_new(output: Path) -> None:
     """Refuses an output that holds something, and makes the directory it will stand in."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"output={str(output)!r} already exists: choose another directory, or remove it first.")
-    output.parent.mkdir(parents=True, exist_ok=True)
+    make_folder("output", output.parent)
 
 
 def prepare(arguments: argparse.Namespace, folder: Path) -> Report:
     """Writes all files into a folder. Everything that can be wrong with the input is found before rows are read."""
     files = benchmark_files(arguments.benchmark_files, arguments.benchmarks)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer) if arguments.tokenizer else None
+    tokenizer = load_config_and_tokenizer(arguments.tokenizer, "tokenizer")[1] if arguments.tokenizer else None
     options = {
         "language": arguments.language,
         "max_prompt_length": arguments.max_prompt_length,
@@ -93,8 +94,8 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> Report:
         "common": arguments.common,
     }
     require_options(**options)
-    benchmarks = {name: load_benchmark(name, files.get(name)) for name in arguments.benchmarks}
     rows, repeats = load_dapo(arguments.file)
+    benchmarks = {name: load_benchmark(name, files.get(name)) for name in arguments.benchmarks}
     kept, report = clean(rows, benchmarks, instruction=arguments.instruction, **options)
     sources = {arguments.dataset: arguments.file or str(DAPO)}
     for name in benchmarks:

@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+from dc_trl.command_line import OptionParser
 from dc_trl.config import HubDeployment
 from dc_trl.hub import HubError, push_run
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Pushes a run to the Hub from its output directory.")
+    parser = OptionParser("Pushes a run to the Hub from its output directory.")
     parser.add_argument("run", type=Path, help="output directory of the run")
     parser.add_argument("--repo_id", required=True, help="repository, made where it is missing")
     parser.add_argument(

@@ -4,15 +4,15 @@ python scripts/report.py runs/quickstart --output report.html
 python scripts/report.py runs/grpo-seed0 runs/dc-grpo-seed0 --output report.html
 """
 
-import argparse
 import sys
 from pathlib import Path
 
+from dc_trl.command_line import OptionParser
 from dc_trl.report import write_report
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run, finished or not")
     parser.add_argument(
         "--output", type=Path, required=True, help="the page; its figures go to the folder OUTPUT_figures"

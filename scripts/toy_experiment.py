@@ -3,7 +3,6 @@
 python scripts/toy_experiment.py --output runs/toy
 """
 
-import argparse
 import math
 import sys
 from dataclasses import dataclass
@@ -14,6 +13,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from dc_trl.command_line import OptionParser
+from dc_trl.files import make_folder
+from dc_trl.ranges import ABOVE_0, require_number
 from dc_trl.theory import budgeted_policy, squared_discrepancy
 from dc_trl.theory.simplex import Measure, Vector
 
@@ -125,17 +127,18 @@ def draw(one_sided: bool, budget: float, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="a new directory for the two figures")
     parser.add_argument("--budget", type=float, default=BUDGET, help="of Σ D², the same for all three measures")
     args = parser.parse_args()
     if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
         sys.exit(f"error: output={str(args.output)!r} already exists: choose another directory, or remove it first.")
     try:
+        require_number("budget", args.budget, ABOVE_0)
         result = table(args.budget)
+        make_folder("output", args.output)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    args.output.mkdir(parents=True, exist_ok=True)
     console = Console()
     console.print(result) if console.is_terminal else Console(width=160).print(result)
     for name, one_sided in (("two_sided", False), ("one_sided", True)):

@@ -7,16 +7,14 @@ Every field of the configuration file can be overridden on the command line; `--
 
 import os
 import shutil
-import signal
 import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
 from accelerate import PartialState
-from transformers import AutoConfig, AutoTokenizer, PrinterCallback, ProgressCallback
-from transformers.trainer_utils import get_last_checkpoint
-from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from transformers import PrinterCallback, ProgressCallback
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from dc_trl import (
     CollapseAlarmCallback,
@@ -28,14 +26,20 @@ from dc_trl import (
 )
 from dc_trl.arguments import ServerArguments, WatchArguments, require_servable, start_server
 from dc_trl.callbacks import ConstraintProgressCallback
+from dc_trl.checkpoints import checkpoints, on_main_process, resumable_checkpoint
+from dc_trl.configuration import ConfigurationParser
 from dc_trl.data.arguments import DataArguments, load_data
 from dc_trl.data.dapo import DAPO
 from dc_trl.deployment.server import ServerError
 from dc_trl.evaluation import Benchmark
 from dc_trl.evaluation.training import BenchmarkCallback
+from dc_trl.files import lock_output
 from dc_trl.history import BASELINE_FILE, DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, changed_settings
 from dc_trl.hub import HubError, push_command, require_pushable
-from dc_trl.rewards import get_reward
+from dc_trl.interruption import RunInterrupted, StopSignals
+from dc_trl.pretrained import load_config_and_tokenizer
+from dc_trl.ranges import ADAPTER, require_numbers
+from dc_trl.rewards import get_reward, require_callable
 from dc_trl.summary import BeforeAndAfter, summarize
 
 
@@ -55,24 +59,27 @@ RUN_FILES = (
 ARGUMENTS = (DataArguments, ServerArguments, WatchArguments, DCGRPOConfig, ModelConfig)
 
 
-def require_fresh_or_resumable(args: DCGRPOConfig) -> None:
-    """Refuses an output directory that holds a run, unless that run is to be resumed, or that cannot be written."""
+def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
+    """Locks the output directory until the stack is closed; returns the checkpoint to go on from.
+
+    Refuses a directory that holds a run, unless that run is to be resumed, that another run is writing to, or that
+    cannot be written.
+    """
     output_dir = Path(args.output_dir)
-    if args.resume_from_checkpoint is not None and args.resume_from_checkpoint.lower() == "true":
-        args.resume_from_checkpoint = get_last_checkpoint(output_dir) if output_dir.is_dir() else None
-        if args.resume_from_checkpoint is None:
-            raise ValueError(f"resume_from_checkpoint=true, but output_dir={str(output_dir)!r} holds no checkpoint.")
-    if args.resume_from_checkpoint is not None:
-        if not Path(args.resume_from_checkpoint, "trainer_state.json").is_file():
-            raise ValueError(f"resume_from_checkpoint={args.resume_from_checkpoint!r} holds no trainer_state.json.")
-    elif output_dir.is_dir() and any(path for pattern in RUN_FILES for path in output_dir.glob(pattern)):
+    stack.enter_context(lock_output(output_dir))
+    checkpoint = resumable_checkpoint(args.resume_from_checkpoint, output_dir, args.save_on_each_node)
+    if checkpoint is None and any(path for pattern in RUN_FILES for path in output_dir.glob(pattern)):
+        if not checkpoints(output_dir):
+            raise ValueError(
+                f"output_dir={str(output_dir)!r} already holds a run, which has saved no checkpoint: choose another "
+                "output_dir, or remove that run."
+            )
         raise ValueError(
             f"output_dir={str(output_dir)!r} already holds a run: choose another output_dir, or continue that run "
             "with --resume_from_checkpoint true."
         )
     probe = output_dir / ".write-probe"
     try:
-        output_dir.mkdir(parents=True, exist_ok=True)
         with open(probe, "wb") as file:
             file.write(bytes(1 << 20))
             file.flush()
@@ -82,8 +89,10 @@ def require_fresh_or_resumable(args: DCGRPOConfig) -> None:
             f"output_dir={str(output_dir)!r} cannot be written ({error.strerror}): choose another one."
         ) from error
     finally:
-        if output_dir.is_dir():
-            probe.unlink(missing_ok=True)
+        probe.unlink(missing_ok=True)
+    if args.push_to_hub:
+        require_pushable(args)
+    return checkpoint
 
 
 def require_space(trainer: DCGRPOTrainer) -> None:
@@ -101,28 +110,12 @@ def require_space(trainer: DCGRPOTrainer) -> None:
         )
 
 
-def require_model(name: str | None) -> None:
-    """Refuses a model that is neither a directory with a model nor a Hub id."""
-    if name is None:
-        raise ValueError("model_name_or_path is not set: give a Hub id or a directory.")
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"model_name_or_path={name!r} is a directory without a config.json: it holds no model.")
-    elif name.startswith((".", "~", os.sep)) or name.count("/") > 1:
-        raise ValueError(f"model_name_or_path={name!r} does not exist: check the path.")
-
-
 def load_eval_benchmarks(data: DataArguments) -> list[Benchmark]:
     """The benchmarks that are asked while training."""
     if data.eval_benchmarks and data.eval_size == 0:
         raise ValueError(
             f"eval_benchmarks={data.eval_benchmarks} are asked when the trainer evaluates, and eval_size=0 leaves it "
             "nothing to evaluate: set eval_size."
-        )
-    if data.eval_benchmark_temperature < 0:
-        raise ValueError(
-            f"eval_benchmark_temperature={data.eval_benchmark_temperature} is invalid: use a number, at least 0."
         )
     benchmarks = []
     for word in data.eval_benchmarks:
@@ -152,29 +145,22 @@ def build_trainer(
     Everything that can be wrong with the input is found here, before training.
     """
     require_servable(server, args)
-    if PartialState().is_main_process:
-        require_fresh_or_resumable(args)
-        if args.push_to_hub:
-            require_pushable(args)
-    require_model(model.model_name_or_path)
+    args.resume_from_checkpoint = on_main_process(lambda: open_output(args, stack))
     rewards = [get_reward(name) for name in data.rewards]
-    # Fails early, on a small file, when the model is on no Hub either.
-    options = {"revision": model.model_revision, "trust_remote_code": args.trust_remote_code}
-    try:
-        AutoConfig.from_pretrained(model.model_name_or_path, **options)
-        tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, padding_side="left", **options)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"model_name_or_path={model.model_name_or_path!r} cannot be loaded: {reason}") from error
-    if not tokenizer("1", add_special_tokens=False)["input_ids"]:
-        # What transformers makes of a directory without a tokenizer's files.
-        raise ValueError(
-            f"model_name_or_path={model.model_name_or_path!r} holds no tokenizer: save one there with "
-            "tokenizer.save_pretrained."
-        )
+    if model.use_peft:
+        require_numbers(model, ADAPTER)
+    # Fails early, on small files.
+    _, tokenizer = load_config_and_tokenizer(
+        model.model_name_or_path,
+        padding_side="left",
+        revision=model.model_revision,
+        trust_remote_code=args.trust_remote_code,
+    )
     prompts_per_step = args.generation_batch_size // args.num_generations
     steps = args.max_steps if args.max_steps > 0 else 1000
     train_dataset, eval_dataset, line = load_data(data, tokenizer, args.seed, prompts_per_step * steps)
+    for name, reward in zip(data.rewards, rewards, strict=True):
+        require_callable(name, reward, train_dataset.column_names)
     PartialState().print(line)
     benchmarks = load_eval_benchmarks(data)
     generations = args.num_generations_eval or args.num_generations
@@ -223,12 +209,19 @@ def build_trainer(
     return trainer, alarm
 
 
+def release_processes(trainer: DCGRPOTrainer) -> None:
+    """Lets go of the process group: processes that still hold it may abort at exit."""
+    # Gloo deadlocks when it is taken down while its thread lets go of the last gather, which takes the interpreter's
+    # lock (torch 2.13): leave it the time.
+    if trainer.accelerator.num_processes > 1:
+        time.sleep(1)
+    trainer.accelerator.end_training()
+
+
 def main() -> None:
     sys.path.append(os.getcwd())  # where reward functions of one's own stand
-    # Leaves as Ctrl-C does, through the block below, which ends the server.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    parser = TrlParser(ARGUMENTS)
-    with ExitStack() as stack:
+    parser = ConfigurationParser(ARGUMENTS)
+    with StopSignals() as signals, ExitStack() as stack:
         try:
             data, server, watch, args, model = parser.parse_args_and_config()
             trainer, alarm = build_trainer(data, server, watch, args, model, stack)
@@ -238,10 +231,17 @@ def main() -> None:
 
         run = BeforeAndAfter(trainer)
         trainer.add_callback(run)
+        trainer.add_callback(signals)
         try:
             trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-        except ServerError as error:
-            sys.exit(f"error: {error}")
+        except (ServerError, RunInterrupted) as error:
+            if isinstance(error, RunInterrupted):  # at once: whoever sent the signal may kill soon
+                trainer.accelerator.print(f"\n{error}", file=sys.stderr, flush=True)
+            stack.close()
+            # Together: when one process of several fails, the launcher ends the others, and the server may still run.
+            trainer.accelerator.wait_for_everyone()
+            release_processes(trainer)
+            sys.exit(error.exit_code if isinstance(error, RunInterrupted) else f"error: {error}")
         if alarm is not None and alarm.stopped is not None:
             # What trained last is not to be taken for the run's result.
             way_back = f"resume_from_checkpoint={alarm.last_good!r}" if alarm.last_good else "no checkpoint is good"
@@ -258,11 +258,7 @@ def main() -> None:
                 sys.exit(f"error: {error}\nThe run is whole in {args.output_dir}. Push it later: {command}")
         else:
             trainer.create_model_card(dataset_name=dataset_name)
-        # Processes that still hold the process group may abort at exit. Gloo deadlocks when it is taken down while its
-        # thread lets go of the last gather, which takes the interpreter's lock (torch 2.13): leave it the time.
-        if trainer.accelerator.num_processes > 1:
-            time.sleep(1)
-        trainer.accelerator.end_training()
+        release_processes(trainer)
 
 
 if __name__ == "__main__":

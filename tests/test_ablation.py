@@ -11,9 +11,11 @@ import time
 import numpy as np
 import psutil
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from dc_trl.ablation import jobs as ablation_jobs
 from dc_trl.ablation.figure import draw_sweep, mean_curve
@@ -373,7 +375,9 @@ def test_one_sweep_at_a_time_in_a_directory(tmp_path, monkeypatch):
 def checkpoint(folder, step, max_steps=4):
     path = folder / f"checkpoint-{step}"
     path.mkdir(parents=True)
-    (path / "dc_grpo_state.json").write_text("{}")
+    save_file({"weight": torch.ones(1)}, path / "model.safetensors")
+    for name in ("optimizer.pt", "scheduler.pt"):
+        torch.save({}, path / name)
     (path / "trainer_state.json").write_text(json.dumps({"global_step": step, "max_steps": max_steps}))
     return path
 
@@ -595,6 +599,42 @@ def test_discrepancies_of_different_measures_are_not_subtracted(collected):
     assert results.difference(b, "discrepancy") is None
     assert results.difference(b, "discrepancy/probs_diff_mean").value == pytest.approx(0)
     assert results.difference(b, "accuracy").value == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("summary.json", "[]", "holds no JSON object"),
+        ("summary.json", "{", "is not JSON"),
+        ("summary.json", "{}", "lacks 'steps'"),
+        ("summary.json", '{"steps": 20, "after": {"greedy": "high"}}', "greedy='high'"),
+        ("summary.json", '{"steps": 20, "after": {}, "lambda": "high"}', "lambda='high'"),
+        ("settings.json", "[]", "holds no JSON object"),
+    ],
+)
+def test_a_file_of_a_run_that_is_mistyped_is_named(sweep_file, tmp_path, file, content, words):
+    sweep = load_sweep(sweep_file("list: {GRPO: {}}\nseeds: [0]"))
+    jobs = sweep.jobs(tmp_path / "out")
+    write_run(jobs[0], 0.5, [0.001])
+    (jobs[0].folder / file).write_text(content)
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the words are the point
+        collect(sweep, jobs)
+    assert str(jobs[0].folder / file) in str(refused.value)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("state", ['{"global_step": "3", "max_steps": 4}', "[]", "{}", "\xff"])
+def test_a_checkpoint_whose_state_is_mistyped_is_not_taken(tmp_path, state):
+    usable = checkpoint(tmp_path, 2)
+    (checkpoint(tmp_path, 3) / "trainer_state.json").write_text(state, encoding="latin1")
+    assert last_checkpoint(tmp_path) == usable
+
+
+def test_a_sweep_file_that_is_no_text(sweep_file):
+    file = sweep_file("grid: {beta: [1]}")
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"sweep\.yaml is no text in UTF-8"):
+        load_sweep(file)
 
 
 def test_a_run_without_constraint_or_held_out_problems(sweep_file, tmp_path):

@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.advantages import leave_one_out_advantages, total_rewards, zero_std_groups
 
-from .helpers import Rollouts, logged, make_config, make_model, make_prompts
+from .helpers import Rollouts, logged, make_config, make_experts, make_model, make_prompts
 
 
 NAN = math.nan
@@ -57,17 +58,18 @@ def first_character(completions, **kwargs):
     return [float(len(completion) % 3 == 0) for completion in completions]
 
 
-def train(tmp_path, tokenizer, reward, rollouts=None, **fields):
+def train(tmp_path, tokenizer, reward, rollouts=None, model=None, peft_config=None, **fields):
     config = make_config(
         tmp_path, **{"max_steps": 1, "per_device_train_batch_size": 16, "learning_rate": 0.0} | fields
     )
     trainer = DCGRPOTrainer(
-        make_model(),
+        model or make_model(),
         reward,
         config,
         train_dataset=make_prompts(),
         processing_class=tokenizer,
         rollout_func=rollouts or Rollouts(),
+        peft_config=peft_config,
     )
     trainer.train()
     return trainer
@@ -90,9 +92,49 @@ def test_rloo_advantages_reach_the_loss(tmp_path, tokenizer, seen_by_the_loss):
         assert advantage == pytest.approx(rows[i] - np.mean(others), abs=1e-6)
 
 
+def test_rloo_advantages_are_those_that_are_shown_and_evaluated(tmp_path, tokenizer, seen_by_the_loss):
+    """The table of completions, and the loss of an evaluation, whose groups have another size."""
+    fields = {"constraint": "none", "advantage_estimator": "rloo", "num_generations_eval": 2, "loss_type": "dapo"}
+    trainer = train(tmp_path, tokenizer, first_character, per_device_eval_batch_size=4, **fields)
+
+    def leave_one_out(rewards, size):
+        groups = np.reshape(rewards, (-1, size))
+        return (groups - (groups.sum(1, keepdims=True) - groups) / (size - 1)).flatten().tolist()
+
+    shown, rewards = trainer._logs["advantages"], trainer._logs["rewards"]["first_character"]
+    assert len(set(rewards)) == 2
+    assert list(shown) == pytest.approx(leave_one_out(list(rewards), 4), abs=1e-6)
+
+    seen_by_the_loss.clear()
+    result = trainer.evaluate(make_prompts(2))
+    (inputs,) = seen_by_the_loss
+    expected = leave_one_out(list(rewards)[-4:], 2)
+    assert inputs["advantages"].tolist() == pytest.approx(expected, abs=1e-6) == list(shown)[-4:]
+    lengths = inputs["completion_mask"].sum(1).tolist()
+    by_hand = -sum(a * n for a, n in zip(expected, lengths, strict=True)) / sum(lengths)
+    assert result["eval_loss"] == pytest.approx(by_hand, abs=1e-6)
+    assert by_hand != 0
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "bnpo"])
 @pytest.mark.parametrize("constraint", ["none", "static"])
 def test_dropped_groups_leave_a_batch_of_the_others(tmp_path, tokenizer, seen_by_the_loss, loss_type, constraint):
+    compare_with_the_kept_alone(tmp_path, tokenizer, seen_by_the_loss, loss_type=loss_type, constraint=constraint)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "sapo", "luspo", "dapo"])
+def test_entropy_bonus_and_kl_of_the_kept_are_as_in_a_batch_of_their_own(
+    tmp_path, tokenizer, seen_by_the_loss, loss_type
+):
+    """The bonus is a mean over tokens already; KL is part of the mean over completions."""
+    fields = {"loss_type": loss_type, "constraint": "static", "entropy_coef": 0.5, "beta": 0.3}
+    # Random adapters, so that policy and reference (the model without them) differ.
+    adapter = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    dropped, _ = compare_with_the_kept_alone(tmp_path, tokenizer, seen_by_the_loss, peft_config=adapter, **fields)
+    assert logged(dropped, "kl")[0] > 0.01
+
+
+def compare_with_the_kept_alone(tmp_path, tokenizer, seen_by_the_loss, peft_config=None, **fields):
     """The loss, its gradient and δ̄ equal those of a batch that holds nothing but the groups with a spread."""
 
     def rewards(completions, prompts, **kwargs):
@@ -100,9 +142,12 @@ def test_dropped_groups_leave_a_batch_of_the_others(tmp_path, tokenizer, seen_by
         numbers = [int(prompt.split("+")[0]) for prompt in prompts]
         return [len(c) % 5 if number % 2 else 1.0 for c, number in zip(completions, numbers, strict=True)]
 
-    fields = {"loss_type": loss_type, "constraint": constraint, "scale_rewards": "none", "max_completion_length": 8}
+    fields |= {"scale_rewards": "none", "max_completion_length": 8}
     shuffle = {"shuffle_dataset": False}
-    dropped = train(tmp_path / "a", tokenizer, rewards, drop_zero_std_groups=True, **fields, **shuffle)
+    torch.manual_seed(0)  # of the adapters
+    dropped = train(
+        tmp_path / "a", tokenizer, rewards, peft_config=peft_config, drop_zero_std_groups=True, **fields, **shuffle
+    )
     (inputs,) = seen_by_the_loss
     kept = inputs["completion_mask"].any(-1)
     odd = [int(tokenizer.decode(ids[m.bool()]).split("+")[0]) % 2 for ids, m in _prompts(inputs)]
@@ -129,29 +174,56 @@ def test_dropped_groups_leave_a_batch_of_the_others(tmp_path, tokenizer, seen_by
     config = make_config(
         tmp_path / "b", max_steps=1, per_device_train_batch_size=8, learning_rate=0.0, **fields, **shuffle
     )
+    torch.manual_seed(0)
     alone = DCGRPOTrainer(
-        make_model(), rewards, config, train_dataset=prompts, processing_class=tokenizer, rollout_func=Kept()
+        make_model(),
+        rewards,
+        config,
+        train_dataset=prompts,
+        processing_class=tokenizer,
+        rollout_func=Kept(),
+        peft_config=peft_config,
     )
     alone.train()
     assert len(calls) == 1
     assert logged(dropped, "loss") == pytest.approx(logged(alone, "loss"), abs=1e-6)
     assert logged(dropped, "grad_norm") == pytest.approx(logged(alone, "grad_norm"), rel=1e-4)
     assert logged(dropped, "discrepancy/mean") == pytest.approx(logged(alone, "discrepancy/mean"), rel=1e-5)
+    return dropped, alone
 
 
 def _prompts(inputs):
     return zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
 
 
-def test_a_batch_of_nothing_else_moves_nothing(tmp_path, tokenizer):
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_a_batch_of_nothing_else_moves_nothing(tmp_path, tokenizer, kind):
+    """Not by the auxiliary loss of a router either."""
+    make = {"dense": make_model, "experts": make_experts}[kind]
+
     def same(completions, **kwargs):
         return [1.0] * len(completions)
 
-    trainer = train(tmp_path, tokenizer, same, drop_zero_std_groups=True, learning_rate=1e-2, max_steps=2)
+    fields = {"learning_rate": 1e-2, "max_steps": 2, "entropy_coef": 0.1}
+    fields |= {"router_aux_loss_coef": 0.1} if kind == "experts" else {}
+    trainer = train(tmp_path, tokenizer, same, model=make(), drop_zero_std_groups=True, **fields)
     assert logged(trainer, "loss") == [0.0, 0.0]
+    assert ("aux_loss" in trainer.state.log_history[0]) == (kind == "experts")
     assert trainer.lagrange_multiplier.value == 0.1
-    for trained, initial in zip(trainer.model.parameters(), make_model().parameters(), strict=True):
+    for trained, initial in zip(trainer.model.parameters(), make().parameters(), strict=True):
         assert torch.equal(trained, initial)
+
+
+def test_the_auxiliary_loss_of_a_router_keeps_its_size(tmp_path, tokenizer):
+    """One group of four is kept. Advantages of a group sum to zero, so at equal weights the rest of the loss is 0."""
+
+    def one_differs(completions, prompts, **kwargs):
+        return [float(i == 0) for i in range(len(completions))]
+
+    fields = {"drop_zero_std_groups": True, "constraint": "none", "router_aux_loss_coef": 0.1}
+    trainer = train(tmp_path, tokenizer, one_differs, model=make_experts(), **fields)
+    assert logged(trainer, "aux_loss")[0] > 0.1
+    assert logged(trainer, "loss")[0] == pytest.approx(0.1 * logged(trainer, "aux_loss")[0], rel=1e-4)
 
 
 def test_the_penalty_alone_would_have_moved_it(tmp_path, tokenizer):

@@ -18,13 +18,12 @@ from dc_trl.calibration import rollouts as rollouts_module
 from dc_trl.calibration.contexts import visible, visible_token
 from dc_trl.calibration.figures import position_figure, probability_figure
 from dc_trl.calibration.mismatch import batch_tolerance, compare_engines, measure_engine
-from dc_trl.calibration.report import label, report_page
+from dc_trl.calibration.report import difference_table, label, report_page
 from dc_trl.calibration.rollouts import EngineSpec, Rollout, RolloutSettings, sample_rollouts
 from dc_trl.calibration.scoring import train_logps
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.deployment.replica import Replica
 from dc_trl.deployment.server import ServerError, ServerUnavailableError
-from dc_trl.lagrangian import proposed_tolerance
 
 from .helpers import ROOT, TINY_MODEL, load_script, make_config, make_model, make_prompts
 from .vllm_server import requires_vllm
@@ -173,16 +172,43 @@ def test_difference_of_engines_is_paired_by_prompt(tokenizer):
     assert compare_engines(second, first).value == pytest.approx(-difference.value)
 
 
+def test_engines_that_differ_by_the_same_on_every_prompt_have_no_p_value(tokenizer, tmp_path):
+    rollouts = [Rollout(prompt, [50], [math.log(0.5)], False) for prompt in range(4)]
+    first, second = (
+        measure_engine(name, name, PROMPTS, rollouts, [torch.tensor([math.log(p)])] * 4, tokenizer)
+        for name, p in (("bf16", 0.49), ("fp8", 0.45))
+    )
+    difference = compare_engines(first, second)
+    assert difference.value == pytest.approx(0.04, rel=1e-6)
+    assert difference.p_value is None
+    calibration = Calibration({"model": "m"}, [first, second], {"fp8": difference})
+    assert difference_table(calibration)[1] == [["vLLM fp8", "+0.04", "–", "–", "not shown to differ"]]
+    calibration.save(tmp_path / "a.json")
+    assert json.loads((tmp_path / "a.json").read_text())["differences"]["fp8"]["p_value"] is None
+    assert Calibration.load(tmp_path / "a.json").differences == {"fp8": difference}
+
+
+def test_two_prompts_do_not_tell_engines_apart(tokenizer):
+    rollouts = [Rollout(prompt, [50], [math.log(0.5)], False) for prompt in range(2)]
+    first, second = (
+        measure_engine(name, name, PROMPTS[:2], rollouts, [torch.tensor([math.log(p)]) for p in of], tokenizer)
+        for name, of in (("bf16", (0.49, 0.48)), ("fp8", (0.45, 0.42)))
+    )
+    assert compare_engines(first, second).p_value == 0.5
+
+
 def test_tolerance_by_hand():
-    # A batch of one prompt has δ̄ 0.001 or 0.003, equally often: mean 0.002, standard deviation 0.001.
+    # A batch of one prompt has δ̄ 0.001 or 0.003, equally often: mean 0.002. Of the two, which are two independent
+    # batches, the standard deviation is 0.001·√2, and t with one degree of freedom is 12.706205.
     tolerance = batch_tolerance(np.array([0.001, 0.003]), np.ones(2), batch_prompts=1)
-    assert tolerance.value == pytest.approx(0.002 + 1.96 * 0.001, rel=0.03)
-    assert tolerance.value == pytest.approx(tolerance.batch_mean + 1.96 * tolerance.batch_std)
-    # With n prompts a batch, the standard deviation is divided by √n.
+    assert tolerance.value == pytest.approx(0.002 + 12.706205 * 0.001 * math.sqrt(2) * math.sqrt(3 / 2), rel=0.03)
+    assert tolerance.value == pytest.approx(tolerance.batch_mean + 12.706205 * math.sqrt(3) * tolerance.batch_std)
+    # With n prompts a batch, the standard deviation is divided by √n, and 1,000 prompts are 1,000/n batches.
     values = np.random.default_rng(0).lognormal(-6, 0.8, 1000)
-    for prompts in (4, 64):
-        expected = values.mean() + 1.96 * values.std() / math.sqrt(prompts)
-        assert batch_tolerance(values, np.ones(1000), prompts).value == pytest.approx(expected, rel=0.03)
+    for prompts in (4, 64, 1000):
+        error = values.std(ddof=1) * math.sqrt(1 / prompts + 1 / 1000)
+        expected = values.mean() + 1.962341 * error  # t with 999 degrees of freedom
+        assert batch_tolerance(values, np.ones(1000), prompts).value == pytest.approx(expected, abs=0.12 * error)
     # Prompts without a scored completion count nowhere.
     padded = batch_tolerance(np.array([0.001, 0.0, 0.003]), np.array([1.0, 0.0, 1.0]), batch_prompts=1)
     assert padded == tolerance
@@ -195,14 +221,31 @@ def test_interval_of_the_tolerance_is_the_rule_applied_to_resampled_prompts(monk
     found = batch_tolerance(numerators, denominators, 5, seed=3)
     rng = np.random.default_rng(3)
     batches, draws = rng.multinomial(5, [1 / 3] * 3, 40), rng.integers(3, size=(50, 3))
-    tolerances = [
-        proposed_tolerance([(row @ numerators[draw]) / (row @ denominators[draw]) for row in batches])
-        for draw in draws
-    ]
+
+    def proposed(numerators, denominators):
+        observed = [(row @ numerators) / (row @ denominators) for row in batches]
+        # t with 2 degrees of freedom; 3/5 of a batch; the variance over 2, not over 3.
+        return np.mean(observed) + 4.302653 * math.sqrt(1 + 5 / 3) * math.sqrt(3 / 2) * np.std(observed, ddof=1)
+
+    tolerances = [proposed(numerators[draw], denominators[draw]) for draw in draws]
     assert [found.low, found.high] == pytest.approx(np.quantile(tolerances, [0.025, 0.975]).tolist())
-    assert found.value == pytest.approx(
-        proposed_tolerance([(row @ numerators) / (row @ denominators) for row in batches])
-    )
+    assert found.value == pytest.approx(proposed(numerators, denominators))
+
+
+@pytest.mark.parametrize(("prompts", "batch_prompts"), [(8, 8), (32, 64), (64, 16)])
+def test_one_healthy_batch_in_forty_is_above_the_tolerance(monkeypatch, prompts, batch_prompts):
+    """Of calibrations with few prompts too: 1,500 of them, each with the next batch of its run; 2.5 % ± 0.4 %.
+
+    Mean plus 1.96 deviations of the drawn batches: 12 %, 14 % and 4.4 %.
+    """
+    monkeypatch.setattr(mismatch, "RESAMPLES", 2)
+    monkeypatch.setattr(mismatch, "BATCHES", 300)
+    rng = np.random.default_rng(0)
+    above = 0
+    for seed in range(1500):
+        tolerance = batch_tolerance(rng.normal(0.002, 0.0005, prompts), np.ones(prompts), batch_prompts, seed)
+        above += rng.normal(0.002, 0.0005, batch_prompts).mean() > tolerance.value
+    assert 0.010 < above / 1500 < 0.040
 
 
 def test_interval_of_the_tolerance_covers_the_truth(monkeypatch):
@@ -210,7 +253,8 @@ def test_interval_of_the_tolerance_covers_the_truth(monkeypatch):
     monkeypatch.setattr(mismatch, "RESAMPLES", 200)
     monkeypatch.setattr(mismatch, "BATCHES", 200)
     rng = np.random.default_rng(1)
-    truth = 1.0 + 1.96 * math.sqrt(0.5) / math.sqrt(64)  # Gamma(2, 1/2): mean 1, variance 1/2
+    # Gamma(2, 1/2): mean 1, variance 1/2; t with 99 degrees of freedom, and 100 prompts for batches of 64.
+    truth = 1.0 + 1.984217 * math.sqrt(0.5) * math.sqrt(1 / 64 + 1 / 100)
     held = 0
     for seed in range(150):
         found = batch_tolerance(rng.gamma(2, 0.5, 100), np.ones(100), 64, seed)
@@ -445,6 +489,8 @@ def test_script_writes_a_page_that_needs_nothing_else(script, tmp_path, capsys):
     for engine in calibration.engines:
         assert engine.tolerance.config_line in shown
         assert label(engine.engine) in shown
+    assert "t·√(1 + 64/8) standard deviations" in shown
+    assert "Student's t with 7 degrees of freedom" in shown
     assert calibration.settings["prompts_from"] == "arithmetic"
     page = (output / "report.html").read_text()
     assert page == report_page(calibration).html()
@@ -493,6 +539,14 @@ def test_script_draws_prompts_from_files_and_benchmarks(monkeypatch, tmp_path, t
         ({"benchmark": "aime99"}, "aime99"),
         ({"temperature": 0}, "temperature=0.0"),
         ({"model": "no/such/model"}, "no/such/model"),
+        ({"device": "nope"}, "device='nope' cannot be used"),
+        ({"device": "meta"}, "device='meta' cannot be used"),
+        ({"temperature": "inf"}, "temperature=inf"),
+        ({"batch_tokens": 0}, "batch_tokens=0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"max_prompt_length": 0}, "max_prompt_length=0"),
+        ({"chat_template_kwargs": "[1]"}, "chat_template_kwargs='[1]' is no JSON object"),
+        ({"dataset_name": "dc_trl/assets/tiny_qwen3"}, "dataset_name='dc_trl/assets/tiny_qwen3'"),
     ],
 )
 def test_script_refuses_wrong_input(script, tmp_path, options, message):
@@ -501,6 +555,15 @@ def test_script_refuses_wrong_input(script, tmp_path, options, message):
     assert stop.value.code.startswith("error: ")
     assert message in stop.value.code
     assert not list(tmp_path.glob("out/*"))
+
+
+def test_script_refuses_a_model_without_tokenizer(script, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (model / name).symlink_to(TINY_MODEL / name)
+    with pytest.raises(SystemExit, match=r"^error: model='.*model' holds no tokenizer: save one there"):
+        script("--engine", "replica:fp8", model=model, output=tmp_path / "out")
 
 
 def test_script_has_no_truncated_sampling_and_no_unknown_engine(script, tmp_path, capsys):

@@ -21,6 +21,7 @@ from transformers import (
 
 from dc_trl.deployment.checkpoint import CheckpointWriter, write_deployable
 from dc_trl.deployment.policy import policy_tensors
+from dc_trl.deployment.replica import Replica
 from dc_trl.deployment.schemes import SCHEMES
 
 from .helpers import ROOT, TINY_MODEL, make_experts, make_model, make_tokenizer
@@ -120,6 +121,93 @@ def test_adapters_are_merged(tmp_path):
     merged = model.merge_and_unload()
     for name, parameter in merged.named_parameters():
         assert torch.equal(dict(loaded.named_parameters())[name], parameter.to(torch.bfloat16)), name
+
+
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+ADAPTED_EMBEDDINGS = {
+    "adapted embedding": {"target_modules": [EMBEDDING]},
+    "adapted head": {"target_modules": [HEAD]},
+    "saved embedding": {"target_modules": ["q_proj"], "modules_to_save": [EMBEDDING]},
+    "saved head": {"target_modules": ["q_proj"], "modules_to_save": [HEAD]},
+    "both adapted": {"target_modules": [EMBEDDING, HEAD]},
+    "both saved": {"target_modules": ["q_proj"], "modules_to_save": [EMBEDDING, HEAD]},
+    "one saved, one adapted": {"target_modules": [HEAD], "modules_to_save": [EMBEDDING]},
+    "adapted as one": {"target_modules": [EMBEDDING], "ensure_weight_tying": True},
+    "saved as one": {"target_modules": ["q_proj"], "modules_to_save": [EMBEDDING], "ensure_weight_tying": True},
+}
+
+
+def adapted(setting):
+    """A policy with tied embeddings whose adapter has moved; q_proj, where it is adapted at all, has not."""
+    policy = get_peft_model(make_model(64), LoraConfig(r=4, task_type="CAUSAL_LM", **ADAPTED_EMBEDDINGS[setting]))
+    torch.manual_seed(1)
+    moved = set()
+    for name, parameter in policy.named_parameters():
+        if parameter.requires_grad and "q_proj" not in name and parameter.data_ptr() not in moved:
+            moved.add(parameter.data_ptr())
+            torch.nn.init.normal_(parameter, std=0.1)
+    return policy.eval()
+
+
+@torch.no_grad()
+def as_it_computes(policy):
+    """A model without adapters that computes what the policy does: embedding and head are read off their outputs."""
+    model = make_model(64, tie_word_embeddings=False)
+    model.load_state_dict(make_model(64).state_dict())
+    base = policy.get_base_model()
+    model.get_input_embeddings().weight.copy_(base.get_input_embeddings()(torch.arange(262)))
+    model.get_output_embeddings().weight.copy_(base.get_output_embeddings()(torch.eye(64)).T)
+    return model
+
+
+@torch.no_grad()
+def token_probabilities(model):
+    tokens = torch.randint(2, 262, (4, 24), generator=torch.Generator().manual_seed(0))
+    return model(input_ids=tokens).logits.float().softmax(-1)
+
+
+@pytest.mark.parametrize("setting", ADAPTED_EMBEDDINGS)
+def test_tied_embeddings_that_an_adapter_parts_are_deployed_as_the_policy_computes(tmp_path, setting):
+    policy = adapted(setting)
+    own, plain = token_probabilities(policy), as_it_computes(policy)
+    torch.testing.assert_close(token_probabilities(plain), own, rtol=0, atol=1e-4)
+    for scheme in ("bf16", "fp8"):
+        write(policy, scheme, tmp_path / scheme)
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / scheme, dtype=torch.float32)
+        engines = {"replica": Replica(policy, scheme).model, "export": exported}
+        write(plain, scheme, tmp_path / f"plain-{scheme}")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / f"plain-{scheme}", dtype=torch.float32)
+        references = {"replica": Replica(plain, scheme).model, "export": loaded}
+        for engine, model in engines.items():
+            gap = (token_probabilities(model) - own).abs().max().item()
+            assert gap < (0.03 if scheme == "bf16" else 0.15), (engine, scheme)
+            reference = token_probabilities(references[engine])
+            torch.testing.assert_close(token_probabilities(model), reference, rtol=0, atol=0.02)
+        parted = not setting.endswith("as one")
+        assert exported.config.tie_word_embeddings == (not parted)
+        assert ("lm_head.weight" in tensors_in(tmp_path / scheme)) == parted
+
+
+def test_the_parted_matrices_follow_the_policy():
+    policy = adapted("saved embedding")
+    replica = Replica(policy, "bf16")
+    with torch.no_grad():
+        policy.get_base_model().get_input_embeddings().weight.neg_()
+    replica.sync(policy)
+    gap = (token_probabilities(replica.model) - token_probabilities(policy)).abs().max()
+    assert gap < 0.02
+
+
+def test_a_model_whose_checkpoint_parts_what_its_configuration_ties_is_deployed_parted(tmp_path):
+    make_model(64, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    own = token_probabilities(policy)
+    write(policy, "bf16", tmp_path / "bf16")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.float32)
+    for model in (exported, Replica(policy, "bf16").model):
+        assert (token_probabilities(model) - own).abs().max() < 0.03
 
 
 def test_experts_are_written_one_by_one_as_published(tmp_path):

@@ -75,6 +75,28 @@ def test_nothing_else_differs_from_trl(tmp_path):
             ["generation_kwargs['temperature']=0.3", "set temperature alone"],
         ),
         ({"vllm_structured_outputs_regex": "[0-9]+"}, ["vllm_structured_outputs_regex='[0-9]+'", "unset it"]),
+        (
+            {"importance_sampling_level": "sequence"},
+            ["importance_sampling_level='sequence'", "loss_type='grpo'", "discrepancy_level='sequence'"],
+        ),
+        ({"importance_sampling_level": "sequence", "loss_type": "luspo"}, ["loss_type='luspo'"]),
+        ({"importance_sampling_level": "sequence", "loss_type": "sapo", "constraint": "static"}, ["loss_type='sapo'"]),
+        (
+            {"off_policy_mask_threshold": 0.01},
+            ["off_policy_mask_threshold=0.01", "constraint='lagrangian'", "constraint='none'"],
+        ),
+        (
+            {"use_vllm": True, "vllm_importance_sampling_correction": True},  # TRL's default mode
+            ["vllm_importance_sampling_mode='sequence_mask'", "'token_truncate'", "constraint='none'"],
+        ),
+        (
+            {
+                "use_vllm": True,
+                "vllm_importance_sampling_correction": True,
+                "vllm_importance_sampling_mode": "token_mask",
+            },
+            ["vllm_importance_sampling_mode='token_mask'"],
+        ),
         ({"constraint": "none", "discrepancy_margin": 0.1}, ["discrepancy_margin=0.1", "no effect"]),
         ({"constraint": "static", "dual_window": 4}, ["dual_window=4", "dual_window=1"]),
         ({"weight_sync": "disk", "use_vllm": True}, ["weight_sync='disk'", "'checkpoint'"]),
@@ -151,3 +173,23 @@ def test_the_tolerance_may_be_found_by_the_run(tmp_path):
     (config,) = HfArgumentParser(DCGRPOConfig).parse_args_into_dataclasses(command.split())
     assert config.discrepancy_tolerance == "auto"
     assert config.multiplier().tolerance is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"importance_sampling_level": "sequence", "discrepancy_level": "sequence"},
+        {"importance_sampling_level": "sequence", "loss_type": "cispo"},
+        {"importance_sampling_level": "sequence", "constraint": "none"},
+        {"off_policy_mask_threshold": 0.01, "constraint": "none"},
+        {
+            "use_vllm": True,
+            "vllm_importance_sampling_correction": True,
+            "vllm_importance_sampling_mode": "sequence_truncate",
+        },
+        {"use_vllm": True, "vllm_importance_sampling_correction": True, "constraint": "none"},
+        {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},  # without correction, without effect
+    ],
+)
+def test_ratios_and_masks_that_leave_the_penalty_alone_are_taken(tmp_path, fields):
+    make_config(tmp_path, **fields)

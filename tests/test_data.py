@@ -1,6 +1,7 @@
 """Problems made on the spot, prompts from files, and problems as text."""
 
 import json
+import math
 import re
 
 import datasets
@@ -9,6 +10,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dc_trl.data.arguments import DataArguments, load_data
 from dc_trl.data.arithmetic import Problem, arithmetic_dataset, arithmetic_problems, is_held_out
 from dc_trl.data.prompts import describe_counts, gold_answer, load_prompts, load_rows
 from dc_trl.data.schema import GRADING_COLUMNS, MathProblem, to_dataset
@@ -21,7 +23,7 @@ from dc_trl.data.text import (
     restore_commands,
 )
 
-from .helpers import ROOT
+from .helpers import ROOT, make_tokenizer
 
 
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -68,6 +70,20 @@ def test_arithmetic_depends_on_the_seed_alone():
     rows = arithmetic_dataset(3, 0, "held_out")
     assert rows.column_names == ["prompt", "answer"]
     assert rows[0]["prompt"][0]["role"] == "user"
+
+
+def test_arithmetic_for_a_tokenizer_without_chat_template_is_plain_text():
+    base = make_tokenizer()
+    base.chat_template = None
+    data = DataArguments(dataset_name="arithmetic", eval_size=4)
+    train, held_out, _ = load_data(data, base, seed=0, arithmetic_size=3)
+    assert train["prompt"][0] == "98*8=?"
+    assert all(is_held_out(question) for question in held_out["prompt"])
+    chat = load_data(data, make_tokenizer(), seed=0, arithmetic_size=3)[0]
+    assert chat["prompt"][:] == [[{"role": "user", "content": question}] for question in train["prompt"]]
+    data.instruction = "Answer in a box."
+    framed = load_data(data, base, seed=0, arithmetic_size=1)[0]
+    assert framed["prompt"][0] == "Problem: 98*8=?\n\nAnswer in a box.\n\nSolution:"
 
 
 def test_arithmetic_refuses_what_it_does_not_have():
@@ -205,6 +221,76 @@ def test_files_that_cannot_be_read(tmp_path):
             path.write_text("" if name == "empty.jsonl" else "{not json\n")
         with pytest.raises(ValueError, match=f"dataset_name='.*{name}'.*{words}"):
             load_rows(str(path))
+
+
+PAGE = b"\n<!DOCTYPE html>\n<html><head><title>404</title></head>\n<body><p>a, b, c</p></body></html>\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("page.csv", PAGE, "is a web page, not data"),
+        ("one_column.csv", b"<html>\n<p>\n", "is a web page, not data"),
+        ("page.jsonl", PAGE, "is a web page, not data"),
+        ("latin.jsonl", '{"prompt": "Zo\u00e9", "answer": "3"}\n'.encode("latin1"), "is no text in UTF-8"),
+        ("latin.csv", "prompt,answer\nZo\u00e9,3\n".encode("latin1"), "is no text in UTF-8"),
+        ("packed.jsonl", b"\x1f\x8b\x08\x00xx", "is no text in UTF-8"),
+        ("null.json", b"null", "holds no JSON objects"),
+        ("numbers.jsonl", b"5\n6\n", "holds no JSON objects"),
+        ("page.parquet", PAGE, "cannot be loaded"),
+        ("head.csv", b"prompt,answer\n", "cannot be loaded"),
+    ],
+)
+def test_files_that_hold_something_else(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"dataset_name='.*{name}'.*{words}"):
+        load_rows(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "csv"])
+def test_leading_space_is_no_harm(tmp_path, suffix):
+    content = {"json": ' [{"prompt": "1+1", "answer": "2"}]', "csv": "prompt,answer\n1+1,2\n"}
+    path = tmp_path / f"rows.{suffix}"
+    path.write_text(content.get(suffix, '{"prompt": "1+1", "answer": "2"}\n'), encoding="utf-8")
+    assert load_rows(str(path))["prompt"][:] == ["1+1"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ["text"],
+        [{"role": "user"}],
+        [{"text": "no role"}],
+        [{"role": "user", "content": [{"type": "text", "text": "parts"}]}],
+        {"nested": 1},
+        5,
+        None,
+    ],
+    ids=str,
+)
+def test_prompts_of_mixed_types_cost_their_rows_only(tmp_path, tokenizer, other):
+    rows = [{"prompt": "What is 1+1?", "answer": 2}, {"prompt": other, "answer": "3"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kept, counts = load_prompts(load_rows(str(path)), tokenizer)
+    assert kept["prompt"][:] == [[{"role": "user", "content": "What is 1+1?"}]]
+    assert counts == {"rows": 2, "kept": 1, "without prompt": 1}
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("relative_tolerance", -0.01),
+        ("absolute_tolerance", math.inf),
+        ("relative_tolerance", "small"),
+        ("multiple_answers", "maybe"),
+        ("unit", 5),
+    ],
+)
+def test_what_grading_cannot_use_is_refused_with_its_row(tokenizer, column, value):
+    rows = [{"prompt": "1+1?", "answer": "2", column: None}, {"prompt": "1+2?", "answer": "3", column: value}]
+    with pytest.raises(ValueError, match=rf"row 1: {column}={value!r} is invalid: use "):
+        load_prompts(Dataset.from_list(rows), tokenizer)
 
 
 @requires_shared_data

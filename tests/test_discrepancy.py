@@ -222,3 +222,16 @@ def test_order_of_trajectories_does_not_matter(train, infer, mask, order):
     straight, permuted = mismatch_sums(train, infer, mask), mismatch_sums(train[order], infer[order], mask[order])
     for name, value in straight.items():
         assert value.item() == pytest.approx(permuted[name].item())
+
+
+def test_combining_asks_no_tensor_for_its_value():
+    # Meta tensors have none, and say so where a GPU's would make the host wait.
+    parts = [mismatch_sums(TRAIN.log(), INFER.log(), MASK) for _ in range(3)]
+    combined = combine_sums([{name: value.to("meta") for name, value in part.items()} for part in parts])
+    assert all(value.device.type == "meta" and value.shape == () for value in combined.values())
+    assert combine_sums([{"gap_max": 0.25, "tokens": 1.0}, {"gap_max": 0.5, "tokens": 2.0}, {"gap_max": 0.125}]) == {
+        "gap_max": 0.5,
+        "tokens": 3.0,
+    }
+    larger = combine_sums([{"gap_max": torch.tensor(0.5)}, {"gap_max": torch.tensor(0.25)}])
+    assert larger["gap_max"].item() == 0.5

@@ -93,7 +93,7 @@ def test_a_p_value_is_that_of_all_resamples():
 
 def test_pairs_show_what_means_alone_hide():
     first = [number / 100 for number in range(100)]
-    second = [value + 0.02 for value in first]
+    second = [value + (0.01 if number % 2 else 0.03) for number, value in enumerate(first)]
     result = paired_difference([first], [second])
     assert result.p_value < 0.001
     assert result.value / mean_estimate(first).standard_error < 1  # unpaired, it would drown
@@ -102,6 +102,40 @@ def test_pairs_show_what_means_alone_hide():
 def test_equal_evaluations_do_not_differ():
     result = paired_difference([[0.5, 0.25]], [[0.5, 0.25]])
     assert (result.value, result.p_value) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([[0.25]], [[0.75]]),  # one problem
+        ([[0.5]], [[0.5]]),
+        ([[0.0, 0.25, 0.5], [0.25]], [[0.5, 0.25, 1.0], [0.75]]),  # one problem of one benchmark
+        ([[0.25] * 10], [[0.75] * 10]),  # identical differences
+        ([[0.1, 0.2, 0.3, 0.7]], [[0.2, 0.3, 0.4, 0.8]]),  # identical but for rounding
+        ([[0.25] * 4, [0.5] * 3], [[0.5] * 4, [0.5] * 3]),
+    ],
+)
+def test_without_a_standard_error_there_is_no_p_value(first, second):
+    for pair in ((first, second), (second, first)):
+        assert paired_difference(*pair).p_value is None
+
+
+def test_few_problems_have_no_small_p_value():
+    # The same problem n times has probability 1/4 for two, 1/27 for three: on either side.
+    assert paired_difference([[0.0, 0.0]], [[0.25, 0.5]]).p_value == 1 / 2
+    assert paired_difference([[0.0, 0.0, 0.0]], [[0.25, 0.5, 0.75]]).p_value == pytest.approx(2 / 27)
+    assert paired_difference([[0.0, 0.0]] * 2, [[0.25, 0.5]] * 2).p_value == pytest.approx(2 / 16)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=6), st.integers(1, 3))
+@settings(deadline=None, max_examples=20)
+def test_a_p_value_is_there_where_differences_scatter_or_nothing_differs(pairs, denominator):
+    first, second = ([count / (4 * denominator) for count in side] for side in zip(*pairs, strict=True))
+    differences = {b - a for a, b in pairs}
+    p_value = paired_difference([first], [second]).p_value
+    assert (p_value is None) == (len(pairs) == 1 or (len(differences) == 1 and differences != {0}))
+    if p_value is not None:
+        assert 2 * len(pairs) ** -len(pairs) <= p_value <= 1
 
 
 def test_coverage_of_the_interval_and_of_the_test():

@@ -17,20 +17,31 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
+from dc_trl import DCGRPOTrainer
 from dc_trl.data.schema import MathProblem, to_dataset
 from dc_trl.deployment.client import ServerClient
+from dc_trl.deployment.policy import end_tokens
 from dc_trl.deployment.replica import Replica
 from dc_trl.deployment.sampling import ReplicaEngine, Request, Sampling, ServerEngine
 from dc_trl.deployment.server import ServerError
 from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, sample_seed, tokenize_prompts
 from dc_trl.evaluation.estimators import mean_estimate
 from dc_trl.evaluation.results import Evaluation, benchmark_result, compare
-from dc_trl.evaluation.samples import Sample
+from dc_trl.evaluation.samples import Sample, SampleStore
 from dc_trl.evaluation.tables import comparison_table, evaluation_details, evaluation_table, markdown_table
-from dc_trl.model_card import eval_results, write_eval_results
+from dc_trl.model_card import eval_results, require_card, write_eval_results
 from dc_trl.rewards import arithmetic_reward
 
-from .helpers import ROOT, TINY_MODEL, load_script, make_model, make_tokenizer
+from .helpers import (
+    ROOT,
+    TINY_MODEL,
+    distinct_characters,
+    load_script,
+    make_config,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+)
 from .vllm_server import requires_vllm
 
 
@@ -112,6 +123,52 @@ def test_greedy_is_greedy_and_limits_are_kept(replica, tokenizer):
         assert completion.truncated
         assert first[position].text.startswith(completion.text)
     assert not any(completion.truncated for completion in first.values())
+
+
+def test_every_end_token_of_the_model_ends_a_completion(tokenizer):
+    """Llama-3 has several, of which the tokenizer knows one."""
+    policy, ends = make_model(), [1, *range(40, 120)]
+    policy.generation_config.eos_token_id = ends
+    prompt = tokenizer("1+1=")["input_ids"]
+    engine = ReplicaEngine(Replica(policy, "bf16"), tokenizer)
+    sampling = Sampling(max_tokens=30, temperature=1.0)
+    completions = dict(engine.sample([Request(prompt, seed) for seed in range(64)], sampling)).values()
+    ended = [completion for completion in completions if not completion.truncated]
+    assert len(ended) > 32
+    assert {completion.tokens for completion in completions if completion.truncated} <= {30}
+    # The end token is counted and, though it is an ordinary one here, not shown: as by vLLM.
+    shown = [tokenizer(completion.text)["input_ids"] for completion in completions]
+    assert not any(set(ids) & set(ends) for ids in shown)
+    assert end_tokens(policy, tokenizer) == ends
+
+
+def test_the_tokenizers_end_token_and_a_single_one_of_the_model(tmp_path, tokenizer):
+    policy = make_model()
+    for declared, expected in ((5, [1, 5]), ([5, 1], [5, 1]), (None, [1])):
+        policy.generation_config.eos_token_id = declared
+        assert end_tokens(policy, tokenizer) == expected
+        assert end_tokens(Replica(policy, "bf16").model, tokenizer) == expected
+    config = make_config(tmp_path, deployment_scheme="bf16")
+    policy.generation_config.eos_token_id = [5, 6]
+    trainer = DCGRPOTrainer(
+        policy, distinct_characters, config, train_dataset=make_prompts(), processing_class=tokenizer
+    )
+    assert trainer.eos_token_ids == end_tokens(policy, tokenizer) == [1, 5, 6]
+
+
+def test_tokenizers_without_a_pad_or_an_end_token():
+    replica, prompt = Replica(make_model(), "bf16"), [[20, 30], [50]]
+    full, without_pad, without_both = (make_tokenizer() for _ in range(3))
+    without_pad.pad_token = without_both.pad_token = without_both.eos_token = None
+    sampling = Sampling(max_tokens=12, temperature=1.0)
+    answers = []
+    for tokenizer in (full, without_pad, without_both):
+        engine = ReplicaEngine(replica, tokenizer)
+        answers.append(dict(engine.sample([Request(ids, 3) for ids in prompt], sampling)))
+    assert answers[0] == answers[1] == answers[2]
+    replica.model.generation_config.eos_token_id = None
+    with pytest.raises(ValueError, match="eos_token_id=None in the tokenizer and in the model's generation_config"):
+        ReplicaEngine(replica, without_both)
 
 
 @requires_vllm
@@ -412,7 +469,7 @@ def test_the_script_by_the_replica_writes_table_and_card(tmp_path, script):
     [
         (["--benchmarks", "amc24"], "benchmark='amc24' is unknown: choose one of 'aime24'"),
         (["--benchmark_files", "amc23=x.jsonl"], "benchmark_files='amc23=x.jsonl' is invalid: write NAME=FILE"),
-        (["--temperature", "-1"], "temperature=-1.0 is invalid: use a number, at least 0"),
+        (["--temperature", "-1"], "temperature=-1.0 is invalid: use a finite number, at least 0"),
         (["--top_p", "0"], "top_p=0.0 is invalid"),
         (["--samples", "0"], "samples=0 is invalid"),
         (["--url", "http://127.0.0.1:9", "--scheme", "bf16", "fp8"], "a server runs in one scheme"),
@@ -420,6 +477,16 @@ def test_the_script_by_the_replica_writes_table_and_card(tmp_path, script):
         (["--url", "http://127.0.0.1:9", "--engine", "replica"], "contradict each other"),
         (["--model", "nowhere/at/all"], "nowhere/at/all"),
         (["--compare", "nowhere", "nowhere"], "holds no results of an evaluation"),
+        (["--temperature", "inf"], "temperature=inf is invalid"),
+        (["--temperature", "nan"], "temperature=nan is invalid"),
+        (["--limit", "0"], "limit=0 is invalid"),
+        (["--chat_template_kwargs", "[1]"], "chat_template_kwargs='[1]' is no JSON object"),
+        (["--chat_template_kwargs", "{"], "chat_template_kwargs='{' is not JSON"),
+        (["--chat_template_kwargs", '{"tokenize": false}'], "tokenize is set by the script"),
+        (["--card", "docs"], "card='docs' cannot be written (Is a directory)"),
+        (["--card", "README.md/card.md"], "card='README.md/card.md' cannot be written"),
+        (["--card", "dc_trl/assets/tiny_qwen3/model.safetensors"], "model.safetensors is no text in UTF-8"),
+        (["--output", "README.md"], "output='README.md' cannot be a directory"),
     ],
 )
 def test_what_the_script_refuses(tmp_path, script, options, words):
@@ -446,7 +513,7 @@ def made_evaluation(scheme, values):
 
 def test_two_evaluations_are_compared_on_their_common_benchmarks():
     first = made_evaluation("bf16", {"aime24": [0.25] * 30, "amc23": [0.5, 0.75], "gsm8k": [1.0, 0.0]})
-    second = made_evaluation("fp8", {"amc23": [0.5, 0.5], "aime24": [0.5] * 30})
+    second = made_evaluation("fp8", {"amc23": [0.5, 0.5], "aime24": [0.25, 0.75] * 15})
     differences = compare(first, second)
     assert list(differences) == ["aime24", "amc23", "average"]
     assert differences["aime24"].value == pytest.approx(0.25)
@@ -459,6 +526,19 @@ def test_two_evaluations_are_compared_on_their_common_benchmarks():
         compare(first, made_evaluation("fp8", {"math500": [1.0]}))
     with pytest.raises(ValueError, match="other problems of 'amc23': 2 and 3, 2 of them in both"):
         compare(first, made_evaluation("fp8", {"amc23": [1.0, 1.0, 1.0]}))
+
+
+def test_a_difference_without_a_p_value_is_not_called_one():
+    first = made_evaluation("bf16", {"aime24": [0.25] * 30, "amc23": [0.25]})
+    second = made_evaluation("fp8", {"aime24": [0.5] * 30, "amc23": [0.75]})
+    rows = comparison_table(first, second, compare(first, second))[1]
+    assert rows == [
+        ["aime24", "25.0", "50.0", "+25.0 ± 0.0", "–", "–", "not shown to differ"],
+        ["amc23", "25.0", "75.0", "+50.0", "–", "–", "not shown to differ"],
+        ["average", "25.0", "62.5", "+37.5", "–", "–", "not shown to differ"],
+    ]
+    intervals = [row[3] for row in evaluation_details([second])[1]]
+    assert intervals == ["50.0 – 50.0", "–"]
 
 
 def test_tables_have_a_column_for_each_benchmark():
@@ -490,3 +570,71 @@ def test_results_that_are_none(tmp_path):
     for name in ("broken.json", "missing.json"):
         with pytest.raises(ValueError, match="holds no results of an evaluation"):
             Evaluation.load(tmp_path / name)
+
+
+def test_a_model_without_tokenizer_is_refused_before_it_is_loaded(tmp_path, script):
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (model / name).symlink_to(TINY_MODEL / name)
+    with pytest.raises(SystemExit, match=r"^error: model='.*model' holds no tokenizer: save one there"):
+        script(evaluate_script("--model", str(model), "--engine", "replica", "--output", str(tmp_path / "out")))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [("a: [", "has metadata that cannot be read"), ("- a", "has metadata"), ("model-index: 5", "has metadata")],
+)
+def test_a_card_that_cannot_be_read_is_refused_at_once(tmp_path, metadata, words):
+    card = tmp_path / "README.md"
+    card.write_text(f"---\n{metadata}\n---\n# Mine\n")
+    with pytest.raises(ValueError, match=f"README.md {words}"):
+        require_card(card)
+    assert "# Mine" in card.read_text()
+
+
+def test_asking_whether_a_card_can_be_written_leaves_it(tmp_path):
+    card = tmp_path / "README.md"
+    card.write_text("---\nlicense: mit\n---\n# Mine\n")
+    require_card(card)
+    assert card.read_text() == "---\nlicense: mit\n---\n# Mine\n"
+    require_card(tmp_path / "new" / "README.md")
+    assert not list((tmp_path / "new").iterdir())
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b"\xff\x00", b'"text"'])
+def test_settings_of_samples_that_cannot_be_read_are_named(tmp_path, content):
+    (tmp_path / "settings.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"settings\.json (holds no JSON|is not JSON|is no text)"):
+        SampleStore(tmp_path, {"model": "m"})
+
+
+def test_samples_that_cannot_be_read_are_named(tmp_path):
+    SampleStore(tmp_path, {"model": "m"}).close()
+    (tmp_path / "part-000001.parquet").write_bytes(b"cut short")
+    with pytest.raises(ValueError, match=r"part-000001\.parquet holds no samples .*remove it"):
+        SampleStore(tmp_path, {"model": "m"})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tree: [],
+        lambda tree: {},
+        lambda tree: tree | {"results": []},
+        lambda tree: tree | {"average": tree["average"] | {"value": "high"}},
+        lambda tree: tree | {"average": tree["average"] | {"low": None}},
+        lambda tree: tree | {"results": {"aime24": tree["results"]["aime24"] | {"per_problem": [1]}}},
+        lambda tree: tree | {"results": {"aime24": tree["results"]["aime24"] | {"per_problem": {"a": "1"}}}},
+        lambda tree: tree | {"results": {"aime24": tree["results"]["aime24"] | {"pass_at": {"two": {}}}}},
+        lambda tree: tree | {"results": {"aime24": 5}},
+    ],
+)
+def test_results_that_are_mistyped_are_named(tmp_path, change):
+    samples = {("a", 0): Sample("a", 0, 1, "x", 1, False, "1", True)}
+    path = tmp_path / RESULTS_FILE
+    Evaluation.of("m", "fp8", {}, [benchmark_result("aime24", ["a"], 1, samples)]).save(path)
+    assert Evaluation.load(path).average.value == 1.0
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(ValueError, match=r"results\.json holds no results of an evaluation"):
+        Evaluation.load(path)

@@ -14,6 +14,9 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, constants, metadata_load, snapshot_download
 from huggingface_hub.utils import logging as hub_logging
+from hypothesis import example, given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -21,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
 from dc_trl.deployment.checkpoint import write_deployable
 from dc_trl.hub import hub_dataset, push_run, run_files
-from dc_trl.model_card import write_eval_results
+from dc_trl.model_card import quoted, write_eval_results
 
 from .helpers import ROOT, TINY_MODEL, TWO_PROCESSES, distinct_characters, load_script, make_config, make_prompts
 from .hub_server import READ_TOKEN, TOKEN, USER, Repository, serve_hub
@@ -148,6 +151,65 @@ def test_what_a_run_leaves_on_the_hub(hub, tmp_path, monkeypatch, capfd, caplog)
     saved = torch.load(folder / "training_args.bin", weights_only=False)
     assert saved.hub_token is None
     assert saved.learning_rate == trainer.args.learning_rate
+
+
+HOSTILE = "<img src=x onerror=alert(1)> *a* _b_ `c` ``d`` [e](http:f)|g.jsonl"
+
+
+def markdown_tokens(text):
+    """Inline tokens of a Markdown text, as a reader that is not ours sees them."""
+    blocks = MarkdownIt("commonmark").enable("table").parse(text)
+    assert not [block for block in blocks if block.type == "html_block" and "sha256" not in block.content]
+    return [token for block in blocks for token in block.children or ()]
+
+
+@given(st.text(min_size=1).filter(str.strip))
+@example(HOSTILE)
+@example("`")
+@example("``` a")
+def test_a_name_in_markdown_is_code_and_nothing_else(name):
+    (token,) = markdown_tokens(f"{quoted(name)}")
+    assert token.type == "code_inline"
+    assert token.content.split() == name.replace("\0", "\ufffd").split()
+
+
+def test_the_model_card_quotes_names(tmp_path):
+    folder = tmp_path / "a *run* <b>"
+    trainer = make_trainer(folder, max_steps=1)
+    trainer.train()
+    after = {"greedy": 0.5, "greedy_se": None, "problems": 1}
+    (folder / "summary.json").write_text(json.dumps({"steps": 1, "before": after, "after": after}))
+    trainer.create_model_card(dataset_name=f"somewhere/{HOSTILE}")
+    card = ModelCard.load(folder / "README.md")
+    tokens = markdown_tokens(card.text)
+    codes = [token.content for token in tokens if token.type == "code_inline"]
+    assert "a *run* <b>" in codes
+    assert HOSTILE in codes
+    assert f"{HOSTILE}, held out" in codes
+    assert not [token for token in tokens if token.type == "html_inline"]
+    assert not [token for token in tokens if "onerror" in token.content and token.type != "code_inline"]
+    assert card.data.model_name == "a *run* <b>"
+    assert "held-out problems | 0.500 | 0.500 |" in card.text
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"steps": 1, "after": 5}', '{"steps": 1, "after": {"greedy": "x"}}'])
+def test_a_card_names_the_summary_that_it_cannot_read(tmp_path, content):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.train()
+    (tmp_path / "summary.json").write_text(content)
+    with pytest.raises(ValueError, match=r"summary\.json"):
+        trainer.create_model_card()
+
+
+def test_a_push_names_the_card_that_it_cannot_read(hub, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "README.md").write_text("---\na: [\n---\n# Mine\n")
+    with pytest.raises(ValueError, match=r"README\.md has metadata that cannot be read"):
+        push_run(tmp_path, f"{USER}/run")
+    (tmp_path / "README.md").write_bytes(b"\xff\x00")
+    with pytest.raises(ValueError, match=r"README\.md is no text in UTF-8"):
+        push_run(tmp_path, f"{USER}/run")
+    assert not hub.repositories
 
 
 def test_the_model_card(hub, tmp_path, monkeypatch):
@@ -376,7 +438,7 @@ def test_two_processes_push_once(hub, tmp_path):
     assert RUN | CHECKPOINT | {"summary.json"} <= set(repository.files)
     card = ModelCard(repository.files["README.md"].decode())
     assert card.data.datasets is None
-    assert "Trained on: arithmetic." in card.text
+    assert "Trained on: `arithmetic`." in card.text
     assert "fine-tuned version of `tiny_qwen3`" in card.text
 
 

@@ -5,11 +5,12 @@ import math
 
 import numpy as np
 import pytest
+import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dc_trl import LagrangeMultiplier
-from dc_trl.lagrangian import AUTO_BATCHES, proposed_tolerance
+from dc_trl.lagrangian import AUTO_BATCHES, proposed_tolerance, student_quantile
 
 
 def test_recursion_by_hand():
@@ -33,10 +34,40 @@ def test_window_by_hand():
 
 
 def test_proposed_tolerance_by_hand():
-    # mean 2, squared deviations 1 + 0 + 1, over n − 1 = 2: standard deviation 1
-    assert proposed_tolerance([1.0, 2.0, 3.0]) == pytest.approx(2 + 1.96)
+    # mean 2, squared deviations 1 + 0 + 1, over n − 1 = 2: standard deviation 1; t with 2 degrees of freedom: 4.302653
+    assert proposed_tolerance([1.0, 2.0, 3.0]) == pytest.approx(2 + 4.302653 * math.sqrt(4 / 3))
+    # The same of ten values 1 and 3, five each: deviation √(10/9); t with 9 degrees of freedom: 2.262157
+    assert proposed_tolerance([1.0, 3.0] * 5) == pytest.approx(2 + 2.262157 * math.sqrt(11 / 10) * math.sqrt(10 / 9))
     with pytest.raises(ValueError, match="at least two"):
         proposed_tolerance([1.0])
+
+
+@pytest.mark.parametrize(("freedom", "expected"), [(1, 12.706205), (2, 4.302653), (9, 2.262157), (1999, 1.961152)])
+def test_student_quantile_of_a_table(freedom, expected):
+    assert student_quantile(freedom) == pytest.approx(expected, abs=1e-6)
+
+
+def test_student_quantile_is_scipys():
+    freedoms = [*range(1, 300), *range(300, 10_000, 97), 9_999]
+    found = [student_quantile(freedom) for freedom in freedoms]
+    np.testing.assert_allclose(found, scipy.stats.t.ppf(0.975, freedoms), rtol=1e-10)
+
+
+@pytest.mark.parametrize("batches", [2, 5, AUTO_BATCHES])
+def test_one_healthy_batch_in_forty_is_above_the_tolerance(batches):
+    """Normally distributed δ̄, 8,000 runs: 2.5 % ± 0.17 %. Mean plus 1.96 deviations of ten batches: 4.7 %."""
+    rng = np.random.default_rng(0)
+    runs = rng.normal(0.002, 0.0003, (8_000, batches + 1))
+    above = np.mean([run[-1] > proposed_tolerance(run[:-1].tolist()) for run in runs])
+    assert 0.019 < above < 0.031
+
+
+def test_a_skewed_discrepancy_is_above_the_tolerance_as_often_as_is_said():
+    rng = np.random.default_rng(0)
+    for scatter, said in ((0.1, 0.033), (0.2, 0.041), (0.6, 0.064)):
+        runs = rng.lognormal(-6, scatter, (8_000, AUTO_BATCHES + 1))
+        above = np.mean([run[-1] > proposed_tolerance(run[:-1].tolist()) for run in runs])
+        assert above == pytest.approx(said, abs=0.007)
 
 
 def test_automatic_tolerance():
@@ -47,7 +78,7 @@ def test_automatic_tolerance():
         assert multiplier.tolerance is None
     killed = LagrangeMultiplier(init=0.1, lr=1.0, tolerance="auto")
     killed.load_state_dict(json.loads(json.dumps(multiplier.state_dict())))
-    expected = np.mean(observed) + 1.96 * np.std(observed, ddof=1)
+    expected = np.mean(observed) + 2.262157 * math.sqrt(1.1) * np.std(observed, ddof=1)
     for one in (multiplier, killed):
         assert one.update(observed[-1]) == 0.1
         assert one.tolerance == pytest.approx(expected)

@@ -73,10 +73,10 @@ def test_any_trainer_trains_at_the_fixed_schedule(tmp_path, kind):
     trainer.add_callback(LengthDecayCallback(trainer, decay_period=2))
     trainer.train()
     assert logged(trainer, "learning_rate") == pytest.approx(
-        [0.01] * 2 + [0.005] * 2 + [0.0025] * 2 + [0.00125] * 2 + [1e-3]
+        [0.01] + [0.005] * 2 + [0.0025] * 2 + [0.00125] * 2 + [1e-3] * 2
     )
     assert trainer.lr_scheduler.last_epoch == 9
-    events = [(0, "period", 2), (2, "halvings", 1), (4, "halvings", 2), (6, "halvings", 3), (8, "halvings", 4)]
+    events = [(0, "period", 2), (1, "halvings", 1), (3, "halvings", 2), (5, "halvings", 3), (7, "halvings", 4)]
     assert decays(trainer.state.log_history) == decays(read_history(tmp_path / "history.jsonl")) == events
     # The other rows keep all that TRL logs.
     assert len(logged(trainer, "reward")) == len(logged(trainer, "completions/mean_length")) == 9
@@ -85,7 +85,7 @@ def test_any_trainer_trains_at_the_fixed_schedule(tmp_path, kind):
 
 def test_the_weights_move_at_the_rate(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=6, max_completion_length=8, optim="sgd")
-    trainer.add_callback(LengthDecayCallback(trainer, decay_period=1))
+    trainer.add_callback(LengthDecayCallback(trainer, decay_period=2))
     moved = []
 
     class Moves(TrainerCallback):
@@ -98,16 +98,16 @@ def test_the_weights_move_at_the_rate(tmp_path):
 
     trainer.add_callback(Moves())
     trainer.train()
-    assert moved == pytest.approx([1e-2, 5e-3, 2.5e-3, 1.25e-3, 1e-3, 1e-3], rel=1e-2)
+    assert moved == pytest.approx([1e-2, 5e-3, 5e-3, 2.5e-3, 2.5e-3, 1.25e-3], rel=1e-2)
 
 
 def test_the_surge_is_found_logged_and_drawn(tmp_path):
     trainer = make_trainer(tmp_path, curve=SURGE_AT_16, max_steps=32)
     trainer.add_callback(LengthDecayCallback(trainer))
     trainer.train()
-    events = [(20, "surge_step", 16), (20, "period", 29), (29, "halvings", 1)]
+    events = [(20, "surge_step", 16), (20, "period", 29), (28, "halvings", 1)]
     assert decays(trainer.state.log_history) == events
-    assert logged(trainer, "learning_rate") == pytest.approx([0.01] * 29 + [0.005] * 3)
+    assert logged(trainer, "learning_rate") == pytest.approx([0.01] * 28 + [0.005] * 4)
     with Image.open(tmp_path / "run.png") as figure:
         assert figure.height == 5 * 300  # two panels more than without length decay
 
@@ -137,7 +137,7 @@ def test_lengths_of_several_steps_stand_for_each_of_them(tmp_path):
     assert schedule.detector.step == 32
     # The log of step 16 is the first of longer responses, and stands for steps 13 to 16; the baseline needs 10 steps.
     assert (schedule.surge_step, schedule.decay_period) == (15, 27)
-    assert decays(trainer.state.log_history) == [(20, "surge_step", 15), (20, "period", 27), (27, "halvings", 1)]
+    assert decays(trainer.state.log_history) == [(20, "surge_step", 15), (20, "period", 27), (26, "halvings", 1)]
 
 
 def test_a_schedule_in_optimizers_is_the_one_that_is_used(tmp_path):
@@ -162,9 +162,9 @@ def test_two_processes_halve_at_the_steps_of_one(tmp_path):
     assert done.stdout.count("processes: 2") == 2
     rows = read_history(tmp_path / "history.jsonl")
     assert [row["learning_rate"] for row in rows if "learning_rate" in row] == pytest.approx(
-        [0.01, 0.01, 0.005, 0.005, 0.0025]
+        [0.01, 0.005, 0.005, 0.0025, 0.0025]
     )
-    assert decays(rows) == [(0, "period", 2), (2, "halvings", 1), (4, "halvings", 2)]
+    assert decays(rows) == [(0, "period", 2), (1, "halvings", 1), (3, "halvings", 2), (5, "halvings", 3)]
 
 
 @pytest.mark.parametrize(

@@ -31,18 +31,19 @@ def advance(schedule, steps):
 
 
 def algorithm_1(steps, periods, floor):
-    """The rates of the paper's loop, where `periods[t]` is the period in force when step t + 1 ends."""
+    """The rates of the paper's loop; `periods[t]` is the period that was in force when step t + 1 began."""
     rate, rates = 1.0, []
     for step in range(1, steps + 1):
-        rates.append(rate)
         if periods[step - 1] is not None and step % periods[step - 1] == 0:
             rate = max(rate / 2, floor)
+        rates.append(rate)  # the update of this step
     return rates
 
 
 def test_rates_by_hand():
+    # Steps 1 and 2 are at the full rate, step 3 is the first at half of it, then 6, 9, and 12 at the floor.
     schedule = LengthDecaySchedule(make_optimizer(8.0, 0.8), decay_period=3)
-    assert advance(schedule, 15) == [8.0] * 3 + [4.0] * 3 + [2.0] * 3 + [1.0] * 3 + [0.8] * 3
+    assert advance(schedule, 15) == [8.0] * 2 + [4.0] * 3 + [2.0] * 3 + [1.0] * 3 + [0.8] * 4
     assert schedule.get_last_lr() == pytest.approx([0.8, 0.08])
     assert schedule.halvings == 4
     assert schedule.factor == 0.1
@@ -50,10 +51,16 @@ def test_rates_by_hand():
     assert (schedule.halvings, schedule.factor) == (4, 0.1)
 
 
+@given(st.integers(1, 20), st.floats(0.01, 1))
+def test_a_period_that_is_given_makes_the_rates_of_algorithm_1(period, floor):
+    schedule = LengthDecaySchedule(make_optimizer(), period, floor)
+    assert advance(schedule, 60) == pytest.approx(algorithm_1(60, [period] * 60, floor))
+
+
 @pytest.mark.parametrize(("floor", "halvings"), [(1, 0), (0.6, 1), (0.5, 1), (0.25, 2), (0.1, 4), (1e-3, 10)])
 def test_floor(floor, halvings):
-    schedule = LengthDecaySchedule(make_optimizer(), decay_period=1, floor=floor)
-    rates = advance(schedule, 20)
+    schedule = LengthDecaySchedule(make_optimizer(), decay_period=2, floor=floor)
+    rates = advance(schedule, 40)
     assert rates[-1] == min(rates) == floor
     assert schedule.halvings == halvings == len(set(rates)) - 1
 
@@ -67,7 +74,8 @@ def test_whatever_period_is_set_when_the_rates_are_algorithm_1s(periods, floor):
         schedule.decay_period = period
         assert schedule.factor == before  # setting the period moves nothing
         rates += advance(schedule, 1)
-    assert rates == pytest.approx(algorithm_1(len(periods), periods, floor))
+    # The rate of a step is made when the one before ends.
+    assert rates == pytest.approx(algorithm_1(len(periods), [None, *periods], floor))
 
 
 def test_a_period_of_the_past_is_not_made_up_for(caplog):
@@ -76,9 +84,9 @@ def test_a_period_of_the_past_is_not_made_up_for(caplog):
     schedule.decay_period = 50
     assert not caplog.records
     schedule.decay_period = 10
-    assert "decay_period=10 is set at step 35: the 3 halving(s)" in caplog.text
+    assert "decay_period=10 is set before step 36: the 3 halving(s)" in caplog.text
     assert "at step 40" in caplog.text
-    assert advance(schedule, 20) == [1.0] * 5 + [0.5] * 10 + [0.25] * 5
+    assert advance(schedule, 20) == [1.0] * 4 + [0.5] * 10 + [0.25] * 6
 
 
 @given(
@@ -104,7 +112,7 @@ def test_a_restored_schedule_goes_on_as_the_saved_one(before, after, first, seco
 def test_a_rate_in_a_tensor_stays_that_tensor():
     rate = torch.tensor(1.0)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=rate)
-    schedule = LengthDecaySchedule(optimizer, decay_period=2)
+    schedule = LengthDecaySchedule(optimizer, decay_period=3)
     advance(schedule, 2)
     assert optimizer.param_groups[0]["lr"] is rate
     assert rate.item() == 0.5
@@ -303,7 +311,7 @@ def test_the_reactive_schedule_and_its_resumption(cut):
         rates += advance(whole, 1)
         whole.observe(length)
     assert (whole.surge_step, whole.decay_period) == (101, 182)  # 1.8 × 101 = 181.8
-    assert rates == [1.0] * 182 + [0.5] * 182 + [0.25] * 36
+    assert rates == [1.0] * 181 + [0.5] * 182 + [0.25] * 37
 
 
 def test_a_given_period_outlives_the_surge():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -44,7 +45,7 @@ class Recipe(NamedTuple):
     optimizer_steps: int  # on a generation batch
     scheme: str
     constraint: str
-    tolerance: float | str
+    tolerance: float
     lambda_init: float
 
 
@@ -54,7 +55,8 @@ RECIPES = {
     "qwen3_8b_fp8": DENSE,
     "qwen3_8b_bf16": DENSE._replace(scheme="bf16"),
     "qwen3_30b_a3b_fp8": DENSE._replace(architecture="qwen3_moe", processes=16, tolerance=0.005, lambda_init=0.05),
-    "r1_distill_qwen_1_5b_temperature": DENSE._replace(architecture="qwen2", tolerance="auto"),
+    # The paper's study is of GRPO.
+    "r1_distill_qwen_1_5b_temperature": DENSE._replace(architecture="qwen2", constraint="none"),
     "qwen3_4b_base_length_decay": LENGTH_DECAY,
     "qwen3_8b_base_length_decay": LENGTH_DECAY,
 }
@@ -129,14 +131,26 @@ def test_every_value_has_a_source(name):
     source = r"  # (paper|digest|ours)\b"
     for line in path_of(name).read_text().splitlines():
         assert not line or line.startswith("#") or re.search(source, line), line
-    # Numbers that are not in the text of DC-GRPO's paper: nobody may take them for the paper's.
+    # Numbers that are not in the text of a paper: nobody may take them for the paper's. And the other way round.
+    paper, digest = {"lr_scheduler_type", "max_completion_length", "beta", "temperature"}, set()
+    ours = {"loss_type", "adam_epsilon", "eval_size", "max_steps"}
+    if name.endswith("length_decay"):
+        paper |= {"bf16", "use_vllm", "weight_decay", "max_grad_norm", "num_generations", "learning_rate", "epsilon"}
+        ours |= {"optim", "adam_beta1", "adam_beta2"}
+    else:
+        paper |= {"optim", "top_p", "constraint"}
+        digest |= {"epsilon", "adam_beta1", "adam_beta2", "num_generations", "learning_rate"}
+        ours |= {"weight_decay", "max_grad_norm"}
     if RECIPES[name].constraint == "lagrangian":
-        digest = {"lambda_lr", "epsilon", "adam_beta2", "num_generations", "learning_rate"}
-        ours = {"lambda_max", "eval_size", "max_steps"}
-        (ours if RECIPES[name].tolerance == "auto" else digest).update({"discrepancy_tolerance", "lambda_init"})
-        for origin, names in {"digest": digest, "ours": ours}.items():
-            for field in names:
-                assert re.search(rf"^{field}: .*  # {origin}\b", path_of(name).read_text(), re.MULTILINE), field
+        digest |= {"discrepancy_tolerance", "lambda_init", "lambda_lr"}
+        ours |= {"lambda_min", "lambda_max"}
+    if name == "r1_distill_qwen_1_5b_temperature":  # of the sweep, which is ours
+        paper, ours = paper - {"temperature"}, ours | {"temperature"}
+    if name == "qwen3_30b_a3b_fp8":
+        ours |= {"router_aux_loss_coef"}
+    for origin, names in {"paper": paper, "digest": digest, "ours": ours}.items():
+        for field in names:
+            assert re.search(rf"^{field}: .*  # {origin}\b", path_of(name).read_text(), re.MULTILINE), field
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -159,17 +173,38 @@ def test_numbers(script, name, tmp_path):
     assert get_reward(data.rewards[0]).__name__ == "math_reward"
     assert model.dtype == "float32"
     assert args.ddp_timeout > args.vllm_request_timeout
+    assert {"weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon", "loss_type"} < config.keys()
     if recipe.constraint == "lagrangian":
         assert (args.lambda_lr, args.lambda_min, args.lambda_max) == (1.0, 0.0, 1.0)
-        assert (args.epsilon, args.epsilon_high or args.epsilon) == (0.24, 0.24)
-        assert (args.adam_beta1, args.adam_beta2) == (0.9, 0.95)
+    if not name.endswith("length_decay"):
+        assert (args.epsilon, args.epsilon_high or args.epsilon, args.loss_type) == (0.24, 0.24, "grpo")
+        assert (args.adam_beta1, args.adam_beta2, args.adam_epsilon) == (0.9, 0.95, 1e-8)
+        assert (args.weight_decay, args.max_grad_norm) == (0.0, 1.0)
         assert (args.advantage_estimator, args.drop_zero_std_groups, watch.length_decay) == ("grpo", False, False)
     else:
         assert (args.epsilon, args.epsilon_high, args.weight_decay, args.max_grad_norm) == (0.2, 0.28, 0.01, 1.0)
+        assert (args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.loss_type) == (0.9, 0.999, 1e-8, "dapo")
         assert (args.advantage_estimator, args.drop_zero_std_groups) == ("rloo", True)
         assert (watch.length_decay, watch.length_decay_period, watch.length_decay_floor) == (True, None, 0.1)
         assert not args.vllm_importance_sampling_correction
         assert args.vllm_importance_sampling_clip_max == 2.0
+
+
+def parse_small(script, name: str, config: dict, model: PreTrainedModel, folder: Path):
+    """The fields that a small machine leaves as they are, and all arguments for a run of this model there."""
+    model.save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    recipe = RECIPES[name]
+    small = OVERRIDES | {
+        "model_name_or_path": str(folder / "model"),
+        "output_dir": str(folder / "run"),
+        "per_device_train_batch_size": recipe.completions,
+        "steps_per_generation": recipe.optimizer_steps,
+        "max_steps": recipe.optimizer_steps + 1,
+    }
+    kept = {field: value for field, value in config.items() if field not in OVERRIDES}
+    changed = {field: value for field, value in small.items() if value is not None}
+    return kept, parse(script, kept | changed, folder)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -177,20 +212,9 @@ def test_a_stand_in_trains(script, name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     recipe, config = RECIPES[name], fields(name)
     model = stand_in(recipe.architecture)
-    model.save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
     steps = recipe.optimizer_steps
-    small = OVERRIDES | {
-        "model_name_or_path": str(tmp_path / "model"),
-        "output_dir": str(tmp_path / "run"),
-        "per_device_train_batch_size": recipe.completions,
-        "steps_per_generation": steps,
-        "max_steps": steps + 1,
-    }
-    kept = {field: value for field, value in config.items() if field not in OVERRIDES}
+    kept, parsed = parse_small(script, name, config, model, tmp_path)
     assert len(kept) >= 25
-    changed = {field: value for field, value in small.items() if value is not None}
-    parsed = parse(script, kept | changed, tmp_path)
     for field, value in kept.items():
         holder = next(arguments for arguments in parsed if hasattr(arguments, field))
         assert getattr(holder, field) == ([] if value == "none" and field == "report_to" else value), field
@@ -208,14 +232,36 @@ def test_a_stand_in_trains(script, name, tmp_path, monkeypatch):
     before, after = trainer.state.log_history[0], trainer.state.log_history[steps]
     discrepancy = logged(trainer, "discrepancy/mean")[0]
     assert 0 < discrepancy < 0.05
-    moved = recipe.lambda_init
-    if recipe.constraint == "lagrangian" and recipe.tolerance != "auto":  # auto: λ rests for the first ten batches
-        moved = min(max(recipe.lambda_init + 1.0 * (discrepancy - recipe.tolerance), 0.0), 1.0)
     if recipe.constraint == "lagrangian":
+        moved = min(max(recipe.lambda_init + 1.0 * (discrepancy - recipe.tolerance), 0.0), 1.0)
         assert before["lagrangian/lambda"] == pytest.approx(recipe.lambda_init)
         assert after["lagrangian/lambda"] == pytest.approx(moved)
     rates = logged(trainer, "learning_rate")
     assert rates == [1e-6] * (steps + 1)
+
+
+def test_the_mixture_of_experts_trains_without_an_auxiliary_loss(script, tmp_path, monkeypatch):
+    """Loss and weights are those of a model that has none; left out, TRL adds that of the configuration."""
+    monkeypatch.chdir(ROOT)
+    name = "qwen3_30b_a3b_fp8"
+    recipe = fields(name)
+    silent = {field: value for field, value in recipe.items() if field != "router_aux_loss_coef"}
+    losses, weights, logs = {}, {}, {}
+    for run, config, coefficient in (("recipe", recipe, 0.001), ("none", silent, 0.0), ("left out", silent, 0.001)):
+        model = stand_in("qwen3_moe")
+        model.config.router_aux_loss_coef = coefficient
+        (tmp_path / run).mkdir()
+        _, parsed = parse_small(script, name, config | {"learning_rate": 1e-2}, model, tmp_path / run)
+        with ExitStack() as stack:
+            trainer, _ = script.build_trainer(*parsed, stack)
+            trainer.train()
+        losses[run], logs[run] = logged(trainer, "loss"), trainer.state.log_history[0]
+        weights[run] = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+    assert losses["recipe"] == losses["none"]
+    assert all(torch.equal(value, weights["none"][key]) for key, value in weights["recipe"].items())
+    assert "aux_loss" not in logs["recipe"]
+    assert "aux_loss" in logs["left out"]
+    assert not all(torch.equal(value, weights["none"][key]) for key, value in weights["left out"].items())
 
 
 # --- how they are launched ------------------------------------------------------------------------------------------

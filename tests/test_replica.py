@@ -176,6 +176,12 @@ def test_completions_end_with_their_first_end_token():
         assert len(completion) == len(values)
         assert not {1, 40, 41} & set(completion[:-1])
     assert {completion[-1] for completion in ended} <= {1, 40, 41}
+    # Where the caller names none, they are the policy's.
+    policy.generation_config.eos_token_id = [1, 40, 41]
+    torch.manual_seed(3)
+    named = replica.generate([[20]] * 8, sampling(eos_token_id=[1, 40, 41]), 1.0)
+    torch.manual_seed(3)
+    assert Replica(policy, "bf16").generate([[20]] * 8, sampling(eos_token_id=None), 1.0) == named
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8", "int4"])

@@ -301,6 +301,20 @@ def test_a_report_is_made_anew_and_nothing_else_is_touched(tmp_path):
         (lambda folder: (make_run(folder) / "history.jsonl").write_text("x\n{}\n"), "line 1 is not JSON"),
         (lambda folder: (make_run(folder) / "summary.json").write_text("{"), "summary.json is not JSON"),
         (lambda folder: (make_run(folder) / "before.json").write_text("[]"), "before.json holds no JSON object"),
+        (lambda folder: (make_run(folder) / "history.jsonl").write_bytes(b"\xff\x00"), "history.jsonl is no text"),
+        (lambda folder: (make_run(folder) / "history.jsonl").write_text('{"step": true}\n'), "line 1 has no step"),
+        (lambda folder: (make_run(folder) / "history.jsonl").write_text("[" * 9999 + "\n"), "line 1 is not JSON"),
+        (lambda folder: (make_run(folder) / "settings.json").write_bytes(b"\xff"), "settings.json is no text"),
+        (lambda folder: (make_run(folder) / "settings.json").write_text("[]"), "settings.json holds no JSON object"),
+        (lambda folder: make_run(folder, settings={"lambda_max": "x"}), "settings.json: lambda_max='x'"),
+        (lambda folder: make_run(folder, summary={}), "summary.json lacks 'steps'"),
+        (lambda folder: make_run(folder, summary=[]), "summary.json holds no JSON object"),
+        (lambda folder: make_run(folder, summary=make_summary(steps="many")), "summary.json: steps='many'"),
+        (lambda folder: make_run(folder, summary=make_summary(after="x")), "summary.json: after='x'"),
+        (lambda folder: make_run(folder, summary=make_summary(before=[])), "summary.json: before="),
+        (lambda folder: make_run(folder, summary=make_summary(after={"greedy": "x"})), "summary.json: greedy='x'"),
+        (lambda folder: make_run(folder, summary=make_summary(seconds={})), "summary.json: seconds="),
+        (lambda folder: (make_run(folder) / "before.json").write_text('{"greedy": "x"}'), "before.json: greedy='x'"),
     ],
 )
 def test_what_is_no_run_is_refused_before_anything_is_written(tmp_path, prepare, message):
@@ -435,3 +449,10 @@ def test_the_script_writes_a_report_and_says_what_is_wrong(tmp_path, monkeypatch
     assert read_report(tmp_path / "report.html").texts["h1"] == ["Mine"]
     with pytest.raises(SystemExit, match=r"^error: run='.*nothing' is no directory"):
         report(tmp_path / "nothing", "--output", tmp_path / "other.html")
+
+
+def test_a_number_too_large_to_draw_is_left_out(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "history.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": ' + "9" * 400 + "}\n")
+    write_report([run], tmp_path / "report.html")
+    assert read_run(run).series("reward").values == [0.5]

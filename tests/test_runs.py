@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -52,14 +53,17 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path, steps):
     }
     whole = finished(options | {"output_dir": str(tmp_path / "whole")})
     resumed = options | {"output_dir": str(tmp_path / "resumed")}
-    assert run(resumed | {"kill_at": 5}).returncode == -signal.SIGKILL
+    assert run(resumed | {"kill_in_save": 6}).returncode == -signal.SIGKILL
     assert not (tmp_path / "resumed" / "logs.json").exists()
-    logs = finished(resumed | {"resume_from_checkpoint": str(tmp_path / "resumed" / "checkpoint-3")})
+    # Neither the checkpoint that the kill cut short nor an empty folder is the newest one to go on from.
+    assert (tmp_path / "resumed" / "checkpoint-6" / "model.safetensors").is_file()
+    (tmp_path / "resumed" / "checkpoint-99").mkdir()
+    logs = finished(resumed | {"resume_from_checkpoint": "true"})
 
     assert compared(logs["rows"]) == compared(whole["rows"])
     assert logs["lambda"] == whole["lambda"]
     assert len({row["lagrangian/lambda"] for row in whole["rows"] if "lagrangian/lambda" in row}) > 1
-    # The history file is continued, not doubled: steps 4 and 5 of the killed run were made again.
+    # The history file is continued, not doubled: steps 4 to 6 of the killed run were made again.
     history = [json.loads(line) for line in (tmp_path / "resumed" / "history.jsonl").read_text().splitlines()]
     assert [row["step"] for row in history if "loss" in row] == list(range(1, 10))
     assert compared(history) == compared(whole["rows"])
@@ -115,3 +119,27 @@ def test_two_processes_sample_from_their_replicas(tmp_path):
     assert all(0 < row["discrepancy/probs_diff_max"] < 0.05 for row in logs["bf16"])
     for rounded, quantized in zip(logs["bf16"], logs["int4"], strict=True):
         assert quantized["discrepancy/mean"] > 2 * rounded["discrepancy/mean"]
+
+
+def test_colocated_engines_of_two_hosts_share_a_directory(tmp_path):
+    (tmp_path / "dc_trl-sync-elsewhere_run-0").mkdir()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.colocate_worker", tmp_path],
+            cwd=ROOT,
+            # As torchrun --nnodes 2 --nproc_per_node 1 sets it.
+            env=os.environ
+            | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    ended = [host.communicate(timeout=200) for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], ended[0][1] + ended[1][1]
+    assert len({output for output, _ in ended}) == 2

@@ -10,7 +10,7 @@ from dc_trl.summary import BeforeAndAfter, summarize
 from .helpers import distinct_characters, make_config, make_model, make_prompts
 
 
-def trained(output_dir, tokenizer, **fields):
+def trained(output_dir, tokenizer, held_out=8, **fields):
     config = make_config(
         output_dir, deployment_scheme="fp8", max_steps=2, save_strategy="steps", save_steps=2, **fields
     )
@@ -19,7 +19,7 @@ def trained(output_dir, tokenizer, **fields):
         distinct_characters,
         config,
         train_dataset=make_prompts(2),  # an epoch of two steps, as scripts/train.py sizes it
-        eval_dataset=make_prompts(8),
+        eval_dataset=make_prompts(held_out),
         processing_class=tokenizer,
     )
     run = BeforeAndAfter(trainer)
@@ -38,3 +38,11 @@ def test_a_run_that_is_resumed_after_its_last_step_says_the_same(tmp_path, token
     assert resumed["before"] == whole["before"]
     assert resumed["after"]["greedy"] == pytest.approx(whole["after"]["greedy"])
     assert resumed["lambda"] == whole["lambda"]
+
+
+def test_a_single_held_out_problem_has_no_standard_error(tmp_path, tokenizer, capsys):
+    run = trained(tmp_path, tokenizer, held_out=1)
+    assert (run["after"]["problems"], run["after"]["greedy_se"]) == (1, None)
+    row = next(line for line in capsys.readouterr().out.splitlines() if "1 held-out problems" in line)
+    assert "±" not in row
+    assert f"{100 * run['after']['greedy']:.1f} %" in row

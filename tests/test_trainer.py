@@ -10,12 +10,15 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer, mismatch_metrics
 from dc_trl.lagrangian import AUTO_BATCHES
 
 from .helpers import (
+    TINY_MODEL,
     Rollouts,
     assert_finite,
     distinct_characters,
@@ -24,6 +27,7 @@ from .helpers import (
     make_model,
     make_prompts,
 )
+from .vllm_server import requires_vllm
 
 
 # Where log π_train comes from. aligned: the generation batch is used up at standing weights, TRL computes no old
@@ -218,7 +222,8 @@ def test_automatic_tolerance_is_taken_from_the_first_batches(tmp_path, tokenizer
     trainer = make_trainer(config, tokenizer, Rollouts())
     trainer.train()
     means = logged(trainer, "discrepancy/mean")
-    expected = np.mean(means[:AUTO_BATCHES]) + 1.96 * np.std(means[:AUTO_BATCHES], ddof=1)
+    # t with 9 degrees of freedom is 2.262157; √(1 + 1/10)
+    expected = np.mean(means[:AUTO_BATCHES]) + 2.262157 * math.sqrt(1.1) * np.std(means[:AUTO_BATCHES], ddof=1)
     assert logged(trainer, "lagrangian/tolerance") == pytest.approx([expected] * 3)
     violations = logged(trainer, "lagrangian/violation")
     assert violations == pytest.approx([mean - expected for mean in means[AUTO_BATCHES:]])
@@ -371,6 +376,68 @@ def test_bad_rollouts_never_reach_lambda_or_loss(tmp_path, tokenizer, edit, step
         assert trainer.lagrange_multiplier.value == 0.1
 
 
+def filled_by_hand(prompts, trainer):
+    """What an engine with empty completions comes to: an end token there that the environment has written."""
+    output = Rollouts(edit=empty_completions)(prompts, trainer)
+    output["env_mask"] = [[1] * len(ids) or [0] for ids in output["completion_ids"]]
+    output["completion_ids"] = [ids or [1] for ids in output["completion_ids"]]
+    output["logprobs"] = [values or [-0.5] for values in output["logprobs"]]
+    return output
+
+
+@pytest.mark.parametrize("returns", ["rollouts", "rollouts with a mask", "an engine", "arrays"])
+def test_what_fills_an_empty_completion_is_outside_the_loss(
+    tmp_path, tokenizer, seen_by_the_loss, monkeypatch, returns
+):
+    def rollouts(prompts, trainer):
+        output = Rollouts(edit=empty_completions)(prompts, trainer)
+        if returns == "rollouts with a mask":
+            output["env_mask"] = [[1] * len(ids) for ids in output["completion_ids"]]
+        if returns == "arrays":
+            output["completion_ids"] = [np.array(ids, dtype=int) for ids in output["completion_ids"]]
+        return output
+
+    config = make_config(tmp_path, constraint="none", max_steps=2)
+    theirs = make_trainer(plain_config(config), tokenizer, filled_by_hand, kind=GRPOTrainer)
+    theirs.train()
+    expected = [inputs["completion_mask"] * inputs["tool_mask"] for inputs in seen_by_the_loss]
+    seen_by_the_loss.clear()
+    if returns == "an engine":
+
+        def generate(self, prompt_ids, *args, **kwargs):
+            output = rollouts([""] * len(prompt_ids), self)
+            return output["completion_ids"], output["logprobs"]
+
+        monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", generate)
+    ours = make_trainer(config, tokenizer, None if returns == "an engine" else rollouts)
+    ours.train()
+    masks = [inputs["completion_mask"] * inputs["tool_mask"] for inputs in seen_by_the_loss]
+    assert [mask.tolist() for mask in masks] == [mask.tolist() for mask in expected]
+    assert all(mask[row].sum() == 0 for mask in masks for row in (0, 3))
+    # What is outside the loss moves no weight.
+    assert logged(ours, "loss") == logged(theirs, "loss")
+    for mine, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_without_empty_completions_nothing_is_masked(tmp_path, tokenizer, seen_by_the_loss):
+    make_trainer(make_config(tmp_path, max_steps=1), tokenizer, Rollouts()).train()
+    assert all("tool_mask" not in inputs for inputs in seen_by_the_loss)
+
+
+@pytest.mark.parametrize("missing", ["logprobs", "completion_ids", "prompt_ids"])
+def test_a_rollout_function_that_leaves_a_key_out_gets_trls_message(tmp_path, tokenizer, missing):
+    def rollouts(prompts, trainer):
+        return {name: value for name, value in Rollouts()(prompts, trainer).items() if name != missing}
+
+    messages = []
+    for kind, config in ((GRPOTrainer, plain_config(make_config(tmp_path))), (DCGRPOTrainer, make_config(tmp_path))):
+        with pytest.raises(ValueError, match=missing) as refused:
+            make_trainer(config, tokenizer, rollouts, kind=kind).train()
+        messages.append(str(refused.value))
+    assert messages[0] == messages[1]
+
+
 def test_tokens_without_log_probability_carry_no_penalty(tmp_path, tokenizer, seen_by_the_loss):
     config = make_config(tmp_path, max_steps=1, learning_rate=0.0)
     trainer = make_trainer(config, tokenizer, Rollouts(edit=nan_tokens))
@@ -464,13 +531,216 @@ def test_peft(tmp_path, tokenizer):
     assert 0 < logged(trainer, "discrepancy/mean")[-1] < 0.05
 
 
+@pytest.mark.parametrize(
+    "adapter",
+    [{"target_modules": ["embed_tokens"]}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}],
+    ids=["embedding", "head"],
+)
+def test_an_adapter_on_one_of_tied_embeddings_makes_no_mismatch(tmp_path, tokenizer, adapter):
+    trainer = make_trainer(
+        make_config(tmp_path, deployment_scheme="bf16", max_steps=4, learning_rate=3e-2),
+        tokenizer,
+        model=make_model(),
+        peft_config=LoraConfig(r=4, task_type="CAUSAL_LM", **adapter),
+    )
+    trainer.train()
+    # Before the first step an adapter changes nothing.
+    first, *_, last = logged(trainer, "discrepancy/mean")
+    assert last < 3 * first
+    trainer.save_deployment(tmp_path / "deployed")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "deployed", dtype=torch.float32)
+    tokens = torch.arange(10, 200).view(2, -1)
+    with torch.no_grad():
+        models = (trainer.model, exported, make_model())
+        own, theirs, untrained = (model.eval()(input_ids=tokens).logits.softmax(-1) for model in models)
+    assert (own - theirs).abs().max() < (own - untrained).abs().max() / 10
+
+
+@requires_vllm
+@pytest.mark.parametrize(
+    ("mode", "remedy"), [("server", "use vllm_mode='colocate' with deployment_scheme"), ("colocate", "'bf16'")]
+)
+def test_an_adapter_on_one_of_tied_embeddings_is_refused_where_vllm_has_one_matrix(tmp_path, tokenizer, mode, remedy):
+    config = make_config(tmp_path, use_vllm=True, vllm_mode=mode, vllm_server_base_url="http://127.0.0.1:9")
+    adapter = LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match=rf"tie_word_embeddings=True.*(?i:{remedy}).*ensure_weight_tying=True"):
+        make_trainer(config, tokenizer, peft_config=adapter)
+
+
 @pytest.mark.parametrize("loss_type", ["bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])
 def test_other_losses_of_trl(tmp_path, tokenizer, loss_type):
     level = "sequence" if loss_type == "luspo" else "token"
-    config = make_config(tmp_path, loss_type=loss_type, importance_sampling_level=level, max_steps=2, beta=0.0)
+    levels = {"importance_sampling_level": level, "discrepancy_level": level}
+    config = make_config(tmp_path, loss_type=loss_type, max_steps=2, beta=0.0, **levels)
     trainer = make_trainer(config, tokenizer, Rollouts())
     trainer.train()
     assert_finite(trainer)
+
+
+def test_torch_compile_trains_the_same_policy_against_the_same_replica(tmp_path, tokenizer):
+    means = []
+    for compiled in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}):
+        config = make_config(tmp_path / str(len(means)), deployment_scheme="fp8", **compiled)
+        trainer = make_trainer(config, tokenizer, model=make_model(128))
+        trainer.train()
+        trainer.save_deployment(tmp_path / str(len(means)) / "deployment")
+        means.append(logged(trainer, "discrepancy/mean"))
+    assert isinstance(trainer.model_wrapped, torch._dynamo.OptimizedModule)
+    assert means[1] == pytest.approx(means[0], rel=1e-3)
+    plain, compiled = (load_file(tmp_path / str(i) / "deployment" / "model.safetensors") for i in range(2))
+    assert plain.keys() == compiled.keys()
+
+
+def test_without_arguments_the_replica_in_bf16_samples(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    class OneStep(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = True
+
+    trainer = DCGRPOTrainer(str(TINY_MODEL), distinct_characters, train_dataset=make_prompts(2), callbacks=[OneStep()])
+    assert (trainer.args.deployment_scheme, trainer.args.constraint) == ("bf16", "lagrangian")
+    trainer.generation_config.max_new_tokens = 8
+    trainer.train()
+    assert 0 < logged(trainer, "discrepancy/mean")[0] < 0.05
+    with_rollouts = DCGRPOTrainer(
+        str(TINY_MODEL), distinct_characters, train_dataset=make_prompts(2), rollout_func=Rollouts()
+    )
+    assert with_rollouts.replica is None
+
+
+# --- a trainer that trains again
+
+
+class ByStep(Rollouts):
+    """Rollouts that follow from the step and the position, whatever has been called before."""
+
+    steps: list[int]
+
+    def __call__(self, prompts, trainer):
+        self.steps = [*getattr(self, "steps", []), trainer.state.global_step]
+        self.calls = trainer.state.global_step
+        return super().__call__(prompts, trainer)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_resuming_in_a_used_trainer_is_resuming_in_a_new_one(tmp_path, tokenizer, step):
+    """Step 1 lies within a generation batch, whose rest is in the checkpoint; step 2 between two."""
+    fields = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "lambda_lr": 0.5, **MISALIGNED}
+    used = make_trainer(make_config(tmp_path, **fields), tokenizer, ByStep())
+    used.train()  # ends within the second generation batch
+    checkpoint = str(tmp_path / f"checkpoint-{step}")
+    new = make_trainer(make_config(tmp_path, **fields), tokenizer, rollouts := ByStep())
+    rows = []
+    for trainer in (used, new):
+        trainer.train(resume_from_checkpoint=checkpoint)
+        rows.append([row for row in trainer.state.log_history if "loss" in row and row["step"] > step])
+    assert rollouts.steps == [2]
+    timed = ("step_time", "epoch", "num_tokens")
+    assert [{k: v for k, v in row.items() if k not in timed} for row in rows[0]] == [
+        {k: v for k, v in row.items() if k not in timed} for row in rows[1]
+    ]
+    assert used.lagrange_multiplier.state_dict() == new.lagrange_multiplier.state_dict()
+
+
+def test_a_second_training_starts_from_its_own_rollouts_and_lambda(tmp_path, tokenizer):
+    config = make_config(tmp_path, max_steps=3, lambda_lr=0.5, dual_window=2, **MISALIGNED)
+    trainer = make_trainer(config, tokenizer, rollouts := ByStep())
+    trainer.train()
+    assert trainer.lagrange_multiplier.value != 0.1
+    first, rollouts.steps = rollouts.steps, []
+    trainer.train()
+    assert rollouts.steps == first == [0, 2]
+    assert logged(trainer, "lagrangian/lambda")[0] == 0.1
+
+
+def test_a_multiplier_that_the_user_set_is_kept_in_the_first_training(tmp_path, tokenizer):
+    trainer = make_trainer(make_config(tmp_path, max_steps=1), tokenizer, Rollouts())
+    trainer.lagrange_multiplier.load_state_dict({"value": 0.7, "recent": [], "observed": None})
+    trainer.train()
+    assert logged(trainer, "lagrangian/lambda") == [0.7]
+
+
+# --- the gradient that the penalty makes
+
+
+def token_gradients(tmp_path, tokenizer, monkeypatch, **fields):
+    """Gradient of the loss by each log π_train of one batch, and what the loss read."""
+    logps = []
+    forward = GRPOTrainer._get_per_token_logps_and_entropies
+
+    def keep(self, *args, **kwargs):
+        outputs = forward(self, *args, **kwargs)
+        if outputs[0].requires_grad:
+            outputs[0].retain_grad()
+            logps.append(outputs[0])
+        return outputs
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", keep)
+        config = make_config(tmp_path, max_steps=1, learning_rate=0.0, constraint="static", **fields)
+        make_trainer(config, tokenizer, Rollouts()).train()
+    (values,) = logps
+    return values.detach(), values.grad
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "luspo", "cispo", "vespo")),
+        {"loss_type": "cispo", "importance_sampling_level": "sequence"},
+    ],
+)
+def test_the_gradient_of_the_penalty_is_each_tokens_own(tmp_path, tokenizer, monkeypatch, seen_by_the_loss, fields):
+    """On the weights that sampled every ratio is 1: without penalty a token's gradient is −Â times its share."""
+    fields = fields | {"epsilon_high": 5.0}  # CISPO's bound on the ratio
+    margin = 0.1  # so that some tokens carry nothing
+    _, without = token_gradients(tmp_path, tokenizer, monkeypatch, lambda_init=0.0, **fields)
+    plain = seen_by_the_loss[-1]
+    values, found = token_gradients(
+        tmp_path, tokenizer, monkeypatch, lambda_init=0.5, discrepancy_margin=margin, **fields
+    )
+    delta = (values.exp() - plain["sampling_per_token_logps"].exp()).abs()
+    penalty = 0.5 * delta * (delta > margin) * plain["completion_mask"]
+    share = -without / plain["advantages"]
+    assert (plain["advantages"].abs() > 1e-3).all()
+    assert 0 < (penalty > 0).sum() < plain["completion_mask"].sum()
+    torch.testing.assert_close(found - without, share * penalty, rtol=1e-3, atol=1e-8)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "sapo", "luspo"])
+def test_one_ratio_for_a_trajectory_carries_the_penalty_of_a_trajectory(
+    tmp_path, tokenizer, monkeypatch, seen_by_the_loss, loss_type
+):
+    fields = {"loss_type": loss_type, "importance_sampling_level": "sequence", "discrepancy_level": "sequence"}
+    _, without = token_gradients(tmp_path, tokenizer, monkeypatch, lambda_init=0.0, **fields)
+    plain = seen_by_the_loss[-1]
+    values, found = token_gradients(tmp_path, tokenizer, monkeypatch, lambda_init=0.5, **fields)
+    mask = plain["completion_mask"]
+    delta = (values.exp() - plain["sampling_per_token_logps"].exp()).abs() * mask
+    mean = delta.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    share = -without / plain["advantages"][:, :1]
+    torch.testing.assert_close(found - without, share * 0.5 * mean, rtol=1e-3, atol=1e-8)
+
+
+def test_vespo_weighs_trajectories_by_the_sign_of_their_own_advantage(tmp_path, tokenizer, monkeypatch):
+    seen = []
+    weights = GRPOTrainer.get_gamma_weights
+    monkeypatch.setattr(
+        GRPOTrainer,
+        "get_gamma_weights",
+        staticmethod(lambda advantages, **kwargs: seen.append(advantages) or weights(advantages=advantages, **kwargs)),
+    )
+    for steps in (ALIGNED, MISALIGNED):
+        config = make_config(tmp_path, loss_type="vespo", constraint="static", lambda_init=1.0, max_steps=1, **steps)
+        trainer = make_trainer(config, tokenizer, Rollouts())
+        seen.clear()
+        trainer.train()
+        plain = torch.tensor(list(trainer._logs["advantages"]))
+        assert seen
+        for advantages in seen:
+            assert advantages.shape == (4, 1)
+            assert ((advantages - plain).abs().amin(1) < 1e-6).all()
 
 
 def test_the_model_card_names_the_method(tmp_path, tokenizer):

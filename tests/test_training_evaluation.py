@@ -1,6 +1,8 @@
 """Evaluation while training: by the engine of the rollouts, at the present weights, under names of its own."""
 
+import asyncio
 import json
+import math
 import statistics
 import subprocess
 
@@ -14,7 +16,7 @@ from dc_trl import DCGRPOTrainer
 from dc_trl.deployment.replica import Replica
 from dc_trl.deployment.sampling import ReplicaEngine, Sampling
 from dc_trl.evaluation import Benchmark, evaluate
-from dc_trl.evaluation.training import BenchmarkCallback
+from dc_trl.evaluation.training import BenchmarkCallback, greedy_accuracy
 
 from .helpers import (
     ROOT,
@@ -106,6 +108,76 @@ def test_two_processes_evaluate_as_one(tmp_path):
     (row,) = (row for row in rows if "eval_arithmetic/avg@1" in row)
     assert row["eval_arithmetic/avg@1"] == pytest.approx(expected.avg.value, abs=0.1)
     assert row["eval_arithmetic/mean_tokens"] == pytest.approx(expected.mean_tokens, rel=0.1)
+
+
+def with_columns(count=6):
+    return make_prompts(count).add_column("bonus", [float(number) for number in range(count)])
+
+
+def by_everything(prompts, completions, completion_ids, bonus, trainer_state, log_extra, log_metric, **kwargs):
+    """A reward that needs what TRL passes."""
+    assert trainer_state.global_step == 0
+    log_extra("bonus", bonus)
+    log_metric("bonus", 1.0)
+    rows = zip(prompts, completions, completion_ids, bonus, strict=True)
+    return [
+        None if value == 2.0 else len(prompt) + 10 * len(text) + 100 * len(ids) + 1000 * value
+        for prompt, text, ids, value in rows
+    ]
+
+
+def by_hand(trainer, dataset):
+    """What `by_everything` has to give for each problem, from the trainer's own greedy completions one by one."""
+    values = []
+    for prompt, bonus in zip(dataset["prompt"], dataset["bonus"], strict=True):
+        (ids,) = trainer.deployed_completion_ids([trainer.processing_class(prompt)["input_ids"]])
+        text = trainer.processing_class.decode(ids, skip_special_tokens=True)
+        values.append(len(prompt) + 10 * len(text) + 100 * len(ids) + 1000 * bonus)
+    return values
+
+
+def test_greedy_accuracy_calls_a_reward_as_trl_does(tmp_path):
+    trainer, dataset = tiny_trainer(tmp_path), with_columns()
+    values = [value for number, value in enumerate(by_hand(trainer, dataset)) if number != 2]
+
+    async def asynchronous(**arguments):
+        await asyncio.sleep(0)
+        return by_everything(**arguments)
+
+    async def in_a_notebook():
+        return greedy_accuracy(trainer, dataset, asynchronous, 4)
+
+    estimates = [greedy_accuracy(trainer, dataset, reward, 4) for reward in (by_everything, asynchronous)]
+    estimates.append(asyncio.run(in_a_notebook()))  # within a running event loop
+    for estimate in estimates:
+        assert estimate.value == pytest.approx(statistics.mean(values), rel=0.02)
+        assert estimate.problems == 5
+    with pytest.raises(ValueError, match="returned 1 rewards for 4 completions: return one for each"):
+        greedy_accuracy(trainer, dataset, lambda **kwargs: [1.0], 4)
+    with pytest.raises(ValueError, match="scored none of the problems"):
+        greedy_accuracy(trainer, dataset, lambda prompts, **kwargs: [math.nan] * len(prompts), 4)
+
+
+def test_greedy_accuracy_of_the_runs_own_rewards_is_their_weighted_sum(tmp_path):
+    async def only_some(prompts, bonus, **kwargs):
+        return [None if value < 3 else 4.0 for value in bonus]
+
+    trainer = DCGRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32),
+        [by_everything, only_some],
+        make_config(tmp_path, deployment_scheme="fp8", max_completion_length=48, reward_weights=[0.5, 2.0]),
+        train_dataset=with_columns(),
+        eval_dataset=with_columns(),
+        processing_class=make_tokenizer(),
+    )
+    totals = [0.5 * value + 8.0 * (number >= 3) for number, value in enumerate(by_hand(trainer, with_columns()))]
+    del totals[2]  # no function scored it
+    estimate = greedy_accuracy(trainer, with_columns(), None, 4)
+    assert estimate.value == pytest.approx(statistics.mean(totals), rel=0.02)
+    assert estimate.problems == 5
+    # What the functions log goes to no table of rollouts.
+    assert not trainer._pending_extra_logs
+    assert not trainer._pending_metrics
 
 
 @requires_vllm

@@ -1,7 +1,8 @@
 """A training run in a process of its own: `python -m tests.worker '{"output_dir": …, …}'`.
 
 Options beside those of DCGRPOConfig: `rollouts` (known rollouts instead of the replica), `kill_at` (the step after
-which the process kills itself, as a power cut would), `server` (URL of a vLLM server that has the tiny model in FP8),
+which the process kills itself, as a power cut would), `kill_in_save` (the same, when the checkpoint of that step has
+its weights and no more), `server` (URL of a vLLM server that has the tiny model in FP8),
 `colocate` (a scheme for vLLM in this process), `benchmark` (so many problems of arithmetic, asked after the
 last step). The main process writes `logs.json` into the output directory.
 """
@@ -33,9 +34,19 @@ class Kill(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class KilledInSave(DCGRPOTrainer):
+    kill_in_save: int | None = None
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        if self.state.global_step == self.kill_in_save:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._save_optimizer_and_scheduler(output_dir)
+
+
 def main() -> None:
     options = json.loads(sys.argv[1])
     kill_at, rollouts = options.pop("kill_at", None), options.pop("rollouts", False)
+    kill_in_save = options.pop("kill_in_save", None)
     benchmark = options.pop("benchmark", None)
     if benchmark is not None:
         options |= {"eval_strategy": "steps", "eval_steps": options["max_steps"]}
@@ -47,7 +58,7 @@ def main() -> None:
     options["use_vllm"] = bool(server or colocate)
     config = make_config(**options)
     tiny = config.use_vllm or benchmark is not None
-    trainer = DCGRPOTrainer(
+    trainer = KilledInSave(
         AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32) if tiny else make_model(128),
         distinct_characters,
         config,
@@ -57,6 +68,7 @@ def main() -> None:
         rollout_func=Rollouts() if rollouts else None,
         callbacks=[LambdaLoggingCallback()],
     )
+    trainer.kill_in_save = kill_in_save
     if colocate is not None:
 
         def complete():

@@ -1,6 +1,5 @@
 """Runs the jobs of a sweep, several at a time, and goes on where a killed sweep stopped."""
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from ..files import lock_folder, write_text
+from ..checkpoints import TRAINER_STATE_FILE, checkpoint_defect, checkpoints
+from ..files import lock_folder, read_object, write_text
 from ..history import SUMMARY_FILE
 from .plan import CONFIG_FILE, Job, changed_settings
 
@@ -24,20 +24,16 @@ _LAST_LINES = 12  # of a failed job's log
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The latest complete checkpoint from which steps are left; None where there is none.
+    """The latest whole checkpoint from which steps are left; None where there is none.
 
-    A job that was killed while it saved leaves a checkpoint without the file that is written last, or with a part of
-    it. One killed after its last step is not resumed but started again.
+    A job killed after its last step is not resumed but started again.
     """
-    found: dict[int, Path] = {}
-    for state_file in folder.glob("checkpoint-*/trainer_state.json"):
-        try:
-            state = json.loads(state_file.read_text())
-        except json.JSONDecodeError:
-            continue  # cut short
-        if state["global_step"] < state["max_steps"]:
-            found[state["global_step"]] = state_file.parent
-    return found[max(found)] if found else None
+    for checkpoint in checkpoints(folder):
+        if checkpoint_defect(checkpoint) is None:  # a job that was killed while it saved leaves part of one
+            state = read_object(checkpoint / TRAINER_STATE_FILE)
+            if state["global_step"] < state["max_steps"]:
+                return checkpoint
+    return None
 
 
 def is_done(job: Job) -> bool:

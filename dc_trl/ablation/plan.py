@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ..files import read_yaml
 
 
 CONFIG_FILE = "config.yaml"  # in a job's folder: its whole configuration
@@ -224,31 +224,3 @@ def changed_settings(job: Job) -> list[str]:
             shown = ["unset" if value is absent else show(value) for value in (before, after)]
             differing.append(f"{name} was {shown[0]} and is now {shown[1]}")
     return differing
-
-
-class _Loader(yaml.SafeLoader):
-    """A key that stands twice would silently lose a variant."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping = super().construct_mapping(node, deep)
-        names = [key.value for key, _ in node.value]
-        for name in names:
-            if names.count(name) > 1 and name != "<<":
-                raise ValueError(f"{name!r} stands there twice (line {node.start_mark.line + 1} ff.): remove one.")
-        return mapping
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file that holds a mapping.
-
-    Raises:
-        ValueError: it holds something else, or is no YAML; the message names the file.
-        OSError: it cannot be read.
-    """
-    try:
-        content = yaml.load(path.read_text(), _Loader)  # a SafeLoader
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds {show(content)[:80]}: write a mapping of names to values.")
-    return content

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..evaluation.tables import TableRows, markdown_table
+from ..evaluation.tables import TableRows, markdown_table, with_error
 from ..files import write_text
 from ..history import HISTORY_FILE, Run, read_run
 from .jobs import is_done
@@ -64,9 +64,9 @@ def value_of(run: Run, name: str) -> float | None:
         # Without held-out problems the summary has the last batch's here, and no reward.
         return after.get("discrepancy") if "reward" in after else None
     if name == "lambda":
-        return None if run.summary["constraint"] == "none" else run.summary["lambda"]
+        return None if run.summary.get("constraint") == "none" else run.summary.get("lambda")
     if name == "seconds":
-        return run.summary["seconds"]
+        return run.summary.get("seconds")
     begin = 0.0 if name == "discrepancy" else 0.9 * run.summary["steps"]
     series = run.series("discrepancy/mean" if name in ("discrepancy", "final_discrepancy") else name)
     values = [value for step, value in zip(*series, strict=True) if step > begin] or series.values[-1:]
@@ -182,8 +182,7 @@ def show_mean(mean: Mean | None, name: str, sign: str = "") -> str:
     if decimals is None:  # two significant digits of the error, or of the value where there is none
         scale = mean.standard_error or abs(mean.value)
         decimals = max(0, 1 - math.floor(math.log10(scale))) if scale else 0
-    error = "" if mean.standard_error is None else f" ± {factor * mean.standard_error:.{decimals}f}"
-    return f"{factor * mean.value:{sign}.{decimals}f}{error}"
+    return with_error(mean.value, mean.standard_error, factor, decimals, sign)
 
 
 def collect(sweep: Sweep, jobs: Sequence[Job]) -> Results:

@@ -46,7 +46,7 @@ def calibrate(
 
     Each engine samples completions of the same prompts, from the whole distribution; the model scores their tokens as
     TRL's trainer would. With one engine's δ̄ over generation batches of the run's size (prompts drawn again from those
-    given, each with all its completions), ε follows by `dc_trl.lagrangian.proposed_tolerance`.
+    given, each with all its completions), ε follows by the rule of `dc_trl.lagrangian.proposed_tolerance`.
 
     Args:
         model: the model that is trained, in its training precision.

@@ -25,8 +25,8 @@ from ..discrepancy import (
     mismatch_sums,
     token_discrepancy,
 )
-from ..evaluation.estimators import Difference, Estimate
-from ..lagrangian import TOLERANCE_DEVIATIONS, proposed_tolerance
+from ..evaluation.estimators import Difference, Estimate, bootstrap_p_value
+from ..lagrangian import tolerance_deviations
 from .contexts import token_contexts
 from .result import GRID, HISTOGRAM_EDGES, Bin, EngineMismatch, Growth, Tolerance, Weights
 from .rollouts import Rollout
@@ -155,10 +155,12 @@ def measure_engine(
 
 
 def batch_tolerance(numerators: Array, denominators: Array, batch_prompts: int, seed: int = 0) -> Tolerance:
-    """ε by `proposed_tolerance` from generation batches that are drawn from the prompts, with replacement.
+    """ε by the rule of `dc_trl.lagrangian.proposed_tolerance`, from batches drawn from the prompts with replacement.
 
-    A batch's δ̄ is the sum of its prompts' numerators over that of their denominators. The interval is that of a
-    bootstrap: the prompts are drawn anew, and the whole rule is applied to each draw.
+    A batch's δ̄ is the sum of its prompts' numerators over that of their denominators. However many batches are drawn,
+    P prompts make P / `batch_prompts` independent ones, and their spread has P − 1 degrees of freedom: with these ε
+    promises what that rule does. The interval is that of a bootstrap: the prompts are drawn anew, and the whole rule
+    is applied to each draw.
 
     Args:
         numerators, denominators: of δ̄ for each prompt, shape (P,); prompts with a denominator of 0 are left out.
@@ -174,35 +176,38 @@ def batch_tolerance(numerators: Array, denominators: Array, batch_prompts: int, 
     draws = rng.integers(size, size=(RESAMPLES, size))
     # The same places in every draw: what differs between two draws is their prompts alone.
     resampled = (batches @ numerators[draws].T) / (batches @ denominators[draws].T)
-    # `proposed_tolerance` of every column at once.
-    low, high = np.quantile(resampled.mean(0) + TOLERANCE_DEVIATIONS * resampled.std(0, ddof=1), [0.025, 0.975])
-    value = proposed_tolerance(observed.tolist())
-    return Tolerance(value, float(low), float(high), float(observed.mean()), float(observed.std(ddof=1)))
+    # Drawn with replacement, prompts scatter as their variance over P, not over P − 1, says.
+    deviations = tolerance_deviations(size - 1, size / batch_prompts) * math.sqrt(size / (size - 1))
+    low, high = np.quantile(resampled.mean(0) + deviations * resampled.std(0, ddof=1), [0.025, 0.975])
+    mean, spread = float(observed.mean()), float(observed.std(ddof=1))
+    return Tolerance(mean + deviations * spread, float(low), float(high), mean, spread)
 
 
 def compare_engines(first: EngineMismatch, second: EngineMismatch, seed: int = 0) -> Difference:
     """δ̄ of the second engine minus that of the first, on the same prompts.
 
     The p-value is two-sided, for "there is no difference", by the paired bootstrap of
-    `dc_trl.evaluation.estimators.paired_difference`.
+    `dc_trl.evaluation.estimators.paired_difference`; None where all prompts differ by the same.
 
     Raises:
         ValueError: they were not measured on the same number of prompts.
     """
     if first.prompts != second.prompts:
         raise ValueError(f"engines were measured on {first.prompts} and {second.prompts} prompts: use the same ones.")
-    values, draws, residuals = [], [], []
+    values, draws, residuals, there = [], [], [], np.zeros(first.prompts, dtype=bool)
     for engine in (first, second):
         numerators, denominators = np.array(engine.per_prompt).T
+        there |= denominators > 0
         value, drawn = _resampled_ratio(numerators, denominators, seed)
         values.append(value)
         draws.append(drawn)
         residuals.append((numerators - value * denominators) / denominators.sum())
     value, differences = values[1] - values[0], draws[1] - draws[0]
-    low, high = np.nanquantile(differences, [0.025, 0.975])
-    extreme = 1 + int((np.abs(differences - value) >= abs(value) - 1e-12).sum())
+    differences = differences[np.isfinite(differences)]  # a resample may hold no prompt with scored tokens
+    low, high = np.quantile(differences, [0.025, 0.975])
     error = _clustered_error(residuals[1] - residuals[0])
-    return Difference(value, error, float(low), float(high), extreme / (RESAMPLES + 1), first.prompts)
+    p_value = bootstrap_p_value(value, error, differences, [int(there.sum())])
+    return Difference(value, error, float(low), float(high), p_value, first.prompts)
 
 
 def _clustered_error(residuals: Array) -> float:

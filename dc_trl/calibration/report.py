@@ -53,7 +53,7 @@ def difference_table(calibration: Calibration) -> TableRows:
     """δ̄ of each further engine minus that of the first, on the same prompts, and whether that is more than noise."""
     head = [f"δ̄ minus that of {label(calibration.engines[0].engine)}", "difference", "95 %", "p", "verdict"]
     return head, [
-        [label(name), f"{d.value:+.3g}", f"[{d.low:+.3g}, {d.high:+.3g}]", _p_value(d), _verdict(d)]
+        [label(name), f"{d.value:+.3g}", _difference_interval(d), _p_value(d), _verdict(d)]
         for name, d in calibration.differences.items()
     ]
 
@@ -61,12 +61,14 @@ def difference_table(calibration: Calibration) -> TableRows:
 def rule(calibration: Calibration) -> str:
     """How ε was found, in words."""
     settings = calibration.settings
+    prompts, batch = settings["prompts"], settings["batch_prompts"]
     return (
-        "ε is the mean of δ̄ plus 1.96 standard deviations over generation batches of "
-        f"{settings['batch_prompts']} prompts × {settings['samples']} completions, drawn with replacement from the "
-        f"{settings['prompts']} prompts measured. A healthy run then has about one batch in forty above ε by chance; "
-        "λ falls back after it, and a lasting rise of δ̄ moves λ at once. The interval comes from drawing the prompts "
-        "anew and applying the whole rule to each draw."
+        f"ε is the mean of δ̄ plus t·√(1 + {batch}/{prompts}) standard deviations over generation batches of {batch} "
+        f"prompts × {settings['samples']} completions, drawn with replacement from the {prompts} prompts measured; t "
+        f"is the 97.5 % point of Student's t with {prompts - 1} degrees of freedom. If δ̄ is normally distributed, one "
+        "batch of a healthy run in forty is then above ε, the chance of the prompts measured included; λ falls back "
+        "after it, and a lasting rise of δ̄ moves λ at once. The interval comes from drawing the prompts anew "
+        "and applying the whole rule to each draw."
     )
 
 
@@ -106,13 +108,19 @@ def _interval(estimate: Estimate | Tolerance) -> str:
     return f"{estimate.value:#.3g}\n[{estimate.low:#.3g}, {estimate.high:#.3g}]"
 
 
+def _difference_interval(difference: Difference) -> str:
+    return "–" if difference.p_value is None else f"[{difference.low:+.3g}, {difference.high:+.3g}]"
+
+
 def _p_value(difference: Difference) -> str:
+    if difference.p_value is None:
+        return "–"
     smallest = 1 / (RESAMPLES + 1)  # that the bootstrap can tell
     return f"≤ {smallest:.3f}" if difference.p_value <= smallest else f"{difference.p_value:.3f}"
 
 
 def _verdict(difference: Difference) -> str:
-    if difference.p_value >= SIGNIFICANCE:
+    if difference.p_value is None or difference.p_value >= SIGNIFICANCE:
         return "not shown to differ"
     return "higher" if difference.value > 0 else "lower"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..evaluation.estimators import Difference, Estimate
-from ..files import write_text
+from ..files import read_object, write_text
 
 
 CALIBRATION_FILE = "calibration.json"
@@ -118,17 +118,21 @@ class Calibration(NamedTuple):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Calibration":
-        """Reads what `save` wrote; null becomes NaN.
+        """Reads what `save` wrote; null becomes NaN, but for a p-value.
 
         Raises:
             ValueError: there is no such file, or it holds no calibration.
         """
         try:
-            tree = json.loads(Path(path).read_text())
+            tree = read_object(Path(path))
             engines = [_engine(_numbers(engine)) for engine in tree["engines"]]
-            differences = {name: Difference(**_numbers(value)) for name, value in tree["differences"].items()}
+            differences = {
+                # A p-value that is null is not missing: there is none.
+                name: Difference(**_numbers(value) | {"p_value": value["p_value"]})
+                for name, value in tree["differences"].items()
+            }
             return cls(tree["settings"], engines, differences)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} holds no calibration ({type(error).__name__}: {error}).") from error
 
 

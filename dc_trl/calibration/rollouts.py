@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..deployment.checkpoint import CheckpointWriter
 from ..deployment.client import ServerClient
-from ..deployment.policy import policy_tensors
+from ..deployment.policy import end_tokens, pad_token, policy_tensors
 from ..deployment.replica import Replica
 from ..deployment.schemes import SCHEMES
 from ..deployment.server import ServerError, ServerUnavailableError, VLLMServer, check_server, vllm_version
@@ -72,13 +72,6 @@ class EngineSpec(NamedTuple):
                 "replica:SCHEME for a replica in this process, or the URL of a running vLLM server."
             )
         return cls(word, "vllm" if scheme == word else "replica", scheme)
-
-
-def end_tokens(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids of the tokens that end a completion: the model's and the tokenizer's, as in TRL's trainer."""
-    declared = policy.generation_config.eos_token_id if policy.generation_config is not None else None
-    ids = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
-    return ids if tokenizer.eos_token_id in ids else [tokenizer.eos_token_id, *ids]
 
 
 def sample_rollouts(
@@ -161,7 +154,6 @@ def _from_replica(
     device = replica.model.device
     limit = replica.model.config.get_text_config().max_position_embeddings
     order = [number for number in range(len(prompts)) for _ in range(settings.samples)]
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
     rollouts = []
     # The random state of the caller, who may be about to train, is left as it was.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -174,7 +166,7 @@ def _from_replica(
                 do_sample=True,
                 temperature=settings.temperature,
                 top_k=0,
-                pad_token_id=pad,
+                pad_token_id=pad_token(tokenizer, ends),
                 eos_token_id=ends,
             )
             ids_and_logps = replica.generate([prompts[number] for number in batch], config, settings.temperature)
@@ -202,8 +194,13 @@ def _from_server(
                 n=settings.samples,
                 temperature=settings.temperature,
                 max_tokens=room,
-                # vLLM gives each of the n samples a seed of its own from this one.
-                generation_kwargs={"seed": sample_seed(settings.seed, str(number), 0)},
+                # vLLM gives each of the n samples a seed of its own from this one. The penalties, which TRL's client
+                # leaves out, would come from the model's generation_config.
+                generation_kwargs={
+                    "seed": sample_seed(settings.seed, str(number), 0),
+                    "presence_penalty": 0.0,
+                    "frequency_penalty": 0.0,
+                },
             ),
             client,
             stopping,

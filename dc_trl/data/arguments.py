@@ -2,16 +2,18 @@
 
 import json
 from dataclasses import dataclass, field
+from functools import partial
 
 from accelerate import PartialState
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from ..ranges import AT_LEAST_0, COUNT, WHOLE, require_numbers
 from .arithmetic import arithmetic_dataset
 from .benchmarks import PUBLISHED, load_benchmark
 from .cleaning import clean
 from .dapo import load_dapo
-from .prompts import describe_counts, load_prompts, load_rows
+from .prompts import describe_counts, load_prompts, load_rows, make_prompt
 from .templates import BOXED_INSTRUCTION
 
 
@@ -54,6 +56,12 @@ class DataArguments:
         metadata={"help": "Reward functions: 'math', 'arithmetic', or dotted paths of your own."},
     )
 
+    def __post_init__(self):
+        counts = ("max_prompt_length", "eval_benchmark_samples", "eval_benchmark_limit")
+        require_numbers(
+            self, {"eval_size": WHOLE, "eval_benchmark_temperature": AT_LEAST_0, **dict.fromkeys(counts, COUNT)}
+        )
+
 
 def load_data(
     data: DataArguments, tokenizer: PreTrainedTokenizerBase, seed: int, arithmetic_size: int
@@ -74,16 +82,10 @@ def load_data(
     """
     if data.dataset_name is None:
         raise ValueError("dataset_name is not set: give a Hub id, a local file, or 'arithmetic'.")
-    if data.eval_size < 0:
-        raise ValueError(f"eval_size={data.eval_size} is invalid: use a whole number, at least 0.")
     if data.dataset_name == "arithmetic":
-        if tokenizer.chat_template is None:
-            raise ValueError(
-                "dataset_name='arithmetic' is made of conversations, and the model's tokenizer has no chat template: "
-                "use a chat model, or give its tokenizer a chat_template."
-            )
-        held_out = arithmetic_dataset(data.eval_size, seed=0, split="held_out") if data.eval_size else None
-        train = arithmetic_dataset(arithmetic_size, seed=seed, split="train")
+        to_prompt = partial(make_prompt, tokenizer=tokenizer, instruction=data.instruction)
+        held_out = arithmetic_dataset(data.eval_size, 0, "held_out", to_prompt) if data.eval_size else None
+        train = arithmetic_dataset(arithmetic_size, seed, "train", to_prompt)
         return train, held_out, f"arithmetic: {len(train)} training problems"
     instruction = data.instruction
     if data.dataset_name == "dapo":

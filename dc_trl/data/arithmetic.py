@@ -4,9 +4,12 @@ import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
 from datasets import Dataset
+
+from .templates import chat_prompt
 
 
 Split = Literal["train", "held_out"]
@@ -118,8 +121,14 @@ def arithmetic_problems(size: int, seed: int, split: Split) -> list[Problem]:
     return problems
 
 
-def arithmetic_dataset(size: int, seed: int, split: Split) -> Dataset:
-    """`arithmetic_problems` as conversations: columns `prompt` (one user message) and `answer` (a plain integer)."""
+def arithmetic_dataset(size: int, seed: int, split: Split, to_prompt: Callable[[str], Any] | None = None) -> Dataset:
+    """`arithmetic_problems` as a data set: columns `prompt` and `answer` (a plain integer).
+
+    Args:
+        size, seed, split: see `arithmetic_problems`.
+        to_prompt: what the model is given for a question; by default a conversation of one user message.
+    """
     problems = arithmetic_problems(size, seed, split)
-    prompts = [[{"role": "user", "content": problem.question}] for problem in problems]
+    to_prompt = to_prompt or partial(chat_prompt, instruction=None)
+    prompts = [to_prompt(problem.question) for problem in problems]
     return Dataset.from_dict({"prompt": prompts, "answer": [problem.answer for problem in problems]})

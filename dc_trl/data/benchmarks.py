@@ -6,7 +6,7 @@ from dataclasses import asdict
 from datasets import Dataset
 
 from .arithmetic import arithmetic_problems
-from .schema import MathProblem
+from .schema import MathProblem, require_grading
 from .sources import Row, Source, convert, field_of, holds_several, last_boxed, own_id, read, text_answer
 
 
@@ -150,6 +150,7 @@ def load_benchmark(name: str, file: str | None = None) -> Dataset:
     for row in benchmark:
         if not row["problem"].strip() or not row["answer"]:
             raise ValueError(f"benchmark {name!r}: {row['id']} has no problem or no gold answer: check the fields.")
+        require_grading(row, f"benchmark {name!r}: {row['id']}")
     return benchmark
 
 

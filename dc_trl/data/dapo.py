@@ -5,7 +5,7 @@ import re
 from datasets import Dataset
 
 from .schema import MathProblem, has_schema, to_dataset
-from .sources import Row, Source, convert, field_of, own_id, read, text_answer
+from .sources import Row, Source, convert, convert_row, field_of, own_id, read, text_answer
 
 
 # What the Hub's rows put around a problem. It asks for another form of answer than our prompts do.
@@ -58,7 +58,7 @@ def load_dapo(file: str | None = None) -> tuple[Dataset, int]:
             return convert("dapo", DAPO, rows), 0
         distinct: dict[MathProblem | int, MathProblem] = {}
         for number, row in enumerate(rows):
-            problem = DAPO.convert(row)
+            problem = convert_row(DAPO, number, row)
             # Without ids a repeated row is a duplicate like any other.
             distinct.setdefault(number if problem.own_id is None else problem, problem)
     except ValueError as error:

@@ -2,15 +2,18 @@
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, Features, Value, load_dataset
 from datasets.exceptions import DatasetsError
+from pyarrow import ArrowException
 from transformers import PreTrainedTokenizerBase
 
+from ..files import parse_object
 from ..rewards import is_gradable
-from .schema import GRADING_COLUMNS
+from .schema import GRADING_COLUMNS, require_grading
 from .templates import base_prompt, chat_prompt
 
 
@@ -46,13 +49,15 @@ def load_rows(
             raise ValueError(f"{field}={name!r} does not exist: check the path (relative to {os.curdir!r}).")
         if path.stat().st_size == 0:
             raise ValueError(f"{field}={name!r} is empty: it needs at least one row.")
+        if path.suffix != ".parquet":
+            _require_rows_of_text(path, f"{field}={name!r}")
         options: dict[str, str | None] = {"data_files": str(path), "split": "train"}
         source = _READERS[path.suffix]
     else:
         source, options = name, {"name": config, "split": split, "revision": revision}
     try:
         rows = load_dataset(source, **options)
-    except (DatasetsError, OSError, ValueError) as error:
+    except (DatasetsError, ArrowException, OSError, ValueError, TypeError) as error:
         # datasets wraps what went wrong in its own DatasetGenerationError; the cause says more.
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise ValueError(
@@ -61,6 +66,23 @@ def load_rows(
     if isinstance(rows, DatasetDict) or len(rows) == 0:
         raise ValueError(f"{field}={name!r} holds no rows in split {split!r}: choose another dataset_split.")
     return rows
+
+
+def _require_rows_of_text(path: Path, named: str) -> None:
+    """Refuses what the readers of JSON and CSV crash on, or take for a table: other bytes, and pages of the web."""
+    begun = ""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            while block := file.read(1 << 20):
+                begun = begun or block.lstrip()[:1]
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{named} is no text in UTF-8 ({error.reason}): convert it, or name the right file."
+        ) from error
+    if begun == "<":
+        raise ValueError(f"{named} is a web page, not data: download the file itself.")
+    if path.suffix != ".csv" and begun not in ("{", "["):
+        raise ValueError(f"{named} holds no JSON objects: write one for each row.")
 
 
 def load_prompts(
@@ -87,7 +109,7 @@ def load_prompts(
         reason: `rows`, `kept`, and what was left out).
 
     Raises:
-        ValueError: a column is missing, or no row is left.
+        ValueError: a column is missing, a grading column holds what grading cannot use, or no row is left.
     """
     for field, column in {"prompt_column": prompt_column, "answer_column": answer_column}.items():
         if column.split(".")[0] not in rows.column_names:
@@ -96,7 +118,8 @@ def load_prompts(
     counts = Counter(rows=len(rows), kept=0)
     grading = [column for column in GRADING_COLUMNS if column in rows.column_names]
     kept: list[dict[str, Any]] = []
-    for row in rows:
+    for number, row in enumerate(rows):
+        require_grading(row, f"row {number}")
         question = _text(_nested(row, prompt_column, "prompt_column"))
         answer = gold_answer(_nested(row, answer_column, "answer_column"))
         if not question:
@@ -166,7 +189,9 @@ def _nested(row: dict[str, Any], column: str, field: str) -> Any:
 
 def _text(prompt: Any) -> str:
     if isinstance(prompt, list):
-        prompt = "\n\n".join(message["content"] for message in prompt if message["role"] == "user")
+        messages = [message for message in prompt if isinstance(message, dict) and message.get("role") == "user"]
+        texts: list[Any] = [message.get("content") for message in messages]
+        prompt = "\n\n".join(texts) if all(isinstance(text, str) for text in texts) else None
     return prompt.strip() if isinstance(prompt, str) else ""
 
 
@@ -174,6 +199,19 @@ def make_prompt(problem: str, tokenizer: PreTrainedTokenizerBase, instruction: s
     """A conversation where the tokenizer has a chat template, else the text that a base model continues."""
     template = base_prompt if tokenizer.chat_template is None else chat_prompt
     return template(problem, instruction)
+
+
+def parse_template_kwargs(text: str) -> Mapping[str, Any]:
+    """What `--chat_template_kwargs` hands to the chat template, from JSON.
+
+    Raises:
+        ValueError: it is no JSON object, or names what is not the template's.
+    """
+    kwargs = parse_object("chat_template_kwargs", text)
+    for name in ("conversation", "add_generation_prompt", "tokenize", "return_dict", "return_tensors"):
+        if name in kwargs:
+            raise ValueError(f"chat_template_kwargs={text!r}: {name} is set by the script, leave it out.")
+    return kwargs
 
 
 def prompt_length(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -1,9 +1,12 @@
 """The columns of every loaded data set: a problem, its gold answer, and what grading the answer needs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from datasets import Dataset, Features, Value
+
+from ..ranges import AT_LEAST_0
 
 
 FEATURES = Features(
@@ -21,6 +24,20 @@ FEATURES = Features(
 
 # What a reward function reads besides the answer.
 GRADING_COLUMNS = ("multiple_answers", "unit", "relative_tolerance", "absolute_tolerance")
+
+
+def require_grading(row: Mapping[str, Any], where: str) -> None:
+    """Refuses a row whose columns of `GRADING_COLUMNS` hold what grading cannot use.
+
+    Raises:
+        ValueError: names the row, the column, its value and what it may be.
+    """
+    for column, (kind, words) in {"multiple_answers": (bool, "true or false"), "unit": (str, "text")}.items():
+        if row.get(column) is not None and not isinstance(row[column], kind):
+            raise ValueError(f"{where}: {column}={row[column]!r} is invalid: use {words}, or rename the column.")
+    for column in ("relative_tolerance", "absolute_tolerance"):
+        if row.get(column) is not None and not AT_LEAST_0.allows(row[column]):
+            raise ValueError(f"{where}: {column}={row[column]!r} is invalid: use {AT_LEAST_0}, or rename the column.")
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from pyarrow import ArrowException
 
 from .prompts import gold_answer, load_rows
 from .schema import FEATURES, MathProblem, has_schema, to_dataset
@@ -47,6 +49,8 @@ def read(source: Source, file: str | None) -> Dataset:
     Raises:
         ValueError: they cannot be loaded.
     """
+    if file is not None and not Path(file).expanduser().is_file():
+        raise ValueError(f"file={file!r} does not exist: check the path.")
     if file is not None:
         return load_rows(file, field="file")
     try:
@@ -62,8 +66,23 @@ def convert(name: str, source: Source, rows: Dataset) -> Dataset:
         ValueError: a row lacks a field.
     """
     if has_schema(rows):
-        return rows.select_columns(list(FEATURES)).cast(FEATURES)
-    return to_dataset(name, [source.convert(row) for row in rows])
+        try:
+            return rows.select_columns(list(FEATURES)).cast(FEATURES)
+        except (ArrowException, TypeError) as error:
+            raise ValueError(f"a column has another type than {dict(FEATURES)}: {error}") from error
+    return to_dataset(name, [convert_row(source, number, row) for number, row in enumerate(rows)])
+
+
+def convert_row(source: Source, number: int, row: Row) -> MathProblem:
+    """A row of a source as a problem.
+
+    Raises:
+        ValueError: it lacks a field, or a field holds something else than at the source; the message names the row.
+    """
+    try:
+        return source.convert(row)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f"row {number} is none of {source}: {error}") from error
 
 
 def field_of(row: Row, *names: str) -> Any:

@@ -28,7 +28,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..files import lock_folder, remove_if_abandoned
-from .policy import empty_copy, policy_tensors
+from .policy import base_model, empty_copy, policy_tensors
 from .schemes import quantized_weights, resolve_scheme, weight_qparams
 
 
@@ -63,7 +63,7 @@ class CheckpointWriter:
         self.scheme = scheme
         self._processing_class = processing_class
         self._max_shard_bytes = max_shard_bytes
-        base = policy.get_base_model() if isinstance(policy, PeftModel) else policy
+        base = base_model(policy)
         self._model = empty_copy(policy)
         self._model.tie_weights()
         self._model.config.dtype = torch.bfloat16

@@ -6,20 +6,85 @@ from collections.abc import Iterator
 import torch
 from accelerate import init_empty_weights
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def base_model(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """The transformers model of a policy, without the PEFT model around it."""
+    return policy.get_base_model() if isinstance(policy, PeftModel) else policy
+
+
+def shares_embeddings(policy: PreTrainedModel | PeftModel) -> bool:
+    """Whether input embedding and output head are one matrix, adapters included.
+
+    An adapter on one of the two, or a trained copy of one (`modules_to_save`), parts what `tie_word_embeddings` ties.
+    PEFT's `ensure_weight_tying` keeps them one: both then read the same tensors.
+    """
+    base = base_model(policy)
+    embedding, head = (_matrices(module) for module in (base.get_input_embeddings(), base.get_output_embeddings()))
+    return embedding == head
+
+
+def require_shared_embeddings(policy: PreTrainedModel | PeftModel, reason: str, remedy: str) -> None:
+    """Refuses an adapter that parts what the model's configuration ties, where only one matrix can be taken.
+
+    Raises:
+        ValueError: with the reason and the remedy.
+    """
+    tied = base_model(policy).config.tie_word_embeddings
+    if isinstance(policy, PeftModel) and tied and not shares_embeddings(policy):
+        raise ValueError(
+            "peft_config parts the input embedding from the output head, which tie_word_embeddings=True makes one "
+            f"matrix, and {reason}. {remedy}, keep both out of target_modules and modules_to_save, or save them as "
+            "one (modules_to_save=['embed_tokens'], ensure_weight_tying=True)."
+        )
+
+
+def _matrices(module: nn.Module) -> set[int]:
+    """Where in memory the parameters of a module lie, without biases; of sharded ones, the objects that they are."""
+    parameters = [parameter for name, parameter in module.named_parameters() if not name.endswith("bias")]
+    return {parameter.data_ptr() or id(parameter) for parameter in parameters}
+
+
+def end_tokens(policy: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of the tokens that end a completion: the model's and the tokenizer's, as in TRL's trainer and in vLLM.
+
+    Raises:
+        ValueError: neither has one.
+    """
+    config = base_model(policy).generation_config
+    declared = None if config is None else config.eos_token_id
+    ids = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ids:
+        ids.insert(0, tokenizer.eos_token_id)
+    if not ids:
+        raise ValueError(
+            "eos_token_id=None in the tokenizer and in the model's generation_config: set one, no completion would "
+            "ever end."
+        )
+    return ids
+
+
+def pad_token(tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> int:
+    """Id that fills prompts and completions up: the tokenizer's, or an end token where it has none."""
+    return ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
 def empty_copy(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """The base architecture of a policy, on the meta device: names and shapes, no values.
 
-    Built without drawing from the random state that a training run continues from.
+    Its embedding and output head are one tensor only where the policy's are. Built without drawing from the random
+    state that a training run continues from.
     """
-    base = policy.get_base_model() if isinstance(policy, PeftModel) else policy
+    base = base_model(policy)
     config = copy.deepcopy(base.config)
     config.use_cache = True
+    if not shares_embeddings(policy):
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
         return type(base)(config)
 
@@ -54,7 +119,9 @@ def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, T
 
 def _merged_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(module, BaseTunerLayer):
-        module = copy.deepcopy(module)
+        # Not what PEFT built it from: with `ensure_weight_tying` that holds views, which cannot be copied.
+        built_from = {id(module.kwargs): module.kwargs} if isinstance(module, LoraLayer) else {}
+        module = copy.deepcopy(module, built_from)
         while isinstance(module, BaseTunerLayer):  # of fused experts, an adapter for each parameter around the next
             module.merge()
             module = module.base_layer

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from . import attention
-from .policy import empty_copy, policy_tensors
+from .policy import base_model, empty_copy, policy_tensors
 from .schemes import (
     fake_quantize_weight,
     fused_experts,
@@ -122,7 +122,7 @@ class Replica:
     """
 
     def __init__(self, policy: PreTrainedModel | PeftModel, scheme: str):
-        base = policy.get_base_model() if isinstance(policy, PeftModel) else policy
+        base = base_model(policy)
         require_scheme(scheme)
         self.scheme = scheme
         self.model: PreTrainedModel = empty_copy(policy)
@@ -134,7 +134,9 @@ class Replica:
         self.model.to(base.device).eval()
         if base.device.type == "cpu":
             self.model.set_attn_implementation(attention.NAME)
-        self.model.generation_config = GenerationConfig()
+        # How to sample is up to who calls `generate`; what ends a completion is the policy's.
+        of_policy = base.generation_config or GenerationConfig()
+        self.model.generation_config = GenerationConfig(eos_token_id=of_policy.eos_token_id)
         self._tensors = dict(self.model.named_parameters(remove_duplicate=False))
         self._tensors |= dict(self.model.named_buffers(remove_duplicate=False))
         quantization = resolve_scheme(scheme, self.model)
@@ -176,7 +178,7 @@ class Replica:
 
         Args:
             prompt_ids: token ids of each prompt, not padded.
-            generation_config: with `pad_token_id` and `eos_token_id` (a list of ids) set.
+            generation_config: with `pad_token_id` set; without `eos_token_id`, the policy's end tokens count.
             temperature: at which the log-probabilities are taken, above 0.
             logits_processor: applied to the scores after those of `generation_config`.
 
@@ -203,7 +205,9 @@ class Replica:
         if self._activations is not None:
             self._activations.reset()
         completions = sequences[:, width:]
-        ended = torch.isin(completions, torch.tensor(generation_config.eos_token_id, device=device))
+        ends = generation_config.eos_token_id
+        ends = self.model.generation_config.eos_token_id if ends is None else ends
+        ended = torch.isin(completions, torch.tensor([] if ends is None else ends, device=device))
         # Up to and with the first end token: those before which no end token stands.
         lengths = (ended.cumsum(1) - ended.int() == 0).sum(1).tolist()
         ids_and_logps = zip(completions.tolist(), logps.tolist(), lengths, strict=True)

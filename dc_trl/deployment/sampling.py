@@ -19,6 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from .policy import end_tokens, pad_token
 from .replica import Replica
 from .server import ServerError, ServerUnavailableError, authorization, key_wanted
 
@@ -254,27 +255,30 @@ class ReplicaEngine:
 
     Args:
         replica: of the policy, in its scheme.
-        tokenizer: of the policy, with `pad_token_id` and `eos_token_id` set.
+        tokenizer: of the policy.
         batch_size: completions at a time.
+
+    Raises:
+        ValueError: neither the policy nor the tokenizer has an end token.
     """
 
     def __init__(self, replica: Replica, tokenizer: PreTrainedTokenizerBase, batch_size: int = 64):
         self._replica = replica
         self._tokenizer = tokenizer
         self._batch_size = batch_size
+        self._ends = end_tokens(replica.model, tokenizer)
         self.max_length: int = replica.model.config.get_text_config().max_position_embeddings
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """See `Engine.sample`. Completions of one batch finish together."""
-        end = self._tokenizer.eos_token_id
         for start in range(0, len(requests), self._batch_size):
             batch = requests[start : start + self._batch_size]
             limits = [min(sampling.max_tokens, self.max_length - len(request.prompt_ids)) for request in batch]
             config = GenerationConfig(
                 max_new_tokens=max(limits),
                 do_sample=False,
-                pad_token_id=self._tokenizer.pad_token_id,
-                eos_token_id=[end],
+                pad_token_id=pad_token(self._tokenizer, self._ends),
+                eos_token_id=self._ends,
             )
             noise = [] if sampling.temperature == 0 else _sampler([request.seed for request in batch], sampling)
             completions, _ = self._replica.generate(
@@ -282,8 +286,10 @@ class ReplicaEngine:
             )
             for row, (ids, limit) in enumerate(zip(completions, limits, strict=True)):
                 kept = ids[:limit]
-                text = self._tokenizer.decode(kept, skip_special_tokens=True)
-                yield start + row, Completion(text, len(kept), kept[-1] != end)
+                ended = kept[-1] in self._ends
+                # Without the end token, be it a special one or not, as vLLM.
+                text = self._tokenizer.decode(kept[:-1] if ended else kept, skip_special_tokens=True)
+                yield start + row, Completion(text, len(kept), not ended)
 
 
 def _sampler(seeds: list[int], sampling: Sampling) -> list[LogitsProcessor]:

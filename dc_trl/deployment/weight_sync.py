@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import socket
 import time
 import uuid
 import weakref
@@ -21,21 +22,24 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..files import lock_folder, remove_if_abandoned
 from .checkpoint import CheckpointWriter
 from .client import Deadline, ServerClient, wait_until_up
-from .policy import policy_tensors
+from .policy import policy_tensors, require_shared_embeddings
 from .server import ServerError, ServerUnavailableError, check_server, is_local
 
 
 logger = get_logger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
-_FOLDER_PREFIX = "dc_trl-sync-"
+
+
+def _folder_path(root: Path, run: str) -> Path:
+    return root / f"dc_trl-sync-{socket.gethostname()}_{run}"  # no host has "_" in its name
 
 
 class _CheckpointFolder:
     """Folder in shared memory (or where the user says) with the checkpoint that the engine reads, and nothing else.
 
     It is locked as long as its process lives and removed with it; what a killed process left behind is removed by the
-    next one.
+    next one on the same host. Other hosts may write to the same directory, and not see the locks of this one.
     """
 
     def __init__(self, parent: str | None, run: str):
@@ -45,9 +49,9 @@ class _CheckpointFolder:
                 f"weight_sync_dir={parent!r}: {root} is no directory on this machine. Set weight_sync_dir to one that "
                 "the trainer and the vLLM server both see."
             )
-        for abandoned in root.glob(f"{_FOLDER_PREFIX}*"):
+        self.path = _folder_path(root, run)
+        for abandoned in root.glob(_folder_path(root, "*").name):
             remove_if_abandoned(abandoned)
-        self.path = root / f"{_FOLDER_PREFIX}{run}"
         # Takes its name once it is locked, lest another process that starts now takes it for abandoned.
         unlocked = root / f".{self.path.name}"
         unlocked.mkdir()
@@ -112,7 +116,7 @@ class ServerGeneration(VLLMGeneration):
         failure: Exception | None = None
         if self.accelerator.is_main_process:
             try:
-                failure = self._connect(self.accelerator.unwrap_model(self.model))
+                failure = self._connect(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
             except (
                 RuntimeError,
                 ValueError,
@@ -325,8 +329,10 @@ class ColocateGeneration(VLLMGeneration):
         super().__init__(**kwargs)
 
     def _init_vllm(self) -> None:
-        policy = self.accelerator.unwrap_model(self.model)
-        self._run = _agree(self.accelerator, uuid.uuid4().hex[:12])
+        policy = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        # One folder for each machine, by its first process: two may share a directory, and in containers a name.
+        machine = self.accelerator.process_index - self.accelerator.local_process_index
+        self._run = f"{_agree(self.accelerator, uuid.uuid4().hex[:12])}-{machine}"
         self._writer = CheckpointWriter(policy, self.deployment_scheme or "bf16", self.processing_class)
         # One writer on each machine, since shared memory ends there.
         if self.accelerator.is_local_main_process:
@@ -355,7 +361,7 @@ class ColocateGeneration(VLLMGeneration):
             pass
         self.accelerator.wait_for_everyone()
         root = Path(self.weight_sync_dir or _SHARED_MEMORY)
-        return root / f"{_FOLDER_PREFIX}{self._run}" / version
+        return _folder_path(root, self._run) / version
 
     def sync_weights(self) -> None:
         """Brings the policy's present weights to the engine."""
@@ -372,10 +378,18 @@ def deployed_tensors(generation: VLLMGeneration) -> Iterator[tuple[str, Tensor]]
 
     Sharded weights come through TRL's own iteration. Whole ones do not need it, and merging adapters in copies keeps
     the rounding errors of merging and unmerging out of the weights that are trained.
+
+    Raises:
+        ValueError: the weights are sharded, and an adapter parts the embedding from the output head.
     """
     if generation._dist.is_fsdp or generation._dist.is_zero3:
+        require_shared_embeddings(
+            generation.model,
+            reason="sharded weights are merged in place, in both at once",
+            remedy="Launch without sharding",
+        )
         return generation._iter_named_params()
-    return policy_tensors(generation.accelerator.unwrap_model(generation.model))
+    return policy_tensors(generation.accelerator.unwrap_model(generation.model, keep_torch_compile=False))
 
 
 def _agree(accelerator: Accelerator, value: Any) -> Any:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 RESAMPLES = 10_000
 _CHUNK = 1_000  # resamples at a time, which bounds memory
+_MARGIN = 1e-12  # rounding of sums in another order
 
 
 class Estimate(NamedTuple):
@@ -28,13 +29,16 @@ class Estimate(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """How much higher the second of two mean values is; `p_value` is two-sided, for "there is no difference"."""
+    """How much higher the second of two mean values is; `p_value` is two-sided, for "there is no difference".
+
+    It is None where nothing is known of the chance in the difference: see `bootstrap_p_value`.
+    """
 
     value: float
     standard_error: float | None
     low: float
     high: float
-    p_value: float
+    p_value: float | None
     problems: int
 
 
@@ -108,7 +112,8 @@ def paired_difference(
     """Second minus first, on the same problems; over several benchmarks the mean of their differences.
 
     The p-value is that of the paired bootstrap: how often the mean of resampled problems lies at least as far from the
-    observed difference as the observed difference lies from zero.
+    observed difference as the observed difference lies from zero (`bootstrap_p_value`). A single problem has none, nor
+    have problems that all differ by the same.
 
     Args:
         first, second: for each benchmark one value for each problem, in the same order.
@@ -122,10 +127,36 @@ def paired_difference(
     differences = [[b - a for a, b in zip(*values, strict=True)] for values in zip(first, second, strict=True)]
     value, error, means = _bootstrap(differences, seed)
     low, high = np.quantile(means, [0.025, 0.975])
-    # The observed sample is one of the possible ones; the margin is for sums in another order.
-    extreme = 1 + int((np.abs(means - value) >= abs(value) - 1e-12).sum())
-    p_value = extreme / (len(means) + 1)
-    return Difference(value, error, float(low), float(high), p_value, sum(map(len, differences)))
+    sizes = [len(values) for values in differences]
+    p_value = bootstrap_p_value(value, error, means, sizes)
+    return Difference(value, error, float(low), float(high), p_value, sum(sizes))
+
+
+def bootstrap_p_value(
+    value: float, standard_error: float | None, means: NDArray[np.float64], problems: Sequence[int]
+) -> float | None:
+    """Two-sided p-value of a difference, for "there is none": how often a resample is as far from it as it is from 0.
+
+    A resample of n problems holds the same one n times with probability n⁻ⁿ. Less than that, on either side, n
+    problems cannot say.
+
+    Args:
+        value: the difference.
+        standard_error: of it; None for a single problem.
+        means: the difference in each resample, shape (resamples,).
+        problems: how many there are, for each benchmark.
+
+    Returns:
+        In (0, 1]; 1 where no problem differs. None without a standard error, and where it is 0 because all problems
+        differ by the same: resamples do not scatter then, which is no sign of certainty.
+    """
+    if standard_error is None:
+        return None
+    if standard_error <= _MARGIN:
+        return 1.0 if abs(value) <= _MARGIN else None
+    # The observed sample is one of the possible ones.
+    extreme = 1 + int((np.abs(means - value) >= abs(value) - _MARGIN).sum())
+    return max(extreme / (len(means) + 1), 2 * math.prod(float(size) ** -size for size in problems))
 
 
 def _bootstrap(strata: Sequence[Sequence[float]], seed: int) -> tuple[float, float | None, NDArray[np.float64]]:

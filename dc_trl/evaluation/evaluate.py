@@ -158,6 +158,7 @@ def evaluate(
             benchmark_result(benchmark.name, benchmark.rows["id"], benchmark.samples, stores[benchmark.name].samples)
             for benchmark in benchmarks
         ],
+        grader.failures,
     )
     evaluation.save(output_dir / RESULTS_FILE)
     return evaluation

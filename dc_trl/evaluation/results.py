@@ -4,9 +4,10 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..files import write_text
+from ..files import read_object, write_text
 from .estimators import (
     Difference,
     Estimate,
@@ -34,19 +35,32 @@ class BenchmarkResult(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Results of one model in one deployment scheme; `settings` are what they depend on."""
+    """Results of one model in one deployment scheme; `settings` are what they depend on.
+
+    `grading_failures` says how many answers counted as wrong because grading them took too much time or memory, ended
+    a worker or raised an exception (the keys of `Grader.failures`), in the run that wrote the results.
+    """
 
     model: str
     scheme: str
     settings: dict[str, Any]
     results: dict[str, BenchmarkResult]
     average: Estimate  # of avg@k over the benchmarks
+    grading_failures: Mapping[str, int] = MappingProxyType({})  # older results have none
 
     @classmethod
-    def of(cls, model: str, scheme: str, settings: dict[str, Any], results: Sequence[BenchmarkResult]) -> "Evaluation":
+    def of(
+        cls,
+        model: str,
+        scheme: str,
+        settings: dict[str, Any],
+        results: Sequence[BenchmarkResult],
+        grading_failures: Mapping[str, int] = MappingProxyType({}),
+    ) -> "Evaluation":
         """An evaluation with the average over its results."""
         average = macro_estimate([list(result.per_problem.values()) for result in results])
-        return cls(model, scheme, settings, {result.benchmark: result for result in results}, average)
+        by_name = {result.benchmark: result for result in results}
+        return cls(model, scheme, settings, by_name, average, dict(grading_failures))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it as JSON."""
@@ -61,6 +75,7 @@ class Evaluation(NamedTuple):
                 for name, result in self.results.items()
             },
             "average": self.average._asdict(),
+            "grading_failures": dict(self.grading_failures),
         }
         write_text(Path(path), json.dumps(tree, indent=2, ensure_ascii=False) + "\n")
 
@@ -72,21 +87,34 @@ class Evaluation(NamedTuple):
             ValueError: there is no such file, or it is none of an evaluation.
         """
         try:
-            tree = json.loads(Path(path).read_text())
-            results = {
-                name: BenchmarkResult(
-                    **result
-                    | {
-                        "avg": Estimate(**result["avg"]),
-                        "maj": Estimate(**result["maj"]),
-                        "pass_at": {int(k): Estimate(**value) for k, value in result["pass_at"].items()},
-                    }
-                )
-                for name, result in tree["results"].items()
-            }
-            return cls(**tree | {"results": results, "average": Estimate(**tree["average"])})
-        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+            tree = read_object(Path(path))
+            results = {name: _result(result) for name, result in tree["results"].items()}
+            return cls(**tree | {"results": results, "average": _estimate(tree["average"])})
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} holds no results of an evaluation ({type(error).__name__}: {error}).") from error
+
+
+def _result(tree: dict[str, Any]) -> BenchmarkResult:
+    _require_numbers(tree["samples"], tree["truncated"], tree["mean_tokens"], *tree["per_problem"].values())
+    return BenchmarkResult(
+        **tree
+        | {
+            "avg": _estimate(tree["avg"]),
+            "maj": _estimate(tree["maj"]),
+            "pass_at": {int(k): _estimate(value) for k, value in tree["pass_at"].items()},
+        }
+    )
+
+
+def _estimate(tree: dict[str, Any]) -> Estimate:
+    _require_numbers(*(value for name, value in tree.items() if value is not None or name != "standard_error"))
+    return Estimate(**tree)
+
+
+def _require_numbers(*values: Any) -> None:
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{value!r} is no number")
 
 
 def benchmark_result(

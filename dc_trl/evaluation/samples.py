@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..files import lock_folder, write_text
+from ..files import lock_folder, read_object, write_text
 
 
 SETTINGS_FILE = "settings.json"
@@ -77,8 +77,7 @@ class SampleStore:
         # Between the writing of a merged file and the removal of its parts the same sample stands in both.
         self.samples: dict[tuple[str, int], Sample] = {}
         for file in self.folder.glob("*.parquet"):
-            for row in pq.read_table(file, schema=_SCHEMA).to_pylist():
-                sample = Sample(**row)
+            for sample in _read(file):
                 self.samples[sample.id, sample.sample] = sample
 
     def close(self) -> None:
@@ -92,7 +91,7 @@ class SampleStore:
         if not path.exists():
             write_text(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
             return
-        begun = json.loads(path.read_text())
+        begun = read_object(path)
         for name in begun | settings:
             if begun.get(name) != settings.get(name):
                 raise ValueError(
@@ -114,7 +113,7 @@ class SampleStore:
         """Makes one file of the small ones."""
         if len(self._small) < 2:
             return
-        rows = [Sample(**row) for file in self._small for row in pq.read_table(file, schema=_SCHEMA).to_pylist()]
+        rows = [sample for file in self._small for sample in _read(file)]
         self._write("merged", rows)
         for file in self._small:
             file.unlink()
@@ -127,6 +126,14 @@ class SampleStore:
         pq.write_table(pa.Table.from_pylist([sample._asdict() for sample in samples], schema=_SCHEMA), unfinished)
         os.replace(unfinished, path)
         return path
+
+
+def _read(file: Path) -> list[Sample]:
+    try:
+        return [Sample(**row) for row in pq.read_table(file, schema=_SCHEMA).to_pylist()]
+    except (pa.ArrowException, ValueError, TypeError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{file} holds no samples ({reason}): remove it, and they are drawn again.") from error
 
 
 def _number(file: Path) -> int:

@@ -16,8 +16,13 @@ TableRows = tuple[list[str], list[list[str]]]  # head, rows
 
 def percent(estimate: Estimate) -> str:
     """A value from 0 to 1 with its standard error, in percent."""
-    error = "" if estimate.standard_error is None else f" ± {100 * estimate.standard_error:.1f}"
-    return f"{100 * estimate.value:.1f}{error}"
+    return with_error(estimate.value, estimate.standard_error, 100, 1)
+
+
+def with_error(value: float, standard_error: float | None, factor: float, decimals: int, sign: str = "") -> str:
+    """A value times a factor ± its standard error, which a single problem does not have."""
+    error = "" if standard_error is None else f" ± {factor * standard_error:.{decimals}f}"
+    return f"{factor * value:{sign}.{decimals}f}{error}"
 
 
 def evaluation_table(evaluations: Sequence[Evaluation]) -> TableRows:
@@ -45,7 +50,10 @@ def evaluation_details(evaluations: Sequence[Evaluation]) -> TableRows:
                     evaluation.scheme,
                     f"{name}, k = {result.samples}",
                     f"{result.avg.problems}{ungraded}",
-                    f"{100 * result.avg.low:.1f} – {100 * result.avg.high:.1f}",
+                    # A single problem says nothing of the chance in it.
+                    "–"
+                    if result.avg.standard_error is None
+                    else f"{100 * result.avg.low:.1f} – {100 * result.avg.high:.1f}",
                     percent(result.pass_at[result.samples]),
                     percent(result.maj),
                     f"{100 * result.truncated:.1f} %",
@@ -55,31 +63,29 @@ def evaluation_details(evaluations: Sequence[Evaluation]) -> TableRows:
     return head, rows
 
 
+def failures_line(evaluation: Evaluation) -> str:
+    """How many answers count as wrong because grading them failed, and why; "" where none did."""
+    if not evaluation.grading_failures:
+        return ""
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(evaluation.grading_failures.items()))
+    total = sum(evaluation.grading_failures.values())
+    return f"{evaluation.scheme}: {total} answers count as wrong because grading failed ({reasons})"
+
+
 def comparison_table(first: Evaluation, second: Evaluation, differences: dict[str, Difference]) -> TableRows:
     """Second minus first in percentage points, on the same problems, and whether that is more than noise."""
     head = ["benchmark", "first", "second", "difference", "95 %", "p", "second is"]
     rows = []
     for name, difference in differences.items():
         a, b = (e.average if name == "average" else e.results[name].avg for e in (first, second))
-        error = "" if difference.standard_error is None else f" ± {100 * difference.standard_error:.1f}"
-        verdict = (
-            "not shown to differ"
-            if difference.p_value >= SIGNIFICANCE
-            else "better"
-            if difference.value > 0
-            else "worse"
-        )
-        rows.append(
-            [
-                name,
-                f"{100 * a.value:.1f}",
-                f"{100 * b.value:.1f}",
-                f"{100 * difference.value:+.1f}{error}",
-                f"{100 * difference.low:+.1f} – {100 * difference.high:+.1f}",
-                f"{difference.p_value:.4f}",
-                verdict,
-            ]
-        )
+        interval, p_value, verdict = "–", "–", "not shown to differ"
+        if difference.p_value is not None:
+            interval = f"{100 * difference.low:+.1f} – {100 * difference.high:+.1f}"
+            p_value = f"{difference.p_value:.4f}"
+            if difference.p_value < SIGNIFICANCE:
+                verdict = "better" if difference.value > 0 else "worse"
+        value = with_error(difference.value, difference.standard_error, 100, 1, "+")
+        rows.append([name, f"{100 * a.value:.1f}", f"{100 * b.value:.1f}", value, interval, p_value, verdict])
     return head, rows
 
 

@@ -8,6 +8,7 @@ from transformers import TrainerCallback
 
 from ..deployment.sampling import Completion
 from ..grading import Grader
+from ..interruption import stop_if_asked
 from ..rewards import RewardFunction
 from ..trainer import DCGRPOTrainer
 from .estimators import Estimate, mean_estimate
@@ -16,13 +17,16 @@ from .results import BenchmarkResult, benchmark_result
 from .samples import Sample
 
 
-def greedy_accuracy(trainer: DCGRPOTrainer, dataset: Dataset, reward: RewardFunction, batch_size: int) -> Estimate:
+def greedy_accuracy(
+    trainer: DCGRPOTrainer, dataset: Dataset, reward: RewardFunction | None, batch_size: int
+) -> Estimate:
     """Mean reward of the deployed policy's greedy completions, the problems divided among the processes.
 
     Args:
         trainer: with a replica or vLLM (`deployment_scheme` or `use_vllm` set).
-        dataset: with the columns `prompt` and `answer`, and others that the reward reads.
-        reward: called with `completions` and the columns; problems for which it returns None are left out.
+        dataset: with the column `prompt`, and others that the reward reads.
+        reward: called with what TRL passes (`prompts`, `completions`, `completion_ids`, the columns, …); may be async.
+            None: the trainer's own reward functions, weighted as in training. Problems without a reward are left out.
         batch_size: prompts at a time in each process.
 
     Returns:
@@ -33,9 +37,7 @@ def greedy_accuracy(trainer: DCGRPOTrainer, dataset: Dataset, reward: RewardFunc
     """
     rewards: list[float | None] = []
     for rows, counted in _shares(trainer, len(dataset), batch_size):
-        columns = dataset.select(rows)[:]
-        completions = trainer.deployed_completions(columns.pop("prompt"))
-        rewards += reward(completions=completions, **columns)[:counted]
+        rewards += trainer.deployed_rewards([dataset[row] for row in rows], reward)[:counted]
     scored = [value for value in gather_object(rewards) if value is not None]
     if not scored:
         raise ValueError("The reward scored none of the problems: check the gold answers.")
@@ -65,6 +67,7 @@ def _shares(trainer: DCGRPOTrainer, size: int, batch_size: int) -> Iterator[tupl
     accelerator = trainer.accelerator
     for start in range(0, size, accelerator.num_processes * batch_size):
         first = start + accelerator.process_index * batch_size
+        stop_if_asked(trainer)
         rows = [min(row, size - 1) for row in range(first, first + batch_size)]
         yield rows, len(range(first, min(first + batch_size, size)))
 
@@ -73,7 +76,8 @@ class BenchmarkCallback(TrainerCallback):
     """Evaluates the deployed policy on benchmarks whenever the trainer evaluates, by the engine of its rollouts.
 
     Logs `eval_NAME/avg@k`, its standard error `eval_NAME/avg@k_se`, `eval_NAME/maj@k`, `eval_NAME/truncated` and
-    `eval_NAME/mean_tokens` for each benchmark (trackers show them under `eval/NAME/`). Answers are at most
+    `eval_NAME/mean_tokens` for each benchmark (trackers show them under `eval/NAME/`), and, where grading an answer
+    failed, how often: `eval_NAME/grading_failures`. Answers are at most
     `max_completion_length` long, and drawn anew at each evaluation: use `scripts/evaluate.py` for figures to publish.
 
     Args:
@@ -115,7 +119,7 @@ class BenchmarkCallback(TrainerCallback):
 
     def on_evaluate(self, args, state, control, **kwargs):
         for benchmark, prompts in zip(self._benchmarks, self._prompts, strict=True):
-            result = self._evaluate(benchmark, prompts)
+            result, failures = self._evaluate(benchmark, prompts)
             prefix, k = f"eval_{benchmark.name}", benchmark.samples
             metrics = {
                 f"{prefix}/avg@{k}": result.avg.value,
@@ -125,15 +129,17 @@ class BenchmarkCallback(TrainerCallback):
             }
             if result.avg.standard_error is not None:
                 metrics[f"{prefix}/avg@{k}_se"] = result.avg.standard_error
+            if failures:
+                metrics[f"{prefix}/grading_failures"] = failures
             self._trainer.log(metrics)
 
-    def _evaluate(self, benchmark: Benchmark, prompts: dict[str, list[int]]) -> BenchmarkResult:
+    def _evaluate(self, benchmark: Benchmark, prompts: dict[str, list[int]]) -> tuple[BenchmarkResult, int]:
         trainer, k = self._trainer, benchmark.samples
         keys = [(problem, number) for problem in prompts for number in range(k)]
         completions = deployed_answers(
             trainer, [prompts[problem] for problem, _ in keys], self._batch_size, self._temperature
         )
-        results: list[BenchmarkResult | None] = [None]
+        results: list[tuple[BenchmarkResult, int] | None] = [None]
         if trainer.accelerator.is_main_process:
             golds = benchmark.golds()
             with Grader(self._grading_processes) as grader:
@@ -142,9 +148,10 @@ class BenchmarkCallback(TrainerCallback):
                 key: Sample(*key, -1, c.text, c.tokens, c.truncated, verdict.answer, verdict.correct)
                 for key, c, verdict in zip(keys, completions, verdicts, strict=True)
             }
-            results = [benchmark_result(benchmark.name, list(prompts), k, samples)]
+            result = benchmark_result(benchmark.name, list(prompts), k, samples)
+            results = [(result, grader.failures.total())]
         if trainer.accelerator.num_processes > 1:
             broadcast_object_list(results)
-        (result,) = results
-        assert result is not None
-        return result
+        (graded,) = results
+        assert graded is not None
+        return graded

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from .expressions import equal, exact, is_expensive, parse_expression, within
+from .expressions import equal, exact, is_expensive, parse_expression, same_relation, within
 from .literals import Literal, parse_literal, parse_unit
-from .text import clean, extract_answer, is_reasonable, split, squash
+from .structure import Node, last_value, parse, relation_sides
+from .text import clean, extract_answer, is_reasonable, squash
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Gold:
 
 
 class Verdict(NamedTuple):
-    """What is known of a completion.
+    """What is known of a completion. It is true where the answer is correct.
 
     Attributes:
         correct: None where the gold answer cannot be graded.
@@ -58,47 +59,25 @@ class Verdict(NamedTuple):
     correct: bool | None
     answer: str | None
 
-
-@dataclass(frozen=True)
-class _Node:
-    """A part of an answer: `scalar` (text), `list`, `set`, `union`, `()`, `(]`, `[)`, `[]`, or `matrix R×C`."""
-
-    kind: str
-    parts: tuple["_Node", ...] = ()
-    text: str = ""
+    def __bool__(self) -> bool:
+        return self.correct is True
 
 
-_NAME = r"(?:\\angle\s*)?\\?[A-Za-z]+(?:\s*[A-Za-z](?![A-Za-z]))*(?:\s*_\s*(?:\w|\{[^{}]*\}))?'*(?:\s*\([^()=]*\))?"
-_DERIVATIVE = r"\\frac\s*\{\s*d[^{}]*\}\s*\{\s*d[^{}]*\}"
-_NAMED = re.compile(rf"(?:({_NAME}|{_DERIVATIVE}|\\angle[A-Z\s\w{{}}]*)\s*)?=(?!=)\s*([^=]+)")
-_INTERVALS = ("()", "(]", "[)", "[]", "union")
-_EQUALS = re.compile(r"(?<![<>!])=")
-_MEMBER = re.compile(rf"({_NAME})\s*\\in(?![a-z])\s*(.+)")
-_LESS = r"\s*(<|\\le(?![a-z]))\s*"
-_CHAIN = re.compile(rf"([^<>=\\]*(?:\\(?!le|ge)[^<>=\\]*)*?){_LESS}([A-Za-z]){_LESS}(.+)")
-_BOUND = re.compile(r"([A-Za-z])\s*(<|>|\\le(?![a-z])|\\ge(?![a-z]))\s*(.+)")
-_AND = re.compile(
-    r"\s*,?\s*(?:\\(?:text|mbox|mathrm)\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*"
-)
-_MATRIX = re.compile(
-    r"\(?\s*\\begin\{([pb]?|small)(matrix|array)\}(?:\{[lcr|\s]*\})?(.*)\\end\{\1\2\}\s*\)?", re.DOTALL
-)
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mbox)\s*\{([^{}]*)\}")
-_TRAILING_UNIT = re.compile(r"(.*[^\s_^{])\s*(\\(?:text|mbox|mathrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?|\^\\circ)")
+_TEXT = re.compile(r"\\(?:text|mathrm)\s*\{([^{}]*)\}")
+_TRAILING_UNIT = re.compile(r"(.*[^\s_^{])\s*(\\(?:text|mathrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?|\^\\circ)")
 _WORD = re.compile(r"[^\W\d_]{2,}|n/a", re.IGNORECASE)
 _OPERATOR = re.compile(r"[\d\\+*^=<>_]|\w\(")
 
 
 def is_gradable(gold: Gold | str) -> bool:
     r"""Whether a gold answer can be graded: numbers, mathematics and `\text{...}`, not prose or broken LaTeX."""
-    node = _parse_gold(gold if isinstance(gold, Gold) else Gold(gold))
-    return node is not None and all(map(_is_gradable_scalar, _scalars(node)))
+    return _parse_gold(gold if isinstance(gold, Gold) else Gold(gold)) is not None
 
 
 def grade(text: str, gold: Gold) -> Verdict:
     """Verdict on the last boxed answer of a text, in this process and without limits of time and memory.
 
-    [`Grader`] is the safe way to grade what a model wrote.
+    [`Grader`] is the safe way to grade what a model wrote. What SymPy raises on mathematics without meaning is raised.
     """
     return grade_answer(extract_answer(text), gold)
 
@@ -106,102 +85,52 @@ def grade(text: str, gold: Gold) -> Verdict:
 def grade_answer(answer: str | None, gold: Gold) -> Verdict:
     """Verdict on what a box holds (None: there is no box)."""
     gold_node = _parse_gold(gold)
-    if gold_node is None or not all(map(_is_gradable_scalar, _scalars(gold_node))):
+    if gold_node is None:
         return Verdict(None, answer)
     if answer is None:
         return Verdict(False, None)
     if not is_reasonable(answer):
         return Verdict(False, squash(answer[:100]))
-    node = _parse(clean(answer), gold.multiple_answers, is_interval=gold_node.kind in _INTERVALS)
-    plain = all(parse_literal(_value(text)) is not None for text in _scalars(gold_node))
-    if not plain and any(is_expensive(text, gold.answer) for text in _scalars(node)):
+    node = parse(clean(answer), gold.multiple_answers)
+    plain = all(parse_literal(text) is not None for text in _texts(gold_node))
+    if not plain and any(is_expensive(text, gold.answer) for text in _texts(node)):
         return Verdict(False, squash(answer))
-    try:
-        return Verdict(_equal(gold_node, node, gold), _canonical(node, symbolic=not plain))
-    except MemoryError:
-        raise
-    except Exception:  # what SymPy raises on mathematics without a meaning is no closed list; the answer is wrong
-        return Verdict(False, squash(answer))
+    return Verdict(_equal(gold_node, node, gold), _canonical(node, symbolic=not plain))
 
 
-def _parse_gold(gold: Gold) -> _Node | None:
+def _parse_gold(gold: Gold) -> Node | None:
     answer = extract_answer(gold.answer) or gold.answer
-    return _parse(clean(answer), gold.multiple_answers) if is_reasonable(answer) and clean(answer) else None
+    if not is_reasonable(answer) or not clean(answer):
+        return None
+    node = parse(last_value(clean(answer)), gold.multiple_answers)
+    return node if _is_gradable_node(node) else None
 
 
-def _scalars(node: _Node) -> list[str]:
-    return [node.text] if node.kind == "scalar" else [text for part in node.parts for text in _scalars(part)]
+def _texts(node: Node) -> list[str]:
+    """Of its scalars and relations."""
+    return (
+        [node.text] if node.kind in ("scalar", "relation") else [text for part in node.parts for text in _texts(part)]
+    )
 
 
-def _is_gradable_scalar(text: str) -> bool:
-    if parse_literal(_value(text)) is not None or (_TEXT.search(text) and _plain_text(text)):
+def _is_gradable_node(node: Node) -> bool:
+    if node.kind == "relation":
+        sides = relation_sides(node.text)
+        return sides is not None and None not in (parse_expression(sides[0]), parse_expression(sides[2]))
+    if node.kind != "scalar":
+        return all(map(_is_gradable_node, node.parts)) and (bool(node.parts) or node.kind == "set")
+    text = node.text
+    if parse_literal(text) is not None or (_TEXT.search(text) and _plain_text(text)):
         return True
     # Prose parses too, as a product of its letters: "none" would be e·n²·o.
-    if not text or (_WORD.search(text) and not _OPERATOR.search(text)):
+    if not text or (_WORD.search(text) and not _OPERATOR.search(node.whole or text)):
         return False
-    return parse_expression(text) is not None or parse_expression(_value(text)) is not None
+    return parse_expression(_without_unit(text)[0]) is not None
 
 
-def _parse(text: str, multiple: bool = False, is_interval: bool = False) -> _Node:
-    if parse_literal(text) is not None and not (multiple and "," in text):
-        return _Node("scalar", text=text)
-    if match := _MATRIX.fullmatch(text):
-        rows = [split(row, "&") for row in re.split(r"\\\\", match[3]) if row.strip()]
-        cells = tuple(_parse(clean(cell)) for row in rows for cell in row)
-        return _Node(f"matrix {'+'.join(str(len(row)) for row in rows)}", cells)
-    if match := _MEMBER.fullmatch(text):
-        text = match[2]
-    elif is_interval and all(intervals := [_inequality(part) for part in _AND.split(text)]):
-        text = "\\cup".join(filter(None, intervals))
-    parts = split(_AND.sub(", ", text), ",;")
-    if len(parts) > 1:
-        nodes = [_parse(part) for part in parts if part]
-        return _Node("list", tuple(part for node in nodes for part in (node.parts if node.kind == "list" else [node])))
-    pieces = text.split("\\cup")
-    if len(pieces) > 1:
-        return _Node("union", tuple(_parse(piece.strip()) for piece in pieces))
-    for opening, closing in (("\\{", "\\}"), *((a, b) for a in "([" for b in ")]")):
-        if text.startswith(opening) and text.endswith(closing) and len(split(text + ",", ",")) == 2:
-            inner = text[len(opening) : -len(closing)]
-            if not _closes_at_end(inner):
-                break
-            node = _parse(inner.strip())
-            if opening == "\\{":
-                return _Node("set", node.parts if node.kind == "list" else (node,))
-            if node.kind == "list":
-                return _Node(opening + closing, node.parts)
-            return node if opening + closing == "()" else _Node("scalar", text=text)
-    if text.count("\\pm") == 1:
-        return _Node("list", tuple(_Node("scalar", text=_tidy(text.replace("\\pm", sign))) for sign in "+-"))
-    return _Node("scalar", text=text)
-
-
-def _closes_at_end(inner: str) -> bool:
-    depth = 0
-    for character in inner:
-        depth += (character in "([{") - (character in ")]}")
-        if depth < 0:
-            return False
-    return depth == 0
-
-
-def _tidy(text: str) -> str:
-    """Without a plus sign that leads the text or what `=` separates."""
-    return re.sub(r"(^|=)\s*\+", r"\1", text).strip()
-
-
-def _inequality(text: str) -> str | None:
-    r"""The interval that `3 < x \le 4` or `x > 2` is."""
-    if match := _CHAIN.fullmatch(text):
-        return f"{'(' if match[2] == '<' else '['}{match[1]}, {match[5]}{')' if match[4] == '<' else ']'}"
-    if match := _BOUND.fullmatch(text):
-        if match[2] in (">", "\\ge"):
-            return f"{'(' if match[2] == '>' else '['}{match[3]}, \\infty)"
-        return f"(-\\infty, {match[3]}{')' if match[2] == '<' else ']'}"
-    return None
-
-
-def _equal(gold_node: _Node, node: _Node, gold: Gold) -> bool:
+def _equal(gold_node: Node, node: Node, gold: Gold) -> bool:
+    if "relation" in (gold_node.kind, node.kind) or (gold_node.name and node.name and gold_node.name != node.name):
+        return bool(gold_node.whole and node.whole) and _equal_relations(gold_node.whole, node.whole)
     if gold_node.kind == "scalar":
         return node.kind == "scalar" and _equal_scalars(gold_node.text, node.text, gold)
     kinds = {gold_node.kind, node.kind}
@@ -212,7 +141,19 @@ def _equal(gold_node: _Node, node: _Node, gold: Gold) -> bool:
     return all(_equal(one, other, gold) for one, other in zip(gold_node.parts, node.parts, strict=True))
 
 
-def _equal_in_any_order(golds: Sequence[_Node], nodes: list[_Node], gold: Gold) -> bool:
+def _equal_relations(gold_text: str, text: str) -> bool:
+    """Whether two equations or inequalities are the same up to a constant factor."""
+    if squash(gold_text) == squash(text):
+        return True
+    gold_sides, sides = relation_sides(gold_text), relation_sides(text)
+    if gold_sides is None or sides is None or gold_sides[1] != sides[1] or is_expensive(text, gold_text):
+        return False
+    ordered = sides[1] in ("<", "\\le")
+    one, other = ((parse_expression(left), parse_expression(right)) for left, _, right in (gold_sides, sides))
+    return same_relation(one, other, ordered)
+
+
+def _equal_in_any_order(golds: Sequence[Node], nodes: list[Node], gold: Gold) -> bool:
     """Whether each gold has an answer of its own: a matching, found by augmenting paths."""
     fits = [[_equal(one, other, gold) for other in nodes] for one in golds]
     taken: dict[int, int] = {}
@@ -229,31 +170,16 @@ def _equal_in_any_order(golds: Sequence[_Node], nodes: list[_Node], gold: Gold) 
     return all(assign(index, set()) for index in range(len(golds)))
 
 
-def _named(text: str) -> tuple[str, str]:
-    """Name and value of `x = 5`, an empty name where there is none."""
-    match = _NAMED.fullmatch(text)
-    return (squash(match[1] or ""), match[2].strip()) if match else ("", text)
-
-
-def _value(text: str) -> str:
-    return _named(text)[1]
-
-
 def _equal_scalars(gold_text: str, text: str, gold: Gold) -> bool:
     if squash(gold_text) == squash(text):
         return True
-    (gold_name, gold_value), (name, value) = _named(gold_text), _named(text)
-    if (gold_name and name and gold_name != name) or (_EQUALS.search(value) and _EQUALS.search(gold_text)):
-        gold_value, value = gold_text, text
-    if len(_EQUALS.findall(value)) != len(_EQUALS.findall(gold_value)):
-        return False
-    gold_literal, literal = parse_literal(gold_value), parse_literal(value)
+    gold_literal, literal = parse_literal(gold_text), parse_literal(text)
     if gold_literal is not None:
         return literal is not None and _equal_literals(gold_literal, literal, gold)
     if _TEXT.search(gold_text) and _plain_text(gold_text):
         return _plain_text(gold_text) == _plain_text(text)
-    gold_value, gold_unit = _without_unit(gold_value)
-    value, unit = _without_unit(value)
+    gold_value, gold_unit = _without_unit(gold_text)
+    value, unit = _without_unit(text)
     gold_unit = gold_unit or gold.unit_name
     if gold_unit and unit and gold_unit != unit:
         return False
@@ -295,9 +221,11 @@ def _without_unit(text: str) -> tuple[str, str]:
     return text, ""
 
 
-def _canonical(node: _Node, symbolic: bool) -> str:
+def _canonical(node: Node, symbolic: bool) -> str:
     if node.kind == "scalar":
         return _canonical_scalar(node.text, symbolic)
+    if node.kind == "relation":
+        return squash(node.text)
     parts = [_canonical(part, symbolic) for part in node.parts]
     if node.kind in ("list", "set"):
         return f"{{{', '.join(sorted(parts))}}}"
@@ -309,11 +237,10 @@ def _canonical(node: _Node, symbolic: bool) -> str:
 
 
 def _canonical_scalar(text: str, symbolic: bool) -> str:
-    value = _value(text)
-    if (literal := parse_literal(value)) is not None and not literal.misspelled:
+    if (literal := parse_literal(text)) is not None and not literal.misspelled:
         return f"{literal.value}{'%' if literal.unit == '%' else ''}"
     if words := _plain_text(text):
         return words
-    value, _ = _without_unit(value)
+    value, _ = _without_unit(text)
     expression = parse_expression(value) if symbolic else None
     return squash(value) if expression is None else str(exact(expression).doit())

@@ -3,6 +3,7 @@ r"""What is no plain number: read and compared by math-verify, with arithmetic t
 import logging
 import math
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from random import Random
 
@@ -12,6 +13,8 @@ from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Add, Basic, Float, Integral, Limit, MatrixBase, Mul, Pow, Product, Rational, Sum
 from sympy.core.function import AppliedUndef
 from sympy.functions.combinatorial.factorials import CombinatorialFunction
+
+from .text import split
 
 
 # It warns that its own timeouts are off: they are signals, which work in no thread. Workers have limits of their own.
@@ -29,16 +32,21 @@ _NAMES = [
     for pattern, replacement in {
         r"(?<![A-Za-z\\])np\.(?=[a-z])": "",
         r"(?<![A-Za-z\\])(arcsin|arccos|arctan|sin|cos|tan|ln|log|exp)\s*(?=\()": r"\\\1",
+        r"\\operatorname\s*\{\s*((?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|exp|gcd|lcm)\s*\}": r"\\\1 ",
         r"(?<![A-Za-z\\])pi(?![A-Za-z])": r"\\pi ",
         r"(?<![A-Za-z\\])E\s*_": r"\\Upsilon_",
         r"\\hbar(?![A-Za-z])": r"\\Xi ",
         r"\\odot(?![A-Za-z])": "o",
-        r"\[": "(",
-        r"\]": ")",
+        r"\\(?:text|mathrm)\s*\{\s*([A-Za-z])\s*\}": r" \1 ",
     }.items()
 ]
+_BRACKET = re.compile(r"(\\sqrt\s*\[[^\[\]]*\])|([\[\]])")  # `[` groups, but not the index of a root
+_WORDS = r"(?<![_^])\\text\s*\{[^{}]*[A-Za-z]{2}[^{}]*\}"
 _HEAVY = re.compile(r"\\(?:int|sum|prod|lim|iint|oint)(?![a-zA-Z])")
 _POWER_TOWER = re.compile(r"\^\s*\{[^{}]*\^|\^\s*[^\s{]\s*\^|\}\s*\^|\^\s*\{?\s*[+-]?\s*\d{5,}")
+_NO_TOWER = re.compile(  # braces after which a power is none of a power
+    r"_\s*\{[^{}]*\}|\\(?:text|mathrm|mathbf)\s*\{[A-Za-z]\}|\\sqrt\s*(?:\[\d\])?\s*\{(?:[^{}^]|\^\d(?!\d))*\}"
+)
 _FACTORIAL = re.compile(r"\d{4,}\s*[)}]*\s*!|!\s*[)}]*\s*!")
 
 
@@ -53,12 +61,16 @@ def parse_expression(text: str) -> Basic | MatrixBase | None:
     text = _DERIVATIVE.sub(lambda match: f"\\Psi_{{{re.sub(r'[^A-Za-z0-9]', '', match[0][5:])}}}", text)
     for pattern, replacement in _NAMES:
         text = pattern.sub(replacement, text)
+    if split(text, _WORDS)[1]:  # `0\text{ is wrong}` would be a product
+        return None
+    text = _BRACKET.sub(lambda match: match[1] or "()"[match[2] == "]"], text)
     parsed = parse(f"${text}$", extraction_config=[_CONFIG], fallback_mode="no_fallback", parsing_timeout=None)
     return parsed[0] if parsed and not isinstance(parsed[0], str) else None
 
 
 def is_expensive(text: str, gold: str) -> bool:
     """Whether an answer computes what the gold answer does not: sums, towers of powers, huge powers and factorials."""
+    text, gold = _NO_TOWER.sub("x", text), _NO_TOWER.sub("x", gold)
     return any(form.search(text) and not form.search(gold) for form in (_HEAVY, _POWER_TOWER, _FACTORIAL))
 
 
@@ -67,29 +79,51 @@ def exact(expression: Basic | MatrixBase) -> Basic | MatrixBase:
     return expression.xreplace({number: Rational(str(number)) for number in expression.atoms(Float)})
 
 
+def number(text: str) -> float | None:
+    """The value of a real constant, None for everything else."""
+    expression = parse_expression(text)
+    if (
+        not isinstance(expression, sympy.Expr)
+        or not expression.is_number
+        or not (value := sympy.N(expression)).is_real
+    ):
+        return None
+    return float(value)
+
+
 def equal(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool:
     """Whether math-verify finds two expressions equal, without the answer leaving more undone than the gold."""
     if undone(answer) > undone(gold):
         return False
     gold, answer = exact(gold), exact(answer)
-    if isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq):
-        return _same_equation(gold, answer)
+    if {symbol.name for symbol in gold.free_symbols | answer.free_symbols} == {"i"}:
+        gold, answer = (side.xreplace(dict.fromkeys(side.free_symbols, sympy.I)) for side in (gold, answer))
     if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr):
         ratios = [_ratio(gold, answer, point) for point in range(2)]
         if any(ratio is not None and abs(ratio - 1) > 1e-6 for ratio in ratios):
             return False  # math-verify would take seconds to find no way from one to the other
-    return verify(gold, answer, timeout_seconds=None)
+        if None in ratios and (_is_undefined(gold) or _is_undefined(answer)):
+            return False
+    return verify(gold, answer, timeout_seconds=None, raise_on_error=True)
 
 
-def _same_equation(gold: sympy.Eq, answer: sympy.Eq) -> bool:
-    """Whether the sides' differences are the same up to a constant factor, at three points."""
+Sides = tuple[Basic | MatrixBase | None, Basic | MatrixBase | None]
+
+
+def same_relation(gold: Sides, answer: Sides, ordered: bool) -> bool:
+    """Whether the sides' differences are the same up to a constant factor (`ordered`: above 0), at three points."""
+    sides = [side for side in (*gold, *answer) if isinstance(side, sympy.Expr)]
+    if len(sides) < 4 or sum(map(undone, sides[2:])) > sum(map(undone, sides[:2])):
+        return False
+    differences = [exact(sides[0]) - exact(sides[1]), exact(sides[2]) - exact(sides[3])]
     ratios: list[complex] = []
     for point in range(3):
-        ratio = _ratio(gold.lhs - gold.rhs, answer.lhs - answer.rhs, point)
+        ratio = _ratio(differences[0], differences[1], point)
         if ratio is None:
-            return gold == answer
+            return differences[0] == differences[1]
         ratios.append(ratio)
-    return ratios[0] != 0 and all(abs(ratio - ratios[0]) <= 1e-9 * abs(ratios[0]) for ratio in ratios)
+    is_constant = all(abs(ratio - ratios[0]) <= 1e-9 * abs(ratios[0]) for ratio in ratios)
+    return ratios[0] != 0 and is_constant and not (ordered and ratios[0].real < 0)
 
 
 def _ratio(gold: sympy.Expr, answer: sympy.Expr, point: int) -> complex | None:
@@ -103,6 +137,11 @@ def _ratio(gold: sympy.Expr, answer: sympy.Expr, point: int) -> complex | None:
             return None
         values.append(complex(value))
     return values[0] / values[1] if values[1] else None if not values[0] else complex("inf")
+
+
+def _is_undefined(expression: sympy.Expr) -> bool:
+    """Whether it is a division by zero, or what has no value at all."""
+    return not expression.free_symbols and sympy.N(expression) in (sympy.nan, sympy.zoo)
 
 
 def _at(name: str, point: int) -> Rational:
@@ -125,7 +164,8 @@ def undone(expression: Basic | MatrixBase) -> int:
 
 def _is_undone(node: Basic) -> bool:
     if isinstance(node, Add):
-        return len(Add.make_args(Add(*node.args))) < len(node.args)
+        terms = list(_terms(node))
+        return len(Add.make_args(Add(*terms))) < len(terms)
     if isinstance(node, Mul):
         return _is_undone_product(node)
     if isinstance(node, Pow):
@@ -144,19 +184,27 @@ def _is_undone(node: Basic) -> bool:
 
 def _is_undone_product(node: Mul) -> bool:
     factors = list(_factors(node))
-    tops = [number.p for number in factors if number.is_Rational and abs(number.p) != 1]
-    bottoms = [number.q for number in factors if number.is_Rational and number.q != 1]
-    for factor in factors:
-        if isinstance(factor, Pow) and factor.args[1] == -1 and factor.args[0].is_Integer:
-            bottoms.append(factor.args[0])
-        elif factor.is_Float:
-            tops.append(factor)
-    if len(tops) > 1 or len(bottoms) > 1:
-        return True
-    if tops and bottoms and not tops[0].is_Float and math.gcd(int(tops[0]), int(bottoms[0])) > 1:
+    rationals = [factor for factor in factors if factor.is_Rational]
+    inverses = [factor.args[0] for factor in factors if isinstance(factor, Pow) and factor.args[1] == -1]
+    tops = [abs(int(value.p)) for value in rationals if abs(value.p) != 1]
+    bottoms = [int(value.q) for value in rationals if value.q != 1]
+    bottoms += [abs(int(value)) for value in inverses if value.is_Integer and abs(value) != 1]
+    decimals = sum(factor.is_Float for factor in factors)
+    if len(tops) + decimals > 1 or len(bottoms) > 1 or (tops and bottoms and math.gcd(tops[0], bottoms[0]) > 1):
         return True
     sums = [factor for factor in factors if isinstance(factor, Add)]
     return len(sums) > 1 and all(map(_is_constant, sums))
+
+
+def _terms(node: Basic) -> Iterator[Basic]:
+    """Terms of a sum, those of `-(a - b)` too."""
+    for term in node.args:
+        if isinstance(term, Add):
+            yield from _terms(term)
+        elif isinstance(term, Mul) and len(term.args) == 2 and term.args[0] == -1 and isinstance(term.args[1], Add):
+            yield from (-part for part in _terms(term.args[1]))
+        else:
+            yield term
 
 
 def _factors(node: Basic):

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 MAX_EXPONENT = 400
 
-_DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
+_DECIMAL = r"(?:(?:[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)|\d+)(?:\.\d*)?|\.\d+)"
 _SIGNED = rf"[+-]?\s*{_DECIMAL}"
 _EXPONENT = r"\^\s*(?:\{\s*([+-]?\s*\d+)\s*\}|([+-]?\d+))"
 _ARGUMENT = rf"(?:\{{\s*({_SIGNED})\s*\}}|(\d))"
@@ -22,24 +22,43 @@ _SCIENTIFIC_FORM = re.compile(
 _POWER_OF_TEN_FORM = re.compile(rf"10\s*{_EXPONENT}", re.ASCII)
 _DECIMAL_FORM = re.compile(_DECIMAL, re.ASCII)
 
-_UNIT_TEXT = r"\\(?:text|textrm|textbf|textit|mathrm|mbox|operatorname|rm)\s*\{(?:[^{}]|\{[^{}]*\})*\}"
+_UNIT_TEXT = r"\\(?:text|mathrm|operatorname|rm)\s*\{(?:[^{}]|\{[^{}]*\})*\}"
 _UNIT = re.compile(
-    rf"(?:\s?(?:/|\\cdot|\*)?\s?(?:{_UNIT_TEXT}|\\(?:usd|Omega|mu|AA|ohm)(?![a-zA-Z])|[ÅΩµμ]|[A-Za-z]{{2,}}(?![A-Za-z]))"
+    rf"(?:\s?(?:/|\\cdot|\*)?\s?(?:{_UNIT_TEXT}|\\(?:usd|Omega|mu|AA|ohm)(?![a-zA-Z])|[ÅΩµμ€£¥]|[A-Za-z]{{2,}}(?![A-Za-z]))"
     r"(?:\s?\^\s?(?:\{\s?[+-]?\d\s?\}|-?\d))?)+"
 )
 _DEGREE = re.compile(r"\s?\^\\circ\s?(?:\\(?:text|mathrm)\s*\{\s*([A-Za-z]*)\s*\}|([CF]))?")
 _BASE = re.compile(r"\s?_\s?(?:\{\s?(\d+)\s?\}|(\d))")
-# What is no unit but changes the number, or makes it another one.
-_NO_UNIT = re.compile(
-    r"hundred|thousand|million|billion|trillion|dozen|\d{2}|[=+]"
-    r"|(?<![A-Za-z])(?:pi|sqrt|sin|cos|tan|log|ln|exp|plus|minus|times|over|squared|cubed|factorial|choose)(?![A-Za-z])"
-)
+# A unit is made of these words, or ends in a plural: `12 apples`. Everything else says something about the number.
+_UNITS = """
+    aa amp ampere angstrom atm au aud bar bit byte c cad cal calorie candela carat cc celsius cent centimeter
+    centimetre child children cl cm coulomb cu cubic cup d day db decade deg degree dime dl dm dollar eur euro
+    ev f fahrenheit farad feet fluid foot fps franc ft g gal gallon gb gbp gev gj gpa gram gw h hectare henry
+    hertz hl hour hpa hr hz in inch inche j joule k kelvin kev kg khz kilogram kilometer kilometre kj km kn
+    knot kohm kpa kph kv kw kwh l lb light liter litre lumen lux ly m ma man mb mbar men meter metre mev mg
+    mhz mi mile millimeter millimetre min minute mj ml mm mmol mol mole month mpa mph ms mu mv mw n newton
+    nickel night nm ohm omega ounce oz pa pascal pc pct pence penny people percent percentage person peso pint
+    point pound ppm psi pt quart rad radian rev revolution rpm rs rupee s sec second solar sq square sr
+    steradian tesla tev ton tonne torr turn unit usd v volt w watt way wb weber week wk woman women yard yd
+    year yen yr yuan µ å μ ω
+"""
+_BESIDE_UNITS = "per ordered different distinct possible integer real complex prime unique"
+_UNIT_WORDS = frozenset(f"{_UNITS} {_BESIDE_UNITS}".split())
+# What ends in s and is no unit: words that say something, and names of fractions and powers of ten.
+_OTHER_WORDS = """
+    afterwards always besides does equals exceeds fails gives guess has hers its less makes means minus others
+    ours perhaps plus remains seems sometimes theirs this thus times towards us versus was works yes billions
+    dozens eighths fifths fourths halves hundreds hundredths millions ninths ones quarters sevenths sixths
+    tens tenths thirds thousands thousandths trillions
+"""
+_NO_PLURALS = frozenset(_OTHER_WORDS.split())
+_CURRENCIES = {"€": "euro", "£": "pound", "¥": "yen"}
 _UNIT_NAMES = {
     name: names[0]
     for names in (
         ("degree", "deg"),
         ("dollar", "usd"),
-        ("%", "percent", "pct"),
+        ("%", "percent", "pct", "percentage"),
         ("m", "meter", "metre"),
         ("cm", "centimeter", "centimetre"),
         ("mm", "millimeter", "millimetre"),
@@ -106,14 +125,31 @@ def parse_unit(text: str) -> str | None:
     if match := _DEGREE.fullmatch(text):
         return f"degree{match[1] or match[2] or ''}".lower().removesuffix("s")
     # A bare word that is no known unit needs a space: `2ab` is a product, as `2*ab` is.
-    word = re.match(r"[A-Za-z]*", text)
-    if word and word[0] and word[0].lower() not in _UNIT_NAMES:
+    bare = re.match(r"[A-Za-z]*", text)
+    if bare and bare[0] and _singular(bare[0].lower()) not in _UNIT_WORDS:
         return None
-    if re.match(r"/|\*|\\cdot", stripped) or not _UNIT.fullmatch(text) or _NO_UNIT.search(text):
+    if re.match(r"/|\*|\\cdot", stripped) or not _UNIT.fullmatch(text) or re.search(r"\d{2}|[=+?!]", text):
         return None
-    plain = re.sub(r"\\(?:text|textrm|textbf|textit|mathrm|mbox|operatorname|rm|cdot)(?![a-zA-Z])|[{}~*]", " ", text)
-    words = re.findall(r"[^\W\d_]+|\^\s*-?\d|/|%", plain.lower())
-    return " ".join(_UNIT_NAMES.get(word.removesuffix("s") or "s", word.removesuffix("s") or "s") for word in words)
+    plain = re.sub(r"\\(?:text|mathrm|operatorname|rm|cdot)(?![a-zA-Z])|[{}~*]", " ", text)
+    parts = re.findall(r"[^\W\d_]+|[€£¥]|\^\s*-?\d|/|%", re.sub(r"(?<=[a-z])\.", " ", plain.lower()))
+    words = [_CURRENCIES.get(part, part) for part in parts]
+    if not _is_unit([word for word in words if word.isalpha()]):
+        return None
+    name = " ".join(_UNIT_NAMES.get(_singular(word), _singular(word)) for word in words).replace("^ ", "^")
+    return re.sub(r"^(?:(sq|square)|cu|cubic) (\S+)$", lambda match: f"{match[2]} ^{2 if match[1] else 3}", name)
+
+
+def _is_unit(words: list[str]) -> bool:
+    """Whether words are a unit: `square cm`, `miles per hour`, `apples`; not `and a half`, `is wrong` or `million`."""
+    if all(_singular(word) in _UNIT_WORDS for word in words):
+        return True
+    noun = words[-1]
+    is_plural = len(noun) > 3 and noun.endswith("s") and not noun.endswith("ss") and noun not in _NO_PLURALS
+    return is_plural and all(_singular(word) in _UNIT_WORDS for word in words[:-1])
+
+
+def _singular(word: str) -> str:
+    return word.removesuffix("s") or "s"
 
 
 def _number(text: str) -> Fraction:

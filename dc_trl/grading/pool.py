@@ -64,8 +64,8 @@ class _Worker:
         except BrokenPipeError:
             self.process.wait()
 
-    def receive(self) -> list[Verdict] | None:
-        """Verdicts on its first jobs, in order; None once it has ended."""
+    def receive(self) -> list[Verdict | str] | None:
+        """Verdicts on its first jobs, in order, or what grading raised; None once it has ended."""
         data = os.read(self.stdout, 65536)
         if not data:
             return None
@@ -74,7 +74,8 @@ class _Worker:
             self.ready = True
             lines = lines[1:]
         self.deadline = time.monotonic() + self.time_limit
-        return [Verdict(*json.loads(line)) for line in lines]
+        replies = map(json.loads, lines)
+        return [reply if isinstance(reply, str) else Verdict(*reply) for reply in replies]
 
     def close(self) -> None:
         self.process.kill()
@@ -100,7 +101,9 @@ class Grader:
             What needs more is wrong.
 
     Attributes:
-        failures: how many answers were wrong because of `"time"`, `"memory"` or a `"crash"` of the worker.
+        failures: how many answers were wrong because of `"time"`, `"memory"`, a `"crash"` of the worker, or an
+            `"error"`: an exception in grading.
+        errors: these exceptions, `"TypeError: …"`, and how often each was raised. The first of each is a warning.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -117,6 +120,7 @@ class Grader:
         self.time_limit = time_limit
         self.memory_limit = memory_limit
         self.failures: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
         self._workers: list[_Worker] = []
         self._lock = threading.Lock()
         _graders.add(self)
@@ -193,8 +197,9 @@ class Grader:
                 if replies is None:
                     self._bury(worker, waiting, verdicts)
                     continue
-                for verdict in replies:
-                    verdicts[worker.jobs.popleft()] = verdict
+                for reply in replies:
+                    job = worker.jobs.popleft()
+                    verdicts[job] = self._count_error(job, reply) if isinstance(reply, str) else reply
         return verdicts
 
     @staticmethod
@@ -212,6 +217,16 @@ class Grader:
                 worker.is_late = True
                 worker.deadline += _STARTUP_LIMIT  # its end is what there is to read next
         return readable
+
+    def _count_error(self, job: _Job, error: str) -> Verdict:
+        if error not in self.errors:
+            logger.warning(
+                "Grading %r against %r raised %s. The answer counts as wrong; `Grader.errors` counts such answers.",
+                *(job[0][:_SHOWN], job[1].answer[:_SHOWN], error),
+            )
+        self.failures["error"] += 1
+        self.errors[error] += 1
+        return Verdict(False, squash(job[0]))
 
     def _bury(self, worker: _Worker, waiting: deque[_Job], verdicts: dict[_Job, Verdict]) -> None:
         code = worker.process.wait()

@@ -13,18 +13,29 @@ _TOKEN = re.compile(r"\\{1,2}(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _DIGITS = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
 
-# What else writes the same thing. `\\` separates the rows of a matrix and is never the start of a command.
-_THOUSANDS = re.compile(r"(?<=\d)(?:\{\s*,\s*\}|,?\\[,;:!]\s*|\\ |[\u2009\u202f~])(?=\d{3}(?!\d))")
+# What else writes the same thing. `\\` separates the rows of a matrix and starts a command only outside of one.
+_THOUSANDS = re.compile(r"(?<=\d)(?:(?:\{\s*,\s*\}|\\[,;:!]\s*|\\ |[\u2009\u202f~])(?=\d{3}(?!\d))|,\\!\s*(?=\d))")
+_ESCAPED_TWICE = re.compile(r"\\\\(?=[A-Za-z])")
 _SPACE = re.compile(r"(\\\\)|\\!\s*|\\[,;: ]|\\q?quad(?![a-zA-Z])|~")
 _DELIMITER = re.compile(r"(\\\\)|\\[()\[\]]|(?<!\\)\$")
-_LAYOUT = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)(?![a-zA-Z])\.?")
+_LAYOUT = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![a-zA-Z])\.?")
 _SPELLINGS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in {
         r"\\[dtc]frac(?![a-zA-Z])": r"\\frac",
-        r"\\(le|ge|ne)q(?![a-zA-Z])": r"\\\1",
+        r"\\(?:text(?:bf|it|rm|normal|sf|tt|up|sc)|[mh]box)(?![a-zA-Z])": r"\\text",
+        r"\\(?:leq(?:slant|q)?|le)(?![a-zA-Z])|<=|[≤⩽]": r"\\le ",
+        r"\\(?:geq(?:slant|q)?|ge)(?![a-zA-Z])|>=|[≥⩾]": r"\\ge ",
+        r"\\(?:neq?|not\s*=)(?![a-zA-Z])|!=|≠": r"\\ne ",
+        r"\\lt(?![a-zA-Z])": "<",
+        r"\\gt(?![a-zA-Z])": ">",
+        r"\\langle(?![a-zA-Z])": "(",
+        r"\\rangle(?![a-zA-Z])": ")",
+        r"\\(?:varnothing|empty)(?![a-zA-Z])|∅": r"\\emptyset",
+        r"\\mathbb\s*\{\s*R\s*\}|\\(?:R|Reals)(?![a-zA-Z])|ℝ": r"\\mathbb{R}",
         r"\\lbrace(?![a-zA-Z])": r"\\{",
         r"\\rbrace(?![a-zA-Z])": r"\\}",
+        r"\\[lr]?vert(?![a-zA-Z])|\\mid(?![a-zA-Z])": "|",
         r"\\%": "%",
         r"\\\$": r"\\usd ",
         r"\s*(?:\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![a-zA-Z])|\\degree(?![a-zA-Z])|°)": r"^\\circ",
@@ -34,16 +45,19 @@ _SPELLINGS = [
         "±": r"\\pm ",
         "∞": r"\\infty ",
         "π": r"\\pi ",
-        "≤": r"\\le ",
-        "≥": r"\\ge ",
         "∪": r"\\cup ",
         "∈": r"\\in ",
-        r"\\(?:approx|simeq)(?![a-zA-Z])|≈": "=",
+        "²": "^2",
+        "³": "^3",
+        r"√\s*(\d+|[A-Za-z])": r"\\sqrt{\1}",
+        r"\\(?:approx|simeq)(?![a-zA-Z])": "≈",
         r"\s+": " ",
     }.items()
 ]
-_WRAPPED = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|boxed|fbox)\s*\{(.*)\}|\{(.*)\}", re.DOTALL)
-_WRAPPED_NUMBER = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^a-zA-Z{}]*)\}")
+_WITH_ARGUMENTS = re.compile(r"\\(frac|sqrt\s*\[[^\[\]]*\]|sqrt)(?![a-zA-Z])")
+_COMMAND = re.compile(r"\\(?:(frac|sqrt|binom|text|math[a-z]+|overline|bar|vec|hat)(?![a-zA-Z])|[a-zA-Z]+)")
+_WRAPPED = re.compile(r"\\(?:math(?:bf|it|sf|cal|tt|normal)|boldsymbol|bm|boxed|fbox)\s*\{(.*)\}|\{(.*)\}", re.DOTALL)
+_WRAPPED_NUMBER = re.compile(r"\\(?:text|mathrm)\s*\{([^a-zA-Z{}]*|\s*[-+]?\d[^{}]*)\}")
 
 
 def extract_answer(text: str) -> str | None:
@@ -82,13 +96,44 @@ def is_reasonable(answer: str) -> bool:
 
 def clean(latex: str) -> str:
     r"""One spelling: no layout, spacing, math delimiters or thousands separators that are certain (`1{,}000`)."""
-    text = _THOUSANDS.sub("", latex)
+    text = latex if "\\begin" in latex else _ESCAPED_TWICE.sub(r"\\", latex)
+    text = _THOUSANDS.sub("", text)
     text = _SPACE.sub(lambda match: match[1] or ("" if match[0].startswith("\\!") else " "), text)
     text = _DELIMITER.sub(lambda match: match[1] or "", text)
     text = _LAYOUT.sub("", text)
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
-    return unwrap(text.strip().rstrip(".,;").strip())
+    return unwrap(brace_arguments(text).strip().rstrip(".,;\\").strip())
+
+
+def brace_arguments(text: str) -> str:
+    r"""With the braces that TeX lets one leave out: `\frac12` is `\frac{1}{2}`, `\sqrt3` is `\sqrt{3}`."""
+    for match in reversed(list(_WITH_ARGUMENTS.finditer(text))):  # from the right: arguments are braced already
+        arguments, end = "", match.end()
+        for _ in range(2 if match[1] == "frac" else 1):
+            start = end + len(text[end:]) - len(text[end:].lstrip())
+            end = _argument_end(text, start)
+            argument = text[start:end]
+            arguments += argument if argument.startswith("{") or not argument else f"{{{argument}}}"
+        text = text[: match.end()] + arguments + text[end:]
+    return text
+
+
+def _argument_end(text: str, start: int) -> int:
+    """Where the TeX argument ends that begins at `start`: a group, a command with its groups, or one character."""
+    if command := _COMMAND.match(text, start):
+        end = command.end()
+        while command[1] and text[end : end + 1] == "{":
+            end = _argument_end(text, end)
+        return end
+    if text[start : start + 1] != "{":
+        return start + (text[start : start + 1].isalnum())
+    depth = 0
+    for token in re.finditer(r"\\.|[{}]", text[start:]):
+        depth += (token[0] == "{") - (token[0] == "}")
+        if depth == 0:
+            return start + token.end()
+    return len(text)
 
 
 def unwrap(text: str) -> str:
@@ -115,14 +160,15 @@ def squash(text: str) -> str:
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
 
-def split(text: str, separators: str) -> list[str]:
-    """Parts between separators (single characters) that stand outside all brackets."""
-    parts, depth, start = [], 0, 0
-    for token in re.finditer(rf"\\.|[()\[\]{{}}{re.escape(separators)}]", text):
-        character = token[0][-1]
-        if token[0] in separators and depth == 0:
-            parts.append(text[start : token.start()].strip())
-            start = token.end()
-        elif len(token[0]) == 1 or character in "{}":
-            depth += (character in "([{") - (character in ")]}")
-    return [*parts, text[start:].strip()]
+def split(text: str, separator: str) -> tuple[list[str], list[str]]:
+    """Parts between separators (a regular expression) that stand outside all brackets, and the separators."""
+    parts, separators, depth, start = [], [], 0, 0
+    for token in re.finditer(rf"(?P<separator>{separator})|\\[A-Za-z]+|\\?[()\[\]{{}}]|\\.", text):
+        if token["separator"] is not None:
+            if depth == 0:
+                parts.append(text[start : token.start()])
+                separators.append(token[0].strip())
+                start = token.end()
+        else:
+            depth += (token[0][-1] in "([{") - (token[0][-1] in ")]}")
+    return [*parts, text[start:]], separators

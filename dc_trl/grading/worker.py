@@ -1,8 +1,8 @@
 """A worker process that grades: `python -m dc_trl.grading.worker MEMORY_LIMIT SECONDS`.
 
-One JSON line in ([answer, fields of the gold]), one JSON line out ([correct, answer]); first a line that says it is
-ready. It ends when its input is closed. It dies of what an answer does to it: out of memory, or SIGALRM after SECONDS,
-which is for the case that whoever should have killed it is dead.
+One JSON line in ([answer, fields of the gold]), one JSON line out ([correct, answer], or a string: the exception
+that grading raised); first a line that says it is ready. It ends when its input is closed. It dies of what an answer
+does to it: out of memory, or SIGALRM after SECONDS, which is for the case that whoever should have killed it is dead.
 """
 
 import json
@@ -36,6 +36,8 @@ def main() -> None:
             reply = json.dumps(grade_answer(answer, Gold(*fields)))
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
+        except Exception as error:  # what SymPy raises is no closed list; the pool counts it and shows it
+            reply = json.dumps(f"{type(error).__name__}: {error}")
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(reply, file=replies, flush=True)
 

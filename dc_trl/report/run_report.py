@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
+from ..files import make_folder
 from ..history import Run, group_seeds, read_run
 from ..version import __version__
 from .html import Page, page_generator
@@ -58,7 +59,7 @@ def write_report(
         for table in settings_tables(runs):
             page.table(*table)
     # The page first: it marks the folder as ours.
-    page_path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder("output", page_path.parent)
     page.save(page_path)
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.png"):

@@ -1,0 +1,152 @@
+"""Ctrl-C and SIGTERM: the run finishes its step, saves a checkpoint, and leaves with the signal's exit code."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather
+from transformers import Trainer, TrainerCallback
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SAME = 1.0  # seconds: a launcher passes on what has already reached all its processes
+
+
+class RunInterrupted(Exception):  # noqa: N818 (nothing went wrong)
+    """A signal has ended training, in all processes at the same step.
+
+    Args:
+        signum: number of the signal.
+        way_back: how to go on.
+    """
+
+    def __init__(self, signum: int, way_back: str = ""):
+        super().__init__(f"{signal.Signals(signum).name} has ended the run. {way_back}".rstrip())
+        self.signum = signum
+        self.exit_code = 128 + signum
+
+
+class StopSignals(TrainerCallback):
+    """Has SIGINT and SIGTERM end a run in order, for the time of a `with` block: of a script, in its main thread.
+
+    While it trains, the present step is finished, or the evaluation dropped, and [`RunInterrupted`] raised: in all
+    processes, whichever of them the signal has reached. [`DCGRPOTrainer`] then saves a checkpoint. Before training and
+    after it, the process leaves at once, by `SystemExit`. A second signal, more than a second after the first, ends
+    the process whatever it is doing. The exit code is 128 + the signal's number, 130 or 143. A signal that was ignored
+    when the block began, as a shell does it for what runs in the background, still is.
+
+    Add it to the trainer as the last callback.
+    """
+
+    def __init__(self) -> None:
+        self._training = False
+        self._signum = 0  # that has reached this process; 0: none
+        self._agreed = 0  # that has reached any process
+
+    def __enter__(self) -> "StopSignals":
+        self._previous = {
+            signum: signal.signal(signum, self._leave_unless_training)
+            for signum in _SIGNALS
+            if signal.getsignal(signum) is not signal.SIG_IGN
+        }
+        # Python runs handlers between its own instructions. A process that waits in a collective for a dead one gets
+        # to none, so the signals are read in a thread.
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(self._read,), daemon=True).start()
+        _installed.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _installed.remove(self)
+        signal.set_wakeup_fd(self._wakeup)
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        os.close(self._write)  # ends the thread
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._training = True
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.check()
+        self._training = False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._agreed = self._agree()
+        if self._agreed:
+            control.should_training_stop = True
+            control.should_evaluate = False
+            control.should_log = args.logging_strategy != "no"
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.check()
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        # The last step is logged by now, and saved if it was to be.
+        if self._agreed:
+            raise RunInterrupted(self._agreed)
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        self.check()
+
+    def check(self) -> None:
+        """In training, raises [`RunInterrupted`] once a signal has reached a process; every process has to call it."""
+        if self._training and (signum := self._agree()):
+            raise RunInterrupted(signum)
+
+    def _agree(self) -> int:
+        state = PartialState()
+        if state.num_processes == 1:
+            return self._signum
+        return int(gather(torch.tensor([self._signum], device=state.device)).max())
+
+    def _leave_unless_training(self, signum: int, frame: FrameType | None) -> None:
+        if not self._training:
+            _say(signum, "nothing is being trained, the run ends.")
+            sys.exit(128 + signum)
+
+    def _watch(self, signals: int) -> None:
+        first = 0.0
+        while data := os.read(signals, 1):
+            if data[0] not in _SIGNALS:
+                continue  # somebody else's
+            if not self._signum:
+                self._signum, first = data[0], time.monotonic()
+                if self._training:
+                    _say(data[0], "the run ends after this step, with a checkpoint; a second signal ends it at once.")
+            elif time.monotonic() - first > _SAME:
+                os._exit(128 + self._signum)
+        os.close(signals)
+
+
+def _say(signum: int, what: str) -> None:
+    # Not by print, whose buffer the main thread may be writing to. RANK is what launchers set.
+    if os.environ.get("RANK", "0") == "0":
+        os.write(sys.stderr.fileno(), f"\n{signal.Signals(signum).name}: {what}\n".encode())
+
+
+def stop_if_asked(trainer: Trainer) -> None:
+    """Between two batches that are asked outside of the trainer's own loops: see [`StopSignals.check`]."""
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, StopSignals):
+            callback.check()
+
+
+_installed: list[StopSignals] = []
+
+
+def _leave_signals_to_parent() -> None:
+    """In a forked child: the pipe is the parent's. Ctrl-C is for the parent too, and who ends the child means it."""
+    for signals in _installed:
+        signal.set_wakeup_fd(-1)
+        for signum in signals._previous:
+            signal.signal(signum, signal.SIG_IGN if signum == signal.SIGINT else signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_leave_signals_to_parent)

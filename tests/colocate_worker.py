@@ -1,0 +1,37 @@
+"""One of two hosts whose colocated engines share a directory for weights: `-m tests.colocate_worker FOLDER`."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from accelerate import Accelerator
+from trl.generation.vllm_generation import VLLMGeneration
+
+from dc_trl.deployment.weight_sync import ColocateGeneration
+
+from .helpers import make_model, make_tokenizer
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    VLLMGeneration._init_vllm = lambda self: None  # the engine, which would read what is written here
+    accelerator = Accelerator(cpu=True)
+    assert (accelerator.num_processes, accelerator.is_local_main_process) == (2, True)
+    generation = ColocateGeneration.__new__(ColocateGeneration)
+    generation.model, generation.processing_class = make_model(), make_tokenizer()
+    generation.accelerator = accelerator
+    generation.deployment_scheme, generation.weight_sync_dir, generation._syncs = "fp8", str(root), 0
+    generation._dist = SimpleNamespace(is_fsdp=False, is_zero3=False)
+    generation._init_vllm()
+    checkpoint = generation._write_checkpoint()
+    folders = sorted(root.glob("dc_trl-sync-*"))
+    assert len(folders) == 3, folders
+    assert (root / "dc_trl-sync-elsewhere_run-0").is_dir(), "another host's, whose lock need not be seen here"
+    assert (checkpoint / "model.safetensors").is_file()
+    accelerator.wait_for_everyone()
+    print(checkpoint.parent)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

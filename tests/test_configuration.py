@@ -1,0 +1,104 @@
+"""A configuration file as its user writes it: what YAML makes of it, and what is refused by name."""
+
+import pytest
+
+from dc_trl.configuration import ConfigurationParser
+
+from .helpers import load_script
+
+
+@pytest.fixture
+def parse(tmp_path):
+    arguments = load_script("train").ARGUMENTS
+
+    def parse(text, *options):
+        file = tmp_path / "config.yaml"
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        usual = ["--config", str(file), "--output_dir", str(tmp_path / "out"), "--use_cpu", "true", "--bf16", "false"]
+        parts = ConfigurationParser(arguments).parse_args_and_config([*usual, *options])
+        return {name: value for part in parts for name, value in vars(part).items()}
+
+    return parse
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("learning_rate: 1e-6", {"learning_rate": 1e-6}),  # YAML reads text
+        ("rewards: math", {"rewards": ["math"]}),
+        ("eval_benchmarks: [aime24, math500]", {"eval_benchmarks": ["aime24", "math500"]}),
+        ("serve_devices: 0", {"serve_devices": "0"}),  # a number, and one that is false
+        ("serve_options: [--tensor-parallel-size, 4]", {"serve_options": ["--tensor-parallel-size", "4"]}),
+        ("collapse_alarm: off", {"collapse_alarm": "off"}),  # YAML reads false
+        ("run_name: 2024-01-01", {"run_name": "2024-01-01"}),
+        ("discrepancy_tolerance: 0.002", {"discrepancy_tolerance": 0.002}),
+        ("lora_target_modules: all-linear", {"lora_target_modules": "all-linear"}),
+        ("scale_rewards: false", {"scale_rewards": "none"}),
+        ("reward_weights: 2", {"reward_weights": [2]}),
+        ("generation_kwargs: {top_k: 0}", {"generation_kwargs": {"top_k": 0}}),
+        ("model_revision: 'no'", {"model_revision": "no"}),
+        ("max_steps: 3\nenv: {DC_TRL_TEST: 1}", {"max_steps": 3}),
+    ],
+)
+def test_values_are_what_their_user_means(parse, text, expected):
+    found = parse(text)
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: !!python/object/apply:os.system [true]", ["config.yaml cannot be read as YAML", "python/object"]),
+        ("rewards: [", ["config.yaml cannot be read as YAML", "line 1"]),
+        (b"\xff\xfe\x00b", ["config.yaml is no text in UTF-8"]),
+        (b"\x00\x01\x02", ["config.yaml cannot be read as YAML"]),
+        ("", ["config.yaml holds", "mapping"]),
+        ("[1, 2]", ["config.yaml holds", "mapping"]),
+        ("1: 2", ["config.yaml holds", "mapping"]),
+        ("max_steps: 3\nmax_steps: 4", ["config.yaml", "'max_steps' stands there twice"]),
+        ("lerning_rate: 1", ["lerning_rate is no field", "did you mean learning_rate?"]),
+        ("max_steps: [1]", ["max_steps=[1] is invalid: use a whole number."]),
+        ("max_steps: many", ["max_steps", "'many'"]),
+        ("max_steps: true", ["max_steps=True is invalid"]),
+        ("learning_rate:", ["learning_rate=None is invalid: use a number."]),
+        ("learning_rate: .nan", ["learning_rate=nan is invalid"]),
+        ("dataset_name: [a, b]", ["dataset_name=['a', 'b'] is invalid: use text"]),
+        ("rewards: {math: 1}", ["rewards=", "is invalid: use a list of texts"]),
+        ("save_strategy: no", ["save_strategy=False", "in quotes", "save_strategy: 'no'"]),
+        ("collapse_alarm: on", ["collapse_alarm=True", "'off', 'warn', 'stop'"]),
+        ("chat_template_kwargs: [1]", ["chat_template_kwargs=[1] is invalid: use a mapping"]),
+        ("eval_size: -1", ["eval_size=-1 is invalid: use a whole number, at least 0."]),
+        ("max_prompt_length: 0", ["max_prompt_length=0 is invalid: use a whole number, at least 1."]),
+        ("eval_benchmark_temperature: .inf", ["eval_benchmark_temperature=inf"]),
+        ("length_decay: true\nlength_decay_floor: .nan", ["length_decay_floor=nan", "above 0, at most 1"]),
+        ("length_decay: true\nlength_decay_period: 0", ["length_decay_period=0"]),
+        ("deep: " + "[" * 5000, ["config.yaml cannot be read as YAML"]),
+    ],
+)
+def test_what_is_refused_by_name(parse, text, words):
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the words are the point
+        parse(text)
+    for word in words:
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--max_steps", "many"], "--max_steps"),
+        (["--max_steps"], "expected one argument"),
+        (["--eval_bench", "aime24"], "ambiguous option"),
+        (["--reward_weights", "nan"], "reward_weights=nan"),
+        (["--chat_template_kwargs", "[1]"], "chat_template_kwargs='[1]' is no JSON object"),
+    ],
+)
+def test_a_command_line_is_refused_without_its_usage(parse, capsys, options, words):
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as refused:
+        parse("max_steps: 1", *options)
+    assert words in str(refused.value)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_is_not_named():
+    with pytest.raises(ValueError, match="config is not set"):
+        ConfigurationParser(load_script("train").ARGUMENTS).parse_args_and_config(["--config"])

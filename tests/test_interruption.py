@@ -1,0 +1,212 @@
+"""Runs that get SIGINT or SIGTERM: real signals to real processes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from dc_trl.checkpoints import checkpoint_defect
+
+from .helpers import ROOT, TWO_PROCESSES, load_script
+
+
+OPTIONS = {
+    "config": "configs/quickstart.yaml",
+    "eval_size": 0,
+    "per_device_train_batch_size": 16,
+    "per_device_eval_batch_size": 16,
+    "max_completion_length": 16,
+    "disable_tqdm": "true",
+    "save_steps": 500,
+    "max_steps": 400,
+}
+# Python leaves it ignored where a shell has it ignored for what runs in the background.
+DEFAULT_SIGINT = ["env", "--default-signal=INT"]
+
+
+def arguments(**options):
+    return [word for name, value in (OPTIONS | options).items() for word in (f"--{name}", str(value))]
+
+
+class Run:
+    """The training script in a process of its own, or in several, its output in a file."""
+
+    def __init__(self, folder, launcher=(sys.executable,), **options):
+        self.folder, self._output = folder, folder.with_suffix(".out")
+        command = [*DEFAULT_SIGINT, *launcher, "scripts/train.py", *arguments(output_dir=folder, **options)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder.parent)])}
+        with open(self._output, "w") as output:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+
+    @property
+    def output(self):
+        return self._output.read_text()
+
+    def wait_for(self, what):
+        while not what():
+            assert self.process.poll() is None, self.output[-3000:]
+            time.sleep(0.05)
+
+    def steps(self):
+        path = self.folder / "history.jsonl"
+        rows = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [row["step"] for row in map(json.loads, [row for row in rows if row.endswith("\n")]) if "loss" in row]
+
+
+@contextmanager
+def started(*args, **kwargs):
+    run = Run(*args, **kwargs)
+    try:
+        yield run
+    finally:
+        if run.process.poll() is None:
+            for process in [*psutil.Process(run.process.pid).children(recursive=True), run.process]:
+                process.kill()
+            run.process.wait()
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """The training script in this process."""
+    script = load_script("train")
+    monkeypatch.chdir(ROOT)
+
+    def run(**options):
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments(**options)])
+        script.main()
+
+    return run
+
+
+def rows(folder):
+    names = ("step", "loss", "grad_norm", "reward", "discrepancy/mean", "lagrangian/lambda")
+    history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    return [{name: row.get(name) for name in names} for row in history if "loss" in row]
+
+
+def test_sigterm_loses_no_step(tmp_path, launch):
+    # The run stops between the two optimizer steps of a generation batch, or behind them: wherever the signal comes.
+    options = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "learning_rate": 1e-3, "max_steps": 16}
+    with started(tmp_path / "run", **options) as run:
+        run.wait_for((run.folder / ".dc_trl.lock").exists)
+        with pytest.raises(SystemExit, match=rf"in use by another run, process {run.process.pid} on"):
+            launch(output_dir=run.folder, **options)
+        run.wait_for(run.steps)
+        run.process.terminate()
+        assert run.process.wait(120) == 143
+    done = run.steps()[-1]
+    assert done < 16
+    assert run.steps() == list(range(1, done + 1))
+    checkpoint = run.folder / f"checkpoint-{done}"
+    assert checkpoint_defect(checkpoint) is None
+    assert (
+        f"SIGTERM has ended the run. The run is saved: go on with resume_from_checkpoint='{checkpoint}'" in run.output
+    )
+    assert run.output.count("SIGTERM: the run ends after this step") == 1
+    assert "Traceback" not in run.output
+    # It has not come to its end.
+    left = {path.name for path in run.folder.iterdir()}
+    assert left.isdisjoint({"summary.json", "deployment", "model.safetensors", ".dc_trl.lock"})
+    assert "train_runtime" not in (run.folder / "history.jsonl").read_text()
+
+    launch(output_dir=run.folder, resume_from_checkpoint="true", **options)
+    launch(output_dir=tmp_path / "whole", **options)
+    assert len(rows(run.folder)) == 16
+    assert rows(run.folder) == rows(tmp_path / "whole")
+
+
+def test_an_interrupted_evaluation_is_dropped_and_made_again(tmp_path, launch):
+    with started(tmp_path / "run", eval_size=2048) as run:
+        run.wait_for((run.folder / "settings.json").exists)  # what is next is the evaluation before the first step
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(120) == 130
+    assert "Traceback" not in run.output
+    assert "SIGINT has ended the run. The run is saved: go on with" in run.output
+    assert not (run.folder / "before.json").exists()
+    launch(output_dir=run.folder, eval_size=16, resume_from_checkpoint="true", max_steps=1)
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["before"]["problems"] == summary["after"]["problems"] == 16
+
+
+def test_a_signal_before_training_leaves_nothing(tmp_path):
+    (tmp_path / "slow_reward.py").write_text(
+        "import pathlib, time\npathlib.Path(__file__).with_suffix('.here').touch()\ntime.sleep(120)\n"
+    )
+    with started(tmp_path / "run", rewards="slow_reward.reward") as run:
+        run.wait_for((tmp_path / "slow_reward.here").exists)
+        run.process.terminate()
+        assert run.process.wait(60) == 143
+    assert run.output.strip().endswith("SIGTERM: nothing is being trained, the run ends.")
+    assert "Traceback" not in run.output
+    assert list(run.folder.iterdir()) == []
+
+
+def test_two_processes_stop_together_and_go_on_together(tmp_path):
+    sizes = {"per_device_train_batch_size": 8}
+    with started(tmp_path / "run", launcher=TWO_PROCESSES, **sizes) as run:
+        run.wait_for(run.steps)
+        ranks = {
+            process.environ()["RANK"]: process
+            for process in psutil.Process(run.process.pid).children(recursive=True)
+            if "RANK" in process.environ() and "train.py" in " ".join(process.cmdline())
+        }
+        assert set(ranks) == {"0", "1"}
+        ranks["1"].send_signal(signal.SIGINT)  # to one of them
+        assert run.process.wait(120) == 1  # torchrun's own code
+    assert len(re.findall(r"exitcode\s*: 130", run.output)) >= 1
+    done = run.steps()[-1]
+    assert checkpoint_defect(run.folder / f"checkpoint-{done}") is None
+    assert (run.folder / f"checkpoint-{done}" / "rng_state_1.pth").is_file()
+    assert run.output.count("SIGINT has ended the run. The run is saved") == 1
+
+    (run.folder / "checkpoint-99999").mkdir()
+    going_on = {"resume_from_checkpoint": "true", "max_steps": done + 2, **sizes}
+    with started(run.folder, launcher=TWO_PROCESSES, **going_on) as resumed:
+        assert resumed.process.wait(200) == 0, resumed.output[-3000:]
+    assert resumed.steps() == list(range(1, done + 3))
+    assert "Passed over: checkpoint-99999 holds no trainer_state.json" in resumed.output
+
+
+# Holds still where Python runs no handler, as a process does whose peer is dead, with a forked child.
+STUCK = """
+import ctypes, os, time
+from dc_trl.interruption import StopSignals
+with StopSignals() as signals:
+    signals.on_train_begin(None, None, None)
+    if (child := os.fork()) == 0:
+        time.sleep(600)
+    print(child, flush=True)
+    mutex = ctypes.create_string_buffer(128)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+def test_a_second_signal_ends_a_process_that_is_stuck():
+    command = [*DEFAULT_SIGINT, sys.executable, "-c", STUCK]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = psutil.Process(int(process.stdout.readline()))
+    try:
+        process.send_signal(signal.SIGINT)
+        line = "".join(process.stderr.readline() for _ in range(2))
+        assert "SIGINT: the run ends after this step, with a checkpoint" in line
+        child.send_signal(signal.SIGINT)  # as from a terminal: it is for the parent
+        process.send_signal(signal.SIGTERM)  # what a launcher passes on is no second one
+        time.sleep(1.2)
+        assert process.poll() is None
+        child.terminate()  # as a pool ends its workers
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 130
+        assert child.wait(30) is None or not child.is_running()
+    finally:
+        process.kill()
+        process.communicate()
+        if child.is_running():
+            child.kill()

@@ -1,0 +1,280 @@
+"""What may be set under a constraint leaves the replica's samples and their log-probabilities; the rest is refused."""
+
+import json
+
+import pytest
+import torch
+from transformers import CompileConfig, GenerationConfig
+from trl import GRPOTrainer
+
+from dc_trl import DCGRPOTrainer
+from dc_trl.deployment.replica import Replica
+from dc_trl.deployment.server import ServerError
+from dc_trl.neutral_sampling import restrictions
+
+from .helpers import distinct_characters, logged, make_config, make_model, make_prompts
+from .vllm_server import requires_vllm
+
+
+PROMPTS = [[20, 30, 40], [50], [60, 70, 80, 90, 100]] * 8
+# Each would be taken for mismatch. Those of transformers change what the replica records, as is tested below.
+RESTRICTING = {
+    "top_p": 0.5,
+    "top_k": 5,
+    "min_p": 0.2,
+    "top_h": 0.5,
+    "typical_p": 0.5,
+    "epsilon_cutoff": 0.02,
+    "eta_cutoff": 0.1,
+    "repetition_penalty": 2.0,
+    "no_repeat_ngram_size": 1,
+    "bad_words_ids": [[token] for token in range(2, 150)],
+    "sequence_bias": [[[token], -5.0] for token in range(2, 150)],
+    "suppress_tokens": list(range(2, 150)),
+    "begin_suppress_tokens": list(range(2, 250)),
+    "forced_eos_token_id": 1,
+    "min_new_tokens": 10,
+    "min_length": 12,
+    "exponential_decay_length_penalty": [1, 3.0],
+    "watermarking_config": {"bias": 4.0},
+    "do_sample": False,
+}
+RESTRICTING_VLLM = {
+    "min_tokens": 40,
+    "logit_bias": {"5": 3.0},
+    "allowed_token_ids": [3, 4, 5],
+    "bad_words": ["no"],
+    "structured_outputs": {"regex": "[0-9]+"},
+    "response_format": {"type": "json_object"},
+    "presence_penalty": 1.0,
+    "frequency_penalty": 1.0,
+    "thinking_token_budget": 10,
+    "trace_decode_token_ids": [1, 2],
+    "logprobs": 5,
+    "logprob_token_ids": [3],
+    "use_beam_search": True,
+    "vllm_xargs": {"x": 1},
+    "n": 2,
+    "echo": True,
+    "stream": True,
+    "truncate_prompt_tokens": 5,
+}
+OTHERS = {
+    "forced_bos_token_id": 7,
+    "num_beams": 2,
+    "num_return_sequences": 2,
+    "guidance_scale": 2.0,
+    "prompt_lookup_num_tokens": 3,
+    "return_dict_in_generate": True,
+    "penalty_alpha": 0.6,
+    "no_such_setting": 1,
+}
+NEUTRAL = {
+    "max_new_tokens": 12,
+    "max_length": 300,
+    "use_cache": True,
+    "pad_token_id": 3,
+    "bos_token_id": 5,
+    "renormalize_logits": True,
+    "disable_compile": True,
+    "compile_config": CompileConfig(),
+    "cache_implementation": "dynamic",
+    "length_penalty": 2.0,
+    "early_stopping": True,
+    "num_assistant_tokens": 3,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_new_tokens": 0,
+    "min_length": 0,
+    "suppress_tokens": [],
+    "guidance_scale": 1.0,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "output_scores": False,
+    "do_sample": True,
+}
+NEUTRAL_VLLM = {
+    "max_tokens": 12,
+    "stop": ["\n"],
+    "stop_token_ids": [1],
+    "include_stop_str_in_output": True,
+    "seed": 7,
+    "skip_special_tokens": False,
+    "detokenize": True,
+    "top_k": -1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+    "logprobs": 0,
+    "logit_bias": None,
+    "bad_words": [],
+    "temperature": 1.0,
+}
+
+
+def sampled(replica, **settings):
+    """Completions and log-probabilities from one random state."""
+    torch.manual_seed(0)
+    config = {"max_new_tokens": 12, "do_sample": True, "top_k": 0, "pad_token_id": 0, "eos_token_id": [1, 40, 41]}
+    return replica.generate(PROMPTS, GenerationConfig(**config | settings), 1.0)
+
+
+def mean_gap(replica, completions, logprobs):
+    """Mean |Δp| between what was recorded and a forward pass of the same model."""
+    gaps = []
+    for prompt, ids, values in zip(PROMPTS, completions, logprobs, strict=True):
+        with torch.no_grad():
+            logits = replica.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float()
+        own = logits.softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1)
+        gaps.append((own - torch.tensor(values).exp()).abs())
+    return torch.cat(gaps).mean().item()
+
+
+@pytest.fixture(scope="module")
+def replica():
+    return Replica(make_model(), "bf16")
+
+
+# The warpers act after the log-probabilities are recorded: with them it is the choice of tokens that differs.
+WARPERS = {"top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "do_sample"}
+WARPERS |= {"watermarking_config"}
+
+
+@pytest.mark.parametrize("name", RESTRICTING)
+def test_what_is_refused_restricts(replica, name):
+    plain, restricted = sampled(replica), sampled(replica, **{name: RESTRICTING[name]})
+    assert plain[0] != restricted[0]
+    if name not in WARPERS:
+        assert mean_gap(replica, *restricted) > 3 * mean_gap(replica, *plain)
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_what_is_accepted_changes_nothing(replica, tmp_path, name):
+    make_config(tmp_path, generation_kwargs={name: NEUTRAL[name]})
+    assert sampled(replica, **{name: NEUTRAL[name]}) == sampled(replica)
+
+
+def test_what_is_accepted_of_vllm(tmp_path):
+    make_config(tmp_path, use_vllm=True, generation_kwargs=NEUTRAL_VLLM)
+    make_config(tmp_path, generation_kwargs={"eos_token_id": [1, 2], "stop_strings": ["."], "max_time": 60.0})
+
+
+@pytest.mark.parametrize("name", [*RESTRICTING, *RESTRICTING_VLLM, *OTHERS])
+def test_what_is_not_known_to_be_neutral_is_refused(tmp_path, name):
+    value = {**RESTRICTING, **RESTRICTING_VLLM, **OTHERS}[name]
+    with pytest.raises(ValueError, match="generation_kwargs") as error:
+        make_config(tmp_path, generation_kwargs={name: value})
+    assert f"{name}={value!r}" in str(error.value)
+    assert "constraint='none'" in str(error.value)
+    assert f"set {name}=" in str(error.value) or f"leave {name} out" in str(error.value)
+    make_config(tmp_path, generation_kwargs=json.dumps({name: value}), constraint="none")
+
+
+def test_no_truncation_has_to_be_said(tmp_path):
+    """For `None`, transformers takes 50 and a vLLM server the model's own."""
+    with pytest.raises(ValueError, match=r"top_k=None makes the engine.*set top_k=0 or"):
+        make_config(tmp_path, top_k=None)
+
+
+def test_every_setting_of_transformers_is_known_and_restricts_nothing_by_default():
+    known = {name: value for name, value in vars(GenerationConfig(do_sample=True, top_k=0)).items() if name[0] != "_"}
+    assert not list(restrictions(known))
+
+
+# --- the model's own generation_config ------------------------------------------------------------------------------
+
+
+def train(output_dir, tokenizer, of_model, kind=DCGRPOTrainer, **fields):
+    model = make_model()
+    model.generation_config.update(**of_model, allow_custom_entries=True)
+    config = make_config(output_dir, **{"deployment_scheme": "bf16", "max_steps": 2} | fields)
+    trainer = kind(model, distinct_characters, config, train_dataset=make_prompts(), processing_class=tokenizer)
+    sampled = []
+    generate = trainer._generate_single_turn
+
+    def spy(*args, **kwargs):
+        outputs = generate(*args, **kwargs)
+        sampled.extend(outputs[0])
+        return outputs
+
+    trainer._generate_single_turn = spy
+    trainer.train()
+    return trainer, sampled
+
+
+def test_what_trl_sets_itself_overrides_the_models_own(tmp_path, tokenizer):
+    qwen3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    plain, with_qwen3s = (train(tmp_path / str(number), tokenizer, of) for number, of in enumerate(({}, qwen3)))
+    assert plain[1] == with_qwen3s[1]
+    assert logged(plain[0], "discrepancy/mean") == logged(with_qwen3s[0], "discrepancy/mean")
+
+
+@pytest.mark.parametrize(
+    "of_model",
+    [
+        {"suppress_tokens": list(range(2, 150))},
+        {"begin_suppress_tokens": [5]},
+        {"min_p": 0.2},
+        {"min_new_tokens": 4},
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[5]]},
+        {"typical_p": 0.9},
+        {"forced_eos_token_id": 1},
+    ],
+    ids=lambda of_model: next(iter(of_model)),
+)
+def test_restrictions_of_the_model_are_refused_under_a_constraint(tmp_path, tokenizer, of_model):
+    ((name, value),) = of_model.items()
+    with pytest.raises(ValueError, match="of the model's generation_config") as error:
+        train(tmp_path, tokenizer, of_model)
+    assert f"{name}={value!r}" in str(error.value)
+    assert "generation_config.json" in str(error.value)
+
+
+def test_without_a_constraint_the_replica_follows_them_as_trl_does(tmp_path, tokenizer):
+    of_model = {"suppress_tokens": list(range(2, 200)), "begin_suppress_tokens": list(range(200, 230))}
+    fields = {"constraint": "none", "max_completion_length": 6}
+    _, by_replica = train(tmp_path / "replica", tokenizer, of_model, **fields)
+    _, by_trl = train(tmp_path / "trl", tokenizer, of_model, kind=GRPOTrainer, deployment_scheme=None, **fields)
+    for completions in (by_replica, by_trl):
+        assert len(completions) >= 8
+        assert not {token for ids in completions for token in ids} & set(range(2, 200))
+        assert not {ids[0] for ids in completions} & set(range(200, 230))
+
+
+def test_further_end_tokens_of_the_model_end_rollouts(tmp_path, tokenizer):
+    ends = [1, *range(40, 120)]
+    trainer, completions = train(tmp_path, tokenizer, {"eos_token_id": ends})
+    assert any(ids[-1] in ends[1:] for ids in completions)
+    assert not any(token in ends for ids in completions for token in ids[:-1])
+    assert max(logged(trainer, "discrepancy/mean")) < 2e-3
+
+
+def test_stop_strings_are_refused_before_the_first_rollout(tmp_path, tokenizer):
+    for fields in ({"generation_kwargs": {"stop_strings": ["."]}}, {"constraint": "none"}):
+        of_model = {} if "generation_kwargs" in fields else {"stop_strings": ["."]}
+        with pytest.raises(ValueError, match=r"stop_strings=\['\.'\] end completions by their text.*use_vllm=True"):
+            train(tmp_path, tokenizer, of_model, **fields)
+
+
+def test_vllms_word_for_no_truncation_is_the_replicas_too(tmp_path, tokenizer):
+    plain, minus_one = (train(tmp_path / str(top_k), tokenizer, {}, top_k=top_k) for top_k in (0, -1))
+    assert plain[1] == minus_one[1]
+
+
+@requires_vllm
+def test_penalties_that_a_server_takes_from_the_model_are_refused(tmp_path, tokenizer):
+    fields = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://127.0.0.1:9"}
+    fields |= {"vllm_server_timeout": 0.5, "top_p": 1.0}
+    with pytest.raises(ValueError, match=r"presence_penalty=1\.5 of the model's generation_config.*constraint='none'"):
+        train(tmp_path, tokenizer, {"presence_penalty": 1.5}, **fields)
+    # Said by the request, it is no matter; the next thing that is missing is the server.
+    requested = {"generation_kwargs": {"presence_penalty": 0.0}}
+    with pytest.raises(ServerError, match="no vLLM server answers"):
+        train(tmp_path, tokenizer, {"presence_penalty": 1.5, "top_k": 20}, **fields | requested)

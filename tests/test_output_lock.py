@@ -1,0 +1,98 @@
+"""One output directory, one run at a time."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from dc_trl import DCGRPOTrainer
+from dc_trl.files import LOCK_FILE, lock_output
+
+from .helpers import ROOT, Rollouts, distinct_characters, make_config, make_model, make_prompts, make_tokenizer
+
+
+# Holds the lock, with a child of each kind that a run has: forked as a worker of a data loader, and started.
+HOLDER = """
+import os, subprocess, sys, time
+from dc_trl.files import lock_output
+with lock_output(sys.argv[1]):
+    children = [subprocess.Popen(["sleep", "600"]).pid, os.fork()]
+    if children[1] == 0:
+        print(flush=True)
+        time.sleep(600)
+    print(*children, flush=True)
+    time.sleep(600)
+"""
+
+
+@contextmanager
+def holder(folder):
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, folder], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    lines = [process.stdout.readline(), process.stdout.readline()]
+    children = [psutil.Process(int(pid)) for pid in " ".join(lines).split()]
+    assert len(children) == 2
+    try:
+        yield process, children
+    finally:
+        for each in (process, *children):
+            each.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def make_trainer(folder):
+    return DCGRPOTrainer(
+        make_model(),
+        distinct_characters,
+        make_config(folder, max_steps=1),
+        train_dataset=make_prompts(),
+        processing_class=make_tokenizer(),
+        rollout_func=Rollouts(),
+    )
+
+
+def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path):
+    run = tmp_path / "run"
+    trainer = make_trainer(run)
+    with holder(run) as (process, children):
+        expected = (
+            rf"output_dir='{run}' is in use by another run, process {process.pid} on {socket.gethostname()}: let"
+        )
+        with pytest.raises(ValueError, match=expected):
+            trainer.train()
+        (tmp_path / "link").symlink_to(run)
+        with pytest.raises(ValueError, match="is in use by another run"), lock_output(tmp_path / "link"):
+            pass
+        assert trainer.state.global_step == 0
+        assert os.listdir(run) == [LOCK_FILE]
+
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert all(child.is_running() for child in children)
+        trainer.train()
+        assert trainer.state.global_step == 1
+        assert LOCK_FILE not in os.listdir(run)
+        make_trainer(run).train()  # by the same process
+        trainer.train()  # and the same trainer
+
+
+def test_the_process_that_holds_it_may_take_it_again(tmp_path):
+    def other_is_refused():
+        code = "import sys; from dc_trl.files import lock_output\nwith lock_output(sys.argv[1]): pass"
+        done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
+        return f"in use by another run, process {os.getpid()}" in done.stderr
+
+    with lock_output(tmp_path):
+        with lock_output(str(tmp_path)):
+            pass
+        if (child := os.fork()) == 0:
+            os._exit(0)  # its copy goes, ours stays
+        os.waitpid(child, 0)
+        assert other_is_refused()
+    assert not other_is_refused()
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,258 @@
+"""Which checkpoint a run goes on from, and what is said of the others."""
+
+import os
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback, LambdaLoggingCallback
+from dc_trl.checkpoints import checkpoint_defect, resumable_checkpoint
+from dc_trl.deployment.server import ServerError
+
+from .helpers import Rollouts, distinct_characters, logged, make_config, make_model, make_prompts, make_tokenizer
+
+
+def make_trainer(output_dir, peft=None, rollouts=None, **options):
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, **options}
+    return DCGRPOTrainer(
+        make_model(),
+        distinct_characters,
+        make_config(output_dir, **options),
+        train_dataset=make_prompts(),
+        processing_class=make_tokenizer(),
+        rollout_func=rollouts or Rollouts(),
+        peft_config=peft,
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint between two optimizer steps of one generation batch, so that rollouts are part of it."""
+    folder = tmp_path_factory.mktemp("saved")
+    trainer = make_trainer(folder, steps_per_generation=2, gradient_accumulation_steps=1)
+    trainer.add_callback(DeploymentCheckpointCallback(trainer))
+    trainer.train()
+    return folder / "checkpoint-1"
+
+
+@pytest.fixture
+def checkpoint(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "run" / "checkpoint-1")
+
+
+# What resuming reads, and what it may not lack. tokenizer.json and the like are checked, but a model has its own.
+NEEDED = [
+    "trainer_state.json",
+    "model.safetensors",
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state.pth",
+    "dc_grpo_state.json",
+    "rollouts_rank0.safetensors",
+]
+
+
+@pytest.mark.parametrize("name", [*NEEDED, "config.json", "tokenizer.json"])
+def test_a_file_that_is_cut_short_is_named(checkpoint, name):
+    assert checkpoint_defect(checkpoint) is None
+    whole = (checkpoint / name).read_bytes()
+    for size in (0, 5, len(whole) // 2, len(whole) - 2):
+        (checkpoint / name).write_bytes(whole[:size])
+        assert checkpoint_defect(checkpoint).startswith(f"holds {name}, which is ")
+    (checkpoint / name).write_bytes(whole)
+    assert checkpoint_defect(checkpoint) is None
+    (checkpoint / name).unlink()
+    missing = name in NEEDED and name != "dc_grpo_state.json"  # a checkpoint of another trainer has none
+    defect = checkpoint_defect(checkpoint)
+    assert (defect is not None) == missing
+    if missing:
+        assert "model.safetensors" in defect if name == "model.safetensors" else name in defect
+
+
+def test_what_is_not_resumed_from_may_be_anything(checkpoint):
+    (checkpoint / "deployment" / "model.safetensors").write_bytes(b"")
+    unfinished = checkpoint / ".deployment-x.partial"
+    unfinished.mkdir()
+    (unfinished / "0.safetensors").write_bytes(b"short")
+    (checkpoint / ".dc_grpo_state.json.tmp").write_bytes(b"{")
+    assert checkpoint_defect(checkpoint) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("trainer_state.json", "{}", "lacks 'global_step'"),
+        ("trainer_state.json", "[]", "lacks 'global_step'"),
+        ("dc_grpo_state.json", '{"lagrange_multiplier": {}}', "lacks 'batch_discrepancy'"),
+    ],
+)
+def test_a_file_that_holds_something_else_is_named(checkpoint, name, text, words):
+    (checkpoint / name).write_text(text)
+    defect = checkpoint_defect(checkpoint)
+    assert name in defect
+    assert words in defect
+
+
+def test_the_newest_whole_checkpoint_is_taken_and_the_others_named(checkpoint, caplog):
+    run = checkpoint.parent
+    assert resumable_checkpoint(None, run) is resumable_checkpoint(False, run) is resumable_checkpoint("false", run)
+    for step in (2, 3, 10):
+        shutil.copytree(checkpoint, run / f"checkpoint-{step}")
+    (run / "checkpoint-3" / "optimizer.pt").unlink()
+    (run / "checkpoint-10" / "trainer_state.json").unlink()
+    (run / "checkpoint-99").mkdir()
+    (run / "checkpoint-100").write_text("a file")
+    (run / "checkpoint-best").mkdir()
+    for wanted in (True, "true", "True"):
+        caplog.clear()
+        assert resumable_checkpoint(wanted, run) == str(run / "checkpoint-2")
+        (message,) = (record.getMessage() for record in caplog.records)
+        for words in (
+            "checkpoint-99 holds no trainer_state.json",
+            "checkpoint-10 holds no",
+            "checkpoint-3 holds no opt",
+        ):
+            assert words in message
+        assert "checkpoint-1 " not in message
+
+    for step in (1, 2):
+        (run / f"checkpoint-{step}" / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(ValueError, match=r"holds no whole checkpoint: checkpoint-99 .*checkpoint-1 holds model\.saf"):
+        resumable_checkpoint(True, run)
+    with pytest.raises(ValueError, match=r"checkpoint-3' holds no optimizer\.pt \(save_only_model=true"):
+        resumable_checkpoint(run / "checkpoint-3", run)
+    with pytest.raises(ValueError, match=r"nowhere' does not exist\. Give another checkpoint, or true"):
+        resumable_checkpoint(str(run / "nowhere"), run)
+
+
+def test_the_trainer_takes_the_newest_whole_one_and_refuses_the_rest(saved, checkpoint):
+    run = checkpoint.parent
+    options = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 3}
+    (run / "checkpoint-99").mkdir()
+    trainer = make_trainer(run, **options)
+    trainer.train(resume_from_checkpoint=True)
+    assert [row["step"] for row in trainer.state.log_history if "loss" in row] == [1, 2, 3]
+    (run / "checkpoint-2" / "optimizer.pt").unlink()
+    with pytest.raises(ValueError, match=r"checkpoint-2' holds no optimizer\.pt"):
+        trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    # A folder that another run has left is replaced, not mixed with.
+    (run / "checkpoint-2" / "rng_state_7.pth").write_bytes(b"")
+    trainer.train(resume_from_checkpoint=str(run / "checkpoint-1"))
+    assert checkpoint_defect(run / "checkpoint-2") is None
+    assert not (run / "checkpoint-2" / "rng_state_7.pth").exists()
+
+
+def test_checkpoints_of_adapters_and_in_shards_are_whole(tmp_path):
+    adapter = LoraConfig(r=2, target_modules=["q_proj"])
+    make_trainer(tmp_path / "adapter", adapter).train()
+    folder = tmp_path / "adapter" / "checkpoint-1"
+    assert checkpoint_defect(folder) is None
+    trainer = make_trainer(tmp_path / "adapter", adapter, max_steps=2)
+    trainer.train(resume_from_checkpoint=True)
+    assert len(logged(trainer, "loss")) == 2
+    (folder / "adapter_model.safetensors").unlink()
+    assert "holds no weights" in checkpoint_defect(folder)
+
+    trainer = make_trainer(tmp_path / "shards")
+    trainer.train()
+    folder = tmp_path / "shards" / "checkpoint-1"
+    (folder / "model.safetensors").unlink()
+    trainer.model.save_pretrained(folder, max_shard_size="20KB")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert checkpoint_defect(folder) is None
+    shards[1].unlink()
+    assert checkpoint_defect(folder) == f"holds model.safetensors.index.json without {shards[1].name}"
+
+
+def test_a_checkpoint_of_weights_only_is_not_resumed(tmp_path):
+    make_trainer(tmp_path, save_only_model=True).train()
+    with pytest.raises(ValueError, match=r"holds no optimizer\.pt \(save_only_model=true .*model_name_or_path"):
+        make_trainer(tmp_path, save_only_model=True, max_steps=2).train(resume_from_checkpoint=True)
+
+
+def test_sharded_checkpoints_are_judged_by_their_own_files(checkpoint):
+    for name in ("model.safetensors", "optimizer.pt"):
+        (checkpoint / name).unlink()
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):  # as accelerate calls them
+        dcp.save({"x": torch.ones(4)}, checkpoint_id=checkpoint / name)
+    assert checkpoint_defect(checkpoint) is None
+    (checkpoint / "optimizer_0" / ".metadata").rename(checkpoint / "aside")
+    assert checkpoint_defect(checkpoint) == "holds optimizer_0 without .metadata: its save was cut short"
+    (checkpoint / "aside").rename(checkpoint / "optimizer_0" / ".metadata")
+    (shard,) = (checkpoint / "pytorch_model_fsdp_0").glob("*.distcp")
+    shard.write_bytes(b"")
+    assert checkpoint_defect(checkpoint) == f"holds pytorch_model_fsdp_0/{shard.name}, which is empty"
+
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        shutil.rmtree(checkpoint / name)
+    (checkpoint / "scheduler.pt").unlink()  # DeepSpeed keeps all of it in one folder
+    (checkpoint / "global_step1").mkdir()
+    torch.save({}, checkpoint / "global_step1" / "mp_rank_00_model_states.pt")
+    (checkpoint / "latest").write_text("global_step1")
+    assert checkpoint_defect(checkpoint) is None
+    (checkpoint / "latest").write_text("global_step2")
+    assert checkpoint_defect(checkpoint) == "holds nothing in 'global_step2', which latest names"
+
+
+@pytest.mark.parametrize(("processes", "first"), [(2, "rng_state_0.pth"), (1, "rollouts_rank1.safetensors")])
+def test_the_files_of_every_process_belong_to_it(checkpoint, processes, first):
+    state = (checkpoint / "dc_grpo_state.json").read_text()
+    (checkpoint / "dc_grpo_state.json").write_text(state.replace('"num_processes": 1', '"num_processes": 2'))
+    if processes == 1:
+        for rank in range(2):
+            shutil.copy(checkpoint / "rng_state.pth", checkpoint / f"rng_state_{rank}.pth")
+        assert checkpoint_defect(checkpoint, save_on_each_node=True) is None
+    assert checkpoint_defect(checkpoint) == f"holds no {first}: its save was cut short"
+
+
+class LostServer:
+    """An engine that is there for some rollouts."""
+
+    __name__ = "lost_server"
+
+    def __init__(self, rollouts):
+        self._left, self._engine = rollouts, Rollouts()
+
+    def __call__(self, prompts, trainer):
+        self._left -= 1
+        if self._left < 0:
+            raise ServerError("the server is gone.")
+        return self._engine(prompts, trainer)
+
+
+class LostInEvaluation(TrainerCallback):
+    """What a benchmark meets that asks a server which is gone."""
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        raise ServerError("the server is gone.")
+
+
+@pytest.mark.parametrize("lost", ["before the first log", "in a benchmark"])
+def test_a_lost_server_leaves_a_checkpoint(tmp_path, lost):
+    step = 0 if lost == "before the first log" else 1
+    trainer = make_trainer(tmp_path, rollouts=LostServer(5 if step else 0), save_steps=500, max_steps=2)
+    trainer.add_callback(LambdaLoggingCallback())
+    if step:
+        trainer.eval_dataset = make_prompts(4)
+        trainer.args.eval_strategy, trainer.args.eval_steps, trainer.args.do_eval = "steps", 1, True
+        trainer.add_callback(LostInEvaluation())
+    with pytest.raises(ServerError, match=rf"^the server is gone\. The run is saved: .*checkpoint-{step}' when the"):
+        trainer.train()
+    assert os.listdir(tmp_path).count("history.jsonl") == step
+    resumed = make_trainer(tmp_path, max_steps=2)
+    resumed.train(resume_from_checkpoint=True)
+    assert [row["step"] for row in resumed.state.log_history if "loss" in row] == [1, 2]
+
+
+def test_a_disk_too_full_for_the_last_checkpoint_is_said_so(tmp_path, small_disk):
+    trainer = make_trainer(small_disk / "run", rollouts=LostServer(1), save_steps=500, max_steps=2)
+    (small_disk / "filler").write_bytes(bytes((1 << 20) - (40 << 10)))
+    with pytest.raises(ServerError, match=r"^the server is gone\. The run could not be saved \(.*resume_from_check"):
+        trainer.train()
+    with pytest.raises(ValueError, match=r"holds no whole checkpoint: checkpoint-1 "):
+        make_trainer(small_disk / "run").train(resume_from_checkpoint=True)
