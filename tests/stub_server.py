@@ -67,6 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         content = json.dumps(answer).encode()
         self.send_response(200)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
