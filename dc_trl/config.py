@@ -246,6 +246,8 @@ class DCGRPOConfig(GRPOConfig):
                     f"discrepancy_tolerance={self.discrepancy_tolerance!r} is invalid: use a finite number that is at "
                     "least 0, or 'auto'."
                 ) from None
+        if self.output_dir is not None and not str(self.output_dir).strip():
+            raise ValueError(f"output_dir={self.output_dir!r} is empty: name a directory.")
         require_numbers(self, TRAINING)
         if self.discrepancy_tolerance != "auto":
             require_number("discrepancy_tolerance", self.discrepancy_tolerance, AT_LEAST_0)

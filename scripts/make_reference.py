@@ -43,6 +43,7 @@ GROUPS = {
 
 # Settings that contradict each other, one for each check of `DCGRPOConfig`.
 CONTRADICTIONS: list[dict[str, Any]] = [
+    {"output_dir": ""},
     {"lambda_min": 0.5, "lambda_max": 0.2},
     {"lambda_init": 2.0},
     {"fp16": True},
@@ -106,7 +107,8 @@ def shown(value: Any) -> str:
 def refusal(**settings: Any) -> tuple[str, int]:
     """The error that settings raise, and the line of dc_trl/config.py that it comes from (0: another file's)."""
     try:
-        DCGRPOConfig("runs/reference", use_cpu=True, bf16=False, report_to="none", **settings)
+        fixed = {"output_dir": "runs/reference", "use_cpu": True, "bf16": False, "report_to": "none"}
+        DCGRPOConfig(**(fixed | settings))
     except ValueError as error:
         trace = error.__traceback__
         while trace.tb_next is not None:

@@ -38,6 +38,7 @@ def test_nothing_else_differs_from_trl(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        ({"output_dir": " "}, ["output_dir=' '", "name a directory"]),
         ({"constraint": "soft"}, ["constraint='soft'", "'lagrangian'"]),
         ({"discrepancy_measure": "kl"}, ["discrepancy_measure='kl'", "'prob_diff'"]),
         ({"discrepancy_level": "word"}, ["discrepancy_level='word'", "'sequence'"]),
@@ -119,7 +120,7 @@ def test_nothing_else_differs_from_trl(tmp_path):
 )
 def test_refused_when_the_config_is_made(tmp_path, fields, words):
     with pytest.raises(ValueError, match="=") as error:
-        make_config(tmp_path, **fields)
+        make_config(**({"output_dir": tmp_path} | fields))
     for word in words:
         assert word in str(error.value)
     assert "\n" not in str(error.value)
