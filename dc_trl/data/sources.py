@@ -82,7 +82,7 @@ def convert_row(source: Source, number: int, row: Row) -> MathProblem:
     try:
         return source.convert(row)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ValueError(f"row {number} is none of {source}: {error}") from error
+        raise ValueError(f"{str(error).rstrip('.')} (row {number}, read as one of {source}).") from error
 
 
 def field_of(row: Row, *names: str) -> Any:
