@@ -258,7 +258,11 @@ def run_section(
         ]
     if results:
         rows = [
-            (quoted(result.dataset_name), f"{result.metric_name or result.metric_type}", f"{result.metric_value:g}")
+            (
+                result.dataset_name if result.dataset_name in BENCHMARKS else quoted(result.dataset_name),
+                f"{result.metric_name or result.metric_type}",
+                f"{result.metric_value:g}",
+            )
             for result in results
         ]
         parts += ["### Evaluation", markdown_table(("data", "metric", "value"), rows)]
