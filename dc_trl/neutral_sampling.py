@@ -31,6 +31,7 @@ _ANY_VALUE = frozenset(
         *("decoder_start_token_id", "continuous_batching_config", "transformers_version"),
         # vLLM
         *("max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "repetition_detection", "seed"),
+        "ignore_eos",  # decides when to stop; min_tokens is what keeps end tokens from being sampled
         *("detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
         *("priority", "user", "session_id", "cache_salt", "skip_reading_prefix_cache"),
     }
@@ -88,7 +89,6 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0.0),
     "frequency_penalty": (None, 0.0),
     "min_tokens": (None, 0),
-    "ignore_eos": (False,),
     "logit_bias": ({}, None),
     "allowed_token_ids": (None,),
     "bad_words": (None, []),

@@ -61,7 +61,7 @@ TRAINING: dict[str, Range] = {
     "max_steps": replace(COUNT, or_else=(-1, "for num_train_epochs")),
     "num_generations": Range(least=2, whole=True),
     "local_rank": Range(least=-1, whole=True),
-    "top_k": Range(least=-1, whole=True),
+    "top_k": replace(WHOLE, or_else=(-1, "(0 and -1: no truncation)")),
     "max_grad_norm": Range(least=0, infinite=True),
     "epsilon_high": Range(least=0, infinite=True),
     "vllm_importance_sampling_clip_max": Range(above=0, infinite=True),

@@ -100,6 +100,7 @@ NEUTRAL = {
     "do_sample": True,
 }
 NEUTRAL_VLLM = {
+    "ignore_eos": True,
     "max_tokens": 12,
     "stop": ["\n"],
     "stop_token_ids": [1],
@@ -178,7 +179,7 @@ def test_what_is_not_known_to_be_neutral_is_refused(tmp_path, name):
 
 def test_no_truncation_has_to_be_said(tmp_path):
     """For `None`, transformers takes 50 and a vLLM server the model's own."""
-    with pytest.raises(ValueError, match=r"top_k=None makes the engine.*set top_k=0 or"):
+    with pytest.raises(ValueError, match=r"top_k=None is invalid: .*\(0 and -1: no truncation\)"):
         make_config(tmp_path, top_k=None)
 
 

@@ -184,7 +184,7 @@ def test_nan_from_the_server_is_repaired_by_loading_the_weights_again(fp8_server
 
 
 def test_missing_log_probabilities_are_an_error(fp8_server, tmp_path):
-    trainer = make_trainer(fp8_server.url, tmp_path, generation_kwargs={"logprobs": None})
+    trainer = make_trainer(fp8_server.url, tmp_path, constraint="none", generation_kwargs={"logprobs": None})
     with pytest.raises(ServerError, match="no log-probabilities"):
         trainer.train()
 
