@@ -5,12 +5,16 @@ The rules and every default are ours; docs/collapse.md has the evidence for them
 
 import math
 import statistics
+import sys
 from bisect import insort
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+
+# Below it numbers lose digits, and a share of one can be 0: as good as none.
+_SMALLEST = sys.float_info.min
 
 # What a signal usually means, and what to try.
 ADVICE = {
@@ -28,7 +32,8 @@ ADVICE = {
         "The engine that samples and the policy that trains drift apart, so the gradients belong to another policy.",
         "check that new weights reach the engine (weight_sync, the server's log); a deployment_scheme of higher "
         "precision; constraint=lagrangian with discrepancy_tolerance near the healthy level, or "
-        "vllm_importance_sampling_correction=true (TIS); a lower or decaying learning_rate.",
+        "vllm_importance_sampling_correction=true with vllm_importance_sampling_mode=token_truncate (TIS); a lower or "
+        "decaying learning_rate.",
     ),
     "entropy_low": (
         "The policy has become deterministic: groups of equal answers, and nothing left to explore.",
@@ -181,10 +186,12 @@ class _LevelChange(_MedianDetector):
         self._past: list[float] = []  # sorted; zeros (no gradient, no measurement) say nothing about a level
 
     def _observe(self, value: float, leaving: float | None) -> None:
-        if leaving is not None and leaving > 0:
+        if leaving is not None and leaving >= _SMALLEST:
             insort(self._past, leaving)
 
     def _judge(self, median: float) -> _Verdict:
+        if abs(median) < _SMALLEST:
+            median = 0.0
         if self._early is None and median > 0:
             self._early = median
         if self._early is None:
