@@ -46,11 +46,6 @@ def require_servable(server: ServerArguments, args: DCGRPOConfig) -> None:
             f"serve={server.serve!r} with use_vllm={args.use_vllm} and vllm_mode={args.vllm_mode!r} starts a server "
             "that nothing uses: set use_vllm=true and vllm_mode=server, or leave serve out."
         )
-    length = args.vllm_max_model_length
-    if server.serve is not None and length is not None and length < 1:
-        raise ValueError(
-            f"vllm_max_model_length={length} is invalid: use a whole number, at least 1, or leave it out."
-        )
     if server.serve is not None and args.vllm_server_base_url is not None:
         raise ValueError(
             f"vllm_server_base_url={args.vllm_server_base_url!r} and serve={server.serve!r} name two servers: set one."

@@ -21,7 +21,7 @@ from trl.trainer.utils import get_config_model_id
 from .advantages import total_rewards
 from .config import DCGRPOConfig
 from .deployment.checkpoint import CheckpointWriter
-from .deployment.policy import base_model, policy_tensors, require_shared_embeddings
+from .deployment.policy import base_model, policy_tensors, require_shared_embeddings, unwrapped
 from .deployment.replica import Replica
 from .deployment.weight_sync import ColocateGeneration, ServerGeneration, deployed_tensors
 from .history import DEPLOYMENT_FOLDER
@@ -85,7 +85,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
             completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         else:
             # Requantizing costs less than one decoding step; tracking whether the weights moved would cost trust.
-            self.replica.sync(self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False))
+            self.replica.sync(unwrapped(self.accelerator, self.model_wrapped))
             completion_ids, logprobs = self.replica.generate(prompt_ids, self.generation_config, self.temperature)
         return fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
 
@@ -197,7 +197,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
                 else {"do_sample": False}
             ),
         )
-        replica.sync(self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False))
+        replica.sync(unwrapped(self.accelerator, self.model_wrapped))
         return replica.generate(prompt_ids, config, temperature or 1.0)[0]
 
     # --- the checkpoint that is served -----------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
             return deployed_tensors(self.vllm_generation)
         if self._dist.is_fsdp or self._dist.is_zero3:
             raise ValueError("use_vllm=False: sharded weights are gathered for vLLM only, set use_vllm=True.")
-        return policy_tensors(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
+        return policy_tensors(unwrapped(self.accelerator, self.model))
 
     def save_deployment(self, directory: str | os.PathLike[str]) -> None:
         """Writes the policy as it is deployed, in `deployment_scheme` or else bf16; see `CheckpointWriter.write`.
@@ -228,7 +228,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
         tensors = self.deployed_tensors()
         if self.accelerator.is_main_process:
             if self._deployment_writer is None:
-                policy = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+                policy = unwrapped(self.accelerator, self.model)
                 scheme = self.args.deployment_scheme or "bf16"
                 self._deployment_writer = CheckpointWriter(policy, scheme, self.processing_class)
             self._deployment_writer.write(tensors, directory)

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator
 
 import torch
-from accelerate import init_empty_weights
+from accelerate import Accelerator, init_empty_weights
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -16,6 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 def base_model(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """The transformers model of a policy, without the PEFT model around it."""
     return policy.get_base_model() if isinstance(policy, PeftModel) else policy
+
+
+def unwrapped(accelerator: Accelerator, model: nn.Module) -> PreTrainedModel | PeftModel:
+    """The policy without what accelerate put around it; without torch.compile's module, which renames its tensors."""
+    return accelerator.unwrap_model(model, keep_torch_compile=False)
 
 
 def shares_embeddings(policy: PreTrainedModel | PeftModel) -> bool:

@@ -22,7 +22,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..files import lock_folder, remove_if_abandoned
 from .checkpoint import CheckpointWriter
 from .client import Deadline, ServerClient, wait_until_up
-from .policy import policy_tensors, require_shared_embeddings
+from .policy import policy_tensors, require_shared_embeddings, unwrapped
 from .server import ServerError, ServerUnavailableError, check_server, is_local
 
 
@@ -116,7 +116,7 @@ class ServerGeneration(VLLMGeneration):
         failure: Exception | None = None
         if self.accelerator.is_main_process:
             try:
-                failure = self._connect(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
+                failure = self._connect(unwrapped(self.accelerator, self.model))
             except (
                 RuntimeError,
                 ValueError,
@@ -329,7 +329,7 @@ class ColocateGeneration(VLLMGeneration):
         super().__init__(**kwargs)
 
     def _init_vllm(self) -> None:
-        policy = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        policy = unwrapped(self.accelerator, self.model)
         # One folder for each machine, by its first process: two may share a directory, and in containers a name.
         machine = self.accelerator.process_index - self.accelerator.local_process_index
         self._run = f"{_agree(self.accelerator, uuid.uuid4().hex[:12])}-{machine}"
@@ -389,7 +389,7 @@ def deployed_tensors(generation: VLLMGeneration) -> Iterator[tuple[str, Tensor]]
             remedy="Launch without sharding",
         )
         return generation._iter_named_params()
-    return policy_tensors(generation.accelerator.unwrap_model(generation.model, keep_torch_compile=False))
+    return policy_tensors(unwrapped(generation.accelerator, generation.model))
 
 
 def _agree(accelerator: Accelerator, value: Any) -> Any:
