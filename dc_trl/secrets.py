@@ -33,7 +33,7 @@ def hide_in_options(words: Sequence[str]) -> list[str]:
     """The words of a command line with "(hidden)" for the values of `--api-key X Y`, `--hf-token=X` and their like."""
     shown, hiding = [], False
     for word in words:
-        if word.startswith("--"):
+        if word.startswith("--") or (word.startswith("-") and not hiding):  # a key may begin with a dash
             name, equals, _ = word.partition("=")
             secret = is_secret_name(name) or (len(name) > 3 and _begins_secret_option(name))
             hiding = secret and not equals

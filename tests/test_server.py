@@ -331,6 +331,8 @@ def test_what_cannot_start_is_refused_before_vllm_is_started(options, words, occ
     [
         ["--api-key", "SECRET-1"],
         ["--api-key=SECRET-1"],
+        ["--api-key", "-SECRET-1"],
+        ["-token", "SECRET-1"],
         ["--api_key", "SECRET-1", "SECRET-2", "--seed", "1"],
         ["--api-k", "SECRET-1"],  # argparse takes it for --api-key
         ["--hf-token", "SECRET-1"],
