@@ -6,37 +6,39 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .calibration import calibrate
-    from .callbacks import DeploymentCheckpointCallback, LambdaLoggingCallback, LengthDecayCallback
-    from .collapse import CollapseMonitor
-    from .collapse_callback import CollapseAlarmCallback
+    from .callbacks.collapse import CollapseAlarmCallback
+    from .callbacks.collapse_monitor import CollapseMonitor
+    from .callbacks.deployment import DeploymentCheckpointCallback
+    from .callbacks.length_decay import LengthDecayCallback
+    from .callbacks.logging import LambdaLoggingCallback
+    from .callbacks.lr_schedule import LengthDecaySchedule, SurgeDetector
     from .config import DCGRPOConfig
-    from .discrepancy import mismatch_metrics, token_discrepancy
+    from .constraint.discrepancy import mismatch_metrics, token_discrepancy
+    from .constraint.lagrangian import LagrangeMultiplier
     from .evaluation import evaluate
-    from .lagrangian import LagrangeMultiplier
-    from .lr_schedule import LengthDecaySchedule, SurgeDetector
-    from .rewards import math_reward
+    from .grading.rewards import math_reward
     from .trainer import DCGRPOTrainer
     from .version import __version__
 
 # Where each public name lives. They are imported when they are used: TRL takes seconds, and a vLLM worker that reloads
 # weights for us has no use for it.
 _MODULES = {
-    "CollapseAlarmCallback": "collapse_callback",
-    "CollapseMonitor": "collapse",
+    "CollapseAlarmCallback": "callbacks.collapse",
+    "CollapseMonitor": "callbacks.collapse_monitor",
     "DCGRPOConfig": "config",
     "DCGRPOTrainer": "trainer",
-    "DeploymentCheckpointCallback": "callbacks",
-    "LagrangeMultiplier": "lagrangian",
-    "LambdaLoggingCallback": "callbacks",
-    "LengthDecayCallback": "callbacks",
-    "LengthDecaySchedule": "lr_schedule",
-    "SurgeDetector": "lr_schedule",
+    "DeploymentCheckpointCallback": "callbacks.deployment",
+    "LagrangeMultiplier": "constraint.lagrangian",
+    "LambdaLoggingCallback": "callbacks.logging",
+    "LengthDecayCallback": "callbacks.length_decay",
+    "LengthDecaySchedule": "callbacks.lr_schedule",
+    "SurgeDetector": "callbacks.lr_schedule",
     "__version__": "version",
     "calibrate": "calibration",
     "evaluate": "evaluation",
-    "math_reward": "rewards",
-    "mismatch_metrics": "discrepancy",
-    "token_discrepancy": "discrepancy",
+    "math_reward": "grading.rewards",
+    "mismatch_metrics": "constraint.discrepancy",
+    "token_discrepancy": "constraint.discrepancy",
 }
 __all__ = [
     "CollapseAlarmCallback",

@@ -2,28 +2,23 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from trl import GRPOConfig
 
-from .deployment.preflight import require_waits_that_fit
-from .deployment.schemes import require_scheme
-from .discrepancy import Level, Measure, Reduction
+from .constraint.lagrangian import LagrangeMultiplier
+from .constraint.settings import Constraint, ConstraintSettings, Level, Measure, Reduction
 from .files import parse_object
-from .lagrangian import LagrangeMultiplier
-from .neutral_sampling import restrictions
-from .ranges import AT_LEAST_0, COUNT, FINITE, TRAINING, require_number, require_numbers
+from .quantization.schemes import require_scheme
+from .rollouts.neutral_sampling import restrictions
+from .serving.preflight import require_waits_that_fit
+from .settings.described import described
+from .settings.ranges import AT_LEAST_0, COUNT, FINITE, TRAINING, require_number, require_numbers
 
 
-Constraint = Literal["none", "static", "lagrangian"]
 WeightSync = Literal["auto", "nccl", "checkpoint"]
 AdvantageEstimator = Literal["grpo", "rloo"]
 HubDeployment = Literal["subfolder", "repository", "none"]
-if TYPE_CHECKING:
-    Tolerance = float | Literal["auto"]
-else:
-    # What TrlParser reads a field of several types as; `__post_init__` makes the number.
-    Tolerance = str
 
 # Choices that TRL looks at after the first rollout.
 _TRL_CHOICES = {
@@ -38,8 +33,9 @@ _TRL_CHOICES = {
 _FILE_OR_DICT = ("accelerator_config", "fsdp_config", "deepspeed")
 
 
+@described
 @dataclass
-class DCGRPOConfig(GRPOConfig):
+class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     r"""Configuration of [`DCGRPOTrainer`]: everything of [`~trl.GRPOConfig`], and the discrepancy constraint.
 
     The defaults are the dense 8B recipe of DC-GRPO (arXiv 2606.08779). Those that the paper's objective asks for are
@@ -60,7 +56,7 @@ class DCGRPOConfig(GRPOConfig):
         discrepancy_tolerance (`float` or `"auto"`, defaults to `0.0037`):
             ε, in units of the measure: the batch discrepancy up to which λ does not grow. At least 0. `"auto"`: λ
             rests for the first ten generation batches, and ε is the mean of their δ̄ plus 2.37 standard deviations,
-            which one healthy batch in forty exceeds (`dc_trl.lagrangian.proposed_tolerance`), logged as
+            which one healthy batch in forty exceeds (`dc_trl.constraint.lagrangian.proposed_tolerance`), logged as
             `lagrangian/tolerance`.
         discrepancy_margin (`float`, defaults to `0.0`):
             Tokens with δ at or below it are not penalised. At least 0.
@@ -119,83 +115,13 @@ class DCGRPOConfig(GRPOConfig):
         metadata={"help": "Truncated or masked importance sampling (TIS/MIS) against the engine's log-probs."},
     )
 
-    constraint: Constraint = field(
-        default="lagrangian",
-        metadata={"help": "'none' (GRPO, measured only), 'static' (Dual-GRPO) or 'lagrangian' (DC-GRPO)."},
-    )
-    discrepancy_measure: Measure = field(
-        default="prob_diff",
-        metadata={"help": "Discrepancy of a token: 'prob_diff', 'prob_ratio' or 'log_prob'."},
-    )
-    discrepancy_level: Level = field(
-        default="token",
-        metadata={
-            "help": "Penalise tokens by their own discrepancy ('token') or their trajectory's mean ('sequence')."
-        },
-    )
-    discrepancy_tolerance: Tolerance = field(
-        default=0.0037,
-        metadata={
-            "help": "Batch discrepancy up to which lambda does not grow, in units of the measure; 'auto' finds it in "
-            "the first ten generation batches."
-        },
-    )
-    discrepancy_margin: float = field(
-        default=0.0,
-        metadata={"help": "Tokens with a discrepancy at or below this are not penalised."},
-    )
-    batch_reduction: Reduction = field(
-        default="sequence",
-        metadata={"help": "Batch discrepancy as mean of trajectory means ('sequence') or over all tokens ('token')."},
-    )
-    dual_window: int = field(
-        default=1,
-        metadata={"help": "Generation batches that the batch discrepancy is averaged over before it moves lambda."},
-    )
-    lambda_init: float = field(default=0.1, metadata={"help": "Initial lambda; the fixed one for 'static'."})
-    lambda_lr: float = field(default=1.0, metadata={"help": "Step size of the dual ascent."})
-    lambda_min: float = field(default=0.0, metadata={"help": "Lower bound of lambda."})
-    lambda_max: float = field(default=1.0, metadata={"help": "Upper bound of lambda."})
-    advantage_estimator: AdvantageEstimator = field(
-        default="grpo",
-        metadata={"help": "'grpo': normalised by the group. 'rloo': over the mean of the group's others, not scaled."},
-    )
-    drop_zero_std_groups: bool = field(
-        default=False,
-        metadata={"help": "Leave prompts whose completions all got the same reward out of loss and discrepancy."},
-    )
-    deployment_scheme: str | None = field(
-        default=None,
-        metadata={
-            "help": "Format that the policy is deployed and sampled in: 'bf16', 'fp8', 'fp8_block', 'int8', 'int4' or "
-            "'int4_g32'; by an in-process replica, or by vLLM with use_vllm=True."
-        },
-    )
-    weight_sync: WeightSync = field(
-        default="auto",
-        metadata={"help": "How new weights reach a vLLM server: 'nccl' (TRL's stream), 'checkpoint' or 'auto'."},
-    )
-    weight_sync_dir: str | None = field(
-        default=None,
-        metadata={"help": "Directory that trainer and vLLM server both see, for weight_sync='checkpoint'."},
-    )
-    vllm_request_timeout: float | None = field(
-        default=None,
-        metadata={
-            "help": "Seconds that any one request to the vLLM server may take: 3600 by default, with several "
-            "processes at most nine tenths of ddp_timeout."
-        },
-    )
-    vllm_max_retries: int = field(
-        default=3, metadata={"help": "How often a failed rollout or synchronization is tried again."}
-    )
-    hub_deployment: HubDeployment = field(
-        default="subfolder",
-        metadata={
-            "help": "Where a push puts the deployment checkpoint: 'subfolder' (deployment/), 'repository' (a second "
-            "one, {hub_model_id}-{deployment_scheme}) or 'none'."
-        },
-    )
+    advantage_estimator: AdvantageEstimator = "grpo"
+    drop_zero_std_groups: bool = False
+    weight_sync: WeightSync = "auto"
+    weight_sync_dir: str | None = None
+    vllm_request_timeout: float | None = None
+    vllm_max_retries: int = 3
+    hub_deployment: HubDeployment = "subfolder"
 
     def __post_init__(self):
         self._check_values()

@@ -21,10 +21,9 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from trl.trainer.utils import get_config_model_id
 
-from .advantages import leave_one_out_advantages, total_rewards, zero_std_groups
-from .checkpoints import ROLLOUTS_FILE, STATE_FILE
 from .config import DCGRPOConfig
-from .discrepancy import (
+from .constraint.advantages import leave_one_out_advantages, total_rewards, zero_std_groups
+from .constraint.discrepancy import (
     combine_sums,
     discrepancy_penalty,
     discrepancy_sums,
@@ -34,8 +33,9 @@ from .discrepancy import (
     token_discrepancy,
 )
 from .files import write_text
-from .resumable import ResumableTrainer
-from .rollout_buffer import load_rollouts, save_rollouts, with_nonempty_completions
+from .resumable_trainer import ResumableTrainer
+from .resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE
+from .rollouts.buffer import load_rollouts, save_rollouts, with_nonempty_completions
 
 
 logger = get_logger(__name__)

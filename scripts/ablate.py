@@ -22,8 +22,8 @@ from dc_trl.ablation.figure import draw_sweep
 from dc_trl.ablation.jobs import Failure, OutputLock, require_own_folders, run_jobs, status
 from dc_trl.ablation.plan import Job, Sweep, load_sweep
 from dc_trl.ablation.results import collect, write_results
-from dc_trl.command_line import OptionParser
-from dc_trl.evaluation.tables import print_table
+from dc_trl.records.tables import print_table
+from dc_trl.settings.command_line import OptionParser
 
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -126,11 +126,11 @@ def check(path: Path, jobs: int) -> None:
     from trl import ModelConfig
 
     from dc_trl import DCGRPOConfig
-    from dc_trl.arguments import ServerArguments, require_servable
-    from dc_trl.configuration import ConfigurationParser
-    from dc_trl.data.arguments import DataArguments
-    from dc_trl.pretrained import require_model
-    from dc_trl.rewards import get_reward
+    from dc_trl.grading.rewards import get_reward
+    from dc_trl.settings.configuration import ConfigurationParser
+    from dc_trl.settings.pretrained import require_model
+    from dc_trl.training.arguments import ServerArguments, require_servable
+    from dc_trl.training.problems import DataArguments
 
     sys.path.append(os.getcwd())  # where reward functions of one's own stand
     for name, settings in yaml.safe_load(path.read_text()).items():

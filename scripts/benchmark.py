@@ -24,9 +24,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.data.arithmetic import arithmetic_dataset
-from dc_trl.deployment.replica import Replica
-from dc_trl.deployment.schemes import SCHEMES
 from dc_trl.grading import Gold, Grader, grade
+from dc_trl.quantization.schemes import SCHEMES
+from dc_trl.rollouts.replica import Replica
 
 
 # Where log π_train comes from, see dc_trl/trainer.py: the loss's own forward, or TRL's old log-probs.

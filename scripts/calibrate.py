@@ -24,17 +24,17 @@ from dc_trl.calibration import calibrate
 from dc_trl.calibration.report import REPORT_FILE, print_calibration, write_report
 from dc_trl.calibration.result import CALIBRATION_FILE
 from dc_trl.calibration.rollouts import EngineSpec
-from dc_trl.command_line import OptionParser
-from dc_trl.data.arguments import DataArguments, load_data
+from dc_trl.constraint.discrepancy import Measure, Reduction
 from dc_trl.data.benchmarks import BENCHMARKS
 from dc_trl.data.prompts import Prompt, load_prompts, load_rows, make_prompt, parse_template_kwargs, prompt_length
-from dc_trl.deployment.schemes import SCHEMES
-from dc_trl.deployment.server import ServerError
-from dc_trl.discrepancy import Measure, Reduction
 from dc_trl.evaluation import Benchmark
 from dc_trl.files import make_folder
-from dc_trl.pretrained import load_config_and_tokenizer
-from dc_trl.ranges import ABOVE_0, COUNT, SEED, Range, require_numbers
+from dc_trl.quantization.schemes import SCHEMES
+from dc_trl.serving.server import ServerError
+from dc_trl.settings.command_line import OptionParser
+from dc_trl.settings.pretrained import load_config_and_tokenizer
+from dc_trl.settings.ranges import ABOVE_0, COUNT, SEED, Range, require_numbers
+from dc_trl.training.problems import DataArguments, load_data
 
 
 # Weights, and whether the forward runs under bfloat16 autocast: `dtype` and `bf16` of a training configuration.

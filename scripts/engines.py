@@ -34,14 +34,14 @@ from transformers import (
 
 from dc_trl import mismatch_metrics
 from dc_trl.data.arithmetic import arithmetic_dataset
-from dc_trl.deployment.checkpoint import CheckpointWriter
-from dc_trl.deployment.client import ServerClient
-from dc_trl.deployment.policy import policy_tensors
-from dc_trl.deployment.replica import Replica
-from dc_trl.deployment.sampling import Sampling, ServerEngine
-from dc_trl.deployment.server import serve
 from dc_trl.evaluation import Benchmark, evaluate, sample_seed, tokenize_prompts
-from dc_trl.rewards import arithmetic_reward
+from dc_trl.grading.rewards import arithmetic_reward
+from dc_trl.quantization.checkpoint import CheckpointWriter
+from dc_trl.quantization.policy import policy_tensors
+from dc_trl.rollouts.replica import Replica
+from dc_trl.rollouts.sampling import Sampling, ServerEngine
+from dc_trl.serving.client import ServerClient
+from dc_trl.serving.server import serve
 
 
 # Random models of these sizes; the largest has the shape of Qwen3-0.6B.

@@ -19,27 +19,21 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
-from dc_trl.command_line import OptionParser
 from dc_trl.data.benchmarks import BENCHMARKS
 from dc_trl.data.prompts import parse_template_kwargs
-from dc_trl.deployment.replica import Replica
-from dc_trl.deployment.sampling import Disclosed, Engine, ReplicaEngine, Sampling, ServerEngine
-from dc_trl.deployment.schemes import SCHEMES
-from dc_trl.deployment.server import ServerError, is_local, serve
 from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from dc_trl.evaluation.results import Evaluation, compare
-from dc_trl.evaluation.tables import (
-    comparison_table,
-    evaluation_details,
-    evaluation_table,
-    failures_line,
-    markdown_table,
-    print_table,
-)
+from dc_trl.evaluation.tables import comparison_table, evaluation_details, evaluation_table, failures_line
 from dc_trl.files import make_folder
-from dc_trl.model_card import require_card, write_eval_results
-from dc_trl.pretrained import load_config_and_tokenizer
-from dc_trl.ranges import AT_LEAST_0, COUNT, SHARE, require_numbers
+from dc_trl.hub.card import require_card, write_eval_results
+from dc_trl.quantization.schemes import SCHEMES
+from dc_trl.records.tables import markdown_table, print_table
+from dc_trl.rollouts.replica import Replica
+from dc_trl.rollouts.sampling import Disclosed, Engine, ReplicaEngine, Sampling, ServerEngine
+from dc_trl.serving.server import ServerError, is_local, serve
+from dc_trl.settings.command_line import OptionParser
+from dc_trl.settings.pretrained import load_config_and_tokenizer
+from dc_trl.settings.ranges import AT_LEAST_0, COUNT, SHARE, require_numbers
 
 
 # The paper's six. GSM8K and the built-in arithmetic are there by name.

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from dc_trl.data.arithmetic import Problem, arithmetic_problems
-from dc_trl.rewards import arithmetic_reward
+from dc_trl.grading.rewards import arithmetic_reward
 
 
 BATCH_SIZE = 64

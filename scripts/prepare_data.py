@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from dc_trl.command_line import OptionParser
 from dc_trl.data.benchmarks import BENCHMARKS, PUBLISHED, load_benchmark, require_benchmark
 from dc_trl.data.cleaning import Language, Report, clean, require_options
 from dc_trl.data.dapo import DAPO, load_dapo
 from dc_trl.data.templates import BOXED_INSTRUCTION
 from dc_trl.files import make_folder
-from dc_trl.pretrained import load_config_and_tokenizer
+from dc_trl.settings.command_line import OptionParser
+from dc_trl.settings.pretrained import load_config_and_tokenizer
 
 
 TRAIN_FILE, REPORT_FILE, DROPPED_FILE = "train.parquet", "report.json", "dropped.jsonl"

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from dc_trl.command_line import OptionParser
 from dc_trl.config import HubDeployment
-from dc_trl.hub import HubError, push_run
+from dc_trl.hub.push import HubError, push_run
+from dc_trl.settings.command_line import OptionParser
 
 
 def parse_arguments() -> argparse.Namespace:

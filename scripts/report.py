@@ -7,8 +7,8 @@ python scripts/report.py runs/grpo-seed0 runs/dc-grpo-seed0 --output report.html
 import sys
 from pathlib import Path
 
-from dc_trl.command_line import OptionParser
 from dc_trl.report import write_report
+from dc_trl.settings.command_line import OptionParser
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from dc_trl.deployment.schemes import SCHEMES
-from dc_trl.deployment.server import ServerError, serve
+from dc_trl.quantization.schemes import SCHEMES
+from dc_trl.serving.server import ServerError, serve
 
 
 def parse_arguments() -> argparse.Namespace:

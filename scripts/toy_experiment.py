@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from dc_trl.command_line import OptionParser
 from dc_trl.files import make_folder
-from dc_trl.ranges import ABOVE_0, require_number
+from dc_trl.settings.command_line import OptionParser
+from dc_trl.settings.ranges import ABOVE_0, require_number
 from dc_trl.theory import budgeted_policy, squared_discrepancy
 from dc_trl.theory.simplex import Measure, Vector
 

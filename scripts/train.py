@@ -24,23 +24,25 @@ from dc_trl import (
     LambdaLoggingCallback,
     LengthDecayCallback,
 )
-from dc_trl.arguments import ServerArguments, WatchArguments, require_servable, start_server
-from dc_trl.callbacks import ConstraintProgressCallback
-from dc_trl.checkpoints import checkpoints, on_main_process, resumable_checkpoint
-from dc_trl.configuration import ConfigurationParser
-from dc_trl.data.arguments import DataArguments, load_data
+from dc_trl.callbacks.benchmarks import BenchmarkCallback
+from dc_trl.callbacks.logging import ConstraintProgressCallback
+from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 from dc_trl.data.dapo import DAPO
-from dc_trl.deployment.server import ServerError
 from dc_trl.evaluation import Benchmark
-from dc_trl.evaluation.training import BenchmarkCallback
 from dc_trl.files import lock_output
-from dc_trl.history import BASELINE_FILE, DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, changed_settings
-from dc_trl.hub import HubError, push_command, require_pushable
-from dc_trl.interruption import RunInterrupted, StopSignals
-from dc_trl.pretrained import load_config_and_tokenizer
-from dc_trl.ranges import ADAPTER, require_numbers
-from dc_trl.rewards import get_reward, require_callable
-from dc_trl.summary import BeforeAndAfter, summarize
+from dc_trl.grading.rewards import get_reward
+from dc_trl.hub.push import HubError, push_command, require_pushable
+from dc_trl.records.runs import BASELINE_FILE, DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE
+from dc_trl.records.settings import changed_settings
+from dc_trl.resuming.checkpoints import checkpoints, on_main_process, resumable_checkpoint
+from dc_trl.resuming.interruption import RunInterrupted, StopSignals
+from dc_trl.rollouts.rewards import require_callable
+from dc_trl.serving.server import ServerError
+from dc_trl.settings.configuration import ConfigurationParser
+from dc_trl.settings.pretrained import load_config_and_tokenizer
+from dc_trl.settings.ranges import ADAPTER, require_numbers
+from dc_trl.training.arguments import ServerArguments, WatchArguments, require_servable, start_server
+from dc_trl.training.problems import DataArguments, load_data
 
 
 # What makes an output directory one that holds a run.

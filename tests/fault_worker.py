@@ -20,9 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from trl.generation import vllm_client
 
 from dc_trl import DCGRPOTrainer
-from dc_trl.deployment.client import ServerClient
-from dc_trl.deployment.server import ServerError
-from dc_trl.deployment.weight_sync import ServerGeneration
+from dc_trl.rollouts.vllm_backends import ServerGeneration
+from dc_trl.serving.client import ServerClient
+from dc_trl.serving.server import ServerError
 
 from .helpers import distinct_characters, make_config, make_model, make_prompts, make_tokenizer
 

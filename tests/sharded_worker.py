@@ -7,8 +7,8 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from trl.generation.vllm_generation import VLLMGeneration
 
-from dc_trl.deployment.checkpoint import CheckpointWriter
-from dc_trl.deployment.weight_sync import deployed_tensors
+from dc_trl.quantization.checkpoint import CheckpointWriter
+from dc_trl.rollouts.vllm_backends import deployed_tensors
 
 from .helpers import make_model, make_tokenizer
 

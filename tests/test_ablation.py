@@ -22,7 +22,7 @@ from dc_trl.ablation.figure import draw_sweep, mean_curve
 from dc_trl.ablation.jobs import OutputLock, last_checkpoint, require_own_folders, run_jobs, status
 from dc_trl.ablation.plan import load_sweep
 from dc_trl.ablation.results import METRICS, Mean, collect, mean_over_seeds, show_mean, write_results
-from dc_trl.history import Run
+from dc_trl.records.runs import Run
 
 from .helpers import ROOT, load_script
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 
 from dc_trl import DCGRPOTrainer
-from dc_trl.advantages import leave_one_out_advantages, total_rewards, zero_std_groups
+from dc_trl.constraint.advantages import leave_one_out_advantages, total_rewards, zero_std_groups
 
 from .helpers import Rollouts, logged, make_config, make_experts, make_model, make_prompts
 

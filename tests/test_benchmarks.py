@@ -14,7 +14,7 @@ from dc_trl.data.schema import FEATURES
 from dc_trl.data.sources import holds_several, last_boxed
 from dc_trl.data.stream import stream
 from dc_trl.data.templates import BOXED_INSTRUCTION, base_prompt, chat_prompt
-from dc_trl.rewards import is_gradable
+from dc_trl.grading.rewards import is_gradable
 
 from .helpers import ROOT
 from .test_data import SHARED_DATA, requires_shared_data

@@ -22,8 +22,8 @@ from dc_trl.calibration.report import difference_table, label, report_page
 from dc_trl.calibration.rollouts import EngineSpec, Rollout, RolloutSettings, sample_rollouts
 from dc_trl.calibration.scoring import train_logps
 from dc_trl.data.arithmetic import arithmetic_dataset
-from dc_trl.deployment.replica import Replica
-from dc_trl.deployment.server import ServerError, ServerUnavailableError
+from dc_trl.rollouts.replica import Replica
+from dc_trl.serving.server import ServerError, ServerUnavailableError
 
 from .helpers import ROOT, TINY_MODEL, load_script, make_config, make_model, make_prompts
 from .vllm_server import requires_vllm

@@ -19,10 +19,10 @@ from transformers import (
     Qwen2MoeConfig,
 )
 
-from dc_trl.deployment.checkpoint import CheckpointWriter, write_deployable
-from dc_trl.deployment.policy import policy_tensors
-from dc_trl.deployment.replica import Replica
-from dc_trl.deployment.schemes import SCHEMES
+from dc_trl.quantization.checkpoint import CheckpointWriter, write_deployable
+from dc_trl.quantization.policy import policy_tensors
+from dc_trl.quantization.schemes import SCHEMES
+from dc_trl.rollouts.replica import Replica
 
 from .helpers import ROOT, TINY_MODEL, make_experts, make_model, make_tokenizer
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
-from dc_trl.collapse import ADVICE, CollapseMonitor
-from dc_trl.collapse_callback import CollapseAlarmCallback
-from dc_trl.history import read_history
+from dc_trl.callbacks.collapse import CollapseAlarmCallback
+from dc_trl.callbacks.collapse_monitor import ADVICE, CollapseMonitor
+from dc_trl.records.runs import read_history
 
 from .collapse_curves import alarms_in, collapse, healthy_run
 from .helpers import ROOT, Rollouts, logged, make_config, make_model, make_prompts, make_tokenizer

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dc_trl.configuration import ConfigurationParser
+from dc_trl.settings.configuration import ConfigurationParser
 
 from .helpers import load_script
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dc_trl import mismatch_metrics, token_discrepancy
-from dc_trl.discrepancy import (
+from dc_trl.constraint.discrepancy import (
     METRICS,
     combine_sums,
     discrepancy_penalty,

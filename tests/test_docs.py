@@ -15,7 +15,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from trl import TrlParser
 
-from dc_trl.collapse import ADVICE
+from dc_trl.callbacks.collapse_monitor import ADVICE
 
 from .helpers import ROOT, Rollouts, load_script, make_config, make_model, make_prompts
 from .vllm_server import requires_vllm

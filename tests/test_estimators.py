@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dc_trl.evaluation.estimators import macro_estimate, majority_at_k, mean_estimate, paired_difference, pass_at_k
+from dc_trl.records.estimators import macro_estimate, majority_at_k, mean_estimate, paired_difference, pass_at_k
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())

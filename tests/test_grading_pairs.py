@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dc_trl.grading import Gold, Grader, Verdict, extract_answer, grade, is_gradable
-from dc_trl.rewards import math_reward
+from dc_trl.grading.rewards import math_reward
 
 from .test_grading import BENCHMARKS, ROOT, boxed
 

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
-from dc_trl.deployment.checkpoint import write_deployable
-from dc_trl.hub import hub_dataset, push_run, run_files
-from dc_trl.model_card import quoted, write_eval_results
+from dc_trl.hub.card import quoted, write_eval_results
+from dc_trl.hub.push import hub_dataset, push_run, run_files
+from dc_trl.quantization.checkpoint import write_deployable
 
 from .helpers import ROOT, TINY_MODEL, TWO_PROCESSES, distinct_characters, load_script, make_config, make_prompts
 from .hub_server import READ_TOKEN, TOKEN, USER, Repository, serve_hub
@@ -305,7 +305,7 @@ def test_an_adapter(hub, tmp_path):
 
 def test_a_push_while_training_that_fails_is_said(hub, tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("dc_trl.hub.logger.warning", said.append)
+    monkeypatch.setattr("dc_trl.hub.push.logger.warning", said.append)
     hub.fail("POST", "/commit/", 403)
     options = {"push_to_hub": True, "hub_strategy": "every_save", "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(tmp_path / "run", max_steps=1, **options)

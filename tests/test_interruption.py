@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from dc_trl.checkpoints import checkpoint_defect
+from dc_trl.resuming.checkpoints import checkpoint_defect
 
 from .helpers import ROOT, TWO_PROCESSES, load_script
 

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback, LengthDecayCallback, LengthDecaySchedule
-from dc_trl.history import read_history
+from dc_trl.records.runs import read_history
 
 from .helpers import ROOT, TWO_PROCESSES, logged, make_config, make_model, make_prompts, make_tokenizer
 

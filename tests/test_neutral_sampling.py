@@ -8,9 +8,9 @@ from transformers import CompileConfig, GenerationConfig
 from trl import GRPOTrainer
 
 from dc_trl import DCGRPOTrainer
-from dc_trl.deployment.replica import Replica
-from dc_trl.deployment.server import ServerError
-from dc_trl.neutral_sampling import restrictions
+from dc_trl.rollouts.neutral_sampling import restrictions
+from dc_trl.rollouts.replica import Replica
+from dc_trl.serving.server import ServerError
 
 from .helpers import distinct_characters, logged, make_config, make_model, make_prompts
 from .vllm_server import requires_vllm

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trl import GRPOConfig
 
 from dc_trl import DCGRPOConfig
-from dc_trl.ranges import TRAINING, Range
+from dc_trl.settings.ranges import TRAINING, Range
 
 from .helpers import make_config
 

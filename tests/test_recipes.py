@@ -17,7 +17,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3MoeForCausalLM
 from trl import TrlParser
 
-from dc_trl.rewards import get_reward
+from dc_trl.grading.rewards import get_reward
 
 from .helpers import (
     ROOT,

@@ -17,15 +17,15 @@ from transformers import (
     Qwen3Config,
 )
 
-from dc_trl.deployment import attention
-from dc_trl.deployment.replica import (
+from dc_trl.quantization.schemes import SCHEMES, resolve_scheme
+from dc_trl.rollouts import attention
+from dc_trl.rollouts.replica import (
     Replica,
     _ActivationQuantizer,
     _round_to_float8,
     fake_quantize_weight,
     policy_tensors,
 )
-from dc_trl.deployment.schemes import SCHEMES, resolve_scheme
 
 from .helpers import make_experts, make_model
 

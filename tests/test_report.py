@@ -10,7 +10,8 @@ from PIL import Image
 from trl import GRPOConfig
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer, LambdaLoggingCallback
-from dc_trl.history import changed_settings, read_history, read_run
+from dc_trl.records.runs import read_history, read_run
+from dc_trl.records.settings import changed_settings
 from dc_trl.report import write_report
 from dc_trl.report.panels import panels_of, plot_run, run_lines
 

@@ -10,8 +10,8 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback, LambdaLoggingCallback
-from dc_trl.checkpoints import checkpoint_defect, resumable_checkpoint
-from dc_trl.deployment.server import ServerError
+from dc_trl.resuming.checkpoints import checkpoint_defect, resumable_checkpoint
+from dc_trl.serving.server import ServerError
 
 from .helpers import Rollouts, distinct_characters, logged, make_config, make_model, make_prompts, make_tokenizer
 

@@ -3,7 +3,7 @@
 import pytest
 
 from dc_trl import math_reward
-from dc_trl.rewards import arithmetic_reward, get_reward, is_gradable
+from dc_trl.grading.rewards import arithmetic_reward, get_reward, is_gradable
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_not_gradable(gold):
 
 def test_rewards_by_name():
     assert get_reward("math") is math_reward
-    assert get_reward("dc_trl.rewards.arithmetic_reward") is arithmetic_reward
-    for name in ("maths", "no.such.module", "dc_trl.rewards.nothing"):
+    assert get_reward("dc_trl.grading.rewards.arithmetic_reward") is arithmetic_reward
+    for name in ("maths", "no.such.module", "dc_trl.grading.rewards.nothing"):
         with pytest.raises(ValueError, match=f"rewards='{name}'.*'math', 'arithmetic'"):
             get_reward(name)

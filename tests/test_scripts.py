@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import TrlParser
 
-from dc_trl.pretrained import load_config_and_tokenizer
+from dc_trl.settings.pretrained import load_config_and_tokenizer
 
 from .helpers import ROOT, TINY_MODEL, load_script
 from .vllm_server import requires_vllm

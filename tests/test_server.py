@@ -15,9 +15,9 @@ import pytest
 from openai import OpenAI
 from trl.generation.vllm_client import VLLMClient
 
-from dc_trl.deployment.client import ServerClient, ServerUnavailableError
-from dc_trl.deployment.server import ServerError, VLLMServer, check_server, serve
-from dc_trl.secrets import hide_in_options
+from dc_trl.serving.client import ServerClient, ServerUnavailableError
+from dc_trl.serving.server import ServerError, VLLMServer, check_server, serve
+from dc_trl.settings.secrets import hide_in_options
 
 from .helpers import ROOT, TINY_MODEL, load_script, make_model, make_tokenizer
 from .vllm_server import Serve, requires_vllm, serving, shared_memory, wait_until_gone

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dc_trl import DCGRPOTrainer
-from dc_trl.summary import BeforeAndAfter, summarize
+from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 
 from .helpers import distinct_characters, make_config, make_model, make_prompts
 

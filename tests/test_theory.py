@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from scipy.special import lambertw
 
-from dc_trl import discrepancy
+from dc_trl.constraint import discrepancy
 from dc_trl.theory import budgeted_policy, optimal_policy, squared_discrepancy
 from dc_trl.theory.numerics import lambert_w
 from dc_trl.theory.simplex import Measure

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.integration_utils import rewrite_logs
 
 from dc_trl import DCGRPOTrainer
-from dc_trl.deployment.replica import Replica
-from dc_trl.deployment.sampling import ReplicaEngine, Sampling
+from dc_trl.callbacks.benchmarks import BenchmarkCallback, greedy_accuracy
 from dc_trl.evaluation import Benchmark, evaluate
-from dc_trl.evaluation.training import BenchmarkCallback, greedy_accuracy
+from dc_trl.rollouts.replica import Replica
+from dc_trl.rollouts.sampling import ReplicaEngine, Sampling
 
 from .helpers import (
     ROOT,

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback
 from dc_trl.data.arithmetic import arithmetic_dataset
-from dc_trl.deployment.server import ServerError, VLLMServer
+from dc_trl.serving.server import ServerError, VLLMServer
 
 from .gaps import PROMPTS, SampledBy, mean_gap
 from .helpers import (

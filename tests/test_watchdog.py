@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dc_trl.deployment import watchdog
+from dc_trl.serving import watchdog
 
 from .vllm_server import shared_memory, wait_until_gone
 

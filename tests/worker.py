@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl.callbacks.benchmarks import BenchmarkCallback
 from dc_trl.evaluation import Benchmark
-from dc_trl.evaluation.training import BenchmarkCallback
 
 from .gaps import PROMPTS, SampledBy
 from .helpers import TINY_MODEL, Rollouts, distinct_characters, make_config, make_model, make_prompts, make_tokenizer

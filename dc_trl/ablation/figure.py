@@ -5,7 +5,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.transforms import ScaledTranslation
 
-from ..history import Run
+from ..records.runs import Run
 from ..report.figures import INK, MUTED, PANEL_WIDTH, moving_average, new_figure, series_style
 from .plan import as_number, show
 from .results import Mean, Results, mean_over_seeds

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import yaml
 
-from ..checkpoints import TRAINER_STATE_FILE, checkpoint_defect, checkpoints
 from ..files import lock_folder, read_object, write_text
-from ..history import SUMMARY_FILE
+from ..records.runs import SUMMARY_FILE
+from ..resuming.checkpoints import TRAINER_STATE_FILE, checkpoint_defect, checkpoints
 from .plan import CONFIG_FILE, Job, changed_settings
 
 

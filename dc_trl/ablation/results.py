@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..evaluation.tables import TableRows, markdown_table, with_error
 from ..files import write_text
-from ..history import HISTORY_FILE, Run, read_run
+from ..records.runs import HISTORY_FILE, Run, read_run
+from ..records.tables import TableRows, markdown_table, with_error
 from .jobs import is_done
 from .plan import Job, Sweep, Variant, show
 

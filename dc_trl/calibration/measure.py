@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..constraint.discrepancy import Measure, Reduction, discrepancy_sums, token_discrepancy
 from ..data.prompts import Prompt
-from ..discrepancy import Measure, Reduction, discrepancy_sums, token_discrepancy
 from .mismatch import compare_engines, measure_engine
 from .result import Calibration
 from .rollouts import EngineSpec, Policy, Rollout, RolloutSettings, require_engines, sample_rollouts
@@ -46,7 +46,7 @@ def calibrate(
 
     Each engine samples completions of the same prompts, from the whole distribution; the model scores their tokens as
     TRL's trainer would. With one engine's δ̄ over generation batches of the run's size (prompts drawn again from those
-    given, each with all its completions), ε follows by the rule of `dc_trl.lagrangian.proposed_tolerance`.
+    given, each with all its completions), ε follows by the rule of `dc_trl.constraint.lagrangian.proposed_tolerance`.
 
     Args:
         model: the model that is trained, in its training precision.

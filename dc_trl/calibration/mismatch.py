@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from ..discrepancy import (
+from ..constraint.discrepancy import (
     LOG_RATIO_BOUND,
     Measure,
     Reduction,
@@ -25,8 +25,8 @@ from ..discrepancy import (
     mismatch_sums,
     token_discrepancy,
 )
-from ..evaluation.estimators import Difference, Estimate, bootstrap_p_value
-from ..lagrangian import tolerance_deviations
+from ..constraint.lagrangian import tolerance_deviations
+from ..records.estimators import Difference, Estimate, bootstrap_p_value
 from .contexts import token_contexts
 from .result import GRID, HISTOGRAM_EDGES, Bin, EngineMismatch, Growth, Tolerance, Weights
 from .rollouts import Rollout
@@ -155,7 +155,7 @@ def measure_engine(
 
 
 def batch_tolerance(numerators: Array, denominators: Array, batch_prompts: int, seed: int = 0) -> Tolerance:
-    """ε by the rule of `dc_trl.lagrangian.proposed_tolerance`, from batches drawn from the prompts with replacement.
+    """ε by the rule of `proposed_tolerance`, from batches drawn from the prompts with replacement.
 
     A batch's δ̄ is the sum of its prompts' numerators over that of their denominators. However many batches are drawn,
     P prompts make P / `batch_prompts` independent ones, and their spread has P − 1 degrees of freedom: with these ε
@@ -187,7 +187,7 @@ def compare_engines(first: EngineMismatch, second: EngineMismatch, seed: int = 0
     """δ̄ of the second engine minus that of the first, on the same prompts.
 
     The p-value is two-sided, for "there is no difference", by the paired bootstrap of
-    `dc_trl.evaluation.estimators.paired_difference`; None where all prompts differ by the same.
+    `dc_trl.records.estimators.paired_difference`; None where all prompts differ by the same.
 
     Raises:
         ValueError: they were not measured on the same number of prompts.

@@ -4,8 +4,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ..evaluation.estimators import Difference, Estimate
-from ..evaluation.tables import SIGNIFICANCE, TableRows, print_table
+from ..records.estimators import Difference, Estimate
+from ..records.tables import SIGNIFICANCE, TableRows, print_table
 from ..report.html import Page
 from .figures import (
     FEW_TOKENS,

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..evaluation.estimators import Difference, Estimate
 from ..files import read_object, write_text
+from ..records.estimators import Difference, Estimate
 
 
 CALIBRATION_FILE = "calibration.json"

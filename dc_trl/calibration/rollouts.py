@@ -15,13 +15,13 @@ from peft import PeftModel
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..deployment.checkpoint import CheckpointWriter
-from ..deployment.client import ServerClient
-from ..deployment.policy import end_tokens, pad_token, policy_tensors
-from ..deployment.replica import Replica
-from ..deployment.schemes import SCHEMES
-from ..deployment.server import ServerError, ServerUnavailableError, VLLMServer, check_server, vllm_version
 from ..evaluation import sample_seed
+from ..quantization.checkpoint import CheckpointWriter
+from ..quantization.policy import end_tokens, pad_token, policy_tensors
+from ..quantization.schemes import SCHEMES
+from ..rollouts.replica import Replica
+from ..serving.client import ServerClient
+from ..serving.server import ServerError, ServerUnavailableError, VLLMServer, check_server, vllm_version
 
 
 _RETRIES = 3

@@ -6,7 +6,7 @@ from typing import Any
 
 from datasets import Dataset, Features, Value
 
-from ..ranges import AT_LEAST_0
+from ..settings.ranges import AT_LEAST_0
 
 
 FEATURES = Features(

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.benchmarks import load_benchmark, require_benchmark
 from ..data.templates import BOXED_INSTRUCTION, base_prompt, chat_prompt
-from ..deployment.sampling import Completion, Engine, Request, Sampling
 from ..grading import Gold, Grader
+from ..rollouts.sampling import Completion, Engine, Request, Sampling
 from .results import Evaluation, benchmark_result
 from .samples import Sample, SampleStore
 

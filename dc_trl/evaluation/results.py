@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..files import read_object, write_text
-from .estimators import (
+from ..records.estimators import (
     Difference,
     Estimate,
     macro_estimate,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 
-from ..history import Run, Series, is_number
+from ..records.runs import Run, Series, is_number
 from .figures import ACCENT, MUTED, Style, draw_curve, moving_average, series_style
 
 

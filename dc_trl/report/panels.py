@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from ..history import Run, Series, group_seeds
+from ..records.runs import Run, Series, group_seeds
 from .drawing import (
     Line,
     accuracy,

@@ -5,7 +5,7 @@ from os import PathLike
 from pathlib import Path
 
 from ..files import make_folder
-from ..history import Run, group_seeds, read_run
+from ..records.runs import Run, group_seeds, read_run
 from ..version import __version__
 from .html import Page, page_generator
 from .panels import BENCHMARK_PREFIX, PANEL_NAMES, Panel, panels_of, run_lines

@@ -4,9 +4,12 @@ import json
 import re
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
-from ..history import NAME_SETTINGS, Run, is_number, setting
+from ..constraint.settings import ConstraintSettings
+from ..records.runs import NAME_SETTINGS, Run, is_number, setting
+from ..records.settings import default_of
 
 
 HtmlTable = tuple[list[str], list[list[str]], str]  # header, rows, caption: what `Page.table` takes
@@ -46,7 +49,7 @@ def settings_tables(runs: Sequence[Run]) -> list[HtmlTable]:
         return [(header, rows, f"What is not the default.{missing}")]
     differing, common = [], []
     for name in (name for name in names if name not in NAME_SETTINGS):
-        values = [setting(run, name) for run in known]
+        values = [_setting(run, name) for run in known]
         if any(value != values[0] for value in values):
             differing.append([name, *(_setting_text(run, name) for run in known)])
         else:
@@ -58,27 +61,38 @@ def settings_tables(runs: Sequence[Run]) -> list[HtmlTable]:
 def _setting_text(run: Run, name: str) -> str:
     if name in run.settings:
         return _text(run.settings[name])
-    default = setting(run, name)  # of settings that are no fields of DCGRPOConfig it is not known
+    default = _setting(run, name)  # of settings that are no fields of DCGRPOConfig it is not known
     return _NOTHING if default is None else f"{_text(default)} (default)"
+
+
+def _setting(run: Run, name: str) -> Any:
+    """As `setting`, and of a field that is TRL's or transformers' its default."""
+    if name in run.settings or name in {f.name for f in fields(ConstraintSettings)}:
+        return setting(run, name)
+    from ..config import DCGRPOConfig  # TRL takes seconds, and most reports ask for none of its defaults
+
+    standard = {f.name: f for f in fields(DCGRPOConfig)}
+    return default_of(standard[name]) if name in standard else None
 
 
 def _facts(run: Run) -> dict[str, str]:
     """What is known of the outcome of a run."""
     before, after = _ends(run)
     multipliers = run.series("lagrangian/lambda")
-    # For runs that recorded no settings, as far as the summary has them.
-    recorded = {
-        name: setting(run, name) if run.settings else None for name in ("constraint", "seed", "deployment_scheme")
-    }
+
+    def known(field: str, recorded_as: str) -> Any:
+        """From the summary; of a run that has none from its settings, if it recorded them."""
+        return run.summary[field] if field in run.summary else _setting(run, recorded_as) if run.settings else None
+
     alarms = [(name, row["step"]) for row in run.history for name in row if name.startswith("collapse/")]
     facts = {
         "state": "finished" if run.finished else "going on, or stopped",
         "optimizer steps": f"{run.steps:,}",
         "collapse alarms": ", ".join(f"{name.removeprefix('collapse/')} at step {step}" for name, step in alarms)
         or None,
-        "constraint": run.summary.get("constraint", recorded["constraint"]),
-        "sampling engine": run.summary.get("engine", recorded["deployment_scheme"]),
-        "seed": run.summary.get("seed", recorded["seed"]),
+        "constraint": known("constraint", "constraint"),
+        "sampling engine": known("engine", "deployment_scheme"),
+        "seed": known("seed", "seed"),
         "held-out problems": before.get("problems"),
         "greedy reward before": _greedy(before),
         "greedy reward after": _greedy(after),

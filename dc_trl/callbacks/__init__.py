@@ -1,0 +1,1 @@
+"""What goes on beside a run: logs, learning rate, alarm, benchmarks, summary."""

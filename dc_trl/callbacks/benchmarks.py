@@ -1,0 +1,157 @@
+"""How good the policy is, as it is deployed, while it is trained: by its own engine, at its present weights."""
+
+from collections.abc import Iterator, Sequence
+
+from accelerate.utils import broadcast_object_list, gather_object
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from ..evaluation.evaluate import Benchmark, tokenize_prompts
+from ..evaluation.results import BenchmarkResult, benchmark_result
+from ..evaluation.samples import Sample
+from ..grading import Grader
+from ..records.estimators import Estimate, mean_estimate
+from ..resuming.interruption import stop_if_asked
+from ..rollouts.rewards import RewardFunction
+from ..rollouts.sampling import Completion
+from ..trainer import DCGRPOTrainer
+
+
+def greedy_accuracy(
+    trainer: DCGRPOTrainer, dataset: Dataset, reward: RewardFunction | None, batch_size: int
+) -> Estimate:
+    """Mean reward of the deployed policy's greedy completions, the problems divided among the processes.
+
+    Args:
+        trainer: with a replica or vLLM (`deployment_scheme` or `use_vllm` set).
+        dataset: with the column `prompt`, and others that the reward reads.
+        reward: called with what TRL passes (`prompts`, `completions`, `completion_ids`, the columns, …); may be async.
+            None: the trainer's own reward functions, weighted as in training. Problems without a reward are left out.
+        batch_size: prompts at a time in each process.
+
+    Returns:
+        The same estimate in every process.
+
+    Raises:
+        ValueError: the reward scored no problem.
+    """
+    rewards: list[float | None] = []
+    for rows, counted in _shares(trainer, len(dataset), batch_size):
+        rewards += trainer.deployed_rewards([dataset[row] for row in rows], reward)[:counted]
+    scored = [value for value in gather_object(rewards) if value is not None]
+    if not scored:
+        raise ValueError("The reward scored none of the problems: check the gold answers.")
+    return mean_estimate(scored)
+
+
+def deployed_answers(
+    trainer: DCGRPOTrainer, prompt_ids: Sequence[list[int]], batch_size: int, temperature: float
+) -> list[Completion]:
+    """The deployed policy's completions of all prompts, divided among the processes; the same list in every one."""
+    tokenizer = trainer.processing_class
+    completions: list[tuple[int, Completion]] = []
+    for rows, counted in _shares(trainer, len(prompt_ids), batch_size):
+        sampled = trainer.deployed_completion_ids([prompt_ids[row] for row in rows], temperature)
+        texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
+        for row, ids, text in list(zip(rows, sampled, texts, strict=True))[:counted]:
+            truncated = len(ids) >= trainer.max_completion_length and ids[-1] not in trainer.eos_token_ids
+            completions.append((row, Completion(text, len(ids), truncated)))
+    return [completion for _, completion in sorted(gather_object(completions))]
+
+
+def _shares(trainer: DCGRPOTrainer, size: int, batch_size: int) -> Iterator[tuple[list[int], int]]:
+    """This process's rows, batch by batch, and how many of the batch count.
+
+    All processes ask together, for as many each: the last ones fill up with rows that then do not count.
+    """
+    accelerator = trainer.accelerator
+    for start in range(0, size, accelerator.num_processes * batch_size):
+        first = start + accelerator.process_index * batch_size
+        stop_if_asked(trainer)
+        rows = [min(row, size - 1) for row in range(first, first + batch_size)]
+        yield rows, len(range(first, min(first + batch_size, size)))
+
+
+class BenchmarkCallback(TrainerCallback):
+    """Evaluates the deployed policy on benchmarks whenever the trainer evaluates, by the engine of its rollouts.
+
+    Logs `eval_NAME/avg@k`, its standard error `eval_NAME/avg@k_se`, `eval_NAME/maj@k`, `eval_NAME/truncated` and
+    `eval_NAME/mean_tokens` for each benchmark (trackers show them under `eval/NAME/`), and, where grading an answer
+    failed, how often: `eval_NAME/grading_failures`. Answers are at most
+    `max_completion_length` long, and drawn anew at each evaluation: use `scripts/evaluate.py` for figures to publish.
+
+    Args:
+        trainer: with a replica or vLLM (`deployment_scheme` or `use_vllm` set).
+        benchmarks: what is asked.
+        temperature: of the samples.
+        batch_size: prompts at a time in each process.
+        grading_processes: workers that grade, in the main process.
+
+    Raises:
+        ValueError: there is no engine, or two benchmarks have one name.
+
+    Example:
+
+    ```python
+    trainer.add_callback(BenchmarkCallback(trainer, [Benchmark.load("aime24"), Benchmark.load("math500", limit=100)]))
+    ```
+    """
+
+    def __init__(
+        self,
+        trainer: DCGRPOTrainer,
+        benchmarks: Sequence[Benchmark],
+        temperature: float = 0.7,
+        batch_size: int = 64,
+        grading_processes: int | None = None,
+    ):
+        if trainer.replica is None and not trainer.use_vllm:
+            raise ValueError("deployment_scheme=None and use_vllm=False: set one of them, no engine is there to ask.")
+        names = [benchmark.name for benchmark in benchmarks]
+        if len(set(names)) < len(names):
+            raise ValueError(f"benchmarks={names}: each name may stand once, the metrics are told apart by it.")
+        self._trainer = trainer
+        self._benchmarks = benchmarks
+        self._temperature = temperature
+        self._batch_size = batch_size
+        self._grading_processes = grading_processes
+        self._prompts = [tokenize_prompts(benchmark, trainer.processing_class, {}) for benchmark in benchmarks]
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        for benchmark, prompts in zip(self._benchmarks, self._prompts, strict=True):
+            result, failures = self._evaluate(benchmark, prompts)
+            prefix, k = f"eval_{benchmark.name}", benchmark.samples
+            metrics = {
+                f"{prefix}/avg@{k}": result.avg.value,
+                f"{prefix}/maj@{k}": result.maj.value,
+                f"{prefix}/truncated": result.truncated,
+                f"{prefix}/mean_tokens": result.mean_tokens,
+            }
+            if result.avg.standard_error is not None:
+                metrics[f"{prefix}/avg@{k}_se"] = result.avg.standard_error
+            if failures:
+                metrics[f"{prefix}/grading_failures"] = failures
+            self._trainer.log(metrics)
+
+    def _evaluate(self, benchmark: Benchmark, prompts: dict[str, list[int]]) -> tuple[BenchmarkResult, int]:
+        trainer, k = self._trainer, benchmark.samples
+        keys = [(problem, number) for problem in prompts for number in range(k)]
+        completions = deployed_answers(
+            trainer, [prompts[problem] for problem, _ in keys], self._batch_size, self._temperature
+        )
+        results: list[tuple[BenchmarkResult, int] | None] = [None]
+        if trainer.accelerator.is_main_process:
+            golds = benchmark.golds()
+            with Grader(self._grading_processes) as grader:
+                verdicts = grader.grade([c.text for c in completions], [golds[problem] for problem, _ in keys])
+            samples = {
+                key: Sample(*key, -1, c.text, c.tokens, c.truncated, verdict.answer, verdict.correct)
+                for key, c, verdict in zip(keys, completions, verdicts, strict=True)
+            }
+            result = benchmark_result(benchmark.name, list(prompts), k, samples)
+            results = [(result, grader.failures.total())]
+        if trainer.accelerator.num_processes > 1:
+            broadcast_object_list(results)
+        (graded,) = results
+        assert graded is not None
+        return graded

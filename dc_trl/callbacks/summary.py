@@ -1,0 +1,127 @@
+"""What a run changed: the deployed policy before the first step and after the last."""
+
+import json
+import time
+from pathlib import Path
+
+from transformers import TrainerCallback
+
+from ..files import write_text
+from ..records.runs import (
+    BASELINE_FILE,
+    DEPLOYMENT_FOLDER,
+    FIGURE_FILE,
+    HISTORY_FILE,
+    SUMMARY_FILE,
+    read_baseline,
+    read_history,
+)
+from ..records.tables import print_table, with_error
+from ..trainer import DCGRPOTrainer
+from .benchmarks import greedy_accuracy
+
+
+class BeforeAndAfter(TrainerCallback):
+    """What the summary compares: the deployed policy before the first step and after the last, on held-out problems.
+
+    Within `train`, because trackers take metrics only there. Without held-out problems, the discrepancies of the first
+    and of the last generation batch.
+    """
+
+    def __init__(self, trainer: DCGRPOTrainer):
+        self.before: dict[str, float] = {}
+        self.after: dict[str, float] = {}
+        self.seconds = 0.0  # from the start of the first step to the end of the last
+        self._trainer = trainer
+        self._start: float | None = None
+        self._baseline = Path(trainer.args.output_dir, BASELINE_FILE)
+        trainer.args.eval_on_start = trainer.eval_dataset is not None and trainer.args.resume_from_checkpoint is None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if args.resume_from_checkpoint is None or self._trainer.eval_dataset is None:
+            return
+        if self._baseline.is_file():
+            self.before = read_baseline(self._baseline.parent)
+        else:
+            args.eval_on_start = state.global_step == 0  # stopped before it was measured
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self._start is None:
+            self._start = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        assert self._start is not None
+        self.seconds = time.perf_counter() - self._start
+        if state.global_step >= state.max_steps and self._trainer.eval_dataset is not None:
+            control.should_evaluate = True
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        trainer = self._trainer
+        if 0 < state.global_step < state.max_steps:
+            return
+        measured = {"reward": metrics.get("eval_reward"), "discrepancy": metrics.get("eval_discrepancy/mean")}
+        if trainer.replica is not None or trainer.use_vllm:
+            batch_size = args.per_device_eval_batch_size
+            estimate = greedy_accuracy(trainer, trainer.eval_dataset, None, batch_size)
+            measured |= {"greedy": estimate.value, "greedy_se": estimate.standard_error, "problems": estimate.problems}
+        if state.global_step > 0:
+            self.after = measured
+            return
+        self.before = measured
+        if state.is_world_process_zero:
+            write_text(self._baseline, json.dumps(measured) + "\n")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._trainer.eval_dataset is not None and not self.after and state.global_step >= state.max_steps:
+            self._trainer.evaluate()  # resumed after its last step
+        if self._trainer.eval_dataset is None and state.is_world_process_zero:
+            batches = [row for row in read_history(Path(args.output_dir, HISTORY_FILE)) if "discrepancy/mean" in row]
+            if batches:
+                self.before, self.after = (
+                    {"discrepancy": row["discrepancy/mean"]} for row in (batches[0], batches[-1])
+                )
+
+
+def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
+    """Prints the summary table and saves it beside the model."""
+    before, after = run.before, run.after
+    args, multiplier = trainer.args, trainer.lagrange_multiplier
+    if args.use_vllm:
+        engine = f"vLLM, {args.deployment_scheme}" if args.deployment_scheme else "vLLM"
+    else:
+        engine = args.deployment_scheme or "model.generate"
+    rows: list[tuple[str, str, str]] = []
+    if "greedy" in before and "greedy" in after:
+        start, end = (f"{with_error(m['greedy'], m['greedy_se'], 100, 1)} %" for m in (before, after))
+        rows.append((f"greedy reward, {before['problems']} held-out problems", start, end))
+    for label, key, form in (
+        ("sampled reward, held out", "reward", "{:.3f}"),
+        ("discrepancy δ̄", "discrepancy", "{:.3g}"),
+    ):
+        if before.get(key) is not None and after.get(key) is not None:
+            rows.append((label, form.format(before[key]), form.format(after[key])))
+    if args.constraint != "none":
+        rows.append(("multiplier λ", f"{args.lambda_init:.4g}", f"{multiplier.value:.4g}"))
+    if args.discrepancy_tolerance == "auto" and multiplier.tolerance is not None:
+        rows.append(("tolerance ε, found by the run", "", f"{multiplier.tolerance:.4g}"))
+    tokens = trainer.state.num_input_tokens_seen
+    rows.append(("tokens sampled and read", "", f"{tokens:,}"))
+    rows.append(("training seconds", "", f"{run.seconds:.0f}"))
+    title = f"Deployed policy ({engine}), {trainer.state.global_step} steps, {args.constraint}"
+    print_table(("", "before", "after"), rows, title)
+    summary = {
+        "engine": engine,
+        "constraint": args.constraint,
+        "seed": args.seed,
+        "steps": trainer.state.global_step,
+        "before": before,
+        "after": after,
+        "lambda": multiplier.value,
+        "tolerance": multiplier.tolerance,
+        "tokens": tokens,
+        "seconds": run.seconds,
+    }
+    write_text(Path(args.output_dir, SUMMARY_FILE), json.dumps(summary, indent=2) + "\n")
+    print(f"Model, {HISTORY_FILE} and {FIGURE_FILE} are in {args.output_dir}")
+    if args.deployment_scheme is not None:
+        print(f"Serve it: vllm serve {Path(args.output_dir, DEPLOYMENT_FOLDER)}")

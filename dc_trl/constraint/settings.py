@@ -1,0 +1,33 @@
+"""The settings of the constraint. What reads the records of a run has their defaults here, without TRL."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+
+Measure = Literal["prob_diff", "prob_ratio", "log_prob"]
+Level = Literal["token", "sequence"]
+Reduction = Literal["sequence", "token"]
+Constraint = Literal["none", "static", "lagrangian"]
+if TYPE_CHECKING:
+    Tolerance = float | Literal["auto"]
+else:
+    # What TrlParser reads a field of several types as; `DCGRPOConfig` makes the number.
+    Tolerance = str
+
+
+@dataclass
+class ConstraintSettings:
+    """Fields of [`~dc_trl.DCGRPOConfig`], which describes them."""
+
+    constraint: Constraint = "lagrangian"
+    discrepancy_measure: Measure = "prob_diff"
+    discrepancy_level: Level = "token"
+    discrepancy_tolerance: Tolerance = 0.0037
+    discrepancy_margin: float = 0.0
+    batch_reduction: Reduction = "sequence"
+    dual_window: int = 1
+    lambda_init: float = 0.1
+    lambda_lr: float = 1.0
+    lambda_min: float = 0.0
+    lambda_max: float = 1.0
+    deployment_scheme: str | None = None

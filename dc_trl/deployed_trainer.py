@@ -1,0 +1,359 @@
+"""The policy as it is deployed: what samples in training, what is written for a server, what is pushed to the Hub.
+
+TRL's trainer with that around it; `DCGRPOTrainer` adds the constraint.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, ProcessorMixin
+from trl import GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
+from trl.trainer.utils import get_config_model_id
+
+from .config import DCGRPOConfig
+from .constraint.advantages import total_rewards
+from .hub.card import CARD_FILE, complete_card, quoted, set_card_aside, unchanged_card
+from .hub.push import HubClient, deployment_repository, hub_dataset, without_token
+from .quantization.checkpoint import CheckpointWriter
+from .quantization.policy import base_model, policy_tensors, require_shared_embeddings, unwrapped
+from .records.runs import DEPLOYMENT_FOLDER
+from .rollouts.buffer import fill_empty, sampled_only
+from .rollouts.neutral_sampling import SERVER_DEFAULTS, restrictions
+from .rollouts.replica import Replica
+from .rollouts.rewards import RewardFunction, call_reward
+from .rollouts.vllm_backends import ColocateGeneration, ServerGeneration, deployed_tensors
+
+
+_COLUMNS_OF_TRL = ("prompt", "completion", "completion_ids")  # which it passes by itself, or not at all
+
+
+class DeployedPolicyTrainer(GRPOTrainer):
+    """TRL's GRPO trainer whose policy is sampled, written and pushed as it is deployed; see [`DCGRPOTrainer`].
+
+    Attributes:
+        replica (`Replica` or `None`): the engine that samples, when `deployment_scheme` is set without vLLM.
+    """
+
+    _last_loaded_step: int  # TRL's: the step whose weights vLLM holds
+
+    def __init__(self, model, reward_funcs, args: DCGRPOConfig, *positional, **kwargs):
+        # Set before TRL's constructor, which may already call hooks of this class.
+        self.replica: Replica | None = None
+        self._deployment_writer: CheckpointWriter | None = None
+        self._hub = HubClient(args.hub_deployment, args.deployment_scheme, args.hub_token, args.hub_revision)
+        with _vllm_backend(args):
+            super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        if args.deployment_scheme is not None and not args.use_vllm:
+            if isinstance(self.processing_class, ProcessorMixin):
+                raise ValueError(
+                    f"deployment_scheme={args.deployment_scheme!r} samples text only, and the processing_class is a "
+                    "multimodal processor: use use_vllm=True for this model."
+                )
+            self._complete_generation_config()
+            self.replica = Replica(self.model, args.deployment_scheme)
+
+    def _complete_generation_config(self) -> None:
+        """Has the replica sample as `model.generate` does: what TRL leaves open, the model's own settings say.
+
+        Raises:
+            ValueError: they restrict what is sampled, and there is a constraint; or they end completions by text.
+        """
+        config = self.generation_config
+        config.update(**base_model(self.model).generation_config.to_dict(), defaults_only=True)
+        if config.top_k == -1:  # vLLM's word for none
+            config.top_k = 0
+        if config.stop_strings is not None:
+            raise ValueError(
+                f"stop_strings={config.stop_strings!r} end completions by their text, which the in-process replica "
+                "does not read: leave them out of generation_kwargs and of the model's generation_config, or sample "
+                "by vLLM (use_vllm=True, generation_kwargs={'stop': ...})."
+            )
+        _check_model_settings(self.args, {name: value for name, value in vars(config).items() if name[0] != "_"})
+
+    # --- sampling ---------------------------------------------------------------------------------------------------
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if self.replica is None:
+            completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        else:
+            # Requantizing costs less than one decoding step; tracking whether the weights moved would cost trust.
+            self.replica.sync(unwrapped(self.accelerator, self.model_wrapped))
+            completion_ids, logprobs = self.replica.generate(prompt_ids, self.generation_config, self.temperature)
+        return fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
+
+    def _generate(self, prompts):
+        prompt_ids, completion_ids, tool_mask, *others = super()._generate(prompts)
+        return prompt_ids, completion_ids, sampled_only(completion_ids, tool_mask), *others
+
+    def deployed_completion_ids(self, prompt_ids: list[list[int]], temperature: float = 0.0) -> list[list[int]]:
+        """Completions of the policy as it is deployed: by the replica or by vLLM, at the present weights.
+
+        Args:
+            prompt_ids: token ids of the prompts; as many in every process.
+            temperature: 0 is greedy.
+
+        Returns:
+            Token ids of one completion for each prompt, at most `max_completion_length`.
+
+        Raises:
+            ValueError: there is no such engine (`deployment_scheme` is not set, `use_vllm` neither).
+        """
+        if self.replica is not None:
+            return self._complete_by_replica(self.replica, prompt_ids, temperature)
+        if self.use_vllm:
+            return self._complete_by_vllm(prompt_ids, temperature)
+        raise ValueError(
+            "deployment_scheme=None and use_vllm=False: set one of them, no engine is there to complete prompts."
+        )
+
+    def deployed_completions(self, prompts: list) -> list:
+        """Greedy completions of the policy as it is deployed, as text.
+
+        Args:
+            prompts: plain (`str`) or conversational (list of messages) prompts; as many in every process.
+
+        Returns:
+            One completion for each prompt, plain or conversational as the prompts are.
+
+        Raises:
+            ValueError: there is no such engine (`deployment_scheme` is not set, `use_vllm` neither).
+        """
+        return self._complete(prompts)[0]
+
+    def _complete(self, prompts: list) -> tuple[list, list[list[int]]]:
+        """See `deployed_completions`; the completions and their token ids."""
+        prompt_ids, _, _ = self._tokenize_prompts(prompts)
+        completion_ids = self.deployed_completion_ids(prompt_ids)
+        texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+        if isinstance(prompts[0], str):
+            return texts, completion_ids
+        return [[{"role": "assistant", "content": text}] for text in texts], completion_ids
+
+    def deployed_rewards(self, rows: list[dict[str, Any]], reward: RewardFunction | None = None) -> list[float | None]:
+        """Rewards of greedy completions of the policy as it is deployed.
+
+        Args:
+            rows: of a data set, with `prompt` and the columns that the rewards read; as many in every process.
+            reward: called as TRL calls reward functions, and may be async; by default the run's own ones, weighted.
+
+        Returns:
+            The reward of each row, or None where no function scored it.
+
+        Raises:
+            ValueError: there is no such engine (`deployment_scheme` is not set, `use_vllm` neither), or `reward`
+                returned another number of rewards.
+        """
+        prompts = [row["prompt"] for row in rows]
+        completions, completion_ids = self._complete(prompts)
+        if reward is not None:
+            columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _COLUMNS_OF_TRL}
+            return call_reward(
+                reward,
+                prompts=prompts,
+                completions=completions,
+                completion_ids=completion_ids,
+                trainer_state=self.state,
+                log_extra=_no_log,
+                log_metric=_no_log,
+                **columns,
+            )
+        per_function = super()._calculate_rewards(rows, prompts, completions, completion_ids)
+        # What reward functions log belongs to rollouts.
+        self._pending_extra_logs.clear()
+        self._pending_metrics.clear()
+        totals = total_rewards(per_function, self.reward_weights).view(self.accelerator.num_processes, -1)
+        local = totals[self.accelerator.process_index].tolist()
+        return [None if math.isnan(value) else value for value in local]
+
+    def _complete_by_vllm(self, prompt_ids: list[list[int]], temperature: float) -> list[list[int]]:
+        generation = self.vllm_generation
+        if self.state.global_step != self._last_loaded_step:
+            generation.sync_weights()
+            self._last_loaded_step = self.state.global_step
+        of_training, generation.temperature = generation.temperature, temperature
+        try:
+            return generation.generate(prompts=prompt_ids, images=None, num_generations=1)[1]
+        finally:
+            generation.temperature = of_training
+
+    def _complete_by_replica(
+        self, replica: Replica, prompt_ids: list[list[int]], temperature: float
+    ) -> list[list[int]]:
+        config = GenerationConfig(
+            max_new_tokens=self.max_completion_length,
+            pad_token_id=self._tokenizer.pad_token_id,
+            eos_token_id=self.eos_token_ids,
+            **(
+                {"do_sample": True, "temperature": temperature, "top_k": 0}
+                if temperature > 0
+                else {"do_sample": False}
+            ),
+        )
+        replica.sync(unwrapped(self.accelerator, self.model_wrapped))
+        return replica.generate(prompt_ids, config, temperature or 1.0)[0]
+
+    # --- the checkpoint that is served -----------------------------------------------------------------------------
+
+    def deployed_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's present weights one by one, gathered and merged, as a deployable checkpoint is written from.
+
+        Every process has to iterate to the end.
+
+        Raises:
+            ValueError: the weights are sharded, and `use_vllm=False`: TRL gathers them for vLLM only.
+        """
+        if self.use_vllm:
+            return deployed_tensors(self.vllm_generation)
+        if self._dist.is_fsdp or self._dist.is_zero3:
+            raise ValueError("use_vllm=False: sharded weights are gathered for vLLM only, set use_vllm=True.")
+        return policy_tensors(unwrapped(self.accelerator, self.model))
+
+    def save_deployment(self, directory: str | os.PathLike[str]) -> None:
+        """Writes the policy as it is deployed, in `deployment_scheme` or else bf16; see `CheckpointWriter.write`.
+
+        Every process has to call it.
+
+        Raises:
+            ValueError: the weights are sharded, and `use_vllm=False`.
+            OSError: the file system refused. What was there before is unharmed.
+        """
+        tensors = self.deployed_tensors()
+        if self.accelerator.is_main_process:
+            if self._deployment_writer is None:
+                policy = unwrapped(self.accelerator, self.model)
+                scheme = self.args.deployment_scheme or "bf16"
+                self._deployment_writer = CheckpointWriter(policy, scheme, self.processing_class)
+            self._deployment_writer.write(tensors, directory)
+        for _ in tensors:
+            pass  # take part in gathering
+
+    # --- the Hub ----------------------------------------------------------------------------------------------------
+
+    def init_hf_repo(self, token=None):
+        with self._hub.pushing(self.args):
+            super().init_hf_repo(token)
+
+    def push_to_hub(self, *args, **kwargs):
+        """Pushes the run: model, deployment checkpoint, history of λ, figure and model card; see docs/hub.md.
+
+        Takes and returns what [`~transformers.Trainer.push_to_hub`] does; `dataset_name` and `tags` go to the card.
+        Every process has to call it.
+
+        Raises:
+            HubError: the Hub refused or could not be reached. The run's files are whole, and calling this again, or
+                `dc_trl.hub.push.push_run` later, sends what is missing.
+        """
+        if self.args.deployment_scheme is not None and self.args.hub_deployment != "none":
+            self.save_deployment(Path(self.args.output_dir, DEPLOYMENT_FOLDER))
+        with self._hub.pushing(self.args):
+            return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        with self._hub.pushing(self.args, whole_run=False):
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save(self, output_dir=None, state_dict=None):
+        with without_token(self.args), unchanged_card(Path(self.args.output_dir, CARD_FILE)):
+            super()._save(output_dir, state_dict)
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        if not self.is_world_process_zero():
+            return
+        card = Path(self.args.output_dir, CARD_FILE)
+        earlier = set_card_aside(card)
+        name = model_name or card.parent.absolute().name
+        super().create_model_card(quoted(name), hub_dataset(dataset_name), tags)
+        second = None
+        if self.args.hub_deployment == "repository" and self.hub_model_id is not None:
+            second = deployment_repository(self.hub_model_id, self.args.deployment_scheme)
+        complete_card(
+            card,
+            earlier,
+            self.args,
+            model_name=name,
+            repo_id=self.hub_model_id,
+            base_model=get_config_model_id(self.model.config),
+            dataset_name=dataset_name,
+            deployment_id=second,
+        )
+
+
+def _no_log(*args: Any) -> None:
+    """What a reward function logs of completions that are no rollouts is dropped."""
+
+
+@contextmanager
+def _vllm_backend(args: DCGRPOConfig) -> Iterator[None]:
+    """Has TRL's constructor build our vLLM backend.
+
+    It builds `VLLMGeneration` by that name, inline, without a hook; so while it runs the name stands for ours.
+    """
+    backend: Any = VLLMGeneration
+    if args.vllm_mode == "server":
+        backend = partial(
+            ServerGeneration,
+            deployment_scheme=args.deployment_scheme,
+            weight_sync=args.weight_sync,
+            weight_sync_dir=args.weight_sync_dir,
+            vllm_request_timeout=args.vllm_request_timeout,
+            vllm_time_limit=args.vllm_time_limit,
+            vllm_max_retries=args.vllm_max_retries,
+        )
+    elif args.deployment_scheme is not None or args.weight_sync == "checkpoint":
+        backend = partial(
+            ColocateGeneration, deployment_scheme=args.deployment_scheme, weight_sync_dir=args.weight_sync_dir
+        )
+
+    def build(*, model: Any, **kwargs: Any) -> VLLMGeneration:
+        if args.vllm_mode == "server":
+            _check_server_defaults(args, model)
+            require_shared_embeddings(
+                model,
+                reason="a server of this model has one for both",
+                remedy="Use vllm_mode='colocate' with deployment_scheme, or the in-process replica (use_vllm=False)",
+            )
+        elif backend is VLLMGeneration:
+            require_shared_embeddings(
+                model,
+                reason="TRL merges adapters in place, in both at once",
+                remedy="Set deployment_scheme (for example 'bf16')",
+            )
+        return backend(model=model, **kwargs)
+
+    grpo_trainer.VLLMGeneration = build
+    try:
+        yield
+    finally:
+        grpo_trainer.VLLMGeneration = VLLMGeneration
+
+
+def _check_server_defaults(args: DCGRPOConfig, policy: Any) -> None:
+    """Refuses what a vLLM server takes from the model where TRL's requests leave it open.
+
+    Raises:
+        ValueError: it restricts what is sampled, and there is a constraint.
+    """
+    of_model = base_model(policy).generation_config.to_dict()
+    requested = {"top_p": args.top_p, "top_k": args.top_k, "repetition_penalty": args.repetition_penalty}
+    requested |= {"min_p": args.min_p or 0.0} | (args.generation_kwargs or {})
+    left_open = [name for name in SERVER_DEFAULTS if requested.get(name) is None]
+    _check_model_settings(args, {name: of_model[name] for name in left_open if of_model.get(name) is not None})
+
+
+def _check_model_settings(args: DCGRPOConfig, settings: dict[str, Any]) -> None:
+    if args.constraint == "none":
+        return
+    for name, value, remedy in restrictions(settings):
+        raise ValueError(
+            f"{name}={value!r} of the model's generation_config makes the engine sample from a distribution that is "
+            f"not the policy's, and constraint={args.constraint!r} would constrain that difference: {remedy} in "
+            "model.generation_config (generation_config.json) or constraint='none'."
+        )

@@ -1,1 +1,0 @@
-"""The policy as it is served: quantization schemes, and the engines that sample in them."""

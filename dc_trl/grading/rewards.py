@@ -1,0 +1,107 @@
+"""Rewards by checking the final answer."""
+
+import importlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ..rollouts.rewards import RewardFunction
+from . import Gold, Grader, is_gradable
+
+
+__all__ = [
+    "REWARDS",
+    "Completion",
+    "arithmetic_reward",
+    "completion_text",
+    "get_reward",
+    "is_gradable",
+    "math_reward",
+]
+
+Completion = str | list[dict[str, Any]]
+
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+_PLAIN_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
+_GOLD_FIELDS = ("multiple_answers", "unit", "relative_tolerance", "absolute_tolerance")
+_GRADER = Grader()  # of this process; its workers start with the first answers
+
+
+def completion_text(completion: Completion) -> str:
+    """Text of a completion, plain or conversational (of its last message)."""
+    return completion if isinstance(completion, str) else completion[-1]["content"] or ""
+
+
+def math_reward(completions: Sequence[Completion], answer: Sequence[str], **kwargs: Any) -> list[float | None]:
+    r"""1 for a completion whose last boxed answer is correct, 0 otherwise.
+
+    What counts as correct is stated, with examples, in docs/grading.md: equal as mathematics, and as evaluated as the
+    gold answer, so `\boxed{40+6}` is no answer of 46. Answers are graded in worker processes, each within five seconds
+    and one GiB. What takes more, or raises in grading, is wrong; a trainer logs how many as `grading/failures`, and
+    an exception is a warning that names it.
+
+    Args:
+        completions: plain or conversational completions.
+        answer: gold answer of each, LaTeX or a plain number, with or without `\boxed{}`.
+        **kwargs: other columns of the data set. `multiple_answers`, `unit`, `relative_tolerance` and
+            `absolute_tolerance` say how an answer is compared, one value for each completion, None for the default
+            (see [`dc_trl.grading.Gold`]); the trainer's `log_metric` is called; the others are unused.
+
+    Returns:
+        1.0, 0.0, or None where the gold answer cannot be graded, which leaves the completion out of the loss.
+    """
+    columns = {field: kwargs[field] for field in _GOLD_FIELDS if kwargs.get(field) is not None}
+    golds = [
+        Gold(gold, **{field: values[row] for field, values in columns.items() if values[row] is not None})
+        for row, gold in enumerate(answer)
+    ]
+    failures = _GRADER.failures.total()
+    verdicts = _GRADER.grade([completion_text(completion) for completion in completions], golds)
+    if "log_metric" in kwargs:
+        kwargs["log_metric"]("grading/failures", float(_GRADER.failures.total() - failures))
+    return [None if verdict.correct is None else float(verdict.correct) for verdict in verdicts]
+
+
+def arithmetic_reward(completions: Sequence[Completion], answer: Sequence[str], **kwargs: Any) -> list[float | None]:
+    r"""1 for a completion whose last `\boxed{}` holds exactly the plain integer of the gold answer, 0 otherwise.
+
+    An expression that has the value (`\boxed{40+6}` for 46) or another spelling of it (`\boxed{046}`) is wrong: the
+    policy is to compute, and finds whatever else is accepted.
+
+    Args:
+        completions: plain or conversational completions.
+        answer: gold answer of each, a plain integer.
+        **kwargs: other columns of the data set; unused.
+
+    Returns:
+        1.0, 0.0, or None where the gold answer is no plain integer.
+    """
+    rewards: list[float | None] = []
+    for completion, gold in zip(completions, answer, strict=True):
+        boxes = _BOXED.findall(completion_text(completion))
+        rewards.append(float(bool(boxes) and boxes[-1] == gold) if _PLAIN_INTEGER.fullmatch(gold) else None)
+    return rewards
+
+
+REWARDS: dict[str, RewardFunction] = {"math": math_reward, "arithmetic": arithmetic_reward}
+
+
+def get_reward(name: str) -> RewardFunction:
+    """Reward function by name (`"math"`, `"arithmetic"`) or by dotted path (`"my_package.rewards.my_reward"`).
+
+    Raises:
+        ValueError: there is no such function.
+    """
+    if name in REWARDS:
+        return REWARDS[name]
+    module_name, _, function_name = name.rpartition(".")
+    problem = f"use one of {', '.join(map(repr, REWARDS))} or the dotted path of a function that can be imported"
+    if not module_name:
+        raise ValueError(f"rewards={name!r} is unknown: {problem}.")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, SyntaxError, TypeError) as error:
+        raise ValueError(f"rewards={name!r} cannot be imported ({error}): {problem}.") from error
+    if not callable(getattr(module, function_name, None)):
+        raise ValueError(f"rewards={name!r}: module {module_name!r} has no function {function_name!r}: {problem}.")
+    return getattr(module, function_name)

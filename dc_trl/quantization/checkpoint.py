@@ -1,0 +1,249 @@
+"""The deployable checkpoint: the policy in its deployment scheme, as `vllm serve` and transformers load it."""
+
+import ctypes
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
+from peft import PeftModel
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from ..files import lock_folder, remove_if_abandoned
+from .policy import base_model, empty_copy, policy_tensors
+from .schemes import quantized_weights, resolve_scheme, weight_qparams
+
+
+_RENAME_EXCHANGE = 2  # linux/fs.h
+_AT_FDCWD = -100
+
+
+class CheckpointWriter:
+    """Writes a policy in a deployment scheme as a checkpoint directory, again and again as its weights move.
+
+    The directory holds a compressed-tensors checkpoint (`bf16`: a plain one) under the tensor names of the model's own
+    published checkpoints, with configuration and tokenizer: `vllm serve DIR` and `from_pretrained(DIR)` take it
+    unchanged. Tensors are quantized and written as they come; what is held at any time is one shard.
+
+    Args:
+        policy: transformers causal language model, or a PEFT model around one; only its architecture is read.
+        scheme: one of `dc_trl.quantization.schemes.SCHEMES`.
+        processing_class: tokenizer or processor that goes with the model, or None.
+        max_shard_bytes: size at which a new file is begun; a single tensor may exceed it.
+
+    Raises:
+        ValueError: unknown scheme, or one that the model's layers do not fit.
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedModel | PeftModel,
+        scheme: str,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        max_shard_bytes: int = 4 * 2**30,
+    ):
+        self.scheme = scheme
+        self._processing_class = processing_class
+        self._max_shard_bytes = max_shard_bytes
+        base = base_model(policy)
+        self._model = empty_copy(policy)
+        self._model.tie_weights()
+        self._model.config.dtype = torch.bfloat16
+        self._model.config.use_cache = base.config.use_cache
+        self._generation_config = base.generation_config or GenerationConfig()
+        # Shared tensors under one name only, as published checkpoints have them.
+        persistent = self._model.state_dict().keys()
+        self._names = {name for name, _ in self._model.named_parameters()}
+        self._names |= {name for name, _ in self._model.named_buffers() if name in persistent}
+        self._quantization = resolve_scheme(scheme, self._model)
+        self._quantized = set(quantized_weights(self._model)) if self._quantization.weights is not None else set()
+        self._check_published_layout()
+
+    def _check_published_layout(self) -> None:
+        """Refuses experts that the model's published checkpoints hold fused, under one name."""
+        for name in sorted(self._quantized):
+            weight = self._model.get_parameter(name)
+            if weight.ndim == 3 and any(value.ndim != 2 for _, value in self._published(name, weight)):
+                raise ValueError(
+                    f"deployment_scheme={self.scheme!r} cannot be written: {type(self._model).__name__}'s checkpoints "
+                    f"keep {name!r} in one tensor, and vLLM loads quantized experts one by one. Use "
+                    "deployment_scheme='bf16'."
+                )
+
+    @torch.no_grad()
+    def write(self, tensors: Iterable[tuple[str, Tensor]], directory: str | os.PathLike[str]) -> int:
+        """Writes the checkpoint; a directory that is there already is replaced in one step once all is written.
+
+        Args:
+            tensors: weights by the names of the base architecture, any floating dtype, adapters merged. Names that are
+                no part of a checkpoint (tied copies, buffers that are computed) are passed over.
+            directory: where the checkpoint goes. Its parent must exist.
+
+        Returns:
+            Bytes of the files.
+
+        Raises:
+            KeyError: a weight of the model did not come.
+            OSError: the file system refused (no space, no permission). What was there before is unharmed.
+        """
+        directory = Path(directory)
+        for abandoned in directory.parent.glob(f".{directory.name}-*.partial"):
+            remove_if_abandoned(abandoned)
+        # Beside the target, so that it moves there within one file system; hidden, so that no reader takes it for one.
+        partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", suffix=".partial", dir=directory.parent))
+        lock = lock_folder(partial)
+        try:
+            self._write_configuration(partial)
+            self._write_shards(tensors, partial)
+            partial.chmod(0o755)
+            size = sum(file.stat().st_size for file in partial.iterdir())
+            _move_into_place(partial, directory)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            os.close(lock)
+        return size
+
+    def _write_configuration(self, directory: Path) -> None:
+        if self._quantization.weights is not None:
+            self._model.config.quantization_config = self._quantization_config()
+        self._model.config.architectures = [type(self._model).__name__]
+        self._model.config.save_pretrained(directory)
+        self._generation_config.save_pretrained(directory)
+        if self._processing_class is not None:
+            self._processing_class.save_pretrained(directory)
+
+    def _write_shards(self, tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:
+        missing = set(self._names)
+        shard: dict[str, Tensor] = {}
+        shard_bytes = 0
+        files: list[list[str]] = []
+
+        def flush() -> None:
+            nonlocal shard, shard_bytes
+            file = directory / f"{len(files)}.safetensors"
+            try:
+                save_file(shard, file, metadata={"format": "pt"})
+            except SafetensorError as error:  # how safetensors reports the file system's errors
+                raise OSError(f"{file} cannot be written: {error}") from error
+            files.append(list(shard))
+            shard, shard_bytes = {}, 0
+
+        total = 0
+        for name, tensor in tensors:
+            if name not in missing:
+                continue
+            missing.remove(name)
+            for key, value in self._deployed(name, tensor):
+                size = value.numel() * value.element_size()
+                if shard and shard_bytes + size > self._max_shard_bytes:
+                    flush()
+                shard[key] = value
+                shard_bytes += size
+                total += size
+        if missing:
+            listed = ", ".join(sorted(missing)[:3])
+            raise KeyError(f"{len(missing)} weights of the policy did not come, {listed} among them")
+        flush()
+        if len(files) == 1:
+            (directory / "0.safetensors").rename(directory / SAFE_WEIGHTS_NAME)
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(files):
+            file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+            (directory / f"{number}.safetensors").rename(directory / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def _deployed(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What the checkpoint holds for one weight of the policy."""
+        for key, value in self._published(name, tensor):
+            if name not in self._quantized:
+                if value.is_floating_point():
+                    value = value.to(torch.bfloat16)
+                yield key, value.cpu().contiguous()
+                continue
+            scale, zero_point = weight_qparams(value, self._quantization.weights)
+            local = {"weight": value.float(), "weight_scale": scale, "weight_zero_point": zero_point}
+            compressor = BaseCompressor.get_value_from_registry(_format(self._quantization).value)
+            for part, compressed in compressor.compress(local, self._quantization).items():
+                yield f"{key.removesuffix('weight')}{part}", compressed.cpu().contiguous()
+
+    def _published(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """A weight as the model's published checkpoints have it: fused experts one by one."""
+        return revert_weight_conversion(self._model, {name: tensor.detach()}).items()
+
+    def _quantization_config(self) -> QuantizationConfig:
+        scheme = self._quantization.model_copy(update={"format": _format(self._quantization).value})
+        # What could pass for a Linear layer in an engine: the output head, routers of experts, convolutions.
+        embedding = self._model.get_input_embeddings()
+        ignore = [
+            name
+            for name, module in self._model.named_modules()
+            if module is not embedding
+            and f"{name}.weight" not in self._quantized
+            and any(key == "weight" and tensor.ndim >= 2 for key, tensor in module.named_parameters(recurse=False))
+        ]
+        return QuantizationConfig(
+            config_groups={"group_0": scheme},
+            format=_format(self._quantization).value,
+            quantization_status=QuantizationStatus.COMPRESSED,
+            ignore=ignore,
+        )
+
+
+def write_deployable(model: str, scheme: str, directory: str | os.PathLike[str], *, revision: str = "main") -> int:
+    """Writes a model of the Hub or of a directory as a deployable checkpoint.
+
+    Args:
+        model: Hub id or directory.
+        scheme: one of `dc_trl.quantization.schemes.SCHEMES`.
+        directory: where the checkpoint goes, see `CheckpointWriter.write`.
+        revision: of the Hub model.
+
+    Returns:
+        Bytes of the files.
+    """
+    policy = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
+    return CheckpointWriter(policy, scheme, tokenizer).write(policy_tensors(policy), directory)
+
+
+def _format(scheme: QuantizationScheme) -> CompressionFormat:
+    if scheme.input_activations is None:
+        return CompressionFormat.pack_quantized
+    is_float = scheme.weights.type == "float"
+    return CompressionFormat.float_quantized if is_float else CompressionFormat.int_quantized
+
+
+def _move_into_place(source: Path, target: Path) -> None:
+    """Renames a directory over another, in one step; the old content ends up at `source`."""
+    try:
+        source.rename(target)
+        return
+    except OSError:
+        if not target.is_dir():
+            raise
+    # POSIX renames no directory over a full one; Linux exchanges the two.
+    renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot replace the checkpoint: {os.strerror(code)}; give another directory", str(target))

@@ -1,0 +1,61 @@
+"""The settings that made a run, as it records them: what differs from the defaults, without secrets."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from ..settings.secrets import hide_in_options, is_secret_name, without_secrets
+
+
+# TrainingArguments fills these in itself, and what is learned does not depend on them.
+_FILLED_IN = {"disable_tqdm", "dataloader_pin_memory", "pad_to_multiple_of"}
+_EMPTY: tuple[Any, ...] = (None, "", "none", [], {})
+
+
+def changed_settings(config: Any, defaults: type | None = None) -> dict[str, Any]:
+    """Fields of a dataclass that differ from their defaults, as JSON values, without secrets.
+
+    Tokens, keys and passwords are left out by the names of fields and of dict entries; strings lose what looks like
+    one, and URLs their user and query.
+
+    Args:
+        config: an instance of a dataclass.
+        defaults: a dataclass whose defaults count where it has the field; by default the instance's own class.
+    """
+    standard = {f.name: f for f in fields(config)} | ({f.name: f for f in fields(defaults)} if defaults else {})
+    changed = {}
+    for name in (f.name for f in fields(config) if f.init and f.name not in _FILLED_IN):
+        value, default = json_value(getattr(config, name)), json_value(default_of(standard[name]))
+        if not is_secret_name(name) and value != default and not (value in _EMPTY and default in _EMPTY):
+            changed[name] = value
+    return changed
+
+
+def default_of(of: Field) -> Any:
+    """Default of a field of a dataclass; None where it has none."""
+    if of.default is not MISSING:
+        return of.default
+    factory: Callable[[], Any] | Any = of.default_factory
+    return None if factory is MISSING else factory()
+
+
+def json_value(value: Any) -> Any:
+    """The value as JSON has it, without secrets."""
+    if isinstance(value, Enum):
+        return json_value(value.value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): json_value(v) for k, v in value.items() if not is_secret_name(str(k))}
+    if isinstance(value, list | tuple):
+        if all(isinstance(item, str) for item in value):
+            return hide_in_options(value)  # of command line options the word behind the name is the secret
+        return [json_value(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((json_value(item) for item in value), key=str)
+    if is_dataclass(value) and not isinstance(value, type):
+        return changed_settings(value)
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return without_secrets(str(value))

@@ -1,0 +1,205 @@
+"""The checkpoint that a run goes on from: the newest whole one, and what another one lacks."""
+
+import json
+import re
+import zipfile
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import TypeVar
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError, safe_open
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from ..records.runs import DEPLOYMENT_FOLDER
+
+
+TRAINER_STATE_FILE = "trainer_state.json"  # transformers writes it last
+STATE_FILE = "dc_grpo_state.json"
+ROLLOUTS_FILE = "rollouts_rank{rank}.safetensors"
+
+_STATE_FIELDS = (
+    "lagrange_multiplier",
+    "batch_discrepancy",
+    "micro_batches_done",
+    "micro_batches_per_iteration",
+    "num_processes",
+)
+# Beginnings of the names under which transformers, PEFT, FSDP and DeepSpeed keep weights.
+_WEIGHTS = ("model.safetensors", "pytorch_model", "adapter_model", "*/adapter_model", "latest")
+
+Result = TypeVar("Result")
+
+logger = logging.get_logger(__name__)
+
+
+def on_main_process(action: Callable[[], Result]) -> Result:
+    """What an action returns on the main process, in all processes; so is a `ValueError` that it raises."""
+    outcome: list = [None, None]
+    state = PartialState()
+    if state.is_main_process:
+        try:
+            outcome[0] = action()
+        except ValueError as error:
+            outcome[1] = str(error)
+    if state.num_processes > 1:
+        broadcast_object_list(outcome)
+    result, refusal = outcome
+    if refusal is not None:
+        raise ValueError(refusal)
+    return result
+
+
+def resumable_checkpoint(
+    wanted: str | PathLike[str] | bool | None, output_dir: str | PathLike[str], save_on_each_node: bool = False
+) -> str | None:
+    """The checkpoint that `resume_from_checkpoint` means.
+
+    Args:
+        wanted: directory of a checkpoint, or `True` or "true" for the newest whole one in `output_dir`: the log names
+            those that are passed over. `None`, `False` and "false": none.
+        output_dir: of the run.
+        save_on_each_node: as in `TrainingArguments`: the files of other machines' processes are not here.
+
+    Returns:
+        The checkpoint's directory, None for none.
+
+    Raises:
+        ValueError: it is not whole, or none is; the message says what is missing, and what to do.
+    """
+    if isinstance(wanted, str) and wanted.lower() in ("true", "false"):
+        wanted = wanted.lower() == "true"
+    if wanted is None or wanted is False:
+        return None
+    if wanted is not True:
+        if (defect := checkpoint_defect(Path(wanted), save_on_each_node)) is not None:
+            raise ValueError(
+                f"resume_from_checkpoint={str(wanted)!r} {defect}. Give another checkpoint, or true for the newest "
+                "whole one in output_dir."
+            )
+        return str(wanted)
+    passed_over: list[str] = []
+    for folder in checkpoints(output_dir):
+        defect = checkpoint_defect(folder, save_on_each_node)
+        if defect is None:
+            if passed_over:
+                logger.warning(f"Going on from {folder}. Passed over: {'; '.join(passed_over)}.")
+            return str(folder)
+        passed_over.append(f"{folder.name} {defect}")
+    where = f"resume_from_checkpoint=true, but output_dir={str(output_dir)!r}"
+    remedy = "To start again, leave resume_from_checkpoint out and choose another output_dir."
+    if passed_over:
+        raise ValueError(f"{where} holds no whole checkpoint: {'; '.join(passed_over)}. {remedy}")
+    raise ValueError(f"{where} holds no checkpoint. {remedy}")
+
+
+def checkpoints(output_dir: str | PathLike[str]) -> list[Path]:
+    """What is named as a checkpoint in an output directory, the newest first."""
+    names = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+    found = [
+        (int(match[1]), path)
+        for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if (match := names.fullmatch(path.name)) and path.is_dir()
+    ]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def checkpoint_defect(folder: Path, save_on_each_node: bool = False) -> str | None:
+    """Why training cannot go on from a checkpoint as it was: a file is missing or cut short; None if it can.
+
+    Headers and sizes are read, not weights.
+    """
+    if not folder.is_dir():
+        return "does not exist" if not folder.exists() else "is no directory"
+    if not (folder / TRAINER_STATE_FILE).is_file():
+        return f"holds no {TRAINER_STATE_FILE}: it is no checkpoint, or its save was cut short"
+    for file in _files(folder):
+        if (reason := _unreadable(file)) is not None:
+            return f"holds {file.relative_to(folder)}, which {reason}"
+    if not isinstance(_object(folder / TRAINER_STATE_FILE).get("global_step"), int):
+        return f"holds {TRAINER_STATE_FILE}, which lacks 'global_step'"
+    return _missing_weights(folder) or _missing_optimizer(folder) or _missing_own_files(folder, save_on_each_node)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Files that resuming reads: not the deployment checkpoint, nor what is left of an unfinished one."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and not any(part == DEPLOYMENT_FOLDER or part.startswith(".") for part in path.relative_to(folder).parts[:-1])
+    ]
+
+
+def _unreadable(file: Path) -> str | None:
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt"):
+                pass
+        elif file.suffix == ".json":
+            json.loads(file.read_text(encoding="utf-8"))
+        elif file.suffix in (".pt", ".pth", ".bin"):
+            with zipfile.ZipFile(file):  # what torch.save writes; its directory stands at the end
+                pass
+        elif (file.suffix == ".distcp" or file.name == ".metadata") and file.stat().st_size == 0:
+            return "is empty"
+    except (SafetensorError, ValueError, zipfile.BadZipFile):
+        return "is empty" if file.stat().st_size == 0 else "is cut short or damaged"
+    return None
+
+
+def _object(file: Path) -> dict:
+    value = json.loads(file.read_text(encoding="utf-8"))
+    return value if isinstance(value, dict) else {}
+
+
+def _missing_weights(folder: Path) -> str | None:
+    for index in (*folder.glob("model*.index.json"), *folder.glob("pytorch_model*.index.json")):
+        shards = _object(index).get("weight_map", {})
+        missing = sorted({name for name in shards.values() if not (folder / name).is_file()})
+        if missing or not shards:
+            return f"holds {index.name} without {', '.join(missing) or 'any weights'}"
+    if not any(path for name in _WEIGHTS for path in folder.glob(f"{name}*")):
+        return "holds no weights (model.safetensors, adapter_model.safetensors, …)"
+    return _missing_metadata(folder, "pytorch_model_fsdp")
+
+
+def _missing_optimizer(folder: Path) -> str | None:
+    if (latest := folder / "latest").is_file():  # DeepSpeed's, which names the folder with weights and optimizer
+        tag = latest.read_text().strip()
+        return None if tag and any(folder.glob(f"{tag}/*")) else f"holds nothing in {tag!r}, which latest names"
+    for name, found in (("optimizer.pt", "optimizer*"), ("scheduler.pt", "scheduler.pt")):
+        if not any(folder.glob(found)):
+            return (
+                f"holds no {name} (save_only_model=true leaves it out): it cannot be continued, but a new run can "
+                "start from its weights (model_name_or_path; an adapter has to be merged)"
+            )
+    return _missing_metadata(folder, "optimizer")
+
+
+def _missing_metadata(folder: Path, prefix: str) -> str | None:
+    """Sharded files are complete once the file is there that tells which tensor is where."""
+    for part in folder.glob(f"{prefix}_*"):
+        if part.is_dir() and not (part / ".metadata").is_file():
+            return f"holds {part.name} without .metadata: its save was cut short"
+    return None
+
+
+def _missing_own_files(folder: Path, save_on_each_node: bool) -> str | None:
+    """What `DCGRPOTrainer` adds, and the files of each process. Checkpoints of other trainers hold nothing of it."""
+    if not (folder / STATE_FILE).is_file():
+        return None
+    state = _object(folder / STATE_FILE)
+    if lacking := [name for name in _STATE_FIELDS if name not in state]:
+        return f"holds {STATE_FILE}, which lacks {lacking[0]!r}"
+    count = state["num_processes"]
+    names = ["rng_state.pth"] if count == 1 else [f"rng_state_{rank}.pth" for rank in range(count)]
+    if state["micro_batches_done"] > 0:
+        names += [ROLLOUTS_FILE.format(rank=rank) for rank in range(count)]
+    if save_on_each_node:
+        names = [name for name in names if name in ("rng_state.pth", "rng_state_0.pth", ROLLOUTS_FILE.format(rank=0))]
+    missing = [name for name in names if not (folder / name).is_file()]
+    return f"holds no {missing[0]}: its save was cut short" if missing else None

@@ -1,0 +1,81 @@
+"""What is wrong with a vLLM server before it is started or asked: found in a moment, where vLLM takes a minute."""
+
+import socket
+
+from transformers import PretrainedConfig
+
+
+def require_startable(host: str, port: int, max_model_len: int | None, start_timeout: float) -> None:
+    """Refuses what a vLLM server cannot start with; for the arguments see `dc_trl.serving.server.VLLMServer`.
+
+    Raises:
+        ValueError: names the field, its value and the remedy.
+    """
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port={port} is invalid: use a number from 1 to 65535, or 0 for a free one.")
+    if max_model_len is not None and max_model_len < 1:
+        raise ValueError(
+            f"max_model_len={max_model_len} is invalid: use a whole number, at least 1, or leave it out for the "
+            "model's own limit."
+        )
+    if not start_timeout > 0:
+        raise ValueError(f"start_timeout={start_timeout} is invalid: use seconds above 0.")
+    require_free_port(host, port)
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Refuses an address that cannot be listened on; port 0 stands for any that is free.
+
+    Raises:
+        ValueError: another process listens there, or the address is none of this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listener:
+        # As vLLM does: connections of a server that has ended may linger.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise ValueError(
+                f"host={host!r}, port={port} cannot be listened on ({error.strerror}): end what uses it, choose "
+                "another port, or port 0 for a free one; the host is an address of this machine."
+            ) from error
+
+
+def require_model(model: str, revision: str) -> None:
+    """Refuses a name behind which there is no model.
+
+    Raises:
+        OSError: neither a directory with a config.json nor a model on the Hub that can be reached.
+    """
+    try:
+        config, _ = PretrainedConfig.get_config_dict(model, revision=revision)
+        reason = "it has no config.json"
+    except (OSError, ValueError) as error:
+        config, reason = {}, str(error).strip().splitlines()[0]
+    if not config:
+        raise OSError(
+            f"model={model!r} (revision {revision!r}) cannot be loaded: {reason.rstrip('.')}. Give the Hub id of "
+            "a model, or a directory with one."
+        )
+
+
+def require_waits_that_fit(limit: float, ddp_timeout: int, processes: int, **waits: float | None) -> None:
+    """Refuses waits for a server that are longer than the other processes wait for the one that asks it.
+
+    Args:
+        limit: seconds; see `DCGRPOConfig.vllm_time_limit`.
+        ddp_timeout: seconds that the limit is a part of.
+        processes: how many there are.
+        **waits: seconds by the names of their fields; None where a field is not set.
+
+    Raises:
+        ValueError: names the field, its value and the remedy.
+    """
+    for name, wait in waits.items():
+        if wait is not None and wait > limit:
+            raise ValueError(
+                f"{name}={wait:g} with ddp_timeout={ddp_timeout} in {processes} processes: while one asks the server, "
+                "the others wait for it no longer than ddp_timeout, of which a tenth is kept for saving the run. Set "
+                f"ddp_timeout to {wait * ddp_timeout / limit:.0f} or more, or {name} to {limit:g} or less."
+            )

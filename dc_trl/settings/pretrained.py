@@ -1,0 +1,81 @@
+"""A model's name as a user gives it: what is missing or broken behind it is said before the weights are loaded."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from ..files import read_object, read_text
+
+
+def require_model(name: str | None, field: str = "model_name_or_path") -> None:
+    """Refuses a model that is neither a directory with a model nor a Hub id.
+
+    Args:
+        name: Hub id or directory.
+        field: the option that it comes from.
+
+    Raises:
+        ValueError: names the option, its value, and the broken file if there is one.
+    """
+    if not name:
+        raise ValueError(f"{field} is not set: give a Hub id or a directory.")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{field}={name!r} is a directory without a config.json: it holds no model.")
+        _require_readable(path)
+    elif path.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+        what = "is no directory" if path.exists() else "does not exist"
+        raise ValueError(f"{field}={name!r} {what}: check the path.")
+
+
+def _require_readable(folder: Path) -> None:
+    for file in sorted(folder.glob("*.json")):
+        if file.name.endswith("config.json") or file.name in ("tokenizer.json", "model.safetensors.index.json"):
+            read_object(file)
+    for file in folder.glob("*.jinja"):
+        read_text(file)
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{file} holds no whole weights ({error}): copy or save the model again.") from error
+
+
+def load_config_and_tokenizer(
+    name: str | None, field: str = "model_name_or_path", padding_side: str | None = None, **options: Any
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """Configuration and tokenizer of a model: small files, which show whether it is there.
+
+    Args:
+        name: Hub id or directory.
+        field: the option that it comes from.
+        padding_side: of the tokenizer, its own by default.
+        **options: of `from_pretrained`: revision, trust_remote_code.
+
+    Raises:
+        ValueError: as `require_model`; or the Hub has no such model, or it has no tokenizer, or a chat template that
+            cannot render a message.
+    """
+    require_model(name, field)
+    tokenizer_options = options if padding_side is None else options | {"padding_side": padding_side}
+    try:
+        config = AutoConfig.from_pretrained(name, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name, **tokenizer_options)
+        if tokenizer.chat_template is not None:
+            tokenizer.apply_chat_template([{"role": "user", "content": "1"}], add_generation_prompt=True)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, TemplateError) as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        if isinstance(error, TypeError | LookupError | AttributeError):
+            # What transformers trips over in files that are JSON of another shape.
+            reason = f"one of its files holds something else than expected, {type(error).__name__}: {reason}"
+        raise ValueError(f"{field}={name!r} cannot be loaded: {reason}") from error
+    if not tokenizer("1", add_special_tokens=False)["input_ids"]:
+        # What transformers makes of a directory without a tokenizer's files.
+        raise ValueError(f"{field}={name!r} holds no tokenizer: save one there with tokenizer.save_pretrained.")
+    return config, tokenizer

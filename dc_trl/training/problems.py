@@ -1,0 +1,115 @@
+"""What a training configuration says of its problems, and the data sets that it means."""
+
+import json
+from dataclasses import dataclass, field
+from functools import partial
+
+from accelerate import PartialState
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from ..data.arithmetic import arithmetic_dataset
+from ..data.benchmarks import PUBLISHED, load_benchmark
+from ..data.cleaning import clean
+from ..data.dapo import load_dapo
+from ..data.prompts import describe_counts, load_prompts, load_rows, make_prompt
+from ..data.templates import BOXED_INSTRUCTION
+from ..settings.ranges import AT_LEAST_0, COUNT, WHOLE, require_numbers
+
+
+@dataclass
+class DataArguments:
+    """Prompts, answers and rewards."""
+
+    dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "Hub id, local .json/.jsonl/.parquet/.csv file, 'arithmetic' (made on the spot), or 'dapo' "
+            "(DAPO-Math-17K, cleaned at every start; scripts/prepare_data.py does it once)."
+        },
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
+    dataset_split: str = field(default="train", metadata={"help": "Split of a Hub data set."})
+    prompt_column: str = field(default="prompt", metadata={"help": "Text or messages; a dot reads nested fields."})
+    answer_column: str = field(default="answer", metadata={"help": "Gold answer; a dot reads nested fields."})
+    instruction: str | None = field(default=None, metadata={"help": "Appended to each prompt after a blank line."})
+    max_prompt_length: int | None = field(default=None, metadata={"help": "Longer prompts (tokens) are left out."})
+    eval_size: int = field(
+        default=0, metadata={"help": "Problems held out to measure the deployed policy before and after training."}
+    )
+    eval_benchmarks: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Benchmarks that the deployed policy answers whenever the trainer evaluates (needs eval_size): "
+            "'aime24', 'math500', … or NAME=FILE for a local file. See docs/evaluation.md."
+        },
+    )
+    eval_benchmark_samples: int | None = field(
+        default=None, metadata={"help": "Samples a problem of these benchmarks; the papers' (32 or 4) by default."}
+    )
+    eval_benchmark_limit: int | None = field(
+        default=None, metadata={"help": "Only so many problems of each, the first ones."}
+    )
+    eval_benchmark_temperature: float = field(default=0.7, metadata={"help": "Of these samples; 0 is greedy."})
+    rewards: list[str] = field(
+        default_factory=lambda: ["math"],
+        metadata={"help": "Reward functions: 'math', 'arithmetic', or dotted paths of your own."},
+    )
+
+    def __post_init__(self):
+        counts = ("max_prompt_length", "eval_benchmark_samples", "eval_benchmark_limit")
+        require_numbers(
+            self, {"eval_size": WHOLE, "eval_benchmark_temperature": AT_LEAST_0, **dict.fromkeys(counts, COUNT)}
+        )
+
+
+def load_data(
+    data: DataArguments, tokenizer: PreTrainedTokenizerBase, seed: int, arithmetic_size: int
+) -> tuple[Dataset, Dataset | None, str]:
+    """Training and held-out problems.
+
+    Args:
+        data: what the configuration says.
+        tokenizer: of the model.
+        seed: of what is held out, and of the arithmetic problems.
+        arithmetic_size: arithmetic problems that the training takes.
+
+    Returns:
+        Training problems, held-out problems (None with `eval_size=0`), and a line that says what became of the rows.
+
+    Raises:
+        ValueError: names the field, its value and the remedy.
+    """
+    if data.dataset_name is None:
+        raise ValueError("dataset_name is not set: give a Hub id, a local file, or 'arithmetic'.")
+    if data.dataset_name == "arithmetic":
+        to_prompt = partial(make_prompt, tokenizer=tokenizer, instruction=data.instruction)
+        held_out = arithmetic_dataset(data.eval_size, 0, "held_out", to_prompt) if data.eval_size else None
+        train = arithmetic_dataset(arithmetic_size, seed, "train", to_prompt)
+        return train, held_out, f"arithmetic: {len(train)} training problems"
+    instruction = data.instruction
+    if data.dataset_name == "dapo":
+        with PartialState().local_main_process_first():  # one process of a machine downloads
+            benchmarks = {name: load_benchmark(name) for name in PUBLISHED}
+            rows, _ = load_dapo()
+        rows, report = clean(rows, benchmarks)
+        if PartialState().is_main_process:
+            report.print()
+        prompt_column, answer_column, instruction = "problem", "answer", instruction or BOXED_INSTRUCTION
+    else:
+        rows = load_rows(data.dataset_name, data.dataset_config, data.dataset_split)
+        prompt_column, answer_column = data.prompt_column, data.answer_column
+    problems, counts = load_prompts(rows, tokenizer, prompt_column, answer_column, instruction, data.max_prompt_length)
+    line = f"{data.dataset_name}: {describe_counts(counts)}"
+    if data.eval_size == 0:
+        return problems, None, line
+    if data.eval_size >= len(problems):
+        raise ValueError(
+            f"eval_size={data.eval_size} leaves nothing to train on: {line}. Set eval_size below {len(problems)}; "
+            "0 holds none out."
+        )
+    parts = problems.train_test_split(test_size=data.eval_size, seed=seed)
+    # A data set may hold a problem more than once.
+    held_out_prompts = {json.dumps(prompt) for prompt in parts["test"]["prompt"]}
+    train = parts["train"].filter(lambda row: json.dumps(row["prompt"]) not in held_out_prompts)
+    return train, parts["test"], f"{line}; {len(parts['test'])} held out"
