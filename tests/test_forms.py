@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from dc_trl import DCGRPOConfig, DCGRPOTrainer
+from dc_trl import DCGRPOTrainer
 from dc_trl.constraint.forms import Constrained, form_of, injected
 from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.statistics import BatchStatistics
 
-from .helpers import TINY_MODEL, make_dataset, word_reward
+from .helpers import Rollouts, distinct_characters, make_config, make_model, make_prompts
 
 
 TRAIN = torch.tensor([[0.5, 0.2, 0.9], [0.25, 0.75, 0.5]]).log()
@@ -64,60 +64,56 @@ def _squared_log_ratio(train_logps, infer_logps, scored, advantages, multiplier)
 
 @pytest.mark.parametrize("steps_per_generation", [2, 4])  # with 4 the weights move within a generation batch
 def test_a_term_of_the_loss_reaches_the_weights(tmp_path, tokenizer, steps_per_generation):
-    def gradient(form):
-        args = DCGRPOConfig(
-            str(tmp_path / "run"),
-            constraint="static",
-            lambda_init=0.5,
-            deployment_scheme="int4",
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            steps_per_generation=steps_per_generation,
-            num_generations=4,
-            max_completion_length=6,
-            max_steps=1,
-            use_cpu=True,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            max_grad_norm=0,
-        )
+    def trained(form):
+        """Losses and inputs of the first optimizer step, and the trainer."""
         trainer = DCGRPOTrainer(
-            TINY_MODEL, word_reward, args=args, train_dataset=make_dataset(tokenizer), processing_class=tokenizer
+            make_model(),
+            distinct_characters,
+            make_config(
+                tmp_path / "run",
+                constraint="static",
+                lambda_init=0.5,
+                gradient_accumulation_steps=2,
+                steps_per_generation=steps_per_generation,
+                max_steps=1,
+            ),
+            train_dataset=make_prompts(),
+            processing_class=tokenizer,
+            rollout_func=Rollouts(),
         )
         trainer.form = form
         seen = []
-        inputs_of = []
-        compute = trainer._compute_loss
+        compute_loss = trainer._compute_loss
 
         def spy(model, inputs):
-            loss = compute(model, inputs)
-            seen.append(loss.item())
-            inputs_of.append(inputs)
+            loss = compute_loss(model, inputs)
+            seen.append((loss.item(), inputs))
             return loss
 
         trainer._compute_loss = spy
         trainer.train()
-        return trainer, seen, inputs_of
+        return seen, trainer
 
-    _, plain, _ = gradient(lambda a, b, scored, advantages, m: Constrained(advantages.unsqueeze(1).expand_as(a), a * 0))
-    trainer, with_term, batches = gradient(_squared_log_ratio)
-    # The first step's weights are the same in both, so the losses differ by the term, halved for two micro-batches.
-    for before, after, batch in zip(plain, with_term, batches, strict=True):
-        infer, mask = batch["sampling_per_token_logps"], batch["completion_mask"].bool()
-        reference = _policy_logps(trainer, batch)
-        expected = 0.5 * (reference - infer)[mask].square().mean() / 2
-        assert expected > 1e-5
-        assert after - before == pytest.approx(expected.item(), rel=2e-3)
+    def unmoved(train_logps, infer_logps, scored, advantages, multiplier):
+        return Constrained(advantages.unsqueeze(1).expand_as(infer_logps), torch.zeros_like(infer_logps))
+
+    plain, without_term = trained(unmoved)
+    constrained, with_term = trained(_squared_log_ratio)
+    model = make_model()
+    for (before, _), (after, batch) in zip(plain, constrained, strict=True):
+        gap = _log_probabilities(model, batch) - batch["sampling_per_token_logps"]
+        mean = gap[batch["completion_mask"].bool()].square().mean()
+        # λ = 0.5, and each of the two accumulated micro-batches counts half.
+        assert after - before == pytest.approx(0.5 * mean.item() / 2, rel=1e-4)
+    names = [name for name, _ in without_term.model.named_parameters()]
+    moved = dict(with_term.model.named_parameters())
+    assert any(not torch.equal(without_term.model.get_parameter(name), moved[name]) for name in names)
 
 
-def _policy_logps(trainer, batch):
-    """log π of the sampled tokens at the weights before training, by transformers' own forward."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+def _log_probabilities(model, batch):
+    """log π of the sampled tokens, shape (B, T), by transformers' own forward."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
     with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=attention).logits[:, batch["prompt_ids"].shape[1] - 1 : -1]
+        logits = model(input_ids=ids, attention_mask=mask).logits[:, batch["prompt_ids"].shape[1] - 1 : -1]
     return logits.log_softmax(-1).gather(2, batch["completion_ids"].unsqueeze(2)).squeeze(2)
