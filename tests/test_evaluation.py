@@ -25,9 +25,9 @@ from dc_trl.evaluation.samples import Sample, SampleStore
 from dc_trl.evaluation.tables import comparison_table, evaluation_details, evaluation_table
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.hub.card import eval_results, require_card, write_eval_results
-from dc_trl.quantization.policy import end_tokens
 from dc_trl.records.estimators import mean_estimate
 from dc_trl.records.tables import markdown_table
+from dc_trl.rollouts.end_tokens import end_tokens
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.sampling import ReplicaEngine, Request, Sampling, ServerEngine
 from dc_trl.serving.client import ServerClient

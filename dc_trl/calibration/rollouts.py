@@ -17,8 +17,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..evaluation import sample_seed
 from ..quantization.checkpoint import CheckpointWriter
-from ..quantization.policy import end_tokens, pad_token, policy_tensors
 from ..quantization.schemes import SCHEMES
+from ..quantization.tensors import policy_tensors
+from ..rollouts.end_tokens import end_tokens, pad_token
 from ..rollouts.replica import Replica
 from ..serving.client import ServerClient
 from ..serving.server import ServerError, ServerUnavailableError, VLLMServer, check_server, vllm_version
