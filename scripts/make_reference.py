@@ -9,13 +9,12 @@ What a value may be is not copied from the source but asked of it: each error in
 import argparse
 import ast
 import dataclasses
-import importlib.util
 import inspect
 import re
 import sys
 import textwrap
 from pathlib import Path
-from types import ModuleType, NoneType, UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from trl import GRPOConfig
@@ -23,6 +22,7 @@ from trl import GRPOConfig
 import dc_trl
 import dc_trl.config
 from dc_trl import DCGRPOConfig
+from dc_trl.training.arguments import ARGUMENTS
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,16 +65,6 @@ CONTRADICTIONS: list[dict[str, Any]] = [
     {"advantage_estimator": "rloo", "scale_rewards": "batch"},
     {"temperature": 0.0},
 ]
-
-
-def load_train_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train", ROOT / "scripts" / "train.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 # --- what a field says of itself
@@ -213,10 +203,10 @@ def configuration() -> str:
         message, _ = refusal(**settings)
         given = ", ".join(f"{name}={shown(value)}" for name, value in settings.items())
         parts += [f"- `{given}`: {message}"]
-    for config in load_train_script().ARGUMENTS:
+    for config in ARGUMENTS:
         if config is DCGRPOConfig or config.__module__.startswith("trl"):
             continue
-        parts += [f"## `scripts/train.py`: {inspect.getdoc(config).rstrip('.')}", options_of(config)]
+        parts += [f"## `scripts/train.py`: {inspect.getdoc(config).splitlines()[0].rstrip('.')}", options_of(config)]
     return "\n\n".join(parts) + "\n"
 
 

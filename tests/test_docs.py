@@ -16,6 +16,7 @@ from accelerate.commands.launch import launch_command_parser
 from trl import TrlParser
 
 from dc_trl.callbacks.collapse_monitor import ADVICE
+from dc_trl.training.arguments import ARGUMENTS
 
 from .helpers import ROOT, Rollouts, load_script, make_config, make_model, make_prompts
 from .vllm_server import requires_vllm
@@ -172,10 +173,10 @@ def known_options(parser):
 
 @pytest.fixture(scope="module")
 def parsers():
-    train, serve = load_script("train"), load_script("serve")
+    serve = load_script("serve")
     return {
         "accelerate": known_options(launch_command_parser()),
-        "scripts/train.py": known_options(TrlParser(train.ARGUMENTS)) | {"--config"},
+        "scripts/train.py": known_options(TrlParser(ARGUMENTS)) | {"--config"},
         "scripts/serve.py": known_options(_parser_of(serve)),
     }
 
