@@ -142,6 +142,19 @@ def test_what_the_code_map_names_exists():
         assert set(re.findall(r"\w+", names)) <= defined, path
 
 
+def test_the_changelog_says_where_modules_went():
+    house = (ROOT / "CHANGELOG.md").read_text().partition("### The house")[2].partition("\n### ")[0]
+    rows = re.findall(r"^\| (`.+`) \| (`.+) \|$", house, re.MULTILINE)
+    assert len(rows) > 15
+
+    def files(cell):
+        return [ROOT / "dc_trl" / f"{name.replace('.', '/')}.py" for name in re.findall(r"`([\w.]+)`", cell)]
+
+    for old, new in rows:
+        assert not [path for path in files(old) if path.exists()], old
+        assert not [path for path in files(new) if not path.exists()], new
+
+
 # --- metrics
 
 
