@@ -65,4 +65,6 @@ def read_hugging_face_style(app, what, name, obj, options, lines: list[str]) -> 
 
 def shorten_signature(app, what, name, obj, options, signature, annotation) -> tuple[str, None] | None:
     """A configuration has hundreds of arguments. Its docstring describes those that are its own."""
-    return ("(output_dir=None, **fields)", None) if dataclasses.is_dataclass(obj) else None
+    if not dataclasses.is_dataclass(obj):
+        return None
+    return ("(output_dir=None, **fields)" if "output_dir" in obj.__dataclass_fields__ else "(**fields)"), None
