@@ -78,7 +78,7 @@ def fix_layout(figure: Figure) -> None:
 def has_exponent(axes: Axes) -> bool:
     """Whether a factor that all numbers of the y axis share (1e-5) stands above it."""
     formatter = axes.yaxis.get_major_formatter()
-    formatter.format_ticks(axes.get_yticks())
+    formatter.format_ticks(axes.get_yticks().tolist())
     return bool(formatter.get_offset())
 
 
