@@ -341,6 +341,7 @@ def requests_served(url):
     return sum(float(line.split()[-1]) for line in metrics if line.startswith("vllm:request_success_total"))
 
 
+@pytest.mark.long
 @requires_vllm
 def test_a_killed_evaluation_is_continued_through_a_server(fp8_server, tmp_path, script):
     options = ["--url", fp8_server.url, "--scheme", "fp8", "--samples", "4", "--limit", "50", "--max_tokens", "48"]
