@@ -13,7 +13,7 @@ from .deployed_trainer import DeployedPolicyTrainer
 from .files import lock_output
 from .resuming.checkpoints import on_main_process, resumable_checkpoint
 from .resuming.interruption import RunInterrupted
-from .serving.server import ServerError
+from .serving.errors import ServerError
 
 
 # Several processes on a CPU: transformers loads the optimizer to accelerate's "cpu:0", which torch.load does not know.

@@ -37,7 +37,7 @@ from dc_trl.records.settings import changed_settings
 from dc_trl.resuming.checkpoints import checkpoints, on_main_process, resumable_checkpoint
 from dc_trl.resuming.interruption import RunInterrupted, StopSignals
 from dc_trl.rollouts.rewards import require_callable
-from dc_trl.serving.server import ServerError
+from dc_trl.serving.errors import ServerError
 from dc_trl.settings.configuration import ConfigurationParser
 from dc_trl.settings.pretrained import load_config_and_tokenizer
 from dc_trl.settings.ranges import ADAPTER, require_numbers

@@ -5,7 +5,7 @@ import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from dc_trl.serving.server import CPU_EXTENSION
+from dc_trl.serving.fit import CPU_EXTENSION
 
 
 class StubServer(ThreadingHTTPServer):

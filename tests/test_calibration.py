@@ -23,7 +23,7 @@ from dc_trl.calibration.rollouts import EngineSpec, Rollout, RolloutSettings, sa
 from dc_trl.calibration.scoring import train_logps
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.rollouts.replica import Replica
-from dc_trl.serving.server import ServerError, ServerUnavailableError
+from dc_trl.serving.errors import ServerError, ServerUnavailableError
 
 from .helpers import ROOT, TINY_MODEL, load_script, make_config, make_model, make_prompts
 from .vllm_server import requires_vllm
