@@ -84,7 +84,7 @@ class ServerGeneration(VLLMGeneration):
     Args:
         deployment_scheme, weight_sync, weight_sync_dir, vllm_request_timeout, vllm_time_limit, vllm_max_retries: see
             [`~dc_trl.DCGRPOConfig`].
-        **kwargs: see [`~trl.generation.vllm_generation.VLLMGeneration`].
+        server_timeout, **kwargs: see [`~trl.generation.vllm_generation.VLLMGeneration`].
 
     Raises:
         ServerError: the server is not there or does not fit; the message names the option to change.
@@ -99,6 +99,7 @@ class ServerGeneration(VLLMGeneration):
         vllm_request_timeout: float | None,
         vllm_time_limit: float,
         vllm_max_retries: int,
+        server_timeout: float,
         **kwargs: Any,
     ):
         self.deployment_scheme = deployment_scheme
@@ -106,13 +107,13 @@ class ServerGeneration(VLLMGeneration):
         self.weight_sync_dir = weight_sync_dir
         self._patience = Patience(
             request_timeout=3600.0 if vllm_request_timeout is None else vllm_request_timeout,
-            server_timeout=kwargs["server_timeout"],
+            server_timeout=server_timeout,
             max_retries=vllm_max_retries,
             time_limit=vllm_time_limit,
             prefix="vllm_",
         )
         self._syncs = 0
-        super().__init__(**kwargs)
+        super().__init__(server_timeout=server_timeout, **kwargs)
 
     def _init_vllm(self) -> None:
         self._url = (self.server_base_url or f"http://{self.server_host}:{self.server_port}").rstrip("/")

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlparse
 
@@ -253,14 +253,11 @@ class Connection:
                 pause = tries.pause(error)
             await asyncio.sleep(pause)
             wait = Deadline(self.patience.server_timeout)
-            while wait.left > 0 and not await self._is_up(http):  # one that stays away is met by the next try
+            while wait.left > 0:  # a server that stays away for longer is met by the next try
+                with suppress(httpx.RequestError):
+                    if (await http.get("/health", timeout=5.0)).status_code == 200:
+                        break
                 await asyncio.sleep(1.0)
-
-    async def _is_up(self, http: httpx.AsyncClient) -> bool:
-        try:
-            return (await http.get("/health", timeout=5.0)).status_code == 200
-        except httpx.RequestError:
-            return False
 
     def why_down(self, timeout: float = 5.0) -> str | None:
         """None where the server is up, else in a word what it is that is not."""
