@@ -6,7 +6,6 @@ import random
 import re
 import statistics
 import sys
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +14,6 @@ import torch
 from trl import GRPOTrainer
 
 from dc_trl.calibration import Calibration, calibrate, mismatch
-from dc_trl.calibration import rollouts as rollouts_module
 from dc_trl.calibration.contexts import visible, visible_token
 from dc_trl.calibration.figures import position_figure, probability_figure
 from dc_trl.calibration.mismatch import batch_tolerance, compare_engines, measure_engine
@@ -25,7 +23,6 @@ from dc_trl.calibration.scoring import train_logps
 from dc_trl.calibration.settings import CalibrationSettings
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.rollouts.replica import Replica
-from dc_trl.serving.server import ServerError, ServerUnavailableError
 
 from .helpers import ROOT, TINY_MODEL, load_script, make_config, make_model, make_prompts
 from .vllm_server import requires_vllm
@@ -330,34 +327,6 @@ def test_replica_returns_what_an_independent_forward_finds(tokenizer):
         assert torch.tensor(rollout.logps).exp().sub(expected.exp()).abs().max() < 0.02
     assert sample_rollouts(engine, model, tokenizer, prompts, settings) == sample
     assert sample_rollouts(engine, model, tokenizer, prompts, replace(settings, seed=6)) != sample
-
-
-def test_a_request_is_repeated_where_the_server_failed():
-    class Client:
-        waited = 0
-
-        def check_server(self, timeout):
-            self.waited += 1
-
-    failures = [ServerUnavailableError("away"), ServerUnavailableError("away")]
-
-    def request():
-        if failures:
-            raise failures.pop()
-        return {"done": True}
-
-    client = Client()
-    assert rollouts_module._try_again(request, client, threading.Event()) == {"done": True}
-    assert client.waited == 2
-    failures += [ServerError("refused")]
-    with pytest.raises(ServerError, match="refused"):
-        rollouts_module._try_again(request, client, threading.Event())
-    stopping = threading.Event()
-    stopping.set()
-    failures += [ServerUnavailableError("away")] * 2
-    with pytest.raises(ServerUnavailableError):
-        rollouts_module._try_again(request, client, stopping)
-    assert client.waited == 2
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 40, 10_000])

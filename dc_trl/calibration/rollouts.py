@@ -3,8 +3,7 @@
 import math
 import re
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,19 +14,22 @@ from peft import PeftModel
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..evaluation import sample_seed
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.schemes import SCHEMES
 from ..quantization.tensors import policy_tensors
 from ..rollouts.end_tokens import end_tokens, pad_token
 from ..rollouts.replica import Replica
+from ..rollouts.sampling import sample_seed
 from ..serving.client import ServerClient
-from ..serving.server import ServerError, ServerUnavailableError, VLLMServer, check_server, vllm_version
+from ..serving.connection import Patience
+from ..serving.errors import ServerError, ServerUnavailableError
+from ..serving.fit import check_server, layer_kinds
+from ..serving.server import VLLMServer, vllm_version
 from .settings import CalibrationSettings
 
 
-_RETRIES = 3
-_REQUESTS = 64  # prompts on their way to a server; as many connections as `ServerClient` keeps
+_REQUESTS = 64  # prompts on their way to a server
+_PATIENCE = Patience(server_timeout=60.0, max_retries=3)
 
 Policy: TypeAlias = PreTrainedModel | PeftModel
 
@@ -118,7 +120,7 @@ def sample_rollouts(
     else:
         limit = min(longest + settings.max_tokens, own_limit)
         with _serving(policy, engine.scheme, tokenizer, limit, settings) as server, bar() as shown:
-            client = ServerClient(server.url, report=settings.report)
+            client = ServerClient(server.url, patience=_PATIENCE, report=settings.report)
             rollouts = _from_server(client, ends, prompts, limit, settings, shown)
     return EngineSample(engine.name, engine.scheme, rollouts)
 
@@ -174,26 +176,20 @@ def _from_server(
     settings: CalibrationSettings,
     bar: tqdm,
 ) -> list[Rollout]:
-    stopping = threading.Event()
-
     def complete(number: int) -> list[Rollout]:
         room = min(settings.max_tokens, limit - len(prompts[number]))
-        output = _try_again(
-            lambda: client.generate(
-                [prompts[number]],
-                n=settings.samples,
-                temperature=settings.temperature,
-                max_tokens=room,
-                # vLLM gives each of the n samples a seed of its own from this one. The penalties, which TRL's client
-                # leaves out, would come from the model's generation_config.
-                generation_kwargs={
-                    "seed": sample_seed(settings.seed, str(number), 0),
-                    "presence_penalty": 0.0,
-                    "frequency_penalty": 0.0,
-                },
-            ),
-            client,
-            stopping,
+        output = client.generate(
+            [prompts[number]],
+            n=settings.samples,
+            temperature=settings.temperature,
+            max_tokens=room,
+            # vLLM gives each of the n samples a seed of its own from this one. The penalties, which TRL's client
+            # leaves out, would come from the model's generation_config.
+            generation_kwargs={
+                "seed": sample_seed(settings.seed, str(number), 0),
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+            },
         )
         rollouts = []
         for ids, tokens in zip(output["completion_ids"], output["logprobs"], strict=True):
@@ -209,28 +205,16 @@ def _from_server(
             by_prompt[futures[future]] = future.result()
             bar.update()
     finally:
-        # After an error or Ctrl-C, nobody waits for what is still on its way.
-        stopping.set()
+        # After an error or Ctrl-C, nobody waits for what is still on its way, and nothing is asked again.
+        client.connection.close()
         pool.shutdown(wait=False, cancel_futures=True)
     return [rollout for rollouts in by_prompt for rollout in rollouts]
-
-
-def _try_again(request: Callable[[], dict], client: ServerClient, stopping: threading.Event) -> dict:
-    """The answer to a request, which is repeated where the connection broke or the server failed."""
-    for attempt in range(_RETRIES + 1):
-        try:
-            return request()
-        except ServerUnavailableError:
-            if attempt == _RETRIES or stopping.wait(attempt):
-                raise
-            client.check_server(60.0)
-    raise AssertionError("unreachable")
 
 
 def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClient, str, int]:
     """Client of a running server that fits the policy, what its layers are, and the tokens that it takes."""
     try:
-        client = ServerClient(url, start_timeout=5.0)
+        client = ServerClient(url, start_timeout=5.0, patience=_PATIENCE)
     except ServerUnavailableError as error:
         raise ServerUnavailableError(
             f"engine={url!r}: no vLLM server answers there. Start one with scripts/serve.py, correct the URL, or give "
@@ -244,8 +228,7 @@ def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClien
         )
     except ServerError as error:
         raise ServerError(f"engine={url!r}: {error}") from error
-    kinds = sorted(set(re.findall(r"Linear\(quant=(\w+)", layers)))
-    precision = f"{', '.join(kinds) or 'not quantized'}, served as {client.model}"
+    precision = f"{', '.join(layer_kinds(layers)) or 'not quantized'}, served as {client.model}"
     return client, precision, info["model_config"]["max_model_len"]
 
 
