@@ -33,6 +33,7 @@ from .constraint.discrepancy import (
     token_discrepancy,
 )
 from .files import write_text
+from .hub.trainer import HubMixin
 from .resumable_trainer import ResumableTrainer
 from .resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE
 from .rollouts.buffer import load_rollouts, save_rollouts, with_nonempty_completions
@@ -44,7 +45,7 @@ logger = get_logger(__name__)
 MEAN_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
 
 
-class DCGRPOTrainer(ResumableTrainer):
+class DCGRPOTrainer(HubMixin, ResumableTrainer):
     r"""GRPO under a constraint on the discrepancy between the training and the sampling engine (DC-GRPO).
 
     Takes everything that [`~trl.GRPOTrainer`] takes, with [`DCGRPOConfig`] in place of `GRPOConfig`. The rollouts must

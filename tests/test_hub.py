@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
-from dc_trl.hub.card import quoted, write_eval_results
-from dc_trl.hub.push import hub_dataset, push_run, run_files
+from dc_trl.evaluation.card import write_eval_results
+from dc_trl.hub.card import hub_dataset, quoted
+from dc_trl.hub.push import push_run, run_files
 from dc_trl.quantization.checkpoint import write_deployable
 
 from .helpers import ROOT, TINY_MODEL, TWO_PROCESSES, distinct_characters, load_script, make_config, make_prompts
