@@ -28,12 +28,7 @@ UNKNOWN_REPOSITORY = "OWNER/MODEL"
 
 # Metadata of the earlier card that no run knows: the new card takes it over.
 _KEPT_METADATA = ("language", "license", "license_link", "license_name")
-_SIGNATURE = re.compile(r"\n*<!-- dc_trl wrote the text above, sha256 ([0-9a-f]{64}) -->\n*$")
-_FILES = {
-    runs.HISTORY_FILE: "every log of the run, λ (`lagrangian/lambda`) and discrepancy (`discrepancy/mean`) among it",
-    runs.SUMMARY_FILE: "before and after",
-    runs.SETTINGS_FILE: "settings of the run",
-}
+_SIGNATURE = re.compile(r"\n*<!-- dc_trl wrote the text above, sha256 [0-9a-f]{64} -->\n*$")
 
 logger = logging.get_logger(__name__)
 
@@ -109,21 +104,15 @@ def write_run_card(
         summary=summary,
         measured=measured,
         serving=_serving(folder, repo_id, repositories[1]),
-        figure=runs.FIGURE_FILE if (folder / runs.FIGURE_FILE).is_file() else None,
-        files={name: content for name, content in _FILES.items() if (folder / name).is_file()},
+        names=runs,
+        files={path.name for path in folder.iterdir()},
         trackers=trackers,
     )
     _card(data, _signed(text)).save(folder / CARD_FILE)
 
 
 def address_card(path: Path, repo_id: str, deployment_id: str | None) -> None:
-    """Writes the repositories into the card of a run that was written before they were known.
-
-    Args:
-        path: the card, in the run's output directory.
-        repo_id: repository that the card goes to.
-        deployment_id: the second repository, if the deployment checkpoint has one.
-    """
+    """Writes the repositories of model and deployment checkpoint into a run's card that did not know them yet."""
     card = load_card(path)
     signed = _is_ours(card.text)
     text = _SIGNATURE.sub("", card.text) if signed else card.text
@@ -205,11 +194,8 @@ def _measured(folder: Path, args: DCGRPOConfig, summary: Mapping[str, Any]) -> l
     """Reward, discrepancy and λ at two times, with the times' names: by the summary, or else by the history."""
     if summary:
         constrained = args.constraint != "none" and "lambda" in summary
-        values = (args.lambda_init, summary["lambda"]) if constrained else (None, None)
-        return [
-            (when, {**summary.get(when, {}), "lambda": value})
-            for when, value in zip(("before", "after"), values, strict=True)
-        ]
+        multiplier = {"before": args.lambda_init, "after": summary["lambda"]} if constrained else {}
+        return [(when, {**summary.get(when, {}), "lambda": multiplier.get(when)}) for when in ("before", "after")]
     path = folder / runs.HISTORY_FILE
     rows = [row for row in runs.read_history(path) if "discrepancy/mean" in row] if path.is_file() else []
     names = {"reward": "reward", "discrepancy": "discrepancy/mean", "lambda": "lagrangian/lambda"}
@@ -221,10 +207,8 @@ def _held_out_results(summary: Mapping[str, Any], dataset_name: str | None, sche
     after = summary.get("after", {})
     if dataset_name is None or after.get("greedy") is None:
         return []
-    metrics = [
-        ("reward", "mean reward of greedy completions", after["greedy"]),
-        ("discrepancy", "mean discrepancy", after.get("discrepancy")),
-    ]
+    metrics = {"reward": "mean reward of greedy completions", "discrepancy": "mean discrepancy"}
+    values = {"reward": after["greedy"], "discrepancy": after.get("discrepancy")}
     return [
         EvalResult(
             task_type="text-generation",
@@ -232,10 +216,10 @@ def _held_out_results(summary: Mapping[str, Any], dataset_name: str | None, sche
             dataset_name=f"{dataset_name}, held out",
             metric_type=kind,
             metric_name=f"{label}, {scheme}" if scheme else label,
-            metric_value=float(f"{value:.4g}"),
+            metric_value=float(f"{values[kind]:.4g}"),
         )
-        for kind, label, value in metrics
-        if value is not None
+        for kind, label in metrics.items()
+        if values[kind] is not None
     ]
 
 
@@ -258,13 +242,10 @@ def _set_card_aside(path: Path) -> ModelCardData:
 
 def _signed(text: str) -> str:
     """The text with a digest, by which an edited card is told from one that may be written anew."""
-    return f"\n{text.strip()}\n\n<!-- dc_trl wrote the text above, sha256 {_digest(text)} -->\n"
+    text = text.strip()
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f"\n{text}\n\n<!-- dc_trl wrote the text above, sha256 {digest} -->\n"
 
 
 def _is_ours(text: str) -> bool:
-    signature = _SIGNATURE.search(text)
-    return signature is not None and signature[1] == _digest(_SIGNATURE.sub("", text))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.strip().encode()).hexdigest()
+    return text == _signed(_SIGNATURE.sub("", text))

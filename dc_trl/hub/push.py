@@ -39,6 +39,9 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_temp
 MODEL_FILES = (*_WEIGHTS, *_CONFIGURATIONS, *_TOKENIZERS, *_VOCABULARIES, *_TEMPLATES)
 RUN_FILES = (CARD_FILE, HISTORY_FILE, FIGURE_FILE, SUMMARY_FILE, SETTINGS_FILE)
 
+# Files of a checkpoint that it does not take to resume: pickled arguments, and what is still being written.
+_NOT_TO_RESUME = [f"*{TRAINING_ARGS_NAME}", ".*", "*/.*"]
+
 logger = logging.get_logger(__name__)
 
 
@@ -130,25 +133,30 @@ class HubClient:
             HubError: the Hub refused, or the connection was lost more often than the client tries again.
         """
         folder, subfolder = Path(folder_path), self.deployment == "subfolder"
-        second = self.second_repository(repo_id) if path_in_repo is None else None
-        # Weights of an earlier push, whose shards may have had other names, would be loaded as the model's.
-        stale = [*_WEIGHTS, f"{DEPLOYMENT_FOLDER}/*"] if subfolder else [*_WEIGHTS]
-        # All is listed now. A push in the background may begin later, when other files are there.
-        if path_in_repo is not None:
-            uploads = [(repo_id, folder, _checkpoint_files(folder), ["*"])]
-        else:
-            uploads = [(repo_id, folder, run_files(folder, subfolder), stale)]
-        if second is not None:
-            served = folder / DEPLOYMENT_FOLDER
-            deployment_card(second, repo_id, str(self.scheme)).save(served / CARD_FILE)
-            uploads.append((second, served, run_files(served, deployment=False), stale))
-        options |= {"path_in_repo": path_in_repo, "revision": options.get("revision") or self.revision}
         in_background = options.pop("run_as_future", False)
-        options.pop("ignore_patterns", None)  # files are named
+        options["revision"] = options.get("revision") or self.revision
+        options.pop("ignore_patterns", None)  # transformers' choice of files
+        choice: dict[str, Any]
+        if path_in_repo is not None:
+            choice = {"ignore_patterns": _NOT_TO_RESUME, "delete_patterns": ["*"]}
+        else:
+            # Listed now: a push in the background may begin later. Weights of an earlier push, whose shards may have
+            # had other names, would be loaded as the model's.
+            choice = {
+                "allow_patterns": [glob.escape(file) for file in run_files(folder, subfolder)],
+                "delete_patterns": [*_WEIGHTS, f"{DEPLOYMENT_FOLDER}/*"] if subfolder else [*_WEIGHTS],
+            }
 
         def send() -> CommitInfo:
-            commits = [self._send(*upload, options) for upload in uploads]
-            return commits[0]
+            with _explained(repo_id, self.api.endpoint):
+                commit = self.api.upload_folder(
+                    repo_id=repo_id, folder_path=folder, path_in_repo=path_in_repo, **options | choice
+                )
+            if (second := self.second_repository(repo_id)) is not None:
+                served = folder / DEPLOYMENT_FOLDER
+                deployment_card(second, repo_id, str(self.scheme)).save(served / CARD_FILE)
+                replace(self, deployment="none").upload_folder(repo_id=second, folder_path=served, **options)
+            return commit
 
         if not in_background:
             return send()
@@ -156,20 +164,10 @@ class HubClient:
         future.add_done_callback(_warn_of_failure)
         return future
 
-    def _send(self, repo_id: str, folder: Path, files: list[str], stale: list[str], options: dict[str, Any]) -> Any:
-        with _explained(repo_id, self.api.endpoint):
-            return self.api.upload_folder(
-                repo_id=repo_id,
-                folder_path=folder,
-                allow_patterns=[glob.escape(file) for file in files],
-                delete_patterns=stale,
-                **options,
-            )
-
 
 def hub_api(token: str | None = None) -> HfApi:
     """The Hub's client; the token by default that of the environment or of `hf auth login`."""
-    return HfApi(token=token, library_name="dc_trl", library_version=__version__)
+    return HfApi(token=token or None, library_name="dc_trl", library_version=__version__)
 
 
 def push_run(
@@ -249,13 +247,6 @@ def without_token(args: TrainingArguments) -> Iterator[None]:
         yield
     finally:
         args.hub_token = token
-
-
-def _checkpoint_files(folder: Path) -> list[str]:
-    """What it takes to resume: all but the pickled arguments, and what is being written under a hidden name."""
-    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    shown = [file for file in files if not any(part.startswith(".") for part in file.parts)]
-    return sorted(str(file) for file in shown if file.name != TRAINING_ARGS_NAME)
 
 
 @contextmanager
