@@ -24,7 +24,7 @@ from dc_trl.calibration import calibrate
 from dc_trl.calibration.report import REPORT_FILE, print_calibration, write_report
 from dc_trl.calibration.result import CALIBRATION_FILE
 from dc_trl.calibration.rollouts import EngineSpec
-from dc_trl.constraint.discrepancy import Measure, Reduction
+from dc_trl.constraint.settings import Measure, Reduction
 from dc_trl.data.benchmarks import BENCHMARKS
 from dc_trl.data.prompts import Prompt, load_prompts, load_rows, make_prompt, parse_template_kwargs, prompt_length
 from dc_trl.evaluation import Benchmark
