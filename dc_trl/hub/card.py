@@ -54,7 +54,8 @@ def write_run_card(
     model_name: str,
     *,
     tags: Collection[str],
-    repositories: tuple[str | None, str | None],
+    repo_id: str | None,
+    deployment_id: str | None,
     base_model: str | None,
     dataset_name: str | None,
     trackers: Mapping[str, str],
@@ -65,8 +66,10 @@ def write_run_card(
     the earlier card stay.
 
     Args:
-        args, model_name, tags: settings of the run, name of the model, tags in the metadata.
-        repositories: of the model, and of the deployment checkpoint; None where there is none, or it is not known yet.
+        args: settings of the run.
+        model_name, tags: in the metadata.
+        repo_id: repository of the model, None if it is not known yet: see [`address_card`].
+        deployment_id: repository of the deployment checkpoint, if it has one of its own.
         base_model: Hub id or directory of the model that was trained.
         dataset_name: what it was trained on: a Hub id, a path or a name.
         trackers: addresses of the run at experiment trackers, by the tracker's name.
@@ -74,7 +77,7 @@ def write_run_card(
     Raises:
         ValueError: the summary or the history of the run cannot be read; the message names the file.
     """
-    folder, repo_id = Path(args.output_dir), repositories[0] or UNKNOWN_REPOSITORY
+    folder, repo_id = Path(args.output_dir), repo_id or UNKNOWN_REPOSITORY
     summary = runs.read_summary(folder)
     measured = _measured(folder, args, summary)
     earlier = _set_card_aside(folder / CARD_FILE)
@@ -103,7 +106,7 @@ def write_run_card(
         weights=_parameter_counts(folder),
         summary=summary,
         measured=measured,
-        serving=_serving(folder, repo_id, repositories[1]),
+        serving=_serving(folder, repo_id, deployment_id),
         names=runs,
         files={path.name for path in folder.iterdir()},
         trackers=trackers,

@@ -15,10 +15,7 @@ from .push import HubClient, without_token
 
 
 class HubMixin(Trainer):
-    """Pushes a run by name of its files, with a card of its own; for a trainer of a [`DCGRPOConfig`].
-
-    The trainer that inherits it has `save_deployment`.
-    """
+    """Has a [`DeployedPolicyTrainer`] push the run's files by name, with our own model card."""
 
     @cached_property
     def _hub(self) -> HubClient:
@@ -56,13 +53,16 @@ class HubMixin(Trainer):
         """Writes README.md into the output directory, from our own template and not TRL's."""
         if not self.is_world_process_zero():
             return
-        trackers = _trackers()
-        trackio = [f"trackio:{trackers['Trackio']}"] if "Trackio" in trackers else []  # the Hub shows its dashboard
+        trackers, repo_id = _trackers(), self.hub_model_id
+        tags = {*self._tag_names, *([tags] if isinstance(tags, str) else tags or ())}
+        if "Trackio" in trackers:
+            tags.add(f"trackio:{trackers['Trackio']}")  # by which the Hub shows its dashboard
         write_run_card(
             self.args,
-            model_name=model_name or Path(self.args.output_dir).absolute().name,
-            tags=[*self._tag_names, *([tags] if isinstance(tags, str) else tags or ()), *trackio],
-            repositories=(self.hub_model_id, self.hub_model_id and self._hub.second_repository(self.hub_model_id)),
+            model_name or Path(self.args.output_dir).absolute().name,
+            tags=tags,
+            repo_id=repo_id,
+            deployment_id=None if repo_id is None else self._hub.second_repository(repo_id),
             base_model=get_config_model_id(self.model.config),
             dataset_name=dataset_name,
             trackers=trackers,
