@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedToken
 from dc_trl.data.benchmarks import BENCHMARKS
 from dc_trl.data.prompts import parse_template_kwargs
 from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
+from dc_trl.evaluation.card import require_card, write_eval_results
 from dc_trl.evaluation.results import Evaluation, compare
 from dc_trl.evaluation.tables import comparison_table, evaluation_details, evaluation_table, failures_line
 from dc_trl.files import make_folder
-from dc_trl.hub.card import require_card, write_eval_results
 from dc_trl.quantization.schemes import SCHEMES
 from dc_trl.records.tables import markdown_table, print_table
 from dc_trl.rollouts.replica import Replica
