@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ..constraint.discrepancy import Measure, Reduction, discrepancy_sums, token_discrepancy
 from ..data.prompts import Prompt
+from ..rollouts.engines import EngineSpec
 from .mismatch import compare_engines, measure_engine
 from .result import Calibration
-from .rollouts import EngineSpec, Policy, Rollout, RolloutSettings, require_engines, sample_rollouts
+from .rollouts import Policy, Rollout, RolloutSettings, require_engines, sample_rollouts
 from .scoring import train_logps
 
 

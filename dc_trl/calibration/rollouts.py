@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from peft import PeftModel
@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..evaluation import sample_seed
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import end_tokens, pad_token, policy_tensors
-from ..quantization.schemes import SCHEMES
+from ..rollouts.engines import EngineSpec
 from ..rollouts.replica import Replica
 from ..serving.client import ServerClient
 from ..serving.server import ServerError, ServerUnavailableError, VLLMServer, check_server, vllm_version
@@ -47,31 +47,6 @@ class RolloutSettings(NamedTuple):
     temperature: float  # above 0
     seed: int
     replica_batch: int  # completions at a time
-
-
-class EngineSpec(NamedTuple):
-    """An engine in a word: `fp8` (a vLLM server to be started), `replica:fp8` (in this process), or a server's URL."""
-
-    name: str
-    kind: Literal["vllm", "replica", "url"]
-    scheme: str | None  # None: whatever the server at the URL runs
-
-    @classmethod
-    def parse(cls, word: str) -> "EngineSpec":
-        """The engine that a word means.
-
-        Raises:
-            ValueError: it means none.
-        """
-        if re.match(r"https?://[^/]", word):
-            return cls(word.rstrip("/"), "url", None)
-        scheme = word.removeprefix("replica:")
-        if scheme not in SCHEMES:
-            raise ValueError(
-                f"engine={word!r} is unknown: use a scheme ({', '.join(SCHEMES)}) for a vLLM server that is started, "
-                "replica:SCHEME for a replica in this process, or the URL of a running vLLM server."
-            )
-        return cls(word, "vllm" if scheme == word else "replica", scheme)
 
 
 def sample_rollouts(
