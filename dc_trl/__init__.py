@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from .callbacks.logging import LambdaLoggingCallback
     from .callbacks.lr_schedule import LengthDecaySchedule, SurgeDetector
     from .config import DCGRPOConfig
-    from .constraint.discrepancy import mismatch_metrics, token_discrepancy
+    from .constraint.discrepancy import token_discrepancy
     from .constraint.lagrangian import LagrangeMultiplier
+    from .constraint.statistics import mismatch_metrics
     from .evaluation import evaluate
     from .grading.rewards import math_reward
     from .trainer import DCGRPOTrainer
@@ -37,7 +38,7 @@ _MODULES = {
     "calibrate": "calibration",
     "evaluate": "evaluation",
     "math_reward": "grading.rewards",
-    "mismatch_metrics": "constraint.discrepancy",
+    "mismatch_metrics": "constraint.statistics",
     "token_discrepancy": "constraint.discrepancy",
 }
 __all__ = [

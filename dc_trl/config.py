@@ -2,16 +2,17 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from trl import GRPOConfig
 
 from .constraint.lagrangian import LagrangeMultiplier
-from .constraint.settings import Constraint, ConstraintSettings, Level, Measure, Reduction
+from .constraint.settings import Constraint, ConstraintSettings, Level, Measure, Reduction, require_choice
 from .files import parse_object
 from .quantization.schemes import require_scheme
 from .rollouts.neutral_sampling import restrictions
 from .serving.preflight import require_waits_that_fit
+from .settings.contradictions import require_no_contradiction
 from .settings.described import described
 from .settings.ranges import AT_LEAST_0, COUNT, FINITE, TRAINING, require_number, require_numbers
 
@@ -127,7 +128,9 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         self._check_values()
         # Parses the JSON strings that dict fields hold when they come from a command line.
         super().__post_init__()
-        self._check_combinations()
+        require_no_contradiction(self)
+        self._check_waits()
+        self._check_sampling()
 
     def multiplier(self) -> LagrangeMultiplier:
         """The Lagrange multiplier that these settings describe."""
@@ -160,10 +163,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             "hub_deployment": HubDeployment,
             **_TRL_CHOICES,
         }.items():
-            value = getattr(self, name)
-            if value not in get_args(options):
-                listed = ", ".join(map(repr, get_args(options)))
-                raise ValueError(f"{name}={value!r} is unknown: choose one of {listed}.")
+            require_choice(name, getattr(self, name), options)
         if isinstance(self.discrepancy_tolerance, str) and self.discrepancy_tolerance != "auto":
             try:
                 self.discrepancy_tolerance = float(self.discrepancy_tolerance)
@@ -187,16 +187,6 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         for weight in self.reward_weights or []:
             require_number("reward_weights", weight, FINITE)
         self._check_dicts()
-        if self.lambda_min > self.lambda_max:
-            raise ValueError(
-                f"lambda_min={self.lambda_min!r} is above lambda_max={self.lambda_max!r}: lower lambda_min or raise "
-                "lambda_max."
-            )
-        if not self.lambda_min <= self.lambda_init <= self.lambda_max:
-            raise ValueError(
-                f"lambda_init={self.lambda_init!r} lies outside [lambda_min, lambda_max] = [{self.lambda_min!r}, "
-                f"{self.lambda_max!r}]: choose a value within the bounds or widen them."
-            )
         if self.deployment_scheme is not None:
             require_scheme(self.deployment_scheme)
 
@@ -207,48 +197,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             if value is not None and not a_file:
                 parse_object(name, value)
 
-    def _check_combinations(self) -> None:
-        if self.fp16 and self.device.type == "cpu":
-            raise ValueError(
-                "fp16=True has no effect on a CPU, where accelerate computes in float32: train on a GPU or set "
-                "fp16=False."
-            )
-        for name, other in {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"}.items():
-            if self.advantage_estimator == "rloo" and getattr(self, name) == other:
-                raise ValueError(
-                    f"{name}={other!r} normalises advantages and contradicts advantage_estimator='rloo', which does "
-                    "not: leave it out, or use advantage_estimator='grpo'."
-                )
-        if self.vllm_importance_sampling_correction and not self.use_vllm:
-            raise ValueError(
-                "vllm_importance_sampling_correction=True has no effect with use_vllm=False: set use_vllm=True or "
-                "leave it out."
-            )
-        if self.constraint == "none" and self.discrepancy_margin > 0:
-            raise ValueError(
-                f"discrepancy_margin={self.discrepancy_margin!r} has no effect with constraint='none': set "
-                "discrepancy_margin=0 or choose constraint='static' or 'lagrangian'."
-            )
-        if self.constraint != "lagrangian" and self.dual_window > 1:
-            raise ValueError(
-                f"dual_window={self.dual_window!r} has no effect with constraint={self.constraint!r}: set "
-                "dual_window=1 or choose constraint='lagrangian'."
-            )
-        if not self.use_vllm and (self.weight_sync, self.weight_sync_dir) != ("auto", None):
-            name = "weight_sync" if self.weight_sync != "auto" else "weight_sync_dir"
-            raise ValueError(
-                f"{name}={getattr(self, name)!r} has no effect with use_vllm=False: unset it or set use_vllm=True."
-            )
-        if self.weight_sync == "nccl" and self.weight_sync_dir is not None:
-            raise ValueError(
-                f"weight_sync_dir={self.weight_sync_dir!r} has no effect with weight_sync='nccl': unset it or set "
-                "weight_sync='checkpoint'."
-            )
-        if self.weight_sync == "nccl" and self.vllm_mode == "colocate" and self.use_vllm:
-            raise ValueError(
-                "weight_sync='nccl' streams weights to a server, and vllm_mode='colocate' has none: set "
-                "weight_sync='auto' or vllm_mode='server'."
-            )
+    def _check_waits(self) -> None:
         if self.use_vllm and self.vllm_mode == "server":
             require_waits_that_fit(
                 self.vllm_time_limit,
@@ -257,74 +206,17 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
                 vllm_request_timeout=self.vllm_request_timeout,
                 vllm_server_timeout=self.vllm_server_timeout,
             )
-        if self.hub_deployment == "repository" and self.deployment_scheme is None:
-            raise ValueError(
-                "hub_deployment='repository' names the second repository by deployment_scheme, which is not set: set "
-                "deployment_scheme (for example 'bf16') or hub_deployment='subfolder'."
-            )
-        if self.deployment_scheme is not None and self.use_transformers_continuous_batching and not self.use_vllm:
-            raise ValueError(
-                f"deployment_scheme={self.deployment_scheme!r} samples from the in-process replica and contradicts "
-                "use_transformers_continuous_batching=True: set one of the two."
-            )
+
+    def _check_sampling(self) -> None:
+        """Refuses what makes the engine's distribution another one than the policy's, under a constraint."""
         if self.constraint == "none":
             return
-        if self.use_transformers_continuous_batching and not self.use_vllm:
-            raise ValueError(
-                f"constraint={self.constraint!r} needs the rollouts' log-probabilities, and "
-                "use_transformers_continuous_batching=True returns none: set deployment_scheme (for example 'bf16'), "
-                "use_vllm=True, or constraint='none'."
-            )
-        self._check_that_penalties_reach_their_tokens()
-        kwargs = self.generation_kwargs or {}
-        sampling = {
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-        } | kwargs
-        for name, value, remedy in restrictions(sampling):
-            where = " in generation_kwargs" if name in kwargs else ""
+        further = self.generation_kwargs or {}
+        settings = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+        for name, value, remedy in restrictions(settings | further):
+            where = " in generation_kwargs" if name in further else ""
             raise ValueError(
                 f"{name}={value!r}{where} makes the engine sample from a distribution that is not the policy's, or "
                 f"report another's, and constraint={self.constraint!r} would constrain that difference: {remedy} or "
                 "constraint='none'."
-            )
-        if kwargs.get("temperature", self.temperature) != self.temperature:
-            raise ValueError(
-                f"generation_kwargs['temperature']={kwargs['temperature']!r} contradicts temperature="
-                f"{self.temperature!r}, at which the training log-probabilities are taken: set temperature alone."
-            )
-        if self.vllm_structured_outputs_regex is not None:
-            raise ValueError(
-                f"vllm_structured_outputs_regex={self.vllm_structured_outputs_regex!r} restricts the tokens that vLLM "
-                f"samples, and constraint={self.constraint!r} would constrain that difference: unset it or set "
-                "constraint='none'."
-            )
-
-    def _check_that_penalties_reach_their_tokens(self) -> None:
-        """Refuses what spreads a token's penalty over others, or cancels it where δ is large.
-
-        δ̄ would count tokens that the penalty does not act on, and λ climb to `lambda_max` without effect.
-        """
-        # The losses of CISPO and VESPO multiply log π_train of each token, the others the ratio, one a trajectory.
-        shared_ratio = self.importance_sampling_level == "sequence" and self.loss_type not in ("cispo", "vespo")
-        if shared_ratio and self.discrepancy_level == "token":
-            raise ValueError(
-                f"importance_sampling_level='sequence' with loss_type={self.loss_type!r} has one ratio for a "
-                "trajectory, which spreads the penalty of a token over all of them: set discrepancy_level='sequence', "
-                "importance_sampling_level='token', or constraint='none'."
-            )
-        if self.off_policy_mask_threshold is not None:
-            raise ValueError(
-                f"off_policy_mask_threshold={self.off_policy_mask_threshold!r} masks trajectories where the engines "
-                f"differ most, and with them the penalty of constraint={self.constraint!r}: unset it or set "
-                "constraint='none'."
-            )
-        masking = self.vllm_importance_sampling_mode in ("token_mask", "sequence_mask")
-        if self.vllm_importance_sampling_correction and masking:
-            raise ValueError(
-                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} masks tokens where the engines "
-                f"differ most, and with them the penalty of constraint={self.constraint!r}: set "
-                "vllm_importance_sampling_mode='token_truncate' or 'sequence_truncate', or constraint='none'."
             )

@@ -6,8 +6,6 @@ TRL's trainer with that around it; `DCGRPOTrainer` adds the constraint.
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch import Tensor
 from transformers import GenerationConfig, ProcessorMixin
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id
 
 from .config import DCGRPOConfig
@@ -49,16 +46,86 @@ class DeployedPolicyTrainer(GRPOTrainer):
         self.replica: Replica | None = None
         self._deployment_writer: CheckpointWriter | None = None
         self._hub = HubClient(args.hub_deployment, args.deployment_scheme, args.hub_token, args.hub_revision)
-        with _vllm_backend(args):
+        # TRL would build an engine that knows no deployment scheme. It is built here, once the rest is there.
+        use_vllm, args.use_vllm = args.use_vllm, False
+        try:
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        if args.deployment_scheme is not None and not args.use_vllm:
-            if isinstance(self.processing_class, ProcessorMixin):
-                raise ValueError(
-                    f"deployment_scheme={args.deployment_scheme!r} samples text only, and the processing_class is a "
-                    "multimodal processor: use use_vllm=True for this model."
-                )
-            self._complete_generation_config()
-            self.replica = Replica(self.model, args.deployment_scheme)
+        finally:
+            args.use_vllm = use_vllm
+        if use_vllm:
+            self.use_vllm = True
+            self.vllm_generation = self._build_vllm()
+            self._last_loaded_step = -1
+        elif args.deployment_scheme is not None:
+            self.replica = self._build_replica(args.deployment_scheme)
+
+    def _build_replica(self, scheme: str) -> Replica:
+        if isinstance(self.processing_class, ProcessorMixin):
+            raise ValueError(
+                f"deployment_scheme={scheme!r} samples text only, and the processing_class is a multimodal processor: "
+                "use use_vllm=True for this model."
+            )
+        self._complete_generation_config()
+        return Replica(self.model, scheme)
+
+    def _build_vllm(self) -> VLLMGeneration:
+        """The vLLM engine that samples, with the arguments that TRL's constructor passes to its own."""
+        args, model = self.args, self.model
+        of_trl: dict[str, Any] = {
+            "model": model,
+            "accelerator": self.accelerator,
+            "processing_class": self.processing_class,
+            "mode": args.vllm_mode,
+            "structured_outputs_regex": args.vllm_structured_outputs_regex,
+            "server_base_url": args.vllm_server_base_url,
+            "server_host": args.vllm_server_host,
+            "server_port": args.vllm_server_port,
+            "group_port": args.vllm_group_port,
+            "server_timeout": args.vllm_server_timeout,
+            "tensor_parallel_size": args.vllm_tensor_parallel_size,
+            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+            "max_model_length": args.vllm_max_model_length,
+            "max_num_seqs": args.per_device_train_batch_size
+            * args.vllm_tensor_parallel_size
+            * args.steps_per_generation,
+            "enable_sleep_mode": args.vllm_enable_sleep_mode,
+            "model_impl": args.vllm_model_impl,
+            "trust_remote_code": args.trust_remote_code,
+            "repetition_penalty": self.repetition_penalty,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "max_completion_length": self.max_completion_length,
+            "logprobs": 0,  # of the sampled token alone
+            "generation_kwargs": args.generation_kwargs,
+        }
+        if args.vllm_mode == "server":
+            _check_server_defaults(args, model)
+            require_shared_embeddings(
+                model,
+                reason="a server of this model has one for both",
+                remedy="Use vllm_mode='colocate' with deployment_scheme, or the in-process replica (use_vllm=False)",
+            )
+            return ServerGeneration(
+                deployment_scheme=args.deployment_scheme,
+                weight_sync=args.weight_sync,
+                weight_sync_dir=args.weight_sync_dir,
+                vllm_request_timeout=args.vllm_request_timeout,
+                vllm_time_limit=args.vllm_time_limit,
+                vllm_max_retries=args.vllm_max_retries,
+                **of_trl,
+            )
+        if args.deployment_scheme is not None or args.weight_sync == "checkpoint":
+            return ColocateGeneration(
+                deployment_scheme=args.deployment_scheme, weight_sync_dir=args.weight_sync_dir, **of_trl
+            )
+        require_shared_embeddings(
+            model,
+            reason="TRL merges adapters in place, in both at once",
+            remedy="Set deployment_scheme (for example 'bf16')",
+        )
+        return VLLMGeneration(**of_trl)
 
     def _complete_generation_config(self) -> None:
         """Has the replica sample as `model.generate` does: what TRL leaves open, the model's own settings say.
@@ -288,51 +355,6 @@ class DeployedPolicyTrainer(GRPOTrainer):
 
 def _no_log(*args: Any) -> None:
     """What a reward function logs of completions that are no rollouts is dropped."""
-
-
-@contextmanager
-def _vllm_backend(args: DCGRPOConfig) -> Iterator[None]:
-    """Has TRL's constructor build our vLLM backend.
-
-    It builds `VLLMGeneration` by that name, inline, without a hook; so while it runs the name stands for ours.
-    """
-    backend: Any = VLLMGeneration
-    if args.vllm_mode == "server":
-        backend = partial(
-            ServerGeneration,
-            deployment_scheme=args.deployment_scheme,
-            weight_sync=args.weight_sync,
-            weight_sync_dir=args.weight_sync_dir,
-            vllm_request_timeout=args.vllm_request_timeout,
-            vllm_time_limit=args.vllm_time_limit,
-            vllm_max_retries=args.vllm_max_retries,
-        )
-    elif args.deployment_scheme is not None or args.weight_sync == "checkpoint":
-        backend = partial(
-            ColocateGeneration, deployment_scheme=args.deployment_scheme, weight_sync_dir=args.weight_sync_dir
-        )
-
-    def build(*, model: Any, **kwargs: Any) -> VLLMGeneration:
-        if args.vllm_mode == "server":
-            _check_server_defaults(args, model)
-            require_shared_embeddings(
-                model,
-                reason="a server of this model has one for both",
-                remedy="Use vllm_mode='colocate' with deployment_scheme, or the in-process replica (use_vllm=False)",
-            )
-        elif backend is VLLMGeneration:
-            require_shared_embeddings(
-                model,
-                reason="TRL merges adapters in place, in both at once",
-                remedy="Set deployment_scheme (for example 'bf16')",
-            )
-        return backend(model=model, **kwargs)
-
-    grpo_trainer.VLLMGeneration = build
-    try:
-        yield
-    finally:
-        grpo_trainer.VLLMGeneration = VLLMGeneration
 
 
 def _check_server_defaults(args: DCGRPOConfig, policy: Any) -> None:

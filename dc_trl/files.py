@@ -1,4 +1,4 @@
-"""Files that another process may read or somebody may have changed, and folders that another may be writing to."""
+"""Reads and writes files whole, locks folders against other processes, and removes what killed ones left behind."""
 
 import errno
 import fcntl
@@ -213,7 +213,7 @@ def _lock(path: Path) -> int:
             logger.warning(f"{path.parent} cannot be locked ({error.strerror}): start no second run in it.")
         if os.fstat(descriptor).st_nlink > 0:
             break
-        os.close(descriptor)  # of a run that ended just now, and removed the file
+        os.close(descriptor)  # a run that ended just now has removed the file
     try:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())

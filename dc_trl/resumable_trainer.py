@@ -1,18 +1,23 @@
 """What makes a run one that can be stopped: an output directory of its own, whole checkpoints, a last save."""
 
+import json
 import os
 import shutil
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .deployed_trainer import DeployedPolicyTrainer
-from .files import lock_output
-from .resuming.checkpoints import on_main_process, resumable_checkpoint
+from .files import lock_output, read_object, write_text
+from .resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE, on_main_process, resumable_checkpoint
 from .resuming.interruption import RunInterrupted
+from .rollouts.buffer import load_rollouts, save_rollouts
 from .serving.server import ServerError
 
 
@@ -22,12 +27,35 @@ torch.serialization.register_package(
 )
 
 
+logger = get_logger(__name__)
+
+
 class ResumableTrainer(DeployedPolicyTrainer):
     """A trainer that locks its output directory, resumes from whole checkpoints, and saves before it is stopped."""
 
+    # TRL's own
+    _step: int  # micro-batches that this object has trained on
+    _buffered_inputs: Any  # the generation batch in slices, or None
+
     _saved_at: int | None = None  # step of the last checkpoint that the present training saved or resumed from
 
+    # --- training, and how it ends ----------------------------------------------------------------------------------
+
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        """Trains as [`~transformers.Trainer.train`] does; called again, as in a new trainer with the present weights.
+
+        λ starts at `lambda_init` again, or where the checkpoint of `resume_from_checkpoint` left it; `True` is the
+        newest one in `output_dir` that is whole. The directory is locked meanwhile. When the vLLM server is lost, the
+        run is saved before the error is raised.
+
+        Raises:
+            ValueError: the checkpoint is not whole, another process trains into `output_dir`, or it cannot be written.
+            ServerError: the server cannot do what training needs; the message says how to go on.
+            RunInterrupted: a signal has ended the run, with a checkpoint; only where `StopSignals` is among the
+                callbacks, as in `scripts/train.py`.
+        """
+        if self._step > 0:  # this object has trained before
+            self._start_again()
         output_dir = self.args.output_dir
         self._saved_at = None
         with ExitStack() as stack:
@@ -43,6 +71,13 @@ class ResumableTrainer(DeployedPolicyTrainer):
                 raise ServerError(f"{error} {self._save_before_stopping()} when the server is up again.") from error
             except RunInterrupted as stop:
                 raise RunInterrupted(stop.signum, f"{self._save_before_stopping()}.") from stop
+
+    def _start_again(self) -> None:
+        """Forgets what an earlier training of this object has left, save the weights."""
+        self._step, self._buffered_inputs = 0, None
+        self._metrics["train"].clear()
+        if self.use_vllm:
+            self._last_loaded_step = -1  # the engine holds the weights of another training's step
 
     def _save_before_stopping(self) -> str:
         """Saves what the run has reached, all processes together; says where, and how to go on."""
@@ -62,6 +97,25 @@ class ResumableTrainer(DeployedPolicyTrainer):
             )
         return f"The run is saved: go on with resume_from_checkpoint={self._checkpoint_folder(trial=None)!r}"
 
+    # --- where the run stands in its generation batch ---------------------------------------------------------------
+
+    @property
+    def _micro_batches_per_iteration(self) -> int:
+        return self.args.steps_per_generation * self.num_iterations
+
+    def _completed_passes(self) -> int:
+        """Passes over the present generation batch that are behind us; below `num_iterations`."""
+        return self._step % self._micro_batches_per_iteration // self.args.steps_per_generation
+
+    def _iteration_state(self) -> dict[str, Any]:
+        """What a subclass has to go on with, as JSON values."""
+        return {}
+
+    def _load_iteration_state(self, state: dict[str, Any], within_batch: bool) -> None:
+        """Takes up what `_iteration_state` gave; `within_batch` says whether the generation batch goes on too."""
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
     def _checkpoint_folder(self, trial) -> str:
         return os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
 
@@ -76,6 +130,20 @@ class ResumableTrainer(DeployedPolicyTrainer):
         return folder
 
     def _save_checkpoint(self, model, trial):
+        # First, since transformers ends with what makes a checkpoint count as whole, pushes it, and rotates.
+        folder = self._new_checkpoint_folder(trial)
+        # Between two optimizer steps of one generation batch the rest of the batch is part of the run's state.
+        done = self._step % self._micro_batches_per_iteration
+        if done > 0:
+            rollouts = os.path.join(folder, ROLLOUTS_FILE.format(rank=self.accelerator.process_index))
+            save_rollouts(self._buffered_inputs, rollouts)
+        if self.args.should_save:
+            state = self._iteration_state() | {
+                "micro_batches_done": done,
+                "micro_batches_per_iteration": self._micro_batches_per_iteration,
+                "num_processes": self.accelerator.num_processes,
+            }
+            write_text(Path(folder, STATE_FILE), json.dumps(state, indent=2))
         super()._save_checkpoint(model, trial)
         self._saved_at = self.state.global_step
 
@@ -83,3 +151,27 @@ class ResumableTrainer(DeployedPolicyTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if os.path.realpath(checkpoint) == os.path.realpath(self._checkpoint_folder(trial=None)):
             self._saved_at = self.state.global_step
+        path = Path(checkpoint, STATE_FILE)
+        if not path.exists():
+            logger.warning(
+                f"{checkpoint} holds no {STATE_FILE} (it was not saved by DCGRPOTrainer): lambda starts at "
+                f"lambda_init={self.args.lambda_init}."
+            )
+            return
+        state = read_object(path)
+        done = state["micro_batches_done"]
+        as_before = (state["micro_batches_per_iteration"], state["num_processes"]) == (
+            self._micro_batches_per_iteration,
+            self.accelerator.num_processes,
+        )
+        within_batch = done > 0 and as_before
+        self._load_iteration_state(state, within_batch)
+        if within_batch:
+            rollouts = os.path.join(checkpoint, ROLLOUTS_FILE.format(rank=self.accelerator.process_index))
+            self._buffered_inputs = load_rollouts(rollouts, self.accelerator.device)
+            self._step = done
+        elif done > 0:
+            logger.warning(
+                f"{checkpoint} was saved within a generation batch by a run with other steps_per_generation, "
+                "num_iterations or number of processes: the rest of that batch is dropped and a new one generated."
+            )

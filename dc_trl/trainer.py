@@ -1,19 +1,17 @@
 """`DCGRPOTrainer`: TRL's GRPO trainer with the discrepancy measured token by token, and constrained.
 
-With deployed.py and resumable.py the only file that leans on private hooks of TRL and transformers. What it leans on,
-and why nothing of TRL is copied:
+Read from top to bottom it is the paper's algorithm: rollouts, penalised advantages, the loss, the statistics of the
+generation batch, one step of dual ascent. What samples is in deployed_trainer.py, what is saved in
+resumable_trainer.py. Nothing of TRL is copied; docs/hooks.md lists the private hooks that these files lean on.
 
 - `_generate_and_score_completions` returns the rollouts with their advantages (B,); per-token advantages (B, T) are
-  the form that TRL supports for subclasses, and the buffer's shuffle and split keep them aligned with the tokens.
+  the shape that TRL supports for subclasses, and the buffer's shuffle and split keep them aligned with the tokens.
 - When TRL has computed `old_per_token_logps` (the weights move within a generation batch), those are log π_train at
   the weights that sampled, and the advantages are penalised right there. When it has not, the weights stand still
   until the generation batch is used up, and the loss's own forward gives the same numbers: the advantages are replaced
   between that forward and their first use. Either way there is no forward pass that TRL would not make by itself.
 """
 
-import json
-import os
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -23,19 +21,11 @@ from trl.trainer.utils import get_config_model_id
 
 from .config import DCGRPOConfig
 from .constraint.advantages import leave_one_out_advantages, total_rewards, zero_std_groups
-from .constraint.discrepancy import (
-    combine_sums,
-    discrepancy_penalty,
-    discrepancy_sums,
-    mismatch_from_sums,
-    mismatch_sums,
-    scored_tokens,
-    token_discrepancy,
-)
-from .files import write_text
+from .constraint.discrepancy import scored_tokens, token_discrepancy
+from .constraint.forms import Constrained, form_of
+from .constraint.statistics import BatchStatistics
 from .resumable_trainer import ResumableTrainer
-from .resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE
-from .rollouts.buffer import load_rollouts, save_rollouts, with_nonempty_completions
+from .rollouts.buffer import with_nonempty_completions
 
 
 logger = get_logger(__name__)
@@ -58,6 +48,7 @@ class DCGRPOTrainer(ResumableTrainer):
 
     Attributes:
         lagrange_multiplier (`LagrangeMultiplier`): λ; constant unless `constraint="lagrangian"`.
+        form (`Form` or `None`): how λ enters the objective, see `dc_trl.constraint.forms`; `None` measures only.
         replica (`Replica` or `None`): the engine that samples, when `deployment_scheme` is set.
 
     Raises:
@@ -97,8 +88,6 @@ class DCGRPOTrainer(ResumableTrainer):
 
     # TRL's own
     beta: float  # coefficient of the KL term
-    _step: int  # micro-batches that this object has trained on
-    _buffered_inputs: Any  # the generation batch in slices, or None
 
     def __init__(self, model, reward_funcs=None, args=None, *positional, rollout_func=None, **kwargs):
         if args is None:
@@ -114,15 +103,15 @@ class DCGRPOTrainer(ResumableTrainer):
         if rollout_func is not None:
             rollout_func = with_nonempty_completions(rollout_func)
         # Set before TRL's constructor, which may already call hooks of this class.
+        self.form = form_of(args)
         self.lagrange_multiplier = args.multiplier()
-        # Inputs of the loss that is being computed.
-        self._loss_inputs: dict[str, Any] | None = None
-        # Rewards of the completions that were scored last, of all processes; NaN where there is none.
+        self._statistics = {mode: BatchStatistics(args.batch_reduction) for mode in ("train", "eval")}
+        # δ̄ of the present generation batch, from the time it is known to the update of λ at the batch's end.
+        self._mean_discrepancy: float | None = None
+        # Between two hooks of TRL: rewards of the completions that were scored last, of all processes, NaN where there
+        # is none; and the inputs of the loss that is being computed.
         self._rewards: Tensor
-        # Statistics of the present generation batch, or of the running evaluation, before reduction over processes.
-        self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
-        # δ̄ of the present iteration, from the time it is known to the update of λ at the iteration's end.
-        self._batch_discrepancy: float | None = None
+        self._loss_inputs: dict[str, Any] | None = None
         self._evaluation_set = ""  # name of the one that is being evaluated, where there are several
         super().__init__(model, reward_funcs, args, *positional, rollout_func=rollout_func, **kwargs)
 
@@ -151,13 +140,13 @@ class DCGRPOTrainer(ResumableTrainer):
                 "out: use use_vllm=True, or launch without sharding."
             )
 
-    # --- rollouts ---------------------------------------------------------------------------------------------------
+    # --- rollouts and their advantages ------------------------------------------------------------------------------
 
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
         self._compare_rewards(batch)
         if "sampling_per_token_logps" not in batch:
-            if self.args.constraint != "none":
+            if self.form is not None:
                 raise ValueError(
                     f"constraint={self.args.constraint!r} needs the rollouts' log-probabilities, and the engine "
                     "returned none (logprobs=None): return them from rollout_func, or set constraint='none'."
@@ -165,7 +154,7 @@ class DCGRPOTrainer(ResumableTrainer):
         elif "old_per_token_logps" in batch:
             self._constrain(batch, batch["old_per_token_logps"])
             if self.model.training:
-                self._close_statistics("train")
+                self._report("train")
         return batch
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
@@ -200,7 +189,37 @@ class DCGRPOTrainer(ResumableTrainer):
         weight = len(kept) / kept.sum().clamp(min=1) if over_completions else torch.ones((), device=kept.device)
         batch["kept_weight"] = weight * kept.any()
 
-    # --- penalised advantages ---------------------------------------------------------------------------------------
+    # --- the constraint on a micro-batch ----------------------------------------------------------------------------
+
+    def _constrain(self, batch: dict[str, Any], train_logps: Tensor) -> None:
+        """Measures a batch, penalises its advantages, and counts its tokens; `train_logps` as in `Form`."""
+        infer_logps = batch["sampling_per_token_logps"]
+        delta = token_discrepancy(train_logps, infer_logps, self.args.discrepancy_measure)
+        scored = scored_tokens(_loss_mask(batch), train_logps, infer_logps, delta)
+        constrained = self._apply_form(batch, train_logps, scored, batch["advantages"])
+        if constrained is not None:
+            batch["trajectory_advantages"] = batch["advantages"]
+            batch["advantages"] = constrained.advantages.detach()
+
+        if self.model.training and self._completed_passes() > 0:
+            return  # the same tokens at the same weights again
+        penalty = None if constrained is None else constrained.penalty
+        self._statistics["train" if self.model.training else "eval"].add(
+            train_logps, infer_logps, scored, delta, penalty
+        )
+
+    def _apply_form(
+        self, batch: dict[str, Any], train_logps: Tensor, scored: Tensor, advantages: Tensor
+    ) -> Constrained | None:
+        if self.form is None:
+            return None
+        infer_logps = batch["sampling_per_token_logps"]
+        constrained = self.form(train_logps, infer_logps, scored, advantages, self.lagrange_multiplier.value)
+        if constrained.loss is not None:
+            batch["constraint_loss"] = constrained.loss
+        return constrained
+
+    # --- the loss ---------------------------------------------------------------------------------------------------
 
     def _compute_loss(self, model, inputs):
         # A copy: the buffered inputs come again when num_iterations > 1.
@@ -215,17 +234,28 @@ class DCGRPOTrainer(ResumableTrainer):
             loss = super()._compute_loss(model, inputs)
         finally:
             self._loss_inputs, self.beta = None, beta
+        if "constraint_loss" in inputs:
+            accumulated = self.current_gradient_accumulation_steps if self.model.training else 1.0
+            loss = loss + inputs["constraint_loss"] / accumulated
         return loss if weight > 0 else loss * 0.0  # of a batch that is dropped whole nothing is learned
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         outputs = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         inputs = self._loss_inputs
         if inputs is not None:  # within the loss, which reads the advantages after this forward
-            if "sampling_per_token_logps" in inputs and "old_per_token_logps" not in inputs:
-                self._constrain(inputs, outputs[0])
+            self._constrain_in_loss(inputs, outputs[0])
             if "kept_weight" in inputs:
                 inputs["advantages"] = inputs["advantages"] * inputs["kept_weight"]
         return outputs
+
+    def _constrain_in_loss(self, inputs: dict[str, Any], train_logps: Tensor) -> None:
+        if "sampling_per_token_logps" not in inputs:
+            return
+        if "old_per_token_logps" not in inputs:
+            self._constrain(inputs, train_logps)
+        elif self.form is not None:  # penalised when it was sampled; a loss term wants the gradient of this forward
+            scored = scored_tokens(_loss_mask(inputs), train_logps, inputs["sampling_per_token_logps"])
+            self._apply_form(inputs, train_logps, scored, inputs["trajectory_advantages"])
 
     def get_gamma_weights(self, advantages, **kwargs):
         # VESPO weighs a trajectory by the sign of its advantage, which a token's penalty must not turn.
@@ -234,103 +264,50 @@ class DCGRPOTrainer(ResumableTrainer):
             advantages = self._loss_inputs["trajectory_advantages"].unsqueeze(1)
         return super().get_gamma_weights(advantages=advantages, **kwargs)
 
-    @torch.no_grad()
-    def _constrain(self, batch: dict[str, Any], train_logps: Tensor) -> None:
-        """Penalises the advantages of a batch, in the batch, and adds its tokens to the statistics."""
-        args = self.args
-        infer_logps = batch["sampling_per_token_logps"]
-        mask = _loss_mask(batch)
-        delta = token_discrepancy(train_logps, infer_logps, args.discrepancy_measure)
-        scored = scored_tokens(mask, train_logps, infer_logps, delta)
-        penalty = discrepancy_penalty(delta, scored, args.discrepancy_level, args.discrepancy_margin)
-        if args.constraint != "none":
-            batch["trajectory_advantages"] = batch["advantages"]
-            batch["advantages"] = batch["advantages"].unsqueeze(1) - self.lagrange_multiplier.value * penalty
-
-        if self.model.training and self._completed_passes() > 0:
-            return  # the same tokens at the same weights again
-        mode = "train" if self.model.training else "eval"
-        sums = mismatch_sums(train_logps, infer_logps, scored) | discrepancy_sums(delta, scored, args.batch_reduction)
-        sums["penalty"] = penalty.sum(dtype=sums["tokens"].dtype)
-        sums["penalized"] = (penalty > 0).sum().to(sums["tokens"].dtype)
-        self._sums[mode] = combine_sums([self._sums[mode], sums])
-
-    # --- statistics and the multiplier ------------------------------------------------------------------------------
-
-    @property
-    def _micro_batches_per_iteration(self) -> int:
-        return self.args.steps_per_generation * self.num_iterations
-
-    def _completed_passes(self) -> int:
-        """Passes over the present generation batch that are behind us; below `num_iterations`."""
-        return self._step % self._micro_batches_per_iteration // self.args.steps_per_generation
-
-    def _close_statistics(self, mode: str) -> None:
-        """Reduces the statistics over all processes and hands them to TRL's metrics."""
-        local, self._sums[mode] = self._sums[mode], {}
-        if not local:
-            return
-        ranks = self.accelerator.gather(torch.stack(list(local.values())).unsqueeze(0)).tolist()
-        sums = combine_sums(dict(zip(local, values, strict=True)) for values in ranks)
-        if sums["tokens"] == 0:
-            logger.warning(
-                "No token that enters the loss has log-probabilities from both engines: nothing is measured in this "
-                "batch."
-            )
-            return
-        mean_discrepancy = sums["discrepancy_sum"] / sums["discrepancy_count"]
-        metrics = {f"discrepancy/{name}": value for name, value in mismatch_from_sums(sums).items()}
-        metrics["discrepancy/mean"] = mean_discrepancy
-        if self.args.constraint != "none":
-            value = self.lagrange_multiplier.value
-            metrics["lagrangian/lambda"] = value
-            if (tolerance := self.lagrange_multiplier.tolerance) is not None:
-                metrics["lagrangian/tolerance"] = tolerance
-                metrics["lagrangian/violation"] = mean_discrepancy - tolerance
-            metrics["lagrangian/penalty_mean"] = value * sums["penalty"] / sums["tokens"]
-            metrics["lagrangian/penalized_fraction"] = sums["penalized"] / sums["tokens"]
-        for name, metric in metrics.items():
-            self._metrics[mode][name].append(metric)
-        if mode == "train":
-            self._batch_discrepancy = mean_discrepancy
-
-    def train(self, *args, **kwargs):
-        """Trains as [`~transformers.Trainer.train`] does; called again, as in a new trainer with the present weights.
-
-        λ starts at `lambda_init` again, or where the checkpoint of `resume_from_checkpoint` left it; `True` is the
-        newest one in `output_dir` that is whole. The directory is locked meanwhile. When the vLLM server is lost, the
-        run is saved before the error is raised.
-
-        Raises:
-            ValueError: the checkpoint is not whole, another process trains into `output_dir`, or it cannot be written.
-            ServerError: the server cannot do what training needs; the message says how to go on.
-            RunInterrupted: a signal has ended the run, with a checkpoint; only where `StopSignals` is among the
-                callbacks, as in `scripts/train.py`.
-        """
-        if self._step > 0:  # this object has trained before
-            self.lagrange_multiplier.load_state_dict(self.args.multiplier().state_dict())
-            self._step, self._buffered_inputs = 0, None
-            self._sums["train"], self._batch_discrepancy = {}, None
-            self._metrics["train"].clear()
-            if self.use_vllm:
-                self._last_loaded_step = -1  # the engine holds the weights of another training's step
-        return super().train(*args, **kwargs)
+    # --- the generation batch as a whole, and the multiplier --------------------------------------------------------
 
     def training_step(self, model, inputs, num_items_in_batch):
         loss = super().training_step(model, inputs, num_items_in_batch)
         done = self._step % self._micro_batches_per_iteration
         if done == self.args.steps_per_generation % self._micro_batches_per_iteration:
-            self._close_statistics("train")
-        if done == 0 and self._batch_discrepancy is not None:
+            self._report("train")  # the first pass is over: each token was seen once
+        if done == 0 and self._mean_discrepancy is not None:
             if self.args.constraint == "lagrangian":
-                searching = self.lagrange_multiplier.tolerance is None
-                self.lagrange_multiplier.update(self._batch_discrepancy)
-                if searching and (tolerance := self.lagrange_multiplier.tolerance) is not None:
-                    logger.info(
-                        f"discrepancy_tolerance='auto' is {tolerance:.4g} after step {self.state.global_step}."
-                    )
-            self._batch_discrepancy = None
+                self._ascend(self._mean_discrepancy)
+            self._mean_discrepancy = None
         return loss
+
+    def _ascend(self, mean_discrepancy: float) -> None:
+        """One step of dual ascent (eq. 11)."""
+        searching = self.lagrange_multiplier.tolerance is None
+        self.lagrange_multiplier.update(mean_discrepancy)
+        if searching and (tolerance := self.lagrange_multiplier.tolerance) is not None:
+            logger.info(f"discrepancy_tolerance='auto' is {tolerance:.4g} after step {self.state.global_step}.")
+
+    def _report(self, mode: str) -> None:
+        """Reduces the statistics over all processes and hands them to TRL's metrics."""
+        report = self._statistics[mode].reduce(self.accelerator.gather)
+        if report is None:
+            return
+        if report.tokens == 0:
+            logger.warning(
+                "No token that enters the loss has log-probabilities from both engines: nothing is measured in this "
+                "batch."
+            )
+            return
+        metrics = {f"discrepancy/{name}": value for name, value in report.metrics().items()}
+        if self.form is not None:
+            value = self.lagrange_multiplier.value
+            metrics["lagrangian/lambda"] = value
+            if (tolerance := self.lagrange_multiplier.tolerance) is not None:
+                metrics["lagrangian/tolerance"] = tolerance
+                metrics["lagrangian/violation"] = report.mean_discrepancy - tolerance
+            metrics["lagrangian/penalty_mean"] = value * report.mean_penalty
+            metrics["lagrangian/penalized_fraction"] = report.penalized_fraction
+        for name, metric in metrics.items():
+            self._metrics[mode][name].append(metric)
+        if mode == "train":
+            self._mean_discrepancy = report.mean_discrepancy
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         # Several evaluation sets, {"easy": …, "hard": …}, come here one by one as "eval_easy", "eval_hard".
@@ -340,7 +317,7 @@ class DCGRPOTrainer(ResumableTrainer):
     def log(self, logs, start_time=None):
         if not self.model.training:
             # Over the whole evaluation: a mean of batch means would weigh the last, shorter batch too much.
-            self._close_statistics("eval")
+            self._report("eval")
             if self._evaluation_set:
                 # TRL calls the metrics of every evaluation set by the same names.
                 metrics = self._metrics["eval"]
@@ -348,55 +325,24 @@ class DCGRPOTrainer(ResumableTrainer):
                     metrics[f"{self._evaluation_set}_{name}"] = metrics.pop(name)
         super().log(logs, start_time)
 
-    # --- save and resume --------------------------------------------------------------------------------------------
+    # --- what is started again, saved and resumed -------------------------------------------------------------------
 
-    def _save_checkpoint(self, model, trial):
-        # First, since transformers ends with what makes a checkpoint count as whole, pushes it, and rotates.
-        folder = self._new_checkpoint_folder(trial)
-        # Between two optimizer steps of one generation batch the rest of the batch is part of the run's state.
-        done = self._step % self._micro_batches_per_iteration
-        if done > 0:
-            rollouts = os.path.join(folder, ROLLOUTS_FILE.format(rank=self.accelerator.process_index))
-            save_rollouts(self._buffered_inputs, rollouts)
-        if self.args.should_save:
-            state = {
-                "lagrange_multiplier": self.lagrange_multiplier.state_dict(),
-                "batch_discrepancy": self._batch_discrepancy,
-                "micro_batches_done": done,
-                "micro_batches_per_iteration": self._micro_batches_per_iteration,
-                "num_processes": self.accelerator.num_processes,
-            }
-            write_text(Path(folder, STATE_FILE), json.dumps(state, indent=2))
-        super()._save_checkpoint(model, trial)
+    def _start_again(self):
+        super()._start_again()
+        self.lagrange_multiplier.load_state_dict(self.args.multiplier().state_dict())
+        self._statistics["train"].clear()
+        self._mean_discrepancy = None
 
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        super()._load_optimizer_and_scheduler(checkpoint)
-        path = os.path.join(checkpoint, STATE_FILE)
-        if not os.path.exists(path):
-            logger.warning(
-                f"{checkpoint} holds no {STATE_FILE} (it was not saved by DCGRPOTrainer): lambda starts at "
-                f"lambda_init={self.args.lambda_init}."
-            )
-            return
-        with open(path) as file:
-            state = json.load(file)
+    def _iteration_state(self):
+        return {
+            "lagrange_multiplier": self.lagrange_multiplier.state_dict(),
+            "batch_discrepancy": self._mean_discrepancy,
+        }
+
+    def _load_iteration_state(self, state, within_batch):
         self.lagrange_multiplier.load_state_dict(state["lagrange_multiplier"])
-        done = state["micro_batches_done"]
-        if done == 0:
-            return
-        if (state["micro_batches_per_iteration"], state["num_processes"]) != (
-            self._micro_batches_per_iteration,
-            self.accelerator.num_processes,
-        ):
-            logger.warning(
-                f"{checkpoint} was saved within a generation batch by a run with other steps_per_generation, "
-                "num_iterations or number of processes: the rest of that batch is dropped and a new one generated."
-            )
-            return
-        rollouts = os.path.join(checkpoint, ROLLOUTS_FILE.format(rank=self.accelerator.process_index))
-        self._buffered_inputs = load_rollouts(rollouts, self.accelerator.device)
-        self._batch_discrepancy = state["batch_discrepancy"]
-        self._step = done
+        if within_batch:
+            self._mean_discrepancy = state["batch_discrepancy"]
 
 
 def _loss_mask(batch: dict[str, Any]) -> Tensor:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from dc_trl.calibration import calibrate
 from dc_trl.calibration.report import REPORT_FILE, print_calibration, write_report
 from dc_trl.calibration.result import CALIBRATION_FILE
-from dc_trl.constraint.discrepancy import Measure, Reduction
+from dc_trl.constraint.settings import Measure, Reduction
 from dc_trl.data.benchmarks import BENCHMARKS
 from dc_trl.data.prompts import parse_template_kwargs
 from dc_trl.files import make_folder

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..constraint.discrepancy import Measure, Reduction, discrepancy_sums, token_discrepancy
+from ..constraint.discrepancy import token_discrepancy
+from ..constraint.settings import Measure, Reduction
+from ..constraint.statistics import discrepancy_sums
 from ..data.prompts import Prompt
 from ..rollouts.engines import EngineSpec
 from .mismatch import compare_engines, measure_engine

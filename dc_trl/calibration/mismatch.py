@@ -16,16 +16,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from ..constraint.discrepancy import (
-    LOG_RATIO_BOUND,
-    Measure,
-    Reduction,
-    combine_sums,
-    mismatch_from_sums,
-    mismatch_sums,
-    token_discrepancy,
-)
+from ..constraint.discrepancy import LOG_RATIO_BOUND, token_discrepancy
 from ..constraint.lagrangian import tolerance_deviations
+from ..constraint.settings import Measure, Reduction
+from ..constraint.statistics import combine_sums, mismatch_from_sums, mismatch_sums
 from ..records.estimators import Difference, Estimate, bootstrap_p_value
 from .contexts import token_contexts
 from .result import GRID, HISTOGRAM_EDGES, Bin, EngineMismatch, Growth, Tolerance, Weights

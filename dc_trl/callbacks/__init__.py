@@ -1,1 +1,1 @@
-"""What goes on beside a run: logs, learning rate, alarm, benchmarks, summary."""
+"""Callbacks: they log a run, decay its learning rate, watch for a collapse, ask benchmarks, write the summary."""

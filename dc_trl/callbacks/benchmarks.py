@@ -1,4 +1,4 @@
-"""How good the policy is, as it is deployed, while it is trained: by its own engine, at its present weights."""
+"""Benchmarks during training: the deployed policy answers them through its own engine, at its present weights."""
 
 from collections.abc import Iterator, Sequence
 
@@ -60,9 +60,10 @@ def deployed_answers(
 
 
 def _shares(trainer: DCGRPOTrainer, size: int, batch_size: int) -> Iterator[tuple[list[int], int]]:
-    """This process's rows, batch by batch, and how many of the batch count.
+    """This process's rows, batch by batch, and how many of each batch count.
 
-    All processes ask together, for as many each: the last ones fill up with rows that then do not count.
+    All processes have to ask for equally many rows at once, so the last batches are filled up with rows that do not
+    count.
     """
     accelerator = trainer.accelerator
     for start in range(0, size, accelerator.num_processes * batch_size):

@@ -78,7 +78,7 @@ class CollapseAlarmCallback(TrainerCallback):
                 self._last_good.open(state.global_step)
         self._monitor = CollapseMonitor(**self._settings)
         self.alarms, self.stopped, self.last_good = [], None, None
-        # The log history is part of every checkpoint: what was seen and said before is all in there.
+        # The log history is part of every checkpoint, so it holds all that was seen and said before.
         self._announced = {
             name.removeprefix("collapse/") for row in state.log_history for name in row if name.startswith("collapse/")
         }
@@ -113,11 +113,11 @@ class CollapseAlarmCallback(TrainerCallback):
                     message += f" {self._way_back(alarm)}"
             if state.is_world_process_zero:
                 logger.warning(message)
-            # Not the trainer's own log(): TRL's would take the metrics of the present step with it.
+            # TRL's log() would also write the metrics of the present step, which are not complete yet.
             Trainer.log(self._trainer, {f"collapse/{alarm.signal}": alarm.value})
 
     def _way_back(self, alarm: Alarm) -> str:
-        # Another signal may be in doubt since longer.
+        # Another signal may have been in doubt for longer.
         self.last_good = self._last_good.newest(min(alarm.sound_until, self._monitor.sound_until))
         if self.last_good is None:
             return "Training stops; no checkpoint from before the trouble is there to go back to."
@@ -141,7 +141,7 @@ class _LastGoodCheckpoint:
 
     def __init__(self, output_dir: str):
         self._folder = Path(output_dir)
-        self._step = 0  # of the one that is kept; 0: none
+        self._step = 0  # step of the checkpoint that is kept; 0 where none is
         # Other checkpoints belong to a run that was left for an earlier checkpoint, perhaps because it collapsed.
         self._resumed_at = 0
         self._saved: set[int] = set()
@@ -185,7 +185,7 @@ class _LastGoodCheckpoint:
             return
         destination = self._folder / f"{LAST_GOOD}-{step}"
         if destination.exists():
-            shutil.rmtree(destination)  # of a run that was left for an earlier checkpoint
+            shutil.rmtree(destination)  # it belongs to a run that was left for an earlier checkpoint
         partial.rename(destination)
         for path in earlier:
             if path != destination:

@@ -1,4 +1,4 @@
-"""Detectors of a run that collapses: online, and from the metrics alone that a trainer logs.
+"""Detects online that a run collapses, from nothing but the metrics that a trainer logs.
 
 The rules and every default are ours; docs/collapse.md has the evidence for them.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-# Below it numbers lose digits, and a share of one can be 0: as good as none.
+# Numbers below it lose digits, and a share of one can be 0. They count as none.
 _SMALLEST = sys.float_info.min
 
 # What a signal usually means, and what to try.
@@ -62,7 +62,7 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Alarm:
-    """What rang.
+    """A signal that rang.
 
     Attributes:
         signal: one of :data:`ADVICE`.
@@ -365,7 +365,7 @@ class CollapseMonitor:
         if "grad_norm" in values:
             conditions.append(("grad_norm", "grad_norm", not math.isfinite(values["grad_norm"]), math.inf))
         if "lagrangian/lambda" in values and self._lambda_max is not None:
-            # The log of several steps holds their mean, which rounds.
+            # A log of several steps holds their mean, which is rounded.
             pinned = values["lagrangian/lambda"] >= self._lambda_max * (1 - 1e-9)
             conditions.append(("lambda", "lagrangian/lambda", pinned, self._lambda_max))
         if "frac_reward_zero_std" in values:

@@ -93,7 +93,7 @@ class LengthDecayCallback(TrainerCallback):
                 f"logging_steps={state.logging_steps}: the surge is sought in means over so many steps, where one "
                 "extreme batch can look like it. Set logging_steps=1."
             )
-        # A resumed run has logged these already; what it found right before the checkpoint it has not.
+        # A resumed run has logged these already, except for what it found right before the checkpoint.
         self._announced = {
             name: row[name] for row in state.log_history for name in row if name.startswith("length_decay/")
         }
@@ -104,7 +104,7 @@ class LengthDecayCallback(TrainerCallback):
             for _ in range(state.global_step - self.schedule.detector.step):
                 self.schedule.observe(length)
 
-    # Both come when the trainer has logged a step: a row of ours then takes nothing away from the trainer's.
+    # Both are called after the trainer has logged a step, so that a row of ours takes nothing away from the trainer's.
     def on_step_begin(self, args, state, control, **kwargs):
         self._announce(state)
 

@@ -169,7 +169,7 @@ class LengthDecaySchedule(LRScheduler):
 
     @property
     def halvings(self) -> int:
-        """How often the rate has gone down, the last time to the floor."""
+        """How often the rate has gone down; the last time it goes to the floor."""
         return min(self._raw_halvings(), math.ceil(-math.log2(self.floor)))
 
     @property

@@ -24,8 +24,8 @@ from .benchmarks import greedy_accuracy
 class BeforeAndAfter(TrainerCallback):
     """What the summary compares: the deployed policy before the first step and after the last, on held-out problems.
 
-    Within `train`, because trackers take metrics only there. Without held-out problems, the discrepancies of the first
-    and of the last generation batch.
+    It measures within `train`, because trackers take metrics only there. Without held-out problems it compares the
+    discrepancies of the first and of the last generation batch.
     """
 
     def __init__(self, trainer: DCGRPOTrainer):
@@ -43,7 +43,7 @@ class BeforeAndAfter(TrainerCallback):
         if self._baseline.is_file():
             self.before = read_baseline(self._baseline.parent)
         else:
-            args.eval_on_start = state.global_step == 0  # stopped before it was measured
+            args.eval_on_start = state.global_step == 0  # the run was stopped before it had measured
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self._start is None:
@@ -73,7 +73,7 @@ class BeforeAndAfter(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         if self._trainer.eval_dataset is not None and not self.after and state.global_step >= state.max_steps:
-            self._trainer.evaluate()  # resumed after its last step
+            self._trainer.evaluate()  # the run was resumed after its last step
         if self._trainer.eval_dataset is None and state.is_world_process_zero:
             batches = [row for row in read_history(Path(args.output_dir, HISTORY_FILE)) if "discrepancy/mean" in row]
             if batches:

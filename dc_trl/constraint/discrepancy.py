@@ -1,39 +1,19 @@
-"""How far apart two engines are on the same tokens: measures, penalties, batch means and mismatch metrics.
+"""How far apart two engines are on the same tokens: measures of a token's discrepancy, and the paper's penalty.
 
-Pure tensor functions. Throughout, ``B`` is the number of trajectories, ``T`` the padded completion length,
+Pure tensor functions. Throughout this room, ``B`` is the number of trajectories, ``T`` the padded completion length,
 ``train_logps`` is log π_train(y_t) and ``infer_logps`` log π_inf(y_t) of the sampled tokens, both after temperature,
 in nats. A token is *scored* when it enters the loss and both log-probabilities are finite; every function ignores
 what stands at unscored positions, padding garbage and NaN included.
-
-Statistics are returned as sums, in float64, so that micro-batches and processes are combined by adding and the mean is
-taken once, at the end: a mean of means would weigh a short micro-batch like a long one.
 """
-
-import math
-from collections.abc import Iterable, Mapping
-from typing import TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from .settings import Level, Measure, Reduction
+from .settings import Level, Measure, require_choice
 
 
 # exp(2 · 20) is still far from overflow; the same bound as verl's, so that its χ² values can be compared with ours.
 LOG_RATIO_BOUND = 20.0
-
-Value = TypeVar("Value", Tensor, float)
-
-
-def _require(name: str, value: str, allowed: object) -> None:
-    options = get_args(allowed)
-    if value not in options:
-        raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, options))}.")
-
-
-def _accumulator(tensor: Tensor) -> torch.dtype:
-    # Apple's MPS has no float64.
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
 def token_discrepancy(train_logps: Tensor, infer_logps: Tensor, measure: Measure = "prob_diff") -> Tensor:
@@ -52,7 +32,7 @@ def token_discrepancy(train_logps: Tensor, infer_logps: Tensor, measure: Measure
     Raises:
         ValueError: unknown measure, or the shapes differ.
     """
-    _require("discrepancy_measure", measure, Measure)
+    require_choice("discrepancy_measure", measure, Measure)
     if train_logps.shape != infer_logps.shape:
         raise ValueError(
             f"train_logps has shape {tuple(train_logps.shape)} and infer_logps {tuple(infer_logps.shape)}: pass the "
@@ -94,183 +74,7 @@ def discrepancy_penalty(delta: Tensor, scored: Tensor, level: Level = "token", m
     Returns:
         Penalty ≥ 0, shape (B, T), dtype of ``delta``, 0 at unscored tokens.
     """
-    _require("discrepancy_level", level, Level)
+    require_choice("discrepancy_level", level, Level)
     if level == "sequence":
         delta = trajectory_mean(delta, scored).unsqueeze(-1).expand_as(delta)
     return delta.where(scored & (delta > margin), 0.0)
-
-
-def discrepancy_sums(delta: Tensor, scored: Tensor, reduction: Reduction = "sequence") -> dict[str, Tensor]:
-    """Numerator and denominator of the batch discrepancy δ̄ (arXiv 2606.08779, eq. 11).
-
-    Args:
-        delta: δ of each token, shape (B, T).
-        scored: boolean, shape (B, T).
-        reduction: ``"sequence"``: mean over trajectories of their token means; ``"token"``: mean over all tokens.
-
-    Returns:
-        ``{"discrepancy_sum", "discrepancy_count"}``, scalars. A trajectory without a scored token counts nowhere.
-    """
-    _require("batch_reduction", reduction, Reduction)
-    delta = delta.to(_accumulator(delta))
-    if reduction == "sequence":
-        total, count = trajectory_mean(delta, scored).sum(), scored.any(-1).sum()
-    else:
-        total, count = delta.where(scored, 0.0).sum(), scored.sum()
-    return {"discrepancy_sum": total, "discrepancy_count": count.to(total.dtype)}
-
-
-def mismatch_sums(train_logps: Tensor, infer_logps: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Sums from which `mismatch_from_sums` computes the metrics of `mismatch_metrics`.
-
-    Args:
-        train_logps: log π_train, shape (B, T).
-        infer_logps: log π_inf, shape (B, T).
-        mask: nonzero at the tokens that enter the loss, shape (B, T).
-
-    Returns:
-        Scalars by name. All combine by addition, except those whose name ends in ``_max`` (see `combine_sums`).
-    """
-    scored = scored_tokens(mask, train_logps, infer_logps)
-    dtype = _accumulator(train_logps)
-    # Zeros at unscored tokens: in the log-probabilities so that nothing below overflows, and in each sum.
-    train = train_logps.detach().to(dtype).where(scored, 0.0)
-    infer = infer_logps.detach().to(dtype).where(scored, 0.0)
-    log_ratio = train - infer
-    p, q = train.exp(), infer.exp()
-    gap = (p - q).abs()
-    weight = log_ratio.exp()
-    squared_weight = (2 * log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp()
-
-    def over_tokens(value: Tensor) -> Tensor:
-        return value.where(scored, 0.0).sum()
-
-    has_tokens = scored.any(-1)
-    # log ppl_train − log ppl_inf of a trajectory is the mean of b − a over its tokens.
-    log_ppl_gap = trajectory_mean(-log_ratio, scored)
-    # The sum is what is clamped here, as in verl: a bound on each token would not bound a long trajectory.
-    trajectory_log_ratio = log_ratio.sum(-1).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-
-    def over_trajectories(value: Tensor) -> Tensor:
-        return value.where(has_tokens, 0.0).sum()
-
-    return {
-        "tokens": scored.sum().to(dtype),
-        "trajectories": has_tokens.sum().to(dtype),
-        "kl": over_tokens(-log_ratio),
-        "k3": over_tokens(torch.expm1(log_ratio) - log_ratio),
-        "weight": over_tokens(weight),
-        "weight2": over_tokens(weight.square()),
-        "chi2_token": over_tokens(squared_weight),
-        "gap": over_tokens(gap),
-        "gap2": over_tokens(gap.square()),
-        "gap_max": gap.amax() if gap.numel() else gap.sum(),
-        "p": over_tokens(p),
-        "q": over_tokens(q),
-        "p2": over_tokens(p.square()),
-        "q2": over_tokens(q.square()),
-        "pq": over_tokens(p * q),
-        "log_ppl": over_trajectories(log_ppl_gap),
-        "log_ppl_abs": over_trajectories(log_ppl_gap.abs()),
-        "ppl_ratio": over_trajectories(log_ppl_gap.exp()),
-        "chi2_seq": over_trajectories((2 * trajectory_log_ratio).exp()),
-    }
-
-
-def combine_sums(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
-    """Sums of several micro-batches or processes as one: added, or the largest for names ending in ``_max``."""
-    combined: dict[str, Value] = {}
-    for part in parts:
-        for name, value in part.items():
-            if name not in combined:
-                combined[name] = value
-            elif name.endswith("_max"):
-                combined[name] = _larger(combined[name], value)
-            else:
-                combined[name] = combined[name] + value
-    return combined
-
-
-def _larger(first: Value, second: Value) -> Value:
-    # Python's max asks which is larger, for which the host waits for the device.
-    return torch.maximum(first, second) if isinstance(first, Tensor) else max(first, second)
-
-
-def mismatch_from_sums(sums: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of `mismatch_metrics` from the sums of `mismatch_sums`; NaN where a metric is undefined."""
-    n, trajectories = sums["tokens"], sums["trajectories"]
-    if n == 0:
-        return dict.fromkeys(METRICS, math.nan)
-
-    def covariance(xy: str, x: str, y: str) -> float:
-        return sums[xy] / n - sums[x] / n * sums[y] / n
-
-    variance_p, variance_q = covariance("p2", "p", "p"), covariance("q2", "q", "q")
-    # Below this a variance is the rounding of the subtraction, not a spread.
-    spread = min(variance_p, variance_q) > 1e-14
-    gap_variance = (sums["gap2"] - sums["gap"] ** 2 / n) / (n - 1) if n > 1 else math.nan
-    values = (
-        sums["kl"] / n,
-        sums["k3"] / n,
-        sums["log_ppl"] / trajectories,
-        sums["log_ppl_abs"] / trajectories,
-        sums["ppl_ratio"] / trajectories,
-        sums["chi2_token"] / n - 1,
-        sums["chi2_seq"] / trajectories - 1,
-        sums["gap"] / n,
-        sums["gap_max"],
-        math.sqrt(max(gap_variance, 0.0)) if n > 1 else math.nan,
-        covariance("pq", "p", "q") / math.sqrt(variance_p * variance_q) if spread else math.nan,
-        sums["weight"] ** 2 / (n * sums["weight2"]),
-    )
-    return dict(zip(METRICS, values, strict=True))
-
-
-METRICS = (
-    "kl",
-    "k3_kl",
-    "log_ppl_diff",
-    "log_ppl_abs_diff",
-    "ppl_ratio",
-    "chi2_token",
-    "chi2_seq",
-    "probs_diff_mean",
-    "probs_diff_max",
-    "probs_diff_std",
-    "probs_pearson",
-    "ess",
-)
-
-
-def mismatch_metrics(train_logps: Tensor, infer_logps: Tensor, mask: Tensor) -> dict[str, float]:
-    """Mismatch between two engines on the same tokens, under verl's names so that runs can be compared.
-
-    With a = log π_train, b = log π_inf, d = a − b, ⟨·⟩ the mean over scored tokens, x̄_i a trajectory's token mean and
-    E_i the mean over trajectories that have a scored token:
-
-    ==================== ====================================== ============================================
-    ``kl``               ⟨b − a⟩                                KL(π_inf ‖ π_train), k1 estimator, nats
-    ``k3_kl``            ⟨e^d − d − 1⟩                          the same, k3 estimator, ≥ 0
-    ``log_ppl_diff``     E_i(b̄_i − ā_i)                         log ppl_train − log ppl_inf
-    ``log_ppl_abs_diff`` E_i|b̄_i − ā_i|                         mismatch indicator of arXiv 2602.01826
-    ``ppl_ratio``        E_i exp(b̄_i − ā_i)                     ppl_train / ppl_inf
-    ``chi2_token``       ⟨e^{2d}⟩ − 1                           χ² of tokens, d clamped to ±20
-    ``chi2_seq``         E_i exp(2 Σ_t d) − 1                   χ² of trajectories, Σ_t d clamped to ±20
-    ``probs_diff_mean``  ⟨|e^a − e^b|⟩                          also ``_max`` and ``_std`` (unbiased)
-    ``probs_pearson``    corr(e^a, e^b)                         NaN when one of the two is constant
-    ``ess``              1/⟨(w/⟨w⟩)²⟩, w = e^d                  effective sample size, as a fraction in (0, 1]
-    ==================== ====================================== ============================================
-
-    ``log_ppl_abs_diff`` is a mean over trajectories, as verl computes it, where equation 7 of that paper prints a sum:
-    so it does not grow with the batch, and N times it is the sum over N trajectories.
-
-    Args:
-        train_logps: log π_train of the sampled tokens, shape (B, T), nats.
-        infer_logps: log π_inf of the same tokens, shape (B, T).
-        mask: nonzero at the tokens that enter the loss, shape (B, T).
-
-    Returns:
-        Metric name → value. All NaN when no token is scored: nothing was measured.
-    """
-    sums = mismatch_sums(train_logps, infer_logps, mask)
-    return mismatch_from_sums({name: value.item() for name, value in sums.items()})

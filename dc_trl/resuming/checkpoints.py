@@ -1,4 +1,4 @@
-"""The checkpoint that a run goes on from: the newest whole one, and what another one lacks."""
+"""Finds the checkpoint that a run goes on from, and says what an incomplete one lacks."""
 
 import json
 import re
@@ -37,7 +37,7 @@ logger = logging.get_logger(__name__)
 
 
 def on_main_process(action: Callable[[], Result]) -> Result:
-    """What an action returns on the main process, in all processes; so is a `ValueError` that it raises."""
+    """Runs an action on the main process; all processes get what it returns, or the `ValueError` that it raises."""
     outcome: list = [None, None]
     state = PartialState()
     if state.is_main_process:
@@ -97,7 +97,7 @@ def resumable_checkpoint(
 
 
 def checkpoints(output_dir: str | PathLike[str]) -> list[Path]:
-    """What is named as a checkpoint in an output directory, the newest first."""
+    """Folders of an output directory that are named as checkpoints, the newest first."""
     names = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
     found = [
         (int(match[1]), path)
@@ -181,7 +181,7 @@ def _missing_optimizer(folder: Path) -> str | None:
 
 
 def _missing_metadata(folder: Path, prefix: str) -> str | None:
-    """Sharded files are complete once the file is there that tells which tensor is where."""
+    """A sharded save is complete once it has the file that tells where each tensor is."""
     for part in folder.glob(f"{prefix}_*"):
         if part.is_dir() and not (part / ".metadata").is_file():
             return f"holds {part.name} without .metadata: its save was cut short"

@@ -45,8 +45,8 @@ class StopSignals(TrainerCallback):
 
     def __init__(self) -> None:
         self._training = False
-        self._signum = 0  # that has reached this process; 0: none
-        self._agreed = 0  # that has reached any process
+        self._signum = 0  # the signal that has reached this process, or 0
+        self._agreed = 0  # the signal that has reached any process, or 0
 
     def __enter__(self) -> "StopSignals":
         self._previous = {
@@ -115,7 +115,7 @@ class StopSignals(TrainerCallback):
         first = 0.0
         while data := os.read(signals, 1):
             if data[0] not in _SIGNALS:
-                continue  # somebody else's
+                continue  # somebody else has set a handler meanwhile
             if not self._signum:
                 self._signum, first = data[0], time.monotonic()
                 if self._training:
@@ -132,7 +132,7 @@ def _say(signum: int, what: str) -> None:
 
 
 def stop_if_asked(trainer: Trainer) -> None:
-    """Between two batches that are asked outside of the trainer's own loops: see [`StopSignals.check`]."""
+    """Calls [`StopSignals.check`] between two batches that are asked outside of the trainer's own loops."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, StopSignals):
             callback.check()

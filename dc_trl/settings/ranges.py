@@ -1,4 +1,4 @@
-"""Which numbers a setting may be. Every other is refused by name, value and remedy, before anything starts."""
+"""The numbers that each setting may be. Others are refused before anything starts."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ from typing import Any
 class Range:
     """Numbers from `least`, or `above` a bound, to `most`, or `below` a bound.
 
-    They are `whole` or not, and finite unless `infinite` allows +∞. `or_else` is one more number, and what it means.
+    They are whole numbers if `whole` is set, and finite unless `infinite` allows +∞. `or_else` is one further number,
+    with what it means.
     """
 
     least: int | None = None

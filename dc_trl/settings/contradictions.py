@@ -1,0 +1,156 @@
+"""Settings of `DCGRPOConfig` that contradict each other: a table of rules, each with what it says and what to do."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Rule(NamedTuple):
+    """A contradiction.
+
+    Args:
+        applies: whether a config contradicts itself in this way.
+        message: a format string; `c` is the config.
+    """
+
+    applies: Callable[[Any], bool]
+    message: str
+
+
+def require_no_contradiction(config: Any) -> None:
+    """Refuses a config that contradicts itself.
+
+    Raises:
+        ValueError: names the fields, their values and the remedy.
+    """
+    for rule in (*RULES, *(RULES_OF_A_CONSTRAINT if config.constraint != "none" else ())):
+        if rule.applies(config):
+            raise ValueError(rule.message.format(c=config))
+
+
+# The losses of CISPO and VESPO multiply log π_train of each token; the others multiply the ratio, which a trajectory
+# may have one of.
+_LOSSES_BY_TOKEN = ("cispo", "vespo")
+
+RULES = (
+    Rule(
+        lambda c: c.lambda_min > c.lambda_max,
+        "lambda_min={c.lambda_min!r} is above lambda_max={c.lambda_max!r}: lower lambda_min or raise lambda_max.",
+    ),
+    Rule(
+        lambda c: not c.lambda_min <= c.lambda_init <= c.lambda_max,
+        "lambda_init={c.lambda_init!r} lies outside [lambda_min, lambda_max] = [{c.lambda_min!r}, {c.lambda_max!r}]: "
+        "choose a value within the bounds or widen them.",
+    ),
+    Rule(
+        lambda c: c.fp16 and c.device.type == "cpu",
+        "fp16=True has no effect on a CPU, where accelerate computes in float32: train on a GPU or set fp16=False.",
+    ),
+    Rule(
+        lambda c: c.advantage_estimator == "rloo" and c.scale_rewards == "batch",
+        "scale_rewards={c.scale_rewards!r} normalises advantages and contradicts advantage_estimator='rloo', which "
+        "does not: leave it out, or use advantage_estimator='grpo'.",
+    ),
+    Rule(
+        lambda c: c.advantage_estimator == "rloo" and c.multi_objective_aggregation == "normalize_then_sum",
+        "multi_objective_aggregation={c.multi_objective_aggregation!r} normalises advantages and contradicts "
+        "advantage_estimator='rloo', which does not: leave it out, or use advantage_estimator='grpo'.",
+    ),
+    Rule(
+        lambda c: c.vllm_importance_sampling_correction and not c.use_vllm,
+        "vllm_importance_sampling_correction=True has no effect with use_vllm=False: set use_vllm=True or leave it "
+        "out.",
+    ),
+    Rule(
+        lambda c: (
+            c.loss_type == "vespo"
+            and c.vllm_importance_sampling_correction
+            and c.vllm_importance_sampling_mode not in ("token_truncate", "token_mask")
+        ),
+        "vllm_importance_sampling_mode={c.vllm_importance_sampling_mode!r} has one ratio for a trajectory, and "
+        "loss_type='vespo' takes one for each token: set vllm_importance_sampling_mode='token_truncate' or "
+        "'token_mask'.",
+    ),
+    Rule(
+        lambda c: c.constraint == "none" and c.discrepancy_margin > 0,
+        "discrepancy_margin={c.discrepancy_margin!r} has no effect with constraint='none': set discrepancy_margin=0 "
+        "or choose constraint='static' or 'lagrangian'.",
+    ),
+    Rule(
+        lambda c: c.constraint != "lagrangian" and c.dual_window > 1,
+        "dual_window={c.dual_window!r} has no effect with constraint={c.constraint!r}: set dual_window=1 or choose "
+        "constraint='lagrangian'.",
+    ),
+    Rule(
+        lambda c: not c.use_vllm and c.weight_sync != "auto",
+        "weight_sync={c.weight_sync!r} has no effect with use_vllm=False: unset it or set use_vllm=True.",
+    ),
+    Rule(
+        lambda c: not c.use_vllm and c.weight_sync_dir is not None,
+        "weight_sync_dir={c.weight_sync_dir!r} has no effect with use_vllm=False: unset it or set use_vllm=True.",
+    ),
+    Rule(
+        lambda c: c.weight_sync == "nccl" and c.weight_sync_dir is not None,
+        "weight_sync_dir={c.weight_sync_dir!r} has no effect with weight_sync='nccl': unset it or set "
+        "weight_sync='checkpoint'.",
+    ),
+    Rule(
+        lambda c: c.weight_sync == "nccl" and c.use_vllm and c.vllm_mode == "colocate",
+        "weight_sync='nccl' streams weights to a server, and vllm_mode='colocate' has none: set weight_sync='auto' or "
+        "vllm_mode='server'.",
+    ),
+    Rule(
+        lambda c: c.hub_deployment == "repository" and c.deployment_scheme is None,
+        "hub_deployment='repository' names the second repository by deployment_scheme, which is not set: set "
+        "deployment_scheme (for example 'bf16') or hub_deployment='subfolder'.",
+    ),
+    Rule(
+        lambda c: c.deployment_scheme is not None and c.use_transformers_continuous_batching and not c.use_vllm,
+        "deployment_scheme={c.deployment_scheme!r} samples from the in-process replica and contradicts "
+        "use_transformers_continuous_batching=True: set one of the two.",
+    ),
+)
+
+# Those that follow make the constraint unmeasurable, or keep its penalty from the tokens that δ̄ counts: λ would climb
+# to `lambda_max` without effect.
+RULES_OF_A_CONSTRAINT = (
+    Rule(
+        lambda c: c.use_transformers_continuous_batching and not c.use_vllm,
+        "constraint={c.constraint!r} needs the rollouts' log-probabilities, and "
+        "use_transformers_continuous_batching=True returns none: set deployment_scheme (for example 'bf16'), "
+        "use_vllm=True, or constraint='none'.",
+    ),
+    Rule(
+        lambda c: (
+            c.importance_sampling_level == "sequence"
+            and c.discrepancy_level == "token"
+            and c.loss_type not in _LOSSES_BY_TOKEN
+        ),
+        "importance_sampling_level='sequence' with loss_type={c.loss_type!r} has one ratio for a trajectory, which "
+        "spreads the penalty of a token over all of them: set discrepancy_level='sequence', "
+        "importance_sampling_level='token', or constraint='none'.",
+    ),
+    Rule(
+        lambda c: c.off_policy_mask_threshold is not None,
+        "off_policy_mask_threshold={c.off_policy_mask_threshold!r} masks trajectories where the engines differ most, "
+        "and with them the penalty of constraint={c.constraint!r}: unset it or set constraint='none'.",
+    ),
+    Rule(
+        lambda c: (
+            c.vllm_importance_sampling_correction
+            and c.vllm_importance_sampling_mode in ("token_mask", "sequence_mask")
+        ),
+        "vllm_importance_sampling_mode={c.vllm_importance_sampling_mode!r} masks tokens where the engines differ "
+        "most, and with them the penalty of constraint={c.constraint!r}: set "
+        "vllm_importance_sampling_mode='token_truncate' or 'sequence_truncate', or constraint='none'.",
+    ),
+    Rule(
+        lambda c: (c.generation_kwargs or {}).get("temperature", c.temperature) != c.temperature,
+        "generation_kwargs['temperature']={c.generation_kwargs[temperature]!r} contradicts "
+        "temperature={c.temperature!r}, at which the training log-probabilities are taken: set temperature alone.",
+    ),
+    Rule(
+        lambda c: c.vllm_structured_outputs_regex is not None,
+        "vllm_structured_outputs_regex={c.vllm_structured_outputs_regex!r} restricts the tokens that vLLM samples, "
+        "and constraint={c.constraint!r} would constrain that difference: unset it or set constraint='none'.",
+    ),
+)
