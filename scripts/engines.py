@@ -47,7 +47,7 @@ from dc_trl.settings.command_line import OptionParser
 
 
 # Random models of these sizes; the largest has the shape of Qwen3-0.6B.
-SHAPE = [
+SHAPE = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -55,7 +55,7 @@ SHAPE = [
     "num_key_value_heads",
     "head_dim",
     "vocab_size",
-]
+)
 SIZES = {
     "0.3M": (64, 256, 4, 2, 1, 32, 262),
     "2.4M": (256, 512, 4, 4, 2, 64, 262),
