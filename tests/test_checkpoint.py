@@ -285,6 +285,7 @@ def test_a_shared_expert_is_quantized_and_its_gate_is_not(tmp_path):
     assert set(ignored) == {"lm_head", f"{block}gate", f"{block}shared_expert_gate"}
 
 
+@pytest.mark.long
 def test_weights_that_fsdp_has_sharded_are_gathered(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     command += ["-m", "tests.sharded_worker", str(tmp_path)]
@@ -326,6 +327,7 @@ def test_shards_hold_together_what_one_file_holds(tmp_path, scheme):
     assert torch.equal(first, second)
 
 
+@pytest.mark.long
 def test_memory_holds_a_shard_and_not_the_model(tmp_path):
     code = f"""
 def highest():
@@ -350,6 +352,7 @@ print(size, highest() - start)
     assert peak < 1.6 * 64 * 2**20  # the shard, and a tensor before and after it is rounded
 
 
+@pytest.mark.long
 def test_a_reader_never_sees_half_a_checkpoint(tmp_path):
     checkpoint = tmp_path / "checkpoint"
     code = f"""
@@ -383,6 +386,7 @@ for turn in range(60):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.long
 def test_a_kill_leaves_the_old_checkpoint_and_the_next_write_clears_up(tmp_path):
     checkpoint = tmp_path / "checkpoint"
     write(make_model(64, seed=0), "fp8", checkpoint)

@@ -12,21 +12,18 @@ import sys
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from trl import TrlParser
 
+from dc_trl.data.arithmetic import arithmetic_problems
 from dc_trl.settings.pretrained import load_config_and_tokenizer
+from dc_trl.training.arguments import RunArguments
+from dc_trl.training.own_server import require_servable
 
 from .helpers import ROOT, TINY_MODEL, load_script
 from .vllm_server import requires_vllm
 
 
-@pytest.fixture(scope="module")
-def script():
-    return load_script("train")
-
-
 @pytest.fixture
-def launch(script, monkeypatch, tmp_path):
+def launch(monkeypatch, tmp_path):
     """Runs the script in this process, from the project's root, with the quickstart's configuration made small."""
 
     def run(**options):
@@ -44,7 +41,7 @@ def launch(script, monkeypatch, tmp_path):
         command = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
         monkeypatch.chdir(ROOT)
         monkeypatch.setattr(sys, "argv", ["train.py", *command])
-        script.main()
+        load_script("train").main()
         return tmp_path / "run"
 
     return run
@@ -63,6 +60,7 @@ def write_rows(path, rows):
     return str(path)
 
 
+@pytest.mark.long
 def test_the_readme_command_in_a_process_of_its_own(tmp_path):
     command = [os.path.join(os.path.dirname(sys.executable), "accelerate"), "launch", "scripts/train.py"]
     command += ["--config", "configs/quickstart.yaml", "--output_dir", str(tmp_path), "--max_steps", "3"]
@@ -112,6 +110,7 @@ def test_a_continued_run_knows_where_it_began(launch):
     assert second["before"]["problems"] == second["after"]["problems"] == 16
 
 
+@pytest.mark.long
 def test_trackio(tmp_path):
     pytest.importorskip("trackio")
     command = [sys.executable, "scripts/train.py", "--config", "configs/quickstart.yaml", "--max_steps", "2"]
@@ -395,12 +394,12 @@ def test_a_full_disk(launch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart_vllm_fp8", "qwen3_8b_fp8"])
-def test_configurations_are_read_by_the_scripts_parser(script, name, tmp_path):
-    parser = TrlParser(script.ARGUMENTS)
+def test_configurations_are_read_by_the_scripts_parser(name, tmp_path):
     # On this machine, without the GPU that BF16 training wants.
     options = ["--config", str(ROOT / "configs" / f"{name}.yaml"), "--output_dir", str(tmp_path)]
-    data, server, _, args, model = parser.parse_args_and_config([*options, "--use_cpu", "true", "--bf16", "false"])
-    script.require_servable(server, args)
+    arguments = RunArguments.parse([*options, "--use_cpu", "true", "--bf16", "false"])
+    require_servable(arguments.server, arguments.trainer)
+    data, args, model = arguments.data, arguments.trainer, arguments.model
     assert args.constraint == "lagrangian"
     assert args.deployment_scheme == "fp8"
     assert model.model_name_or_path
@@ -432,11 +431,12 @@ def test_the_shipped_model_is_as_good_as_its_card_says(tokenizer):
     stated = float(re.search(r"greedy \| ([\d.]+)%", card)[1]) / 100
     assert 0.35 <= stated <= 0.45
     model = AutoModelForCausalLM.from_pretrained(TINY_MODEL)
-    problems = script.arithmetic_problems(1000, 0, "held_out")
+    problems = arithmetic_problems(1000, 0, "held_out")
     greedy, _ = script.accuracy(model, tokenizer, problems)
     assert greedy == pytest.approx(stated, abs=0.01)
 
 
+@pytest.mark.long
 def test_the_shipped_model_is_what_its_script_makes(tokenizer, tmp_path, monkeypatch):
     script = load_script("make_tiny_model")
     made = script.make_tokenizer()
@@ -459,6 +459,7 @@ def test_the_shipped_model_is_what_its_script_makes(tokenizer, tmp_path, monkeyp
         script.main()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["overhead", "replica", "grading"])
 def test_the_benchmark_compares_what_it_says(what, monkeypatch, capsys):
     script = load_script("benchmark")
@@ -473,6 +474,7 @@ def test_the_benchmark_compares_what_it_says(what, monkeypatch, capsys):
     assert len(rows) == {"overhead": 4, "replica": 7, "grading": 1}[what]
 
 
+@pytest.mark.long
 @requires_vllm
 @pytest.mark.parametrize("what", ["agreement", "throughput", "sync", "evaluation"])
 def test_the_engines_are_compared(what, monkeypatch, capsys):
