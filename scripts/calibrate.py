@@ -30,7 +30,7 @@ from dc_trl.data.prompts import Prompt, load_prompts, load_rows, make_prompt, pa
 from dc_trl.evaluation import Benchmark
 from dc_trl.files import make_folder
 from dc_trl.quantization.schemes import SCHEMES
-from dc_trl.serving.server import ServerError
+from dc_trl.serving.errors import ServerError
 from dc_trl.settings.command_line import OptionParser
 from dc_trl.settings.pretrained import load_config_and_tokenizer
 from dc_trl.settings.ranges import ABOVE_0, COUNT, SEED, Range, require_numbers

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import httpx
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -34,12 +34,13 @@ from transformers import (
 
 from dc_trl import mismatch_metrics
 from dc_trl.data.arithmetic import arithmetic_dataset
-from dc_trl.evaluation import Benchmark, evaluate, sample_seed, tokenize_prompts
+from dc_trl.evaluation import Benchmark, evaluate, tokenize_prompts
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.quantization.checkpoint import CheckpointWriter
-from dc_trl.quantization.policy import policy_tensors
+from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.rollouts.replica import Replica
-from dc_trl.rollouts.sampling import Sampling, ServerEngine
+from dc_trl.rollouts.sampling import Sampling, sample_seed
+from dc_trl.rollouts.server_engine import ServerEngine
 from dc_trl.serving.client import ServerClient
 from dc_trl.serving.server import serve
 
@@ -279,14 +280,15 @@ async def bare_loop(url: str, model: str, bodies: list[dict[str, Any]], concurre
     """The least that a client can do: sends the requests and counts the tokens."""
     pending, tokens = iter(bodies), 0
 
-    async def work(session: aiohttp.ClientSession) -> None:
+    async def work(http: httpx.AsyncClient) -> None:
         nonlocal tokens
         for body in pending:
-            async with session.post(f"{url}/v1/completions", json=body | {"model": model}) as response:
-                tokens += (await response.json())["usage"]["completion_tokens"]
+            response = await http.post(f"{url}/v1/completions", json=body | {"model": model})
+            tokens += response.json()["usage"]["completion_tokens"]
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
-        await asyncio.gather(*(work(session) for _ in range(concurrency)))
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(limits=limits, timeout=None) as http:
+        await asyncio.gather(*(work(http) for _ in range(concurrency)))
     return tokens
 
 

@@ -22,15 +22,18 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedToken
 from dc_trl.data.benchmarks import BENCHMARKS
 from dc_trl.data.prompts import parse_template_kwargs
 from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
+from dc_trl.evaluation.card import require_card, write_eval_results
 from dc_trl.evaluation.results import Evaluation, compare
 from dc_trl.evaluation.tables import comparison_table, evaluation_details, evaluation_table, failures_line
 from dc_trl.files import make_folder
-from dc_trl.hub.card import require_card, write_eval_results
 from dc_trl.quantization.schemes import SCHEMES
 from dc_trl.records.tables import markdown_table, print_table
 from dc_trl.rollouts.replica import Replica
-from dc_trl.rollouts.sampling import Disclosed, Engine, ReplicaEngine, Sampling, ServerEngine
-from dc_trl.serving.server import ServerError, is_local, serve
+from dc_trl.rollouts.sampling import Engine, ReplicaEngine, Sampling
+from dc_trl.rollouts.server_engine import Disclosed, ServerEngine
+from dc_trl.serving.connection import is_local
+from dc_trl.serving.errors import ServerError
+from dc_trl.serving.server import serve
 from dc_trl.settings.command_line import OptionParser
 from dc_trl.settings.pretrained import load_config_and_tokenizer
 from dc_trl.settings.ranges import AT_LEAST_0, COUNT, SHARE, require_numbers

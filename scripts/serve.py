@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 from dc_trl.quantization.schemes import SCHEMES
-from dc_trl.serving.server import ServerError, serve
+from dc_trl.serving.errors import ServerError
+from dc_trl.serving.server import serve
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -10,7 +10,7 @@ import sys
 from contextlib import ExitStack
 
 from dc_trl.resuming.interruption import StopSignals
-from dc_trl.serving.server import ServerError
+from dc_trl.serving.errors import ServerError
 from dc_trl.settings.command_line import refused_in_one_line
 from dc_trl.training.arguments import RunArguments
 from dc_trl.training.build import build_trainer

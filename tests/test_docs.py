@@ -296,6 +296,7 @@ def test_the_options_of_the_gpu_guide_exist(parsers):
     assert {"accelerate", "python", "vllm"} <= seen
 
 
+@pytest.mark.long
 @requires_vllm
 def test_the_options_of_vllm_exist():
     shown = subprocess.run(
@@ -340,6 +341,7 @@ def test_every_page_is_in_the_table_of_contents():
 # --- the site
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("sphinx") is None, reason="Sphinx is not installed (make docs)")
 def test_the_site_builds_and_needs_nothing_from_elsewhere(tmp_path, refused):
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", tmp_path / "trees", DOCS]

@@ -10,7 +10,7 @@ from ..callbacks.summary import BeforeAndAfter, summarize
 from ..data.dapo import DAPO
 from ..hub.push import HubError, push_command
 from ..resuming.interruption import RunInterrupted, StopSignals
-from ..serving.server import ServerError
+from ..serving.errors import ServerError
 from ..trainer import DCGRPOTrainer
 
 
