@@ -18,11 +18,13 @@ from dc_trl.calibration.contexts import visible, visible_token
 from dc_trl.calibration.figures import position_figure, probability_figure
 from dc_trl.calibration.mismatch import batch_tolerance, compare_engines, measure_engine
 from dc_trl.calibration.report import difference_table, label, report_page
-from dc_trl.calibration.rollouts import EngineSample, EngineSpec, Rollout, sample_rollouts
+from dc_trl.calibration.rollouts import EngineSample, Rollout, sample_rollouts
 from dc_trl.calibration.scoring import train_logps
 from dc_trl.calibration.settings import CalibrationSettings
 from dc_trl.data.arithmetic import arithmetic_dataset
+from dc_trl.rollouts.engines import EngineSpec
 from dc_trl.rollouts.replica import Replica
+from dc_trl.training.problems import DataArguments, draw_prompts
 
 from .helpers import ROOT, TINY_MODEL, load_script, make_config, make_model, make_prompts
 from .vllm_server import requires_vllm
@@ -485,26 +487,23 @@ def test_script_writes_a_page_that_needs_nothing_else(script, tmp_path, capsys):
     assert [engine.engine for engine in Calibration.load(output / "calibration.json").engines] == ["replica:int8"]
 
 
-def test_script_draws_prompts_from_files_and_benchmarks(monkeypatch, tmp_path, tokenizer, capsys):
-    module = load_script("calibrate")
-
-    def draw(*words):
-        monkeypatch.setattr(sys, "argv", ["calibrate.py", "--model", "m", "--engine", "fp8", *words])
-        return module.draw_prompts(module.parse_arguments(), tokenizer)
+def test_prompts_are_drawn_from_files_and_benchmarks(tmp_path, tokenizer, capsys):
+    def draw(count=128, seed=0, benchmark=None, **fields):
+        return draw_prompts(DataArguments(**fields), tokenizer, count, seed, benchmark)
 
     bare = tmp_path / "prompts.jsonl"
     questions = [f"{n}+{n}=?" for n in range(10, 20)]
     bare.write_text("".join(json.dumps({"question": question}) + "\n" for question in questions))
-    file = ("--dataset_name", str(bare), "--prompt_column", "question")
-    drawn = draw(*file, "--prompts", "4")
-    assert drawn == draw(*file, "--prompts", "4") != draw(*file, "--prompts", "4", "--seed", "1")
+    file = {"dataset_name": str(bare), "prompt_column": "question"}
+    drawn = draw(4, **file)
+    assert drawn == draw(4, **file) != draw(4, seed=1, **file)
     asked = [message["content"] for (message,) in drawn]
     assert len(set(asked)) == 4
     assert set(asked) < set(questions)
-    assert sorted(m["content"] for (m,) in draw(*file, "--instruction", "Go.")) == [f"{q}\n\nGo." for q in questions]
+    assert sorted(m["content"] for (m,) in draw(**file, instruction="Go.")) == [f"{q}\n\nGo." for q in questions]
     assert "prompts=128: there are 10, and all of them are taken" in capsys.readouterr().out
-    assert len(draw("--benchmark", "arithmetic", "--prompts", "3")) == 3
-    assert len(draw("--prompts", "5")) == 5
+    assert len(draw(3, benchmark="arithmetic")) == 3
+    assert len(draw(5)) == 5
 
 
 @pytest.mark.parametrize(

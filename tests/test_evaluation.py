@@ -21,6 +21,7 @@ from dc_trl import DCGRPOTrainer
 from dc_trl.data.schema import MathProblem, to_dataset
 from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from dc_trl.evaluation.card import eval_results, require_card, write_eval_results
+from dc_trl.evaluation.report import write_report
 from dc_trl.evaluation.results import Evaluation, benchmark_result, compare
 from dc_trl.evaluation.samples import Sample, SampleStore
 from dc_trl.evaluation.tables import comparison_table, evaluation_details, evaluation_table
@@ -557,7 +558,7 @@ def test_answers_whose_grading_fails_are_counted_and_shown(replica, tokenizer, t
     assert evaluation.grading_failures == {"error": boxes}
     assert boxes > 0
     assert Evaluation.load(tmp_path / RESULTS_FILE) == evaluation
-    load_script("evaluate").report([evaluation], tmp_path)
+    write_report([evaluation], tmp_path)
     line = f"fp8: {boxes} answers count as wrong because grading failed (error {boxes})"
     assert line in capsys.readouterr().out
     assert line in (tmp_path / "results.md").read_text()

@@ -7,9 +7,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt
+from ..rollouts.engines import EngineSpec
 from .mismatch import compare_engines, measure_engine
 from .result import Calibration
-from .rollouts import EngineSample, EngineSpec, Policy, require_engines, sample_rollouts
+from .rollouts import EngineSample, Policy, require_engines, sample_rollouts
 from .scoring import train_logps
 from .settings import CalibrationSettings
 

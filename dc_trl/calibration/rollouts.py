@@ -1,13 +1,12 @@
 """Completions with their log-probabilities from any engine: a vLLM server, started or running, or the replica."""
 
 import math
-import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from peft import PeftModel
@@ -15,9 +14,9 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..quantization.checkpoint import CheckpointWriter
-from ..quantization.schemes import SCHEMES
 from ..quantization.tensors import policy_tensors
 from ..rollouts.end_tokens import end_tokens, pad_token
+from ..rollouts.engines import EngineSpec
 from ..rollouts.replica import Replica
 from ..rollouts.sampling import sample_seed
 from ..serving.client import ServerClient
@@ -49,31 +48,6 @@ class EngineSample(NamedTuple):
     engine: str
     precision: str  # the scheme, or what a running server says of its layers
     rollouts: list[Rollout]
-
-
-class EngineSpec(NamedTuple):
-    """An engine in a word: `fp8` (a vLLM server to be started), `replica:fp8` (in this process), or a server's URL."""
-
-    name: str
-    kind: Literal["vllm", "replica", "url"]
-    scheme: str | None  # None: whatever the server at the URL runs
-
-    @classmethod
-    def parse(cls, word: str) -> "EngineSpec":
-        """The engine that a word means.
-
-        Raises:
-            ValueError: it means none.
-        """
-        if re.match(r"https?://[^/]", word):
-            return cls(word.rstrip("/"), "url", None)
-        scheme = word.removeprefix("replica:")
-        if scheme not in SCHEMES:
-            raise ValueError(
-                f"engine={word!r} is unknown: use a scheme ({', '.join(SCHEMES)}) for a vLLM server that is started, "
-                "replica:SCHEME for a replica in this process, or the URL of a running vLLM server."
-            )
-        return cls(word, "vllm" if scheme == word else "replica", scheme)
 
 
 def sample_rollouts(

@@ -1,7 +1,8 @@
 """What a training configuration says of its problems, and the data sets that it means."""
 
 import json
-from dataclasses import dataclass, field
+import random
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from accelerate import PartialState
@@ -12,8 +13,9 @@ from ..data.arithmetic import arithmetic_dataset
 from ..data.benchmarks import PUBLISHED, load_benchmark
 from ..data.cleaning import clean
 from ..data.dapo import load_dapo
-from ..data.prompts import describe_counts, load_prompts, load_rows, make_prompt
+from ..data.prompts import Prompt, describe_counts, load_prompts, load_rows, make_prompt, prompt_length
 from ..data.templates import BOXED_INSTRUCTION
+from ..evaluation import Benchmark
 from ..settings.described import described
 from ..settings.ranges import AT_LEAST_0, COUNT, WHOLE, require_numbers
 
@@ -125,3 +127,40 @@ def load_data(
     held_out_prompts = {json.dumps(prompt) for prompt in parts["test"]["prompt"]}
     train = parts["train"].filter(lambda row: json.dumps(row["prompt"]) not in held_out_prompts)
     return train, parts["test"], f"{line}; {len(parts['test'])} held out"
+
+
+def draw_prompts(
+    data: DataArguments, tokenizer: PreTrainedTokenizerBase, count: int, seed: int, benchmark: str | None = None
+) -> list[Prompt]:
+    """Prompts alone, drawn at random: of a data set (the built-in arithmetic by default), or of a benchmark.
+
+    Args:
+        data: what the configuration says; rows need no answer.
+        tokenizer: of the model.
+        count: how many; where there are fewer, a line says so and all are taken.
+        seed: of the draw, and of the arithmetic problems.
+        benchmark: "NAME" or "NAME=FILE", in place of the data set.
+
+    Raises:
+        ValueError: names the field, its value and the remedy.
+    """
+    if benchmark is not None:
+        name, _, file = benchmark.partition("=")
+        source = Benchmark.load(name, file=file or None)
+        every = [make_prompt(problem, tokenizer, source.instruction) for problem in source.rows["problem"]]
+        if data.max_prompt_length is not None:
+            every = [prompt for prompt in every if prompt_length(prompt, tokenizer) <= data.max_prompt_length]
+    elif data.dataset_name in (None, "arithmetic", "dapo"):
+        named = replace(data, dataset_name=data.dataset_name or "arithmetic")
+        every = load_data(named, tokenizer, seed, count)[0]["prompt"][:]
+    else:
+        rows = load_rows(data.dataset_name, data.dataset_config, data.dataset_split)
+        if data.answer_column.split(".")[0] not in rows.column_names:
+            # Nothing is graded here, so a file of prompts alone will do.
+            rows = rows.add_column(data.answer_column, ["0"] * len(rows))
+        columns = (data.prompt_column, data.answer_column)
+        kept, _ = load_prompts(rows, tokenizer, *columns, data.instruction, data.max_prompt_length)
+        every = kept["prompt"][:]
+    if len(every) < count:
+        print(f"prompts={count}: there are {len(every)}, and all of them are taken", flush=True)
+    return random.Random(seed).sample(every, min(count, len(every)))
