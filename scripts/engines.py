@@ -38,7 +38,7 @@ from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.evaluation import Benchmark, evaluate, sample_seed, tokenize_prompts
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.quantization.checkpoint import CheckpointWriter
-from dc_trl.quantization.policy import policy_tensors
+from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.sampling import Sampling, ServerEngine
 from dc_trl.serving.client import ServerClient

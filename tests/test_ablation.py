@@ -430,6 +430,7 @@ def test_a_folder_of_something_else_is_refused(sweep_file, tmp_path):
 # A whole sweep by the script, with the real training, killed and continued.
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_killed_sweep_goes_on_with_the_same_command(tmp_path):
     settings = "max_steps=24 save_steps=8 eval_size=8 max_completion_length=16 per_device_train_batch_size=16"

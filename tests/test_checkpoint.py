@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from dc_trl.quantization.checkpoint import CheckpointWriter, write_deployable
-from dc_trl.quantization.policy import policy_tensors
 from dc_trl.quantization.schemes import SCHEMES
+from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.rollouts.replica import Replica
 
 from .helpers import ROOT, TINY_MODEL, make_experts, make_model, make_tokenizer
@@ -31,8 +31,8 @@ QUANTIZED = [scheme for scheme in SCHEMES if scheme != "bf16"]
 # Code that a process of its own runs: `model` is the policy, `writer(scheme)` its writer.
 PROLOGUE = """
 import os, resource, sys, time, torch
-from dc_trl.deployment.checkpoint import CheckpointWriter
-from dc_trl.deployment.policy import policy_tensors
+from dc_trl.quantization.checkpoint import CheckpointWriter
+from dc_trl.quantization.tensors import policy_tensors
 from tests.helpers import make_model, make_tokenizer
 def writer(model, scheme="fp8", **kwargs):
     return CheckpointWriter(model, scheme, make_tokenizer(), **kwargs)
@@ -285,14 +285,22 @@ def test_a_shared_expert_is_quantized_and_its_gate_is_not(tmp_path):
     assert set(ignored) == {"lm_head", f"{block}gate", f"{block}shared_expert_gate"}
 
 
+@pytest.mark.long
 def test_weights_that_fsdp_has_sharded_are_gathered(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    command += ["-m", "tests.sharded_worker", str(tmp_path / "sharded")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    command += ["-m", "tests.sharded_worker", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     write(make_model(64), "fp8", tmp_path / "whole")
-    for file in (tmp_path / "whole").iterdir():
-        assert (tmp_path / "sharded" / file.name).read_bytes() == file.read_bytes(), file.name
+    adapted = get_peft_model(make_model(64), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    write(adapted, "fp8", tmp_path / "whole, adapted")
+    references = {"sharded": "whole", "after a forward pass": "whole", "adapted": "whole, adapted"}
+    for folder, reference in references.items():
+        for file in (tmp_path / reference).iterdir():
+            assert (tmp_path / folder / file.name).read_bytes() == file.read_bytes(), (folder, file.name)
+    weights = "model.safetensors"
+    assert (tmp_path / "by the trainer" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+    assert "use_vllm=False: of sharded weights, only those under FSDP2" in (tmp_path / "refusal").read_text()
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8"])
@@ -319,6 +327,7 @@ def test_shards_hold_together_what_one_file_holds(tmp_path, scheme):
     assert torch.equal(first, second)
 
 
+@pytest.mark.long
 def test_memory_holds_a_shard_and_not_the_model(tmp_path):
     code = f"""
 def highest():
@@ -343,6 +352,7 @@ print(size, highest() - start)
     assert peak < 1.6 * 64 * 2**20  # the shard, and a tensor before and after it is rounded
 
 
+@pytest.mark.long
 def test_a_reader_never_sees_half_a_checkpoint(tmp_path):
     checkpoint = tmp_path / "checkpoint"
     code = f"""
@@ -376,6 +386,7 @@ for turn in range(60):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.long
 def test_a_kill_leaves_the_old_checkpoint_and_the_next_write_clears_up(tmp_path):
     checkpoint = tmp_path / "checkpoint"
     write(make_model(64, seed=0), "fp8", checkpoint)

@@ -26,9 +26,9 @@ from dc_trl.evaluation.samples import Sample, SampleStore
 from dc_trl.evaluation.tables import comparison_table, evaluation_details, evaluation_table
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.hub.card import eval_results, require_card, write_eval_results
-from dc_trl.quantization.policy import end_tokens
 from dc_trl.records.estimators import mean_estimate
 from dc_trl.records.tables import markdown_table
+from dc_trl.rollouts.end_tokens import end_tokens
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.sampling import ReplicaEngine, Request, Sampling, ServerEngine
 from dc_trl.serving.client import ServerClient
@@ -342,6 +342,7 @@ def requests_served(url):
     return sum(float(line.split()[-1]) for line in metrics if line.startswith("vllm:request_success_total"))
 
 
+@pytest.mark.long
 @requires_vllm
 def test_a_killed_evaluation_is_continued_through_a_server(fp8_server, tmp_path, script):
     options = ["--url", fp8_server.url, "--scheme", "fp8", "--samples", "4", "--limit", "50", "--max_tokens", "48"]

@@ -34,6 +34,7 @@ def seen(tmp_path_factory):
     return first | {"folder": folder}
 
 
+@pytest.mark.long
 def test_a_stream_that_breaks_on_one_process_is_an_error_on_both_and_hangs_neither(seen):
     start, update, reset, nccl, healthy = seen["ends"]
     assert "broke during /start_weight_update" in start
@@ -43,10 +44,12 @@ def test_a_stream_that_breaks_on_one_process_is_an_error_on_both_and_hangs_neith
     assert healthy == "synchronized"
 
 
+@pytest.mark.long
 def test_the_way_of_the_weights_is_agreed_on_where_hosts_look_different(seen):
     assert seen["chosen"] == "checkpoint"  # as the main process sees it, whose device is a CPU
 
 
+@pytest.mark.long
 def test_a_server_that_hangs_is_given_up_before_the_other_process_stops_waiting(seen):
     assert "did not answer /v1/completions" in seen["hung"]
     assert "ddp_timeout" in seen["hung"]
@@ -54,6 +57,7 @@ def test_a_server_that_hangs_is_given_up_before_the_other_process_stops_waiting(
     assert (seen["folder"] / "checkpoint-0" / "trainer_state.json").is_file()
 
 
+@pytest.mark.long
 def test_waits_that_other_processes_do_not_wait_for_are_refused(seen):
     request, server = seen["said"]
     for word in ("vllm_request_timeout=3600", "ddp_timeout=1800", "2 processes", "ddp_timeout to 4000", "to 1620"):

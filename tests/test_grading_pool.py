@@ -102,6 +102,7 @@ def hostile_answers(count):
             yield "".join(generator.choices(string.printable, k=generator.randint(1, 60)))
 
 
+@pytest.mark.long
 def test_twenty_thousand_hostile_answers(grader):
     answers = [boxed(answer) for answer in hostile_answers(20_000)]
     golds = [GOLDS[number % 7 if number % 7 < len(GOLDS) else 0] for number in range(len(answers))]

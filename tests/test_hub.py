@@ -418,6 +418,7 @@ def test_no_hub_there(hub, tmp_path, train, monkeypatch):
         train()
 
 
+@pytest.mark.long
 def test_two_processes_push_once(hub, tmp_path):
     environment = {name: text for name, text in os.environ.items() if name != "HF_HUB_OFFLINE"}
     environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_VERBOSITY": "debug"}

@@ -91,6 +91,7 @@ def rows(folder):
     return [{name: row.get(name) for name in names} for row in history if "loss" in row]
 
 
+@pytest.mark.long
 def test_sigterm_loses_no_step(tmp_path, launch):
     # The run stops between the two optimizer steps of a generation batch, or behind them: wherever the signal comes.
     options = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "learning_rate": 1e-3, "max_steps": 16}
@@ -122,6 +123,7 @@ def test_sigterm_loses_no_step(tmp_path, launch):
     assert rows(run.folder) == rows(tmp_path / "whole")
 
 
+@pytest.mark.long
 def test_an_interrupted_evaluation_is_dropped_and_made_again(tmp_path, launch):
     with started(tmp_path / "run", eval_size=2048) as run:
         run.wait_for((run.folder / "settings.json").exists)  # what is next is the evaluation before the first step
@@ -135,6 +137,7 @@ def test_an_interrupted_evaluation_is_dropped_and_made_again(tmp_path, launch):
     assert summary["before"]["problems"] == summary["after"]["problems"] == 16
 
 
+@pytest.mark.long
 def test_a_signal_before_training_leaves_nothing(tmp_path):
     (tmp_path / "slow_reward.py").write_text(
         "import pathlib, time\npathlib.Path(__file__).with_suffix('.here').touch()\ntime.sleep(120)\n"
@@ -148,6 +151,7 @@ def test_a_signal_before_training_leaves_nothing(tmp_path):
     assert list(run.folder.iterdir()) == []
 
 
+@pytest.mark.long
 def test_two_processes_stop_together_and_go_on_together(tmp_path):
     sizes = {"per_device_train_batch_size": 8}
     with started(tmp_path / "run", launcher=TWO_PROCESSES, **sizes) as run:

@@ -150,6 +150,7 @@ def test_a_schedule_in_optimizers_is_the_one_that_is_used(tmp_path):
         LengthDecayCallback(trainer, decay_period=3)
 
 
+@pytest.mark.long
 def test_two_processes_halve_at_the_steps_of_one(tmp_path):
     done = subprocess.run(
         [*TWO_PROCESSES, "-m", "tests.test_length_decay_callback", str(tmp_path)],

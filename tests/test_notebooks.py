@@ -21,6 +21,7 @@ def test_there_are_three():
     assert [path.stem for path in NOTEBOOKS] == ["calibrate_and_deploy_fp8", "geometry", "quickstart"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "path",
     [pytest.param(p, id=p.stem, marks=requires_vllm if p.stem in NEEDS_VLLM else ()) for p in NOTEBOOKS],

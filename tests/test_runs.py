@@ -39,6 +39,7 @@ def compared(rows):
     return [{name: row[name] for name in ("step", *COMPARED) if name in row} for row in rows if "loss" in row]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", STEPS)
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path, steps):
     options = {
@@ -74,6 +75,7 @@ MINI_BATCHES = {"steps_per_generation": 2, "gradient_accumulation_steps": 1}
 ACROSS_GROUPS = {"advantage_estimator": "rloo", "drop_zero_std_groups": True}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("reduction", "steps", "fields"),
     [
@@ -104,6 +106,7 @@ def test_two_processes_equal_one(tmp_path, reduction, steps, fields):
             assert double["loss"] == pytest.approx(single["loss"], rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.long
 def test_two_processes_sample_from_their_replicas(tmp_path):
     options = {"max_steps": 3, "lambda_lr": 0.5}
     logs = {
@@ -121,6 +124,7 @@ def test_two_processes_sample_from_their_replicas(tmp_path):
         assert quantized["discrepancy/mean"] > 2 * rounded["discrepancy/mean"]
 
 
+@pytest.mark.long
 def test_colocated_engines_of_two_hosts_share_a_directory(tmp_path):
     (tmp_path / "dc_trl-sync-elsewhere_run-0").mkdir()
     with socket.socket() as listener:

@@ -60,6 +60,7 @@ def write_rows(path, rows):
     return str(path)
 
 
+@pytest.mark.long
 def test_the_readme_command_in_a_process_of_its_own(tmp_path):
     command = [os.path.join(os.path.dirname(sys.executable), "accelerate"), "launch", "scripts/train.py"]
     command += ["--config", "configs/quickstart.yaml", "--output_dir", str(tmp_path), "--max_steps", "3"]
@@ -109,6 +110,7 @@ def test_a_continued_run_knows_where_it_began(launch):
     assert second["before"]["problems"] == second["after"]["problems"] == 16
 
 
+@pytest.mark.long
 def test_trackio(tmp_path):
     pytest.importorskip("trackio")
     command = [sys.executable, "scripts/train.py", "--config", "configs/quickstart.yaml", "--max_steps", "2"]
@@ -434,6 +436,7 @@ def test_the_shipped_model_is_as_good_as_its_card_says(tokenizer):
     assert greedy == pytest.approx(stated, abs=0.01)
 
 
+@pytest.mark.long
 def test_the_shipped_model_is_what_its_script_makes(tokenizer, tmp_path, monkeypatch):
     script = load_script("make_tiny_model")
     made = script.make_tokenizer()
@@ -456,6 +459,7 @@ def test_the_shipped_model_is_what_its_script_makes(tokenizer, tmp_path, monkeyp
         script.main()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["overhead", "replica", "grading"])
 def test_the_benchmark_compares_what_it_says(what, monkeypatch, capsys):
     script = load_script("benchmark")
@@ -470,6 +474,7 @@ def test_the_benchmark_compares_what_it_says(what, monkeypatch, capsys):
     assert len(rows) == {"overhead": 4, "replica": 7, "grading": 1}[what]
 
 
+@pytest.mark.long
 @requires_vllm
 @pytest.mark.parametrize("what", ["agreement", "throughput", "sync", "evaluation"])
 def test_the_engines_are_compared(what, monkeypatch, capsys):

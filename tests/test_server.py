@@ -98,6 +98,7 @@ def test_a_server_that_does_not_fit_is_refused(fp8_server, changed, words):
     assert all(word in str(error.value) for word in words), error.value
 
 
+@pytest.mark.long
 def test_the_printed_command_starts_the_same_server_elsewhere_and_wrong_options_are_named(tmp_path, fp8_server):
     """The line that serve.py prints, run by a shell with one option changed and without the development endpoints."""
     command = fp8_server.wait(r"starting (VLLM_SERVER_DEV_MODE=1 .*)")[1]
@@ -130,6 +131,7 @@ def test_the_printed_command_starts_the_same_server_elsewhere_and_wrong_options_
     assert "VLLM_SERVER_DEV_MODE=1" in refusals["0"]
 
 
+@pytest.mark.long
 def test_an_api_key_is_asked_for_and_kept_secret_and_ctrl_c_ends_everything(tmp_path, monkeypatch):
     key, token = "sk-wxyz-never-to-be-seen", "mine-and-nobody-elses"
     options = ["--", "--hf-token", token]
@@ -176,6 +178,7 @@ def short_tmp():
     shutil.rmtree(folder)
 
 
+@pytest.mark.long
 def test_nothing_outlives_a_killed_serve(tmp_path, short_tmp):
     server = Serve(tmp_path, "--scheme", "fp8", TMPDIR=str(short_tmp))
     server.wait("starting VLLM")
@@ -189,6 +192,7 @@ def test_nothing_outlives_a_killed_serve(tmp_path, short_tmp):
     assert not checkpoint.exists()
 
 
+@pytest.mark.long
 def test_after_a_killed_engine_nothing_is_left_and_nobody_waits_for_the_next_one(tmp_path, short_tmp, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(short_tmp))
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -225,6 +229,7 @@ def test_after_a_killed_engine_nothing_is_left_and_nobody_waits_for_the_next_one
     assert server.pid is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -244,6 +249,7 @@ def test_a_server_that_dies_says_why_and_where_its_log_is(tmp_path, arguments, w
     assert str(server.log_path) in message
 
 
+@pytest.mark.long
 def test_a_wider_address_is_warned_of_and_a_stranger_on_the_port_is_not_taken_for_it(tmp_path):
     """Somebody else listens on the port after it was found free, and before vLLM does."""
     lines: list[str] = []

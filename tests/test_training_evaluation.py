@@ -95,6 +95,7 @@ def test_cut_off_answers_are_counted(tmp_path):
     assert logged(trainer, "eval_arithmetic/mean_tokens") == [3.0]
 
 
+@pytest.mark.long
 def test_two_processes_evaluate_as_one(tmp_path):
     benchmark = Benchmark.load("arithmetic", samples=1, limit=11)
     expected = greedy_reference(tmp_path / "reference", benchmark)

@@ -87,6 +87,7 @@ def test_a_second_training_does_not_sample_with_the_weights_of_the_first(fp8_ser
     assert means[1] < 2 * means[0]
 
 
+@pytest.mark.long
 def test_what_samples_is_what_ships(fp8_server, tmp_path):
     """The exported checkpoint in a fresh plain server says what the training server said, token for token."""
     trainer = make_trainer(
@@ -259,6 +260,7 @@ def sync_folders():
     return set(Path("/dev/shm").glob("dc_trl-sync-*"))
 
 
+@pytest.mark.long
 def test_what_a_killed_run_left_in_shared_memory_is_removed_by_the_next(fp8_server, tmp_path):
     before = sync_folders()
     options = {"output_dir": str(tmp_path / "killed"), "kill_at": 1, "server": fp8_server.url}
@@ -276,6 +278,7 @@ def test_what_a_killed_run_left_in_shared_memory_is_removed_by_the_next(fp8_serv
     assert sync_folders() - before == now  # a run that ends leaves nothing, and leaves the living one alone
 
 
+@pytest.mark.long
 def test_two_processes_train_on_one_server(fp8_server, tmp_path):
     options = {
         "output_dir": str(tmp_path / "two"),
@@ -365,6 +368,7 @@ def in_next_rollout(trainer, server, action):
     return thread
 
 
+@pytest.mark.long
 def test_out_of_kv_memory_a_rollout_takes_longer_and_comes_whole(own_server, tmp_path):
     trainer = faulty_trainer(own_server, tmp_path, max_steps=1, num_generations=8, per_device_train_batch_size=8)
     trainer.train()
@@ -375,6 +379,7 @@ def test_out_of_kv_memory_a_rollout_takes_longer_and_comes_whole(own_server, tmp
     assert sum(float(line.split()[-1]) for line in preemptions) > 0
 
 
+@pytest.mark.long
 def test_a_server_killed_in_a_rollout_and_restarted_gets_the_weights_again(own_server, tmp_path, caplog):
     trainer = faulty_trainer(own_server, tmp_path, learning_rate=3e-3)
     threads = []
@@ -397,6 +402,7 @@ def test_a_server_killed_in_a_rollout_and_restarted_gets_the_weights_again(own_s
     assert max(logged(trainer, "discrepancy/mean")) < stale / 3
 
 
+@pytest.mark.long
 def test_a_server_killed_during_a_sync_and_restarted_gets_the_weights_again(own_server, tmp_path, caplog):
     trainer = faulty_trainer(own_server, tmp_path)
     client = trainer.vllm_generation.vllm_client
@@ -415,6 +421,7 @@ def test_a_server_killed_during_a_sync_and_restarted_gets_the_weights_again(own_
     assert client.weight_version() == trainer.vllm_generation.weight_version
 
 
+@pytest.mark.long
 def test_a_server_that_hangs_is_given_up_in_time_and_used_again_when_it_goes_on(own_server, tmp_path, caplog):
     trainer = faulty_trainer(own_server, tmp_path, vllm_request_timeout=8.0)
     threads = []
@@ -433,6 +440,7 @@ def test_a_server_that_hangs_is_given_up_in_time_and_used_again_when_it_goes_on(
     assert "vllm_request_timeout=8 s" in caplog.text
 
 
+@pytest.mark.long
 def test_a_server_that_stays_away_ends_the_run_in_time_with_a_checkpoint_that_resumes(own_server, tmp_path):
     options = {"vllm_server_timeout": 5.0, "vllm_max_retries": 1, "lambda_lr": 50.0}
     trainer = faulty_trainer(own_server, tmp_path, **options)
@@ -464,6 +472,7 @@ def test_a_server_on_another_machine_needs_a_directory_that_both_see(tmp_path):
         make_trainer("http://192.0.2.1:8000", tmp_path)  # an address that is nobody's (RFC 5737)
 
 
+@pytest.mark.long
 def test_the_runs_own_server_is_started_again(tmp_path):
     """The whole script: its server is killed at work; the run starts it again and goes on."""
     output = tmp_path / "output"
@@ -494,6 +503,7 @@ def test_the_runs_own_server_is_started_again(tmp_path):
 # --- other schemes --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["bf16", "int8", "int4"])
 def test_other_schemes_reload_in_place(tmp_path, scheme):
     with serving(tmp_path, "--scheme", scheme, "--max_model_len", "256") as server:
@@ -506,6 +516,7 @@ def test_other_schemes_reload_in_place(tmp_path, scheme):
         assert 3 * mean_gap(served, trainer.model, scheme) < mean_gap(served, untrained, scheme)
 
 
+@pytest.mark.long
 def test_experts_reload_in_place(tmp_path):
     """In bf16, the only format in which vLLM's CPU engine runs a mixture of experts."""
     model, other = make_experts(), make_experts(seed=1)
@@ -521,6 +532,7 @@ def test_experts_reload_in_place(tmp_path):
     assert 10 * mean_gap(served, model, "bf16") < mean_gap(served, other, "bf16")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["fp8", "bf16"])
 def test_colocated_vllm_reloads_the_scheme(tmp_path, scheme):
     """In a process of its own: vLLM takes over the process that it is in."""

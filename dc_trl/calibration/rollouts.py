@@ -17,11 +17,13 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..evaluation import sample_seed
 from ..quantization.checkpoint import CheckpointWriter
-from ..quantization.policy import end_tokens, pad_token, policy_tensors
+from ..quantization.tensors import policy_tensors
+from ..rollouts.end_tokens import end_tokens, pad_token
 from ..rollouts.engines import EngineSpec
 from ..rollouts.replica import Replica
 from ..serving.client import ServerClient
 from ..serving.server import ServerError, ServerUnavailableError, VLLMServer, check_server, vllm_version
+from .settings import CalibrationSettings
 
 
 _RETRIES = 3
@@ -39,14 +41,12 @@ class Rollout(NamedTuple):
     truncated: bool  # by the limit of tokens
 
 
-class RolloutSettings(NamedTuple):
-    """How completions are drawn. The whole distribution is sampled: no top-p, top-k or min-p."""
+class EngineSample(NamedTuple):
+    """What one engine sampled: rollouts by prompt, the samples of each in a row."""
 
-    samples: int  # of each prompt
-    max_tokens: int
-    temperature: float  # above 0
-    seed: int
-    replica_batch: int  # completions at a time
+    engine: str
+    precision: str  # the scheme, or what a running server says of its layers
+    rollouts: list[Rollout]
 
 
 def sample_rollouts(
@@ -54,14 +54,9 @@ def sample_rollouts(
     policy: Policy,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[list[int]],
-    settings: RolloutSettings,
-    *,
-    serve_options: Sequence[str] = (),
-    log_path: Path | None = None,
-    report: Callable[[str], None] = print,
-    progress: bool = True,
-) -> tuple[list[Rollout], str]:
-    """Completions of all prompts from one engine, and what is known of the engine's precision.
+    settings: CalibrationSettings,
+) -> EngineSample:
+    """Completions of all prompts from one engine.
 
     A vLLM server that is started runs the policy's present weights, written as training deploys them.
 
@@ -71,13 +66,6 @@ def sample_rollouts(
         tokenizer: of the policy.
         prompts: token ids.
         settings: how completions are drawn.
-        serve_options: further options of `vllm serve`, for a server that is started.
-        log_path: file for the output of a server that is started.
-        report: takes a line about what is happening.
-        progress: whether to show a bar.
-
-    Returns:
-        Rollouts by prompt, the samples of each in a row; and the scheme, or what a running server says of its layers.
 
     Raises:
         ValueError: a prompt leaves no room for a completion, or the scheme does not fit the model.
@@ -88,24 +76,26 @@ def sample_rollouts(
     ends = end_tokens(policy, tokenizer)
 
     def bar() -> tqdm:
-        return tqdm(total=len(prompts), unit="prompt", desc=f"{engine.name}: sampling", disable=not progress)
+        return tqdm(total=len(prompts), unit="prompt", desc=f"{engine.name}: sampling", disable=not settings.progress)
 
     if engine.kind == "url":
         client, precision, limit = _connect(engine.name, policy, longest)
         require_room(prompts, limit, engine.name)
-        report(f"{engine.name}: {precision}, taken for the weights of {policy.name_or_path}")
+        settings.report(f"{engine.name}: {precision}, taken for the weights of {policy.name_or_path}")
         with bar() as shown:
-            return _from_server(client, ends, prompts, limit, settings, shown), precision
+            return EngineSample(engine.name, precision, _from_server(client, ends, prompts, limit, settings, shown))
     assert engine.scheme is not None
     require_room(prompts, own_limit, engine.name)
     if engine.kind == "replica":
         replica = Replica(policy, engine.scheme)
         with bar() as shown:
-            return _from_replica(replica, tokenizer, ends, prompts, settings, shown), engine.scheme
-    limit = min(longest + settings.max_tokens, own_limit)
-    with _serving(policy, engine.scheme, tokenizer, limit, serve_options, log_path, report) as server, bar() as shown:
-        client = ServerClient(server.url, report=report)
-        return _from_server(client, ends, prompts, limit, settings, shown), engine.scheme
+            rollouts = _from_replica(replica, tokenizer, ends, prompts, settings, shown)
+    else:
+        limit = min(longest + settings.max_tokens, own_limit)
+        with _serving(policy, engine.scheme, tokenizer, limit, settings) as server, bar() as shown:
+            client = ServerClient(server.url, report=settings.report)
+            rollouts = _from_server(client, ends, prompts, limit, settings, shown)
+    return EngineSample(engine.name, engine.scheme, rollouts)
 
 
 def require_room(prompts: Sequence[list[int]], limit: int, name: str) -> None:
@@ -123,7 +113,7 @@ def _from_replica(
     tokenizer: PreTrainedTokenizerBase,
     ends: list[int],
     prompts: Sequence[list[int]],
-    settings: RolloutSettings,
+    settings: CalibrationSettings,
     bar: tqdm,
 ) -> list[Rollout]:
     device = replica.model.device
@@ -156,7 +146,7 @@ def _from_server(
     ends: list[int],
     prompts: Sequence[list[int]],
     limit: int,
-    settings: RolloutSettings,
+    settings: CalibrationSettings,
     bar: tqdm,
 ) -> list[Rollout]:
     stopping = threading.Event()
@@ -240,16 +230,19 @@ def _serving(
     scheme: str,
     tokenizer: PreTrainedTokenizerBase,
     max_model_len: int,
-    options: Sequence[str],
-    log_path: Path | None,
-    report: Callable[[str], None],
+    settings: CalibrationSettings,
 ) -> Iterator[VLLMServer]:
     """A server of the policy's present weights in a scheme, for the time of the block."""
+    log_path = Path(settings.log_dir, f"vllm_server_{scheme}.log") if settings.log_dir is not None else None
     with tempfile.TemporaryDirectory(prefix="dc_trl-calibrate-") as folder:
         checkpoint = Path(folder, "checkpoint")
         CheckpointWriter(policy, scheme, tokenizer).write(policy_tensors(policy), checkpoint)
         with VLLMServer(
-            checkpoint, max_model_len=max_model_len, options=options, log_path=log_path, report=report
+            checkpoint,
+            max_model_len=max_model_len,
+            options=settings.serve_options,
+            log_path=log_path,
+            report=settings.report,
         ) as server:
             yield server
 

@@ -19,8 +19,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ..quantization.policy import end_tokens, pad_token
 from ..serving.server import ServerError, ServerUnavailableError, authorization, key_wanted
+from .end_tokens import end_tokens, pad_token
 from .replica import Replica
 
 

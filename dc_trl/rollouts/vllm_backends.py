@@ -20,8 +20,9 @@ from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..files import lock_folder, remove_if_abandoned
+from ..quantization import tensors as quantization_tensors
 from ..quantization.checkpoint import CheckpointWriter
-from ..quantization.policy import policy_tensors, require_shared_embeddings, unwrapped
+from ..quantization.policy import unwrapped
 from ..serving.client import Deadline, ServerClient, wait_until_up
 from ..serving.server import ServerError, ServerUnavailableError, check_server, is_local
 
@@ -374,22 +375,10 @@ class ColocateGeneration(VLLMGeneration):
 
 
 def deployed_tensors(generation: VLLMGeneration) -> Iterator[tuple[str, Tensor]]:
-    """The policy's weights one by one, gathered and merged; every process has to iterate.
-
-    Sharded weights come through TRL's own iteration. Whole ones do not need it, and merging adapters in copies keeps
-    the rounding errors of merging and unmerging out of the weights that are trained.
-
-    Raises:
-        ValueError: the weights are sharded, and an adapter parts the embedding from the output head.
-    """
-    if generation._dist.is_fsdp or generation._dist.is_zero3:
-        require_shared_embeddings(
-            generation.model,
-            reason="sharded weights are merged in place, in both at once",
-            remedy="Launch without sharding",
-        )
-        return generation._iter_named_params()
-    return policy_tensors(unwrapped(generation.accelerator, generation.model))
+    """The policy's weights one by one, see `quantization.tensors.deployed_tensors`; every process has to iterate."""
+    return quantization_tensors.deployed_tensors(
+        generation.accelerator, generation.model, generation._iter_named_params
+    )
 
 
 def _agree(accelerator: Accelerator, value: Any) -> Any:

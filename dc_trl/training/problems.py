@@ -34,24 +34,24 @@ class DataArguments:
         dataset_split (`str`, defaults to `"train"`):
             Split of a Hub data set.
         prompt_column (`str`, defaults to `"prompt"`):
-            Text or messages; a dot reads nested fields.
+            Column of the prompts, which are text or messages. A dot reads nested fields.
         answer_column (`str`, defaults to `"answer"`):
-            Gold answer; a dot reads nested fields.
+            Column of the gold answers. A dot reads nested fields.
         instruction (`str`, *optional*):
-            Appended to each prompt after a blank line.
+            Text that is appended to each prompt after a blank line.
         max_prompt_length (`int`, *optional*):
-            Longer prompts (tokens) are left out.
+            Prompts of more tokens than this are left out.
         eval_size (`int`, defaults to `0`):
             Problems held out to measure the deployed policy before and after training.
         eval_benchmarks (`list[str]`, defaults to `[]`):
             Benchmarks that the deployed policy answers whenever the trainer evaluates (needs eval_size): 'aime24',
             'math500', … or NAME=FILE for a local file. See docs/evaluation.md.
         eval_benchmark_samples (`int`, *optional*):
-            Samples a problem of these benchmarks; the papers' (32 or 4) by default.
+            Samples for each problem of these benchmarks; by default as many as in the papers (32 or 4).
         eval_benchmark_limit (`int`, *optional*):
-            Only so many problems of each, the first ones.
+            How many problems of each benchmark are asked, from the first on; by default all of them.
         eval_benchmark_temperature (`float`, defaults to `0.7`):
-            Of these samples; 0 is greedy.
+            Temperature of these samples; 0 is greedy.
         rewards (`list[str]`, defaults to `["math"]`):
             Reward functions: 'math', 'arithmetic', or dotted paths of your own.
     """

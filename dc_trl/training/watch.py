@@ -28,8 +28,9 @@ class WatchArguments:
         length_decay_floor (`float`, defaults to `0.1`):
             Lowest learning rate, as a fraction of learning_rate.
         collapse_alarm (`str`, defaults to `"warn"`):
-            When reward, entropy, gradient norm, mismatch or lambda show a collapse: warn once, or also stop and keep
-            the last good checkpoint. See docs/collapse.md.
+            What happens when reward, entropy, gradient norm, mismatch or lambda show a collapse: nothing (`"off"`),
+            one warning (`"warn"`), or a warning and the end of the run, which keeps the last good checkpoint
+            (`"stop"`). See docs/collapse.md.
     """
 
     length_decay: bool = False

@@ -1,0 +1,186 @@
+"""The house stands as it is drawn: arrows of the import graph point down, and none of them in a circle.
+
+A room is a folder or a file at the top of the package. An arrow is an import as it is written, at the top of a file,
+within a function or for types only: whoever reads the file has to know the other one.
+"""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from .helpers import ROOT
+
+
+# From the top floor to the cellar. A room may import rooms of lower floors, and none of its own floor.
+FLOORS = [
+    ["training", "ablation"],
+    ["callbacks", "calibration"],
+    ["trainer"],
+    ["resumable_trainer"],
+    ["deployed_trainer"],
+    ["hub", "evaluation", "report", "resuming"],
+    ["config", "data"],
+    ["grading"],
+    ["rollouts"],
+    ["serving"],
+    ["quantization", "records"],
+    ["constraint", "theory"],
+    ["settings"],
+    ["files", "version"],
+]
+FLOOR_OF = {room: number for number, rooms in enumerate(reversed(FLOORS)) for room in rooms}
+# Rooms that read numbers and files: they have to start in a moment, and on machines without an engine.
+WITHOUT_ENGINES = ["constraint", "records", "theory"]
+ENGINES = {"trl", "vllm", "transformers"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted((ROOT / "dc_trl").rglob("*.py"))}
+
+
+def imported_names(module: str) -> Iterator[str]:
+    """Absolute dotted names that a module imports; `from a import b` is a.b, which may be a module or be in one."""
+    path = MODULES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: -(node.level - 1) or None] if node.level else []
+            base = ".".join([*parents, *filter(None, [node.module])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def module_of(name: str) -> str | None:
+    """The module of dc_trl that a dotted name is or is in."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+ARROWS = {module: {found for name in imported_names(module) if (found := module_of(name))} for module in MODULES}
+OUTSIDE = {
+    module: {name.partition(".")[0] for name in imported_names(module) if module_of(name) is None}
+    for module in MODULES
+}
+
+
+def room_of(module: str) -> str | None:
+    """None is the front door, dc_trl/__init__.py, which stands above all floors."""
+    return module.split(".")[1] if "." in module else None
+
+
+BETWEEN_ROOMS = [
+    (module, other)
+    for module, others in ARROWS.items()
+    for other in sorted(others)
+    if room_of(module) is not None and room_of(module) != room_of(other)
+]
+
+
+def circle(graph: dict[str, set[str]]) -> str:
+    """A circle of a graph as 'a -> b -> a'; empty where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return " -> ".join(reversed(error.args[1]))
+    return ""
+
+
+def test_the_arrows_are_found():
+    """A few that stand in the code in different forms, so that an empty graph does not pass for a tidy one."""
+    assert "dc_trl.resumable_trainer" in ARROWS["dc_trl.trainer"]  # from .resumable_trainer import ResumableTrainer
+    assert "dc_trl.rollouts.attention" in ARROWS["dc_trl.rollouts.replica"]  # from . import attention
+    assert "dc_trl.serving.cpu_reload" in ARROWS["dc_trl.rollouts.vllm_backends"]  # within a function
+    assert "trl" in OUTSIDE["dc_trl.config"]
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) in {"a -> b -> c -> a", "b -> c -> a -> b", "c -> a -> b -> c"}
+    assert not circle({"a": {"b", "c"}, "b": {"c"}})
+
+
+def test_the_plan_names_every_room_once():
+    drawn = [room for floor in FLOORS for room in floor]
+    assert sorted(drawn) == sorted({room for module in MODULES if (room := room_of(module))})
+
+
+def test_no_arrow_points_up():
+    up = [
+        f"{module} -> {other}"
+        for module, other in BETWEEN_ROOMS
+        if room_of(other) is None or FLOOR_OF[room_of(module)] <= FLOOR_OF[room_of(other)]
+    ]
+    assert not up, "\n".join(up)
+
+
+def test_no_circle_of_rooms():
+    rooms: dict[str, set[str]] = {}
+    for module, other in BETWEEN_ROOMS:
+        rooms.setdefault(room_of(module), set()).add(room_of(other) or "dc_trl")
+    assert not circle(rooms)
+
+
+def test_no_circle_of_files():
+    assert not circle(ARROWS)
+
+
+def ways(start: str) -> dict[str, str]:
+    """Modules of dc_trl that importing one loads, each with the way there.
+
+    A module is loaded with the packages that it is in. The front door imports nothing but for types.
+    """
+    found = {start: start}
+    queue = [start]
+    for module in queue:
+        parents = {module.rpartition(".")[0]} - {"", "dc_trl"}
+        for other in sorted((ARROWS[module] | parents) - found.keys()):
+            found[other] = f"{found[module]} -> {other}"
+            queue.append(other)
+    return found
+
+
+@pytest.mark.parametrize("room", WITHOUT_ENGINES)
+def test_rooms_without_engines_do_not_reach_one(room):
+    reached = [
+        f"{way} -> {library}"
+        for module in MODULES
+        if room_of(module) == room
+        for end, way in ways(module).items()
+        for library in sorted(OUTSIDE[end] & ENGINES)
+    ]
+    assert not reached, "\n".join(reached)
+
+
+def loaded_by(imports: str, before: str = "") -> set[str]:
+    """Modules that a statement loads in a fresh interpreter, beyond what another one has loaded before it."""
+    lines = ["import json, sys", before, "old = set(sys.modules)", imports]
+    code = "\n".join([*lines, "print(json.dumps(list(set(sys.modules) - old)))"])
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def within(names: set[str], packages: set[str]) -> list[str]:
+    return sorted(name for name in names if any(name == one or name.startswith(f"{one}.") for one in packages))
+
+
+def test_rooms_without_engines_load_none():
+    modules = [module for module in MODULES if room_of(module) in WITHOUT_ENGINES]
+    loaded = loaded_by(f"import {', '.join(modules)}")
+    assert set(modules) <= loaded
+    assert not within(loaded, ENGINES)
+
+
+def test_the_trainer_loads_neither_graders_nor_problems():
+    loaded = loaded_by("import dc_trl.trainer", before="from trl import GRPOTrainer")
+    assert "dc_trl.trainer" in loaded
+    rooms = {"dc_trl.evaluation", "dc_trl.grading", "dc_trl.data"}
+    assert not within(loaded, {"aiohttp", "math_verify", "latex2sympy2_extended"} | rooms)
