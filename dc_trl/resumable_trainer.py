@@ -18,7 +18,7 @@ from .files import lock_output, read_object, write_text
 from .resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE, on_main_process, resumable_checkpoint
 from .resuming.interruption import RunInterrupted
 from .rollouts.buffer import load_rollouts, save_rollouts
-from .serving.server import ServerError
+from .serving.errors import ServerError
 
 
 # Several processes on a CPU: transformers loads the optimizer to accelerate's "cpu:0", which torch.load does not know.

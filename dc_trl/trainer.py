@@ -24,6 +24,7 @@ from .constraint.advantages import leave_one_out_advantages, total_rewards, zero
 from .constraint.discrepancy import scored_tokens, token_discrepancy
 from .constraint.forms import Constrained, form_of
 from .constraint.statistics import BatchStatistics
+from .hub.trainer import HubMixin
 from .resumable_trainer import ResumableTrainer
 from .rollouts.buffer import with_nonempty_completions
 
@@ -34,7 +35,7 @@ logger = get_logger(__name__)
 MEAN_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
 
 
-class DCGRPOTrainer(ResumableTrainer):
+class DCGRPOTrainer(HubMixin, ResumableTrainer):
     r"""GRPO under a constraint on the discrepancy between the training and the sampling engine (DC-GRPO).
 
     Takes everything that [`~trl.GRPOTrainer`] takes, with [`DCGRPOConfig`] in place of `GRPOConfig`. The rollouts must

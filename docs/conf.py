@@ -6,18 +6,23 @@ comes from another host.
 
 import dataclasses
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 from dc_trl.version import __version__
 
 
+sys.path.insert(0, str(Path(__file__).parent))  # where refused.py stands
+
 project = "dc_trl"
 author = "the dc_trl authors"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "refused", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
 exclude_patterns = ["_static"]
 myst_heading_anchors = 3  # links to a heading, as on GitHub
+smartquotes = False  # quotes are those of code and of messages
 
 html_theme = "furo"
 html_title = "dc_trl"
@@ -30,6 +35,7 @@ html_show_copyright = False
 # Docstrings name code in single backticks, as Markdown does.
 default_role = "literal"
 autodoc_inherit_docstrings = False  # an override without a docstring is TRL's business
+autosummary_generate = False  # a table of names; no page for each
 autodoc_typehints = "none"  # the docstrings state types where the code alone does not
 maximum_signature_line_length = 88
 
@@ -50,11 +56,15 @@ def read_hugging_face_style(app, what, name, obj, options, lines: list[str]) -> 
     )
     # Absolute values are no substitutions.
     text = re.sub(r"(`+[^`]*`+)|\|", lambda match: match[1] or "\\|", text)
+    if dataclasses.is_dataclass(obj):  # its arguments are its fields, each with an anchor
+        text = re.sub(r"^Args:$", "Attributes:", text, flags=re.MULTILINE)
     # Napoleon would take the words before a colon for a type.
     text = re.sub(r"^Returns:\n {4}", ":returns: ", text, flags=re.MULTILINE)
     lines[:] = text.split("\n")
 
 
 def shorten_signature(app, what, name, obj, options, signature, annotation) -> tuple[str, None] | None:
-    """A configuration has hundreds of arguments, and its docstring those that are its own."""
-    return ("(output_dir=None, **fields)", None) if dataclasses.is_dataclass(obj) else None
+    """A configuration has hundreds of arguments. Its docstring describes those that are its own."""
+    if not dataclasses.is_dataclass(obj):
+        return None
+    return ("(output_dir=None, **fields)" if "output_dir" in obj.__dataclass_fields__ else "(**fields)"), None

@@ -27,6 +27,7 @@ from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.grading import Gold, Grader, grade
 from dc_trl.quantization.schemes import SCHEMES
 from dc_trl.rollouts.replica import Replica
+from dc_trl.settings.command_line import OptionParser
 
 
 # Where log π_train comes from, see dc_trl/trainer.py: the loss's own forward, or TRL's old log-probs.
@@ -130,6 +131,28 @@ def with_recompute(trainer: GRPOTrainer) -> GRPOTrainer:
     return trainer
 
 
+def ratios(ours: list[float], theirs: list[float], digits: int = 2) -> tuple[str, str]:
+    """Median and quartiles of the ratios of two lists, measured in turns."""
+    low, middle, high = statistics.quantiles([a / b for a, b in zip(ours, theirs, strict=True)], n=4)
+    return f"{middle:.{digits}f}", f"{low:.{digits}f} – {high:.{digits}f}"
+
+
+def train_in_turns(
+    trainers: dict[str, GRPOTrainer], repetitions: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of each repetition, and the median of the peak memory in bytes, by trainer; the first two warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in trainers}
+    peaks: dict[str, list[int]] = {name: [] for name in trainers}
+    for repetition in range(repetitions + 2):
+        # The order changes, so that none of them always runs after the same one.
+        for name in random.Random(repetition).sample(list(trainers), len(trainers)):
+            trainers[name].train()
+            if repetition >= 2:
+                seconds[name].append(trainers[name].clock.seconds)
+                peaks[name].append(trainers[name].clock.peak)
+    return seconds, {name: statistics.median(values) for name, values in peaks.items()}
+
+
 def overhead(args: argparse.Namespace) -> None:
     baseline = peak_memory()
     table = Table("route", "over", "step time", "quartiles", "memory", "its growth")
@@ -143,23 +166,13 @@ def overhead(args: argparse.Namespace) -> None:
                 "GRPO": make_trainer(GRPOTrainer, args, output_dir, **steps, **plain),
                 "GRPO + TIS": with_recompute(make_trainer(GRPOTrainer, args, output_dir, **steps)),
             }
-            seconds: dict[str, list[float]] = {name: [] for name in trainers}
-            peaks: dict[str, list[int]] = {name: [] for name in trainers}
-            for repetition in range(args.repetitions + 2):
-                # The order changes, so that none of them always runs after the same one.
-                for name in random.Random(repetition).sample(list(trainers), len(trainers)):
-                    trainers[name].train()
-                    if repetition >= 2:  # warm
-                        seconds[name].append(trainers[name].clock.seconds)
-                        peaks[name].append(trainers[name].clock.peak)
+            seconds, peaks = train_in_turns(trainers, args.repetitions)
+            ours = peaks["DC-GRPO"]
             for other in ("GRPO", "GRPO + TIS"):
-                ratios = [a / b for a, b in zip(seconds["DC-GRPO"], seconds[other], strict=True)]
-                low, middle, high = statistics.quantiles(ratios, n=4)
-                ours, theirs = statistics.median(peaks["DC-GRPO"]), statistics.median(peaks[other])
-                memory = (
-                    (f"{ours / theirs:.3f}", f"{(ours - baseline) / (theirs - baseline):.3f}") if theirs else ("", "")
-                )
-                table.add_row(route, other, f"{middle:.3f}", f"{low:.3f} – {high:.3f}", *memory)
+                theirs, memory = peaks[other], ("", "")
+                if theirs:
+                    memory = f"{ours / theirs:.3f}", f"{(ours - baseline) / (theirs - baseline):.3f}"
+                table.add_row(route, other, *ratios(seconds["DC-GRPO"], seconds[other], 3), *memory)
     tokens = 2 * args.batch_size * args.completion_length
     table.title = f"DC-GRPO as a multiple, {args.repetitions} repetitions, {tokens:,} completion tokens per batch"
     Console().print(table)
@@ -201,11 +214,9 @@ def replica(args: argparse.Namespace) -> None:
     table = Table("engine", "seconds", "tokens/s", "× generate", "quartiles")
     tokens = args.batch_size * args.completion_length
     for name, values in seconds.items():
-        ratios = [a / b for a, b in zip(values, seconds["generate"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
         median = statistics.median(values)
         label = "generate, float32" if name == "generate" else f"replica, {name}"
-        table.add_row(label, f"{median:.3f}", f"{tokens / median:,.0f}", f"{middle:.2f}", f"{low:.2f} – {high:.2f}")
+        table.add_row(label, f"{median:.3f}", f"{tokens / median:,.0f}", *ratios(values, seconds["generate"]))
     table.title = f"{args.batch_size} prompts, {args.completion_length} tokens each, {args.repetitions} repetitions"
     Console().print(table)
 
@@ -225,7 +236,7 @@ def grading(args: argparse.Namespace) -> None:
     def answer() -> str:
         return rng.choice(kinds).format(rng.randrange(2, 1000), rng.choice((2, 3, 5, 7, 11, 13)))
 
-    ratios, alone, together = [], [], []
+    alone, together = [], []
     with Grader(args.threads) as grader:
         grader.start()
         for repetition in range(args.repetitions + 1):
@@ -240,17 +251,15 @@ def grading(args: argparse.Namespace) -> None:
             if repetition > 0:
                 alone.append(between - start)
                 together.append(end - between)
-                ratios.append((between - start) / (end - between))
-    low, middle, high = statistics.quantiles(ratios, n=4)
     table = Table("one process, s", f"{args.threads} workers, s", "times faster", "quartiles")
     seconds = [f"{statistics.median(values):.2f}" for values in (alone, together)]
-    table.add_row(*seconds, f"{middle:.2f}", f"{low:.2f} – {high:.2f}")
+    table.add_row(*seconds, *ratios(alone, together))
     table.title = f"{args.completions:,} completions, {args.repetitions} repetitions"
     Console().print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     parser.add_argument("what", choices=["overhead", "replica", "grading"])
     parser.add_argument("--model", default="dc_trl/assets/tiny_qwen3")
     parser.add_argument("--repetitions", type=int, default=30)

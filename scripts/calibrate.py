@@ -11,30 +11,32 @@ directory gets calibration.json, report.html and the figures.
 """
 
 import argparse
-import random
-import signal
-import sys
 from pathlib import Path
 from typing import get_args
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM
 
 from dc_trl.calibration import calibrate
 from dc_trl.calibration.report import REPORT_FILE, print_calibration, write_report
 from dc_trl.calibration.result import CALIBRATION_FILE
-from dc_trl.calibration.rollouts import EngineSpec
 from dc_trl.constraint.settings import Measure, Reduction
 from dc_trl.data.benchmarks import BENCHMARKS
-from dc_trl.data.prompts import Prompt, load_prompts, load_rows, make_prompt, parse_template_kwargs, prompt_length
-from dc_trl.evaluation import Benchmark
+from dc_trl.data.prompts import parse_template_kwargs
 from dc_trl.files import make_folder
-from dc_trl.quantization.schemes import SCHEMES
-from dc_trl.serving.server import ServerError
-from dc_trl.settings.command_line import OptionParser
+from dc_trl.rollouts.engines import ENGINE_HELP, EngineSpec
+from dc_trl.serving.errors import ServerError
+from dc_trl.settings.command_line import (
+    OptionParser,
+    add_fields,
+    add_model,
+    add_serve_options,
+    leave_on_sigterm,
+    refused_in_one_line,
+)
 from dc_trl.settings.pretrained import load_config_and_tokenizer
 from dc_trl.settings.ranges import ABOVE_0, COUNT, SEED, Range, require_numbers
-from dc_trl.training.problems import DataArguments, load_data
+from dc_trl.training.problems import DataArguments, draw_prompts
 
 
 # Weights, and whether the forward runs under bfloat16 autocast: `dtype` and `bf16` of a training configuration.
@@ -43,6 +45,14 @@ TRAIN_DTYPES = {
     "mixed": (torch.float32, True),
     "float32": (torch.float32, False),
 }
+DATA_FIELDS = (
+    "dataset_config",
+    "dataset_split",
+    "prompt_column",
+    "answer_column",
+    "instruction",
+    "max_prompt_length",
+)
 RANGES = {
     **dict.fromkeys(
         ("samples", "max_tokens", "max_prompt_length", "batch_prompts", "batch_tokens", "replica_batch"), COUNT
@@ -55,8 +65,7 @@ RANGES = {
 
 def parse_arguments() -> argparse.Namespace:
     parser = OptionParser(__doc__)
-    parser.add_argument("--model", required=True, help="Hub id or directory of the model that is trained")
-    parser.add_argument("--revision", default="main", help="revision of a Hub model")
+    add_model(parser, "of the model that is trained")
     parser.add_argument(
         "--train_dtype",
         default="bfloat16",
@@ -64,13 +73,8 @@ def parse_arguments() -> argparse.Namespace:
         help="training precision: bfloat16 (dtype: bfloat16, bf16: true), mixed (dtype: float32, bf16: true) or "
         "float32 (dtype: float32, bf16: false)",
     )
-    parser.add_argument(
-        "--engine",
-        nargs="+",
-        required=True,
-        help=f"one or more of: {', '.join(SCHEMES)} (starts vLLM), replica:SCHEME, http://… (a running vLLM server)",
-    )
-    parser.add_argument("--serve_options", nargs=argparse.REMAINDER, default=[], help="last: options of `vllm serve`")
+    parser.add_argument("--engine", nargs="+", required=True, help=ENGINE_HELP)
+    add_serve_options(parser)
 
     prompts = parser.add_argument_group("the prompts")
     source = prompts.add_mutually_exclusive_group()
@@ -81,13 +85,7 @@ def parse_arguments() -> argparse.Namespace:
     source.add_argument(
         "--benchmark", metavar="NAME[=FILE]", help=f"one of {', '.join(BENCHMARKS)}, as in evaluate.py"
     )
-    data = DataArguments()
-    prompts.add_argument("--dataset_config", help="configuration of a Hub data set")
-    prompts.add_argument("--dataset_split", default=data.dataset_split)
-    prompts.add_argument("--prompt_column", default=data.prompt_column)
-    prompts.add_argument("--answer_column", default=data.answer_column, help="where it is there, rows need an answer")
-    prompts.add_argument("--instruction", help="what each prompt of a data set says after the problem")
-    prompts.add_argument("--max_prompt_length", type=int, help="longer prompts (tokens) are left out")
+    add_fields(prompts, DataArguments, *DATA_FIELDS)
     prompts.add_argument("--chat_template_kwargs", default="{}", help="'{\"enable_thinking\": false}'")
     prompts.add_argument("--prompts", type=int, default=128, help="how many, drawn at random (default: 128)")
 
@@ -133,34 +131,6 @@ def require_device(name: str) -> None:
         ) from error
 
 
-def draw_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """The prompts that are measured, drawn at random from what there is."""
-    if args.benchmark is not None:
-        name, _, file = args.benchmark.partition("=")
-        benchmark = Benchmark.load(name, file=file or None)
-        every = [make_prompt(problem, tokenizer, benchmark.instruction) for problem in benchmark.rows["problem"]]
-        if args.max_prompt_length is not None:
-            every = [prompt for prompt in every if prompt_length(prompt, tokenizer) <= args.max_prompt_length]
-    elif args.dataset_name in (None, "arithmetic", "dapo"):
-        data = DataArguments(
-            dataset_name=args.dataset_name or "arithmetic",
-            instruction=args.instruction,
-            max_prompt_length=args.max_prompt_length,
-        )
-        every = load_data(data, tokenizer, args.seed, args.prompts)[0]["prompt"][:]
-    else:
-        rows = load_rows(args.dataset_name, args.dataset_config, args.dataset_split)
-        if args.answer_column.split(".")[0] not in rows.column_names:
-            # Nothing is graded here, so a file of prompts alone will do.
-            rows = rows.add_column(args.answer_column, ["0"] * len(rows))
-        columns = (args.prompt_column, args.answer_column)
-        kept, _ = load_prompts(rows, tokenizer, *columns, args.instruction, args.max_prompt_length)
-        every = kept["prompt"][:]
-    if len(every) < args.prompts:
-        print(f"prompts={args.prompts}: there are {len(every)}, and all of them are taken", flush=True)
-    return random.Random(args.seed).sample(every, min(args.prompts, len(every)))
-
-
 def run(args: argparse.Namespace) -> None:
     # What is wrong is said before the model is loaded.
     require_numbers(args, RANGES)
@@ -174,7 +144,8 @@ def run(args: argparse.Namespace) -> None:
             f"model={args.model!r} is quantized: give the model that is trained, and --engine its scheme."
         )
     require_output(args.output, args.overwrite)
-    prompts = draw_prompts(args, tokenizer)
+    data = DataArguments(dataset_name=args.dataset_name, **{name: getattr(args, name) for name in DATA_FIELDS})
+    prompts = draw_prompts(data, tokenizer, args.prompts, args.seed, args.benchmark)
     dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
     model = AutoModelForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=dtype)
     calibration = calibrate(
@@ -210,13 +181,9 @@ def run(args: argparse.Namespace) -> None:
 
 def main() -> None:
     args = parse_arguments()
-    # Leaves as Ctrl-C does, through the blocks that end a server.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
+    leave_on_sigterm()
+    with refused_in_one_line(ServerError):
         run(args)
-    except (ValueError, OSError, ImportError, ServerError) as error:
-        # Wrong input or a lost server, not a wrong program: the message says what to do.
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

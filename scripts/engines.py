@@ -14,12 +14,13 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import httpx
 import torch
+from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -34,47 +35,50 @@ from transformers import (
 
 from dc_trl import mismatch_metrics
 from dc_trl.data.arithmetic import arithmetic_dataset
-from dc_trl.evaluation import Benchmark, evaluate, sample_seed, tokenize_prompts
+from dc_trl.evaluation import Benchmark, evaluate, tokenize_prompts
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.quantization.checkpoint import CheckpointWriter
-from dc_trl.quantization.policy import policy_tensors
+from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.rollouts.replica import Replica
-from dc_trl.rollouts.sampling import Sampling, ServerEngine
+from dc_trl.rollouts.sampling import Sampling, sample_seed
+from dc_trl.rollouts.server_engine import ServerEngine
 from dc_trl.serving.client import ServerClient
-from dc_trl.serving.server import serve
+from dc_trl.serving.server import VLLMServer, serve
+from dc_trl.settings.command_line import OptionParser
 
 
 # Random models of these sizes; the largest has the shape of Qwen3-0.6B.
-SIZES: dict[str, dict[str, int]] = {
-    "0.3M": {
-        "hidden_size": 64,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "vocab_size": 262,
-    },
-    "2.4M": {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "vocab_size": 262,
-    },
-    "0.6B": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-    },
+SHAPE = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+SIZES = {
+    "0.3M": (64, 256, 4, 2, 1, 32, 262),
+    "2.4M": (256, 512, 4, 4, 2, 64, 262),
+    "0.6B": (1024, 3072, 28, 16, 8, 128, 151936),
 }
 SHARED_MEMORY = Path("/dev/shm")
+
+
+def started(args: argparse.Namespace, scheme: str, model: str | None = None) -> AbstractContextManager[VLLMServer]:
+    """A server of the model in a scheme, which says nothing."""
+    return serve(model or args.model, scheme, max_model_len=args.max_model_len, report=lambda line: None)
+
+
+def load_problems(
+    args: argparse.Namespace,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Dataset, list[list[int]]]:
+    """The policy in float32, its tokenizer, held-out problems, and their prompts as token ids."""
+    policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    problems = arithmetic_dataset(args.problems, args.seed, "held_out")
+    prompts = tokenizer.apply_chat_template(problems["prompt"][:], add_generation_prompt=True)["input_ids"]
+    return policy, tokenizer, problems, prompts
 
 
 def logps_of(model: PreTrainedModel, prompts: list[list[int]], completions: list[list[int]]) -> list[Tensor]:
@@ -104,14 +108,11 @@ def accuracy(tokenizer: PreTrainedTokenizerBase, completions: list[list[int]], a
 
 
 def agreement(args: argparse.Namespace) -> None:
-    policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    problems = arithmetic_dataset(args.problems, args.seed, "held_out")
-    prompts = tokenizer.apply_chat_template(problems["prompt"][:], add_generation_prompt=True)["input_ids"]
+    policy, tokenizer, problems, prompts = load_problems(args)
     greedy = GenerationConfig(max_new_tokens=args.completion_length, do_sample=False, pad_token_id=0, eos_token_id=[1])
     table = Table("engine", "greedy accuracy", "mean |Δp|", "p99", "max", "KL (k3)", "mean |Δp| to vLLM")
     for scheme in args.schemes:
-        with serve(args.model, scheme, max_model_len=args.max_model_len, report=lambda line: None) as server:
+        with started(args, scheme) as server:
             client = ServerClient(server.url)
             length = {"max_tokens": args.completion_length}
             sampled = client.generate(prompts, temperature=1.0, generation_kwargs={"seed": args.seed}, **length)
@@ -149,10 +150,7 @@ def medians(actions: dict[str, Callable[[], Any]], repetitions: int) -> dict[str
 
 
 def throughput(args: argparse.Namespace) -> None:
-    policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    problems = arithmetic_dataset(args.problems, args.seed, "held_out")
-    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    prompts = tokenizer.apply_chat_template(problems["prompt"][:], add_generation_prompt=True)["input_ids"]
+    policy, _, _, prompts = load_problems(args)
     longest = max(map(len, prompts))
     padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
     config = GenerationConfig(
@@ -172,9 +170,7 @@ def throughput(args: argparse.Namespace) -> None:
 
     with ExitStack() as stack:
         for scheme in args.schemes:
-            server = stack.enter_context(
-                serve(args.model, scheme, max_model_len=args.max_model_len, report=lambda line: None)
-            )
+            server = stack.enter_context(started(args, scheme))
             client = ServerClient(server.url)
             options = {"max_tokens": args.completion_length, "generation_kwargs": {"ignore_eos": True}}
             actions[f"vLLM, {scheme}"] = lambda client=client, options=options: client.generate(prompts, **options)
@@ -196,14 +192,15 @@ def sync(args: argparse.Namespace) -> None:
     table = Table("model", "scheme", "MB", "write", "reload", "sync", "copy", "× copy")
     for size in args.sizes:
         torch.manual_seed(args.seed)
-        shape = Qwen3Config(tie_word_embeddings=True, eos_token_id=1, pad_token_id=0, bos_token_id=None, **SIZES[size])
-        policy = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+        shape = dict(zip(SHAPE, SIZES[size], strict=True))
+        config = Qwen3Config(tie_word_embeddings=True, eos_token_id=1, pad_token_id=0, bos_token_id=None, **shape)
+        policy = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="dc_trl-engines-") as folder:
             model, checkpoint, copy = (Path(folder, name) for name in ("model", "checkpoint", "copy"))
             CheckpointWriter(policy, "bf16", tokenizer).write(policy_tensors(policy), model)
             for scheme in args.schemes:
                 writer = CheckpointWriter(policy, scheme, tokenizer)
-                with serve(str(model), scheme, max_model_len=args.max_model_len, report=lambda line: None) as server:
+                with started(args, scheme, str(model)) as server:
                     client = ServerClient(server.url)
                     bytes_written = 0
 
@@ -249,7 +246,7 @@ def evaluation(args: argparse.Namespace) -> None:
     table = Table("scheme", "bare loop, tokens/s", "evaluation, tokens/s", "ratio (quartiles)")
     for scheme in args.schemes:
         rates: dict[str, list[float]] = {"bare": [], "evaluation": []}
-        with serve(args.model, scheme, max_model_len=args.max_model_len, report=lambda line: None) as server:
+        with started(args, scheme) as server:
             engine = ServerEngine(server.url)
             for repetition in range(args.repetitions + 1):
                 ServerClient(server.url).reset_prefix_cache()
@@ -279,19 +276,20 @@ async def bare_loop(url: str, model: str, bodies: list[dict[str, Any]], concurre
     """The least that a client can do: sends the requests and counts the tokens."""
     pending, tokens = iter(bodies), 0
 
-    async def work(session: aiohttp.ClientSession) -> None:
+    async def work(http: httpx.AsyncClient) -> None:
         nonlocal tokens
         for body in pending:
-            async with session.post(f"{url}/v1/completions", json=body | {"model": model}) as response:
-                tokens += (await response.json())["usage"]["completion_tokens"]
+            response = await http.post(f"{url}/v1/completions", json=body | {"model": model})
+            tokens += response.json()["usage"]["completion_tokens"]
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
-        await asyncio.gather(*(work(session) for _ in range(concurrency)))
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(limits=limits, timeout=None) as http:
+        await asyncio.gather(*(work(http) for _ in range(concurrency)))
     return tokens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     parser.add_argument("what", choices=["agreement", "throughput", "sync", "evaluation"])
     parser.add_argument("--model", default="dc_trl/assets/tiny_qwen3")
     parser.add_argument("--schemes", nargs="+", default=["bf16", "fp8"])

@@ -6,7 +6,6 @@ Training stops when the model is right about four times in ten, because reinforc
 improve. The same seed gives the same weights on the same kind of machine. About three minutes on two cores.
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ from transformers import (
 
 from dc_trl.data.arithmetic import Problem, arithmetic_problems
 from dc_trl.grading.rewards import arithmetic_reward
+from dc_trl.settings.command_line import OptionParser
 
 
 BATCH_SIZE = 64
@@ -181,7 +181,7 @@ def accuracy(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=float, default=0.4, help="share of held-out problems at which training stops")

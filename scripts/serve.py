@@ -8,19 +8,19 @@ in the environment variable VLLM_API_KEY is asked of every client, the trainer t
 
 import argparse
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 
 from dc_trl.quantization.schemes import SCHEMES
-from dc_trl.serving.server import ServerError, serve
+from dc_trl.serving.errors import ServerError
+from dc_trl.serving.server import serve
+from dc_trl.settings.command_line import OptionParser, add_model, leave_on_sigterm, refused_in_one_line
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="Hub id or directory of the model that is trained")
-    parser.add_argument("--revision", default="main", help="revision of the Hub model")
+    parser = OptionParser(__doc__)
+    add_model(parser, "of the model that is trained")
     parser.add_argument("--scheme", default="bf16", choices=SCHEMES, help="format that the server runs in")
     parser.add_argument(
         "--checkpoint_dir", help="where the checkpoint in the scheme is kept; dropped at the end if unset"
@@ -39,35 +39,37 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
+def run(args: argparse.Namespace) -> None:
+    with serve(
+        args.model,
+        args.scheme,
+        revision=args.revision,
+        checkpoint_dir=args.checkpoint_dir,
+        host=args.host,
+        port=args.port,
+        max_model_len=args.max_model_len,
+        start_timeout=args.start_timeout,
+        log_path=args.log,
+        options=args.options,
+        report=say,
+    ) as server:
+        say(
+            f"ready: train with --use_vllm --vllm_mode server --vllm_server_base_url {server.url} "
+            f"--deployment_scheme {args.scheme}"
+        )
+        while server.pid is not None:
+            time.sleep(1)
+        raise ServerError(f"vLLM ended by itself: {server.last_error()} (log: {server.log_path})")
+
+
 def main() -> None:
     args = parse_arguments()
     if args.require_api_key and not os.environ.get("VLLM_API_KEY"):
         sys.exit("error: --require_api_key: set the environment variable VLLM_API_KEY to the key.")
-    # Leaves as Ctrl-C does, through the block below, which ends the server.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    leave_on_sigterm()
     try:
-        with serve(
-            args.model,
-            args.scheme,
-            revision=args.revision,
-            checkpoint_dir=args.checkpoint_dir,
-            host=args.host,
-            port=args.port,
-            max_model_len=args.max_model_len,
-            start_timeout=args.start_timeout,
-            log_path=args.log,
-            options=args.options,
-            report=say,
-        ) as server:
-            say(
-                f"ready: train with --use_vllm --vllm_mode server --vllm_server_base_url {server.url} "
-                f"--deployment_scheme {args.scheme}"
-            )
-            while server.pid is not None:
-                time.sleep(1)
-            raise ServerError(f"vLLM ended by itself: {server.last_error()} (log: {server.log_path})")
-    except (ServerError, ValueError, OSError, ImportError) as error:
-        sys.exit(f"error: {error}")
+        with refused_in_one_line(ServerError):
+            run(args)
     except KeyboardInterrupt:
         say("stopped")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import requests
+import httpx
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -22,7 +22,7 @@ from trl.generation import vllm_client
 from dc_trl import DCGRPOTrainer
 from dc_trl.rollouts.vllm_backends import ServerGeneration
 from dc_trl.serving.client import ServerClient
-from dc_trl.serving.server import ServerError
+from dc_trl.serving.errors import ServerError
 
 from .helpers import distinct_characters, make_config, make_model, make_prompts, make_tokenizer
 
@@ -122,7 +122,7 @@ def broken_streams(accelerator) -> list[str]:
     for fault in ("/start_weight_update", "/update_weights", "/reset_prefix_cache", 2, None):
         stream.breaks_after = fault if isinstance(fault, int) else None
         if isinstance(fault, str) and accelerator.is_main_process:
-            requests.post(f"{URL}/fail", json={"path": fault, "times": 1}, timeout=10)
+            httpx.post(f"{URL}/fail", json={"path": fault, "times": 1}, timeout=10)
         try:
             generation.sync_weights()
             ends.append("synchronized")

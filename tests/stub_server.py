@@ -5,13 +5,14 @@ import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from dc_trl.serving.server import CPU_EXTENSION
+from dc_trl.serving.fit import CPU_EXTENSION
 
 
 class StubServer(ThreadingHTTPServer):
     """Answers as a vLLM server in bf16 on a CPU would; never to a rollout.
 
-    A POST to /fail with {"path": …, "times": …} has it fail at a path so many times.
+    A POST to /fail with {"path": …, "times": …} has it fail at a path so many times. `says` has other answers, status
+    and text, by path. `asked` has the paths in the order of the requests.
     """
 
     daemon_threads = True
@@ -20,22 +21,27 @@ class StubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.failures: dict[str, int] = {}
+        self.says: dict[str, tuple[int, str]] = {}
+        self.asked: list[str] = []
         self.version = "default"
         self.ended = threading.Event()
 
-    def answer(self, path: str, body: dict) -> dict | None:
-        """The answer to a request as JSON, None where the connection breaks."""
+    def answer(self, path: str, body: dict) -> tuple[int, str] | None:
+        """Status and text of the answer to a request, None where the connection breaks."""
+        self.asked.append(path)
         if path == "/fail":
             self.failures[body["path"]] = body["times"]
         if self.failures.get(path, 0) > 0:
             self.failures[path] -= 1
             return None
+        if path in self.says:
+            return self.says[path]
         if path == "/v1/completions":
             self.ended.wait()
             return None
         if path == "/update_weight_version":
             self.version = body["new_version"]
-        return {
+        answers = {
             "/v1/models": {"data": [{"id": "stub", "root": "stub", "max_model_len": 4096}]},
             "/server_info": {
                 "vllm_config": {
@@ -53,7 +59,8 @@ class StubServer(ThreadingHTTPServer):
             "/collective_rpc": {"results": [""]},
             "/weight_info": {"weight_version": self.version},
             "/reset_prefix_cache": {"success": True},
-        }.get(path, {})
+        }
+        return 200, json.dumps(answers.get(path, {}))
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -65,8 +72,9 @@ class _Handler(BaseHTTPRequestHandler):
         if answer is None:
             self.close_connection = True
             return
-        content = json.dumps(answer).encode()
-        self.send_response(200)
+        status, text = answer
+        content = text.encode()
+        self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()

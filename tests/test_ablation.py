@@ -18,13 +18,15 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from dc_trl.ablation import jobs as ablation_jobs
-from dc_trl.ablation.figure import draw_sweep, mean_curve
 from dc_trl.ablation.jobs import OutputLock, last_checkpoint, require_own_folders, run_jobs, status
+from dc_trl.ablation.machine import choose_slots
 from dc_trl.ablation.plan import load_sweep
 from dc_trl.ablation.results import METRICS, Mean, collect, mean_over_seeds, show_mean, write_results
+from dc_trl.ablation.sweep_figure import draw_sweep, mean_curve
 from dc_trl.records.runs import Run
+from dc_trl.training.check import check_configurations
 
-from .helpers import ROOT, load_script
+from .helpers import ROOT
 
 
 BASE = {"learning_rate": 1e-4, "max_steps": 4, "rewards": ["arithmetic"], "beta": 0.0}
@@ -158,15 +160,13 @@ def test_a_base_that_is_not_there(sweep_file):
 @pytest.fixture
 def check(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    script = load_script("ablate")
     quickstart = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
 
     def run(jobs=1, **fields):
         file = tmp_path / "variants.yaml"
         settings = quickstart | {"output_dir": str(tmp_path), "seed": 0}
         file.write_text(yaml.safe_dump({"base": settings, "mine": settings | fields}))
-        script.check(file, jobs)
+        check_configurations(file, jobs)
 
     return run
 
@@ -217,12 +217,11 @@ def test_jobs_do_not_share_a_vllm_server(check):
 @pytest.mark.parametrize("name", [path.name for path in sorted((ROOT / "configs" / "sweeps").iterdir())])
 def test_ready_sweeps(name, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(ROOT / "scripts")
     sweep = load_sweep(f"configs/sweeps/{name}")
     assert len(sweep.seeds) >= 3
     variants = {v.name: sweep.settings(v) | {"output_dir": str(tmp_path), "seed": 0} for v in sweep.variants}
     (tmp_path / "variants.yaml").write_text(yaml.safe_dump(variants))
-    load_script("ablate").check(tmp_path / "variants.yaml", 2)
+    check_configurations(tmp_path / "variants.yaml", 2)
 
 
 @pytest.mark.parametrize(
@@ -246,17 +245,13 @@ def test_ready_sweeps(name, monkeypatch, tmp_path):
 )
 def test_never_more_threads_than_cores_nor_two_jobs_on_a_gpu(sweep_file, monkeypatch, options, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    file = sweep_file("fixed: {use_cpu: true}\ngrid: {beta: [0.0, 0.1]}")
-    monkeypatch.setattr(sys, "argv", ["ablate.py", str(file), *words])
-    script = load_script("ablate")
-    args = script.parse_arguments()
+    sweep = load_sweep(sweep_file("fixed: {use_cpu: true}\ngrid: {beta: [0.0, 0.1]}"))
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            script.choose_slots(args, load_sweep(file))
+            choose_slots(sweep, **options)
         return
     threads = {"OMP_NUM_THREADS": str(options.get("threads", 1))}
-    assert script.choose_slots(args, load_sweep(file)) == [threads | slot for slot in expected]
+    assert choose_slots(sweep, **options) == [threads | slot for slot in expected]
 
 
 # How jobs are run. A short script stands for the training script where only its process matters.

@@ -5,11 +5,12 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from trl import TrlParser
 
 from dc_trl import DCGRPOTrainer
+from dc_trl.training.arguments import RunArguments
+from dc_trl.training.build import build_trainer
 
-from .helpers import ROOT, TINY_MODEL, load_script, logged, make_prompts
+from .helpers import ROOT, TINY_MODEL, logged, make_prompts
 from .vllm_server import requires_vllm
 
 
@@ -23,30 +24,25 @@ METHODS = {name: dict(line.split(": ", 1) for line in re.findall(r"`([^`]+)`", l
 FP16 = "any, trained in FP16"
 
 
-@pytest.fixture(scope="module")
-def script():
-    return load_script("train")
-
-
-def parsed(script, fields, *options):
+def parsed(fields, *options):
     words = [word for name, value in fields.items() for word in (f"--{name}", value)]
     config = str(ROOT / "configs" / "quickstart_vllm_fp8.yaml")
-    return TrlParser(script.ARGUMENTS).parse_args_and_config(["--config", config, *words, *options])
+    return RunArguments.parse(["--config", config, *words, *options])
 
 
 @pytest.mark.parametrize("method", sorted(METHODS.keys() - {FP16}))
-def test_each_row_is_a_configuration(script, tmp_path, method):
+def test_each_row_is_a_configuration(tmp_path, method):
     fields = METHODS[method]
     assert fields
-    parts = parsed(script, fields, "--output_dir", str(tmp_path))
+    parts = parsed(fields, "--output_dir", str(tmp_path))
     for name, value in fields.items():
         (found,) = (getattr(part, name) for part in parts if hasattr(part, name))
         assert str(found).lower() == value or float(found) == float(value), name
 
 
-def test_fp16_training_is_refused_where_nothing_would_be_computed_in_it(script, tmp_path):
+def test_fp16_training_is_refused_where_nothing_would_be_computed_in_it(tmp_path):
     with pytest.raises(ValueError, match=r"fp16=True has no effect on a CPU.*train on a GPU"):
-        parsed(script, METHODS[FP16], "--output_dir", str(tmp_path))
+        parsed(METHODS[FP16], "--output_dir", str(tmp_path))
 
 
 def lengths(completions, **kwargs):
@@ -64,12 +60,12 @@ def lengths(completions, **kwargs):
         "DC-GRPO + TIS",
     ],
 )
-def test_importance_sampling_against_a_vllm_server(tmp_path, fp8_server, seen_by_the_loss, script, method):
+def test_importance_sampling_against_a_vllm_server(tmp_path, fp8_server, seen_by_the_loss, method):
     """Ratios by hand from the two engines' log-probabilities, on what a real FP8 server sampled."""
     # A bound that some ratios pass.
     fields = METHODS[method] | {"vllm_importance_sampling_clip_max": "1.001", "vllm_server_base_url": fp8_server.url}
     small = "--max_steps 1 --per_device_train_batch_size 16 --max_completion_length 24 --save_strategy no"
-    *_, args, _ = parsed(script, fields, "--output_dir", str(tmp_path), *small.split(), "--disable_tqdm", "true")
+    *_, args, _ = parsed(fields, "--output_dir", str(tmp_path), *small.split(), "--disable_tqdm", "true")
     trainer = DCGRPOTrainer(str(TINY_MODEL), lengths, args, train_dataset=make_prompts())
     trainer.train()
     (inputs,) = seen_by_the_loss
@@ -85,19 +81,19 @@ def test_importance_sampling_against_a_vllm_server(tmp_path, fp8_server, seen_by
     assert logged(trainer, "discrepancy/mean")[0] > 0
 
 
-def test_length_decay_in_one_switch(script, tmp_path):
+def test_length_decay_in_one_switch(tmp_path):
     options = f"--output_dir {tmp_path} --max_steps 3 --per_device_train_batch_size 8 --eval_size 0".split()
     command = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--disable_tqdm", "true", *options]
     command += ["--length_decay", "true", "--length_decay_period", "2", "--max_completion_length", "8"]
-    parts = TrlParser(script.ARGUMENTS).parse_args_and_config([*command, "--save_strategy", "no"])
+    parts = RunArguments.parse([*command, "--save_strategy", "no"])
     with ExitStack() as stack:
-        trainer, _ = script.build_trainer(*parts, stack)
+        trainer, _ = build_trainer(parts, stack)
         trainer.train()
     assert logged(trainer, "learning_rate") == pytest.approx([1e-4, 0.5e-4, 0.5e-4])
     assert logged(trainer, "length_decay/halvings") == [1, 2]
 
 
 @pytest.mark.parametrize("field", ["length_decay_period", "length_decay_floor"])
-def test_length_decay_settings_without_the_switch_are_refused(script, tmp_path, field):
+def test_length_decay_settings_without_the_switch_are_refused(tmp_path, field):
     with pytest.raises(ValueError, match=f"{field}=1.* has no effect without length_decay"):
-        parsed(script, {field: "1"}, "--output_dir", str(tmp_path))
+        parsed({field: "1"}, "--output_dir", str(tmp_path))

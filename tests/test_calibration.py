@@ -6,7 +6,7 @@ import random
 import re
 import statistics
 import sys
-import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,16 +14,17 @@ import torch
 from trl import GRPOTrainer
 
 from dc_trl.calibration import Calibration, calibrate, mismatch
-from dc_trl.calibration import rollouts as rollouts_module
 from dc_trl.calibration.contexts import visible, visible_token
 from dc_trl.calibration.figures import position_figure, probability_figure
 from dc_trl.calibration.mismatch import batch_tolerance, compare_engines, measure_engine
 from dc_trl.calibration.report import difference_table, label, report_page
-from dc_trl.calibration.rollouts import EngineSpec, Rollout, RolloutSettings, sample_rollouts
+from dc_trl.calibration.rollouts import EngineSample, Rollout, sample_rollouts
 from dc_trl.calibration.scoring import train_logps
+from dc_trl.calibration.settings import CalibrationSettings
 from dc_trl.data.arithmetic import arithmetic_dataset
+from dc_trl.rollouts.engines import EngineSpec
 from dc_trl.rollouts.replica import Replica
-from dc_trl.serving.server import ServerError, ServerUnavailableError
+from dc_trl.training.problems import DataArguments, draw_prompts
 
 from .helpers import ROOT, TINY_MODEL, load_script, make_config, make_model, make_prompts
 from .vllm_server import requires_vllm
@@ -47,10 +48,16 @@ def random_rollouts(prompts=4, samples=3, spread=0.2, seed=0, longest=9):
     return rollouts, train
 
 
+def measure(engine, rollouts, train, tokenizer, prompts=PROMPTS, **settings):
+    return measure_engine(
+        EngineSample(engine, "fp8", rollouts), train, prompts, tokenizer, CalibrationSettings(**settings)
+    )
+
+
 @pytest.fixture(scope="module")
 def measured(tokenizer):
     rollouts, train = random_rollouts()
-    return rollouts, train, measure_engine("replica:fp8", "fp8", PROMPTS, rollouts, train, tokenizer, batch_prompts=2)
+    return rollouts, train, measure("replica:fp8", rollouts, train, tokenizer, batch_prompts=2)
 
 
 def pairs(rollouts, train):
@@ -132,20 +139,18 @@ def test_importance_weights_and_their_growth(measured):
 def test_token_reduction_and_other_measures(tokenizer):
     rollouts, train = random_rollouts()
     tokens = pairs(rollouts, train)
-    for measure, delta in {
+    for name, delta in {
         "prob_ratio": [abs(math.exp(a - b) - 1) for *_, a, b in tokens],
         "log_prob": [abs(a - b) for *_, a, b in tokens],
     }.items():
-        result = measure_engine(
-            "fp8", "fp8", PROMPTS, rollouts, train, tokenizer, measure=measure, reduction="token", batch_prompts=2
-        )
-        assert result.estimates["discrepancy"].value == pytest.approx(statistics.fmean(delta)), measure
+        result = measure("fp8", rollouts, train, tokenizer, measure=name, reduction="token", batch_prompts=2)
+        assert result.estimates["discrepancy"].value == pytest.approx(statistics.fmean(delta)), name
 
 
 def test_identical_engines_have_no_discrepancy_and_differ_by_nothing(tokenizer):
     rollouts, _ = random_rollouts()
     train = [torch.tensor(rollout.logps, dtype=torch.float64) for rollout in rollouts]
-    result = measure_engine("fp8", "fp8", PROMPTS, rollouts, train, tokenizer)
+    result = measure("fp8", rollouts, train, tokenizer)
     assert result.maximum == 0 == result.tolerance.value == result.tolerance.high
     assert (result.sequence_weights.mean, result.sequence_weights.ess) == (1, 1)
     difference = compare_engines(result, result)
@@ -161,7 +166,7 @@ def test_difference_of_engines_is_paired_by_prompt(tokenizer):
         for engine, factor in ((small, 1.0), (large, 1.1)):
             engine.append((Rollout(prompt, [50] * 2, [math.log(0.5)] * 2, False), math.log(0.5 - factor * level)))
     first, second = (
-        measure_engine(name, name, prompts, [r for r, _ in rows], [torch.full((2,), a) for _, a in rows], tokenizer)
+        measure(name, [r for r, _ in rows], [torch.full((2,), a) for _, a in rows], tokenizer, prompts)
         for name, rows in (("bf16", small), ("fp8", large))
     )
     assert first.estimates["discrepancy"].high > second.estimates["discrepancy"].low
@@ -175,7 +180,7 @@ def test_difference_of_engines_is_paired_by_prompt(tokenizer):
 def test_engines_that_differ_by_the_same_on_every_prompt_have_no_p_value(tokenizer, tmp_path):
     rollouts = [Rollout(prompt, [50], [math.log(0.5)], False) for prompt in range(4)]
     first, second = (
-        measure_engine(name, name, PROMPTS, rollouts, [torch.tensor([math.log(p)])] * 4, tokenizer)
+        measure(name, rollouts, [torch.tensor([math.log(p)])] * 4, tokenizer)
         for name, p in (("bf16", 0.49), ("fp8", 0.45))
     )
     difference = compare_engines(first, second)
@@ -191,7 +196,7 @@ def test_engines_that_differ_by_the_same_on_every_prompt_have_no_p_value(tokeniz
 def test_two_prompts_do_not_tell_engines_apart(tokenizer):
     rollouts = [Rollout(prompt, [50], [math.log(0.5)], False) for prompt in range(2)]
     first, second = (
-        measure_engine(name, name, PROMPTS[:2], rollouts, [torch.tensor([math.log(p)]) for p in of], tokenizer)
+        measure(name, rollouts, [torch.tensor([math.log(p)]) for p in of], tokenizer, PROMPTS[:2])
         for name, of in (("bf16", (0.49, 0.48)), ("fp8", (0.45, 0.42)))
     )
     assert compare_engines(first, second).p_value == 0.5
@@ -265,7 +270,7 @@ def test_interval_of_the_tolerance_covers_the_truth(monkeypatch):
 def test_too_few_prompts_with_log_probabilities(tokenizer):
     rollouts = [Rollout(0, [50], [-1.0], False), Rollout(1, [50], [math.nan], False)]
     with pytest.raises(ValueError, match="1 of 2 prompts"):
-        measure_engine("fp8", "fp8", [[1], [2]], rollouts, [torch.tensor([-1.0])] * 2, tokenizer)
+        measure("fp8", rollouts, [torch.tensor([-1.0])] * 2, tokenizer, [[1], [2]])
 
 
 def test_notes_say_what_the_numbers_rest_on(measured, tokenizer):
@@ -273,7 +278,7 @@ def test_notes_say_what_the_numbers_rest_on(measured, tokenizer):
     assert "4 prompts are few" in notes
     assert "1 tokens" in notes
     rollouts, train = random_rollouts(spread=3.0)
-    other = measure_engine("http://host:1", "fp8", PROMPTS, rollouts, train, tokenizer)
+    other = measure("http://host:1", rollouts, train, tokenizer)
     assert "does http://host:1 run the weights" in " ".join(other.notes)
 
 
@@ -290,7 +295,7 @@ def test_worst_token_stands_in_its_context(tokenizer):
     rollouts.sort(key=lambda rollout: rollout.prompt)
     train = [torch.full((5,), -1.0) for _ in rollouts]
     train[3][2] = -2.0
-    worst = measure_engine("fp8", "fp8", [prompt] * 2, rollouts, train, tokenizer).worst[0]
+    worst = measure("fp8", rollouts, train, tokenizer, [prompt] * 2).worst[0]
     assert (worst.prompt, worst.sample, worst.position) == (1, 1, 2)
     assert (worst.before, worst.token, worst.after) == ("1+1=ab", "↵", "cd")
     assert worst.train == pytest.approx(math.exp(-2))
@@ -308,13 +313,13 @@ def plain_logps(model, prompt, ids, temperature):
 def test_replica_returns_what_an_independent_forward_finds(tokenizer):
     model = make_model()
     prompts = [tokenizer(text)["input_ids"] for text in ("12+34=", "5*6=", "9-8=7;")]
-    settings = RolloutSettings(samples=3, max_tokens=12, temperature=0.7, seed=5, replica_batch=4)
+    settings = CalibrationSettings(samples=3, max_tokens=12, temperature=0.7, seed=5, replica_batch=4, progress=False)
+    engine = EngineSpec.parse("replica:int4")
     before = torch.random.get_rng_state()
-    rollouts, precision = sample_rollouts(
-        EngineSpec.parse("replica:int4"), model, tokenizer, prompts, settings, progress=False
-    )
+    sample = sample_rollouts(engine, model, tokenizer, prompts, settings)
+    rollouts = sample.rollouts
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert precision == "int4"
+    assert (sample.engine, sample.precision) == ("replica:int4", "int4")
     assert [rollout.prompt for rollout in rollouts] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     replica = Replica(model, "int4")
     for rollout in rollouts:
@@ -322,40 +327,8 @@ def test_replica_returns_what_an_independent_forward_finds(tokenizer):
         expected = plain_logps(replica.model, prompts[rollout.prompt], rollout.ids, 0.7)
         # Both run in bfloat16, one token after the other here and all at once there.
         assert torch.tensor(rollout.logps).exp().sub(expected.exp()).abs().max() < 0.02
-    again, _ = sample_rollouts(EngineSpec.parse("replica:int4"), model, tokenizer, prompts, settings, progress=False)
-    assert again == rollouts
-    other, _ = sample_rollouts(
-        EngineSpec.parse("replica:int4"), model, tokenizer, prompts, settings._replace(seed=6), progress=False
-    )
-    assert other != rollouts
-
-
-def test_a_request_is_repeated_where_the_server_failed():
-    class Client:
-        waited = 0
-
-        def check_server(self, timeout):
-            self.waited += 1
-
-    failures = [ServerUnavailableError("away"), ServerUnavailableError("away")]
-
-    def request():
-        if failures:
-            raise failures.pop()
-        return {"done": True}
-
-    client = Client()
-    assert rollouts_module._try_again(request, client, threading.Event()) == {"done": True}
-    assert client.waited == 2
-    failures += [ServerError("refused")]
-    with pytest.raises(ServerError, match="refused"):
-        rollouts_module._try_again(request, client, threading.Event())
-    stopping = threading.Event()
-    stopping.set()
-    failures += [ServerUnavailableError("away")] * 2
-    with pytest.raises(ServerUnavailableError):
-        rollouts_module._try_again(request, client, stopping)
-    assert client.waited == 2
+    assert sample_rollouts(engine, model, tokenizer, prompts, settings) == sample
+    assert sample_rollouts(engine, model, tokenizer, prompts, replace(settings, seed=6)) != sample
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 40, 10_000])
@@ -364,9 +337,8 @@ def test_scores_are_those_of_a_plain_forward(batch_tokens):
     rng = random.Random(0)
     prompts = [[rng.randrange(10, 200) for _ in range(length)] for length in (3, 8, 1)]
     rollouts = [Rollout(i % 3, [rng.randrange(10, 200) for _ in range(i)], [-1.0] * i, False) for i in range(9)]
-    found = train_logps(
-        model, prompts, rollouts, temperature=0.7, bf16=False, batch_tokens=batch_tokens, progress=False
-    )
+    settings = CalibrationSettings(temperature=0.7, bf16=False, batch_tokens=batch_tokens, progress=False)
+    found = train_logps(model, prompts, rollouts, settings)
     for rollout, values in zip(rollouts, found, strict=True):
         assert values.shape == (len(rollout.ids),)
         if rollout.ids:
@@ -392,7 +364,8 @@ def test_scores_are_those_of_trl_trainer(tmp_path, tokenizer, bf16):
             trainer.model.eval(), tokens, torch.ones_like(tokens), len(ids)
         )
     rollouts = [Rollout(0, ids, [0.0] * 4, False)]
-    (found,) = train_logps(make_model(), [prompt], rollouts, temperature=0.8, bf16=bf16, progress=False)
+    settings = CalibrationSettings(temperature=0.8, bf16=bf16, progress=False)
+    (found,) = train_logps(make_model(), [prompt], rollouts, settings)
     assert torch.equal(found, expected[0].float())
 
 
@@ -441,6 +414,11 @@ def test_wrong_arguments_are_refused(tokenizer, changed, message):
     engines, prompts = arguments.pop("engines"), arguments.pop("prompts")
     with pytest.raises(ValueError, match=re.escape(message)):
         calibrate(make_model(), tokenizer, engines, prompts, progress=False, **arguments)
+
+
+def test_an_unknown_keyword_is_refused_by_name(tokenizer):
+    with pytest.raises(TypeError, match="'sample'"):
+        calibrate(make_model(), tokenizer, ["replica:fp8"], ["1+1=", "2+2="], sample=2)
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
@@ -509,26 +487,23 @@ def test_script_writes_a_page_that_needs_nothing_else(script, tmp_path, capsys):
     assert [engine.engine for engine in Calibration.load(output / "calibration.json").engines] == ["replica:int8"]
 
 
-def test_script_draws_prompts_from_files_and_benchmarks(monkeypatch, tmp_path, tokenizer, capsys):
-    module = load_script("calibrate")
-
-    def draw(*words):
-        monkeypatch.setattr(sys, "argv", ["calibrate.py", "--model", "m", "--engine", "fp8", *words])
-        return module.draw_prompts(module.parse_arguments(), tokenizer)
+def test_prompts_are_drawn_from_files_and_benchmarks(tmp_path, tokenizer, capsys):
+    def draw(count=128, seed=0, benchmark=None, **fields):
+        return draw_prompts(DataArguments(**fields), tokenizer, count, seed, benchmark)
 
     bare = tmp_path / "prompts.jsonl"
     questions = [f"{n}+{n}=?" for n in range(10, 20)]
     bare.write_text("".join(json.dumps({"question": question}) + "\n" for question in questions))
-    file = ("--dataset_name", str(bare), "--prompt_column", "question")
-    drawn = draw(*file, "--prompts", "4")
-    assert drawn == draw(*file, "--prompts", "4") != draw(*file, "--prompts", "4", "--seed", "1")
+    file = {"dataset_name": str(bare), "prompt_column": "question"}
+    drawn = draw(4, **file)
+    assert drawn == draw(4, **file) != draw(4, seed=1, **file)
     asked = [message["content"] for (message,) in drawn]
     assert len(set(asked)) == 4
     assert set(asked) < set(questions)
-    assert sorted(m["content"] for (m,) in draw(*file, "--instruction", "Go.")) == [f"{q}\n\nGo." for q in questions]
+    assert sorted(m["content"] for (m,) in draw(**file, instruction="Go.")) == [f"{q}\n\nGo." for q in questions]
     assert "prompts=128: there are 10, and all of them are taken" in capsys.readouterr().out
-    assert len(draw("--benchmark", "arithmetic", "--prompts", "3")) == 3
-    assert len(draw("--prompts", "5")) == 5
+    assert len(draw(3, benchmark="arithmetic")) == 3
+    assert len(draw(5)) == 5
 
 
 @pytest.mark.parametrize(

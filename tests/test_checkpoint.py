@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from dc_trl.quantization.checkpoint import CheckpointWriter, write_deployable
-from dc_trl.quantization.policy import policy_tensors
 from dc_trl.quantization.schemes import SCHEMES
+from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.rollouts.replica import Replica
 
 from .helpers import ROOT, TINY_MODEL, make_experts, make_model, make_tokenizer
@@ -31,8 +31,8 @@ QUANTIZED = [scheme for scheme in SCHEMES if scheme != "bf16"]
 # Code that a process of its own runs: `model` is the policy, `writer(scheme)` its writer.
 PROLOGUE = """
 import os, resource, sys, time, torch
-from dc_trl.deployment.checkpoint import CheckpointWriter
-from dc_trl.deployment.policy import policy_tensors
+from dc_trl.quantization.checkpoint import CheckpointWriter
+from dc_trl.quantization.tensors import policy_tensors
 from tests.helpers import make_model, make_tokenizer
 def writer(model, scheme="fp8", **kwargs):
     return CheckpointWriter(model, scheme, make_tokenizer(), **kwargs)
@@ -288,12 +288,19 @@ def test_a_shared_expert_is_quantized_and_its_gate_is_not(tmp_path):
 @pytest.mark.long
 def test_weights_that_fsdp_has_sharded_are_gathered(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    command += ["-m", "tests.sharded_worker", str(tmp_path / "sharded")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    command += ["-m", "tests.sharded_worker", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     write(make_model(64), "fp8", tmp_path / "whole")
-    for file in (tmp_path / "whole").iterdir():
-        assert (tmp_path / "sharded" / file.name).read_bytes() == file.read_bytes(), file.name
+    adapted = get_peft_model(make_model(64), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    write(adapted, "fp8", tmp_path / "whole, adapted")
+    references = {"sharded": "whole", "after a forward pass": "whole", "adapted": "whole, adapted"}
+    for folder, reference in references.items():
+        for file in (tmp_path / reference).iterdir():
+            assert (tmp_path / folder / file.name).read_bytes() == file.read_bytes(), (folder, file.name)
+    weights = "model.safetensors"
+    assert (tmp_path / "by the trainer" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+    assert "use_vllm=False: of sharded weights, only those under FSDP2" in (tmp_path / "refusal").read_text()
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8"])

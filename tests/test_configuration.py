@@ -1,22 +1,23 @@
 """A configuration file as its user writes it: what YAML makes of it, and what is refused by name."""
 
+from dataclasses import dataclass, fields
+
 import pytest
 
-from dc_trl.settings.configuration import ConfigurationParser
-
-from .helpers import load_script
+from dc_trl.settings.described import described
+from dc_trl.training.arguments import RunArguments
+from dc_trl.training.own_server import ServerArguments
+from dc_trl.training.problems import DataArguments
+from dc_trl.training.watch import WatchArguments
 
 
 @pytest.fixture
 def parse(tmp_path):
-    arguments = load_script("train").ARGUMENTS
-
     def parse(text, *options):
         file = tmp_path / "config.yaml"
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
         usual = ["--config", str(file), "--output_dir", str(tmp_path / "out"), "--use_cpu", "true", "--bf16", "false"]
-        parts = ConfigurationParser(arguments).parse_args_and_config([*usual, *options])
-        return {name: value for part in parts for name, value in vars(part).items()}
+        return {name: value for part in RunArguments.parse([*usual, *options]) for name, value in vars(part).items()}
 
     return parse
 
@@ -101,4 +102,32 @@ def test_a_command_line_is_refused_without_its_usage(parse, capsys, options, wor
 
 def test_a_file_that_is_not_named():
     with pytest.raises(ValueError, match="config is not set"):
-        ConfigurationParser(load_script("train").ARGUMENTS).parse_args_and_config(["--config"])
+        RunArguments.parse(["--config"])
+
+
+def test_every_field_of_ours_says_what_its_docstring_says():
+    for settings in (DataArguments, ServerArguments, WatchArguments):
+        words = " ".join(settings.__doc__.split())
+        for field in fields(settings):
+            assert field.metadata["help"], field.name
+            assert field.metadata["help"] in words, field.name
+
+
+def test_a_docstring_that_describes_no_field_is_refused():
+    @dataclass
+    class Settings:
+        """Made up.
+
+        Args:
+            there (`int`, defaults to `1`):
+                Is `there`,
+                in two lines.
+            gone (`int`, defaults to `1`):
+                Is not.
+        """
+
+        there: int = 1
+
+    with pytest.raises(TypeError, match="Settings describes gone, which is none of its fields"):
+        described(Settings)
+    assert fields(Settings)[0].metadata["help"] == "Is there, in two lines."

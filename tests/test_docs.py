@@ -2,12 +2,18 @@
 
 import argparse
 import ast
+import dataclasses
+import html
+import importlib.util
+import inspect
 import re
 import shlex
 import subprocess
 import sys
+import traceback
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 import trl
@@ -15,7 +21,11 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from trl import TrlParser
 
+import dc_trl
+from dc_trl import DCGRPOConfig
 from dc_trl.callbacks.collapse_monitor import ADVICE
+from dc_trl.settings.contradictions import RULES, RULES_OF_A_CONSTRAINT
+from dc_trl.training.arguments import ARGUMENTS
 
 from .helpers import ROOT, Rollouts, load_script, make_config, make_model, make_prompts
 from .vllm_server import requires_vllm
@@ -33,33 +43,116 @@ def blocks(text, *languages):
     return re.findall(rf"^```(?:{'|'.join(languages)})\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-# --- pages that are made
+# --- settings
+
+# Of a command line and a YAML file; the rest are TRL's.
+SETTINGS = [config for config in ARGUMENTS if not config.__module__.startswith("trl")]
+THEIRS = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}
+
+
+def default(field):
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def refused_lines():
+    """What the page says is refused: lines of settings."""
+    return [line for block in blocks(page("configuration.md"), "{refused}") for line in block.splitlines()]
 
 
 @pytest.fixture(scope="module")
-def reference():
-    return load_script("make_reference")
+def refused():
+    """Line of settings → the error that they raise."""
+    spec = importlib.util.spec_from_file_location("refused", DOCS / "refused.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return {line: module.error_of(line) for line in refused_lines()}
 
 
-@pytest.mark.parametrize("name", ["api.md", "configuration.md"])
-def test_a_made_page_is_up_to_date(reference, name):
-    assert reference.PAGES[name]() == page(name), "run `make reference`"
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_docstring_describes_every_setting_of_ours(settings):
+    assert f".. autoclass:: {settings.__module__}.{settings.__name__}\n" in page("configuration.md").replace(
+        "dc_trl.DCGRPOConfig", "dc_trl.config.DCGRPOConfig"
+    )
+    arguments = inspect.getdoc(settings).partition("Args:\n")[2]
+    entries = re.findall(r"^ {4}(\w+) \((.+)\):\n((?: {8}.*\n?)+)", arguments, re.MULTILINE)
+    fields = {field.name: field for field in dataclasses.fields(settings) if field.name not in THEIRS}
+    assert sorted(name for name, _, _ in entries) == sorted(fields)
+    for name, kind, text in entries:
+        stated = re.search(r"defaults to `(.+)`$", kind)
+        assert (ast.literal_eval(stated[1]) if stated else None) == default(fields[name]), name
+        assert stated or kind.endswith("*optional*"), name
+        for option in get_args(fields[name].type) if get_origin(fields[name].type) is Literal else ():
+            assert option in text, (name, option)
 
 
-def test_every_error_of_the_configuration_is_shown(reference):
-    lines = reference.unexplained_checks()
-    assert not lines, f"dc_trl/config.py, lines {lines}: add an example to CONTRADICTIONS in scripts/make_reference.py"
+def test_the_defaults_of_trl_that_are_replaced():
+    rows = re.findall(r"^\| `(\w+)` \| `(.+)` \| `(.+)` \| (.+) \|$", page("configuration.md"), re.MULTILINE)
+    ours = {name: DCGRPOConfig.__dataclass_fields__[name] for name in DCGRPOConfig.__annotations__ if name in THEIRS}
+    assert [name for name, *_ in rows] == list(ours)
+    for name, here, theirs, meaning in rows:
+        assert ast.literal_eval(here) == default(ours[name])
+        assert ast.literal_eval(theirs) == default(THEIRS[name])
+        assert meaning == ours[name].metadata["help"]
 
 
-def test_every_setting_of_the_training_script_is_shown(reference):
-    headings = set(re.findall(r"^### `(\w+)`$", page("configuration.md"), re.MULTILINE))
-    rows = set(re.findall(r"^\| `(\w+)` \|", page("configuration.md"), re.MULTILINE))
-    for config in reference.load_train_script().ARGUMENTS:
-        fields = set(config.__dataclass_fields__)
-        if config is reference.DCGRPOConfig:
-            assert headings == fields - set(trl.GRPOConfig.__dataclass_fields__)
-        elif config is not trl.ModelConfig:
-            assert fields <= rows
+def test_every_contradiction_is_shown(refused):
+    shown = {line: str(error) for line, error in refused.items()}
+    for rule in (*RULES, *RULES_OF_A_CONSTRAINT):
+        words = ".*".join(map(re.escape, re.split(r"\{.*?\}", rule.message)))
+        assert any(re.fullmatch(words, error) for error in shown.values()), (
+            f"docs/configuration.md lacks {rule.message}"
+        )
+    for line, error in shown.items():
+        assert any(name in error for name in re.findall(r"\w+(?=:)", line)), line
+
+
+def test_every_error_of_the_configuration_is_shown(refused):
+    path = Path(inspect.getfile(DCGRPOConfig))
+    raising = {node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)}
+    raised = [traceback.extract_tb(error.__traceback__)[-1] for error in refused.values()]
+    missing = raising - {frame.lineno for frame in raised if frame.filename == str(path)}
+    assert not missing, f"docs/configuration.md lacks an example of the errors in {path}, lines {missing}"
+
+
+def test_the_python_reference_lists_every_public_name():
+    (block,) = blocks(page("api.md"), "{eval-rst}")
+    listed = re.search(r"autosummary::\n\n((?: {3}\w+\n)+)", block)[1].split()
+    assert sorted(listed) == [name for name in dc_trl.__all__ if name != "__version__"]
+
+
+# --- the code map
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/code_map.md"])
+def test_the_code_map_has_a_line_for_every_folder(name):
+    folders = re.findall(r"^\| `(\w+)/` \| ", (ROOT / name).read_text(), re.MULTILINE)
+    tracked = {path.parent.name for path in ROOT.glob("dc_trl/*/*") if path.suffix == ".py"} | {"assets"}
+    assert sorted(folders) == sorted(tracked)
+
+
+def test_what_the_code_map_names_exists():
+    text = page("code_map.md")
+    for path in re.findall(r"`([\w/]+\.py)`", text):
+        assert (ROOT if path.startswith("scripts/") else ROOT / "dc_trl").joinpath(path).is_file(), path
+    named = re.findall(r"`([\w/]+\.py)`: (`\w+`(?:, `\w+`)*)", text)
+    assert len(named) > 10
+    for path, names in named:
+        source = ast.parse((ROOT / "dc_trl" / path).read_text())
+        defined = {node.name for node in ast.walk(source) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        assert set(re.findall(r"\w+", names)) <= defined, path
+
+
+def test_the_changelog_says_where_modules_went():
+    house = (ROOT / "CHANGELOG.md").read_text().partition("### The house")[2].partition("\n### ")[0]
+    rows = re.findall(r"^\| (`.+`) \| (`.+) \|$", house, re.MULTILINE)
+    assert len(rows) > 15
+
+    def files(cell):
+        return [ROOT / "dc_trl" / f"{name.replace('.', '/')}.py" for name in re.findall(r"`([\w.]+)`", cell)]
+
+    for old, new in rows:
+        assert not [path for path in files(old) if path.exists()], old
+        assert not [path for path in files(new) if not path.exists()], new
 
 
 # --- metrics
@@ -85,7 +178,7 @@ def test_metrics_are_those_that_a_run_logs(tmp_path, tokenizer):
     logged = set().union(*trainer.state.log_history)
     for prefix in ("discrepancy/", "lagrangian/"):
         assert {name for name in names if name.startswith(prefix)} == {n for n in logged if n.startswith(prefix)}
-    source = (ROOT / "dc_trl" / "callbacks.py").read_text()
+    source = (ROOT / "dc_trl" / "callbacks" / "length_decay.py").read_text()
     assert {name for name in names if name.startswith("length_decay/")} == set(
         re.findall(r'"(length_decay/\w+)"', source)
     )
@@ -172,10 +265,10 @@ def known_options(parser):
 
 @pytest.fixture(scope="module")
 def parsers():
-    train, serve = load_script("train"), load_script("serve")
+    serve = load_script("serve")
     return {
         "accelerate": known_options(launch_command_parser()),
-        "scripts/train.py": known_options(TrlParser(train.ARGUMENTS)) | {"--config"},
+        "scripts/train.py": known_options(TrlParser(ARGUMENTS)) | {"--config"},
         "scripts/serve.py": known_options(_parser_of(serve)),
     }
 
@@ -231,7 +324,7 @@ def test_the_settings_in_yaml_exist(parsers):
 
 
 def test_the_files_that_pages_name_exist():
-    for file in PAGES:
+    for file in [*PAGES, ROOT / "README.md"]:
         for name in re.findall(r"\b(?:configs|scripts|tests|dc_trl)/[\w/.-]+\.(?:ya?ml|py)\b", file.read_text()):
             assert (ROOT / name).is_file(), (file.name, name)
 
@@ -250,7 +343,7 @@ def test_every_page_is_in_the_table_of_contents():
 
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("sphinx") is None, reason="Sphinx is not installed (make docs)")
-def test_the_site_builds_and_needs_nothing_from_elsewhere(tmp_path):
+def test_the_site_builds_and_needs_nothing_from_elsewhere(tmp_path, refused):
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", tmp_path / "trees", DOCS]
     built = subprocess.run([*command, tmp_path / "site"], capture_output=True, text=True, timeout=280)
     assert built.returncode == 0, built.stderr[-3000:]
@@ -260,3 +353,13 @@ def test_the_site_builds_and_needs_nothing_from_elsewhere(tmp_path):
     reference = (tmp_path / "site" / "api.html").read_text()
     assert 'id="dc_trl.DCGRPOTrainer"' in reference
     assert "system-message" not in reference
+    settings = (tmp_path / "site" / "configuration.html").read_text()
+    assert "system-message" not in settings
+    words = html.unescape(re.sub(r"<[^>]+>", "", settings))
+    for config in SETTINGS:
+        module = "dc_trl" if config is DCGRPOConfig else config.__module__
+        for field in dataclasses.fields(config):
+            assert (f'id="{module}.{config.__name__}.{field.name}"' in settings) == (field.name not in THEIRS)
+    for line, error in refused.items():
+        assert line in words
+        assert str(error) in words

@@ -10,28 +10,30 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import httpx
 import pyarrow.parquet as pq
 import pytest
-import requests
 import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.data.schema import MathProblem, to_dataset
-from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, sample_seed, tokenize_prompts
+from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
+from dc_trl.evaluation.card import eval_results, require_card, write_eval_results
+from dc_trl.evaluation.report import write_report
 from dc_trl.evaluation.results import Evaluation, benchmark_result, compare
 from dc_trl.evaluation.samples import Sample, SampleStore
 from dc_trl.evaluation.tables import comparison_table, evaluation_details, evaluation_table
 from dc_trl.grading.rewards import arithmetic_reward
-from dc_trl.hub.card import eval_results, require_card, write_eval_results
-from dc_trl.quantization.policy import end_tokens
 from dc_trl.records.estimators import mean_estimate
 from dc_trl.records.tables import markdown_table
+from dc_trl.rollouts.end_tokens import end_tokens
 from dc_trl.rollouts.replica import Replica
-from dc_trl.rollouts.sampling import ReplicaEngine, Request, Sampling, ServerEngine
+from dc_trl.rollouts.sampling import ReplicaEngine, Request, Sampling, sample_seed
+from dc_trl.rollouts.server_engine import ServerEngine
 from dc_trl.serving.client import ServerClient
-from dc_trl.serving.server import ServerError
+from dc_trl.serving.errors import ServerError
 
 from .helpers import (
     ROOT,
@@ -181,7 +183,7 @@ def test_the_server_gives_what_an_openai_client_gets(fp8_server, tokenizer):
     assert sorted(greedy) == list(range(8))
     for position, ids in enumerate(prompts):
         request = {"model": engine.model, "prompt": ids, "max_tokens": 48, "temperature": 0}
-        answer = requests.post(f"{fp8_server.url}/v1/completions", json=request, timeout=60).json()
+        answer = httpx.post(f"{fp8_server.url}/v1/completions", json=request, timeout=60).json()
         assert greedy[position].text == answer["choices"][0]["text"]
         assert greedy[position].tokens == answer["usage"]["completion_tokens"]
     (cut,) = dict(engine.sample([Request(prompts[0], 0)], Sampling(5, 0.0))).values()
@@ -196,7 +198,9 @@ def test_a_request_that_the_server_refuses_ends_the_sampling(fp8_server):
 
 
 def test_no_server(tmp_path):
-    with pytest.raises(ServerError, match=r"no connection to vLLM at http://127\.0\.0\.1:9 .*tried 1 times"):
+    with pytest.raises(
+        ServerError, match=r"connection to vLLM at http://127\.0\.0\.1:9 broke during /v1/models .*tried 1 times"
+    ):
         ServerEngine("http://127.0.0.1:9")
 
 
@@ -337,7 +341,7 @@ def script(monkeypatch, capsys):
 
 
 def requests_served(url):
-    metrics = requests.get(f"{url}/metrics", timeout=30).text.splitlines()
+    metrics = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
     return sum(float(line.split()[-1]) for line in metrics if line.startswith("vllm:request_success_total"))
 
 
@@ -392,7 +396,7 @@ def test_samples_of_a_server_are_known_by_what_it_discloses(fp8_server, tmp_path
     client.name_weights("default")  # as if nobody had loaded others
     assert "holds Disclosed(name=" in script([*command[:-1], str(tmp_path / "files")])
     settings = json.loads((tmp_path / "files" / "fp8" / "arithmetic" / "settings.json").read_text())
-    root = Path(requests.get(f"{fp8_server.url}/v1/models", timeout=30).json()["data"][0]["root"])
+    root = Path(httpx.get(f"{fp8_server.url}/v1/models", timeout=30).json()["data"][0]["root"])
     lines = [
         f"{name} {hashlib.sha256((root / name).read_bytes()).hexdigest()}\n"
         for name in ("config.json", "model.safetensors")
@@ -554,7 +558,7 @@ def test_answers_whose_grading_fails_are_counted_and_shown(replica, tokenizer, t
     assert evaluation.grading_failures == {"error": boxes}
     assert boxes > 0
     assert Evaluation.load(tmp_path / RESULTS_FILE) == evaluation
-    load_script("evaluate").report([evaluation], tmp_path)
+    write_report([evaluation], tmp_path)
     line = f"fp8: {boxes} answers count as wrong because grading failed (error {boxes})"
     assert line in capsys.readouterr().out
     assert line in (tmp_path / "results.md").read_text()

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from dc_trl import DCGRPOTrainer
-from dc_trl.serving.server import ServerError
+from dc_trl.serving.errors import ServerError
 
 from .helpers import ROOT, TWO_PROCESSES, distinct_characters, make_config, make_model, make_prompts, make_tokenizer
 from .stub_server import stub_server

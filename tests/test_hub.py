@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +23,9 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
-from dc_trl.hub.card import quoted, write_eval_results
-from dc_trl.hub.push import hub_dataset, push_run, run_files
+from dc_trl.evaluation.card import write_eval_results
+from dc_trl.hub.card import address_card, hub_dataset, quoted
+from dc_trl.hub.push import push_run, run_files
 from dc_trl.quantization.checkpoint import write_deployable
 
 from .helpers import ROOT, TINY_MODEL, TWO_PROCESSES, distinct_characters, load_script, make_config, make_prompts
@@ -275,6 +277,32 @@ def test_the_model_card(hub, tmp_path, monkeypatch):
     (folder / "README.md").write_text(text.replace("# Model Card for", "# My edited card for"))
     trainer.push_to_hub(dataset_name="openai/gsm8k")
     assert "# My edited card" in (folder / "README.2.md").read_text()
+
+
+def test_a_card_gets_its_repositories_when_they_are_known(tmp_path):
+    trainer = make_trainer(tmp_path, callbacks=[])
+    trainer.save_deployment(tmp_path / "deployment")
+    trainer.create_model_card()
+    card = tmp_path / "README.md"
+    assert 'model="OWNER/MODEL"' in card.read_text()
+    address_card(card, "me/m", None)
+    assert "OWNER" not in card.read_text()
+    assert 'model="me/m"' in card.read_text()
+    assert "vllm serve m/deployment\n" in card.read_text()
+    address_card(card, "me/m", "me/m-fp8")
+    assert "vllm serve me/m-fp8\n" in card.read_text()
+    assert "m/deployment" not in card.read_text()
+    trainer.create_model_card()  # still no card of the user's
+    assert not list(tmp_path.glob("README.*.md"))
+
+
+def test_a_card_links_the_run_at_its_tracker(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path, callbacks=[])
+    # Weights & Biases has no run without an account.
+    run = SimpleNamespace(url="https://wandb.example/run")
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
+    trainer.create_model_card()
+    assert "[The run at Weights & Biases](https://wandb.example/run)" in (tmp_path / "README.md").read_text()
 
 
 def test_a_plain_trainer_pushes_what_there_is(hub, tmp_path):

@@ -181,7 +181,7 @@ def test_two_processes_stop_together_and_go_on_together(tmp_path):
 # Holds still where Python runs no handler, as a process does whose peer is dead, with a forked child.
 STUCK = """
 import ctypes, os, time
-from dc_trl.interruption import StopSignals
+from dc_trl.resuming.interruption import StopSignals
 with StopSignals() as signals:
     signals.on_train_begin(None, None, None)
     if (child := os.fork()) == 0:

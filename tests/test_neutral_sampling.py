@@ -10,7 +10,7 @@ from trl import GRPOTrainer
 from dc_trl import DCGRPOTrainer
 from dc_trl.rollouts.neutral_sampling import restrictions
 from dc_trl.rollouts.replica import Replica
-from dc_trl.serving.server import ServerError
+from dc_trl.serving.errors import ServerError
 
 from .helpers import distinct_characters, logged, make_config, make_model, make_prompts
 from .vllm_server import requires_vllm

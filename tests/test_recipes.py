@@ -15,9 +15,11 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3MoeForCausalLM
-from trl import TrlParser
 
 from dc_trl.grading.rewards import get_reward
+from dc_trl.training.arguments import RunArguments
+from dc_trl.training.build import build_trainer
+from dc_trl.training.own_server import require_servable
 
 from .helpers import (
     ROOT,
@@ -111,15 +113,10 @@ def stand_in(architecture: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(Qwen2Config(**shape, **heads, pad_token_id=0, initializer_range=0.2))
 
 
-@pytest.fixture(scope="module")
-def script():
-    return load_script("train")
-
-
-def parse(script, config: dict, folder: Path):
+def parse(config: dict, folder: Path) -> RunArguments:
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
-    return TrlParser(script.ARGUMENTS).parse_args_and_config(["--config", str(file)])
+    return RunArguments.parse(["--config", str(file)])
 
 
 def test_no_configuration_escapes():
@@ -154,11 +151,11 @@ def test_every_value_has_a_source(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_numbers(script, name, tmp_path):
+def test_numbers(name, tmp_path):
     recipe, config = RECIPES[name], fields(name)
     # As it is, on this machine, without the GPUs that BF16 training wants.
-    data, server, watch, args, model = parse(script, config | {"use_cpu": True, "bf16": False}, tmp_path)
-    script.require_servable(server, args)
+    data, server, watch, args, model = parse(config | {"use_cpu": True, "bf16": False}, tmp_path)
+    require_servable(server, args)
     completions = recipe.processes * args.per_device_train_batch_size * args.steps_per_generation
     assert completions == recipe.prompts * recipe.completions
     assert args.num_generations == recipe.completions
@@ -190,7 +187,7 @@ def test_numbers(script, name, tmp_path):
         assert args.vllm_importance_sampling_clip_max == 2.0
 
 
-def parse_small(script, name: str, config: dict, model: PreTrainedModel, folder: Path):
+def parse_small(name: str, config: dict, model: PreTrainedModel, folder: Path):
     """The fields that a small machine leaves as they are, and all arguments for a run of this model there."""
     model.save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
@@ -204,22 +201,22 @@ def parse_small(script, name: str, config: dict, model: PreTrainedModel, folder:
     }
     kept = {field: value for field, value in config.items() if field not in OVERRIDES}
     changed = {field: value for field, value in small.items() if value is not None}
-    return kept, parse(script, kept | changed, folder)
+    return kept, parse(kept | changed, folder)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_stand_in_trains(script, name, tmp_path, monkeypatch):
+def test_a_stand_in_trains(name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     recipe, config = RECIPES[name], fields(name)
     model = stand_in(recipe.architecture)
     steps = recipe.optimizer_steps
-    kept, parsed = parse_small(script, name, config, model, tmp_path)
+    kept, parsed = parse_small(name, config, model, tmp_path)
     assert len(kept) >= 25
     for field, value in kept.items():
         holder = next(arguments for arguments in parsed if hasattr(arguments, field))
         assert getattr(holder, field) == ([] if value == "none" and field == "report_to" else value), field
     with ExitStack() as stack:
-        trainer, _ = script.build_trainer(*parsed, stack)
+        trainer, _ = build_trainer(parsed, stack)
         trainer.train()
     assert trainer.state.global_step == steps + 1
     assert_finite(trainer)
@@ -240,7 +237,7 @@ def test_a_stand_in_trains(script, name, tmp_path, monkeypatch):
     assert rates == [1e-6] * (steps + 1)
 
 
-def test_the_mixture_of_experts_trains_without_an_auxiliary_loss(script, tmp_path, monkeypatch):
+def test_the_mixture_of_experts_trains_without_an_auxiliary_loss(tmp_path, monkeypatch):
     """Loss and weights are those of a model that has none; left out, TRL adds that of the configuration."""
     monkeypatch.chdir(ROOT)
     name = "qwen3_30b_a3b_fp8"
@@ -251,9 +248,9 @@ def test_the_mixture_of_experts_trains_without_an_auxiliary_loss(script, tmp_pat
         model = stand_in("qwen3_moe")
         model.config.router_aux_loss_coef = coefficient
         (tmp_path / run).mkdir()
-        _, parsed = parse_small(script, name, config | {"learning_rate": 1e-2}, model, tmp_path / run)
+        _, parsed = parse_small(name, config | {"learning_rate": 1e-2}, model, tmp_path / run)
         with ExitStack() as stack:
-            trainer, _ = script.build_trainer(*parsed, stack)
+            trainer, _ = build_trainer(parsed, stack)
             trainer.train()
         losses[run], logs[run] = logged(trainer, "loss"), trainer.state.log_history[0]
         weights[run] = {key: value.clone() for key, value in trainer.model.state_dict().items()}
@@ -319,7 +316,7 @@ def test_commands_are_there():
 
 
 @pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words)[:60])
-def test_commands_are_read_by_the_programs_themselves(script, words, monkeypatch, tmp_path):
+def test_commands_are_read_by_the_programs_themselves(words, monkeypatch, tmp_path):
     if words[:2] == ["accelerate", "launch"]:
         args = launch_command_parser().parse_args(words[2:])
         assert args.training_script == "scripts/train.py"
@@ -328,7 +325,7 @@ def test_commands_are_read_by_the_programs_themselves(script, words, monkeypatch
         config = fields(name) | {"use_cpu": True, "bf16": False}
         file = tmp_path / "config.yaml"
         file.write_text(yaml.safe_dump(config))
-        TrlParser(script.ARGUMENTS).parse_args_and_config(["--config", str(file), *args.training_script_args[2:]])
+        RunArguments.parse(["--config", str(file), *args.training_script_args[2:]])
         return
     assert words[0] == "python"
     program = Path(words[1]).stem

@@ -5,8 +5,7 @@ import math
 
 import pytest
 import torch
-from compressed_tensors.quantization import preset_name_to_scheme
-from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization import fake_quantize, preset_name_to_scheme
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import (
@@ -17,15 +16,11 @@ from transformers import (
     Qwen3Config,
 )
 
+from dc_trl.quantization.fake_quantize import ActivationQuantizer, fake_quantize_weight, round_to_float8
 from dc_trl.quantization.schemes import SCHEMES, resolve_scheme
+from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.rollouts import attention
-from dc_trl.rollouts.replica import (
-    Replica,
-    _ActivationQuantizer,
-    _round_to_float8,
-    fake_quantize_weight,
-    policy_tensors,
-)
+from dc_trl.rollouts.replica import Replica
 
 from .helpers import make_experts, make_model
 
@@ -83,7 +78,7 @@ def test_activations_are_bit_for_bit_those_of_the_library(preset, dtype):
     value[1, 1] *= 1e-9
     scale, zero_point = compute_dynamic_scales_and_zp(value.float(), args, None)
     expected = fake_quantize(value.float(), scale, zero_point, args).to(dtype)
-    (quantized,) = _ActivationQuantizer(args)(None, (value,))
+    (quantized,) = ActivationQuantizer(args)(None, (value,))
     assert torch.equal(quantized, expected)
 
 
@@ -95,7 +90,7 @@ def test_rounding_to_float8_is_bit_for_bit_the_cast():
     torch.manual_seed(0)
     spread = torch.randn(100_000) * torch.randn(100_000).mul(4).exp()
     values = torch.cat([codes, ties, around, spread]).clamp(-448, 448)
-    assert torch.equal(_round_to_float8(values.clone()), values.to(torch.float8_e4m3fn).float())
+    assert torch.equal(round_to_float8(values.clone()), values.to(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

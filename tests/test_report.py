@@ -2,7 +2,9 @@
 
 import json
 import math
+import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 from peft import LoraConfig
@@ -11,11 +13,12 @@ from trl import GRPOConfig
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer, LambdaLoggingCallback
 from dc_trl.records.runs import read_history, read_run
-from dc_trl.records.settings import changed_settings
+from dc_trl.records.settings import changed_settings, default_of, json_value, training_defaults
 from dc_trl.report import write_report
 from dc_trl.report.panels import panels_of, plot_run, run_lines
 
 from .helpers import (
+    ROOT,
     Rollouts,
     distinct_characters,
     load_script,
@@ -457,3 +460,31 @@ def test_a_number_too_large_to_draw_is_left_out(tmp_path):
     (run / "history.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": ' + "9" * 400 + "}\n")
     write_report([run], tmp_path / "report.html")
     assert read_run(run).series("reward").values == [0.5]
+
+
+def test_recorded_defaults_are_those_of_the_configuration():
+    standard = {field.name: json_value(default_of(field)) for field in fields(DCGRPOConfig)}
+    assert training_defaults() == standard, (
+        f"write into dc_trl/records/defaults.json: {json.dumps(standard, indent=2)}"
+    )
+
+
+def test_a_report_needs_no_engine_and_no_trainer(tmp_path):
+    """Of runs that differ in settings of TRL's too, and of one without a summary, whose seed is the default."""
+    first = make_run(tmp_path / "a", settings={"max_steps": 4, "loss_type": "dapo"})
+    second = make_run(tmp_path / "b", settings={"max_steps": 4, "beta": 0.1}, summary=make_summary())
+    code = (
+        "import sys; sys.argv = ['report.py', *sys.argv[1:]]; import runpy;"
+        "runpy.run_path('scripts/report.py', run_name='__main__');"
+        "import dc_trl.records.estimators, dc_trl.records.tables;"
+        "print(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    command = [sys.executable, "-c", code, str(first), str(second), "--output", str(tmp_path / "report.html")]
+    loaded = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert "matplotlib" in loaded
+    heavy = {"torch", "trl", "transformers", "peft", "vllm", "accelerate", "datasets", "pandas", "pyarrow", "aiohttp"}
+    assert not heavy & set(loaded)
+    reader = read_report(tmp_path / "report.html")
+    assert row_of(reader, "seed") == ["42", "3"]
+    assert row_of(reader, "loss_type") == ["dapo", "grpo (default)"]
+    assert row_of(reader, "beta") == ["0.0 (default)", "0.1"]

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback, LambdaLoggingCallback
 from dc_trl.resuming.checkpoints import checkpoint_defect, resumable_checkpoint
-from dc_trl.serving.server import ServerError
+from dc_trl.serving.errors import ServerError
 
 from .helpers import Rollouts, distinct_characters, logged, make_config, make_model, make_prompts, make_tokenizer
 

@@ -12,21 +12,18 @@ import sys
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from trl import TrlParser
 
+from dc_trl.data.arithmetic import arithmetic_problems
 from dc_trl.settings.pretrained import load_config_and_tokenizer
+from dc_trl.training.arguments import RunArguments
+from dc_trl.training.own_server import require_servable
 
 from .helpers import ROOT, TINY_MODEL, load_script
 from .vllm_server import requires_vllm
 
 
-@pytest.fixture(scope="module")
-def script():
-    return load_script("train")
-
-
 @pytest.fixture
-def launch(script, monkeypatch, tmp_path):
+def launch(monkeypatch, tmp_path):
     """Runs the script in this process, from the project's root, with the quickstart's configuration made small."""
 
     def run(**options):
@@ -44,7 +41,7 @@ def launch(script, monkeypatch, tmp_path):
         command = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
         monkeypatch.chdir(ROOT)
         monkeypatch.setattr(sys, "argv", ["train.py", *command])
-        script.main()
+        load_script("train").main()
         return tmp_path / "run"
 
     return run
@@ -397,12 +394,12 @@ def test_a_full_disk(launch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart_vllm_fp8", "qwen3_8b_fp8"])
-def test_configurations_are_read_by_the_scripts_parser(script, name, tmp_path):
-    parser = TrlParser(script.ARGUMENTS)
+def test_configurations_are_read_by_the_scripts_parser(name, tmp_path):
     # On this machine, without the GPU that BF16 training wants.
     options = ["--config", str(ROOT / "configs" / f"{name}.yaml"), "--output_dir", str(tmp_path)]
-    data, server, _, args, model = parser.parse_args_and_config([*options, "--use_cpu", "true", "--bf16", "false"])
-    script.require_servable(server, args)
+    arguments = RunArguments.parse([*options, "--use_cpu", "true", "--bf16", "false"])
+    require_servable(arguments.server, arguments.trainer)
+    data, args, model = arguments.data, arguments.trainer, arguments.model
     assert args.constraint == "lagrangian"
     assert args.deployment_scheme == "fp8"
     assert model.model_name_or_path
@@ -434,7 +431,7 @@ def test_the_shipped_model_is_as_good_as_its_card_says(tokenizer):
     stated = float(re.search(r"greedy \| ([\d.]+)%", card)[1]) / 100
     assert 0.35 <= stated <= 0.45
     model = AutoModelForCausalLM.from_pretrained(TINY_MODEL)
-    problems = script.arithmetic_problems(1000, 0, "held_out")
+    problems = arithmetic_problems(1000, 0, "held_out")
     greedy, _ = script.accuracy(model, tokenizer, problems)
     assert greedy == pytest.approx(stated, abs=0.01)
 

@@ -15,8 +15,10 @@ import pytest
 from openai import OpenAI
 from trl.generation.vllm_client import VLLMClient
 
-from dc_trl.serving.client import ServerClient, ServerUnavailableError
-from dc_trl.serving.server import ServerError, VLLMServer, check_server, serve
+from dc_trl.serving.client import ServerClient
+from dc_trl.serving.errors import ServerError, ServerUnavailableError
+from dc_trl.serving.fit import check_server
+from dc_trl.serving.server import VLLMServer, serve
 from dc_trl.settings.secrets import hide_in_options
 
 from .helpers import ROOT, TINY_MODEL, load_script, make_model, make_tokenizer

@@ -10,16 +10,17 @@ import threading
 import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
-import requests
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback
 from dc_trl.data.arithmetic import arithmetic_dataset
-from dc_trl.serving.server import ServerError, VLLMServer
+from dc_trl.serving.errors import ServerError
+from dc_trl.serving.server import VLLMServer
 
 from .gaps import PROMPTS, SampledBy, mean_gap
 from .helpers import (
@@ -148,8 +149,8 @@ def test_the_trainer_samples_greedily_from_the_server(fp8_server, tmp_path):
 def load_into(url, checkpoint):
     """Another client gives the server other weights."""
     request = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
-    assert requests.post(f"{url}/collective_rpc", json=request, timeout=60).status_code == 200
-    assert requests.post(f"{url}/reset_prefix_cache", timeout=60).json()["success"]
+    assert httpx.post(f"{url}/collective_rpc", json=request, timeout=60).status_code == 200
+    assert httpx.post(f"{url}/reset_prefix_cache", timeout=60).json()["success"]
 
 
 def test_weights_that_somebody_else_loaded_are_replaced_before_a_rollout(fp8_server, tmp_path):
@@ -178,7 +179,8 @@ def test_nan_from_the_server_is_repaired_by_loading_the_weights_again(fp8_server
     assert "computed NaN" in caplog.text
     # A policy that is broken itself cannot be repaired: the run ends, and says so.
     trainer.model.model.norm.weight.data.fill_(float("nan"))
-    trainer.vllm_generation.max_retries = 1
+    connection = trainer.vllm_generation.vllm_client.connection
+    connection.patience = connection.patience._replace(max_retries=1)
     trainer.vllm_generation.sync_weights()
     with pytest.raises(ServerError, match=r"computed NaN.*diverged.*tried 2 times"):
         trainer.vllm_generation.generate(PROMPTS, None, 1)
@@ -347,8 +349,8 @@ def in_next_rollout(trainer, server, action):
 
     The engine behind the server's HTTP is stopped when the request is sent: it cannot be done before the action.
     """
-    session = trainer.vllm_generation.vllm_client.session
-    request = session.request
+    http = trainer.vllm_generation.vllm_client.connection._http
+    request = http.request
     engine = engine_processes(server)[1:]
 
     def act():
@@ -357,14 +359,14 @@ def in_next_rollout(trainer, server, action):
 
     def send(method, url, **kwargs):
         if url.endswith("/v1/completions"):
-            session.request = request
+            http.request = request
             for process in engine:
                 process.suspend()
             thread.start()
         return request(method, url, **kwargs)
 
     thread = threading.Thread(target=act)
-    session.request = send
+    http.request = send
     return thread
 
 
@@ -374,7 +376,7 @@ def test_out_of_kv_memory_a_rollout_takes_longer_and_comes_whole(own_server, tmp
     trainer.train()
     assert trainer.state.log_history[0]["completions/mean_length"] == 200
     assert logged(trainer, "discrepancy/mean")[0] < 0.01
-    metrics = requests.get(f"{own_server.url}/metrics", timeout=30).text
+    metrics = httpx.get(f"{own_server.url}/metrics", timeout=30).text
     preemptions = [line for line in metrics.splitlines() if line.startswith("vllm:num_preemptions_total")]
     assert sum(float(line.split()[-1]) for line in preemptions) > 0
 

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
-import requests
 
 from .helpers import ROOT, TINY_MODEL
 
@@ -104,13 +104,13 @@ def shared_memory(processes: list[psutil.Process]) -> set[Path]:
 def complete(url: str, prompts: list[list[int]], **parameters: Any) -> list[dict[str, Any]]:
     """Completions with token ids and log-probabilities, by plain HTTP."""
     request = {
-        "model": requests.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"],
+        "model": httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"],
         "prompt": prompts,
         "logprobs": 0,
         "return_token_ids": True,
         **parameters,
     }
-    response = requests.post(f"{url}/v1/completions", json=request, timeout=120)
+    response = httpx.post(f"{url}/v1/completions", json=request, timeout=120)
     assert response.status_code == 200, response.text
     return [
         {"ids": choice["token_ids"], "logps": choice["logprobs"]["token_logprobs"]}

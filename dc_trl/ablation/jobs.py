@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +15,11 @@ import yaml
 from ..files import lock_folder, read_object, write_text
 from ..records.runs import SUMMARY_FILE
 from ..resuming.checkpoints import TRAINER_STATE_FILE, checkpoint_defect, checkpoints
-from .plan import CONFIG_FILE, Job, changed_settings
+from ..serving import watchdog
+from .plan import CONFIG_FILE, Job, Sweep, differing_settings
 
 
 LOG_FILE = "train.log"
-_WATCHDOG = Path(__file__).parent.parent / "deployment" / "watchdog.py"
 _GRACE = 45.0  # seconds that a job has to end by itself; one with a vLLM server needs 20 of them for that
 _POLL = 0.2  # seconds
 _LAST_LINES = 12  # of a failed job's log
@@ -58,7 +60,7 @@ def require_own_folders(jobs: Sequence[Job]) -> None:
         ValueError: names the folder, what differs, and the remedy.
     """
     for job in jobs:
-        changes = changed_settings(job)
+        changes = differing_settings(job)
         if changes:
             raise ValueError(
                 f"{job.folder} holds a run with other settings ({'; '.join(changes)}): choose another --output, or "
@@ -148,7 +150,7 @@ class _Attempt:
         with open(job.folder / LOG_FILE, "ab") as log:
             self._log_begin = log.tell()
             self._process = subprocess.Popen(
-                [sys.executable, str(_WATCHDOG), str(_GRACE), *command],
+                [sys.executable, watchdog.__file__, str(_GRACE), *command],
                 env=os.environ | dict(slot),
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -166,6 +168,13 @@ class _Attempt:
 
     def wait(self) -> None:
         self._process.wait()
+
+    def result(self, ended: str) -> str:
+        """How the attempt ended and after how long, for the report."""
+        seconds = f"after {time.monotonic() - self.begin:.0f} s ({ended})"
+        if is_done(self.job):
+            return f"done {seconds}"
+        return f"FAILED {seconds}, log: {self.job.folder / LOG_FILE}"
 
     def failure(self) -> Failure:
         log = (self.job.folder / LOG_FILE).read_bytes()[self._log_begin :].decode(errors="replace")
@@ -192,26 +201,23 @@ def run_jobs(
     Returns:
         What failed.
     """
-    waiting = [job for job in jobs if not is_done(job)]
+    waiting = deque(job for job in jobs if not is_done(job))
     if len(waiting) < len(jobs):
         report(f"{len(jobs) - len(waiting)} of {len(jobs)} jobs are done already")
-    free, running, failures, ended = list(slots), list[_Attempt](), list[Failure](), len(jobs) - len(waiting)
+    free, running, failures = list(slots), list[_Attempt](), list[Failure]()
     try:
         while waiting or running:
             while waiting and free:
-                attempt = _Attempt(waiting.pop(0), command, free.pop(0), lock)
+                attempt = _Attempt(waiting.popleft(), command, free.pop(0), lock)
                 running.append(attempt)
                 report(f"{attempt.job.name} {attempt.note}")
             for attempt in [attempt for attempt in running if attempt.poll() is not None]:
                 running.remove(attempt)
                 free.append(attempt.slot)
-                ended += 1
-                seconds = f"after {time.monotonic() - attempt.begin:.0f} s ({ended} of {len(jobs)})"
-                if is_done(attempt.job):
-                    report(f"{attempt.job.name} done {seconds}")
-                else:
+                ended = len(jobs) - len(waiting) - len(running)
+                report(f"{attempt.job.name} {attempt.result(f'{ended} of {len(jobs)}')}")
+                if not is_done(attempt.job):
                     failures.append(attempt.failure())
-                    report(f"{attempt.job.name} FAILED {seconds}, log: {attempt.job.folder / LOG_FILE}")
             time.sleep(_POLL)
     finally:
         if running:
@@ -221,3 +227,33 @@ def run_jobs(
         for attempt in running:
             attempt.wait()
     return failures
+
+
+def require_trainable(sweep: Sweep, command: Sequence[str], slots: Sequence[Mapping[str, str]]) -> None:
+    """Refuses settings that training would refuse, before the first job starts.
+
+    Args:
+        sweep: all its variants are checked.
+        command: the words of a command that takes a YAML file of variants (name → settings) as its last word. It is
+            started as the jobs will be, and ends with a line `error: …` and another exit code than 0 where it refuses
+            one of them.
+        slots: as for `run_jobs`.
+
+    Raises:
+        ValueError: names the variant, the field, its value and the remedy; or the command that is not there.
+    """
+    with tempfile.TemporaryDirectory(prefix="dc_trl-ablate-") as folder:
+        file = Path(folder, "variants.yaml")
+        own = {"output_dir": folder, "seed": sweep.seeds[0]}
+        file.write_text(yaml.safe_dump({v.name: sweep.settings(v) | own for v in sweep.variants}))
+        try:
+            done = subprocess.run(
+                [*command, str(file)], env=os.environ | dict(slots[0]), capture_output=True, text=True
+            )
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"launch={command[0]!r} is no command: activate its environment, or give its path."
+            ) from error
+    if done.returncode != 0:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        raise ValueError(errors[0].removeprefix("error: ") if errors else done.stderr.strip()[-3000:])

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ..files import read_yaml
 
 
@@ -114,39 +116,58 @@ def load_sweep(
     for key in sweep:
         if key not in KEYS:
             raise ValueError(f"{path}: {key!r} is unknown: a sweep has {', '.join(KEYS)}.")
-    if base is None:
-        if not isinstance(sweep.get("config"), str):
-            raise ValueError(f"{path}: config={sweep.get('config')!r} is invalid: name the base configuration's file.")
-        base = Path(sweep["config"])
-        base = base if base.is_file() else path.parent / base
+    base_file = _base_file(path, sweep) if base is None else Path(base)
     fixed = _mapping(path, sweep, "fixed") | dict(overrides or {})
     variants = _variants(path, sweep)
+    # A variant of a list may differ from what is fixed; a value of a grid may not.
+    _require_free(path, variants, fixed, set(fixed if "grid" in sweep else overrides or {}))
+    return Sweep(
+        name=path.stem,
+        seeds=_seeds(path, sweep.get("seeds", [0, 1, 2]) if seeds is None else list(seeds)),
+        metrics=_metrics(path, sweep.get("metrics") or []),
+        reference=_reference(path, sweep, variants),
+        base=read_yaml(base_file) | fixed,
+        variants=tuple(variants),
+    )
+
+
+def _base_file(path: Path, sweep: Mapping[str, Any]) -> Path:
+    if not isinstance(sweep.get("config"), str):
+        raise ValueError(f"{path}: config={sweep.get('config')!r} is invalid: name the base configuration's file.")
+    base = Path(sweep["config"])
+    return base if base.is_file() else path.parent / base
+
+
+def _require_free(path: Path, variants: Sequence[Variant], fixed: Mapping[str, Any], not_swept: set[str]) -> None:
+    """Refuses fields that each job has of its own, and fields that are both fixed and swept."""
     swept = {name for variant in variants for name in variant.fields}
     for name, remedy in RESERVED.items():
         if name in swept or name in fixed:
             raise ValueError(f"{path}: {name} is each job's own: {remedy}.")
-    clash = sorted(swept & set(fixed if "grid" in sweep else overrides or {}))
+    clash = sorted(swept & not_swept)
     if clash:
         raise ValueError(f"{path}: {clash[0]} is both fixed and swept: remove one of the two.")
-    seeds = sweep.get("seeds", [0, 1, 2]) if seeds is None else list(seeds)
+
+
+def _seeds(path: Path, seeds: Any) -> tuple[int, ...]:
     whole = isinstance(seeds, list) and all(type(seed) is int and seed >= 0 for seed in seeds)
     if not whole or not seeds or len(set(seeds)) < len(seeds):
         raise ValueError(f"{path}: seeds={seeds!r} is invalid: list different whole numbers, at least 0.")
-    metrics = sweep.get("metrics") or []
+    return tuple(seeds)
+
+
+def _metrics(path: Path, metrics: Any) -> tuple[str, ...]:
     if not isinstance(metrics, list) or not all(isinstance(name, str) for name in metrics):
         raise ValueError(f"{path}: metrics={metrics!r} is invalid: list names of metrics.")
+    return tuple(metrics)
+
+
+def _reference(path: Path, sweep: Mapping[str, Any], variants: Sequence[Variant]) -> Variant:
     names = {variant.name: variant for variant in variants}
     reference = sweep.get("reference", variants[0].name)
     if reference not in names:
         raise ValueError(f"{path}: reference={reference!r} is no variant: choose one of {', '.join(names)}.")
-    return Sweep(
-        name=path.stem,
-        base=read_yaml(Path(base)) | fixed,
-        variants=tuple(variants),
-        seeds=tuple(seeds),
-        metrics=tuple(metrics),
-        reference=names[reference],
-    )
+    return names[reference]
 
 
 def _variants(path: Path, sweep: Mapping[str, Any]) -> list[Variant]:
@@ -166,6 +187,11 @@ def _variants(path: Path, sweep: Mapping[str, Any]) -> list[Variant]:
         variants = [Variant(str(name), _mapping(path, named, name)) for name in named]
     if not variants or not variants[0].name:
         raise ValueError(f"{path}: the sweep has no variant: give `grid` a field, or `list` a name.")
+    _require_own_folder_names(path, variants)
+    return variants
+
+
+def _require_own_folder_names(path: Path, variants: Sequence[Variant]) -> None:
     folders: dict[str, str] = {}
     for variant in variants:
         if not variant.folder or len(variant.folder.encode()) > 200:
@@ -178,7 +204,6 @@ def _variants(path: Path, sweep: Mapping[str, Any]) -> list[Variant]:
                 f"{variant.folder!r}: remove one, or give them other names."
             )
         folders[variant.folder] = variant.name
-    return variants
 
 
 def _mapping(path: Path, mapping: Mapping[Any, Any], key: Any) -> dict[str, Any]:
@@ -188,6 +213,24 @@ def _mapping(path: Path, mapping: Mapping[Any, Any], key: Any) -> dict[str, Any]
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise ValueError(f"{path}: {key}={value!r} is invalid: map names to values.")
     return value
+
+
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """Fields and their values from words FIELD=VALUE, the value read as YAML.
+
+    Raises:
+        ValueError: names the word.
+    """
+    overrides = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name or not equals:
+            raise ValueError(f"set={word!r} is invalid: write FIELD=VALUE.")
+        try:
+            overrides[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"set={word!r} is invalid: {value!r} is no YAML value.") from error
+    return overrides
 
 
 def show(value: Any) -> str:
@@ -206,7 +249,7 @@ def as_number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def changed_settings(job: Job) -> list[str]:
+def differing_settings(job: Job) -> list[str]:
     """How the settings that a job's folder was begun with differ from the present ones, a text for each field.
 
     The folder itself does not count, so that a sweep can be moved.

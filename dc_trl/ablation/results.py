@@ -91,17 +91,20 @@ class Results:
         return len({each.get("discrepancy_measure") for each in settings}) == 1
 
     def values(self, variant: Variant, metric: str) -> dict[int, float]:
-        """By seed."""
+        """A metric of a variant's runs by their seeds, without the runs that do not have it."""
         found = {seed: value_of(run, metric) for seed, run in self.runs[variant].items()}
         return {seed: value for seed, value in found.items() if value is not None}
 
     def mean(self, variant: Variant, metric: str) -> Mean | None:
-        """Over the seeds that have ended; None without any."""
+        """Mean of a metric over the seeds that have ended; None where none has."""
         values = list(self.values(variant, metric).values())
         return mean_over_seeds(values) if values else None
 
     def difference(self, variant: Variant, metric: str) -> Mean | None:
-        """The variant minus the reference, over the seeds that both have; None where there is nothing to compare."""
+        """Mean of the variant's values minus the reference's, over the seeds that both have.
+
+        None where they share no seed, or are in units of two measures.
+        """
         if metric in _IN_UNITS_OF_THE_MEASURE and not self.one_measure:
             return None
         mine, other = self.values(variant, metric), self.values(self.sweep.reference, metric)
@@ -109,7 +112,10 @@ class Results:
         return mean_over_seeds(differences) if differences else None
 
     def tables(self) -> list[tuple[str, TableRows]]:
-        """Title and table: means, and differences to the reference. The longer of the two lists goes downwards."""
+        """Titles and tables: the means, and the differences to the reference.
+
+        Rows are the variants, or the metrics, whichever are more.
+        """
         sweep = self.sweep
         labels = ["seeds", *(metric(name).label for name in self.metrics)]
         means = {

@@ -1,46 +1,49 @@
 """Tokens with the text around them, on one line, for a reader."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from .result import TokenContext
 from .rollouts import Rollout
-
-
-Array = NDArray[np.float64]
+from .tokens import ScoredTokens
 
 
 def token_contexts(
-    chosen: NDArray[np.int_],
-    trajectory: NDArray[np.int_],
-    position: NDArray[np.int_],
-    p: Array,
-    q: Array,
-    delta: Array,
+    chosen: Iterable[int],
+    tokens: ScoredTokens,
     prompts: Sequence[list[int]],
     rollouts: Sequence[Rollout],
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[TokenContext]:
+    """The chosen tokens in their context.
+
+    Args:
+        chosen: places in the arrays of `tokens`.
+        tokens: of the rollouts.
+        prompts: token ids.
+        rollouts: completions, the samples of each prompt in a row.
+        tokenizer: of the model.
+    """
     first = {rollout.prompt: index for index, rollout in reversed(list(enumerate(rollouts)))}
+    p, q = np.exp(tokens.train), np.exp(tokens.infer)
     contexts = []
     for index in chosen:
-        number, place = int(trajectory[index]), int(position[index])
+        number, place = int(tokens.trajectory[index]), int(tokens.position[index])
         rollout = rollouts[number]
         before = [*prompts[rollout.prompt], *rollout.ids[:place]][-40:]
         contexts.append(
             TokenContext(
-                rollout.prompt,
-                number - first[rollout.prompt],
-                place,
-                visible_token(tokenizer, rollout.ids[place]),
-                visible(tokenizer.decode(before))[-48:],
-                visible(tokenizer.decode(rollout.ids[place + 1 : place + 25]))[:24],
-                float(p[index]),
-                float(q[index]),
-                float(delta[index]),
+                prompt=rollout.prompt,
+                sample=number - first[rollout.prompt],
+                position=place,
+                token=visible_token(tokenizer, rollout.ids[place]),
+                before=visible(tokenizer.decode(before))[-48:],
+                after=visible(tokenizer.decode(rollout.ids[place + 1 : place + 25]))[:24],
+                train=float(p[index]),
+                infer=float(q[index]),
+                delta=float(tokens.delta[index]),
             )
         )
     return contexts

@@ -11,22 +11,21 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from ..constraint.discrepancy import LOG_RATIO_BOUND, token_discrepancy
+from ..constraint.discrepancy import LOG_RATIO_BOUND
 from ..constraint.lagrangian import tolerance_deviations
-from ..constraint.settings import Measure, Reduction
+from ..constraint.settings import Reduction
 from ..constraint.statistics import combine_sums, mismatch_from_sums, mismatch_sums
 from ..records.estimators import Difference, Estimate, bootstrap_p_value
 from .contexts import token_contexts
 from .result import GRID, HISTOGRAM_EDGES, Bin, EngineMismatch, Growth, Tolerance, Weights
-from .rollouts import Rollout
+from .rollouts import EngineSample
+from .settings import CalibrationSettings
+from .tokens import Array, Ratio, ScoredTokens
 
-
-Array = NDArray[np.float64]
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 WEIGHT_PERCENTILES = (1.0, 5.0, 50.0, 95.0, 99.0)
@@ -41,111 +40,87 @@ _SAME_WEIGHTS = 0.9  # correlation of probabilities below which the engine hardl
 
 
 def measure_engine(
-    engine: str,
-    precision: str,
-    prompts: Sequence[list[int]],
-    rollouts: Sequence[Rollout],
+    sample: EngineSample,
     train: Sequence[Tensor],
+    prompts: Sequence[list[int]],
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    measure: Measure = "prob_diff",
-    reduction: Reduction = "sequence",
-    batch_prompts: int = 64,
+    settings: CalibrationSettings,
     longest: int = 0,
-    seed: int = 0,
 ) -> EngineMismatch:
     """Everything about one engine.
 
     Args:
-        engine, precision: names, for the record.
-        prompts: token ids.
-        rollouts: completions with log π_inf.
+        sample: what it sampled, with log π_inf.
         train: log π_train of each rollout's tokens, shape (tokens,).
+        prompts: token ids.
         tokenizer: of the model, for the context of the worst tokens.
-        measure: of δ.
-        reduction: of δ to δ̄.
-        batch_prompts: prompts of one generation batch of the run.
+        settings: of the calibration.
         longest: tokens of the longest completion of all engines that this one is compared with.
-        seed: of the bootstrap.
 
     Raises:
         ValueError: fewer than two prompts have a token with both log-probabilities.
     """
-    infer = [torch.tensor(rollout.logps, dtype=torch.float64) for rollout in rollouts]
-    lengths = np.array([len(rollout.ids) for rollout in rollouts])
-    b = torch.cat(infer).numpy()
-    a = torch.cat([values.double() for values in train]).numpy()
-    trajectory = np.repeat(np.arange(len(rollouts)), lengths)
-    position = np.arange(len(a)) - np.repeat(lengths.cumsum() - lengths, lengths)
-    every = trajectory
-    scored = np.isfinite(a) & np.isfinite(b)
-    a, b, trajectory, position = a[scored], b[scored], trajectory[scored], position[scored]
-    prompt_of = np.array([rollout.prompt for rollout in rollouts])
-    prompt = prompt_of[trajectory]
-    delta = token_discrepancy(torch.from_numpy(a), torch.from_numpy(b), measure).numpy()
-    counts = np.bincount(trajectory, minlength=len(rollouts))
-    alive = counts > 0
-
-    def by_trajectory(values: Array) -> Array:
-        return np.bincount(trajectory, values, len(rollouts)) / np.maximum(counts, 1)
-
-    def by_prompt(values: Array, clusters: NDArray[np.int_]) -> Array:
-        return np.bincount(clusters, values, len(prompts)).astype(float)
-
-    ones, alive_prompts = np.ones_like(a), prompt_of[alive]
-    token_counts, trajectory_counts = by_prompt(ones, prompt), by_prompt(np.ones(alive.sum()), alive_prompts)
-    gap = by_trajectory(b - a)[alive]
-    over_tokens = {"delta": delta, "kl": b - a, "k3_kl": np.expm1(a - b) - (a - b)}
-    over_trajectories = {"log_ppl_diff": gap, "log_ppl_abs_diff": np.abs(gap)}
-    ratios = {name: (by_prompt(values, prompt), token_counts) for name, values in over_tokens.items()}
-    ratios |= {name: (by_prompt(v, alive_prompts), trajectory_counts) for name, v in over_trajectories.items()}
-    sequence = (by_prompt(by_trajectory(delta)[alive], alive_prompts), trajectory_counts)
-    ratios = {"discrepancy": sequence if reduction == "sequence" else ratios["delta"], **ratios}
-    per_prompt = np.stack(ratios["discrepancy"], axis=1)
-    if (per_prompt[:, 1] > 0).sum() < 2:
-        raise ValueError(
-            f"engine={engine!r}: {int((per_prompt[:, 1] > 0).sum())} of {len(prompts)} prompts have completions with "
-            "log-probabilities from both sides, and a spread needs at least two: use more prompts or samples."
-        )
-    metrics = _metrics(train, infer)
-    bounded = np.clip(np.bincount(trajectory, a - b, len(rollouts)), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    longest = max(longest, int(lengths.max()))
-    width = math.ceil(longest / _POSITION_BINS)
-    positions = np.arange(0, longest + width, width, dtype=float)
-    q, p = np.exp(b), np.exp(a)
-    cells = [np.minimum((values * GRID).astype(int), GRID - 1) for values in (q, p)]
-    pairs, tokens = np.unique(np.stack(cells), axis=1, return_counts=True)
-    edges = np.array(HISTOGRAM_EDGES)
+    rollouts, seed = sample.rollouts, settings.seed
+    tokens = ScoredTokens.of(rollouts, train, len(prompts), settings.measure)
+    ratios = _ratios(tokens, settings.reduction)
+    numerators, denominators = ratios["discrepancy"]
+    _require_spread(sample.engine, denominators)
+    lengths = [len(rollout.ids) for rollout in rollouts]
+    longest = max(longest, *lengths)
+    d = tokens.train - tokens.infer
+    worst = np.argsort(-tokens.delta, kind="stable")[:_WORST]
     result = EngineMismatch(
-        engine=engine,
-        precision=precision,
+        engine=sample.engine,
+        precision=sample.precision,
         prompts=len(prompts),
         completions=len(rollouts),
-        tokens=len(a),
-        unscored=len(every) - len(a),
-        empty=int((lengths == 0).sum()),
+        tokens=len(d),
+        unscored=sum(lengths) - len(d),
+        empty=lengths.count(0),
         truncated=sum(rollout.truncated for rollout in rollouts),
         estimates={name: _ratio_estimate(*ratio, seed) for name, ratio in ratios.items()},
-        percentiles=_percentiles(delta, PERCENTILES),
-        maximum=float(delta.max()),
-        histogram=np.histogram(np.clip(delta, edges[0], edges[-1]), edges)[0].tolist(),
-        by_position=_bins(position.astype(float), positions, delta, prompt, len(prompts)),
-        by_probability=_bins(q, np.linspace(0, 1, _PROBABILITY_BINS + 1), delta, prompt, len(prompts)),
-        joint=np.vstack([pairs, tokens]).T.tolist(),
-        worst=token_contexts(
-            np.argsort(-delta, kind="stable")[:_WORST], trajectory, position, p, q, delta, prompts, rollouts, tokenizer
-        ),
-        metrics=metrics,
-        train_perplexity=math.exp(-a.mean()),
-        infer_perplexity=math.exp(-b.mean()),
-        sequence_weights=_weights(np.exp(bounded[alive])),
-        geometric_weights=_weights(np.exp(-gap)),
-        growth=_growth(a - b, trajectory, position, alive, longest),
-        tolerance=batch_tolerance(per_prompt[:, 0], per_prompt[:, 1], batch_prompts, seed),
-        per_prompt=per_prompt.tolist(),
+        percentiles=_percentiles(tokens.delta, PERCENTILES),
+        maximum=float(tokens.delta.max()),
+        histogram=_histogram(tokens.delta),
+        by_position=_bins(tokens, tokens.position.astype(float), _position_edges(longest)),
+        by_probability=_bins(tokens, np.exp(tokens.infer), np.linspace(0, 1, _PROBABILITY_BINS + 1)),
+        joint=_joint(np.exp(tokens.infer), np.exp(tokens.train)),
+        worst=token_contexts(worst, tokens, prompts, rollouts, tokenizer),
+        metrics=_metrics(train, [torch.tensor(rollout.logps, dtype=torch.float64) for rollout in rollouts]),
+        train_perplexity=math.exp(-tokens.train.mean()),
+        infer_perplexity=math.exp(-tokens.infer.mean()),
+        sequence_weights=_weights(np.exp(_bounded(tokens.trajectory_sums(d)))),
+        geometric_weights=_weights(np.exp(-tokens.trajectory_means(-d))),
+        growth=_growth(tokens, longest),
+        tolerance=batch_tolerance(numerators, denominators, settings.batch_prompts, seed),
+        per_prompt=np.stack([numerators, denominators], axis=1).tolist(),
         notes=[],
     )
-    return result._replace(notes=_notes(result, batch_prompts))
+    return result._replace(notes=_notes(result, settings.batch_prompts))
+
+
+def _ratios(tokens: ScoredTokens, reduction: Reduction) -> dict[str, Ratio]:
+    """What the estimates are means of, by name; the batch discrepancy δ̄ is `discrepancy`."""
+    d, gap = tokens.train - tokens.infer, tokens.trajectory_means(tokens.infer - tokens.train)
+    of_tokens = tokens.mean_of_tokens(tokens.delta)
+    of_trajectories = tokens.mean_of_trajectories(tokens.trajectory_means(tokens.delta))
+    return {
+        "discrepancy": of_trajectories if reduction == "sequence" else of_tokens,
+        "delta": of_tokens,
+        "kl": tokens.mean_of_tokens(-d),
+        "k3_kl": tokens.mean_of_tokens(np.expm1(d) - d),
+        "log_ppl_diff": tokens.mean_of_trajectories(gap),
+        "log_ppl_abs_diff": tokens.mean_of_trajectories(np.abs(gap)),
+    }
+
+
+def _require_spread(engine: str, denominators: Array) -> None:
+    there = int((denominators > 0).sum())
+    if there < 2:
+        raise ValueError(
+            f"engine={engine!r}: {there} of {len(denominators)} prompts have completions with log-probabilities from "
+            "both sides, and a spread needs at least two: use more prompts or samples."
+        )
 
 
 def batch_tolerance(numerators: Array, denominators: Array, batch_prompts: int, seed: int = 0) -> Tolerance:
@@ -235,22 +210,39 @@ def _metrics(train: Sequence[Tensor], infer: Sequence[Tensor]) -> dict[str, floa
     return mismatch_from_sums(combine_sums(parts))
 
 
-def _bins(x: Array, edges: Array, delta: Array, prompt: NDArray[np.int_], prompts: int) -> list[Bin]:
-    """Mean δ between neighbouring edges of x, the last edge included."""
+def _histogram(delta: Array) -> list[int]:
+    edges = np.array(HISTOGRAM_EDGES)
+    return np.histogram(np.clip(delta, edges[0], edges[-1]), edges)[0].tolist()
+
+
+def _joint(infer: Array, train: Array) -> list[list[int]]:
+    """[cell of π_inf, cell of π_train, tokens] for each cell of the grid that holds some."""
+    cells = [np.minimum((values * GRID).astype(int), GRID - 1) for values in (infer, train)]
+    pairs, tokens = np.unique(np.stack(cells), axis=1, return_counts=True)
+    return np.vstack([pairs, tokens]).T.tolist()
+
+
+def _position_edges(longest: int) -> Array:
+    width = math.ceil(longest / _POSITION_BINS)
+    return np.arange(0, longest + width, width, dtype=float)
+
+
+def _bins(tokens: ScoredTokens, x: Array, edges: Array) -> list[Bin]:
+    """Mean δ between neighbouring edges of x, which has shape (tokens,); the last edge is included."""
     cells = np.clip(np.searchsorted(edges, x, side="right") - 1, 0, len(edges) - 2)
-    shape = (prompts, len(edges) - 1)
-    flat = prompt * shape[1] + cells
-    sums = np.bincount(flat, delta, math.prod(shape)).reshape(shape)
+    shape = (tokens.prompts, len(edges) - 1)
+    flat = tokens.prompt * shape[1] + cells
+    sums = np.bincount(flat, tokens.delta, math.prod(shape)).reshape(shape)
     counts = np.bincount(flat, minlength=math.prod(shape)).reshape(shape)
     bins = []
     for cell, (low, high) in enumerate(itertools.pairwise(edges)):
-        tokens = int(counts[:, cell].sum())
-        mean = sums[:, cell].sum() / tokens if tokens else math.nan
+        count = int(counts[:, cell].sum())
+        mean = sums[:, cell].sum() / count if count else math.nan
         # Prompts without a token in the bin say nothing about its spread.
         there = counts[:, cell] > 0
-        residuals = (sums[there, cell] - mean * counts[there, cell]) / max(tokens, 1)
+        residuals = (sums[there, cell] - mean * counts[there, cell]) / max(count, 1)
         error = _clustered_error(residuals) if len(residuals) > 1 else math.nan
-        bins.append(Bin(float(low), float(high), tokens, float(mean), error))
+        bins.append(Bin(float(low), float(high), count, float(mean), error))
     return bins
 
 
@@ -268,18 +260,20 @@ def _weights(weights: Array) -> Weights:
     )
 
 
-def _growth(
-    log_ratio: Array, trajectory: NDArray[np.int_], position: NDArray[np.int_], alive: NDArray[np.bool_], longest: int
-) -> list[Growth]:
+def _bounded(log_weights: Array) -> Array:
+    return np.clip(log_weights, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def _growth(tokens: ScoredTokens, longest: int) -> list[Growth]:
+    """Weights of the first 1, 2, 4, … tokens, and of all."""
+    d = tokens.train - tokens.infer
     rows = []
-    for tokens in [*(2**power for power in range((longest - 1).bit_length())), longest]:
-        within = position < tokens
-        sums = np.bincount(trajectory[within], log_ratio[within], len(alive))[alive]
-        logs = np.clip(sums, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    for length in [*(2**power for power in range((longest - 1).bit_length())), longest]:
+        logs = _bounded(tokens.trajectory_sums(np.where(tokens.position < length, d, 0.0)))
         weights = np.exp(logs)
         low, high = np.percentile(weights, [5, 95])
         rows.append(
-            Growth(tokens, float(weights.mean()), float(logs.std()), float(low), float(high), _effective(weights))
+            Growth(length, float(weights.mean()), float(logs.std()), float(low), float(high), _effective(weights))
         )
     return rows
 

@@ -1,31 +1,34 @@
 """Completions with their log-probabilities from any engine: a vLLM server, started or running, or the replica."""
 
 import math
-import re
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from peft import PeftModel
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..evaluation import sample_seed
 from ..quantization.checkpoint import CheckpointWriter
-from ..quantization.policy import end_tokens, pad_token, policy_tensors
-from ..quantization.schemes import SCHEMES
+from ..quantization.tensors import policy_tensors
+from ..rollouts.end_tokens import end_tokens, pad_token
+from ..rollouts.engines import EngineSpec
 from ..rollouts.replica import Replica
+from ..rollouts.sampling import sample_seed
 from ..serving.client import ServerClient
-from ..serving.server import ServerError, ServerUnavailableError, VLLMServer, check_server, vllm_version
+from ..serving.connection import Patience
+from ..serving.errors import ServerError, ServerUnavailableError
+from ..serving.fit import check_server, layer_kinds
+from ..serving.server import VLLMServer, vllm_version
+from .settings import CalibrationSettings
 
 
-_RETRIES = 3
-_REQUESTS = 64  # prompts on their way to a server; as many connections as `ServerClient` keeps
+_REQUESTS = 64  # prompts on their way to a server
+_PATIENCE = Patience(server_timeout=60.0, max_retries=3)
 
 Policy: TypeAlias = PreTrainedModel | PeftModel
 
@@ -39,39 +42,12 @@ class Rollout(NamedTuple):
     truncated: bool  # by the limit of tokens
 
 
-class RolloutSettings(NamedTuple):
-    """How completions are drawn. The whole distribution is sampled: no top-p, top-k or min-p."""
+class EngineSample(NamedTuple):
+    """What one engine sampled: rollouts by prompt, the samples of each in a row."""
 
-    samples: int  # of each prompt
-    max_tokens: int
-    temperature: float  # above 0
-    seed: int
-    replica_batch: int  # completions at a time
-
-
-class EngineSpec(NamedTuple):
-    """An engine in a word: `fp8` (a vLLM server to be started), `replica:fp8` (in this process), or a server's URL."""
-
-    name: str
-    kind: Literal["vllm", "replica", "url"]
-    scheme: str | None  # None: whatever the server at the URL runs
-
-    @classmethod
-    def parse(cls, word: str) -> "EngineSpec":
-        """The engine that a word means.
-
-        Raises:
-            ValueError: it means none.
-        """
-        if re.match(r"https?://[^/]", word):
-            return cls(word.rstrip("/"), "url", None)
-        scheme = word.removeprefix("replica:")
-        if scheme not in SCHEMES:
-            raise ValueError(
-                f"engine={word!r} is unknown: use a scheme ({', '.join(SCHEMES)}) for a vLLM server that is started, "
-                "replica:SCHEME for a replica in this process, or the URL of a running vLLM server."
-            )
-        return cls(word, "vllm" if scheme == word else "replica", scheme)
+    engine: str
+    precision: str  # the scheme, or what a running server says of its layers
+    rollouts: list[Rollout]
 
 
 def sample_rollouts(
@@ -79,14 +55,9 @@ def sample_rollouts(
     policy: Policy,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[list[int]],
-    settings: RolloutSettings,
-    *,
-    serve_options: Sequence[str] = (),
-    log_path: Path | None = None,
-    report: Callable[[str], None] = print,
-    progress: bool = True,
-) -> tuple[list[Rollout], str]:
-    """Completions of all prompts from one engine, and what is known of the engine's precision.
+    settings: CalibrationSettings,
+) -> EngineSample:
+    """Completions of all prompts from one engine.
 
     A vLLM server that is started runs the policy's present weights, written as training deploys them.
 
@@ -96,13 +67,6 @@ def sample_rollouts(
         tokenizer: of the policy.
         prompts: token ids.
         settings: how completions are drawn.
-        serve_options: further options of `vllm serve`, for a server that is started.
-        log_path: file for the output of a server that is started.
-        report: takes a line about what is happening.
-        progress: whether to show a bar.
-
-    Returns:
-        Rollouts by prompt, the samples of each in a row; and the scheme, or what a running server says of its layers.
 
     Raises:
         ValueError: a prompt leaves no room for a completion, or the scheme does not fit the model.
@@ -113,24 +77,26 @@ def sample_rollouts(
     ends = end_tokens(policy, tokenizer)
 
     def bar() -> tqdm:
-        return tqdm(total=len(prompts), unit="prompt", desc=f"{engine.name}: sampling", disable=not progress)
+        return tqdm(total=len(prompts), unit="prompt", desc=f"{engine.name}: sampling", disable=not settings.progress)
 
     if engine.kind == "url":
         client, precision, limit = _connect(engine.name, policy, longest)
         require_room(prompts, limit, engine.name)
-        report(f"{engine.name}: {precision}, taken for the weights of {policy.name_or_path}")
+        settings.report(f"{engine.name}: {precision}, taken for the weights of {policy.name_or_path}")
         with bar() as shown:
-            return _from_server(client, ends, prompts, limit, settings, shown), precision
+            return EngineSample(engine.name, precision, _from_server(client, ends, prompts, limit, settings, shown))
     assert engine.scheme is not None
     require_room(prompts, own_limit, engine.name)
     if engine.kind == "replica":
         replica = Replica(policy, engine.scheme)
         with bar() as shown:
-            return _from_replica(replica, tokenizer, ends, prompts, settings, shown), engine.scheme
-    limit = min(longest + settings.max_tokens, own_limit)
-    with _serving(policy, engine.scheme, tokenizer, limit, serve_options, log_path, report) as server, bar() as shown:
-        client = ServerClient(server.url, report=report)
-        return _from_server(client, ends, prompts, limit, settings, shown), engine.scheme
+            rollouts = _from_replica(replica, tokenizer, ends, prompts, settings, shown)
+    else:
+        limit = min(longest + settings.max_tokens, own_limit)
+        with _serving(policy, engine.scheme, tokenizer, limit, settings) as server, bar() as shown:
+            client = ServerClient(server.url, patience=_PATIENCE, report=settings.report)
+            rollouts = _from_server(client, ends, prompts, limit, settings, shown)
+    return EngineSample(engine.name, engine.scheme, rollouts)
 
 
 def require_room(prompts: Sequence[list[int]], limit: int, name: str) -> None:
@@ -148,7 +114,7 @@ def _from_replica(
     tokenizer: PreTrainedTokenizerBase,
     ends: list[int],
     prompts: Sequence[list[int]],
-    settings: RolloutSettings,
+    settings: CalibrationSettings,
     bar: tqdm,
 ) -> list[Rollout]:
     device = replica.model.device
@@ -181,29 +147,23 @@ def _from_server(
     ends: list[int],
     prompts: Sequence[list[int]],
     limit: int,
-    settings: RolloutSettings,
+    settings: CalibrationSettings,
     bar: tqdm,
 ) -> list[Rollout]:
-    stopping = threading.Event()
-
     def complete(number: int) -> list[Rollout]:
         room = min(settings.max_tokens, limit - len(prompts[number]))
-        output = _try_again(
-            lambda: client.generate(
-                [prompts[number]],
-                n=settings.samples,
-                temperature=settings.temperature,
-                max_tokens=room,
-                # vLLM gives each of the n samples a seed of its own from this one. The penalties, which TRL's client
-                # leaves out, would come from the model's generation_config.
-                generation_kwargs={
-                    "seed": sample_seed(settings.seed, str(number), 0),
-                    "presence_penalty": 0.0,
-                    "frequency_penalty": 0.0,
-                },
-            ),
-            client,
-            stopping,
+        output = client.generate(
+            [prompts[number]],
+            n=settings.samples,
+            temperature=settings.temperature,
+            max_tokens=room,
+            # vLLM gives each of the n samples a seed of its own from this one. The penalties, which TRL's client
+            # leaves out, would come from the model's generation_config.
+            generation_kwargs={
+                "seed": sample_seed(settings.seed, str(number), 0),
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+            },
         )
         rollouts = []
         for ids, tokens in zip(output["completion_ids"], output["logprobs"], strict=True):
@@ -219,28 +179,16 @@ def _from_server(
             by_prompt[futures[future]] = future.result()
             bar.update()
     finally:
-        # After an error or Ctrl-C, nobody waits for what is still on its way.
-        stopping.set()
+        # After an error or Ctrl-C, nobody waits for what is still on its way, and nothing is asked again.
+        client.connection.close()
         pool.shutdown(wait=False, cancel_futures=True)
     return [rollout for rollouts in by_prompt for rollout in rollouts]
-
-
-def _try_again(request: Callable[[], dict], client: ServerClient, stopping: threading.Event) -> dict:
-    """The answer to a request, which is repeated where the connection broke or the server failed."""
-    for attempt in range(_RETRIES + 1):
-        try:
-            return request()
-        except ServerUnavailableError:
-            if attempt == _RETRIES or stopping.wait(attempt):
-                raise
-            client.check_server(60.0)
-    raise AssertionError("unreachable")
 
 
 def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClient, str, int]:
     """Client of a running server that fits the policy, what its layers are, and the tokens that it takes."""
     try:
-        client = ServerClient(url, start_timeout=5.0)
+        client = ServerClient(url, start_timeout=5.0, patience=_PATIENCE)
     except ServerUnavailableError as error:
         raise ServerUnavailableError(
             f"engine={url!r}: no vLLM server answers there. Start one with scripts/serve.py, correct the URL, or give "
@@ -254,8 +202,7 @@ def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClien
         )
     except ServerError as error:
         raise ServerError(f"engine={url!r}: {error}") from error
-    kinds = sorted(set(re.findall(r"Linear\(quant=(\w+)", layers)))
-    precision = f"{', '.join(kinds) or 'not quantized'}, served as {client.model}"
+    precision = f"{', '.join(layer_kinds(layers)) or 'not quantized'}, served as {client.model}"
     return client, precision, info["model_config"]["max_model_len"]
 
 
@@ -265,16 +212,19 @@ def _serving(
     scheme: str,
     tokenizer: PreTrainedTokenizerBase,
     max_model_len: int,
-    options: Sequence[str],
-    log_path: Path | None,
-    report: Callable[[str], None],
+    settings: CalibrationSettings,
 ) -> Iterator[VLLMServer]:
     """A server of the policy's present weights in a scheme, for the time of the block."""
+    log_path = Path(settings.log_dir, f"vllm_server_{scheme}.log") if settings.log_dir is not None else None
     with tempfile.TemporaryDirectory(prefix="dc_trl-calibrate-") as folder:
         checkpoint = Path(folder, "checkpoint")
         CheckpointWriter(policy, scheme, tokenizer).write(policy_tensors(policy), checkpoint)
         with VLLMServer(
-            checkpoint, max_model_len=max_model_len, options=options, log_path=log_path, report=report
+            checkpoint,
+            max_model_len=max_model_len,
+            options=settings.serve_options,
+            log_path=log_path,
+            report=settings.report,
         ) as server:
             yield server
 

@@ -9,6 +9,7 @@ from tqdm.auto import tqdm
 from trl.trainer.utils import add_fused_lm_head
 
 from .rollouts import Policy, Rollout
+from .settings import CalibrationSettings
 
 
 @torch.no_grad()
@@ -16,11 +17,7 @@ def train_logps(
     policy: Policy,
     prompts: Sequence[list[int]],
     rollouts: Sequence[Rollout],
-    *,
-    temperature: float,
-    bf16: bool = True,
-    batch_tokens: int = 16384,
-    progress: bool = True,
+    settings: CalibrationSettings,
 ) -> list[Tensor]:
     """log π_train of each rollout's tokens, as TRL's trainer computes it.
 
@@ -33,10 +30,7 @@ def train_logps(
         policy: in its training precision.
         prompts: token ids.
         rollouts: completions of them.
-        temperature: that logits are divided by, above 0.
-        bf16: whether to run under bfloat16 autocast.
-        batch_tokens: tokens of one forward, padding included; a longer rollout has a forward of its own.
-        progress: whether to show a bar.
+        settings: temperature, autocast, tokens of a forward.
 
     Returns:
         A float32 tensor of shape (tokens,) for each rollout, on the CPU.
@@ -47,13 +41,13 @@ def train_logps(
     total = sum(len(rollout.ids) for rollout in rollouts)
     base = policy.get_base_model() if isinstance(policy, PeftModel) else policy
     was_training, own_forward = policy.training, base.__dict__.get("forward")
-    add_fused_lm_head(base, temperature=temperature)
+    add_fused_lm_head(base, temperature=settings.temperature)
     policy.eval()
     try:
-        with tqdm(total=total, unit="token", desc="scoring", disable=not progress) as bar:
-            for batch in _batches(order, prompts, rollouts, batch_tokens):
+        with tqdm(total=total, unit="token", desc="scoring", disable=not settings.progress) as bar:
+            for batch in _batches(order, prompts, rollouts, settings.batch_tokens):
                 parts = [(prompts[rollouts[i].prompt], rollouts[i].ids) for i in batch]
-                for i, values in zip(batch, _forward(policy, parts, bf16), strict=True):
+                for i, values in zip(batch, _forward(policy, parts, settings.bf16), strict=True):
                     logps[i] = values
                     bar.update(len(values))
     finally:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ..data.benchmarks import load_benchmark, require_benchmark
 from ..data.templates import BOXED_INSTRUCTION, base_prompt, chat_prompt
 from ..grading import Gold, Grader
-from ..rollouts.sampling import Completion, Engine, Request, Sampling
+from ..rollouts.sampling import Completion, Engine, Request, Sampling, sample_seed
 from .results import Evaluation, benchmark_result
 from .samples import Sample, SampleStore
 
@@ -162,11 +162,6 @@ def evaluate(
     )
     evaluation.save(output_dir / RESULTS_FILE)
     return evaluation
-
-
-def sample_seed(seed: int, problem: str, number: int) -> int:
-    """Seed of one sample, 0 to 2³¹ − 1."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{problem}/{number}".encode()).digest()[:4]) >> 1
 
 
 def tokenize_prompts(

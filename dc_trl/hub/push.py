@@ -1,16 +1,16 @@
 """The run on the Hub: what a push sends, to which repositories, and what it says when it fails.
 
-transformers pushes whatever lies in the output directory but its checkpoints: logs, pickles, and files that are none
-of the run's. [`HubClient`] takes the place of its client and sends what [`run_files`] lists by name. No pickle is
-among it but the optimizer's state, where `hub_strategy` asks for checkpoints.
+transformers pushes whatever lies in the output directory except checkpoints: logs, pickles, and files of the user.
+[`HubClient`] takes the place of its client and sends the files that [`run_files`] lists by name. None of them is a
+pickle, except the optimizer's state where `hub_strategy` asks for checkpoints.
 """
 
 import glob
-import re
 import shlex
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,41 +28,19 @@ from ..version import __version__
 from .card import CARD_FILE, address_card, deployment_card, load_card
 
 
-# A model as `save_pretrained` writes it. Of several forms of weights only safetensors.
-MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "model-*-of-*.safetensors",
-    "model.safetensors.index.json",
-    "adapter_config.json",
-    "adapter_model.safetensors",
-)
-# A tokenizer or processor, with the names that vocabularies have.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "*processor_config.json",
-)
+# Patterns of the files that `save_pretrained` writes. Of several forms of weights only safetensors; each ? is a digit
+# of a shard's number. The client deletes by the same patterns, and its * would reach into folders.
+_SHARDS = ("model-?????-of-?????.safetensors", "model.safetensors.index.json")
+_WEIGHTS = ("model.safetensors", "adapter_model.safetensors", *_SHARDS)
+_CONFIGURATIONS = ("config.json", "generation_config.json", "adapter_config.json", "*processor_config.json")
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_VOCABULARIES = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
+MODEL_FILES = (*_WEIGHTS, *_CONFIGURATIONS, *_TOKENIZERS, *_VOCABULARIES, *_TEMPLATES)
 RUN_FILES = (CARD_FILE, HISTORY_FILE, FIGURE_FILE, SUMMARY_FILE, SETTINGS_FILE)
 
-# Weights of an earlier push, whose shards may have had other names: a loader would take them for the model's. In these
-# patterns, the client's, a * would reach into folders.
-_STALE_WEIGHTS = [
-    "model.safetensors",
-    "model-?????-of-?????.safetensors",
-    "model.safetensors.index.json",
-    "adapter_model.safetensors",
-]
+# Files of a checkpoint that it does not take to resume: pickled arguments, and what is still being written.
+_NOT_TO_RESUME = [f"*{TRAINING_ARGS_NAME}", ".*", "*/.*"]
 
 logger = logging.get_logger(__name__)
 
@@ -72,80 +50,56 @@ class HubError(OSError):
 
 
 def run_files(folder: str | Path, deployment: bool = True) -> list[str]:
-    """The files of a run that a push sends, relative to its output directory, sorted.
-
-    Args:
-        folder: output directory.
-        deployment: with those of the deployment checkpoint.
-    """
-    folder = Path(folder)
-    patterns = [*MODEL_FILES, *TOKENIZER_FILES, *RUN_FILES]
+    """The files of a run that a push sends, relative to its output directory, with those of the deployment or not."""
+    patterns = [*MODEL_FILES, *RUN_FILES]
     if deployment:
-        patterns += [f"{DEPLOYMENT_FOLDER}/{pattern}" for pattern in (*MODEL_FILES, *TOKENIZER_FILES)]
-    return sorted(
-        {str(path.relative_to(folder)) for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-    )
+        patterns += [f"{DEPLOYMENT_FOLDER}/{pattern}" for pattern in MODEL_FILES]
+    files = {path for pattern in patterns for path in Path(folder).glob(pattern) if path.is_file()}
+    return sorted(str(path.relative_to(folder)) for path in files)
 
 
-def deployment_repository(repo_id: str, scheme: str) -> str:
-    """The second repository, with `hub_deployment="repository"`."""
-    return f"{repo_id}-{scheme}"
-
-
-def hub_dataset(name: str | None) -> str | None:
-    """The name if it can be a data set's on the Hub, OWNER/NAME and no path that is there; else None."""
-    is_id = name is not None and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None
-    return name if is_id and not Path(str(name)).exists() else None
-
-
+@dataclass(frozen=True)
 class HubClient:
     """The Hub as a run pushes to it; stands where transformers has its own client.
 
     Args:
+        api: with a token that may write. What it sends in the background it sends one after the other.
         deployment: where the deployment checkpoint goes: `"subfolder"` `deployment/`, a second `"repository"` (named
             by the scheme), or `"none"`.
         scheme: deployment scheme; needed for a second repository.
-        token: with write access; by default that of the environment or of `hf auth login`.
         revision: branch that is pushed to, and begun where it is missing; by default the main one.
     """
 
-    def __init__(
-        self,
-        deployment: HubDeployment = "subfolder",
-        scheme: str | None = None,
-        token: str | None = None,
-        revision: str | None = None,
-    ):
-        if deployment == "repository" and scheme is None:
-            raise ValueError(
-                "hub_deployment='repository' names the second repository by the deployment scheme, which is unset: "
-                "set deployment_scheme, or hub_deployment='subfolder'."
-            )
-        self._deployment = deployment
-        self._scheme = scheme
-        self._token = token
-        self._revision = revision
-        # One for all pushes: what it sends in the background it sends one after the other.
-        self._api = HfApi(library_name="dc_trl", library_version=__version__)
-        # Pushes while training send the model of a checkpoint, and the deployment checkpoint would be another's.
-        self._whole_run = True
+    api: HfApi
+    deployment: HubDeployment
+    scheme: str | None
+    revision: str | None
+
+    @classmethod
+    def of(cls, args: DCGRPOConfig) -> "HubClient":
+        """The client that the settings of a run describe."""
+        return cls(hub_api(args.hub_token), args.hub_deployment, args.deployment_scheme, args.hub_revision)
+
+    def second_repository(self, repo_id: str) -> str | None:
+        """The repository of the deployment checkpoint, None if it has none of its own."""
+        return f"{repo_id}-{self.scheme}" if self.deployment == "repository" else None
 
     @contextmanager
-    def pushing(self, args: TrainingArguments, whole_run: bool = True) -> Iterator[None]:
-        """Has transformers push by this client, and holds the token meanwhile: transformers pickles the arguments.
+    def pushing(self, args: TrainingArguments, deployment: bool = True) -> Iterator[None]:
+        """Has transformers push by this client, with the deployment checkpoint or without.
 
-        Args:
-            args: arguments of the trainer.
-            whole_run: with the deployment checkpoint.
+        transformers has no public place for a client, or for a choice of files: its `push_to_hub` and
+        `_push_from_checkpoint` take the client from this function of their module. Overriding both whole would copy
+        them, and lean on more private names (`_finish_current_push`, `PushInProgress`).
         """
-        original, outer = transformers_trainer.hf_api, self._whole_run
-        transformers_trainer.hf_api = lambda: self
-        self._whole_run = whole_run
+        client = self if deployment else replace(self, deployment="none")
+        original = transformers_trainer.hf_api
+        transformers_trainer.hf_api = lambda: client
         try:
             with without_token(args):
                 yield
         finally:
-            transformers_trainer.hf_api, self._whole_run = original, outer
+            transformers_trainer.hf_api = original
 
     def create_repo(
         self, repo_id: str, *, token: str | None = None, private: bool | None = None, exist_ok: bool = True
@@ -155,34 +109,18 @@ class HubClient:
         Raises:
             HubError: there is no token, or it may not write there, or the Hub cannot be reached.
         """
-        token = token or self._token
-        with _explained(repo_id, self._api.endpoint):
-            url = self._create(repo_id, token, private, exist_ok)
-        if self._deployment == "repository":
-            second = deployment_repository(url.repo_id, str(self._scheme))
-            with _explained(second, self._api.endpoint):
-                self._create(second, token, private, exist_ok)
-        return url
-
-    def _create(self, repo_id: str, token: str | None, private: bool | None, exist_ok: bool) -> RepoUrl:
-        url = self._api.create_repo(repo_id, token=token, private=private, exist_ok=exist_ok)
-        # A repository that is there already may be another's.
-        self._api.auth_check(url.repo_id, token=token, write=True)
-        if self._revision is not None:
-            self._api.create_branch(url.repo_id, branch=self._revision, token=token, exist_ok=True)
+        with _explained(repo_id, self.api.endpoint):
+            url = self.api.create_repo(repo_id, token=token, private=private, exist_ok=exist_ok)
+            # A repository that is there already may be another's.
+            self.api.auth_check(url.repo_id, token=token, write=True)
+            if self.revision is not None:
+                self.api.create_branch(url.repo_id, branch=self.revision, token=token, exist_ok=True)
+        if (second := self.second_repository(url.repo_id)) is not None:
+            replace(self, deployment="none").create_repo(second, token=token, private=private)
         return url
 
     def upload_folder(
-        self,
-        *,
-        repo_id: str,
-        folder_path: str | Path,
-        commit_message: str | None = None,
-        path_in_repo: str | None = None,
-        token: str | None = None,
-        revision: str | None = None,
-        run_as_future: bool = False,
-        ignore_patterns: list[str] | None = None,
+        self, *, repo_id: str, folder_path: str | Path, path_in_repo: str | None = None, **options: Any
     ) -> CommitInfo | Future:
         """Sends a run, or with `path_in_repo` one of its checkpoints. The parameters are those of transformers' calls.
 
@@ -194,50 +132,42 @@ class HubClient:
         Raises:
             HubError: the Hub refused, or the connection was lost more often than the client tries again.
         """
-        folder = Path(folder_path)
-        target: dict[str, Any] = {"token": token or self._token, "revision": revision or self._revision}
-        target["commit_message"] = commit_message
-        subfolder = self._whole_run and self._deployment == "subfolder"
-        second = self._whole_run and self._deployment == "repository" and path_in_repo is None
-        if path_in_repo is None:
-            files = run_files(folder, deployment=subfolder)
-            stale = [*_STALE_WEIGHTS, *([f"{DEPLOYMENT_FOLDER}/*"] if subfolder else [])]
+        folder, subfolder = Path(folder_path), self.deployment == "subfolder"
+        in_background = options.pop("run_as_future", False)
+        options["revision"] = options.get("revision") or self.revision
+        options.pop("ignore_patterns", None)  # transformers' choice of files
+        choice: dict[str, Any]
+        if path_in_repo is not None:
+            choice = {"ignore_patterns": _NOT_TO_RESUME, "delete_patterns": ["*"]}
         else:
-            files, stale = _checkpoint_files(folder), ["*"]
+            # Listed now: a push in the background may begin later. Weights of an earlier push, whose shards may have
+            # had other names, would be loaded as the model's.
+            choice = {
+                "allow_patterns": [glob.escape(file) for file in run_files(folder, subfolder)],
+                "delete_patterns": [*_WEIGHTS, f"{DEPLOYMENT_FOLDER}/*"] if subfolder else [*_WEIGHTS],
+            }
 
-        def upload() -> CommitInfo:
-            with _explained(repo_id, self._api.endpoint):
-                commit = self._api.upload_folder(
-                    repo_id=repo_id,
-                    folder_path=folder,
-                    path_in_repo=path_in_repo,
-                    allow_patterns=[glob.escape(file) for file in files],
-                    delete_patterns=stale,
-                    **target,
+        def send() -> CommitInfo:
+            with _explained(repo_id, self.api.endpoint):
+                commit = self.api.upload_folder(
+                    repo_id=repo_id, folder_path=folder, path_in_repo=path_in_repo, **options | choice
                 )
-            if second:
-                self._upload_deployment(repo_id, folder / DEPLOYMENT_FOLDER, target)
+            if (second := self.second_repository(repo_id)) is not None:
+                served = folder / DEPLOYMENT_FOLDER
+                deployment_card(second, repo_id, str(self.scheme)).save(served / CARD_FILE)
+                replace(self, deployment="none").upload_folder(repo_id=second, folder_path=served, **options)
             return commit
 
-        if not run_as_future:
-            return upload()
-        future = self._api.run_as_future(upload)
+        if not in_background:
+            return send()
+        future = self.api.run_as_future(send)
         future.add_done_callback(_warn_of_failure)
         return future
 
-    def _upload_deployment(self, model_id: str, folder: Path, target: dict[str, Any]) -> None:
-        scheme = str(self._scheme)
-        repo_id = deployment_repository(model_id, scheme)
-        with _explained(repo_id, self._api.endpoint):
-            self._api.upload_folder(
-                repo_id=repo_id,
-                folder_path=folder,
-                allow_patterns=[*MODEL_FILES, *TOKENIZER_FILES],
-                delete_patterns=_STALE_WEIGHTS,
-                **target,
-            )
-            card = str(deployment_card(repo_id, model_id, scheme)).encode()
-            self._api.upload_file(repo_id=repo_id, path_or_fileobj=card, path_in_repo=CARD_FILE, **target)
+
+def hub_api(token: str | None = None) -> HfApi:
+    """The Hub's client; the token by default that of the environment or of `hf auth login`."""
+    return HfApi(token=token or None, library_name="dc_trl", library_version=__version__)
 
 
 def push_run(
@@ -252,15 +182,11 @@ def push_run(
 ) -> str:
     """Pushes a run from its output directory: one that was not pushed, or whose push failed.
 
-    What the Hub has already is not sent again.
-
     Args:
         folder: output directory of the run.
         repo_id: repository, made where it is missing.
-        deployment: where the deployment checkpoint goes, see [`HubClient`].
-        scheme: its scheme; needed for a second repository.
         private: of repositories that are made; by default as the account has it.
-        revision: branch, made where it is missing; by default the main one.
+        deployment, scheme, revision: see [`HubClient`].
         token: with write access; by default that of the environment or of `hf auth login`.
 
     Returns:
@@ -274,13 +200,17 @@ def push_run(
     if not (folder / CARD_FILE).is_file() or not any(file.endswith(".safetensors") for file in run_files(folder)):
         raise ValueError(f"{str(folder)!r} holds no model with its {CARD_FILE}: give the output directory of a run.")
     load_card(folder / CARD_FILE)  # before anything is made on the Hub
+    if deployment == "repository" and scheme is None:
+        raise ValueError(
+            "hub_deployment='repository' names the second repository by the deployment scheme, which is unset: "
+            "set deployment_scheme, or hub_deployment='subfolder'."
+        )
     if deployment == "repository" and not (folder / DEPLOYMENT_FOLDER).is_dir():
         raise ValueError(f"{str(folder)!r} holds no {DEPLOYMENT_FOLDER}/: leave the second repository out.")
-    client = HubClient(deployment, scheme, token, revision)
-    url = client.create_repo(repo_id, private=private)
-    second = deployment_repository(url.repo_id, str(scheme)) if deployment == "repository" else None
-    address_card(folder / CARD_FILE, url.repo_id, second)
-    commit = client.upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Push of a finished run")
+    client = HubClient(hub_api(token), deployment, scheme, revision)
+    repo_id = client.create_repo(repo_id, private=private).repo_id
+    address_card(folder / CARD_FILE, repo_id, client.second_repository(repo_id))
+    commit = client.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Push of a finished run")
     assert isinstance(commit, CommitInfo)
     return commit.commit_url
 
@@ -292,8 +222,7 @@ def require_pushable(args: DCGRPOConfig) -> None:
         HubError: there is no token, or it may not write there, or the Hub cannot be reached.
     """
     name = args.hub_model_id or Path(args.output_dir).absolute().name
-    client = HubClient(args.hub_deployment, args.deployment_scheme, args.hub_token, args.hub_revision)
-    client.create_repo(name, private=args.hub_private_repo)
+    HubClient.of(args).create_repo(name, private=args.hub_private_repo)
 
 
 def push_command(args: DCGRPOConfig, repo_id: str) -> str:
@@ -312,19 +241,12 @@ def push_command(args: DCGRPOConfig, repo_id: str) -> str:
 
 @contextmanager
 def without_token(args: TrainingArguments) -> Iterator[None]:
-    """Takes the token out of the arguments for as long as they may be written to a file."""
+    """Takes the token out of the arguments for as long as transformers may pickle them into a file."""
     token, args.hub_token = args.hub_token, None
     try:
         yield
     finally:
         args.hub_token = token
-
-
-def _checkpoint_files(folder: Path) -> list[str]:
-    """What it takes to resume: all but the pickled arguments, and what is being written under a hidden name."""
-    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    hidden = [file for file in files if any(part.startswith(".") for part in file.parts)]
-    return sorted(str(file) for file in files if file.name != TRAINING_ARGS_NAME and file not in hidden)
 
 
 @contextmanager
@@ -338,23 +260,23 @@ def _explained(repo_id: str, endpoint: str) -> Iterator[None]:
 
 
 def _explanation(error: BaseException, repo_id: str, endpoint: str) -> str:
-    if isinstance(error, HfHubHTTPError):
-        status = error.response.status_code
-        if status == 401:
-            return (
-                f"hub_model_id={repo_id!r}: the Hub knows no user by this token: log in with `hf auth login`, or set "
-                "HF_TOKEN or hub_token to a token with write access."
-            )
-        if status in (403, 404):
-            return (
-                f"hub_model_id={repo_id!r}: the token may not write there ({status}): use a token with write access "
-                "to this repository, or another hub_model_id."
-            )
-        reason = error.server_message or error.response.reason_phrase
-        return f"hub_model_id={repo_id!r}: {endpoint} answered {status} ({reason}): try again later."
     if isinstance(error, httpx.TransportError | OfflineModeIsEnabled):
         return f"The Hub at {endpoint} cannot be reached ({error}): check HF_ENDPOINT, HF_HUB_OFFLINE and the network."
-    return f"hub_model_id={repo_id!r} cannot be pushed to: {error}"
+    if not isinstance(error, HfHubHTTPError):
+        return f"hub_model_id={repo_id!r} cannot be pushed to: {error}"
+    status = error.response.status_code
+    if status == 401:
+        return (
+            f"hub_model_id={repo_id!r}: the Hub knows no user by this token: log in with `hf auth login`, or set "
+            "HF_TOKEN or hub_token to a token with write access."
+        )
+    if status in (403, 404):
+        return (
+            f"hub_model_id={repo_id!r}: the token may not write there ({status}): use a token with write access to "
+            "this repository, or another hub_model_id."
+        )
+    reason = error.server_message or error.response.reason_phrase
+    return f"hub_model_id={repo_id!r}: {endpoint} answered {status} ({reason}): try again later."
 
 
 def _warn_of_failure(future: Future) -> None:

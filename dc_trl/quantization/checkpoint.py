@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
+from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
 from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -28,8 +27,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..files import lock_folder, remove_if_abandoned
-from .policy import base_model, empty_copy, policy_tensors
-from .schemes import quantized_weights, resolve_scheme, weight_qparams
+from .fake_quantize import weight_qparams
+from .policy import base_model, empty_copy
+from .schemes import quantized_weights, resolve_scheme
+from .tensors import policy_tensors
 
 
 _RENAME_EXCHANGE = 2  # linux/fs.h
@@ -41,7 +42,7 @@ class CheckpointWriter:
 
     The directory holds a compressed-tensors checkpoint (`bf16`: a plain one) under the tensor names of the model's own
     published checkpoints, with configuration and tokenizer: `vllm serve DIR` and `from_pretrained(DIR)` take it
-    unchanged. Tensors are quantized and written as they come; what is held at any time is one shard.
+    unchanged. Tensors are quantized and written as they come; no more than one shard is held at any time.
 
     Args:
         policy: transformers causal language model, or a PEFT model around one; only its architecture is read.
@@ -69,7 +70,7 @@ class CheckpointWriter:
         self._model.config.dtype = torch.bfloat16
         self._model.config.use_cache = base.config.use_cache
         self._generation_config = base.generation_config or GenerationConfig()
-        # Shared tensors under one name only, as published checkpoints have them.
+        # A tensor that modules share has one name here, as in published checkpoints.
         persistent = self._model.state_dict().keys()
         self._names = {name for name, _ in self._model.named_parameters()}
         self._names |= {name for name, _ in self._model.named_buffers() if name in persistent}
@@ -78,7 +79,7 @@ class CheckpointWriter:
         self._check_published_layout()
 
     def _check_published_layout(self) -> None:
-        """Refuses experts that the model's published checkpoints hold fused, under one name."""
+        """Refuses to quantize experts that the model's published checkpoints hold in one tensor."""
         for name in sorted(self._quantized):
             weight = self._model.get_parameter(name)
             if weight.ndim == 3 and any(value.ndim != 2 for _, value in self._published(name, weight)):
@@ -93,8 +94,8 @@ class CheckpointWriter:
         """Writes the checkpoint; a directory that is there already is replaced in one step once all is written.
 
         Args:
-            tensors: weights by the names of the base architecture, any floating dtype, adapters merged. Names that are
-                no part of a checkpoint (tied copies, buffers that are computed) are passed over.
+            tensors: see `policy_tensors`; any floating dtype. Names that are no part of a checkpoint (tied copies,
+                buffers that are computed) are passed over.
             directory: where the checkpoint goes. Its parent must exist.
 
         Returns:
@@ -107,7 +108,7 @@ class CheckpointWriter:
         directory = Path(directory)
         for abandoned in directory.parent.glob(f".{directory.name}-*.partial"):
             remove_if_abandoned(abandoned)
-        # Beside the target, so that it moves there within one file system; hidden, so that no reader takes it for one.
+        # Beside the target, so that a rename moves it there; hidden, so that no reader takes it for a checkpoint.
         partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", suffix=".partial", dir=directory.parent))
         lock = lock_folder(partial)
         try:
@@ -131,69 +132,60 @@ class CheckpointWriter:
             self._processing_class.save_pretrained(directory)
 
     def _write_shards(self, tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:
-        missing = set(self._names)
-        shard: dict[str, Tensor] = {}
-        shard_bytes = 0
-        files: list[list[str]] = []
-
-        def flush() -> None:
-            nonlocal shard, shard_bytes
-            file = directory / f"{len(files)}.safetensors"
+        # By hand because huggingface_hub's and transformers' helpers plan their shards from a whole state dict.
+        contents: list[list[str]] = []
+        total = 0
+        for shard in _shards(self._deployed(tensors), self._max_shard_bytes):
+            file = directory / f"{len(contents)}.safetensors"
             try:
                 save_file(shard, file, metadata={"format": "pt"})
             except SafetensorError as error:  # how safetensors reports the file system's errors
                 raise OSError(f"{file} cannot be written: {error}") from error
-            files.append(list(shard))
-            shard, shard_bytes = {}, 0
+            contents.append(list(shard))
+            total += sum(tensor.nbytes for tensor in shard.values())
+        if len(contents) == 1:
+            (directory / "0.safetensors").rename(directory / SAFE_WEIGHTS_NAME)
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(contents):
+            name = f"model-{number + 1:05d}-of-{len(contents):05d}.safetensors"
+            (directory / f"{number}.safetensors").rename(directory / name)
+            weight_map |= dict.fromkeys(names, name)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
-        total = 0
+    def _deployed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """What the checkpoint holds, tensor by tensor, on the CPU."""
+        missing = set(self._names)
         for name, tensor in tensors:
             if name not in missing:
                 continue
             missing.remove(name)
-            for key, value in self._deployed(name, tensor):
-                size = value.numel() * value.element_size()
-                if shard and shard_bytes + size > self._max_shard_bytes:
-                    flush()
-                shard[key] = value
-                shard_bytes += size
-                total += size
+            for key, value in self._published(name, tensor):
+                parts = self._compressed(key, value) if name in self._quantized else [(key, _rounded(value))]
+                for part, stored in parts:
+                    yield part, stored.cpu().contiguous()
         if missing:
             listed = ", ".join(sorted(missing)[:3])
             raise KeyError(f"{len(missing)} weights of the policy did not come, {listed} among them")
-        flush()
-        if len(files) == 1:
-            (directory / "0.safetensors").rename(directory / SAFE_WEIGHTS_NAME)
-            return
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(files):
-            file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-            (directory / f"{number}.safetensors").rename(directory / file)
-            weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
-    def _deployed(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What the checkpoint holds for one weight of the policy."""
-        for key, value in self._published(name, tensor):
-            if name not in self._quantized:
-                if value.is_floating_point():
-                    value = value.to(torch.bfloat16)
-                yield key, value.cpu().contiguous()
-                continue
-            scale, zero_point = weight_qparams(value, self._quantization.weights)
-            local = {"weight": value.float(), "weight_scale": scale, "weight_zero_point": zero_point}
-            compressor = BaseCompressor.get_value_from_registry(_format(self._quantization).value)
-            for part, compressed in compressor.compress(local, self._quantization).items():
-                yield f"{key.removesuffix('weight')}{part}", compressed.cpu().contiguous()
+    def _compressed(self, name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """The tensors that stand for a quantized weight: its codes, perhaps packed, and its scales."""
+        scale, zero_point = weight_qparams(weight, self._quantization.weights)
+        of_layer = {"weight": weight.float(), "weight_scale": scale, "weight_zero_point": zero_point}
+        compressor = BaseCompressor.get_value_from_registry(self._quantization.format.value)
+        layer = name.removesuffix("weight")
+        return ((layer + part, value) for part, value in compressor.compress(of_layer, self._quantization).items())
 
     def _published(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """A weight as the model's published checkpoints have it: fused experts one by one."""
+        """A weight under the names of the model's published checkpoints, fused experts one by one.
+
+        `revert_weight_conversion` is what `save_pretrained` calls; transformers has no public name for it.
+        """
         return revert_weight_conversion(self._model, {name: tensor.detach()}).items()
 
     def _quantization_config(self) -> QuantizationConfig:
-        scheme = self._quantization.model_copy(update={"format": _format(self._quantization).value})
-        # What could pass for a Linear layer in an engine: the output head, routers of experts, convolutions.
+        # What an engine could take for a Linear layer: the output head, routers of experts, convolutions.
         embedding = self._model.get_input_embeddings()
         ignore = [
             name
@@ -203,8 +195,8 @@ class CheckpointWriter:
             and any(key == "weight" and tensor.ndim >= 2 for key, tensor in module.named_parameters(recurse=False))
         ]
         return QuantizationConfig(
-            config_groups={"group_0": scheme},
-            format=_format(self._quantization).value,
+            config_groups={"group_0": self._quantization},
+            format=self._quantization.format.value,
             quantization_status=QuantizationStatus.COMPRESSED,
             ignore=ignore,
         )
@@ -227,11 +219,22 @@ def write_deployable(model: str, scheme: str, directory: str | os.PathLike[str],
     return CheckpointWriter(policy, scheme, tokenizer).write(policy_tensors(policy), directory)
 
 
-def _format(scheme: QuantizationScheme) -> CompressionFormat:
-    if scheme.input_activations is None:
-        return CompressionFormat.pack_quantized
-    is_float = scheme.weights.type == "float"
-    return CompressionFormat.float_quantized if is_float else CompressionFormat.int_quantized
+def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Tensors in dicts of at most ``max_bytes``, or of one tensor; asking for the next dict empties the one before."""
+    shard: dict[str, Tensor] = {}
+    shard_bytes = 0
+    for name, tensor in tensors:
+        if shard and shard_bytes + tensor.nbytes > max_bytes:
+            yield shard
+            shard.clear()
+            shard_bytes = 0
+        shard[name] = tensor
+        shard_bytes += tensor.nbytes
+    yield shard
+
+
+def _rounded(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
 
 def _move_into_place(source: Path, target: Path) -> None:

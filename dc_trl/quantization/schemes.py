@@ -1,22 +1,19 @@
-"""Deployment schemes by name, as compressed-tensors quantization schemes, and what they do to a weight.
+"""Deployment schemes by name, as compressed-tensors quantization schemes, and the layers that they quantize.
 
 One name means one number format wherever it is used: the in-process replica that samples, and the checkpoint that is
 served. lm_head, embeddings, norms and the routers of experts stay unquantized in every scheme, as vLLM keeps them.
 """
 
-import torch
-from compressed_tensors.quantization import (
-    QuantizationArgs,
-    QuantizationScheme,
-    QuantizationStrategy,
-    preset_name_to_scheme,
-)
-from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-from compressed_tensors.quantization.utils import calculate_qparams
-from compressed_tensors.quantization.utils.helpers import maybe_pad_tensor_for_block_quant
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationScheme
 
 # Name → (compressed-tensors preset, group size that replaces the preset's).
 _PRESETS: dict[str, tuple[str, int | None]] = {
@@ -71,19 +68,24 @@ def quantized_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
-    """Quantization scheme ``name`` for the layers of ``model``.
+    """The quantization scheme called ``name``, for the layers of ``model``.
 
     Args:
         name: one of `SCHEMES`.
         model: a transformers causal language model.
 
     Returns:
-        The compressed-tensors scheme of its Linear layers and experts; without ``weights`` for ``bf16``.
+        The compressed-tensors scheme of its Linear layers and experts, with the ``format`` of its checkpoints; without
+        ``weights`` and ``format`` for ``bf16``.
 
     Raises:
         ValueError: unknown name, layers whose width the scheme's groups do not divide, or experts in a layout that is
             not known here and would stay unquantized.
     """
+    # Imported here because a configuration needs the names of the schemes alone, and this takes 0.15 s.
+    from compressed_tensors.compressors.format import infer_module_format
+    from compressed_tensors.quantization import preset_name_to_scheme
+
     require_scheme(name)
     preset, group_size = _PRESETS[name]
     scheme = preset_name_to_scheme(preset, targets=["Linear"])
@@ -105,6 +107,7 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
                     f"deployment_scheme={name!r} quantizes in groups of {args.group_size}, which do not divide the "
                     f"{width} inputs of layer {layer!r}: use 'fp8' or 'int8', which have no groups."
                 )
+    scheme.format = infer_module_format(nn.Linear, scheme)
     return scheme
 
 
@@ -121,50 +124,3 @@ def _require_known_layout(scheme: str, layer: str, experts: nn.Module) -> None:
         "gate_up_proj (experts, 2 × intermediate, hidden) and down_proj (experts, hidden, intermediate). Use "
         "deployment_scheme='bf16'."
     )
-
-
-@torch.no_grad()
-def weight_qparams(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
-    """Scales and zero points of a weight, from its largest magnitudes, as compressed-tensors stores them.
-
-    Args:
-        weight: shape (out_features, in_features), floating point.
-        args: quantization of weights by channel, group or block.
-
-    Returns:
-        Two tensors of shape (out_features, 1) by channel, (out_features, groups) by group, or (blocks of rows, blocks
-        of columns) by block. Scales are float32 numbers; of weight-only formats they are bfloat16 numbers, because
-        that is what vLLM's kernels keep.
-    """
-    weight = weight.float()
-    if args.strategy == QuantizationStrategy.CHANNEL:
-        blocks = weight.unsqueeze(1)
-    elif args.strategy == QuantizationStrategy.GROUP:
-        blocks = weight.unflatten(-1, (-1, args.group_size))
-    elif args.strategy == QuantizationStrategy.BLOCK:
-        height, width = args.block_structure
-        padded = maybe_pad_tensor_for_block_quant(weight, args.block_structure)
-        blocks = padded.unflatten(-1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2).flatten(-2)
-    else:
-        raise NotImplementedError(f"weights quantized by {args.strategy}")
-    scale, zero_point = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
-    if args.strategy == QuantizationStrategy.GROUP:
-        scale = scale.to(torch.bfloat16).float()
-    return scale, zero_point
-
-
-@torch.no_grad()
-def fake_quantize_weight(weight: Tensor, args: QuantizationArgs) -> Tensor:
-    """Weight after a round trip through its quantized format.
-
-    Args:
-        weight: shape (out_features, in_features), or (experts, out_features, in_features); floating point.
-        args: quantization of weights by channel, group or block.
-
-    Returns:
-        float32, same shape.
-    """
-    # Experts lie one under the other. Blocks of rows stay within one: `resolve_scheme` has it that they divide both
-    # dimensions of an expert's matrices, since each is the width of one of them.
-    rows = weight.float().flatten(0, -2)
-    return fake_quantize(rows, *weight_qparams(rows, args), args).view(weight.shape)

@@ -4,15 +4,14 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, TypeGuard
 
-from ..constraint.settings import ConstraintSettings
 from ..files import read_object, read_text
-from .settings import default_of
+from .settings import training_defaults
 
 
 HISTORY_FILE = "history.jsonl"
@@ -132,9 +131,8 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def setting(run: Run, name: str) -> Any:
-    """Value of a recorded setting; of one of the constraint's that was left alone its default, else None."""
-    standard = {f.name: f for f in fields(ConstraintSettings)}
-    return run.settings[name] if name in run.settings else default_of(standard[name]) if name in standard else None
+    """Value of a recorded setting; of one that was left alone its default, None where that is not known."""
+    return run.settings.get(name, training_defaults().get(name))
 
 
 def group_seeds(runs: Sequence[Run]) -> list[list[Run]]:

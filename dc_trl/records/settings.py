@@ -3,8 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from ..files import read_object
 from ..settings.secrets import hide_in_options, is_secret_name, without_secrets
 
 
@@ -30,6 +33,12 @@ def changed_settings(config: Any, defaults: type | None = None) -> dict[str, Any
         if not is_secret_name(name) and value != default and not (value in _EMPTY and default in _EMPTY):
             changed[name] = value
     return changed
+
+
+@cache
+def training_defaults() -> dict[str, Any]:
+    """Default of each field of `DCGRPOConfig`, from a file: those of TRL would take seconds to import."""
+    return read_object(Path(__file__).with_name("defaults.json"))
 
 
 def default_of(of: Field) -> Any:

@@ -67,6 +67,21 @@ def new_figure(
     return figure, all_axes
 
 
+def fix_layout(figure: Figure) -> None:
+    """Finds the places of axes and legends once and for all; `savefig` would do it again for every file."""
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        engine.execute(figure)
+        figure.set_layout_engine(None)
+
+
+def has_exponent(axes: Axes) -> bool:
+    """Whether a factor that all numbers of the y axis share (1e-5) stands above it."""
+    formatter = axes.yaxis.get_major_formatter()
+    formatter.format_ticks(axes.get_yticks().tolist())
+    return bool(formatter.get_offset())
+
+
 def finish_axes(axes: Axes) -> None:
     """A light grid behind the data, and no frame above and on the right."""
     axes.grid(alpha=0.25)

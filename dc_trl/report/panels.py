@@ -24,7 +24,7 @@ from .drawing import (
     draw_length,
     draw_multiplier,
 )
-from .figures import INK, MUTED, new_figure, series_style
+from .figures import INK, MUTED, fix_layout, has_exponent, new_figure, series_style
 
 
 BENCHMARK_PREFIX = "benchmark_"  # of the names of panels that benchmarks have
@@ -66,7 +66,8 @@ class Panel(NamedTuple):
         legend_rows = -(-len(names) // columns)
         figure, (axes,) = new_figure(height=_HEIGHT + _LEGEND_ROW * legend_rows)
         self.draw(axes, drawn)
-        axes.set_title(self.label, loc="left", fontsize=10.5, color=INK)
+        # Titles stand at 1, unless an exponent is there: matplotlib's search for a place is a fourth of the drawing.
+        axes.set_title(self.label, loc="left", fontsize=10.5, color=INK, y=None if has_exponent(axes) else 1.0)
         axes.set_xlabel("optimizer step", fontsize=9)
         axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
         axes.tick_params(labelsize=9)
@@ -80,6 +81,7 @@ class Panel(NamedTuple):
             )
             for text in legend.get_texts():
                 text.set_parse_math(False)  # a name may hold dollars
+        fix_layout(figure)
         return figure
 
     def text(self, lines: Sequence[Line]) -> str:

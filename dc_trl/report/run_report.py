@@ -66,7 +66,7 @@ def write_report(
         if old not in figures and (old.stem in PANEL_NAMES or old.stem.startswith(BENCHMARK_PREFIX)):
             old.unlink()  # of a report that had more to show
     for file, figure in figures.items():
-        figure.savefig(file)
+        figure.savefig(file, pil_kwargs={"compress_level": 1})  # half the time of 6, for files a tenth larger
     return [page_path, *figures]
 
 

@@ -4,12 +4,9 @@ import json
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
-from ..constraint.settings import ConstraintSettings
 from ..records.runs import NAME_SETTINGS, Run, is_number, setting
-from ..records.settings import default_of
 
 
 HtmlTable = tuple[list[str], list[list[str]], str]  # header, rows, caption: what `Page.table` takes
@@ -49,7 +46,7 @@ def settings_tables(runs: Sequence[Run]) -> list[HtmlTable]:
         return [(header, rows, f"What is not the default.{missing}")]
     differing, common = [], []
     for name in (name for name in names if name not in NAME_SETTINGS):
-        values = [_setting(run, name) for run in known]
+        values = [setting(run, name) for run in known]
         if any(value != values[0] for value in values):
             differing.append([name, *(_setting_text(run, name) for run in known)])
         else:
@@ -61,18 +58,8 @@ def settings_tables(runs: Sequence[Run]) -> list[HtmlTable]:
 def _setting_text(run: Run, name: str) -> str:
     if name in run.settings:
         return _text(run.settings[name])
-    default = _setting(run, name)  # of settings that are no fields of DCGRPOConfig it is not known
+    default = setting(run, name)  # of settings that are no fields of DCGRPOConfig it is not known
     return _NOTHING if default is None else f"{_text(default)} (default)"
-
-
-def _setting(run: Run, name: str) -> Any:
-    """As `setting`, and of a field that is TRL's or transformers' its default."""
-    if name in run.settings or name in {f.name for f in fields(ConstraintSettings)}:
-        return setting(run, name)
-    from ..config import DCGRPOConfig  # TRL takes seconds, and most reports ask for none of its defaults
-
-    standard = {f.name: f for f in fields(DCGRPOConfig)}
-    return default_of(standard[name]) if name in standard else None
 
 
 def _facts(run: Run) -> dict[str, str]:
@@ -82,7 +69,7 @@ def _facts(run: Run) -> dict[str, str]:
 
     def known(field: str, recorded_as: str) -> Any:
         """From the summary; of a run that has none from its settings, if it recorded them."""
-        return run.summary[field] if field in run.summary else _setting(run, recorded_as) if run.settings else None
+        return run.summary[field] if field in run.summary else setting(run, recorded_as) if run.settings else None
 
     alarms = [(name, row["step"]) for row in run.history for name in row if name.startswith("collapse/")]
     facts = {

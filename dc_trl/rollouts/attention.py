@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import eager_mask
 
 
 NAME = "dc_trl_grouped"
-_BLOCK = 2**19  # scores that are held at a time: a long prompt's do not fit into memory, nor a batch's into the cache
+# Scores that are held at a time: those of a long prompt do not fit into memory, those of a batch not into the cache.
+_BLOCK = 2**19
 
 
 def grouped_attention(
@@ -84,4 +84,4 @@ def _attend(
 
 
 AttentionInterface.register(NAME, grouped_attention)
-AttentionMaskInterface.register(NAME, eager_mask)
+AttentionMaskInterface.register(NAME, AttentionMaskInterface()["eager"])

@@ -8,6 +8,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +21,13 @@ from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..files import lock_folder, remove_if_abandoned
+from ..quantization import tensors as quantization_tensors
 from ..quantization.checkpoint import CheckpointWriter
-from ..quantization.policy import policy_tensors, require_shared_embeddings, unwrapped
-from ..serving.client import Deadline, ServerClient, wait_until_up
-from ..serving.server import ServerError, ServerUnavailableError, check_server, is_local
+from ..quantization.policy import unwrapped
+from ..serving.client import ServerClient, Weights
+from ..serving.connection import Deadline, Patience, Tries, is_local
+from ..serving.errors import ServerError
+from ..serving.fit import check_server
 
 
 logger = get_logger(__name__)
@@ -81,7 +85,7 @@ class ServerGeneration(VLLMGeneration):
     Args:
         deployment_scheme, weight_sync, weight_sync_dir, vllm_request_timeout, vllm_time_limit, vllm_max_retries: see
             [`~dc_trl.DCGRPOConfig`].
-        **kwargs: see [`~trl.generation.vllm_generation.VLLMGeneration`].
+        server_timeout, **kwargs: see [`~trl.generation.vllm_generation.VLLMGeneration`].
 
     Raises:
         ServerError: the server is not there or does not fit; the message names the option to change.
@@ -96,16 +100,21 @@ class ServerGeneration(VLLMGeneration):
         vllm_request_timeout: float | None,
         vllm_time_limit: float,
         vllm_max_retries: int,
+        server_timeout: float,
         **kwargs: Any,
     ):
         self.deployment_scheme = deployment_scheme
         self.weight_sync = weight_sync
         self.weight_sync_dir = weight_sync_dir
-        self.request_timeout = 3600.0 if vllm_request_timeout is None else vllm_request_timeout
-        self.time_limit = vllm_time_limit
-        self.max_retries = vllm_max_retries
+        self._patience = Patience(
+            request_timeout=3600.0 if vllm_request_timeout is None else vllm_request_timeout,
+            server_timeout=server_timeout,
+            max_retries=vllm_max_retries,
+            time_limit=vllm_time_limit,
+            prefix="vllm_",
+        )
         self._syncs = 0
-        super().__init__(**kwargs)
+        super().__init__(server_timeout=server_timeout, **kwargs)
 
     def _init_vllm(self) -> None:
         self._url = (self.server_base_url or f"http://{self.server_host}:{self.server_port}").rstrip("/")
@@ -113,17 +122,10 @@ class ServerGeneration(VLLMGeneration):
         if self.weight_sync == "auto":
             # What each process sees of the server and of the GPUs may differ, and what follows is collective.
             self.weight_sync = _agree(self.accelerator, self._choose_weight_sync())
-        failure: Exception | None = None
-        if self.accelerator.is_main_process:
-            try:
-                failure = self._connect(unwrapped(self.accelerator, self.model))
-            except (
-                RuntimeError,
-                ValueError,
-                OSError,
-            ) as error:  # of TRL's client, the folder, the checkpoint's layout
-                failure = error
-        _raise_together(self.accelerator, failure)
+        # Errors of TRL's client, of the folder, and of the checkpoint's layout.
+        with _raised_together(self.accelerator, (RuntimeError, ValueError, OSError)):
+            if self.accelerator.is_main_process:
+                self._connect(unwrapped(self.accelerator, self.model))
 
     def _choose_weight_sync(self) -> str:
         # NCCL wants CUDA, refuses two ranks on one GPU, and streams what is trained, not what is deployed.
@@ -131,47 +133,41 @@ class ServerGeneration(VLLMGeneration):
         quantized = self.deployment_scheme not in (None, "bf16")
         return "checkpoint" if self.accelerator.device.type != "cuda" or shares_gpu or quantized else "nccl"
 
-    def _connect(self, policy: Any) -> ServerError | None:
-        """Client of a server that fits the policy; returns why there is none."""
+    def _connect(self, policy: Any) -> None:
+        """Meets a server that fits the policy.
+
+        Raises:
+            ServerError: there is none.
+        """
         if self.weight_sync == "checkpoint":
             if self.weight_sync_dir is None and not is_local(self._url):
-                return ServerError(
+                raise ServerError(
                     f"weight_sync_dir=None: the server at {self._url} is on another machine, which does not see this "
                     "one's shared memory. Set weight_sync_dir to a directory that both see, or weight_sync='nccl'."
                 )
             self._folder = _CheckpointFolder(self.weight_sync_dir, self._run)
             self._writer = CheckpointWriter(policy, self.deployment_scheme or "bf16", self.processing_class)
-        deadline = Deadline(self.time_limit)
-        wait_until_up(self._url, min(self.server_timeout, deadline.left), logger.warning)
-        met, failure = self._retry(lambda first: self._meet(deadline), deadline)
-        if failure is not None:
-            return failure
-        check_server(
-            *met,
-            scheme=self.deployment_scheme,
-            config=policy.config,
-            max_length=max(self.max_completion_length + 1, self.max_model_length or 0),
-            weight_sync=self.weight_sync,
-        )
-        if self.weight_sync == "nccl":
-            with self.vllm_client.until(deadline):
-                self.vllm_client.init_communicator(device=self.accelerator.device)
-        return None
-
-    def _meet(self, deadline: Deadline) -> tuple[dict[str, Any], str]:
-        """Makes the client of a server that is up; returns the server's configuration and layers."""
-        self.vllm_client = _RolloutClient(
+        deadline = Deadline(self._patience.time_limit)
+        self.vllm_client = client = ServerClient(
             self._url,
             group_port=self.group_port,
-            start_timeout=min(self.server_timeout, deadline.left),
-            request_timeout=self.request_timeout,
+            start_timeout=self.server_timeout,
+            patience=self._patience,
             deadline=deadline,
             report=logger.warning,
         )
-        self.vllm_client.ask = self._ask
-        self.vllm_client.ensure_weights = self._ensure_weights
-        with self.vllm_client.until(deadline):
-            return self.vllm_client.get_server_info(), self.vllm_client.layers()
+        with client.connection.task(deadline):
+            info, layers = client.connection.persist(lambda first: (client.get_server_info(), client.layers()))
+            check_server(
+                info,
+                layers,
+                scheme=self.deployment_scheme,
+                config=policy.config,
+                max_length=max(self.max_completion_length + 1, self.max_model_length or 0),
+                weight_sync=self.weight_sync,
+            )
+            if self.weight_sync == "nccl":
+                client.init_communicator(device=self.accelerator.device)
 
     @property
     def weight_version(self) -> str:
@@ -181,134 +177,68 @@ class ServerGeneration(VLLMGeneration):
     def sync_weights(self) -> None:
         """Brings the policy's present weights to the server, and makes sure that it serves them."""
         self._syncs += 1
-        if self.weight_sync == "nccl":
-            failure = self._stream_weights()
-        else:
-            failure = self._write_checkpoint()
-            if failure is None and self.accelerator.is_main_process:
-                failure = self._ask(lambda first: self._ensure_weights(reload=not first))[1]
-        _raise_together(self.accelerator, failure)
+        with _raised_together(self.accelerator):
+            if self.weight_sync == "checkpoint":
+                self._write_checkpoint()
+                if self.accelerator.is_main_process:
+                    self.vllm_client.load(Weights(self.weight_version, self._folder.checkpoint))
+            elif self.accelerator.is_main_process:
+                self._stream_weights()
+            else:
+                super().sync_weights()
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
-        outputs = super().generate(*args, **kwargs)
-        _raise_together(self.accelerator, self.vllm_client.failure if self.accelerator.is_main_process else None)
-        return outputs
+        with _raised_together(self.accelerator):
+            try:
+                return super().generate(*args, **kwargs)
+            except ServerError:  # on the main process, while the others wait for what it sends them
+                broadcast_object_list([([], [], None, None)], from_process=0)
+                raise
 
-    def _stream_weights(self) -> ServerError | None:
-        """TRL's stream of the weights, all processes taking part; returns why it failed, on the main process."""
-        if not self.accelerator.is_main_process:
-            super().sync_weights()
-            return None
-        deadline = Deadline(self.time_limit)
-        try:
-            with self.vllm_client.until(deadline):
+    def _stream_weights(self) -> None:
+        """TRL's stream of the weights, on the main process; the others take part in gathering them."""
+        client, version = self.vllm_client, self.weight_version
+        client.weights = Weights(version, None)
+        with client.connection.task():
+            try:
                 super().sync_weights()
-        except (RuntimeError, OSError) as error:  # of a request or of NCCL
-            for _ in self._named_params:
-                pass  # take part in gathering what nobody sends any more
-            return error if isinstance(error, ServerError) else ServerError(f"weight_sync='nccl' failed: {error}")
-        return self._ask(lambda first: self.vllm_client.name_weights(self.weight_version), deadline)[1]
+            except (RuntimeError, OSError) as error:  # of a request or of NCCL
+                for _ in self._named_params:
+                    pass  # take part in gathering what nobody sends any more
+                if isinstance(error, ServerError):
+                    raise
+                raise ServerError(f"weight_sync='nccl' failed: {error}") from error
+            client.connection.persist(lambda first: client.name_weights(version))
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         # Kept, so that it can be brought to its end when what reads it fails.
         self._named_params = super()._iter_named_params()
         return self._named_params
 
-    def _write_checkpoint(self) -> ServerError | None:
-        """Writes the checkpoint, all processes taking part; returns why it could not, on all."""
+    def _write_checkpoint(self) -> None:
+        """Writes the checkpoint, all processes taking part.
+
+        Raises:
+            ServerUnavailableError: on all processes, where the main one cannot write it.
+        """
+        tries = Tries(self._patience, Deadline(math.inf))
+        while (failure := self._try_to_write()) is not None:
+            pause = tries.pause(failure)
+            logger.warning(f"{failure}; {tries} follows")
+            time.sleep(pause)
+
+    def _try_to_write(self) -> str | None:
+        """Why the main process could not write the checkpoint, on all processes; None where it did."""
         failure = None
-        for attempt in range(self.max_retries + 1):
-            if failure is not None:
-                self._wait_before_retry(attempt, failure)
-            failure = None
-            tensors = deployed_tensors(self)
-            if self.accelerator.is_main_process:
-                try:
-                    self._folder.write(self._writer, tensors, self.weight_version)
-                except OSError as error:
-                    failure = f"the checkpoint for the server cannot be written to {self._folder.path}: {error}"
-            for _ in tensors:
-                pass  # take part in gathering what nobody writes any more
-            failure = _agree(self.accelerator, failure)
-            if failure is None:
-                return None
-        return ServerError(failure)
-
-    # --- on the main process ----------------------------------------------------------------------------------------
-
-    def _ensure_weights(self, reload: bool) -> None:
-        """Loads the present weights into a server that does not hold them, or whose weights are in doubt."""
-        client, version = self.vllm_client, self.weight_version
-        if client.weight_version() == version and not (reload and self.weight_sync == "checkpoint"):
-            return
-        if self.weight_sync == "nccl":
-            raise ServerError(
-                f"vLLM at {client.base_url} no longer holds the weights of this run (it was restarted, or another run "
-                "uses it), and a restarted server cannot rejoin weight_sync='nccl': resume from the last checkpoint "
-                "with a fresh server, or use weight_sync='checkpoint'."
-            )
-        client.load_checkpoint(str(self._folder.checkpoint), version)
-        if (served := client.weight_version()) != version:
-            raise ServerUnavailableError(
-                f"vLLM at {client.base_url} serves weights {served!r} where {version!r} were loaded: does another run "
-                "use it?"
-            )
-
-    def _ask(self, action: Callable[[bool], Any], deadline: Deadline | None = None) -> tuple[Any, ServerError | None]:
-        """`_retry` with the present client, within what time there is for a task that begins now."""
-        deadline = deadline or Deadline(self.time_limit)
-        with self.vllm_client.until(deadline):
-            return self._retry(action, deadline)
-
-    def _retry(self, action: Callable[[bool], Any], deadline: Deadline) -> tuple[Any, ServerError | None]:
-        """Result of an action on the server, which is told whether it is the first try, or why it failed for good."""
-        failure: ServerError | None = None
-        for attempt in range(self.max_retries + 1):
+        tensors = deployed_tensors(self)
+        if self.accelerator.is_main_process:
             try:
-                if failure is not None:
-                    self._wait_before_retry(attempt, str(failure), deadline.left)
-                    wait_until_up(self._url, min(self.server_timeout, deadline.left), logger.warning)
-                return action(attempt == 0), None
-            except ServerUnavailableError as error:
-                failure = error
-            except ServerError as error:
-                return None, error
-            if deadline.left == 0:
-                limit = f"ddp_timeout, the other processes wait no longer than these {deadline.seconds:g} s"
-                break
-        else:
-            limit = "vllm_max_retries"
-        return None, ServerUnavailableError(f"{failure} (tried {attempt + 1} times: {limit})")
-
-    def _wait_before_retry(self, attempt: int, failure: str, most: float = math.inf) -> None:
-        logger.warning(f"{failure}; try {attempt + 1} of {self.max_retries + 1} follows")
-        time.sleep(min(2**attempt, 30, most))
-
-
-class _RolloutClient(ServerClient):
-    """The client as TRL's generation calls it. It keeps a failure, for all processes to hear of before one raises."""
-
-    ask: Callable[[Callable[[bool], Any]], tuple[Any, ServerError | None]]
-    ensure_weights: Callable[[bool], None]
-    failure: ServerError | None = None
-
-    def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        output, self.failure = self.ask(lambda first: self._generate(first, *args, **kwargs))
-        return output or {"prompt_ids": [], "completion_ids": [], "logprobs": None, "logprob_token_ids": None}
-
-    def _generate(self, first: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self.ensure_weights(not first)
-        version = self.weight_version()
-        output = super().generate(*args, **kwargs)
-        if self.weight_version() != version:
-            raise ServerUnavailableError(f"vLLM at {self.base_url} lost or changed its weights during a rollout")
-        if output["logprobs"] is None:
-            raise ServerError(
-                f"vLLM at {self.base_url} returned no log-probabilities: leave `logprobs` to the trainer."
-            )
-        if any(value is None for logps in output["logprobs"] for token in logps for value in token):
-            raise ServerUnavailableError(f"vLLM at {self.base_url} returned log-probabilities that are NaN")
-        return output
+                self._folder.write(self._writer, tensors, self.weight_version)
+            except OSError as error:
+                failure = f"the checkpoint for the server cannot be written to {self._folder.path}: {error}"
+        for _ in tensors:
+            pass  # take part in gathering what nobody writes any more
+        return _agree(self.accelerator, failure)
 
 
 class ColocateGeneration(VLLMGeneration):
@@ -374,22 +304,10 @@ class ColocateGeneration(VLLMGeneration):
 
 
 def deployed_tensors(generation: VLLMGeneration) -> Iterator[tuple[str, Tensor]]:
-    """The policy's weights one by one, gathered and merged; every process has to iterate.
-
-    Sharded weights come through TRL's own iteration. Whole ones do not need it, and merging adapters in copies keeps
-    the rounding errors of merging and unmerging out of the weights that are trained.
-
-    Raises:
-        ValueError: the weights are sharded, and an adapter parts the embedding from the output head.
-    """
-    if generation._dist.is_fsdp or generation._dist.is_zero3:
-        require_shared_embeddings(
-            generation.model,
-            reason="sharded weights are merged in place, in both at once",
-            remedy="Launch without sharding",
-        )
-        return generation._iter_named_params()
-    return policy_tensors(unwrapped(generation.accelerator, generation.model))
+    """The policy's weights one by one, see `quantization.tensors.deployed_tensors`; every process has to iterate."""
+    return quantization_tensors.deployed_tensors(
+        generation.accelerator, generation.model, generation._iter_named_params
+    )
 
 
 def _agree(accelerator: Accelerator, value: Any) -> Any:
@@ -400,8 +318,19 @@ def _agree(accelerator: Accelerator, value: Any) -> Any:
     return values[0]
 
 
-def _raise_together(accelerator: Accelerator, failure: Exception | None) -> None:
-    """Raises what failed on the main process on all processes, so that none waits for another."""
+@contextmanager
+def _raised_together(accelerator: Accelerator, errors: tuple[type[Exception], ...] = (ServerError,)) -> Iterator[None]:
+    """Raises what fails in the block on the main process on all processes, so that none waits for another.
+
+    Args:
+        accelerator: of all processes, each of which has to come here.
+        errors: what is meant by that.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except errors as error:
+        failure = error
     message = _agree(accelerator, None if failure is None else str(failure))
     if message is not None:
         raise ServerError(message) if failure is None else failure

@@ -1,52 +1,46 @@
-"""TRL's client of a vLLM server, with limits on every wait, an API key, and the version of the weights it talks to."""
+"""TRL's client of a vLLM server, with the weights that the server is to hold, and with requests that end."""
 
-import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import requests
-from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
 
-from .server import ServerError, ServerUnavailableError, authorization, is_cpu, key_wanted
+from .connection import ONE_TRY, Connection, Deadline, Patience
+from .errors import ServerError, ServerUnavailableError
+from .fit import is_cpu
 
 
-class Deadline:
-    """When a task has to be done: all its tries, and the waits between them.
+class Weights(NamedTuple):
+    """The weights that a server is to hold."""
 
-    Args:
-        seconds: from now; `math.inf` for no limit.
-    """
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        """Seconds until then, at least 0."""
-        return max(0.0, self._end - time.monotonic())
+    version: str  # a name that no other run and no restarted server has
+    checkpoint: Path | None  # as the server sees it; None where they were streamed, and cannot be loaded again
 
 
 class ServerClient(VLLMClient):
     """Client of a vLLM server whose weights are replaced during training.
 
-    The key that the server may ask for is read from the environment variable `VLLM_API_KEY`, which `vllm serve` reads
-    too.
+    `generate` is tried again where the server fails. Once the client has been given weights, completions count only
+    if the server held these before and after them; a server that lost them gets them again first.
 
     Args:
         base_url: address of the server, "http://127.0.0.1:8000".
         group_port: port of TRL's NCCL weight stream.
         start_timeout: seconds to wait for the server to be up.
-        request_timeout: seconds that any one request may take, a generation batch or a reload of the weights.
-        deadline: of the task that the client's first requests are part of; see `until`.
+        patience: how long and how often the server is asked.
+        deadline: of the task that the client's first requests are part of; a task of their own by default.
         report: takes a line about what is happening.
+
+    Attributes:
+        connection: what the requests go through.
+        weights: what the server has to hold for a rollout; None: whatever it holds.
 
     Raises:
         ServerUnavailableError: the server is not up within `start_timeout`.
+        ServerError: it asks for a key.
     """
 
     def __init__(
@@ -55,28 +49,18 @@ class ServerClient(VLLMClient):
         *,
         group_port: int = 51216,
         start_timeout: float = 240.0,
-        request_timeout: float = 3600.0,
+        patience: Patience = ONE_TRY,
         deadline: Deadline | None = None,
         report: Callable[[str], None] = print,
     ):
-        self._request_timeout = request_timeout
-        self._deadline = deadline or _NEVER
-        self._report = report
-        self._headers = authorization()
-        super().__init__(base_url=base_url.rstrip("/"), group_port=group_port, connection_timeout=start_timeout)
-        self._deadline = _NEVER
-        # Whether to try again is decided where weights and rollouts are known, not below HTTP.
-        for prefix in ("http://", "https://"):
-            self.session.mount(prefix, HTTPAdapter(pool_maxsize=64))
+        self.connection = Connection(base_url, patience, report)
+        self.weights: Weights | None = None
+        connect = super().__init__
+        with self.connection.task(deadline) as end:
+            self.check_server(min(start_timeout, end.left))
+            self.connection.persist(lambda first: connect(base_url=self.connection.url, group_port=group_port))
 
-    @contextmanager
-    def until(self, deadline: Deadline) -> Iterator[None]:
-        """Has every request in the block end by the deadline, whatever else it may take."""
-        self._deadline = deadline
-        try:
-            yield
-        finally:
-            self._deadline = _NEVER
+    # --- TRL's ways to the server -----------------------------------------------------------------------------------
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
         """Waits until the server is up, and says that it waits.
@@ -84,66 +68,71 @@ class ServerClient(VLLMClient):
         Raises:
             ServerUnavailableError: it is not up within `total_timeout` seconds.
         """
-        wait_until_up(self.base_url, total_timeout, self._report, retry_interval)
+        self.connection.wait_until_up(total_timeout, retry_interval)
 
     def get_server_info(self) -> dict[str, Any]:
         """The server's resolved configuration (`VllmConfig`), as a JSON tree."""
-        return self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
+        return self.connection.get("/server_info", params={"config_format": "json"})["vllm_config"]
 
-    def _get(self, url: str, **kwargs: Any) -> dict:
-        return self._request("GET", url, **kwargs)
+    def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        return self.connection.get(url.removeprefix(self.base_url), **kwargs)
 
-    def _post(self, url: str, **kwargs: Any) -> dict:
-        return self._request("POST", url, **kwargs)
+    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        return self.connection.request("POST", url.removeprefix(self.base_url), **kwargs)
 
-    def _request(self, method: str, url: str, **kwargs: Any) -> dict:
-        path = url.removeprefix(self.base_url)
-        left = self._deadline.left
-        if left == 0:
-            raise ServerUnavailableError(f"vLLM at {self.base_url} was not asked for {path}: no time is left for it")
-        limit = min(self._request_timeout, left)
-        try:
-            response = self.session.request(
-                method, url, headers=self._headers, timeout=(min(10, limit), limit), **kwargs
-            )
-        except requests.Timeout as error:
-            allowed = (
-                f"vllm_request_timeout={limit:g} s" if limit < left else f"the {limit:.3g} s that were left for it"
-            )
-            raise ServerUnavailableError(f"vLLM at {self.base_url} did not answer {path} within {allowed}") from error
-        except requests.RequestException as error:
-            raise ServerUnavailableError(
-                f"the connection to vLLM at {self.base_url} broke during {path} ({type(error).__name__})"
-            ) from error
-        if response.status_code == 401:
-            raise key_wanted(self.base_url)
-        if response.status_code == 404 and not path.startswith("/v1"):
+    # --- rollouts ---------------------------------------------------------------------------------------------------
+
+    def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """See TRL's `VLLMClient.generate`.
+
+        Raises:
+            ServerError: the server refused, or failed for good; or it did not give what a rollout of its weights
+                needs.
+        """
+        return self.connection.persist(lambda first: self._generate(first, *args, **kwargs))
+
+    def _generate(self, first: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if self.weights is None:
+            return super().generate(*args, **kwargs)
+        self._ensure_weights(self.weights, reload=not first)
+        output = super().generate(*args, **kwargs)
+        if self.weight_version() != self.weights.version:
+            raise ServerUnavailableError(f"vLLM at {self.base_url} lost or changed its weights during a rollout")
+        if output["logprobs"] is None:
             raise ServerError(
-                f"vLLM at {self.base_url} does not serve {path}: restart it with VLLM_SERVER_DEV_MODE=1 in its "
-                "environment."
+                f"vLLM at {self.base_url} returned no log-probabilities: leave `logprobs` to the trainer."
             )
-        if "not JSON compliant" in response.text and response.status_code >= 400:
-            # JSON has no NaN, so that vLLM refuses to send the log-probabilities of broken weights.
-            raise ServerUnavailableError(
-                f"vLLM at {self.base_url} computed NaN for {path}: its weights are broken, or the policy has diverged"
-            )
-        if response.status_code >= 500:
-            raise ServerUnavailableError(
-                f"vLLM at {self.base_url} failed at {path} (HTTP {response.status_code}): {response.text[:500]}"
-            )
-        if response.status_code >= 400:
-            raise ServerError(
-                f"vLLM at {self.base_url} refused {path} (HTTP {response.status_code}): {response.text[:500]}"
-            )
-        try:
-            return response.json()
-        except requests.JSONDecodeError as error:
-            raise ServerUnavailableError(
-                f"what answers {path} at {self.base_url} sends no JSON and seems to be no vLLM: "
-                f"{response.text[:100]!r}"
-            ) from error
+        if any(value is None for logps in output["logprobs"] for token in logps for value in token):
+            raise ServerUnavailableError(f"vLLM at {self.base_url} returned log-probabilities that are NaN")
+        return output
 
     # --- weights ----------------------------------------------------------------------------------------------------
+
+    def load(self, weights: Weights) -> None:
+        """Brings weights to the server from their checkpoint, unless it holds them; rollouts are theirs from now on.
+
+        Raises:
+            ServerError: the server cannot load them, or failed for good.
+        """
+        self.weights = weights
+        self.connection.persist(lambda first: self._ensure_weights(weights, reload=not first))
+
+    def _ensure_weights(self, weights: Weights, reload: bool) -> None:
+        """Loads the weights into a server that does not hold them, or where they are in doubt (`reload`)."""
+        if self.weight_version() == weights.version and not (reload and weights.checkpoint is not None):
+            return
+        if weights.checkpoint is None:
+            raise ServerError(
+                f"vLLM at {self.base_url} no longer holds the weights of this run (it was restarted, or another run "
+                "uses it), and a restarted server cannot rejoin weight_sync='nccl': resume from the last checkpoint "
+                "with a fresh server, or use weight_sync='checkpoint'."
+            )
+        self.load_checkpoint(str(weights.checkpoint), weights.version)
+        if (served := self.weight_version()) != weights.version:
+            raise ServerUnavailableError(
+                f"vLLM at {self.base_url} serves weights {served!r} where {weights.version!r} were loaded: does "
+                "another run use it?"
+            )
 
     def layers(self) -> str:
         """The engine's layers, as text."""
@@ -151,7 +140,7 @@ class ServerClient(VLLMClient):
 
     def weight_version(self) -> str:
         """Version of the weights that the server holds; "default" since it started."""
-        return self._get(f"{self.base_url}/weight_info")["weight_version"]
+        return self.connection.get("/weight_info")["weight_version"]
 
     def load_checkpoint(self, directory: str, weight_version: str) -> None:
         """Has the server reload its weights in place from a checkpoint, and forget what it cached with the old ones.
@@ -170,7 +159,7 @@ class ServerClient(VLLMClient):
 
     def name_weights(self, weight_version: str) -> None:
         """Has the server call its present weights by this version."""
-        self._post(f"{self.base_url}/update_weight_version", json={"new_version": weight_version})
+        self.connection.request("POST", "/update_weight_version", json={"new_version": weight_version})
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache.
@@ -180,7 +169,7 @@ class ServerClient(VLLMClient):
         """
         # Blocks of a request that has just ended may be held for a moment.
         for _ in range(50):
-            if self._post(f"{self.base_url}/reset_prefix_cache")["success"]:
+            if self.connection.request("POST", "/reset_prefix_cache")["success"]:
                 return
             time.sleep(0.1)
         raise ServerUnavailableError(
@@ -188,43 +177,5 @@ class ServerClient(VLLMClient):
         )
 
     def _collective_rpc(self, method: str, **kwargs: Any) -> list:
-        return self._post(f"{self.base_url}/collective_rpc", json={"method": method, "kwargs": kwargs})["results"]
-
-
-_NEVER = Deadline(math.inf)
-
-
-def wait_until_up(
-    url: str, timeout: float, report: Callable[[str], None] = print, retry_interval: float = 1.0
-) -> None:
-    """Waits until a server is up, and says that it waits.
-
-    Args:
-        url: address of the server, "http://127.0.0.1:8000".
-        timeout: seconds to wait.
-        report: takes a line about what is happening.
-        retry_interval: seconds between two looks.
-
-    Raises:
-        ServerUnavailableError: it is not up in time.
-    """
-    begin = time.monotonic()
-    reported = begin - 10
-    while True:
-        try:
-            answer = requests.get(f"{url}/health", timeout=min(5.0, timeout + 1))
-            reason = f"HTTP {answer.status_code}"
-            if answer.status_code == 200:
-                return
-        except requests.RequestException as error:
-            reason = type(error).__name__
-        waited = time.monotonic() - begin
-        if waited >= timeout:
-            raise ServerUnavailableError(
-                f"no vLLM server answers at {url} after {timeout:g} s ({reason}): start one with scripts/serve.py, "
-                "correct vllm_server_base_url, or raise vllm_server_timeout."
-            )
-        if time.monotonic() - reported >= 10:
-            reported = time.monotonic()
-            report(f"waiting for vLLM at {url} ({reason}): {waited:.0f} of {timeout:g} s")
-        time.sleep(retry_interval)
+        body = {"method": method, "kwargs": kwargs}
+        return self.connection.request("POST", "/collective_rpc", json=body)["results"]

@@ -1,8 +1,11 @@
 """What is wrong with a vLLM server before it is started or asked: found in a moment, where vLLM takes a minute."""
 
 import socket
+from dataclasses import replace
 
 from transformers import PretrainedConfig
+
+from ..settings.ranges import ABOVE_0, COUNT, PORT, require_number
 
 
 def require_startable(host: str, port: int, max_model_len: int | None, start_timeout: float) -> None:
@@ -11,15 +14,10 @@ def require_startable(host: str, port: int, max_model_len: int | None, start_tim
     Raises:
         ValueError: names the field, its value and the remedy.
     """
-    if not 0 <= port <= 65535:
-        raise ValueError(f"port={port} is invalid: use a number from 1 to 65535, or 0 for a free one.")
-    if max_model_len is not None and max_model_len < 1:
-        raise ValueError(
-            f"max_model_len={max_model_len} is invalid: use a whole number, at least 1, or leave it out for the "
-            "model's own limit."
-        )
-    if not start_timeout > 0:
-        raise ValueError(f"start_timeout={start_timeout} is invalid: use seconds above 0.")
+    require_number("port", port, replace(PORT, or_else=(0, "for a free one")))
+    if max_model_len is not None:
+        require_number("max_model_len", max_model_len, COUNT)
+    require_number("start_timeout", start_timeout, ABOVE_0)
     require_free_port(host, port)
 
 

@@ -1,4 +1,4 @@
-"""Starts and stops a vLLM server with what training needs, and says why one that is there does not fit."""
+"""Starts and stops a vLLM server with what training needs."""
 
 import atexit
 import itertools
@@ -16,50 +16,20 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 import psutil
-import requests
-from transformers import PretrainedConfig
 
 from ..files import temporary_folder
 from ..quantization.checkpoint import write_deployable
 from ..settings.secrets import HIDDEN, hide_in_options, is_secret_name, secrets_in_options, without_secrets
+from .connection import LOOPBACK, Connection
+from .errors import ServerError
+from .fit import CPU_EXTENSION
 from .preflight import require_free_port, require_model, require_startable
 
 
 _WATCHDOG = Path(__file__).with_name("watchdog.py")
 _GRACE = 20.0  # seconds that a server has to end by itself
-CPU_EXTENSION = "dc_trl.serving.cpu_reload.CPUReloadExtension"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# What vLLM calls the layers that hold a scheme's weights.
-_LAYERS_OF_SCHEME = {
-    "bf16": None,
-    "fp8": "Fp8",
-    "fp8_block": "Fp8",
-    "int8": "Int8",
-    "int4": "WNA16",
-    "int4_g32": "WNA16",
-}
-
-
-class ServerError(RuntimeError):
-    """The vLLM server cannot do what training needs of it; the message says why, and what to do."""
-
-
-class ServerUnavailableError(ServerError):
-    """The server cannot be reached, did not answer in time, or failed: trying again may help."""
-
-
-def authorization() -> dict[str, str]:
-    """Header with the key that a server may ask for, from the environment variable `VLLM_API_KEY`."""
-    key = os.environ.get("VLLM_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def key_wanted(url: str) -> ServerError:
-    """The error of a client that has no key, or a wrong one (HTTP 401)."""
-    return ServerError(f"vLLM at {url} asks for an API key: set the environment variable VLLM_API_KEY to its key.")
 
 
 def vllm_version() -> str:
@@ -218,6 +188,7 @@ class VLLMServer:
 
     def _wait_until_up(self, watchdog: subprocess.Popen[bytes], leaving: threading.Event) -> None:
         begin = reported = time.monotonic()
+        connection = Connection(self.url)
         while True:
             code = watchdog.poll()
             waited = time.monotonic() - begin
@@ -226,7 +197,7 @@ class VLLMServer:
                     f"vLLM ended with exit code {code} after {waited:.0f} s: {self.last_error()} "
                     f"(log: {self.log_path})"
                 )
-            if self._listens() and _answers(f"{self.url}/health"):
+            if self._listens() and connection.why_down() is None:
                 self._report(f"vLLM is up at {self.url} after {waited:.0f} s")
                 return
             if waited > self._start_timeout:
@@ -350,112 +321,6 @@ def _revive(server: VLLMServer, restarts: int, stopping: threading.Event, report
         except (ServerError, ValueError) as error:
             report(str(error))
             return
-
-
-def check_server(
-    info: dict[str, Any],
-    layers: str,
-    *,
-    scheme: str | None,
-    config: PretrainedConfig,
-    max_length: int,
-    weight_sync: str,
-) -> None:
-    """Refuses a server that would not sample what is trained.
-
-    Args:
-        info: `vllm_config` of the server's `/server_info`.
-        layers: text of the engine's layers, from its `get_model_inspection`.
-        scheme: deployment scheme of the training run; None for whatever format the server keeps.
-        config: configuration of the model that is trained.
-        max_length: shortest length, of prompt and completion together, that the server has to take, in tokens.
-        weight_sync: "nccl", "checkpoint", or "none" where no weights are sent.
-
-    Raises:
-        ServerError: names what is wrong and the option of `vllm serve` to change.
-    """
-    model = info["model_config"]
-    if model["logprobs_mode"] != "processed_logprobs":
-        raise ServerError(
-            f"the server runs with --logprobs-mode {model['logprobs_mode']}, whose log-probabilities leave out the "
-            "temperature: start it with --logprobs-mode processed_logprobs."
-        )
-    if model["max_model_len"] < max_length:
-        raise ServerError(
-            f"the server takes {model['max_model_len']} tokens, and training needs {max_length} for prompt and "
-            f"completion: start it with --max-model-len {max_length} or more, or lower max_completion_length."
-        )
-    text = config.get_text_config()
-    embedding = re.search(r"embedding_dim=(\d+), org_vocab_size=(\d+)", layers)
-    if embedding is not None:
-        served, trained = tuple(map(int, embedding.groups())), (text.hidden_size, text.vocab_size)
-        if served != trained:
-            raise ServerError(
-                f"the server's model has {served[0]} channels and a vocabulary of {served[1]}, the trained one "
-                f"{trained[0]} and {trained[1]}: serve the model that is trained (vllm serve MODEL), with the same "
-                "tokenizer and its added tokens."
-            )
-    # The last line of the list of layers carries its highest number: "(27): ..." or "(0-27): 28 x ...".
-    numbers = re.search(r"^( *)\(layers\): ModuleList.*\n(?:\1 .*\n)+", layers, re.MULTILINE)
-    if numbers is not None:
-        pattern = re.compile(rf"^{numbers[1]}  \((?:\d+-)?(\d+)\): ", re.MULTILINE)
-        count = max(int(number) for number in pattern.findall(numbers[0])) + 1
-        if count != text.num_hidden_layers:
-            raise ServerError(
-                f"the server's model has {count} layers, the trained one {text.num_hidden_layers}: serve the model "
-                "that is trained (vllm serve MODEL)."
-            )
-    kinds = set(re.findall(r"Linear\(quant=(\w+)", layers))
-    if weight_sync == "nccl" and model["quantization"] == "compressed-tensors":
-        raise ServerError(
-            "the server runs a quantized checkpoint (--quantization compressed-tensors), which cannot take the BF16 "
-            "weights of weight_sync='nccl': set weight_sync='checkpoint', or serve the BF16 model with --quantization "
-            "fp8_per_channel."
-        )
-    if weight_sync == "checkpoint" and kinds and model["quantization"] != "compressed-tensors":
-        raise ServerError(
-            f"the server quantizes by itself (--quantization {model['quantization']}), so that what samples is not "
-            "the checkpoint that weight_sync='checkpoint' writes: leave --quantization out and serve a checkpoint in "
-            "the scheme (scripts/serve.py --scheme), or set weight_sync='nccl'."
-        )
-    expected = _LAYERS_OF_SCHEME[scheme or "bf16"]
-    fits = any(expected in kind for kind in kinds) if expected else not kinds
-    if not fits and (scheme is not None or weight_sync == "checkpoint"):
-        raise ServerError(
-            f"the server's layers are {', '.join(sorted(kinds)) or 'not quantized'}, and deployment_scheme="
-            f"{scheme!r} is trained for: start it with scripts/serve.py --scheme {scheme or 'bf16'}, or set "
-            "deployment_scheme to what it serves."
-        )
-    extension = info["parallel_config"]["worker_extension_cls"]
-    if weight_sync == "checkpoint" and is_cpu(info) and extension != CPU_EXTENSION:
-        raise ServerError(
-            f"the server runs on a CPU with --worker-extension-cls {extension!r}, and vLLM's own reload leaves old "
-            f"weights in its CPU kernels: start it with --worker-extension-cls {CPU_EXTENSION}."
-        )
-
-
-def is_local(url: str) -> bool:
-    """Whether a server's address is one of this machine."""
-    host = urlparse(url).hostname or ""
-    if host in (*LOOPBACK, "0.0.0.0"):
-        return True
-    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
-    try:
-        return socket.gethostbyname(host) in own
-    except OSError:
-        return False
-
-
-def is_cpu(info: dict[str, Any]) -> bool:
-    """Whether a server runs on a CPU, from `vllm_config` of its `/server_info`."""
-    return info["device_config"]["device"].startswith("cpu")
-
-
-def _answers(url: str) -> bool:
-    try:
-        return requests.get(url, timeout=5).status_code == 200
-    except requests.RequestException:
-        return False
 
 
 def _free_port(host: str) -> int:

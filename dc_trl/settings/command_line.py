@@ -1,7 +1,12 @@
-"""How the scripts say what is wrong with their options: one line, before anything starts."""
+"""What the scripts share: options, one line for what is wrong with them before anything starts, and the way out."""
 
 import argparse
-from typing import NoReturn
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import NoReturn, get_args, get_type_hints
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -13,3 +18,42 @@ class OptionParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the program with exit code 2; argparse would print the usage first."""
         self.exit(2, f"error: {message}; --help lists the options.\n")
+
+
+def add_model(group: argparse._ActionsContainer, what: str, required: bool = True) -> None:
+    """Options for a model: `--model` and `--revision`."""
+    group.add_argument("--model", required=required, help=f"Hub id or directory {what}")
+    group.add_argument("--revision", default="main", help="revision of a Hub model")
+
+
+def add_serve_options(group: argparse._ActionsContainer) -> None:
+    """An option that takes the rest of the line: `--serve_options`."""
+    group.add_argument("--serve_options", nargs=argparse.REMAINDER, default=[], help="last: options of `vllm serve`")
+
+
+def add_fields(group: argparse._ActionsContainer, settings: type, *names: str) -> None:
+    """Options for fields of a dataclass that are text or whole numbers, with their defaults and their help."""
+    kinds = get_type_hints(settings)
+    for field in fields(settings):
+        if field.name in names:
+            kind = int if int in (kinds[field.name], *get_args(kinds[field.name])) else str
+            group.add_argument(f"--{field.name}", type=kind, default=field.default, help=field.metadata["help"])
+
+
+@contextmanager
+def refused_in_one_line(*others: type[Exception]) -> Iterator[None]:
+    """Ends the program with `error: ` and the message, where the input is wrong and not the program.
+
+    Args:
+        *others: exceptions that mean this too, beside ValueError, OSError and ImportError.
+    """
+    kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, *others)
+    try:
+        yield
+    except kinds as error:
+        sys.exit(f"error: {error}")
+
+
+def leave_on_sigterm() -> None:
+    """Has SIGTERM end the program as Ctrl-C does: through the blocks that end what it started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

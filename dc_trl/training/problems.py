@@ -1,7 +1,8 @@
 """What a training configuration says of its problems, and the data sets that it means."""
 
 import json
-from dataclasses import dataclass, field
+import random
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from accelerate import PartialState
@@ -12,49 +13,62 @@ from ..data.arithmetic import arithmetic_dataset
 from ..data.benchmarks import PUBLISHED, load_benchmark
 from ..data.cleaning import clean
 from ..data.dapo import load_dapo
-from ..data.prompts import describe_counts, load_prompts, load_rows, make_prompt
+from ..data.prompts import Prompt, describe_counts, load_prompts, load_rows, make_prompt, prompt_length
 from ..data.templates import BOXED_INSTRUCTION
+from ..evaluation import Benchmark
+from ..settings.described import described
 from ..settings.ranges import AT_LEAST_0, COUNT, WHOLE, require_numbers
 
 
+@described
 @dataclass
 class DataArguments:
-    """Prompts, answers and rewards."""
+    """Prompts, answers and rewards.
 
-    dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Hub id, local .json/.jsonl/.parquet/.csv file, 'arithmetic' (made on the spot), or 'dapo' "
-            "(DAPO-Math-17K, cleaned at every start; scripts/prepare_data.py does it once)."
-        },
-    )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
-    dataset_split: str = field(default="train", metadata={"help": "Split of a Hub data set."})
-    prompt_column: str = field(default="prompt", metadata={"help": "Text or messages; a dot reads nested fields."})
-    answer_column: str = field(default="answer", metadata={"help": "Gold answer; a dot reads nested fields."})
-    instruction: str | None = field(default=None, metadata={"help": "Appended to each prompt after a blank line."})
-    max_prompt_length: int | None = field(default=None, metadata={"help": "Longer prompts (tokens) are left out."})
-    eval_size: int = field(
-        default=0, metadata={"help": "Problems held out to measure the deployed policy before and after training."}
-    )
-    eval_benchmarks: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Benchmarks that the deployed policy answers whenever the trainer evaluates (needs eval_size): "
-            "'aime24', 'math500', … or NAME=FILE for a local file. See docs/evaluation.md."
-        },
-    )
-    eval_benchmark_samples: int | None = field(
-        default=None, metadata={"help": "Samples a problem of these benchmarks; the papers' (32 or 4) by default."}
-    )
-    eval_benchmark_limit: int | None = field(
-        default=None, metadata={"help": "Only so many problems of each, the first ones."}
-    )
-    eval_benchmark_temperature: float = field(default=0.7, metadata={"help": "Of these samples; 0 is greedy."})
-    rewards: list[str] = field(
-        default_factory=lambda: ["math"],
-        metadata={"help": "Reward functions: 'math', 'arithmetic', or dotted paths of your own."},
-    )
+    Args:
+        dataset_name (`str`, *optional*):
+            Hub id, local .json/.jsonl/.parquet/.csv file, 'arithmetic' (made on the spot), or 'dapo' (DAPO-Math-17K,
+            cleaned at every start; scripts/prepare_data.py does it once).
+        dataset_config (`str`, *optional*):
+            Configuration of a Hub data set.
+        dataset_split (`str`, defaults to `"train"`):
+            Split of a Hub data set.
+        prompt_column (`str`, defaults to `"prompt"`):
+            Column of the prompts, which are text or messages. A dot reads nested fields.
+        answer_column (`str`, defaults to `"answer"`):
+            Column of the gold answers. A dot reads nested fields.
+        instruction (`str`, *optional*):
+            Text that is appended to each prompt after a blank line.
+        max_prompt_length (`int`, *optional*):
+            Prompts of more tokens than this are left out.
+        eval_size (`int`, defaults to `0`):
+            Problems held out to measure the deployed policy before and after training.
+        eval_benchmarks (`list[str]`, defaults to `[]`):
+            Benchmarks that the deployed policy answers whenever the trainer evaluates (needs eval_size): 'aime24',
+            'math500', … or NAME=FILE for a local file. See docs/evaluation.md.
+        eval_benchmark_samples (`int`, *optional*):
+            Samples for each problem of these benchmarks; by default as many as in the papers (32 or 4).
+        eval_benchmark_limit (`int`, *optional*):
+            How many problems of each benchmark are asked, from the first on; by default all of them.
+        eval_benchmark_temperature (`float`, defaults to `0.7`):
+            Temperature of these samples; 0 is greedy.
+        rewards (`list[str]`, defaults to `["math"]`):
+            Reward functions: 'math', 'arithmetic', or dotted paths of your own.
+    """
+
+    dataset_name: str | None = None
+    dataset_config: str | None = None
+    dataset_split: str = "train"
+    prompt_column: str = "prompt"
+    answer_column: str = "answer"
+    instruction: str | None = None
+    max_prompt_length: int | None = None
+    eval_size: int = 0
+    eval_benchmarks: list[str] = field(default_factory=list)
+    eval_benchmark_samples: int | None = None
+    eval_benchmark_limit: int | None = None
+    eval_benchmark_temperature: float = 0.7
+    rewards: list[str] = field(default_factory=lambda: ["math"])
 
     def __post_init__(self):
         counts = ("max_prompt_length", "eval_benchmark_samples", "eval_benchmark_limit")
@@ -113,3 +127,40 @@ def load_data(
     held_out_prompts = {json.dumps(prompt) for prompt in parts["test"]["prompt"]}
     train = parts["train"].filter(lambda row: json.dumps(row["prompt"]) not in held_out_prompts)
     return train, parts["test"], f"{line}; {len(parts['test'])} held out"
+
+
+def draw_prompts(
+    data: DataArguments, tokenizer: PreTrainedTokenizerBase, count: int, seed: int, benchmark: str | None = None
+) -> list[Prompt]:
+    """Prompts alone, drawn at random: of a data set (the built-in arithmetic by default), or of a benchmark.
+
+    Args:
+        data: what the configuration says; rows need no answer.
+        tokenizer: of the model.
+        count: how many; where there are fewer, a line says so and all are taken.
+        seed: of the draw, and of the arithmetic problems.
+        benchmark: "NAME" or "NAME=FILE", in place of the data set.
+
+    Raises:
+        ValueError: names the field, its value and the remedy.
+    """
+    if benchmark is not None:
+        name, _, file = benchmark.partition("=")
+        source = Benchmark.load(name, file=file or None)
+        every = [make_prompt(problem, tokenizer, source.instruction) for problem in source.rows["problem"]]
+        if data.max_prompt_length is not None:
+            every = [prompt for prompt in every if prompt_length(prompt, tokenizer) <= data.max_prompt_length]
+    elif data.dataset_name in (None, "arithmetic", "dapo"):
+        named = replace(data, dataset_name=data.dataset_name or "arithmetic")
+        every = load_data(named, tokenizer, seed, count)[0]["prompt"][:]
+    else:
+        rows = load_rows(data.dataset_name, data.dataset_config, data.dataset_split)
+        if data.answer_column.split(".")[0] not in rows.column_names:
+            # Nothing is graded here, so a file of prompts alone will do.
+            rows = rows.add_column(data.answer_column, ["0"] * len(rows))
+        columns = (data.prompt_column, data.answer_column)
+        kept, _ = load_prompts(rows, tokenizer, *columns, data.instruction, data.max_prompt_length)
+        every = kept["prompt"][:]
+    if len(every) < count:
+        print(f"prompts={count}: there are {len(every)}, and all of them are taken", flush=True)
+    return random.Random(seed).sample(every, min(count, len(every)))

@@ -1,0 +1,123 @@
+"""The one walk over the policy's tensors: shards gathered, adapters merged, under the base architecture's names."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import cast
+
+from accelerate import Accelerator, DistributedType
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from .policy import require_shared_embeddings, unwrapped
+
+
+def deployed_tensors(
+    accelerator: Accelerator, model: nn.Module, gathered_by_trl: Callable[[], Iterator[tuple[str, Tensor]]] | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The present weights of a policy in training, one by one, as a deployable checkpoint is written from.
+
+    Every process has to iterate to the end, because gathering a shard takes all of them.
+
+    Args:
+        accelerator: of the run.
+        model: the policy, as the accelerator prepared it.
+        gathered_by_trl: `_iter_named_params` of TRL's vLLM generation, None without vLLM. TRL's iteration takes over
+            what `policy_tensors` cannot gather: FSDP1, DeepSpeed's ZeRO stage 3, and adapters under FSDP2.
+
+    Yields:
+        See `policy_tensors`.
+
+    Raises:
+        ValueError: TRL has to gather the weights, and there is no vLLM, or an adapter parts embedding and output head.
+    """
+    policy = unwrapped(accelerator, model)
+    if not _needs_trl(accelerator, policy):
+        return policy_tensors(policy)
+    if gathered_by_trl is None:
+        raise ValueError(
+            "use_vllm=False: of sharded weights, only those under FSDP2 without an adapter are gathered without vLLM. "
+            "Set use_vllm=True, or launch with FSDP2 and train all weights, or launch without sharding."
+        )
+    require_shared_embeddings(
+        policy,
+        reason="sharded weights are merged in place, in both at once",
+        remedy="Launch without sharding",
+    )
+    return gathered_by_trl()
+
+
+def _needs_trl(accelerator: Accelerator, policy: nn.Module) -> bool:
+    if isinstance(policy, FSDPModule):
+        return isinstance(policy, PeftModel)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        return not accelerator.is_fsdp2  # under FSDP2, the accelerator has yet to shard it
+    return accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.deepspeed_plugin.zero_stage == 3
+
+
+def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of a policy under its base architecture's names, gathered from FSDP2, adapters merged.
+
+    The policy itself is not touched: each adapted layer is merged in a copy, one at a time, because merging in place
+    and unmerging again would leave rounding errors in the weights that are being trained.
+
+    Args:
+        policy: a transformers model, or a PEFT model around one; whole, or without adapters sharded by FSDP2. Of a
+            sharded one, every process has to iterate to the end.
+
+    Yields:
+        (name, tensor); a tensor that two modules share is yielded under both names.
+
+    Raises:
+        ValueError: the adapter has no merged form.
+    """
+    sharded = isinstance(policy, FSDPModule)
+    if isinstance(policy, PeftModel):
+        adapter = policy.active_peft_config
+        if adapter.is_prompt_learning:
+            raise ValueError(
+                f"peft_config of type {adapter.peft_type} learns a prompt and cannot be merged into the "
+                "weights that are deployed: use LoRA or another adapter of the weights, or set deployment_scheme=None."
+            )
+        yield from _merged_tensors(policy.get_base_model(), "")
+    elif sharded:
+        # Its state holds the shards even where a forward pass left gathered weights behind, in its own precision, and
+        # the model's names even where layers are wrapped to recompute activations.
+        for name, tensor in policy.state_dict().items():
+            yield name, _whole(tensor)
+    else:
+        yield from policy.named_parameters(remove_duplicate=False)
+        yield from policy.named_buffers(remove_duplicate=False)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # Shards that FSDP2 keeps in the CPU's memory are gathered through the devices that compute, as NCCL wants it.
+    return cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
+
+
+def _merged_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(module, BaseTunerLayer):
+        # Not what PEFT built it from: with `ensure_weight_tying` that holds views, which cannot be copied.
+        built_from = {id(module.kwargs): module.kwargs} if isinstance(module, LoraLayer) else {}
+        module = copy.deepcopy(module, built_from)
+        while isinstance(module, BaseTunerLayer):  # of fused experts, an adapter for each parameter around the next
+            module.merge()
+            module = module.base_layer
+    elif isinstance(module, ModulesToSaveWrapper):
+        module = module.modules_to_save[module.active_adapters[0]]
+    elif isinstance(module, AuxiliaryTrainingWrapper):
+        raise ValueError(
+            f"peft_config trains {prefix.rstrip('.')!r} through {type(module).__name__}, which has no merged form: "
+            "train it through target_modules or modules_to_save, or set deployment_scheme=None."
+        )
+    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        yield prefix + name, tensor
+    for name, child in module.named_children():
+        yield from _merged_tensors(child, f"{prefix}{name}.")

@@ -1,0 +1,304 @@
+"""HTTP to a vLLM server: what its answers mean, how long they may take, and when a request is sent again."""
+
+import asyncio
+import math
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlparse
+
+import httpx
+import psutil
+
+from .errors import ServerError, ServerRefusedError, ServerUnavailableError
+
+
+T = TypeVar("T")
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_CONNECT_SECONDS = 10.0
+# A connection for each request: a busy server closes those that are kept alive while requests are on their way.
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+
+
+class Deadline:
+    """When a task has to be done: all its tries, and the waits between them.
+
+    Args:
+        seconds: from now; `math.inf` for no limit.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds until then, at least 0."""
+        return max(0.0, self._end - time.monotonic())
+
+
+class Patience(NamedTuple):
+    """How long a server is waited for, and how often it is asked again."""
+
+    request_timeout: float = 3600.0  # seconds that any one request may take: a generation batch, a reload of weights
+    server_timeout: float = 240.0  # seconds to wait for a server that went away to be up again
+    max_retries: int = 0  # tries after the first, where the connection broke or the server failed
+    time_limit: float = math.inf  # seconds that one task may take, with all its tries; a part of ddp_timeout
+    prefix: str = ""  # of the names that these settings have for the user
+
+
+ONE_TRY = Patience()
+
+
+class Tries:
+    """When something that failed is tried again, and when no more.
+
+    Args:
+        patience: how often, and the name of that setting.
+        deadline: of the task.
+
+    Attributes:
+        made: tries that failed.
+    """
+
+    def __init__(self, patience: Patience, deadline: Deadline):
+        self._patience = patience
+        self._deadline = deadline
+        self.made = 0
+
+    def pause(self, failure: object) -> float:
+        """Seconds to wait before the next try.
+
+        Raises:
+            ServerUnavailableError: there is none; the message has the failure and the limit that was reached.
+        """
+        self.made += 1
+        if self._deadline.left == 0:
+            limit = f"ddp_timeout, the other processes wait no longer than these {self._deadline.seconds:g} s"
+        elif self.made > self._patience.max_retries:
+            limit = f"{self._patience.prefix}max_retries"
+        else:
+            return min(2**self.made, 30, self._deadline.left)
+        raise ServerUnavailableError(f"{failure} (tried {self.made} times: {limit})")
+
+    def __str__(self) -> str:
+        return f"try {self.made + 1} of {self._patience.max_retries + 1}"
+
+
+class Connection:
+    """HTTP to one vLLM server, for threads and for an event loop.
+
+    The key that the server may ask for is read from the environment variable `VLLM_API_KEY`, which `vllm serve` reads
+    too. Threads may share a connection where `time_limit` is infinite; else one task runs at a time.
+
+    Args:
+        url: address of the server, "http://127.0.0.1:8000".
+        patience: how long and how often the server is asked.
+        report: takes a line about what is happening.
+
+    Raises:
+        ServerError: the address cannot be read.
+    """
+
+    def __init__(self, url: str, patience: Patience = ONE_TRY, report: Callable[[str], None] = print):
+        self.url = url.rstrip("/")
+        self.patience = patience
+        self._report = report
+        self._deadline: Deadline | None = None
+        key = os.environ.get("VLLM_API_KEY")
+        self._options: dict[str, Any] = {
+            "base_url": self.url,
+            "headers": {"Authorization": f"Bearer {key}"} if key else {},
+            "limits": _LIMITS,
+            "timeout": httpx.Timeout(patience.request_timeout, connect=_CONNECT_SECONDS),
+        }
+        try:
+            self._http = httpx.Client(**self._options)
+        except httpx.InvalidURL as error:
+            raise ServerError(f"{url!r} is no address of a vLLM server ({error}): use http://HOST:PORT") from error
+
+    def close(self) -> None:
+        """Sends no more requests: who tries to, in another thread, gets a RuntimeError."""
+        self._http.close()
+
+    @contextmanager
+    def task(self, deadline: Deadline | None = None) -> Iterator[Deadline]:
+        """Has all requests in the block end by a deadline, `time_limit` from now by default.
+
+        A task within a task is a part of it, and has its deadline.
+        """
+        outer = self._deadline
+        self._deadline = outer or deadline or Deadline(self.patience.time_limit)
+        try:
+            yield self._deadline
+        finally:
+            self._deadline = outer
+
+    # --- one request ------------------------------------------------------------------------------------------------
+
+    def get(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        """The answer to a GET; see `request`."""
+        return self.request("GET", path, **kwargs)
+
+    def request(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        """The JSON that the server answers.
+
+        Args:
+            method: "GET" or "POST".
+            path: from the server's address on, "/v1/models".
+            **kwargs: see `httpx.request`.
+
+        Raises:
+            ServerUnavailableError: no answer in time, or one of a server that failed.
+            ServerRefusedError: HTTP 4xx.
+            ServerError: the server asks for a key.
+        """
+        left = math.inf if self._deadline is None else self._deadline.left
+        if left == 0:
+            raise ServerUnavailableError(f"vLLM at {self.url} was not asked for {path}: no time is left for it")
+        limit = min(self.patience.request_timeout, left)
+        with self._reaching(path, None if limit < left else limit):
+            timeout = httpx.Timeout(limit, connect=min(_CONNECT_SECONDS, limit))
+            response = self._http.request(method, path, timeout=timeout, **kwargs)
+        return self._read(path, response)
+
+    def asynchronous(self) -> httpx.AsyncClient:
+        """A client for an event loop, to be given to `arequest`."""
+        return httpx.AsyncClient(**self._options)
+
+    async def arequest(self, http: httpx.AsyncClient, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        """`request` in an event loop, within `request_timeout`."""
+        with self._reaching(path, None):
+            response = await http.request(method, path, **kwargs)
+        return self._read(path, response)
+
+    @contextmanager
+    def _reaching(self, path: str, left: float | None) -> Iterator[None]:
+        """What it means that there is no answer, where `left` seconds were left for it; None: `request_timeout`."""
+        try:
+            yield
+        except httpx.TimeoutException as error:
+            setting = f"{self.patience.prefix}request_timeout={self.patience.request_timeout:g} s"
+            allowed = setting if left is None else f"the {left:.3g} s that were left for it"
+            raise ServerUnavailableError(f"vLLM at {self.url} did not answer {path} within {allowed}") from error
+        except httpx.RequestError as error:
+            raise ServerUnavailableError(
+                f"the connection to vLLM at {self.url} broke during {path} ({type(error).__name__})"
+            ) from error
+
+    def _read(self, path: str, response: httpx.Response) -> dict[str, Any]:
+        """The JSON of an answer, or what it means that there is none."""
+        status, text = response.status_code, response.text
+        if status == 401:
+            raise ServerError(
+                f"vLLM at {self.url} asks for an API key: set the environment variable VLLM_API_KEY to its key."
+            )
+        if status == 404 and not path.startswith("/v1"):
+            raise ServerRefusedError(
+                f"vLLM at {self.url} does not serve {path}: restart it with VLLM_SERVER_DEV_MODE=1 in its environment."
+            )
+        if status >= 400 and "not JSON compliant" in text:
+            # JSON has no NaN, so that vLLM refuses to send the log-probabilities of broken weights.
+            raise ServerUnavailableError(
+                f"vLLM at {self.url} computed NaN for {path}: its weights are broken, or the policy has diverged"
+            )
+        if status >= 500:
+            raise ServerUnavailableError(f"vLLM at {self.url} failed at {path} (HTTP {status}): {text[:500]}")
+        if status >= 400:
+            raise ServerRefusedError(f"vLLM at {self.url} refused {path} (HTTP {status}): {text[:500]}")
+        try:
+            return response.json()
+        except ValueError as error:
+            raise ServerUnavailableError(
+                f"what answers {path} at {self.url} sends no JSON and seems to be no vLLM: {text[:100]!r}"
+            ) from error
+
+    # --- tries ------------------------------------------------------------------------------------------------------
+
+    def persist(self, action: Callable[[bool], T], patience: Patience | None = None) -> T:
+        """Result of an action on the server, tried again where it fails with a `ServerUnavailableError`.
+
+        Args:
+            action: is told whether this is the first try.
+            patience: the connection's own by default.
+
+        Raises:
+            ServerUnavailableError: no try is left.
+            ServerError: trying again would not help.
+        """
+        patience = patience or self.patience
+        with self.task() as deadline:
+            tries = Tries(patience, deadline)
+            while True:
+                try:
+                    if tries.made > 0:
+                        self.wait_until_up(min(patience.server_timeout, deadline.left))
+                    return action(tries.made == 0)
+                except ServerUnavailableError as error:
+                    pause = tries.pause(error)
+                    self._report(f"{error}; {tries} follows")
+                time.sleep(pause)
+
+    async def apersist(self, http: httpx.AsyncClient, action: Callable[[], Awaitable[T]]) -> T:
+        """`persist` in an event loop, and silent: many requests fail at once there."""
+        tries = Tries(self.patience, Deadline(self.patience.time_limit))
+        while True:
+            try:
+                return await action()
+            except ServerUnavailableError as error:
+                pause = tries.pause(error)
+            await asyncio.sleep(pause)
+            wait = Deadline(self.patience.server_timeout)
+            while wait.left > 0:  # a server that stays away for longer is met by the next try
+                with suppress(httpx.RequestError):
+                    if (await http.get("/health", timeout=5.0)).status_code == 200:
+                        break
+                await asyncio.sleep(1.0)
+
+    def why_down(self, timeout: float = 5.0) -> str | None:
+        """None where the server is up, else in a word what it is that is not."""
+        try:
+            status = self._http.get("/health", timeout=timeout).status_code
+        except httpx.RequestError as error:
+            return type(error).__name__
+        return None if status == 200 else f"HTTP {status}"
+
+    def wait_until_up(self, timeout: float, interval: float = 1.0) -> None:
+        """Waits until the server is up, and says that it waits.
+
+        Args:
+            timeout: seconds to wait.
+            interval: seconds between two looks.
+
+        Raises:
+            ServerUnavailableError: it is not up in time.
+        """
+        begin = time.monotonic()
+        reported = begin - 10
+        while (reason := self.why_down(min(5.0, timeout + 1))) is not None:
+            waited = time.monotonic() - begin
+            if waited >= timeout:
+                raise ServerUnavailableError(
+                    f"no vLLM server answers at {self.url} after {timeout:g} s ({reason}): start one with "
+                    "scripts/serve.py, correct vllm_server_base_url, or raise vllm_server_timeout."
+                )
+            if time.monotonic() - reported >= 10:
+                reported = time.monotonic()
+                self._report(f"waiting for vLLM at {self.url} ({reason}): {waited:.0f} of {timeout:g} s")
+            time.sleep(interval)
+
+
+def is_local(url: str) -> bool:
+    """Whether a server's address is one of this machine."""
+    host = urlparse(url).hostname or ""
+    if host in (*LOOPBACK, "0.0.0.0"):
+        return True
+    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    try:
+        return socket.gethostbyname(host) in own
+    except OSError:
+        return False

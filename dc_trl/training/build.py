@@ -1,0 +1,127 @@
+"""From a configuration to a trainer. What can be wrong with the input is found here, the cheapest first."""
+
+from contextlib import ExitStack
+
+from accelerate import PartialState
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from trl import get_peft_config, get_quantization_config
+
+from ..callbacks.benchmarks import BenchmarkCallback
+from ..callbacks.collapse import CollapseAlarmCallback
+from ..callbacks.logging import LambdaLoggingCallback
+from ..config import DCGRPOConfig
+from ..evaluation import Benchmark
+from ..grading.rewards import get_reward
+from ..records.settings import changed_settings
+from ..resuming.checkpoints import on_main_process
+from ..rollouts.rewards import RewardFunction, require_callable
+from ..settings.pretrained import load_config_and_tokenizer
+from ..settings.ranges import ADAPTER, require_numbers
+from ..trainer import DCGRPOTrainer
+from .arguments import RunArguments
+from .output import open_output, require_space
+from .own_server import require_servable, start_server
+from .problems import DataArguments, load_data
+from .watch import add_callbacks
+
+
+def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrainer, CollapseAlarmCallback | None]:
+    """The trainer with its callbacks, and the alarm among them.
+
+    Args:
+        arguments: of the run. Of the trainer's, this fills in the checkpoint to resume from, what the model is loaded
+            with, and the address of the run's own server.
+        stack: closing it ends the run's own server and unlocks the output directory.
+
+    Raises:
+        ValueError: names the field, its value and the remedy.
+        OSError: a file or the Hub cannot be reached.
+        ServerError: the run's own server did not start, or does not fit.
+    """
+    data, server, watch, args, model = arguments
+    require_servable(server, args)
+    args.resume_from_checkpoint = on_main_process(lambda: open_output(args, stack))
+    rewards = [get_reward(name) for name in data.rewards]
+    if model.use_peft:
+        require_numbers(model, ADAPTER)
+    # Fails early, on small files.
+    _, tokenizer = load_config_and_tokenizer(
+        model.model_name_or_path,
+        padding_side="left",
+        revision=model.model_revision,
+        trust_remote_code=args.trust_remote_code,
+    )
+    train_dataset, eval_dataset = _problems(data, rewards, args, tokenizer)
+    benchmarks = _eval_benchmarks(data)
+    if eval_dataset is not None:
+        _require_whole_eval_groups(args)
+    args.model_init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    if server.serve is not None and PartialState().is_main_process:
+        start_server(server, args, model.model_name_or_path, model.model_revision, stack)
+    settings = changed_settings(data) | changed_settings(server) | changed_settings(watch)
+    trainer = DCGRPOTrainer(
+        model=model.model_name_or_path,
+        reward_funcs=rewards,
+        args=args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        callbacks=[LambdaLoggingCallback(settings)],
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+    )
+    if benchmarks:
+        temperature, batch_size = data.eval_benchmark_temperature, args.per_device_eval_batch_size
+        trainer.add_callback(BenchmarkCallback(trainer, benchmarks, temperature, batch_size))
+    alarm = add_callbacks(trainer, watch)
+    if trainer.accelerator.is_main_process:
+        require_space(trainer)
+    return trainer, alarm
+
+
+def _problems(
+    data: DataArguments, rewards: list[RewardFunction], args: DCGRPOConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Dataset, Dataset | None]:
+    """Training and held-out problems that the rewards can be called with; prints what became of the rows."""
+    prompts_per_step = args.generation_batch_size // args.num_generations
+    steps = args.max_steps if args.max_steps > 0 else 1000
+    train_dataset, eval_dataset, line = load_data(data, tokenizer, args.seed, prompts_per_step * steps)
+    for name, reward in zip(data.rewards, rewards, strict=True):
+        require_callable(name, reward, train_dataset.column_names)
+    PartialState().print(line)
+    return train_dataset, eval_dataset
+
+
+def _eval_benchmarks(data: DataArguments) -> list[Benchmark]:
+    """The benchmarks that are asked while training."""
+    if data.eval_benchmarks and data.eval_size == 0:
+        raise ValueError(
+            f"eval_benchmarks={data.eval_benchmarks} are asked when the trainer evaluates, and eval_size=0 leaves it "
+            "nothing to evaluate: set eval_size."
+        )
+    benchmarks = []
+    for word in data.eval_benchmarks:
+        name, _, file = word.partition("=")
+        with PartialState().local_main_process_first():  # one process of a machine downloads
+            benchmarks.append(
+                Benchmark.load(
+                    name, file=file or None, samples=data.eval_benchmark_samples, limit=data.eval_benchmark_limit
+                )
+            )
+    return benchmarks
+
+
+def _require_whole_eval_groups(args: DCGRPOConfig) -> None:
+    """Refuses evaluation batches that would cut the completions of a prompt apart."""
+    generations = args.num_generations_eval or args.num_generations
+    if args.per_device_eval_batch_size * args.world_size % generations:
+        raise ValueError(
+            f"per_device_eval_batch_size={args.per_device_eval_batch_size} in {args.world_size} process(es) is no "
+            f"multiple of num_generations_eval={generations}: set num_generations_eval=1, or a multiple of it."
+        )

@@ -1,0 +1,93 @@
+"""The output directory of a training run: locked, its own, writable, and large enough."""
+
+import os
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+
+from ..config import DCGRPOConfig
+from ..files import lock_output
+from ..hub.push import require_pushable
+from ..records.runs import BASELINE_FILE, DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE
+from ..resuming.checkpoints import checkpoints, resumable_checkpoint
+from ..trainer import DCGRPOTrainer
+
+
+# What makes an output directory one that holds a run.
+RUN_FILES = (
+    HISTORY_FILE,
+    BASELINE_FILE,
+    SUMMARY_FILE,
+    DEPLOYMENT_FOLDER,
+    "model.safetensors",
+    "adapter_model.safetensors",
+    "checkpoint-*",
+    "last-good-*",
+)
+
+
+def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
+    """Locks the output directory until the stack is closed; returns the checkpoint to go on from.
+
+    Raises:
+        ValueError: the directory holds a run that is not to be resumed, or another run is writing to it, or it cannot
+            be written; or the run is to be pushed, and the Hub would not take it.
+    """
+    output_dir = Path(args.output_dir)
+    stack.enter_context(lock_output(output_dir))
+    checkpoint = resumable_checkpoint(args.resume_from_checkpoint, output_dir, args.save_on_each_node)
+    if checkpoint is None:
+        _require_no_run(output_dir)
+    _require_writable(output_dir)
+    if args.push_to_hub:
+        require_pushable(args)
+    return checkpoint
+
+
+def _require_no_run(output_dir: Path) -> None:
+    if not any(path for pattern in RUN_FILES for path in output_dir.glob(pattern)):
+        return
+    if not checkpoints(output_dir):
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} already holds a run, which has saved no checkpoint: choose another "
+            "output_dir, or remove that run."
+        )
+    raise ValueError(
+        f"output_dir={str(output_dir)!r} already holds a run: choose another output_dir, or continue that run "
+        "with --resume_from_checkpoint true."
+    )
+
+
+def _require_writable(output_dir: Path) -> None:
+    """Writes a megabyte, because a full disk shows only then."""
+    probe = output_dir / ".write-probe"
+    try:
+        with open(probe, "wb") as file:
+            file.write(bytes(1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} cannot be written ({error.strerror}): choose another one."
+        ) from error
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def require_space(trainer: DCGRPOTrainer) -> None:
+    """Refuses to train when the disk cannot hold the model and a checkpoint.
+
+    Raises:
+        ValueError: names the bytes that are free and those that are needed.
+    """
+    parameters = list(trainer.model.parameters())
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    if trainer.args.save_strategy != "no":
+        # Weights again, and two moments of each trained parameter.
+        needed += needed + sum(2 * p.numel() * p.element_size() for p in parameters if p.requires_grad)
+    free = shutil.disk_usage(trainer.args.output_dir).free
+    if free < needed:
+        raise ValueError(
+            f"output_dir={trainer.args.output_dir!r} has {free / 1e9:.2f} GB free and the model and a checkpoint need "
+            f"{needed / 1e9:.2f} GB: free some space, or choose another output_dir."
+        )

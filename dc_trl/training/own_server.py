@@ -1,0 +1,74 @@
+"""The vLLM server that a training run starts for itself, and ends."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ..config import DCGRPOConfig
+from ..serving.server import serve
+from ..settings.described import described
+
+
+SERVER_LOG = "vllm_server.log"
+
+
+@described
+@dataclass
+class ServerArguments:
+    """The vLLM server, where the run starts its own.
+
+    Args:
+        serve (`str`, *optional*):
+            'auto' starts a vLLM server for the model in its deployment_scheme, and ends it with the run (use_vllm:
+            true, vllm_mode: server). One that runs elsewhere: vllm_server_base_url.
+        serve_devices (`str`, *optional*):
+            GPUs of that server, as in CUDA_VISIBLE_DEVICES: '3' or '2,3'.
+        serve_options (`list[str]`, defaults to `[]`):
+            Further options of that server, as for vllm serve.
+    """
+
+    serve: str | None = None
+    serve_devices: str | None = None
+    serve_options: list[str] = field(default_factory=list)
+
+
+def require_servable(server: ServerArguments, args: DCGRPOConfig) -> None:
+    """Refuses a server that the settings leave without use."""
+    if server.serve not in (None, "auto"):
+        raise ValueError(f"serve={server.serve!r} is unknown: use 'auto', or vllm_server_base_url for a server's URL.")
+    if server.serve is None:
+        for name in ("serve_devices", "serve_options"):
+            if value := getattr(server, name):
+                raise ValueError(f"{name}={value!r} has no effect without a server: set serve=auto.")
+        return
+    if not (args.use_vllm and args.vllm_mode == "server"):
+        raise ValueError(
+            f"serve={server.serve!r} with use_vllm={args.use_vllm} and vllm_mode={args.vllm_mode!r} starts a server "
+            "that nothing uses: set use_vllm=true and vllm_mode=server, or leave serve out."
+        )
+    if args.vllm_server_base_url is not None:
+        raise ValueError(
+            f"vllm_server_base_url={args.vllm_server_base_url!r} and serve={server.serve!r} name two servers: set one."
+        )
+
+
+def start_server(server: ServerArguments, args: DCGRPOConfig, model: str, revision: str, stack: ExitStack) -> None:
+    """Starts the run's own server, and writes its address into `args`; it ends when the stack is closed."""
+    gpu_options = ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
+    running = stack.enter_context(
+        serve(
+            model,
+            args.deployment_scheme or "bf16",
+            revision=revision,
+            max_model_len=args.vllm_max_model_length,
+            start_timeout=args.vllm_server_timeout,
+            log_path=Path(args.output_dir, SERVER_LOG),
+            environment={"CUDA_VISIBLE_DEVICES": server.serve_devices} if server.serve_devices else {},
+            restarts=args.vllm_max_retries,
+            options=[*(gpu_options if torch.cuda.is_available() else []), *server.serve_options],
+            report=lambda line: print(line, flush=True),
+        )
+    )
+    args.vllm_server_base_url = running.url

@@ -1,0 +1,91 @@
+"""A run from its first step to its end: trained, saved, summarized, pushed, or ended early with an exit code."""
+
+import sys
+import time
+from contextlib import ExitStack
+from typing import TypeAlias
+
+from ..callbacks.collapse import CollapseAlarmCallback
+from ..callbacks.summary import BeforeAndAfter, summarize
+from ..data.dapo import DAPO
+from ..hub.push import HubError, push_command
+from ..resuming.interruption import RunInterrupted, StopSignals
+from ..serving.errors import ServerError
+from ..trainer import DCGRPOTrainer
+
+
+# What `sys.exit` takes: None where all went well, the message of an error, or the exit code of a signal.
+Outcome: TypeAlias = str | int | None
+
+
+def run(
+    trainer: DCGRPOTrainer,
+    alarm: CollapseAlarmCallback | None,
+    dataset_name: str,
+    signals: StopSignals,
+    stack: ExitStack,
+) -> Outcome:
+    """Trains, and writes what a run leaves.
+
+    Args:
+        trainer, alarm: of `build_trainer`.
+        dataset_name: of the configuration, for the model card.
+        signals: end the run in order.
+        stack: that of `build_trainer`; closed here where the run ends early.
+
+    Returns:
+        None, or why the run ended early or was not pushed.
+    """
+    measured = BeforeAndAfter(trainer)
+    trainer.add_callback(measured)
+    trainer.add_callback(signals)
+    try:
+        trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    except (ServerError, RunInterrupted) as error:
+        return _end_early(trainer, error, stack)
+    if alarm is not None and alarm.stopped is not None:
+        # What trained last is not to be taken for the run's result.
+        way_back = f"resume_from_checkpoint={alarm.last_good!r}" if alarm.last_good else "no checkpoint is good"
+        return f"error: the collapse alarm stopped the run ({alarm.stopped.signal}): {way_back}."
+    # A user's call of save_model would push, and there is no summary yet.
+    trainer.save_model(trainer.args.output_dir, _internal_call=True)
+    if trainer.accelerator.is_main_process:
+        summarize(trainer, measured)
+    failure = _publish(trainer, DAPO.hub_id if dataset_name == "dapo" else dataset_name)
+    if failure is None:
+        release_processes(trainer)
+    return failure
+
+
+def _end_early(trainer: DCGRPOTrainer, error: ServerError | RunInterrupted, stack: ExitStack) -> Outcome:
+    """Ends the run's own server and its processes together."""
+    if isinstance(error, RunInterrupted):  # at once: whoever sent the signal may kill soon
+        trainer.accelerator.print(f"\n{error}", file=sys.stderr, flush=True)
+    stack.close()
+    # When one process of several fails, the launcher ends the others, and the server may still run.
+    trainer.accelerator.wait_for_everyone()
+    release_processes(trainer)
+    return error.exit_code if isinstance(error, RunInterrupted) else f"error: {error}"
+
+
+def _publish(trainer: DCGRPOTrainer, dataset_name: str) -> Outcome:
+    """Pushes the run, or writes its model card alone; a push that failed is told with the command to repeat it."""
+    args = trainer.args
+    if not args.push_to_hub:
+        trainer.create_model_card(dataset_name=dataset_name)
+        return None
+    try:
+        trainer.push_to_hub(dataset_name=dataset_name)
+    except HubError as error:
+        command = push_command(args, trainer.hub_model_id)
+        return f"error: {error}\nThe run is whole in {args.output_dir}. Push it later: {command}"
+    return None
+
+
+def release_processes(trainer: DCGRPOTrainer) -> None:
+    """Lets go of the process group: processes that still hold it may abort at exit."""
+    # Gloo deadlocks when it is taken down while its thread lets go of the last gather, which takes the interpreter's
+    # lock (torch 2.13): leave it the time.
+    if trainer.accelerator.num_processes > 1:
+        time.sleep(1)
+    trainer.accelerator.end_training()

@@ -1,0 +1,163 @@
+"""What the answers of a server mean, and what is asked again: against a server that says what it is told to."""
+
+import asyncio
+import time
+
+import pytest
+
+from dc_trl.rollouts.sampling import Request, Sampling
+from dc_trl.rollouts.server_engine import ServerEngine
+from dc_trl.serving.connection import Connection, Deadline, Patience
+from dc_trl.serving.errors import ServerError, ServerRefusedError, ServerUnavailableError
+
+from .stub_server import stub_server
+
+
+COMPLETION = (200, '{"choices": [{"text": "7", "finish_reason": "stop"}], "usage": {"completion_tokens": 2}}')
+
+
+@pytest.fixture
+def server():
+    with stub_server() as stub:
+        yield stub
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """Seconds that the process would have slept; it sleeps none."""
+    seen: list[float] = []
+    monkeypatch.setattr(time, "sleep", seen.append)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("path", "says", "kind", "words"),
+    [
+        ("/v1/models", (401, "Unauthorized"), ServerError, "asks for an API key: set .* VLLM_API_KEY"),
+        ("/weight_info", (404, "Not Found"), ServerRefusedError, "does not serve /weight_info: .*SERVER_DEV_MODE=1"),
+        ("/v1/models", (404, "no such model"), ServerRefusedError, r"refused /v1/models \(HTTP 404\): no such model"),
+        ("/v1/models", (400, "Out of range float values are not JSON compliant"), ServerUnavailableError, "NaN"),
+        ("/v1/models", (500, "float values are not JSON compliant"), ServerUnavailableError, "policy has diverged"),
+        ("/v1/models", (503, "busy"), ServerUnavailableError, r"failed at /v1/models \(HTTP 503\): busy"),
+        ("/v1/models", (400, "too long"), ServerRefusedError, r"refused /v1/models \(HTTP 400\): too long"),
+        ("/v1/models", (200, "<html>"), ServerUnavailableError, "sends no JSON and seems to be no vLLM: '<html>'"),
+    ],
+)
+def test_what_an_answer_means_is_the_same_for_threads_and_for_an_event_loop(server, path, says, kind, words):
+    server.says = {path: says}
+    connection = Connection(server.url)
+
+    async def ask():
+        async with connection.asynchronous() as http:
+            await connection.arequest(http, "GET", path)
+
+    for request in (lambda: connection.get(path), lambda: asyncio.run(ask())):
+        with pytest.raises(ServerError, match=words) as error:
+            request()
+        assert type(error.value) is kind
+
+
+def test_a_connection_that_breaks_and_a_server_that_is_silent(server):
+    server.failures = {"/weight_info": 1}
+    connection = Connection(server.url, Patience(request_timeout=0.2, prefix="vllm_"))
+    with pytest.raises(ServerUnavailableError, match=rf"connection to vLLM at {server.url} broke during /weight_info"):
+        connection.get("/weight_info")
+    with pytest.raises(
+        ServerUnavailableError, match=r"did not answer /v1/completions within vllm_request_timeout=0.2"
+    ):
+        connection.get("/v1/completions")
+    with connection.task(Deadline(0.1)), pytest.raises(ServerUnavailableError, match=r"within the 0\.\d+ s that were"):
+        connection.get("/v1/completions")
+    with connection.task(Deadline(0.0)), pytest.raises(ServerUnavailableError, match="no time is left for it"):
+        connection.get("/weight_info")
+    assert connection.get("/weight_info") == {"weight_version": "default"}
+
+
+def test_an_address_that_cannot_be_read_is_named():
+    with pytest.raises(ServerError, match=r"'http://127\.0\.0\.1:port' is no address of a vLLM server"):
+        Connection("http://127.0.0.1:port")
+
+
+def test_what_failed_is_asked_again_once_the_server_is_up_and_what_was_refused_is_not(server, pauses):
+    lines: list[str] = []
+    connection = Connection(server.url, Patience(max_retries=3), lines.append)
+    firsts = []
+
+    def ask(first):
+        firsts.append(first)
+        return connection.get("/weight_info")
+
+    server.failures = {"/weight_info": 2}
+    assert connection.persist(ask) == {"weight_version": "default"}
+    assert server.asked == ["/weight_info", "/health", "/weight_info", "/health", "/weight_info"]
+    assert (firsts, pauses) == ([True, False, False], [2, 4])
+    assert [line.rpartition("; ")[2] for line in lines] == ["try 2 of 4 follows", "try 3 of 4 follows"]
+
+    server.says = {"/weight_info": (400, "never")}
+    server.asked = []
+    with pytest.raises(ServerError, match="never"):
+        connection.persist(ask)
+    assert server.asked == ["/weight_info"]
+
+    server.says = {"/weight_info": (500, "ever")}
+    server.asked = []
+    with pytest.raises(ServerUnavailableError, match=r"ever \(tried 4 times: max_retries\)$"):
+        connection.persist(ask)
+    assert server.asked.count("/weight_info") == 4
+
+
+def test_a_task_without_time_is_not_tried_again(server, pauses):
+    connection = Connection(server.url, Patience(max_retries=3, time_limit=0.0))
+    with pytest.raises(ServerUnavailableError, match=r"tried 1 times: ddp_timeout, .* than these 0 s\)"):
+        connection.persist(lambda first: connection.get("/weight_info"))
+    assert (pauses, server.asked) == ([], [])
+
+
+def test_a_closed_connection_asks_nothing_again(server):
+    server.failures = {"/weight_info": 2}
+    connection = Connection(server.url, Patience(max_retries=3))
+
+    def ask(first):
+        try:
+            return connection.get("/weight_info")
+        finally:
+            connection.close()
+
+    with pytest.raises(RuntimeError, match="closed"):
+        connection.persist(ask)
+    assert server.asked == ["/weight_info"]
+
+
+def test_a_task_within_a_task_shares_its_deadline(server):
+    connection = Connection(server.url, Patience(time_limit=60.0))
+    deadline = Deadline(5.0)
+    with connection.task(deadline), connection.task() as inner:
+        assert inner is deadline
+    with connection.task() as own:
+        assert own.seconds == 60.0
+
+
+def test_completions_whose_connection_broke_are_asked_for_again(server):
+    server.says = {"/v1/completions": COMPLETION}
+    engine = ServerEngine(server.url, concurrency=2, max_retries=1)
+    server.failures = {"/v1/completions": 1}
+    completions = dict(engine.sample([Request([5], seed) for seed in range(4)], Sampling(8)))
+    assert sorted(completions) == [0, 1, 2, 3]
+    assert set(completions.values()) == {("7", 2, False)}
+    assert server.asked.count("/v1/completions") == 5
+
+    server.says["/v1/completions"] = (500, "out of memory")
+    with pytest.raises(ServerUnavailableError, match=r"out of memory \(tried 2 times: max_retries\)"):
+        list(engine.sample([Request([5], 0)], Sampling(8)))
+
+
+def test_completions_that_nobody_reads_any_more_are_given_up(server):
+    """All but the first hang at the server; who stops reading does not wait for them."""
+    engine = ServerEngine(server.url, concurrency=4)
+    samples = engine.sample([Request([5], seed) for seed in range(4)], Sampling(8))
+    server.failures = {"/v1/completions": 1}
+    engine._connection.patience = Patience(max_retries=0)
+    begin = time.monotonic()
+    with pytest.raises(ServerUnavailableError, match="broke during /v1/completions"):
+        next(samples)
+    assert time.monotonic() - begin < 30
