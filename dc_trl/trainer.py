@@ -72,20 +72,6 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
     """
 
     _tag_names: ClassVar = ["trl", "grpo", "dc-grpo"]
-    _name = "DC-GRPO"
-    _paper: ClassVar = {
-        "title": "Reformulate LLM Reinforcement Learning for Efficient Training under Black-box Discrepancy",
-        "id": "2606.08779",
-        "citation": (
-            "@article{liu2026reformulate,\n"
-            "    title  = {{Reformulate LLM Reinforcement Learning for Efficient Training under Black-box "
-            "Discrepancy}},\n"
-            "    author = {Jiashun Liu and Runze Liu and Xu Wan and Jing Liang and Hongyao Tang and Ling Pan},\n"
-            "    year   = 2026,\n"
-            "    eprint = {arXiv:2606.08779},\n"
-            "}"
-        ),
-    }
 
     # TRL's own
     beta: float  # coefficient of the KL term

@@ -188,7 +188,7 @@ def test_from_several_threads_at_once(grader):
 
 SCRIPT = """
 import os, sys
-from dc_trl.rewards import math_reward
+from dc_trl.grading.rewards import math_reward
 texts = [r"\\boxed{\\sqrt{2}/2}", r"\\boxed{40+6}", "none"]
 golds = [r"\\frac{1}{\\sqrt{2}}", "46", "1"]
 print(math_reward(texts, golds), flush=True)
