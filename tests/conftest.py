@@ -1,3 +1,4 @@
+import gc
 import os
 import subprocess
 
@@ -33,6 +34,13 @@ def pytest_collection_modifyitems(items):
         served = item.get_closest_marker("vllm") is not None
         item.add_marker(pytest.mark.xdist_group("vLLM" if served else item.path.stem))
     items.sort(key=lambda item: item.get_closest_marker("vllm") is None)  # the longest group first
+
+
+def pytest_collection_finish():
+    # accelerate collects garbage whenever a training begins. In all that the tests import there is none, and looking
+    # through it takes half a second each time, most of what a training of the tests takes.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

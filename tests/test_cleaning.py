@@ -266,6 +266,7 @@ def real(tmp_path_factory):
         return rows, benches, *clean(rows, benches, Cleaning("en"))
 
 
+@pytest.mark.long
 @requires_shared_data
 def test_real_overlaps_come_out(real):
     rows, benches, kept, report = real

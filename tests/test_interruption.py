@@ -193,6 +193,7 @@ with StopSignals() as signals:
 """
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_a_process_that_is_stuck():
     command = [*DEFAULT_SIGINT, sys.executable, "-c", STUCK]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

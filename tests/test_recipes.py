@@ -237,6 +237,7 @@ def test_a_stand_in_trains(name, tmp_path, monkeypatch):
     assert rates == [1e-6] * (steps + 1)
 
 
+@pytest.mark.long
 def test_the_mixture_of_experts_trains_without_an_auxiliary_loss(tmp_path, monkeypatch):
     """Loss and weights are those of a model that has none; left out, TRL adds that of the configuration."""
     monkeypatch.chdir(ROOT)

@@ -157,6 +157,7 @@ def test_real_text_with_local_files(launch, tmp_path, capsys):
     assert all(value is not None for row in trained for name, value in row.items() if name.startswith("discrepancy/"))
 
 
+@pytest.mark.long
 def test_benchmarks_while_training(launch, tmp_path):
     rows = [
         {"problem": f"{number}+{number}=?", "answer": str(2 * number), "unique_id": str(number)} for number in (3, 4)

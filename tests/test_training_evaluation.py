@@ -53,6 +53,7 @@ def greedy_reference(output_dir, benchmark):
     return evaluate("tiny", "fp8", engine, tokenizer, [benchmark], output_dir, **options).results[benchmark.name]
 
 
+@pytest.mark.long
 def test_benchmarks_are_evaluated_with_the_trainers_evaluation(tmp_path):
     benchmark = Benchmark.load("arithmetic", samples=2, limit=24)
     other = Benchmark("other", benchmark.rows.select(range(5)), 1, None)

@@ -1,0 +1,381 @@
+"""The private hooks of libraries that dc_trl leans on: all of them are in docs/hooks.md, and as they were.
+
+When a release of TRL, transformers, PEFT, compressed-tensors or vLLM moves one, a test fails by its name; its row in
+docs/hooks.md says what breaks. A new hook needs an entry in HOOKS and a row; `shape` says what to write into HOOKS.
+"""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import dc_trl
+
+from .helpers import ROOT
+from .vllm_server import requires_vllm
+
+
+LIBRARIES = {"accelerate", "compressed_tensors", "peft", "transformers", "trl", "vllm"}
+# Namespaces that their libraries' documentation imports from, beside each library's own.
+DOCUMENTED = {"accelerate.logging", "accelerate.utils", "compressed_tensors.quantization", "transformers.utils"}
+STANDARD_LIBRARY = {"_ActionsContainer", "_actions", "_asdict", "_exit", "_replace"}
+NEEDS_VLLM_ITSELF = {"dc_trl.serving.cpu_reload"}
+
+# What each hook looked like when the code that leans on it was written; see `shape`.
+HOOKS: dict[str, str] = {
+    "trl.GRPOTrainer._generate_and_score_completions": "(self, inputs)",
+    "trl.GRPOTrainer._compute_loss": "(self, model, inputs)",
+    "trl.GRPOTrainer._get_per_token_logps_and_entropies": (
+        "(self, model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, "
+        "compute_aux_loss, pixel_values, image_grid_thw, num_images, pixel_attention_mask, spatial_shapes, "
+        "num_tiles, image_sizes, token_type_ids, mm_token_type_ids, image_position_ids)"
+    ),
+    "trl.GRPOTrainer.get_gamma_weights": (
+        "(advantages, log_ratio_per_token, mask, importance_sampling_ratio, k_pos, lambda_pos, k_neg, lambda_neg)"
+    ),
+    "trl.GRPOTrainer._calculate_rewards": "(self, inputs, prompts, completions, completion_ids_list)",
+    "trl.GRPOTrainer._step": "= 0",
+    "trl.GRPOTrainer._buffered_inputs": "= None",
+    "trl.GRPOTrainer._metrics": "= {'train': defaultdict(list), 'eval': defaultdict(list)}",
+    "trl.GRPOTrainer._logs": (
+        "= {'images': deque(maxlen=args.generation_batch_size), 'prompt': "
+        "deque(maxlen=args.generation_batch_size), 'completion': deque(maxlen=args.generation_batch_size), "
+        "'rewards': defaultdict(lambda: deque(maxlen=args.generation_batch_size)), 'advantages': "
+        "deque(maxlen=args.generation_batch_size), 'extra': defaultdict(lambda: "
+        "deque(maxlen=args.generation_batch_size))}"
+    ),
+    "trl.GRPOTrainer._pending_extra_logs": "= defaultdict(list)",
+    "trl.GRPOTrainer._pending_metrics": "= defaultdict(list)",
+    "trl.GRPOTrainer._tag_names": "list",
+    "trl.GRPOTrainer._name": "str",
+    "trl.GRPOTrainer._paper": "dict",
+    "trl.GRPOTrainer._generate_single_turn": (
+        "(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images)"
+    ),
+    "trl.GRPOTrainer._generate": "(self, prompts)",
+    "trl.GRPOTrainer._tokenize_prompts": "(self, prompts)",
+    "trl.GRPOTrainer._tokenizer": "= processing_class.tokenizer or = processing_class",
+    "trl.GRPOTrainer._last_loaded_step": "= -1",
+    "trl.GRPOTrainer._dist": "= DistributedBackend(self.accelerator)",
+    "trl.generation.vllm_generation.VLLMGeneration._dist": "= DistributedBackend(accelerator)",
+    "trl.generation.vllm_generation.VLLMGeneration": "class",
+    "trl.generation.vllm_generation.VLLMGeneration.__init__": (
+        "(self, model, accelerator, processing_class, mode, structured_outputs_regex, server_base_url, "
+        "server_host, server_port, server_timeout, group_port, tensor_parallel_size, gpu_memory_utilization, "
+        "max_model_length, max_num_seqs, enable_sleep_mode, model_impl, trust_remote_code, "
+        "repetition_penalty, temperature, top_p, top_k, min_p, max_completion_length, logprobs, "
+        "generation_kwargs)"
+    ),
+    "trl.generation.vllm_generation.VLLMGeneration._init_vllm": "(self)",
+    "trl.generation.vllm_generation.VLLMGeneration.sync_weights": "(self)",
+    "trl.generation.vllm_generation.VLLMGeneration.generate": "(self, prompts, images, num_generations, profiler)",
+    "trl.generation.vllm_generation.VLLMGeneration._iter_named_params": "(self)",
+    "trl.generation.vllm_generation.VLLMGeneration._llm_weights_sleeping": (
+        "= False or = self.enable_sleep_mode or = True"
+    ),
+    "trl.generation.vllm_client.VLLMClient": "class",
+    "trl.generation.vllm_client.VLLMClient.check_server": "(self, total_timeout, retry_interval)",
+    "trl.generation.vllm_client.VLLMClient.get_server_info": "(self)",
+    "trl.generation.vllm_client.VLLMClient.reset_prefix_cache": "(self)",
+    "trl.generation.vllm_client.VLLMClient._get": "(self, url, **kwargs)",
+    "trl.generation.vllm_client.VLLMClient._post": "(self, url, **kwargs)",
+    "trl.generation.vllm_client.VLLMClient.generate": (
+        "(self, prompts, features, n, repetition_penalty, temperature, top_p, top_k, min_p, max_tokens, "
+        "logprobs, structured_outputs_regex, generation_kwargs)"
+    ),
+    "trl.TrlParser.parse_args_and_config": (
+        "(self, args, return_remaining_strings, fail_with_unknown_args, separate_remaining_strings)"
+    ),
+    "trl.TrlParser.set_defaults_with_config": "(self, **kwargs)",
+    "trl.GRPOConfig._VALID_DICT_FIELDS": "list",
+    "trl.trainer.utils.get_config_model_id": "(config)",
+    "trl.trainer.utils.add_fused_lm_head": "(model, temperature, cast_lm_head_to_fp32, outputs)",
+    "transformers.Trainer._save_checkpoint": "(self, model, trial)",
+    "transformers.Trainer._load_optimizer_and_scheduler": "(self, checkpoint)",
+    "transformers.Trainer._get_output_dir": "(self, trial)",
+    "transformers.Trainer._save": "(self, output_dir, state_dict)",
+    "transformers.Trainer._push_from_checkpoint": "(self, checkpoint_folder)",
+    "transformers.trainer": "module",
+    "transformers.trainer.hf_api": "()",
+    "transformers.trainer.TRAINING_ARGS_NAME": "str",
+    "transformers.trainer_utils.PREFIX_CHECKPOINT_DIR": "str",
+    "transformers.core_model_loading.revert_weight_conversion": "(model, state_dict)",
+    "transformers.masking_utils.eager_mask": (
+        "(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, dtype, "
+        "allow_is_bidirectional_skip, use_vmap, device, **kwargs)"
+    ),
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts._apply_gate": "(self, gate_up_out)",
+    "peft.tuners.tuners_utils.BaseTunerLayer": "class",
+    "peft.tuners.lora.LoraLayer": "class",
+    "peft.tuners.lora.LoraLayer.kwargs": "= kwargs",
+    "peft.utils.other.ModulesToSaveWrapper": "class",
+    "peft.utils.other.ModulesToSaveWrapper.active_adapters": "property",
+    "peft.utils.other.AuxiliaryTrainingWrapper": "class",
+    "compressed_tensors.quantization.lifecycle.forward.fake_quantize": (
+        "(x, scale, zero_point, args, g_idx, global_scale)"
+    ),
+    "compressed_tensors.quantization.utils.calculate_qparams": "(min_vals, max_vals, quantization_args, global_scale)",
+    "compressed_tensors.quantization.utils.calculate_range": "(quantization_args, device)",
+    "compressed_tensors.quantization.utils.helpers.maybe_pad_tensor_for_block_quant": "(tensor, block_structure)",
+    "vllm._custom_ops": "module",
+    "vllm._custom_ops.create_onednn_scaled_mm": (
+        "(weight, weight_scales, output_type, dynamic_quant, use_azp, primitive_cache_size)"
+    ),
+    "vllm.model_executor.layers.fused_moe.RoutedExperts": "class",
+    "vllm.model_executor.layers.fused_moe.RoutedExperts.quant_method": (
+        "= self._get_quant_method(self.layer_name, self.quant_config, self.moe_config)"
+    ),
+    "vllm.model_executor.layers.fused_moe.fused_moe_method_base.FusedMoEMethodBase.moe_kernel": "= None",
+    "vllm.model_executor.layers.vocab_parallel_embedding.ParallelLMHead": "class",
+    "vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbedding": "class",
+    "vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbedding.quant_method": "= quant_method",
+    "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod": "class",
+    "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod.process_weights_after_loading": (
+        "(self, layer)"
+    ),
+    "vllm.v1.worker.cpu_worker.CPUWorker.reload_weights": "(self, *args, **kwargs)",
+    "vllm.v1.worker.cpu_worker.CPUWorker.get_model": "(self)",
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+# --- what a hook looks like -----------------------------------------------------------------------------------------
+
+
+def shape(name: str) -> str:
+    """A hook in the installed libraries: a function's parameters, what a class sets an attribute to, or what it is."""
+    try:
+        hook = pkgutil.resolve_name(name)
+    except ImportError:
+        return "gone"
+    except AttributeError:
+        return " or ".join(f"= {value}" for value in values_set(name)) or "gone"
+    if inspect.isclass(hook):
+        return "class"
+    if not callable(hook):
+        return type(hook).__name__
+    parameters = inspect.signature(hook).parameters.values()
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return f"({', '.join(stars.get(parameter.kind, '') + parameter.name for parameter in parameters)})"
+
+
+def values_set(name: str) -> list[str]:
+    """What a class sets an attribute of its objects to, as code: its constructor, or else its other methods."""
+    owner, _, attribute = name.rpartition(".")
+    try:
+        cls = pkgutil.resolve_name(owner)
+    except (ImportError, AttributeError):
+        return []
+    for source in (cls.__init__, cls):
+        values = [
+            ast.unparse(node.value)
+            for node in ast.walk(source_tree(source))
+            if isinstance(node, ast.Assign | ast.AnnAssign)
+            and f"self.{attribute}" in map(ast.unparse, getattr(node, "targets", None) or [node.target])
+        ]
+        if values:
+            return list(dict.fromkeys(values))
+    return []
+
+
+@cache
+def source_tree(thing) -> ast.AST:
+    return ast.parse(textwrap.dedent(inspect.getsource(thing)))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=requires_vllm if name.startswith("vllm.") else ()) for name in HOOKS]
+)
+def test_the_hook_is_as_it_was(name):
+    assert shape(name) == HOOKS[name], f"{name} has moved: docs/hooks.md says what leans on it."
+
+
+def test_a_hook_that_moves_is_noticed():
+    assert shape("trl.GRPOTrainer._no_such_hook") == "gone"
+    assert shape("trl.no_such_module.hook") == "gone"
+    assert shape(f"{__name__}.source_tree") == "(thing)"
+    assert shape(f"{__name__}.Example.method") == "(self, one, *two, **three)"
+    assert shape(f"{__name__}.Example._set") == "= 1 or = {'a': []}"
+    assert shape(f"{__name__}.Example._set_later") == "= 2"
+    assert shape(f"{__name__}.Example") == "class"
+
+
+class Example:
+    def __init__(self, full: bool = False):
+        self._set = 1
+        if full:
+            self._set: object = {"a": []}
+
+    def method(self, one, *two, **three):
+        self._set_later = 2
+
+
+# --- where the code leans on one ------------------------------------------------------------------------------------
+
+
+def files() -> Iterator[tuple[str, ast.AST]]:
+    """Name of each file, as docs/hooks.md has it, and its syntax tree."""
+    for folder in (ROOT / "dc_trl", ROOT / "scripts"):
+        for path in sorted(folder.rglob("*.py")):
+            base = ROOT / "dc_trl" if folder.name == "dc_trl" else ROOT
+            yield path.relative_to(base).as_posix(), ast.parse(path.read_text())
+
+
+def of_libraries(cls: type) -> list[type]:
+    """The classes of libraries that a class is built on, the nearest first."""
+    return [base for base in cls.__mro__ if base.__module__.partition(".")[0] in LIBRARIES]
+
+
+@cache
+def private_names(cls: type) -> frozenset[str]:
+    """Private methods and attributes that a class inherits from libraries."""
+    names = set()
+    for base in of_libraries(cls):
+        names |= vars(base).keys() | {
+            node.attr
+            for node in ast.walk(source_tree(base))
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value)
+        }
+    return frozenset(filter(is_private, names))
+
+
+def is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def is_super(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+
+
+def classes() -> Iterator[tuple[str, type]]:
+    """Classes of dc_trl that are built on those of libraries, each with the name of its file."""
+    root = Path(dc_trl.__file__).parent
+    for module in pkgutil.walk_packages(dc_trl.__path__, "dc_trl."):
+        if module.name in NEEDS_VLLM_ITSELF:
+            continue
+        loaded = importlib.import_module(module.name)
+        for cls in vars(loaded).values():
+            if inspect.isclass(cls) and cls.__module__ == module.name and of_libraries(cls):
+                yield Path(loaded.__file__).relative_to(root).as_posix(), cls
+
+
+def overridden(cls: type) -> Iterator[str]:
+    """Hooks of libraries that a class defines anew: private ones, and public methods that only TRL has."""
+    for name, value in vars(cls).items():
+        owners = [base for base in of_libraries(cls) if name in vars(base)]
+        of_trl = all(owner.__module__.startswith("trl.") for owner in owners)
+        is_method = callable(value) or isinstance(value, staticmethod | classmethod)
+        if owners and not name.startswith("__") and (is_private(name) or (of_trl and is_method)):
+            yield name
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Names that come from undocumented namespaces of libraries, or are private."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or node.level or node.module.partition(".")[0] not in LIBRARIES:
+            continue
+        library = node.module.partition(".")[0]
+        for alias in node.names:
+            documented = node.module in DOCUMENTED or (library != "vllm" and offered(library, alias.name))
+            if is_private(alias.name) or not documented:
+                yield alias.name
+
+
+def offered(library: str, name: str) -> bool:
+    """Whether a library has a name in its own namespace, modules apart."""
+    return not inspect.ismodule(getattr(importlib.import_module(library), name, importlib))
+
+
+def replaced(tree: ast.AST) -> Iterator[str]:
+    """Names in a library's modules and classes that are set, or patched by unittest.mock."""
+    of_library = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module.partition(".")[0] in LIBRARIES
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+            if node.value.id in of_library:
+                yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "patch.object":
+            yield ast.literal_eval(node.args[1])
+
+
+def uses() -> set[tuple[str, str]]:
+    """(name of a hook, file that leans on it), in the package and in scripts."""
+    found = set()
+    own, inherited = set(), {}  # private names of dc_trl's own; those that a class takes from libraries, by class
+    for file, cls in classes():
+        found |= {(name, file) for name in overridden(cls)}
+        inherited[file, cls.__name__] = private_names(cls)
+    trees = dict(files())
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                of_library = inherited.get((file, node.name), frozenset())
+                found |= {(name, file) for name in of_self(node) & of_library}
+                own |= of_self(node) - of_library
+        found |= {(name, file) for name in [*imported(tree), *replaced(tree)]}
+    for file, tree in trees.items():
+        found |= {(name, file) for name in of_others(tree) - own - STANDARD_LIBRARY}
+    return found
+
+
+def of_self(cls: ast.ClassDef) -> set[str]:
+    """Private names that a class defines, or reads and sets of its own objects."""
+    methods = {node.name for node in cls.body if isinstance(node, ast.FunctionDef)}
+    nodes = [node for node in ast.walk(cls) if isinstance(node, ast.Attribute)]
+    return set(filter(is_private, methods | {n.attr for n in nodes if is_self(n.value) or is_super(n.value)}))
+
+
+def of_others(tree: ast.AST) -> set[str]:
+    """Private names of any other object."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return set(filter(is_private, {n.attr for n in nodes if not is_self(n.value) and not is_super(n.value)}))
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+def table() -> dict[str, list[str]]:
+    """Files that docs/hooks.md names beside each hook."""
+    rows = {}
+    for line in (ROOT / "docs" / "hooks.md").read_text().splitlines():
+        if line.startswith("| `"):
+            hooks, where, *rest = (cell.strip() for cell in line.strip("|").split("|"))
+            assert len(rest) == 3, line
+            assert all(rest), line
+            rows |= {hook: re.findall(r"`([^`]+)`", where) for hook in re.findall(r"`([^`]+)`", hooks)}
+    return rows
+
+
+def test_the_table_and_the_list_name_the_same_hooks():
+    assert sorted(table()) == sorted(HOOKS)
+
+
+def test_the_files_of_the_table_lean_on_their_hooks():
+    stale = []
+    for hook, names in table().items():
+        assert names, hook
+        for name in names:
+            path = ROOT / name if name.startswith("scripts/") else ROOT / "dc_trl" / name
+            if not path.is_file() or not re.search(rf"\b{hook.rpartition('.')[2]}\b", path.read_text()):
+                stale.append(f"{name} does not use {hook}")
+    assert not stale, "\n".join(stale)
+
+
+def test_every_private_name_that_the_code_uses_is_in_the_table():
+    listed = {(hook.rpartition(".")[2], file) for hook, names in table().items() for file in names}
+    missing = [f"{file} uses {name}" for name, file in sorted(uses() - listed)]
+    assert not missing, "not in docs/hooks.md:\n" + "\n".join(missing)
