@@ -262,8 +262,9 @@ class _Keeper:
         )
         by_benchmark: dict[str, list[Sample]] = {}
         for (sample, completion), verdict in zip(batch, verdicts, strict=True):
+            seed, (text, tokens, truncated) = sample.request.seed, completion
             by_benchmark.setdefault(sample.benchmark, []).append(
-                Sample(*sample[1:3], sample.request.seed, *completion, verdict.answer, verdict.correct)
+                Sample(sample.problem, sample.number, seed, text, tokens, truncated, verdict.answer, verdict.correct)
             )
         for name, samples in by_benchmark.items():
             self._stores[name].add(samples)
