@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,37 +63,20 @@ class Benchmark:
 
     def golds(self) -> dict[str, Gold]:
         """Gold answers by the problems' ids."""
-        return {
-            row["id"]: Gold(
-                row["answer"],
-                row["multiple_answers"],
-                row["unit"],
-                row["relative_tolerance"],
-                row["absolute_tolerance"],
-            )
-            for row in self.rows
-        }
+        return {row["id"]: Gold(**{field.name: row[field.name] for field in fields(Gold)}) for row in self.rows}
 
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """How benchmarks are answered: the keywords of `evaluate`.
+    """How benchmarks are answered: the keywords of `evaluate`."""
 
-    Args:
-        sampling: defaults are DC-GRPO's evaluation (arXiv 2606.08779).
-        seed: of the samples.
-        settings: further things that the samples depend on; an `output_dir` that was begun with others is refused.
-        chat_template_kwargs: for the chat template, `{"enable_thinking": False}` for example.
-        grading_processes: workers that grade; one for each core by default.
-        progress: whether to show a bar.
-    """
-
-    sampling: Sampling = Sampling()  # noqa: RUF009 (immutable)
-    seed: int = 0
+    sampling: Sampling = Sampling()  # noqa: RUF009 (immutable); defaults are DC-GRPO's evaluation (arXiv 2606.08779)
+    seed: int = 0  # of the samples
+    # Further things that the samples depend on; an `output_dir` that was begun with others is refused.
     settings: Mapping[str, Any] | None = None
-    chat_template_kwargs: Mapping[str, Any] | None = None
-    grading_processes: int | None = None
-    progress: bool = True
+    chat_template_kwargs: Mapping[str, Any] | None = None  # `{"enable_thinking": False}` for example
+    grading_processes: int | None = None  # workers that grade; None: one for each core
+    progress: bool = True  # whether to show a bar
 
 
 def evaluate(
