@@ -17,7 +17,7 @@ from typing import get_args
 import torch
 from transformers import AutoModelForCausalLM
 
-from dc_trl.calibration import calibrate
+from dc_trl.calibration import CalibrationSettings, calibrate
 from dc_trl.calibration.report import REPORT_FILE, print_calibration, write_report
 from dc_trl.calibration.result import CALIBRATION_FILE
 from dc_trl.constraint.settings import Measure, Reduction
@@ -35,7 +35,7 @@ from dc_trl.settings.command_line import (
     refused_in_one_line,
 )
 from dc_trl.settings.pretrained import load_config_and_tokenizer
-from dc_trl.settings.ranges import ABOVE_0, COUNT, SEED, Range, require_numbers
+from dc_trl.settings.ranges import COUNT, Range, require_numbers
 from dc_trl.training.problems import DataArguments, draw_prompts
 
 
@@ -53,14 +53,13 @@ DATA_FIELDS = (
     "instruction",
     "max_prompt_length",
 )
-RANGES = {
-    **dict.fromkeys(
-        ("samples", "max_tokens", "max_prompt_length", "batch_prompts", "batch_tokens", "replica_batch"), COUNT
-    ),
-    "prompts": Range(least=2, whole=True),
-    "temperature": ABOVE_0,
-    "seed": SEED,
-}
+# Options that are settings of the calibration, which checks them.
+SETTINGS = (
+    *("samples", "max_tokens", "temperature", "seed"),
+    *("measure", "reduction", "batch_prompts"),
+    *("device", "batch_tokens", "replica_batch", "serve_options"),
+)
+RANGES = {"prompts": Range(least=2, whole=True), "max_prompt_length": COUNT}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -134,7 +133,19 @@ def require_device(name: str) -> None:
 def run(args: argparse.Namespace) -> None:
     # What is wrong is said before the model is loaded.
     require_numbers(args, RANGES)
-    template_kwargs = parse_template_kwargs(args.chat_template_kwargs)
+    dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
+    settings = CalibrationSettings(
+        **{name: getattr(args, name) for name in SETTINGS},
+        bf16=bf16,
+        chat_template_kwargs=parse_template_kwargs(args.chat_template_kwargs),
+        log_dir=args.output,
+        settings={
+            "revision": args.revision,
+            "train_dtype": args.train_dtype,
+            "prompts_from": args.benchmark or args.dataset_name or "arithmetic",
+        },
+        report=lambda line: print(line, flush=True),
+    )
     for word in args.engine:
         EngineSpec.parse(word)
     require_device(args.device)
@@ -146,34 +157,8 @@ def run(args: argparse.Namespace) -> None:
     require_output(args.output, args.overwrite)
     data = DataArguments(dataset_name=args.dataset_name, **{name: getattr(args, name) for name in DATA_FIELDS})
     prompts = draw_prompts(data, tokenizer, args.prompts, args.seed, args.benchmark)
-    dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
     model = AutoModelForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=dtype)
-    calibration = calibrate(
-        model,
-        tokenizer,
-        args.engine,
-        prompts,
-        samples=args.samples,
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        measure=args.measure,
-        reduction=args.reduction,
-        batch_prompts=args.batch_prompts,
-        bf16=bf16,
-        seed=args.seed,
-        device=args.device,
-        batch_tokens=args.batch_tokens,
-        replica_batch=args.replica_batch,
-        chat_template_kwargs=template_kwargs,
-        serve_options=args.serve_options,
-        log_dir=args.output,
-        settings={
-            "revision": args.revision,
-            "train_dtype": args.train_dtype,
-            "prompts_from": args.benchmark or args.dataset_name or "arithmetic",
-        },
-        report=lambda line: print(line, flush=True),
-    )
+    calibration = calibrate(model, tokenizer, args.engine, prompts, **vars(settings))
     write_report(calibration, args.output)
     print_calibration(calibration)
     print(f"{REPORT_FILE}, {CALIBRATION_FILE} and the figures are in {args.output}")
