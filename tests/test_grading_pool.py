@@ -230,6 +230,33 @@ def test_a_killed_parent_leaves_no_worker(tmp_path):
     assert not alive
 
 
+LONG = """
+from dc_trl.grading import Gold, Grader
+texts = [f"\\\\boxed{{{'+'.join(f'x^{{{n}}}' for n in range(120))}+{row}}}" for row in range(200)]
+with Grader(processes=2, time_limit=100) as grader:
+    grader.start()
+    print("ready", flush=True)
+    grader.grade(texts, [Gold("\\\\frac{x}{y}+2^{10}")] * 200)
+"""
+
+
+def test_ctrl_c_ends_grading_and_its_workers_with_one_traceback(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LONG)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    parent = subprocess.Popen([sys.executable, script], env=environment, start_new_session=True, **pipes)
+    assert parent.stdout.readline() == "ready\n"
+    left = psutil.Process(parent.pid).children()
+    time.sleep(1)
+    os.killpg(parent.pid, signal.SIGINT)
+    _, errors = parent.communicate(timeout=60)
+    assert parent.returncode == -signal.SIGINT
+    assert errors.count("Traceback") == errors.count("KeyboardInterrupt") == 1
+    assert len(left) == 2
+    assert not psutil.wait_procs(left, timeout=30)[1]
+
+
 def test_arguments_out_of_range():
     for arguments in ({"processes": 0}, {"time_limit": 0.0}, {"memory_limit": 1000}):
         ((name, value),) = arguments.items()

@@ -3,7 +3,8 @@
 import pytest
 
 from dc_trl import math_reward
-from dc_trl.grading.rewards import arithmetic_reward, get_reward, is_gradable
+from dc_trl.grading import is_gradable
+from dc_trl.grading.rewards import arithmetic_reward, get_reward
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from ..grading.rewards import is_gradable
+from ..grading import is_gradable
 from .overlap import Overlap, find_overlaps, require_ngram
 from .prompts import make_prompt, prompt_length
 from .schema import FEATURES

@@ -12,7 +12,7 @@ from pyarrow import ArrowException
 from transformers import PreTrainedTokenizerBase
 
 from ..files import parse_object
-from ..grading.rewards import is_gradable
+from ..grading import is_gradable
 from .schema import GRADING_COLUMNS, require_grading
 from .templates import base_prompt, chat_prompt
 

@@ -12,7 +12,6 @@ from ..settings.ranges import AT_LEAST_0
 FEATURES = Features(
     {
         "id": Value("string"),  # unique: the source, a slash, and the row's own id or its number
-        "source": Value("string"),  # name of the benchmark or training set
         "problem": Value("string"),
         "answer": Value("string"),
         "multiple_answers": Value("bool"),  # the answer holds several, separated by commas
@@ -66,5 +65,5 @@ def to_dataset(source: str, problems: Sequence[MathProblem]) -> Dataset:
     for number, problem in enumerate(problems):
         row = asdict(problem)
         own_id = row.pop("own_id")
-        rows.append({"id": f"{source}/{number if numbered else own_id}", "source": source, **row})
+        rows.append({"id": f"{source}/{number if numbered else own_id}", **row})
     return Dataset.from_list(rows, features=FEATURES)

@@ -6,18 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..rollouts.rewards import RewardFunction
-from . import Gold, Grader, is_gradable
+from . import Gold, Grader
 
-
-__all__ = [
-    "REWARDS",
-    "Completion",
-    "arithmetic_reward",
-    "completion_text",
-    "get_reward",
-    "is_gradable",
-    "math_reward",
-]
 
 Completion = str | list[dict[str, Any]]
 
