@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from dc_trl.data.benchmarks import BENCHMARKS, PUBLISHED, load_benchmark, require_benchmark
-from dc_trl.data.cleaning import Language, Report, clean, require_options
+from dc_trl.data.cleaning import Cleaning, Language, Report, clean
 from dc_trl.data.dapo import DAPO, load_dapo
 from dc_trl.data.templates import BOXED_INSTRUCTION
 from dc_trl.files import make_folder
@@ -86,17 +86,17 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> Report:
     """Writes all files into a folder. Everything that can be wrong with the input is found before rows are read."""
     files = benchmark_files(arguments.benchmark_files, arguments.benchmarks)
     tokenizer = load_config_and_tokenizer(arguments.tokenizer, "tokenizer")[1] if arguments.tokenizer else None
-    options = {
-        "language": arguments.language,
-        "max_prompt_length": arguments.max_prompt_length,
-        "tokenizer": tokenizer,
-        "ngram": arguments.ngram,
-        "common": arguments.common,
-    }
-    require_options(**options)
+    options = Cleaning(
+        arguments.language,
+        arguments.max_prompt_length,
+        tokenizer,
+        arguments.instruction,
+        arguments.ngram,
+        arguments.common,
+    )
     rows, repeats = load_dapo(arguments.file)
     benchmarks = {name: load_benchmark(name, files.get(name)) for name in arguments.benchmarks}
-    kept, report = clean(rows, benchmarks, instruction=arguments.instruction, **options)
+    kept, report = clean(rows, benchmarks, options)
     sources = {arguments.dataset: arguments.file or str(DAPO)}
     for name in benchmarks:
         sources[name] = files.get(name) or str(BENCHMARKS[name])

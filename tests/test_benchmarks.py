@@ -12,7 +12,6 @@ from dc_trl.data.benchmarks import BENCHMARKS, MINERVA_RELATIVE_TOLERANCE, PUBLI
 from dc_trl.data.dapo import DAPO, load_dapo, remove_template
 from dc_trl.data.schema import FEATURES
 from dc_trl.data.sources import holds_several, last_boxed
-from dc_trl.data.stream import stream
 from dc_trl.data.templates import BOXED_INSTRUCTION, base_prompt, chat_prompt
 from dc_trl.grading.rewards import is_gradable
 
@@ -243,43 +242,6 @@ def test_dapo_accepts_flat_rows_and_leaves_missing_answers_to_cleaning(write):
 
 def test_dapo_is_pinned():
     assert re.fullmatch("[0-9a-f]{40}", DAPO.revision)
-
-
-@pytest.fixture
-def rows():
-    return Dataset.from_dict({"id": list(range(50)), "unit": [None] * 50})
-
-
-def test_a_stream_has_each_row_once_an_epoch_in_an_order_of_its_own(rows):
-    ids = [row["id"] for row in stream(rows, seed=3, epochs=2)]
-    assert sorted(ids[:50]) == sorted(ids[50:]) == list(range(50))
-    assert ids[:50] != ids[50:] != list(range(50))
-    assert [row["id"] for row in stream(rows, seed=3, epochs=2)] == ids
-    assert [row["id"] for row in stream(rows, seed=4, epochs=1)] != ids[:50]
-
-
-def test_an_endless_stream_goes_on_where_it_stopped(rows):
-    endless = stream(rows, seed=0)
-    iterator = iter(endless)
-    seen = [next(iterator)["id"] for _ in range(130)]
-    state = json.loads(json.dumps(endless.state_dict()))
-    following = [next(iterator)["id"] for _ in range(130)]
-    resumed = stream(rows, seed=0)
-    resumed.load_state_dict(state)
-    resumed_iterator = iter(resumed)
-    assert [next(resumed_iterator)["id"] for _ in range(130)] == following
-    assert seen[:50] != following[:50]
-
-
-def test_a_stream_refuses_what_it_cannot_do(rows):
-    for options, words in (
-        ({"seed": -1}, "seed=-1"),
-        ({"seed": 0, "epochs": 0}, "epochs=0"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            stream(rows, **options)
-    with pytest.raises(ValueError, match="dataset is empty"):
-        stream(rows.select([]), 0)
 
 
 @requires_shared_data

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from dc_trl.data.benchmarks import load_benchmark
-from dc_trl.data.cleaning import clean
+from dc_trl.data.cleaning import Cleaning, clean
 from dc_trl.data.dapo import load_dapo
 from dc_trl.data.overlap import Overlap, find_overlaps
 from dc_trl.data.prompts import load_prompts, load_rows
@@ -117,7 +117,7 @@ def benches():
 
 
 def test_every_rule(rows, benches, tokenizer):
-    kept, report = clean(rows, benches, language="en", max_prompt_length=200, tokenizer=tokenizer)
+    kept, report = clean(rows, benches, Cleaning("en", max_prompt_length=200, tokenizer=tokenizer))
     assert kept.features == FEATURES
     assert list(zip(kept["id"], kept["problem"], kept["answer"], strict=True)) == [
         ("made/0", "Add 1 and 1.", "2"),
@@ -152,8 +152,8 @@ def test_without_options_only_what_is_wrong_goes(rows):
 
 
 def test_cleaning_again_changes_nothing(rows, benches):
-    kept, _ = clean(rows, benches, language="en")
-    again, report = clean(kept, benches, language="en")
+    kept, _ = clean(rows, benches, Cleaning("en"))
+    again, report = clean(kept, benches, Cleaning("en"))
     assert again.to_list() == kept.to_list()
     assert (report.restored, report.dropped) == (0, [])
 
@@ -174,7 +174,7 @@ def test_a_report_prints_and_saves(rows, benches, tmp_path):
     assert Counter(line["reason"] for line in lines) == {reason: n for reason, n in report.counts.items() if n}
 
 
-def test_invalid_options_are_refused(rows, tokenizer):
+def test_invalid_options_are_refused(tokenizer):
     for options, message in (
         ({"language": "fr"}, "language='fr' is unknown: choose one of 'any', 'en'"),
         ({"max_prompt_length": 0, "tokenizer": tokenizer}, "max_prompt_length=0 is invalid"),
@@ -184,7 +184,7 @@ def test_invalid_options_are_refused(rows, tokenizer):
         ({"common": 0}, "common=0 is invalid"),
     ):
         with pytest.raises(ValueError, match=message):
-            clean(rows, **options)
+            Cleaning(**options)
     with pytest.raises(ValueError, match="rows lack the columns absolute_tolerance, answer"):
         clean(Dataset.from_dict({"problem": ["1+1?"]}))
 
@@ -263,7 +263,7 @@ def real(tmp_path_factory):
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         rows, _ = load_dapo(str(SHARED_DATA / "dapo_math_17k.jsonl"))
         benches = {name: load_benchmark(name, str(SHARED_DATA / file)) for name, file in FILES.items()}
-        return rows, benches, *clean(rows, benches, language="en")
+        return rows, benches, *clean(rows, benches, Cleaning("en"))
 
 
 @pytest.mark.long

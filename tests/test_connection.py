@@ -73,6 +73,14 @@ def test_a_connection_that_breaks_and_a_server_that_is_silent(server):
     assert connection.get("/weight_info") == {"weight_version": "default"}
 
 
+def test_no_proxy_stands_before_a_server_on_this_machine(server, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    server.says = {"/v1/completions": COMPLETION}
+    engine = ServerEngine(server.url, max_retries=0)
+    assert len(list(engine.sample([Request([5], 0)], Sampling(8)))) == 1
+
+
 def test_an_address_that_cannot_be_read_is_named():
     with pytest.raises(ServerError, match=r"'http://127\.0\.0\.1:port' is no address of a vLLM server"):
         Connection("http://127.0.0.1:port")

@@ -45,7 +45,7 @@ def blocks(text, *languages):
 
 # --- settings
 
-# Of a command line and a YAML file; the rest are TRL's.
+# The classes whose fields a command line and a YAML file set, without TRL's own.
 SETTINGS = [config for config in ARGUMENTS if not config.__module__.startswith("trl")]
 THEIRS = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}
 
@@ -55,7 +55,7 @@ def default(field):
 
 
 def refused_lines():
-    """What the page says is refused: lines of settings."""
+    """The lines of settings that the page shows as refused."""
     return [line for block in blocks(page("configuration.md"), "{refused}") for line in block.splitlines()]
 
 

@@ -70,6 +70,12 @@ def stored(folder):
     return {(row["id"], row["sample"]): row for row in rows}
 
 
+def test_an_unknown_keyword_is_refused_by_name(replica, tokenizer, tmp_path):
+    with pytest.raises(TypeError, match="'sample'"):
+        run(ReplicaEngine(replica, tokenizer, 8), tmp_path, [], sample=3)
+    assert not list(tmp_path.iterdir())
+
+
 # --- engines --------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -364,6 +366,11 @@ def test_attention_is_the_models_own(config, options, block, monkeypatch):
         with torch.no_grad():
             logits.append(model(input_ids=input_ids, attention_mask=attention_mask).logits[attention_mask == 1])
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_configuration_knows_the_schemes_without_compressed_tensors():
+    code = "import sys; from dc_trl import DCGRPOConfig; print('compressed_tensors' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_unknown_scheme():

@@ -1,6 +1,8 @@
 """The closed forms against SciPy's optimisers, which know nothing of them, and the picture of the six actions."""
 
 import math
+import subprocess
+import sys
 from typing import get_args
 
 import numpy as np
@@ -8,12 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
-from scipy.special import lambertw
 
 from dc_trl.constraint import discrepancy
 from dc_trl.theory import budgeted_policy, optimal_policy, squared_discrepancy
-from dc_trl.theory.numerics import lambert_w
-from dc_trl.theory.simplex import Measure
+from dc_trl.theory.simplex import Measure, Problem
 
 from .helpers import ROOT, load_script
 
@@ -65,16 +65,23 @@ def test_measures_are_the_librarys():
     assert get_args(discrepancy.Measure) == MEASURES
 
 
-def test_lambert_w():
-    x = np.concatenate([np.linspace(-0.367, 1, 501), np.geomspace(1e-300, 1e300, 500), -np.geomspace(1e-300, 0.3, 99)])
-    np.testing.assert_allclose(lambert_w(x), lambertw(x).real, rtol=1e-12)
-    near = -1 / math.e + np.geomspace(1e-15, 1e-3, 50)
-    np.testing.assert_allclose(lambert_w(near), lambertw(near).real, atol=1e-7)
-    np.testing.assert_array_equal(lambert_w([0.0, math.inf]), [0.0, math.inf])
-    assert lambert_w(-1 / math.e) == pytest.approx(-1, abs=1e-7)
-    for x in (-0.4, math.nan, -math.inf):
-        with pytest.raises(ValueError, match="below -1/e"):
-            lambert_w(x)
+def test_log_probs_reply_is_stationary_on_the_concave_branch():
+    """log(π/q)/π = x is solved by the π up to e q; where x is too large for a solution, π is e q."""
+    x = np.concatenate([np.linspace(-5, 0.36, 501), -np.geomspace(1e-300, 1e300, 500), np.geomspace(1e-300, 0.3, 99)])
+    policy = Problem(np.ones_like(x), np.zeros_like(x), "log_prob", False).reply(x)
+    assert (policy[x > -1e290] > 0).all()
+    assert (policy <= math.e).all()
+    np.testing.assert_allclose(np.log(policy), x * policy, rtol=1e-12, atol=1e-15)
+    near = Problem(np.ones(50), np.zeros(50), "log_prob", False).reply(1 / math.e - np.geomspace(1e-15, 1e-3, 50))
+    np.testing.assert_allclose(np.log(near) / near, 1 / math.e - np.geomspace(1e-15, 1e-3, 50), rtol=1e-12)
+    ends = Problem(np.ones(4), np.zeros(4), "log_prob", False).reply(np.array([0.0, -math.inf, 1 / math.e, 0.4]))
+    np.testing.assert_allclose(ends, [1, 0, math.e, math.e], atol=1e-6)
+
+
+def test_without_scipy_the_error_names_the_extra():
+    code = "import sys; sys.modules['scipy'] = None; import dc_trl.theory"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert "ImportError: dc_trl.theory needs SciPy: pip install 'dc_trl[theory]'." in done.stderr
 
 
 @measures

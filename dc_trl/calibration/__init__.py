@@ -2,6 +2,7 @@
 
 from .measure import calibrate
 from .result import Calibration
+from .settings import CalibrationSettings
 
 
-__all__ = ["Calibration", "calibrate"]
+__all__ = ["Calibration", "CalibrationSettings", "calibrate"]

@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from ..report.figures import ACCENT, INK, MUTED, PANEL_WIDTH, new_figure, series_style
 from .result import GRID, HISTOGRAM_EDGES, Bin, Calibration, EngineMismatch
@@ -100,13 +101,10 @@ def position_figure(calibration: Calibration) -> Figure:
     """Mean δ by position in the completion, with 95 % bands."""
     figure, (axes,) = new_figure()
     for index, engine in enumerate(calibration.engines):
-        bins = _filled(engine.by_position)
         style = series_style(index)
-        middle = [(b.low + b.high - 1) / 2 for b in bins]
-        mean, error = np.array([b.mean for b in bins]), np.array([b.standard_error for b in bins])
-        axes.fill_between(
-            middle, mean - 1.96 * error, mean + 1.96 * error, color=style.colour, alpha=0.18, linewidth=0
-        )
+        middle, mean, error = _filled(engine.by_position)
+        middle = middle - 0.5  # the last position of a bin is one below its upper edge
+        axes.fill_between(middle, mean - error, mean + error, color=style.colour, alpha=0.18, linewidth=0)
         axes.plot(middle, mean, color=style.colour, linestyle=style.line, linewidth=1.5, label=label(engine.engine))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("position in the completion, tokens")
@@ -119,14 +117,12 @@ def confidence_figure(calibration: Calibration) -> Figure:
     """Mean δ by the probability that the engine gave the token, beside a curve in proportion to p(1 − p)."""
     figure, (axes,) = new_figure()
     for index, engine in enumerate(calibration.engines):
-        bins = _filled(engine.by_probability)
         style = series_style(index)
-        middle = np.array([(b.low + b.high) / 2 for b in bins])
-        mean, error = np.array([b.mean for b in bins]), np.array([b.standard_error for b in bins])
+        middle, mean, error = _filled(engine.by_probability)
         axes.errorbar(
             middle,
             mean,
-            1.96 * error,
+            error,
             color=style.colour,
             marker=style.marker,
             markersize=3.5,
@@ -178,8 +174,15 @@ def weight_figure(calibration: Calibration) -> Figure:
     return figure
 
 
-def _filled(bins: Sequence[Bin]) -> list[Bin]:
-    return [b for b in bins if b.tokens >= FEW_TOKENS and math.isfinite(b.standard_error)]
+def _filled(bins: Sequence[Bin]) -> tuple[NDArray, NDArray, NDArray]:
+    """Middles of the bins that hold enough tokens, their means, and half the widths of the 95 % intervals."""
+    rows = [
+        ((b.low + b.high) / 2, b.mean, 1.96 * b.standard_error)
+        for b in bins
+        if b.tokens >= FEW_TOKENS and math.isfinite(b.standard_error)
+    ]
+    middle, mean, error = np.array(rows).reshape(-1, 3).T
+    return middle, mean, error
 
 
 def _is_power(number: int) -> bool:

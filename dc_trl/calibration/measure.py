@@ -34,7 +34,7 @@ def calibrate(
         engines: `"fp8"` (any scheme) starts a vLLM server with the model's present weights and ends it,
             `"replica:fp8"` is the replica in this process, a URL a vLLM server that runs the model already.
         prompts: texts, or conversations that the chat template is applied to; at least two.
-        **settings: fields of `dc_trl.calibration.settings.CalibrationSettings`, which describes them.
+        **settings: fields of `dc_trl.calibration.CalibrationSettings`, which describes them.
 
     Returns:
         What was measured; `dc_trl.calibration.report` has its tables, figures and page.
@@ -93,7 +93,7 @@ def _record(model: Policy, prompts: int, settings: CalibrationSettings) -> dict[
         "prompts": prompts,
         **{name: getattr(settings, name) for name in names},
         "versions": {name: version(name) for name in ("torch", "transformers", "trl")},
-        **settings.settings,
+        **(settings.settings or {}),
     }
 
 

@@ -24,6 +24,28 @@ from .result import CALIBRATION_FILE, Calibration, EngineMismatch, Tolerance
 
 REPORT_FILE = "report.html"
 _SHOWN = ("50", "90", "99", "99.9")
+# How each figure is drawn, and what stands below it; by the name of its PNG.
+_COMPARISON = (comparison_figure, "δ̄ of each engine and the ε that follows, on the same prompts.")
+_FIGURES = {
+    "histogram": (
+        histogram_figure,
+        "δ of the tokens. The left end holds all below it. The tail on the right makes the mean.",
+    ),
+    "positions": (
+        position_figure,
+        f"Mean δ by position, with 95 % bands clustered by prompt; positions of {FEW_TOKENS} tokens or more.",
+    ),
+    "confidence": (
+        confidence_figure,
+        "Mean δ by the engine's probability of the token, with 95 % intervals. Dashed, for the probability "
+        "difference: the curve c·p(1 − p) that fits best. What is nearly sure or nearly impossible hardly moves.",
+    ),
+    "weights": (
+        weight_figure,
+        "Importance weights Π π_train/π_inf of the first tokens of each completion (5th and 95th percentile), and "
+        "the effective sample size that such weights leave. Both worsen with length.",
+    ),
+}
 
 
 def summary_table(calibration: Calibration) -> TableRows:
@@ -79,15 +101,14 @@ def print_calibration(calibration: Calibration) -> None:
     rows = [
         [
             label(engine.engine),
-            f"{delta.value:#.3g}\n{delta.low:#.3g} – {delta.high:#.3g}",
-            f"{engine.tolerance.value:#.3g}\n{engine.tolerance.low:#.3g} – {engine.tolerance.high:#.3g}",
+            "\n".join(_value_and_range(engine.estimates["discrepancy"])),
+            "\n".join(_value_and_range(engine.tolerance)),
             f"{engine.percentiles['99']:.2g}",
             f"{engine.metrics['k3_kl']:.2g}",
             f"{engine.metrics['probs_pearson']:.4f}",
             f"{engine.sequence_weights.ess:.1%}",
         ]
         for engine in calibration.engines
-        for delta in [engine.estimates["discrepancy"]]
     ]
     print_table(
         head,
@@ -102,6 +123,10 @@ def print_calibration(calibration: Calibration) -> None:
             print(f"NOTE, {label(engine.engine)}: {note}")
     for engine in calibration.engines:
         print(f"{engine.tolerance.config_line}  # {label(engine.engine)}, measured on {settings['prompts']} prompts")
+
+
+def _value_and_range(estimate: Estimate | Tolerance) -> tuple[str, str]:
+    return f"{estimate.value:#.3g}", f"{estimate.low:#.3g} – {estimate.high:#.3g}"
 
 
 def _interval(estimate: Estimate | Tolerance) -> str:
@@ -135,15 +160,9 @@ def write_report(calibration: Calibration, directory: str | os.PathLike[str]) ->
     """Writes `calibration.json`, `report.html` and the figures as PNG into a directory, over what is there."""
     directory = Path(directory)
     calibration.save(directory / CALIBRATION_FILE)
-    for name, figure in {
-        "comparison": comparison_figure(calibration),
-        "probabilities": probability_figure(calibration.engines),
-        "histogram": histogram_figure(calibration),
-        "positions": position_figure(calibration),
-        "confidence": confidence_figure(calibration),
-        "weights": weight_figure(calibration),
-    }.items():
-        figure.savefig(directory / f"{name}.png")
+    probability_figure(calibration.engines).savefig(directory / "probabilities.png")
+    for name, (draw, _) in {"comparison": _COMPARISON, **_FIGURES}.items():
+        draw(calibration).savefig(directory / f"{name}.png")
     report_page(calibration).save(directory / REPORT_FILE)
 
 
@@ -162,21 +181,19 @@ def report_page(calibration: Calibration) -> Page:
         [
             [
                 label(engine.engine),
-                f"{delta.value:#.3g}",
-                f"{delta.low:#.3g} – {delta.high:#.3g}",
-                f"{engine.tolerance.value:#.3g}",
-                f"{engine.tolerance.low:#.3g} – {engine.tolerance.high:#.3g}",
+                *_value_and_range(engine.estimates["discrepancy"]),
+                *_value_and_range(engine.tolerance),
                 engine.tolerance.config_line,
             ]
             for engine in calibration.engines
-            for delta in [engine.estimates["discrepancy"]]
         ],
     )
     page.text(rule(calibration))
     for engine in calibration.engines:
         for note in engine.notes:
             page.text(f"Note on {label(engine.engine)}: {note}")
-    page.figure(comparison_figure(calibration), "δ̄ of each engine and the ε that follows, on the same prompts.")
+    draw, caption = _COMPARISON
+    page.figure(draw(calibration), caption)
     page.heading("Side by side")
     page.table(*summary_table(calibration), "In brackets: 95 % intervals of a bootstrap over prompts.")
     if calibration.differences:
@@ -188,24 +205,8 @@ def report_page(calibration: Calibration) -> Page:
 
 def _add_figures(page: Page, calibration: Calibration) -> None:
     page.heading("Where the discrepancy is")
-    page.figure(
-        histogram_figure(calibration),
-        "δ of the tokens. The left end holds all below it. The tail on the right makes the mean.",
-    )
-    page.figure(
-        position_figure(calibration),
-        f"Mean δ by position, with 95 % bands clustered by prompt; positions of {FEW_TOKENS} tokens or more.",
-    )
-    page.figure(
-        confidence_figure(calibration),
-        "Mean δ by the engine's probability of the token, with 95 % intervals. Dashed, for the probability "
-        "difference: the curve c·p(1 − p) that fits best. What is nearly sure or nearly impossible hardly moves.",
-    )
-    page.figure(
-        weight_figure(calibration),
-        "Importance weights Π π_train/π_inf of the first tokens of each completion (5th and 95th percentile), and "
-        "the effective sample size that such weights leave. Both worsen with length.",
-    )
+    for draw, caption in _FIGURES.values():
+        page.figure(draw(calibration), caption)
     page.heading("Train against inference probability")
     for engine in calibration.engines:
         page.figure(

@@ -21,25 +21,15 @@ Ratio = tuple[Array, Array]  # numerator and denominator of a mean, for each pro
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """Tokens with finite log-probabilities from both sides, one after another: arrays of shape (tokens,).
+    """Tokens with finite log-probabilities from both sides, one after another: arrays of shape (tokens,)."""
 
-    Args:
-        train: log π_train, nats.
-        infer: log π_inf, nats.
-        delta: discrepancy δ.
-        trajectory: number of the rollout that the token belongs to.
-        position: in its completion, from 0; a token without log-probabilities has one too.
-        prompt_of: number of each rollout's prompt, shape (rollouts,).
-        prompts: how many there are.
-    """
-
-    train: Array
-    infer: Array
-    delta: Array
-    trajectory: Integers
-    position: Integers
-    prompt_of: Integers
-    prompts: int
+    train: Array  # log π_train, nats
+    infer: Array  # log π_inf, nats
+    delta: Array  # discrepancy δ
+    trajectory: Integers  # number of the rollout that the token belongs to
+    position: Integers  # in its completion, from 0; tokens without log-probabilities count too
+    prompt_of: Integers  # number of each rollout's prompt, shape (rollouts,)
+    prompts: int  # how many there are
 
     @classmethod
     def of(

@@ -2,10 +2,10 @@
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from datasets import Dataset
 from rich.console import Console
@@ -21,19 +21,142 @@ from .text import has_control_characters, is_english, plain_whitespace, problem_
 
 
 Language = Literal["any", "en"]
-# In this order: a row is left out for the first reason that holds.
-Reason = Literal[
-    "benchmark, exact",
-    "benchmark, n-gram",
-    "no problem",
-    "control characters",
-    "gold answer cannot be parsed",
-    "language",
-    "prompt too long",
-    "exact duplicate",
-    "conflicting answers",
-    "normalised duplicate",
-]
+
+
+@dataclass(frozen=True)
+class Cleaning:
+    """What cleaning leaves out besides what is wrong.
+
+    Attributes:
+        language: ``"en"`` leaves out problems with letters other than Latin and Greek ones.
+        max_prompt_length: in tokens, of the prompt with ``instruction`` as training makes it; needs ``tokenizer``.
+        tokenizer: of the model that will be trained.
+        instruction: of the prompts; None: none.
+        ngram: words in a row that count as overlap (see `find_overlaps`).
+        common: training problems that may share an n-gram before it is a turn of phrase.
+
+    Raises:
+        ValueError: an option is invalid.
+    """
+
+    language: Language = "any"
+    max_prompt_length: int | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    instruction: str | None = BOXED_INSTRUCTION
+    ngram: int = 13
+    common: int = 10
+
+    def __post_init__(self) -> None:
+        if self.language not in get_args(Language):
+            raise ValueError(
+                f"language={self.language!r} is unknown: choose one of {', '.join(map(repr, get_args(Language)))}."
+            )
+        if self.max_prompt_length is not None and self.max_prompt_length < 1:
+            raise ValueError(f"max_prompt_length={self.max_prompt_length} is invalid: use at least 1 token.")
+        if (self.max_prompt_length is None) != (self.tokenizer is None):
+            other = "tokenizer" if self.tokenizer is None else "max_prompt_length"
+            raise ValueError(f"max_prompt_length and tokenizer go together: set {other} too, or leave both out.")
+        require_ngram(self.ngram, self.common)
+
+    def describe(self) -> dict[str, Any]:
+        """The options as JSON can hold them: the tokenizer by its name."""
+        return vars(self) | {"tokenizer": self.tokenizer.name_or_path if self.tokenizer is not None else None}
+
+
+class _Row(NamedTuple):
+    """A row of `FEATURES`, and what it shares with benchmarks."""
+
+    record: dict[str, Any]
+    overlap: Overlap | None
+
+    @property
+    def problem(self) -> str:
+        return self.record["problem"]
+
+    @property
+    def answer(self) -> str:
+        return self.record["answer"]
+
+
+# Which of the rows that are left a rule leaves out: their numbers, and of each the detail for the report.
+_Rule = Callable[[Mapping[int, _Row], Cleaning], dict[int, str]]
+
+
+def _of_one_row(detail: Callable[[_Row, Cleaning], str | None]) -> _Rule:
+    """A rule that looks at one row at a time; ``detail`` is None where the row stays."""
+
+    def rule(rows: Mapping[int, _Row], options: Cleaning) -> dict[int, str]:
+        found = {number: detail(row, options) for number, row in rows.items()}
+        return {number: text for number, text in found.items() if text is not None}
+
+    return rule
+
+
+def _where(holds: Callable[[_Row, Cleaning], bool]) -> _Rule:
+    """A rule that looks at one row at a time, and has nothing to add."""
+    return _of_one_row(lambda row, options: "" if holds(row, options) else None)
+
+
+def _shared(kind: str) -> _Rule:
+    def detail(row: _Row, options: Cleaning) -> str | None:
+        if row.overlap is None or row.overlap.kind != kind:
+            return None
+        return " ".join(row.overlap.ids) + (f": {row.overlap.phrase}" if row.overlap.phrase else "")
+
+    return _of_one_row(detail)
+
+
+def _ungradable(row: _Row, options: Cleaning) -> str | None:
+    return None if row.answer and is_gradable(row.answer) else row.answer
+
+
+def _too_long(row: _Row, options: Cleaning) -> str | None:
+    if options.max_prompt_length is None or options.tokenizer is None:
+        return None
+    length = prompt_length(make_prompt(row.problem, options.tokenizer, options.instruction), options.tokenizer)
+    return f"{length} tokens" if length > options.max_prompt_length else None
+
+
+def _duplicates(key: Callable[[_Row], Any]) -> _Rule:
+    """All rows of one key but the first, whose id is the detail."""
+
+    def rule(rows: Mapping[int, _Row], options: Cleaning) -> dict[int, str]:
+        groups = _grouped(rows, key)
+        return {number: rows[first].record["id"] for first, *others in groups for number in others}
+
+    return rule
+
+
+def _conflicting(rows: Mapping[int, _Row], options: Cleaning) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for numbers in _grouped(rows, lambda row: problem_key(row.problem)):
+        answers = {"".join(rows[number].answer.split()) for number in numbers}
+        if len(answers) > 1:
+            found |= dict.fromkeys(numbers, " | ".join(sorted(answers)))
+    return found
+
+
+def _grouped(rows: Mapping[int, _Row], key: Callable[[_Row], Any]) -> list[list[int]]:
+    groups = defaultdict(list)
+    for number, row in rows.items():
+        groups[key(row)].append(number)
+    return list(groups.values())
+
+
+# By the reason that the report gives. A row is left out for the first rule that holds; each rule sees what the ones
+# before it have left.
+RULES: dict[str, _Rule] = {
+    "benchmark, exact": _shared("exact"),
+    "benchmark, n-gram": _shared("n-gram"),
+    "no problem": _where(lambda row, options: not row.problem),
+    "control characters": _where(lambda row, options: has_control_characters(row.problem + row.answer)),
+    "gold answer cannot be parsed": _of_one_row(_ungradable),
+    "language": _where(lambda row, options: options.language == "en" and not is_english(row.problem)),
+    "prompt too long": _of_one_row(_too_long),
+    "exact duplicate": _duplicates(lambda row: (row.problem, row.answer)),
+    "conflicting answers": _conflicting,
+    "normalised duplicate": _duplicates(lambda row: problem_key(row.problem)),
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +164,7 @@ class Dropped:
     """A row that was left out, and why; `detail` names the benchmark problems, the row kept, or the answers."""
 
     id: str
-    reason: Reason
+    reason: str
     detail: str = ""
 
 
@@ -57,7 +180,7 @@ class BenchmarkOverlap:
 
 @dataclass(frozen=True)
 class Report:
-    """What cleaning found. `options` are those of `clean`, and what the caller adds; `repeats` rows came in twice."""
+    """What cleaning found: `options` are those of cleaning and what the caller adds, `repeats` rows came in twice."""
 
     rows: int
     kept: int
@@ -71,7 +194,7 @@ class Report:
     def counts(self) -> dict[str, int]:
         """Rows left out, by reason, in the order of the rules."""
         counts = Counter(row.reason for row in self.dropped)
-        return {reason: counts[reason] for reason in get_args(Reason)}
+        return {reason: counts[reason] for reason in RULES}
 
     def print(self, console: Console | None = None) -> None:
         """Prints the report as two tables."""
@@ -108,15 +231,7 @@ class Report:
 
 
 def clean(
-    rows: Dataset,
-    benchmarks: Mapping[str, Dataset] | None = None,
-    *,
-    language: Language = "any",
-    max_prompt_length: int | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    instruction: str | None = BOXED_INSTRUCTION,
-    ngram: int = 13,
-    common: int = 10,
+    rows: Dataset, benchmarks: Mapping[str, Dataset] | None = None, options: Cleaning | None = None
 ) -> tuple[Dataset, Report]:
     """Training problems that can be graded, that occur once, and that no benchmark holds; in their order.
 
@@ -126,74 +241,25 @@ def clean(
     Args:
         rows: columns of `dc_trl.data.schema.FEATURES`.
         benchmarks: by name, with the same columns; None: no decontamination.
-        language: ``"en"`` leaves out problems with letters other than Latin and Greek ones.
-        max_prompt_length: in tokens, of the prompt with ``instruction`` as training makes it; needs ``tokenizer``.
-        tokenizer: of the model that will be trained.
-        instruction: of the prompts; None: none.
-        ngram: words in a row that count as overlap (see `find_overlaps`).
-        common: training problems that may share an n-gram before it is a turn of phrase.
+        options: None: the defaults.
 
     Returns:
         (the rows that are left, the report).
 
     Raises:
-        ValueError: an option is invalid, or a column is missing.
+        ValueError: a column is missing.
     """
-    benchmarks = benchmarks or {}
+    benchmarks, options = benchmarks or {}, options or Cleaning()
     missing = set(FEATURES) - set(rows.column_names)
     if missing:
         raise ValueError(f"rows lack the columns {', '.join(sorted(missing))}: load them with dc_trl.data's loaders.")
-    require_options(language, max_prompt_length, tokenizer, ngram, common)
-    restored = 0
-    records: list[dict[str, Any]] = []
-    for row in rows:
-        texts = {column: restore_commands(row[column]) for column in ("problem", "answer")}
-        restored += any(texts[column] != row[column] for column in texts)
-        records.append(row | {column: plain_whitespace(text).strip() for column, text in texts.items()})
-
+    records, restored = _repaired(rows)
+    overlaps = find_overlaps([record["problem"] for record in records], benchmarks, options.ngram, options.common)
+    left = {number: _Row(*row) for number, row in enumerate(zip(records, overlaps, strict=True))}
     dropped: dict[int, Dropped] = {}
-
-    def drop(number: int, reason: Reason, detail: str = "") -> None:
-        dropped[number] = Dropped(records[number]["id"], reason, detail)
-
-    overlaps = find_overlaps([record["problem"] for record in records], benchmarks, ngram, common)
-    for number, (record, overlap) in enumerate(zip(records, overlaps, strict=True)):
-        if overlap is not None:
-            reason: Reason = "benchmark, exact" if overlap.kind == "exact" else "benchmark, n-gram"
-            drop(number, reason, " ".join(overlap.ids) + (f": {overlap.phrase}" if overlap.phrase else ""))
-        elif not record["problem"]:
-            drop(number, "no problem")
-        elif has_control_characters(record["problem"] + record["answer"]):
-            drop(number, "control characters")
-        elif not record["answer"] or not is_gradable(record["answer"]):
-            drop(number, "gold answer cannot be parsed", record["answer"])
-        elif language == "en" and not is_english(record["problem"]):
-            drop(number, "language")
-        elif max_prompt_length is not None and tokenizer is not None:
-            length = prompt_length(make_prompt(record["problem"], tokenizer, instruction), tokenizer)
-            if length > max_prompt_length:
-                drop(number, "prompt too long", f"{length} tokens")
-
-    groups: dict[str, list[int]] = defaultdict(list)
-    first: dict[tuple[str, str], int] = {}
-    for number, record in enumerate(records):
-        if number in dropped:
-            continue
-        kept = first.setdefault((record["problem"], record["answer"]), number)
-        if kept != number:
-            drop(number, "exact duplicate", records[kept]["id"])
-        else:
-            groups[problem_key(record["problem"])].append(number)
-    for numbers in groups.values():
-        answers = {"".join(records[number]["answer"].split()) for number in numbers}
-        if len(answers) > 1:
-            for number in numbers:
-                drop(number, "conflicting answers", " | ".join(sorted(answers)))
-        else:
-            for number in numbers[1:]:
-                drop(number, "normalised duplicate", records[numbers[0]]["id"])
-
-    left = [record for number, record in enumerate(records) if number not in dropped]
+    for reason, rule in RULES.items():
+        for number, detail in rule(left, options).items():
+            dropped[number] = Dropped(left.pop(number).record["id"], reason, detail)
     report = Report(
         rows=len(records),
         kept=len(left),
@@ -203,32 +269,19 @@ def clean(
             name: _count_overlap(benchmark, [overlap for overlap in overlaps if overlap is not None])
             for name, benchmark in benchmarks.items()
         },
-        options={
-            "language": language,
-            "max_prompt_length": max_prompt_length,
-            "tokenizer": tokenizer.name_or_path if tokenizer is not None else None,
-            "instruction": instruction,
-            "ngram": ngram,
-            "common": common,
-        },
+        options=options.describe(),
     )
-    return Dataset.from_list(left, features=FEATURES), report
+    return Dataset.from_list([row.record for row in left.values()], features=FEATURES), report
 
 
-def require_options(
-    language: str, max_prompt_length: int | None, tokenizer: PreTrainedTokenizerBase | None, ngram: int, common: int
-) -> None:
-    """Raises a ValueError where `clean` would, before any row is loaded."""
-    if language not in get_args(Language):
-        raise ValueError(
-            f"language={language!r} is unknown: choose one of {', '.join(map(repr, get_args(Language)))}."
-        )
-    if max_prompt_length is not None and max_prompt_length < 1:
-        raise ValueError(f"max_prompt_length={max_prompt_length} is invalid: use at least 1 token.")
-    if (max_prompt_length is None) != (tokenizer is None):
-        other = "tokenizer" if tokenizer is None else "max_prompt_length"
-        raise ValueError(f"max_prompt_length and tokenizer go together: set {other} too, or leave both out.")
-    require_ngram(ngram, common)
+def _repaired(rows: Dataset) -> tuple[list[dict[str, Any]], int]:
+    """The rows with LaTeX commands restored and plain white space, and how many of them had a command to restore."""
+    records, restored = [], 0
+    for row in rows:
+        texts = {column: restore_commands(row[column]) for column in ("problem", "answer")}
+        restored += any(texts[column] != row[column] for column in texts)
+        records.append(row | {column: plain_whitespace(text).strip() for column, text in texts.items()})
+    return records, restored
 
 
 def _count_overlap(benchmark: Dataset, overlaps: list[Overlap]) -> BenchmarkOverlap:

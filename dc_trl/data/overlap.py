@@ -43,43 +43,52 @@ def find_overlaps(
         ValueError: ``ngram`` or ``common`` is out of range.
     """
     require_ngram(ngram, common)
-    exact: dict[str, list[str]] = defaultdict(list)
-    grams: dict[str, set[str]] = defaultdict(set)
-    short: dict[str, set[str]] = defaultdict(set)
-    for benchmark in benchmarks.values():
-        for problem_id, problem in zip(benchmark["id"], benchmark["problem"], strict=True):
-            exact[alphanumeric(problem)].append(problem_id)
-            sequence = words(problem)
-            for gram in _grams(sequence, ngram):
-                grams[gram].add(problem_id)
-            if _FEWEST_WORDS <= len(sequence) < ngram:
-                short[f" {' '.join(sequence)} "].add(problem_id)
-
+    index = _Index(benchmarks, ngram)
     keys = [alphanumeric(problem) for problem in problems]
-    shared: list[set[str]] = []
-    spread: Counter[str] = Counter()
-    counted: set[str] = set()
-    for key, problem in zip(keys, problems, strict=True):
-        sequence = words(problem)
-        text = f" {' '.join(sequence)} "
-        found = {gram for gram in _grams(sequence, ngram) if gram in grams}
-        found |= {phrase for phrase in short if phrase in text}
-        shared.append(found)
-        if key not in counted:  # copies of one problem make no turn of phrase
-            counted.add(key)
-            spread.update(found)
-
+    shared = [index.phrases_in(problem) for problem in problems]
+    # Copies of one problem make no turn of phrase: of each only the first counts.
+    distinct = dict(zip(reversed(keys), reversed(shared), strict=True))
+    spread = Counter(phrase for phrases in distinct.values() for phrase in phrases)
     overlaps: list[Overlap | None] = []
-    for key, found in zip(keys, shared, strict=True):
-        telling = sorted((gram for gram in found if spread[gram] <= common), key=lambda gram: (spread[gram], gram))
-        if key in exact:
-            overlaps.append(Overlap("exact", tuple(exact[key])))
+    for key, phrases in zip(keys, shared, strict=True):
+        telling = [phrase for phrase in phrases if spread[phrase] <= common]
+        if key in index.exact:
+            overlaps.append(Overlap("exact", tuple(index.exact[key])))
         elif telling:
-            ids = {problem_id for gram in telling for problem_id in grams.get(gram, set()) | short.get(gram, set())}
-            overlaps.append(Overlap("n-gram", tuple(sorted(ids)), telling[0].strip()))
+            ids = set().union(*(index.phrases[phrase] for phrase in telling))
+            rarest = min(telling, key=lambda phrase: (spread[phrase], phrase))
+            overlaps.append(Overlap("n-gram", tuple(sorted(ids)), rarest.strip()))
         else:
             overlaps.append(None)
     return overlaps
+
+
+class _Index:
+    """Ids of benchmark problems, by the key of the whole problem and by the word sequences that it holds."""
+
+    def __init__(self, benchmarks: Mapping[str, Dataset], ngram: int):
+        self._ngram = ngram
+        self.exact: dict[str, list[str]] = defaultdict(list)
+        self.phrases: dict[str, set[str]] = defaultdict(set)
+        # Whole problems with fewer words than an n-gram. Spaces around them keep "1 2" out of "11 23".
+        self._short: set[str] = set()
+        for benchmark in benchmarks.values():
+            for problem_id, problem in zip(benchmark["id"], benchmark["problem"], strict=True):
+                self.exact[alphanumeric(problem)].append(problem_id)
+                sequence = words(problem)
+                for gram in _grams(sequence, ngram):
+                    self.phrases[gram].add(problem_id)
+                if _FEWEST_WORDS <= len(sequence) < ngram:
+                    whole = f" {' '.join(sequence)} "
+                    self.phrases[whole].add(problem_id)
+                    self._short.add(whole)
+
+    def phrases_in(self, problem: str) -> set[str]:
+        """Word sequences that a problem shares with the benchmarks."""
+        sequence = words(problem)
+        text = f" {' '.join(sequence)} "
+        found = {gram for gram in _grams(sequence, self._ngram) if gram in self.phrases}
+        return found | {whole for whole in self._short if whole in text}
 
 
 def require_ngram(ngram: int, common: int) -> None:

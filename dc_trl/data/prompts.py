@@ -42,17 +42,10 @@ def load_rows(
         ValueError: no such file or data set, or it cannot be read.
     """
     path = Path(name).expanduser()
+    options: dict[str, str | None]
     if path.suffix in _READERS or path.is_file():
-        if path.suffix not in _READERS:
-            raise ValueError(f"{field}={name!r} is no data file: use one of {', '.join(_READERS)}.")
-        if not path.is_file():
-            raise ValueError(f"{field}={name!r} does not exist: check the path (relative to {os.curdir!r}).")
-        if path.stat().st_size == 0:
-            raise ValueError(f"{field}={name!r} is empty: it needs at least one row.")
-        if path.suffix != ".parquet":
-            _require_rows_of_text(path, f"{field}={name!r}")
-        options: dict[str, str | None] = {"data_files": str(path), "split": "train"}
-        source = _READERS[path.suffix]
+        _require_data_file(path, f"{field}={name!r}")
+        source, options = _READERS[path.suffix], {"data_files": str(path), "split": "train"}
     else:
         source, options = name, {"name": config, "split": split, "revision": revision}
     try:
@@ -66,6 +59,17 @@ def load_rows(
     if isinstance(rows, DatasetDict) or len(rows) == 0:
         raise ValueError(f"{field}={name!r} holds no rows in split {split!r}: choose another dataset_split.")
     return rows
+
+
+def _require_data_file(path: Path, named: str) -> None:
+    if path.suffix not in _READERS:
+        raise ValueError(f"{named} is no data file: use one of {', '.join(_READERS)}.")
+    if not path.is_file():
+        raise ValueError(f"{named} does not exist: check the path (relative to {os.curdir!r}).")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{named} is empty: it needs at least one row.")
+    if path.suffix != ".parquet":
+        _require_rows_of_text(path, named)
 
 
 def _require_rows_of_text(path: Path, named: str) -> None:
@@ -111,10 +115,7 @@ def load_prompts(
     Raises:
         ValueError: a column is missing, a grading column holds what grading cannot use, or no row is left.
     """
-    for field, column in {"prompt_column": prompt_column, "answer_column": answer_column}.items():
-        if column.split(".")[0] not in rows.column_names:
-            columns = ", ".join(map(repr, _fields(rows)))
-            raise ValueError(f"{field}={column!r} is missing: set it to a column of the data set, one of {columns}.")
+    _require_columns(rows, {"prompt_column": prompt_column, "answer_column": answer_column})
     counts = Counter(rows=len(rows), kept=0)
     grading = [column for column in GRADING_COLUMNS if column in rows.column_names]
     kept: list[dict[str, Any]] = []
@@ -122,17 +123,15 @@ def load_prompts(
         require_grading(row, f"row {number}")
         question = _text(_nested(row, prompt_column, "prompt_column"))
         answer = gold_answer(_nested(row, answer_column, "answer_column"))
+        prompt = make_prompt(question, tokenizer, instruction)
         if not question:
             counts["without prompt"] += 1
-            continue
-        if answer is None or not is_gradable(answer):
+        elif answer is None or not is_gradable(answer):
             counts["without a gold answer that can be parsed"] += 1
-            continue
-        prompt = make_prompt(question, tokenizer, instruction)
-        if max_prompt_length is not None and prompt_length(prompt, tokenizer) > max_prompt_length:
+        elif max_prompt_length is not None and prompt_length(prompt, tokenizer) > max_prompt_length:
             counts[f"with a prompt of more than {max_prompt_length} tokens"] += 1
-            continue
-        kept.append({"prompt": prompt, "answer": answer, **{column: row[column] for column in grading}})
+        else:
+            kept.append({"prompt": prompt, "answer": answer, **{column: row[column] for column in grading}})
     counts["kept"] = len(kept)
     if not kept:
         raise ValueError(
@@ -146,6 +145,14 @@ def load_prompts(
         **{column: rows.features[column] for column in grading},  # a column of nulls would lose its type
     }
     return Dataset.from_list(kept, features=Features(features)), dict(counts)
+
+
+def _require_columns(rows: Dataset, columns: Mapping[str, str]) -> None:
+    """Refuses a column (by the option that names it) that the rows do not have."""
+    for option, column in columns.items():
+        if column.split(".")[0] not in rows.column_names:
+            known = ", ".join(map(repr, _fields(rows)))
+            raise ValueError(f"{option}={column!r} is missing: set it to a column of the data set, one of {known}.")
 
 
 def gold_answer(value: Any) -> str | None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,16 +63,20 @@ class Benchmark:
 
     def golds(self) -> dict[str, Gold]:
         """Gold answers by the problems' ids."""
-        return {
-            row["id"]: Gold(
-                row["answer"],
-                row["multiple_answers"],
-                row["unit"],
-                row["relative_tolerance"],
-                row["absolute_tolerance"],
-            )
-            for row in self.rows
-        }
+        return {row["id"]: Gold(**{field.name: row[field.name] for field in fields(Gold)}) for row in self.rows}
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """How benchmarks are answered: the keywords of `evaluate`."""
+
+    sampling: Sampling = Sampling()  # noqa: RUF009 (immutable); defaults are DC-GRPO's evaluation (arXiv 2606.08779)
+    seed: int = 0  # of the samples
+    # Further things that the samples depend on; an `output_dir` that was begun with others is refused.
+    settings: Mapping[str, Any] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None  # `{"enable_thinking": False}` for example
+    grading_processes: int | None = None  # workers that grade; None: one for each core
+    progress: bool = True  # whether to show a bar
 
 
 def evaluate(
@@ -82,13 +86,7 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase,
     benchmarks: Sequence[Benchmark],
     output_dir: str | os.PathLike[str],
-    *,
-    sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
-    seed: int = 0,
-    settings: Mapping[str, Any] | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    grading_processes: int | None = None,
-    progress: bool = True,
+    **settings: Any,
 ) -> Evaluation:
     """Samples k answers to each problem, grades them, and says how good they are.
 
@@ -102,64 +100,42 @@ def evaluate(
         tokenizer: of the model; with a chat template problems become user messages.
         benchmarks: what is asked.
         output_dir: for the samples and `results.json`.
-        sampling: defaults are DC-GRPO's evaluation (arXiv 2606.08779).
-        seed: of the samples.
-        settings: further things that the samples depend on; an `output_dir` that was begun with others is refused.
-        chat_template_kwargs: for the chat template, `{"enable_thinking": False}` for example.
-        grading_processes: workers that grade; one for each core by default.
-        progress: whether to show a bar.
+        **settings: fields of `EvaluationSettings`, which describes them.
 
     Raises:
+        TypeError: there is no such setting; the message names it.
         ValueError: a prompt leaves no room for an answer, or `output_dir` holds samples with other settings.
         ServerError: the engine failed for good. The samples so far are kept.
     """
+    how = EvaluationSettings(**settings)
     output_dir = Path(output_dir)
-    settings = {
-        "model": model,
-        "scheme": scheme,
-        **sampling._asdict(),
-        "seed": seed,
-        **(settings or {}),
-    }
+    record = {"model": model, "scheme": scheme, **how.sampling._asdict(), "seed": how.seed, **(how.settings or {})}
     golds = {benchmark.name: benchmark.golds() for benchmark in benchmarks}
+    stores: dict[str, SampleStore] = {}
+    missing: list[_Missing] = []
     with ExitStack() as stack:
-        stores: dict[str, SampleStore] = {}
-        missing: list[tuple[str, str, int]] = []  # benchmark, problem, number of the sample
-        requests: list[Request] = []
         for benchmark in benchmarks:
-            prompts = tokenize_prompts(benchmark, tokenizer, chat_template_kwargs or {})
+            prompts = tokenize_prompts(benchmark, tokenizer, how.chat_template_kwargs or {})
             _require_room(benchmark, prompts, engine.max_length)
-            limits = [min(sampling.max_tokens, engine.max_length - len(ids)) for ids in prompts.values()]
+            limits = [min(how.sampling.max_tokens, engine.max_length - len(ids)) for ids in prompts.values()]
             digest = _digest([prompts, limits, [astuple(gold) for gold in golds[benchmark.name].values()]])
-            store = SampleStore(output_dir / benchmark.name, settings | {"problems": digest})
+            store = SampleStore(output_dir / benchmark.name, record | {"problems": digest})
             stack.callback(store.close)
             stores[benchmark.name] = store
-            for problem, prompt_ids in prompts.items():
-                for number in range(benchmark.samples):
-                    if (problem, number) not in store.samples:
-                        missing.append((benchmark.name, problem, number))
-                        requests.append(Request(prompt_ids, sample_seed(seed, problem, number)))
-        grader = stack.enter_context(Grader(grading_processes))
+            missing += _missing_samples(benchmark, prompts, store, how.seed)
+        grader = stack.enter_context(Grader(how.grading_processes))
         grader.start()  # now, because an engine on the same cores would wait for what they load
         keeper = stack.enter_context(_Keeper(stores, golds, grader))
-        problems = sum(len(benchmark.rows) for benchmark in benchmarks)
-        samples = sum(len(benchmark.rows) * benchmark.samples for benchmark in benchmarks)
-        bar = stack.enter_context(tqdm(total=problems, unit="problem", disable=not progress, desc=f"{model} {scheme}"))
-        # In problems, although samples of several are under way at a time.
-        bar.update(round(problems * (1 - len(missing) / samples), 1))
-        for done, (position, completion) in enumerate(engine.sample(requests, sampling), 1):
-            keeper.put(_Finished(*missing[position], requests[position].seed, completion))
-            bar.update(round(problems * (1 - (len(missing) - done) / samples), 1) - bar.n)
-    evaluation = Evaluation.of(
-        model,
-        scheme,
-        settings,
-        [
-            benchmark_result(benchmark.name, benchmark.rows["id"], benchmark.samples, stores[benchmark.name].samples)
-            for benchmark in benchmarks
-        ],
-        grader.failures,
-    )
+        with _Progress(f"{model} {scheme}", benchmarks, len(missing), disable=not how.progress) as bar:
+            requests = [sample.request for sample in missing]
+            for position, completion in engine.sample(requests, how.sampling):
+                keeper.put(missing[position], completion)
+                bar.advance()
+    results = [
+        benchmark_result(benchmark.name, benchmark.rows["id"], benchmark.samples, stores[benchmark.name].samples)
+        for benchmark in benchmarks
+    ]
+    evaluation = Evaluation.of(model, scheme, record, results, grader.failures)
     evaluation.save(output_dir / RESULTS_FILE)
     return evaluation
 
@@ -193,12 +169,39 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-class _Finished(NamedTuple):
+class _Missing(NamedTuple):
     benchmark: str
     problem: str
     number: int  # of the sample
-    seed: int
-    completion: Completion
+    request: Request
+
+
+def _missing_samples(
+    benchmark: Benchmark, prompts: Mapping[str, list[int]], store: SampleStore, seed: int
+) -> list[_Missing]:
+    """Samples that are not on disk yet."""
+    return [
+        _Missing(benchmark.name, problem, number, Request(ids, sample_seed(seed, problem, number)))
+        for problem, ids in prompts.items()
+        for number in range(benchmark.samples)
+        if (problem, number) not in store.samples
+    ]
+
+
+class _Progress(tqdm):
+    """A bar that counts in problems, although samples of several are under way at a time."""
+
+    def __init__(self, title: str, benchmarks: Sequence[Benchmark], missing: int, disable: bool):
+        problems = sum(len(benchmark.rows) for benchmark in benchmarks)
+        super().__init__(total=problems, unit="problem", desc=title, disable=disable)
+        self._samples = sum(len(benchmark.rows) * benchmark.samples for benchmark in benchmarks)
+        self._missing = missing + 1
+        self.advance()
+
+    def advance(self) -> None:
+        """One sample more is there."""
+        self._missing -= 1
+        self.update(round(self.total * (1 - self._missing / self._samples), 1) - self.n)
 
 
 class _Keeper:
@@ -208,7 +211,7 @@ class _Keeper:
         self._stores = stores
         self._golds = golds
         self._grader = grader
-        self._finished: queue.SimpleQueue[_Finished] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[_Missing, Completion]] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread = ThreadPoolExecutor(1, "dc_trl-keeper")
 
@@ -222,10 +225,10 @@ class _Keeper:
         self._thread.shutdown()
         self._running.result()
 
-    def put(self, sample: _Finished) -> None:
+    def put(self, sample: _Missing, completion: Completion) -> None:
         if self._running.done():
             self._running.result()  # raises what went wrong
-        self._finished.put(sample)
+        self._finished.put((sample, completion))
 
     def _run(self) -> None:
         while not self._closing.wait(_GATHER_SECONDS):
@@ -237,13 +240,14 @@ class _Keeper:
         while not self._finished.empty():
             batch.append(self._finished.get())
         verdicts = self._grader.grade(
-            [sample.completion.text for sample in batch],
-            [self._golds[sample.benchmark][sample.problem] for sample in batch],
+            [completion.text for _, completion in batch],
+            [self._golds[sample.benchmark][sample.problem] for sample, _ in batch],
         )
         by_benchmark: dict[str, list[Sample]] = {}
-        for sample, verdict in zip(batch, verdicts, strict=True):
+        for (sample, completion), verdict in zip(batch, verdicts, strict=True):
+            seed, (text, tokens, truncated) = sample.request.seed, completion
             by_benchmark.setdefault(sample.benchmark, []).append(
-                Sample(sample.problem, sample.number, sample.seed, *sample.completion, verdict.answer, verdict.correct)
+                Sample(sample.problem, sample.number, seed, text, tokens, truncated, verdict.answer, verdict.correct)
             )
         for name, samples in by_benchmark.items():
             self._stores[name].add(samples)

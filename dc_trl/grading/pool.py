@@ -1,9 +1,15 @@
-"""Grading in worker processes, each answer within limits of time and memory."""
+"""Grading in worker processes, each answer within limits of time and memory.
+
+Each worker has a thread that hands it one answer after another and kills it when an answer is late. Not by a library:
+multiprocessing, and with it pebble, starts workers that import the user's script again (and PyTorch, which is larger
+than the limit of memory), leaves semaphores for a forked child to lose, and lets a forked child that exits end the
+parent's workers; pebble's pool also breaks when an idle worker dies, and never calls a worker late that has not said
+that it began.
+"""
 
 import json
 import logging
 import os
-import selectors
 import subprocess
 import sys
 import threading
@@ -11,8 +17,12 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import astuple
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import NamedTuple
 
 from .answers import Gold, Verdict
 from .text import MAX_ANSWER, extract_answer, squash
@@ -21,7 +31,7 @@ from .text import MAX_ANSWER, extract_answer, squash
 logger = logging.getLogger(__name__)
 
 _LEAST_MEMORY = 256 << 20  # bytes; a worker starts with about 60 MiB
-_AHEAD = 4  # answers a worker has in hand: it need not wait for us, and they fit into a pipe
+_TOGETHER = 4  # answers that go to one worker: those to one gold, which it parses once
 _STARTUP_LIMIT = 300.0  # seconds until a worker is ready, on a machine that is busy
 _SHOWN = 80  # characters of an answer in the log
 OUT_OF_MEMORY = 3  # exit code of a worker
@@ -29,8 +39,15 @@ OUT_OF_MEMORY = 3  # exit code of a worker
 _Job = tuple[str, Gold]
 
 
+class _Failure(NamedTuple):
+    """Why there is no verdict: a key of `Grader.failures`, and for an exception in grading what it says."""
+
+    reason: str
+    error: str = ""
+
+
 class _Worker:
-    """One process, and the answers it has in hand, first the one it works at."""
+    """One process, which grades one answer at a time."""
 
     def __init__(self, time_limit: float, memory_limit: int):
         package_root = str(Path(__file__).resolve().parents[2])
@@ -38,6 +55,7 @@ class _Worker:
         self.process = subprocess.Popen(
             # -P: a user's json.py in the working directory is not ours to import. One thread: there is a pool.
             [sys.executable, "-P", "-m", "dc_trl.grading.worker", str(memory_limit), str(2 * time_limit + 1)],
+            bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             process_group=0,  # Ctrl-C is for this process; its end is the worker's
@@ -46,36 +64,51 @@ class _Worker:
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.stdin, self.stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
-        self.time_limit = time_limit
-        self.ready = False
-        self.is_late = False
-        self.deadline = time.monotonic() + _STARTUP_LIMIT
-        self.jobs: deque[_Job] = deque()
-        self.received = b""
+        self._stdin, self._stdout = self.process.stdin, self.process.stdout
+        self._time_limit, self._memory_limit = time_limit, memory_limit
+        self._is_ready = False
 
-    def send(self, job: _Job) -> None:
-        """Hands a job over; an ended worker shows itself when its replies are read."""
-        if not self.jobs:
-            self.deadline = time.monotonic() + self.time_limit
-        self.jobs.append(job)
+    def wait_until_ready(self) -> None:
+        """Raises a RuntimeError where the process does not come up."""
+        if self._is_ready:
+            return
         try:
-            os.write(self.stdin, json.dumps([job[0], astuple(job[1])]).encode() + b"\n")
-        except BrokenPipeError:
-            self.process.wait()
+            self._read_line(_STARTUP_LIMIT)
+        except (TimeoutError, EOFError) as error:
+            self.close()
+            raise RuntimeError(
+                f"a grading worker ended with code {self.process.returncode} before it was ready: see its error "
+                f"above, check that {sys.executable} can import math_verify, and raise "
+                f"memory_limit={self._memory_limit} if it ran out."
+            ) from error
+        self._is_ready = True
 
-    def receive(self) -> list[Verdict | str] | None:
-        """Verdicts on its first jobs, in order, or what grading raised; None once it has ended."""
-        data = os.read(self.stdout, 65536)
-        if not data:
-            return None
-        *lines, self.received = (self.received + data).split(b"\n")
-        if not self.ready and lines:
-            self.ready = True
-            lines = lines[1:]
-        self.deadline = time.monotonic() + self.time_limit
-        replies = map(json.loads, lines)
-        return [reply if isinstance(reply, str) else Verdict(*reply) for reply in replies]
+    def grade(self, job: _Job) -> Verdict | _Failure:
+        """The verdict on an answer. Where there is none for lack of time or memory, or by a crash, the worker ends."""
+        self.wait_until_ready()
+        with suppress(BrokenPipeError):  # it has ended, as reading will tell
+            self._stdin.write(json.dumps([job[0], astuple(job[1])]).encode() + b"\n")
+        try:
+            reply = json.loads(self._read_line(self._time_limit))
+        except TimeoutError:
+            self.close()
+            return _Failure("time")
+        except EOFError:
+            self.close()
+            return _Failure("memory" if self.process.returncode == OUT_OF_MEMORY else "crash")
+        return _Failure("error", reply) if isinstance(reply, str) else Verdict(*reply)
+
+    def _read_line(self, seconds: float) -> bytes:
+        deadline = time.monotonic() + seconds
+        line = b""
+        while not line.endswith(b"\n"):
+            if not wait([self._stdout.fileno()], max(0.0, deadline - time.monotonic())):
+                raise TimeoutError
+            if not (data := self._stdout.read(65536)):
+                self.process.wait()
+                raise EOFError
+            line += data
+        return line
 
     def close(self) -> None:
         self.process.kill()
@@ -83,9 +116,8 @@ class _Worker:
         self.forget()
 
     def forget(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._stdin.close()
+        self._stdout.close()
 
 
 class Grader:
@@ -121,7 +153,7 @@ class Grader:
         self.memory_limit = memory_limit
         self.failures: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
-        self._workers: list[_Worker] = []
+        self._workers: dict[int, _Worker] = {}  # by the number of the thread that it serves
         self._lock = threading.Lock()
         _graders.add(self)
 
@@ -138,12 +170,8 @@ class Grader:
             RuntimeError: a worker cannot start.
         """
         with self._lock:
-            while len(self._workers) < self.processes:
-                self._workers.append(_Worker(self.time_limit, self.memory_limit))
-            while starting := [worker for worker in self._workers if not worker.ready]:
-                for worker in self._readable(starting):
-                    if worker.receive() is None:
-                        self._bury(worker, deque(), {})
+            for worker in [self._worker(number) for number in range(self.processes)]:
+                worker.wait_until_ready()
 
     def close(self) -> None:
         """Ends the workers. Grading again starts new ones."""
@@ -167,82 +195,61 @@ class Grader:
         # Answers to the same gold go out together: the worker that has parsed one parses the next in half the time.
         first = {gold: row for row, gold in reversed(list(enumerate(golds)))}
         with self._lock:
-            try:
-                verdicts = self._run(sorted(set(jobs), key=lambda job: (first[job[1]], job[0])))
-            except BaseException:
-                self._stop()  # what they still have in hand would answer the next call
-                raise
+            replies = self._run(sorted(set(jobs), key=lambda job: (first[job[1]], job[0])))
+            verdicts = {
+                job: reply if isinstance(reply, Verdict) else self._count(job, reply) for job, reply in replies.items()
+            }
         return [
             verdicts[job] if answer is not None else Verdict(verdicts[job].correct, None)
             for job, answer in zip(jobs, answers, strict=True)
         ]
 
+    def _worker(self, number: int) -> _Worker:
+        if number not in self._workers:
+            self._workers[number] = _Worker(self.time_limit, self.memory_limit)
+        return self._workers[number]
+
     def _stop(self) -> None:
-        for worker in self._workers:
+        workers, self._workers = self._workers, {}
+        for worker in workers.values():
             worker.close()
-        self._workers = []
 
-    def _run(self, jobs: list[_Job]) -> dict[_Job, Verdict]:
-        verdicts: dict[_Job, Verdict] = {}
-        waiting = deque(jobs)
-        while len(verdicts) < len(jobs):
-            while len(self._workers) < min(self.processes, len(jobs) - len(verdicts)):
-                self._workers.append(_Worker(self.time_limit, self.memory_limit))
-            for worker in self._workers:
-                while worker.ready and waiting and len(worker.jobs) < _AHEAD:
-                    worker.send(waiting.popleft())
-            busy = [worker for worker in self._workers if worker.jobs or not worker.ready]
-            for worker in self._readable(busy):
-                replies = worker.receive()
-                if replies is None:
-                    self._bury(worker, waiting, verdicts)
-                    continue
-                for reply in replies:
-                    job = worker.jobs.popleft()
-                    verdicts[job] = self._count_error(job, reply) if isinstance(reply, str) else reply
-        return verdicts
+    def _run(self, jobs: Sequence[_Job]) -> dict[_Job, Verdict | _Failure]:
+        waiting = deque(jobs[start : start + _TOGETHER] for start in range(0, len(jobs), _TOGETHER))
+        replies: dict[_Job, Verdict | _Failure] = {}
 
-    @staticmethod
-    def _readable(workers: list[_Worker]) -> list[_Worker]:
-        """Workers with something to read, which the end of a worker is too; those past their deadline are killed."""
-        with selectors.DefaultSelector() as selector:
-            for worker in workers:
-                selector.register(worker.stdout, selectors.EVENT_READ, worker)
-            timeout = min(worker.deadline for worker in workers) - time.monotonic()
-            events = selector.select(max(0.0, timeout))
-        readable = [key.data for key, _ in events]
-        for worker in workers:
-            if worker not in readable and time.monotonic() >= worker.deadline:
-                worker.process.kill()
-                worker.is_late = True
-                worker.deadline += _STARTUP_LIMIT  # its end is what there is to read next
-        return readable
+        def serve(number: int) -> None:
+            while waiting:
+                with suppress(IndexError):  # another thread took the last
+                    for job in waiting.popleft():
+                        worker = self._worker(number)
+                        replies[job] = worker.grade(job)
+                        if worker.process.returncode is not None and self._workers.pop(number, None) is not worker:
+                            return  # `_stop` ended it
 
-    def _count_error(self, job: _Job, error: str) -> Verdict:
-        if error not in self.errors:
-            logger.warning(
-                "Grading %r against %r raised %s. The answer counts as wrong; `Grader.errors` counts such answers.",
-                *(job[0][:_SHOWN], job[1].answer[:_SHOWN], error),
-            )
-        self.failures["error"] += 1
-        self.errors[error] += 1
-        return Verdict(False, squash(job[0]))
+        with ThreadPoolExecutor(self.processes, "dc_trl-grading") as threads:
+            try:
+                served = [threads.submit(serve, number) for number in range(min(self.processes, len(waiting)))]
+                for done in as_completed(served):
+                    done.result()
+            except BaseException:
+                waiting.clear()
+                self._stop()  # what they have in hand would answer the next call
+                raise
+        return replies
 
-    def _bury(self, worker: _Worker, waiting: deque[_Job], verdicts: dict[_Job, Verdict]) -> None:
-        code = worker.process.wait()
-        self._workers.remove(worker)
-        worker.forget()
-        if not worker.ready:
-            raise RuntimeError(
-                f"a grading worker ended with code {code} before it was ready: see its error above, check that "
-                f"{sys.executable} can import math_verify, and raise memory_limit={self.memory_limit} if it ran out."
-            )
-        reason = "time" if worker.is_late else "memory" if code == OUT_OF_MEMORY else "crash"
-        job = worker.jobs.popleft()
+    def _count(self, job: _Job, failure: _Failure) -> Verdict:
+        """The verdict on an answer that could not be graded: wrong."""
+        reason, error = failure
+        answer, gold = job[0][:_SHOWN], job[1].answer[:_SHOWN]
+        if reason != "error":
+            logger.info("A grading worker ended (%s) at %r; the answer counts as wrong.", reason, answer)
+        elif error not in self.errors:
+            advice = "The answer counts as wrong; `Grader.errors` counts such answers."
+            logger.warning("Grading %r against %r raised %s. %s", answer, gold, error, advice)
         self.failures[reason] += 1
-        logger.info("A grading worker ended (%s) at %r; the answer counts as wrong.", reason, job[0][:_SHOWN])
-        verdicts[job] = Verdict(False, squash(job[0]))
-        waiting.extendleft(reversed(worker.jobs))
+        self.errors.update([error] if error else [])
+        return Verdict(False, squash(job[0]))
 
 
 _graders: weakref.WeakSet[Grader] = weakref.WeakSet()
@@ -252,9 +259,9 @@ def _forget_workers() -> None:
     """In a forked child: the workers are the parent's, and our copies of their pipes would keep them alive."""
     for grader in _graders:
         grader._lock = threading.Lock()
-        for worker in grader._workers:
+        for worker in grader._workers.values():
             worker.forget()
-        grader._workers = []
+        grader._workers = {}
 
 
 os.register_at_fork(after_in_child=_forget_workers)

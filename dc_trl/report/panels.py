@@ -160,22 +160,13 @@ def _benchmark_panel(found: re.Match[str]) -> Panel:
     )
 
 
-def _curve_panel(
-    name: str, section: str, label: str, caption: str, metric: str, from_zero: bool = False, log: bool = False
-) -> Panel:
-    return Panel(
-        name, section, label, caption, metric, partial(draw_curves, metric=metric, from_zero=from_zero, log=log)
-    )
+def _curve(section: str, metric: str, label: str, caption: str, from_zero: bool = False, log: bool = False) -> Panel:
+    """A panel of one curve a run, named as its metric."""
+    draw = partial(draw_curves, metric=metric, from_zero=from_zero, log=log)
+    return Panel(metric.rpartition("/")[2], section, label, caption, metric, draw)
 
 
-REWARD = Panel(
-    "reward",
-    _OUTCOME,
-    "mean reward",
-    "Mean reward of the rollouts.",
-    "reward",
-    partial(draw_curves, metric="reward"),
-)
+REWARD = _curve(_OUTCOME, "reward", "mean reward", "Mean reward of the rollouts.")
 ACCURACY = Panel(
     "deployed_accuracy",
     _OUTCOME,
@@ -218,70 +209,53 @@ LEARNING_RATE = Panel(
     "learning_rate",
     draw_learning_rate,
 )
+_CLIPPING = Panel(
+    "clip_fraction",
+    _COURSE,
+    "clipped fraction",
+    "Fraction of tokens whose policy ratio is clipped; of a single run with its parts below and above the range.",
+    "clip_ratio/region_mean",
+    draw_clipping,
+)
 _MISMATCH = (
-    _curve_panel(
-        "k3_kl", _GAP, "KL (k3), nats", "KL(π_inf ‖ π_train), k3 estimator.", "discrepancy/k3_kl", True, True
+    _curve(_GAP, "discrepancy/k3_kl", "KL (k3), nats", "KL(π_inf ‖ π_train), k3 estimator.", from_zero=True, log=True),
+    _curve(
+        _GAP, "discrepancy/probs_diff_max", "largest |Δp|", "Largest |π_train − π_inf| of a token.", from_zero=True
     ),
-    _curve_panel(
-        "probs_diff_max",
+    _curve(
         _GAP,
-        "largest |Δp|",
-        "Largest |π_train − π_inf| of a token.",
-        "discrepancy/probs_diff_max",
-        True,
-    ),
-    _curve_panel(
-        "probs_pearson",
-        _GAP,
+        "discrepancy/probs_pearson",
         "correlation of probabilities",
         "Pearson correlation of π_train and π_inf over tokens; 1 is agreement.",
-        "discrepancy/probs_pearson",
     ),
-    _curve_panel(
-        "ess",
+    _curve(
         _GAP,
+        "discrepancy/ess",
         "effective sample size",
         "Effective sample size of the importance weights π_train/π_inf, as a fraction; 1 is agreement.",
-        "discrepancy/ess",
     ),
-    _curve_panel(
-        "chi2_token",
+    _curve(_GAP, "discrepancy/chi2_token", "χ² of tokens", "χ² of π_train against π_inf over tokens.", log=True),
+    _curve(
         _GAP,
-        "χ² of tokens",
-        "χ² of π_train against π_inf over tokens.",
-        "discrepancy/chi2_token",
-        log=True,
-    ),
-    _curve_panel(
-        "chi2_seq",
-        _GAP,
+        "discrepancy/chi2_seq",
         "χ² of trajectories",
         "χ² of π_train against π_inf over whole trajectories.",
-        "discrepancy/chi2_seq",
         log=True,
     ),
-    _curve_panel(
-        "log_ppl_abs_diff",
+    _curve(
         _GAP,
+        "discrepancy/log_ppl_abs_diff",
         "|Δ log perplexity|",
         "Mean over trajectories of |log ppl_train − log ppl_inf|, the indicator of arXiv 2602.01826.",
-        "discrepancy/log_ppl_abs_diff",
-        True,
-        True,
+        from_zero=True,
+        log=True,
     ),
 )
 _TRAINING = (
-    _curve_panel("entropy", _COURSE, "entropy, nats", "Mean entropy of the policy's tokens.", "entropy", True),
-    Panel(
-        "clip_fraction",
-        _COURSE,
-        "clipped fraction",
-        "Fraction of tokens whose policy ratio is clipped; of a single run with its parts below and above the range.",
-        "clip_ratio/region_mean",
-        draw_clipping,
-    ),
-    _curve_panel("grad_norm", _COURSE, "gradient norm", "Gradient norm before clipping.", "grad_norm", True, True),
-    _curve_panel("step_time", _COURSE, "step time, seconds", "Seconds per step.", "step_time", True),
+    _curve(_COURSE, "entropy", "entropy, nats", "Mean entropy of the policy's tokens.", from_zero=True),
+    _CLIPPING,
+    _curve(_COURSE, "grad_norm", "gradient norm", "Gradient norm before clipping.", from_zero=True, log=True),
+    _curve(_COURSE, "step_time", "step time, seconds", "Seconds per step.", from_zero=True),
 )
 PANEL_NAMES = frozenset(
     panel.name for panel in (REWARD, ACCURACY, DISCREPANCY, MULTIPLIER, LENGTH, LEARNING_RATE, *_MISMATCH, *_TRAINING)

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from ..quantization.fake_quantize import fake_quantize_weight, quantize_activations
 from ..quantization.policy import base_model, empty_copy
-from ..quantization.schemes import quantized_weights, require_scheme, resolve_scheme
+from ..quantization.schemes import quantized_weights, resolve_scheme
 from ..quantization.tensors import policy_tensors
 from . import attention
 from .end_tokens import declared_end_tokens
@@ -62,9 +62,9 @@ class Replica:
 
     def __init__(self, policy: PreTrainedModel | PeftModel, scheme: str):
         base = base_model(policy)
-        require_scheme(scheme)
         self.scheme = scheme
         self.model: PreTrainedModel = empty_copy(policy)
+        quantization = resolve_scheme(scheme, self.model)
         for module in self.model.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 empty = torch.empty_like(parameter, dtype=torch.bfloat16, device=base.device)
@@ -77,7 +77,6 @@ class Replica:
         self.model.generation_config = GenerationConfig(eos_token_id=declared_end_tokens(base) or None)
         self._tensors = dict(self.model.named_parameters(remove_duplicate=False))
         self._tensors |= dict(self.model.named_buffers(remove_duplicate=False))
-        quantization = resolve_scheme(scheme, self.model)
         self._weight_args = quantization.weights
         self._quantized = set() if self._weight_args is None else set(quantized_weights(self.model))
         self._activations = None

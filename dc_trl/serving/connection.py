@@ -114,6 +114,7 @@ class Connection:
             "base_url": self.url,
             "headers": {"Authorization": f"Bearer {key}"} if key else {},
             "limits": _LIMITS,
+            "trust_env": not is_local(self.url),  # proxies are for other machines
             "timeout": httpx.Timeout(patience.request_timeout, connect=_CONNECT_SECONDS),
         }
         try:

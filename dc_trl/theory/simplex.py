@@ -1,13 +1,19 @@
 """How the problems of `theory` are solved: stationary points on the simplex, their multipliers, the best of them."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .numerics import lambert_w, minimum, root
+
+try:
+    from scipy.optimize import brentq, minimize_scalar, root
+    from scipy.special import lambertw
+except ImportError as error:
+    raise ImportError("dc_trl.theory needs SciPy: pip install 'dc_trl[theory]'.") from error
 
 
 Measure = Literal["prob_diff", "prob_ratio", "log_prob"]
@@ -17,6 +23,13 @@ Vector = NDArray[np.float64]
 SMALLEST_PROBABILITY = 1e-100
 # As far as the penalised problem is solved; closer to zero it is the limit β → 0, to all digits.
 SMALLEST_BETA = 1e-200
+# Of Lambert's W. The float64 nearest to −1/e lies just below it, where SciPy's W is NaN.
+_BRANCH_POINT = math.nextafter(-1 / math.e, 0)
+
+
+def _root(function: Callable[[float], float], low: float, high: float) -> float:
+    """Root between ``low`` and ``high``, as narrow as float64 allows; inf at an end does no harm."""
+    return brentq(function, low, high, xtol=1e-300, rtol=4 * float(np.finfo(float).eps), maxiter=2000)
 
 
 @dataclass
@@ -48,7 +61,7 @@ class Problem:
         elif self.measure == "prob_ratio":
             policy = np.maximum(self.q + self.q * (self.q * x), 0)
         else:
-            policy = self.q * np.exp(-lambert_w(np.maximum(-self.q * x, -1 / math.e)))
+            policy = self.q * np.exp(-lambertw(np.maximum(-self.q * x, _BRANCH_POINT)).real)
         return np.where(x > 0, policy, 0) if self.one_sided else policy
 
     def inverse(self, mass: float) -> Vector:
@@ -97,7 +110,7 @@ class Problem:
                     policy[marginal] = rest * self.q[marginal] / self.q[marginal].sum()
                     return policy
                 high = min(high, float(level))
-        policy = self.reply(t - root(surplus, low, high, 1e-9 * mass))
+        policy = self.reply(t - _root(surplus, low, high))
         # A Newton step on the policy: τ itself may be too large to hold the digits that the last masses need.
         if self.measure == "prob_diff":
             slope = np.ones_like(policy)
@@ -164,7 +177,7 @@ class Problem:
         found = []
         # ν rises with p. Where the total mass rises through 1, the second derivative along the simplex is negative.
         for index in np.flatnonzero((at_grid[:-1] < 0) & (at_grid[1:] >= 0)):
-            p = np.array([root(lambda p: -surplus(np.array([p]))[0], grid[index], grid[index + 1])])
+            p = np.array([_root(lambda p: surplus(np.array([p]))[0], grid[index], grid[index + 1])])
             policy = others(p)[0]
             policy[j] = p[0]
             found.append(policy / policy.sum())
@@ -203,7 +216,7 @@ class Problem:
             if self.measure == "log_prob" and (abs(now - last) < 1e-9 or low < -40 - 2 * math.sqrt(budget)):
                 return policy_at(low), 0.0
             low, high, step, last = low - step, low, 2 * step, now
-        log_beta = root(excess, low, high, 1e-13)
+        log_beta = _root(excess, low, high)
         return policy_at(log_beta), scale * math.exp(log_beta)
 
     def within_raising(self, j: int, budget: float) -> tuple[Vector, float] | None:
@@ -229,9 +242,11 @@ class Problem:
         best = int(np.argmin(losses))
         if math.isinf(losses[best]):
             return None
-        policy = solve(minimum(loss, grid[max(best - 1, 0)], grid[min(best + 1, 24)]))
-        if policy is None:
-            return None
+        around = (grid[max(best - 1, 0)], grid[min(best + 1, 24)])
+        with np.errstate(invalid="ignore"):  # a loss of inf
+            found = minimize_scalar(loss, bounds=around, method="bounded", options={"xatol": 1e-8 * around[1]})
+        policy = solve(min(found.x, grid[best], key=loss))
+        assert policy is not None
         # Stationarity, π (A − ν) = β D, is linear in (ν, β).
         with np.errstate(divide="ignore"):
             distance = np.log(policy) - np.log(self.q)
@@ -275,17 +290,10 @@ class Problem:
         cells = np.argwhere((corners.any(0) & ~corners.all(0)).all(-1))
         found = []
         for row, column in cells:
-            point = (grid[row, column] + grid[row + 1, column + 1]) / 2
-            for _ in range(40):
-                here = residual(point)
-                if not np.isfinite(here).all():
-                    break
-                jacobian = np.stack([(residual(point + step) - here) / 1e-7 for step in 1e-7 * np.eye(2)], axis=-1)
-                if not np.isfinite(jacobian).all() or abs(np.linalg.det(jacobian)) < 1e-200:
-                    break
-                move = np.linalg.solve(jacobian, here)
-                point = np.clip(point - move * min(1, 0.3 / max(np.abs(move).max(), 1e-300)), 1, ceiling)
+            point = root(residual, (grid[row, column] + grid[row + 1, column + 1]) / 2, tol=1e-13).x
+            if not ((point >= 1) & (point <= ceiling) & (np.abs(residual(point)) < 1e-9)).all():
+                continue
             policy, beta = policy_and_beta(point)
-            if np.abs(residual(point)).max() < 1e-9 and 0 < beta < math.inf:
+            if 0 < beta < math.inf:
                 found.append((policy / policy.sum(), float(beta)))
         return found
