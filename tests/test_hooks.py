@@ -376,7 +376,7 @@ def test_every_private_name_that_the_code_uses_is_in_the_table():
 
 
 def test_the_search_finds_hooks_in_each_form():
-    """An override, an import, an attribute of self and of another object, a name that is set anew, one that is patched."""
+    """An override, an import, an attribute of self and of another object, a name set anew, and a patched one."""
     found = uses()
     for use in (
         ("_compute_loss", "trainer.py"),
