@@ -289,7 +289,7 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
             if (tolerance := self.lagrange_multiplier.tolerance) is not None:
                 metrics["lagrangian/tolerance"] = tolerance
                 metrics["lagrangian/violation"] = report.mean_discrepancy - tolerance
-            metrics["lagrangian/penalty_mean"] = value * report.mean_penalty
+            metrics["lagrangian/penalty_mean"] = report.mean_penalty(value)
             metrics["lagrangian/penalized_fraction"] = report.penalized_fraction
         for name, metric in metrics.items():
             self._metrics[mode][name].append(metric)

@@ -49,7 +49,7 @@ def test_statistics_of_micro_batches_and_processes_are_those_of_the_whole():
     report = ranks[0].reduce(lambda local: torch.cat([local, *of_others]))
     assert report.tokens == 10
     assert report.mean_discrepancy == pytest.approx((0.1 / 2 + 0.75 / 3) / 2)
-    assert report.mean_penalty == pytest.approx(2 * 0.75 / 10)
+    assert report.mean_penalty(0.5) == pytest.approx(0.5 * 2 * 0.75 / 10)
     assert report.penalized_fraction == pytest.approx(4 / 10)
     assert report.metrics()["probs_diff_max"] == pytest.approx(0.5)
     assert ranks[0].reduce(lambda local: local) is None  # it was all taken

@@ -86,10 +86,9 @@ class MismatchReport:
         """The batch discrepancy δ̄ (arXiv 2606.08779, eq. 11)."""
         return self._sums["discrepancy_sum"] / self._sums["discrepancy_count"]
 
-    @property
-    def mean_penalty(self) -> float:
-        """What λ multiplied, per scored token."""
-        return self._sums["penalty"] / self._sums["tokens"]
+    def mean_penalty(self, multiplier: float) -> float:
+        """λ times what it multiplied, per scored token."""
+        return multiplier * self._sums["penalty"] / self._sums["tokens"]
 
     @property
     def penalized_fraction(self) -> float:
