@@ -25,15 +25,12 @@ settings.load_profile("dc_trl")
 
 @pytest.hookimpl(tryfirst=True)  # -m is read in the same hook
 def pytest_collection_modifyitems(items):
+    # `make test` runs those with the mark beside the others, one after the other: they share a server, and they count
+    # processes and folders.
     for item in items:
         needs = [mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif")]
         if "fp8_server" in item.fixturenames or any(reason.startswith("vLLM") for reason in needs):
             item.add_marker(pytest.mark.vllm)
-        # `make test` has two processes. One runs all tests that need a vLLM server: they share it, and they count
-        # processes and folders. Other tests go file by file to whichever process is free, since files share fixtures.
-        served = item.get_closest_marker("vllm") is not None
-        item.add_marker(pytest.mark.xdist_group("vLLM" if served else item.path.stem))
-    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)  # the longest group first
 
 
 def pytest_collection_finish():
