@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import NoReturn, get_args, get_type_hints
+from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -32,12 +32,15 @@ def add_serve_options(group: argparse._ActionsContainer) -> None:
 
 
 def add_fields(group: argparse._ActionsContainer, settings: type, *names: str) -> None:
-    """Options for fields of a dataclass that are text or whole numbers, with their defaults and their help."""
+    """Options for fields of a dataclass that are text, numbers or choices, with their defaults and their help."""
     kinds = get_type_hints(settings)
     for field in fields(settings):
         if field.name in names:
-            kind = int if int in (kinds[field.name], *get_args(kinds[field.name])) else str
-            group.add_argument(f"--{field.name}", type=kind, default=field.default, help=field.metadata["help"])
+            of = get_args(kinds[field.name]) or (kinds[field.name],)
+            kind = next((number for number in (int, float) if number in of), str)
+            choices = of if get_origin(kinds[field.name]) is Literal else None
+            help_ = field.metadata["help"]
+            group.add_argument(f"--{field.name}", type=kind, default=field.default, choices=choices, help=help_)
 
 
 @contextmanager

@@ -145,8 +145,7 @@ def draw_prompts(
         ValueError: names the field, its value and the remedy.
     """
     if benchmark is not None:
-        name, _, file = benchmark.partition("=")
-        source = Benchmark.load(name, file=file or None)
+        source = Benchmark.parse(benchmark)
         every = [make_prompt(problem, tokenizer, source.instruction) for problem in source.rows["problem"]]
         if data.max_prompt_length is not None:
             every = [prompt for prompt in every if prompt_length(prompt, tokenizer) <= data.max_prompt_length]
