@@ -67,6 +67,8 @@ def measure_engine(
     _require_spread(sample.engine, denominators)
     lengths = [len(rollout.ids) for rollout in rollouts]
     longest = max(longest, *lengths)
+    width = math.ceil(longest / _POSITION_BINS)
+    edges = np.arange(0, longest + width, width, dtype=float)
     d = tokens.train - tokens.infer
     worst = np.argsort(-tokens.delta, kind="stable")[:_WORST]
     result = EngineMismatch(
@@ -82,7 +84,7 @@ def measure_engine(
         percentiles=_percentiles(tokens.delta, PERCENTILES),
         maximum=float(tokens.delta.max()),
         histogram=_histogram(tokens.delta),
-        by_position=_bins(tokens, tokens.position.astype(float), _position_edges(longest)),
+        by_position=_bins(tokens, tokens.position.astype(float), edges),
         by_probability=_bins(tokens, np.exp(tokens.infer), np.linspace(0, 1, _PROBABILITY_BINS + 1)),
         joint=_joint(np.exp(tokens.infer), np.exp(tokens.train)),
         worst=token_contexts(worst, tokens, prompts, rollouts, tokenizer),
@@ -222,11 +224,6 @@ def _joint(infer: Array, train: Array) -> list[list[int]]:
     return np.vstack([pairs, tokens]).T.tolist()
 
 
-def _position_edges(longest: int) -> Array:
-    width = math.ceil(longest / _POSITION_BINS)
-    return np.arange(0, longest + width, width, dtype=float)
-
-
 def _bins(tokens: ScoredTokens, x: Array, edges: Array) -> list[Bin]:
     """Mean δ between neighbouring edges of x, which has shape (tokens,); the last edge is included."""
     cells = np.clip(np.searchsorted(edges, x, side="right") - 1, 0, len(edges) - 2)
@@ -255,9 +252,8 @@ def _effective(weights: Array) -> float:
 
 
 def _weights(weights: Array) -> Weights:
-    return Weights(
-        float(weights.mean()), _percentiles(weights, WEIGHT_PERCENTILES), float(weights.max()), _effective(weights)
-    )
+    percentiles = _percentiles(weights, WEIGHT_PERCENTILES)
+    return Weights(float(weights.mean()), percentiles, float(weights.max()), _effective(weights))
 
 
 def _bounded(log_weights: Array) -> Array:
@@ -271,10 +267,8 @@ def _growth(tokens: ScoredTokens, longest: int) -> list[Growth]:
     for length in [*(2**power for power in range((longest - 1).bit_length())), longest]:
         logs = _bounded(tokens.trajectory_sums(np.where(tokens.position < length, d, 0.0)))
         weights = np.exp(logs)
-        low, high = np.percentile(weights, [5, 95])
-        rows.append(
-            Growth(length, float(weights.mean()), float(logs.std()), float(low), float(high), _effective(weights))
-        )
+        low, high = map(float, np.percentile(weights, [5, 95]))
+        rows.append(Growth(length, float(weights.mean()), float(logs.std()), low, high, _effective(weights)))
     return rows
 
 

@@ -14,10 +14,7 @@ from .settings import CalibrationSettings
 
 @torch.no_grad()
 def train_logps(
-    policy: Policy,
-    prompts: Sequence[list[int]],
-    rollouts: Sequence[Rollout],
-    settings: CalibrationSettings,
+    policy: Policy, prompts: Sequence[list[int]], rollouts: Sequence[Rollout], settings: CalibrationSettings
 ) -> list[Tensor]:
     """log π_train of each rollout's tokens, as TRL's trainer computes it.
 

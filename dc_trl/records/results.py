@@ -19,9 +19,7 @@ def write_result(result: tuple, path: str | os.PathLike[str], indent: int) -> No
     write_text(Path(path), json.dumps(_plain(result), indent=indent, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def read_result(
-    kind: type[Result], path: str | os.PathLike[str], what: str, null_is_nan: bool = False
-) -> Result:
+def read_result(kind: type[Result], path: str | os.PathLike[str], what: str, null_is_nan: bool = False) -> Result:
     """Reads what `write_result` wrote.
 
     Args:
