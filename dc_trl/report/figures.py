@@ -89,6 +89,11 @@ def finish_axes(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def say_empty(axes: Axes, why: str) -> None:
+    """Says in the middle of axes why nothing is drawn there."""
+    axes.text(0.5, 0.5, why, transform=axes.transAxes, ha="center", color=MUTED)
+
+
 def moving_average(values: Sequence[float], window: int = 9) -> list[float]:
     """Centred moving average, as long as `values`; at the ends over what there is of the window."""
     half = window // 2
