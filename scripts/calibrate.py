@@ -31,6 +31,7 @@ from dc_trl.settings.command_line import (
     add_serve_options,
     leave_on_sigterm,
     refused_in_one_line,
+    say,
 )
 from dc_trl.settings.pretrained import load_config_and_tokenizer
 from dc_trl.settings.ranges import COUNT, Range, require_numbers
@@ -120,7 +121,7 @@ def run(args: argparse.Namespace) -> None:
             "train_dtype": args.train_dtype,
             "prompts_from": args.benchmark or args.dataset_name or "arithmetic",
         },
-        report=lambda line: print(line, flush=True),
+        report=say,
     )
     for word in args.engine:
         EngineSpec.parse(word)

@@ -67,8 +67,6 @@ def measure_engine(
     _require_spread(sample.engine, denominators)
     lengths = [len(rollout.ids) for rollout in rollouts]
     longest = max(longest, *lengths)
-    width = math.ceil(longest / _POSITION_BINS)
-    edges = np.arange(0, longest + width, width, dtype=float)
     d = tokens.train - tokens.infer
     worst = np.argsort(-tokens.delta, kind="stable")[:_WORST]
     result = EngineMismatch(
@@ -84,7 +82,7 @@ def measure_engine(
         percentiles=_percentiles(tokens.delta, PERCENTILES),
         maximum=float(tokens.delta.max()),
         histogram=_histogram(tokens.delta),
-        by_position=_bins(tokens, tokens.position.astype(float), edges),
+        by_position=_bins(tokens, tokens.position.astype(float), _position_edges(longest)),
         by_probability=_bins(tokens, np.exp(tokens.infer), np.linspace(0, 1, _PROBABILITY_BINS + 1)),
         joint=_joint(np.exp(tokens.infer), np.exp(tokens.train)),
         worst=token_contexts(worst, tokens, prompts, rollouts, tokenizer),
@@ -222,6 +220,11 @@ def _joint(infer: Array, train: Array) -> list[list[int]]:
     cells = [np.minimum((values * GRID).astype(int), GRID - 1) for values in (infer, train)]
     pairs, tokens = np.unique(np.stack(cells), axis=1, return_counts=True)
     return np.vstack([pairs, tokens]).T.tolist()
+
+
+def _position_edges(longest: int) -> Array:
+    width = math.ceil(longest / _POSITION_BINS)
+    return np.arange(0, longest + width, width, dtype=float)
 
 
 def _bins(tokens: ScoredTokens, x: Array, edges: Array) -> list[Bin]:

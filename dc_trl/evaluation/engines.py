@@ -15,6 +15,7 @@ from ..rollouts.sampling import Engine, ReplicaEngine
 from ..rollouts.server_engine import Disclosed, ServerEngine
 from ..serving.connection import is_local
 from ..serving.server import serve
+from ..settings.command_line import say
 
 
 # In place of a scheme: a checkpoint that is quantized already is evaluated as it is.
@@ -115,7 +116,7 @@ def start_engine(
         running = ServerEngine(engine.name, concurrency=concurrency)
         require_served(engine.name, running.disclosed, model.name, engine.scheme)
         scheme = f"taken for {model.name} in {engine.scheme}"
-        print(f"{engine.name} holds {running.disclosed}, {scheme}", flush=True)
+        say(f"{engine.name} holds {running.disclosed}, {scheme}")
         yield running, served_weights(engine.name, running.disclosed)
     elif engine.kind == "replica":
         policy = AutoModelForCausalLM.from_pretrained(model.name, revision=model.revision, dtype="auto")
@@ -130,7 +131,7 @@ def start_engine(
             log_path=log_path,
             restarts=3,
             options=serve_options,
-            report=lambda line: print(line, flush=True),
+            report=say,
         ) as server:
             yield ServerEngine(server.url, concurrency=concurrency), fingerprint(model)
 

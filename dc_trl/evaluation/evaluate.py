@@ -130,12 +130,7 @@ def evaluate(
             store = SampleStore(output_dir / benchmark.name, record | {"problems": digest})
             stack.callback(store.close)
             stores[benchmark.name] = store
-            missing += [
-                _Missing(benchmark.name, problem, number, Request(ids, sample_seed(how.seed, problem, number)))
-                for problem, ids in prompts.items()
-                for number in range(benchmark.samples)
-                if (problem, number) not in store.samples
-            ]
+            missing += _missing_samples(benchmark, prompts, store, how.seed)
         grader = stack.enter_context(Grader(how.grading_processes))
         grader.start()  # now, because an engine on the same cores would wait for what they load
         keeper = stack.enter_context(_Keeper(stores, golds, grader))
@@ -172,12 +167,22 @@ def _require_room(benchmark: Benchmark, prompts: Mapping[str, list[int]], max_le
 
 
 class _Missing(NamedTuple):
-    """A sample that is not on disk yet."""
-
     benchmark: str
     problem: str
     number: int  # of the sample
     request: Request
+
+
+def _missing_samples(
+    benchmark: Benchmark, prompts: Mapping[str, list[int]], store: SampleStore, seed: int
+) -> list[_Missing]:
+    """Samples that are not on disk yet."""
+    return [
+        _Missing(benchmark.name, problem, number, Request(ids, sample_seed(seed, problem, number)))
+        for problem, ids in prompts.items()
+        for number in range(benchmark.samples)
+        if (problem, number) not in store.samples
+    ]
 
 
 class _Progress(tqdm):

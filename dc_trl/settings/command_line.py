@@ -60,3 +60,8 @@ def refused_in_one_line(*others: type[Exception]) -> Iterator[None]:
 def leave_on_sigterm() -> None:
     """Has SIGTERM end the program as Ctrl-C does: through the blocks that end what it started."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def say(line: str) -> None:
+    """Prints a line at once, also where the output goes to a file."""
+    print(line, flush=True)
