@@ -52,8 +52,7 @@ def measure_engine(
     Args:
         sample: what it sampled, with log π_inf.
         train: log π_train of each rollout's tokens, shape (tokens,).
-        prompts: token ids.
-        tokenizer: of the model, for the context of the worst tokens.
+        prompts, tokenizer: token ids, and the model's tokenizer, for the context of the worst tokens.
         settings: of the calibration.
         longest: tokens of the longest completion of all engines that this one is compared with.
 

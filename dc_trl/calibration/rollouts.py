@@ -63,8 +63,7 @@ def sample_rollouts(
 
     Args:
         engine: what samples.
-        policy: the model that is trained.
-        tokenizer: of the policy.
+        policy, tokenizer: the model that is trained, and its tokenizer.
         prompts: token ids.
         settings: how completions are drawn.
 

@@ -25,8 +25,7 @@ def train_logps(
 
     Args:
         policy: in its training precision.
-        prompts: token ids.
-        rollouts: completions of them.
+        prompts, rollouts: token ids, and completions of them.
         settings: temperature, autocast, tokens of a forward.
 
     Returns:

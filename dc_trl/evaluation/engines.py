@@ -100,8 +100,7 @@ def start_engine(
     """An engine for the time of the block, and what tells its weights from others, for the record.
 
     Args:
-        engine: of `choose_engines`.
-        model: what it runs.
+        engine, model: of `choose_engines`, and what it runs.
         max_length: longest prompt and completion together, in tokens; the model's own limit where that is lower.
         concurrency: requests in flight, or the replica's batch.
         serve_options: further options of `vllm serve`, for a server that is started.

@@ -80,8 +80,7 @@ def benchmark_result(
     """Results from the first k samples of every problem.
 
     Args:
-        name: of the benchmark.
-        problems: their ids.
+        name, problems: of the benchmark, and the ids of its problems.
         k: samples of each that count.
         samples: by problem and number, all from 0 to k − 1.
 

@@ -120,14 +120,9 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
 
 
 def plot_run(history: Sequence[Mapping[str, Any]], path: str | Path, title: str = "") -> None:
-    """Draws reward, batch discrepancy with its tolerance, and λ over the steps of a run into a PNG.
+    """Draws reward, batch discrepancy with its tolerance, and λ over the rows of a history file into a PNG.
 
     A run with `LengthDecayCallback` has two more panels: response length and learning rate, with surge and halvings.
-
-    Args:
-        history: rows of a history file.
-        path: of the PNG.
-        title: above the panels.
     """
     run = Run("", history)
     decays = any(name.startswith("length_decay/") for row in history for name in row)
