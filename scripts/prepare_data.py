@@ -17,7 +17,7 @@ from dc_trl.data.cleaning import Cleaning, Language, Report, clean
 from dc_trl.data.dapo import DAPO, load_dapo
 from dc_trl.data.templates import BOXED_INSTRUCTION
 from dc_trl.files import make_folder
-from dc_trl.settings.command_line import OptionParser, refused_in_one_line
+from dc_trl.settings.command_line import OptionParser, refused_in_one_line, require_new
 from dc_trl.settings.pretrained import load_config_and_tokenizer
 
 
@@ -74,13 +74,6 @@ def benchmark_files(pairs: list[str], names: list[str]) -> dict[str, str]:
     return files
 
 
-def require_new(output: Path) -> None:
-    """Refuses an output that holds something, and makes the directory it will stand in."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"output={str(output)!r} already exists: choose another directory, or remove it first.")
-    make_folder("output", output.parent)
-
-
 def prepare(arguments: argparse.Namespace, folder: Path) -> Report:
     """Writes all files into a folder. Everything that can be wrong with the input is found before rows are read."""
     files = benchmark_files(arguments.benchmark_files, arguments.benchmarks)
@@ -105,6 +98,7 @@ def main() -> None:
     output = arguments.output.absolute()
     with refused_in_one_line():
         require_new(output)
+        make_folder("output", output.parent)
         # Beside the output, which then appears at once and whole, or not at all.
         with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
             result = Path(folder, output.name)

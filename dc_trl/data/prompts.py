@@ -227,8 +227,10 @@ def tokenize(
     """Token ids of prompts, all texts or all conversations, as TRL's trainer makes them."""
     if isinstance(prompts[0], str):
         return tokenizer(list(prompts))["input_ids"]
-    options = {"add_generation_prompt": True, "return_dict": True, **chat_template_kwargs}
-    return tokenizer.apply_chat_template(list(prompts), **options)["input_ids"]
+    encoded = tokenizer.apply_chat_template(
+        list(prompts), add_generation_prompt=True, return_dict=True, **chat_template_kwargs
+    )
+    return encoded["input_ids"]
 
 
 def prompt_length(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
 
@@ -41,6 +42,16 @@ def add_fields(group: argparse._ActionsContainer, settings: type, *names: str) -
             choices = of if get_origin(kinds[field.name]) is Literal else None
             help_ = field.metadata["help"]
             group.add_argument(f"--{field.name}", type=kind, default=field.default, choices=choices, help=help_)
+
+
+def require_new(output: Path) -> None:
+    """Refuses an output directory that holds something already.
+
+    Raises:
+        ValueError: names the option, its value and the remedy.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"output={str(output)!r} already exists: choose another directory, or remove it first.")
 
 
 @contextmanager
