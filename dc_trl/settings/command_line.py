@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -38,7 +38,7 @@ def add_fields(group: argparse._ActionsContainer, settings: type, *names: str) -
     for field in fields(settings):
         if field.name in names:
             of = get_args(kinds[field.name]) or (kinds[field.name],)
-            kind = next((number for number in (int, float) if number in of), str)
+            kind: Any = next((number for number in (int, float) if number in of), str)
             choices = of if get_origin(kinds[field.name]) is Literal else None
             help_ = field.metadata["help"]
             group.add_argument(f"--{field.name}", type=kind, default=field.default, choices=choices, help=help_)
