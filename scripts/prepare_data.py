@@ -7,6 +7,7 @@ Train on the result: `scripts/train.py --dataset_name data/dapo/train.parquet --
 
 import argparse
 import os
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from dc_trl.data.cleaning import Cleaning, Language, Report, clean
 from dc_trl.data.dapo import DAPO, load_dapo
 from dc_trl.data.templates import BOXED_INSTRUCTION
 from dc_trl.files import make_folder
-from dc_trl.settings.command_line import OptionParser, refused_in_one_line, require_new
+from dc_trl.settings.command_line import OptionParser
 from dc_trl.settings.pretrained import load_config_and_tokenizer
 
 
@@ -74,12 +75,25 @@ def benchmark_files(pairs: list[str], names: list[str]) -> dict[str, str]:
     return files
 
 
+def require_new(output: Path) -> None:
+    """Refuses an output that holds something, and makes the directory it will stand in."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"output={str(output)!r} already exists: choose another directory, or remove it first.")
+    make_folder("output", output.parent)
+
+
 def prepare(arguments: argparse.Namespace, folder: Path) -> Report:
     """Writes all files into a folder. Everything that can be wrong with the input is found before rows are read."""
     files = benchmark_files(arguments.benchmark_files, arguments.benchmarks)
     tokenizer = load_config_and_tokenizer(arguments.tokenizer, "tokenizer")[1] if arguments.tokenizer else None
-    language, length = arguments.language, arguments.max_prompt_length
-    options = Cleaning(language, length, tokenizer, arguments.instruction, arguments.ngram, arguments.common)
+    options = Cleaning(
+        arguments.language,
+        arguments.max_prompt_length,
+        tokenizer,
+        arguments.instruction,
+        arguments.ngram,
+        arguments.common,
+    )
     rows, repeats = load_dapo(arguments.file)
     benchmarks = {name: load_benchmark(name, files.get(name)) for name in arguments.benchmarks}
     kept, report = clean(rows, benchmarks, options)
@@ -96,15 +110,16 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> Report:
 def main() -> None:
     arguments = parse_arguments()
     output = arguments.output.absolute()
-    with refused_in_one_line():
+    try:
         require_new(output)
-        make_folder("output", output.parent)
         # Beside the output, which then appears at once and whole, or not at all.
         with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
             result = Path(folder, output.name)
             result.mkdir()
             report = prepare(arguments, result)
             os.replace(result, output)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
     report.print()
     print(f"{TRAIN_FILE}, {REPORT_FILE} and {DROPPED_FILE} are in {arguments.output}")
 

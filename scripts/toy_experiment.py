@@ -4,6 +4,7 @@ python scripts/toy_experiment.py --output runs/toy
 """
 
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from dc_trl.files import make_folder
 from dc_trl.report.figures import ACCENT, INK, MUTED, new_figure
-from dc_trl.settings.command_line import OptionParser, refused_in_one_line, require_new
+from dc_trl.settings.command_line import OptionParser, refused_in_one_line
 from dc_trl.settings.ranges import ABOVE_0, require_number
 from dc_trl.theory import budgeted_policy, squared_discrepancy
 from dc_trl.theory.simplex import Measure, Vector
@@ -121,8 +122,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="a new directory for the two figures")
     parser.add_argument("--budget", type=float, default=BUDGET, help="of Σ D², the same for all three measures")
     args = parser.parse_args()
+    if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
+        sys.exit(f"error: output={str(args.output)!r} already exists: choose another directory, or remove it first.")
     with refused_in_one_line():
-        require_new(args.output)
         require_number("budget", args.budget, ABOVE_0)
         result = table(args.budget)
         make_folder("output", args.output)

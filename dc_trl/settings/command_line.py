@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 
@@ -33,25 +32,18 @@ def add_serve_options(group: argparse._ActionsContainer) -> None:
 
 
 def add_fields(group: argparse._ActionsContainer, settings: type, *names: str) -> None:
-    """Options for fields of a dataclass that are text, numbers or choices, with their defaults and their help."""
-    kinds = get_type_hints(settings)
+    """Options for fields of a dataclass that are text, one of a `Literal`'s words, or numbers.
+
+    They have the fields' defaults and help.
+    """
+    hints = get_type_hints(settings)
     for field in fields(settings):
         if field.name in names:
-            of = get_args(kinds[field.name]) or (kinds[field.name],)
-            kind: Any = next((number for number in (int, float) if number in of), str)
-            choices = of if get_origin(kinds[field.name]) is Literal else None
-            help_ = field.metadata["help"]
-            group.add_argument(f"--{field.name}", type=kind, default=field.default, choices=choices, help=help_)
-
-
-def require_new(output: Path) -> None:
-    """Refuses an output directory that holds something already.
-
-    Raises:
-        ValueError: names the option, its value and the remedy.
-    """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"output={str(output)!r} already exists: choose another directory, or remove it first.")
+            hint, help_ = hints[field.name], field.metadata["help"]
+            of = get_args(hint) or (hint,)
+            kind: Any = int if int in of else float if float in of else str
+            choices = of if get_origin(hint) is Literal else None
+            group.add_argument(f"--{field.name}", type=kind, choices=choices, default=field.default, help=help_)
 
 
 @contextmanager
