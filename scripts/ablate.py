@@ -6,7 +6,6 @@ The same command goes on where a stopped or killed sweep was. docs/ablations.md 
 """
 
 import argparse
-import functools
 import os
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from dc_trl.ablation.plan import Job, Sweep, load_sweep, parse_overrides
 from dc_trl.ablation.results import collect, write_results
 from dc_trl.ablation.sweep_figure import draw_sweep
 from dc_trl.records.tables import print_table
-from dc_trl.settings.command_line import OptionParser, leave_on_sigterm, refused_in_one_line
+from dc_trl.settings.command_line import OptionParser, leave_on_sigterm, refused_in_one_line, say
 
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -62,7 +61,6 @@ def check(variants: Path, jobs: int) -> None:
 
 def run(args: argparse.Namespace) -> list[Failure]:
     """Does what the options ask for, and returns the jobs that failed."""
-    say = functools.partial(print, flush=True)
     sweep = load_sweep(args.sweep, args.base, parse_overrides(args.set), args.seeds)
     output = args.output or Path("runs", "ablations", sweep.name)
     jobs, failures = sweep.jobs(output), list[Failure]()

@@ -17,8 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -26,6 +24,7 @@ from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.grading import Gold, Grader, grade
 from dc_trl.quantization.schemes import SCHEMES
+from dc_trl.records.tables import print_table
 from dc_trl.rollouts.replica import Replica
 from dc_trl.settings.command_line import OptionParser
 
@@ -155,7 +154,7 @@ def train_in_turns(
 
 def overhead(args: argparse.Namespace) -> None:
     baseline = peak_memory()
-    table = Table("route", "over", "step time", "quartiles", "memory", "its growth")
+    rows = []
     with tempfile.TemporaryDirectory() as output_dir:
         for route, steps in ROUTES.items():
             # Both routes cover one generation batch: two micro-batches, in one or two optimizer steps.
@@ -172,10 +171,10 @@ def overhead(args: argparse.Namespace) -> None:
                 theirs, memory = peaks[other], ("", "")
                 if theirs:
                     memory = f"{ours / theirs:.3f}", f"{(ours - baseline) / (theirs - baseline):.3f}"
-                table.add_row(route, other, *ratios(seconds["DC-GRPO"], seconds[other], 3), *memory)
+                rows.append([route, other, *ratios(seconds["DC-GRPO"], seconds[other], 3), *memory])
     tokens = 2 * args.batch_size * args.completion_length
-    table.title = f"DC-GRPO as a multiple, {args.repetitions} repetitions, {tokens:,} completion tokens per batch"
-    Console().print(table)
+    title = f"DC-GRPO as a multiple, {args.repetitions} repetitions, {tokens:,} completion tokens per batch"
+    print_table(["route", "over", "step time", "quartiles", "memory", "its growth"], rows, title)
 
 
 def replica(args: argparse.Namespace) -> None:
@@ -183,15 +182,8 @@ def replica(args: argparse.Namespace) -> None:
     policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval().to(device)
     prompts = [[20 + (row + column) % 100 for column in range(12)] for row in range(args.batch_size)]
     input_ids = torch.tensor(prompts, device=device)
-    config = GenerationConfig(
-        max_new_tokens=args.completion_length,
-        min_new_tokens=args.completion_length,
-        do_sample=True,
-        top_k=0,
-        pad_token_id=0,
-        eos_token_id=[1],
-        disable_compile=True,
-    )
+    size = {"min_new_tokens": args.completion_length, "max_new_tokens": args.completion_length}
+    config = GenerationConfig(**size, do_sample=True, top_k=0, pad_token_id=0, eos_token_id=[1], disable_compile=True)
 
     @torch.no_grad()
     def generate() -> None:
@@ -211,14 +203,14 @@ def replica(args: argparse.Namespace) -> None:
                 torch.cuda.synchronize()
             if repetition >= 1:
                 values.append(time.perf_counter() - start)
-    table = Table("engine", "seconds", "tokens/s", "× generate", "quartiles")
+    rows = []
     tokens = args.batch_size * args.completion_length
     for name, values in seconds.items():
         median = statistics.median(values)
         label = "generate, float32" if name == "generate" else f"replica, {name}"
-        table.add_row(label, f"{median:.3f}", f"{tokens / median:,.0f}", *ratios(values, seconds["generate"]))
-    table.title = f"{args.batch_size} prompts, {args.completion_length} tokens each, {args.repetitions} repetitions"
-    Console().print(table)
+        rows.append([label, f"{median:.3f}", f"{tokens / median:,.0f}", *ratios(values, seconds["generate"])])
+    title = f"{args.batch_size} prompts, {args.completion_length} tokens each, {args.repetitions} repetitions"
+    print_table(["engine", "seconds", "tokens/s", "× generate", "quartiles"], rows, title)
 
 
 def grading(args: argparse.Namespace) -> None:
@@ -251,11 +243,10 @@ def grading(args: argparse.Namespace) -> None:
             if repetition > 0:
                 alone.append(between - start)
                 together.append(end - between)
-    table = Table("one process, s", f"{args.threads} workers, s", "times faster", "quartiles")
     seconds = [f"{statistics.median(values):.2f}" for values in (alone, together)]
-    table.add_row(*seconds, *ratios(alone, together))
-    table.title = f"{args.completions:,} completions, {args.repetitions} repetitions"
-    Console().print(table)
+    head = ["one process, s", f"{args.threads} workers, s", "times faster", "quartiles"]
+    title = f"{args.completions:,} completions, {args.repetitions} repetitions"
+    print_table(head, [[*seconds, *ratios(alone, together)]], title)
 
 
 def main() -> None:

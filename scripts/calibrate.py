@@ -12,7 +12,6 @@ directory gets calibration.json, report.html and the figures.
 
 import argparse
 from pathlib import Path
-from typing import get_args
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -20,7 +19,6 @@ from transformers import AutoModelForCausalLM
 from dc_trl.calibration import CalibrationSettings, calibrate
 from dc_trl.calibration.report import REPORT_FILE, print_calibration, write_report
 from dc_trl.calibration.result import CALIBRATION_FILE
-from dc_trl.constraint.settings import Measure, Reduction
 from dc_trl.data.benchmarks import BENCHMARKS
 from dc_trl.data.prompts import parse_template_kwargs
 from dc_trl.files import make_folder
@@ -33,6 +31,7 @@ from dc_trl.settings.command_line import (
     add_serve_options,
     leave_on_sigterm,
     refused_in_one_line,
+    say,
 )
 from dc_trl.settings.pretrained import load_config_and_tokenizer
 from dc_trl.settings.ranges import COUNT, Range, require_numbers
@@ -40,25 +39,14 @@ from dc_trl.training.problems import DataArguments, draw_prompts
 
 
 # Weights, and whether the forward runs under bfloat16 autocast: `dtype` and `bf16` of a training configuration.
-TRAIN_DTYPES = {
-    "bfloat16": (torch.bfloat16, True),
-    "mixed": (torch.float32, True),
-    "float32": (torch.float32, False),
+TRAIN_DTYPES = {"bfloat16": (torch.bfloat16, True), "mixed": (torch.float32, True), "float32": (torch.float32, False)}
+DATA_FIELDS = ("dataset_config", "dataset_split", "prompt_column", "answer_column", "instruction", "max_prompt_length")
+# Options that are settings of the calibration, which describes and checks them.
+SETTINGS = {
+    "the sampling": ("samples", "max_tokens", "temperature", "seed"),
+    "the tolerance": ("measure", "reduction", "batch_prompts"),
+    "the machine": ("device", "batch_tokens", "replica_batch"),
 }
-DATA_FIELDS = (
-    "dataset_config",
-    "dataset_split",
-    "prompt_column",
-    "answer_column",
-    "instruction",
-    "max_prompt_length",
-)
-# Options that are settings of the calibration, which checks them.
-SETTINGS = (
-    *("samples", "max_tokens", "temperature", "seed"),
-    *("measure", "reduction", "batch_prompts"),
-    *("device", "batch_tokens", "replica_batch", "serve_options"),
-)
 RANGES = {"prompts": Range(least=2, whole=True), "max_prompt_length": COUNT}
 
 
@@ -88,21 +76,9 @@ def parse_arguments() -> argparse.Namespace:
     prompts.add_argument("--chat_template_kwargs", default="{}", help="'{\"enable_thinking\": false}'")
     prompts.add_argument("--prompts", type=int, default=128, help="how many, drawn at random (default: 128)")
 
-    sampling = parser.add_argument_group("the sampling")
-    sampling.add_argument("--samples", type=int, default=8, help="completions a prompt: num_generations of the run")
-    sampling.add_argument("--max_tokens", type=int, default=8192, help="max_completion_length of the run")
-    sampling.add_argument("--temperature", type=float, default=1.0, help="of the run, above 0")
-    sampling.add_argument("--seed", type=int, default=0)
-
-    tolerance = parser.add_argument_group("the tolerance")
-    tolerance.add_argument("--measure", default="prob_diff", choices=get_args(Measure), help="discrepancy_measure")
-    tolerance.add_argument("--reduction", default="sequence", choices=get_args(Reduction), help="batch_reduction")
-    tolerance.add_argument("--batch_prompts", type=int, default=64, help="prompts of one generation batch of the run")
-
-    machine = parser.add_argument_group("the machine")
-    machine.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of scoring")
-    machine.add_argument("--batch_tokens", type=int, default=16384, help="tokens of one forward")
-    machine.add_argument("--replica_batch", type=int, default=256, help="completions that a replica samples at a time")
+    for title, names in SETTINGS.items():
+        add_fields(parser.add_argument_group(title), CalibrationSettings, *names)
+    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu", replica_batch=256)
 
     output = parser.add_argument_group("the results")
     output.add_argument("--output", type=Path, default=Path("runs", "calibration"), help="directory of the results")
@@ -135,7 +111,8 @@ def run(args: argparse.Namespace) -> None:
     require_numbers(args, RANGES)
     dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
     settings = CalibrationSettings(
-        **{name: getattr(args, name) for name in SETTINGS},
+        **{name: getattr(args, name) for names in SETTINGS.values() for name in names},
+        serve_options=args.serve_options,
         bf16=bf16,
         chat_template_kwargs=parse_template_kwargs(args.chat_template_kwargs),
         log_dir=args.output,
@@ -144,7 +121,7 @@ def run(args: argparse.Namespace) -> None:
             "train_dtype": args.train_dtype,
             "prompts_from": args.benchmark or args.dataset_name or "arithmetic",
         },
-        report=lambda line: print(line, flush=True),
+        report=say,
     )
     for word in args.engine:
         EngineSpec.parse(word)

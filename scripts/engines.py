@@ -21,8 +21,6 @@ from typing import Any
 import httpx
 import torch
 from datasets import Dataset
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -39,6 +37,7 @@ from dc_trl.evaluation import Benchmark, evaluate, tokenize_prompts
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.tensors import policy_tensors
+from dc_trl.records.tables import print_table
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.sampling import Sampling, sample_seed
 from dc_trl.rollouts.server_engine import ServerEngine
@@ -48,15 +47,7 @@ from dc_trl.settings.command_line import OptionParser
 
 
 # Random models of these sizes; the largest has the shape of Qwen3-0.6B.
-SHAPE = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-)
+SHAPE = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size"
 SIZES = {
     "0.3M": (64, 256, 4, 2, 1, 32, 262),
     "2.4M": (256, 512, 4, 4, 2, 64, 262),
@@ -87,8 +78,7 @@ def logps_of(model: PreTrainedModel, prompts: list[list[int]], completions: list
     for prompt, ids in zip(prompts, completions, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([prompt + ids], device=model.device)).logits[0, len(prompt) - 1 : -1]
-        every = logits.float().log_softmax(-1)
-        logps.append(every.gather(1, torch.tensor(ids, device=model.device).unsqueeze(1)).squeeze(1).cpu())
+        logps.append(logits.float().log_softmax(-1)[torch.arange(len(ids)), ids].cpu())
     return logps
 
 
@@ -110,7 +100,7 @@ def accuracy(tokenizer: PreTrainedTokenizerBase, completions: list[list[int]], a
 def agreement(args: argparse.Namespace) -> None:
     policy, tokenizer, problems, prompts = load_problems(args)
     greedy = GenerationConfig(max_new_tokens=args.completion_length, do_sample=False, pad_token_id=0, eos_token_id=[1])
-    table = Table("engine", "greedy accuracy", "mean |Δp|", "p99", "max", "KL (k3)", "mean |Δp| to vLLM")
+    rows = []
     for scheme in args.schemes:
         with started(args, scheme) as server:
             client = ServerClient(server.url)
@@ -131,10 +121,11 @@ def agreement(args: argparse.Namespace) -> None:
         ):
             metrics = compare(by_policy, infer)
             values = (metrics[key] for key in ("probs_diff_mean", "p99", "probs_diff_max", "k3_kl"))
-            table.add_row(name, accuracy(tokenizer, ids, answers), *(f"{value:.2e}" for value in values), gap)
+            rows.append([name, accuracy(tokenizer, ids, answers), *(f"{value:.2e}" for value in values), gap])
     tokens = sum(map(len, completions))
-    table.title = f"Against the policy in float32, {args.problems} held-out problems, about {tokens:,} tokens each"
-    Console().print(table)
+    head = ["engine", "greedy accuracy", "mean |Δp|", "p99", "max", "KL (k3)", "mean |Δp| to vLLM"]
+    title = f"Against the policy in float32, {args.problems} held-out problems, about {tokens:,} tokens each"
+    print_table(head, rows, title)
 
 
 def medians(actions: dict[str, Callable[[], Any]], repetitions: int) -> dict[str, float]:
@@ -153,15 +144,8 @@ def throughput(args: argparse.Namespace) -> None:
     policy, _, _, prompts = load_problems(args)
     longest = max(map(len, prompts))
     padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
-    config = GenerationConfig(
-        max_new_tokens=args.completion_length,
-        min_new_tokens=args.completion_length,
-        do_sample=True,
-        top_k=0,
-        pad_token_id=0,
-        eos_token_id=[1],
-        disable_compile=True,
-    )
+    size = {"min_new_tokens": args.completion_length, "max_new_tokens": args.completion_length}
+    config = GenerationConfig(**size, do_sample=True, top_k=0, pad_token_id=0, eos_token_id=[1], disable_compile=True)
     actions: dict[str, Callable[[], Any]] = {}
 
     @torch.no_grad()
@@ -178,21 +162,18 @@ def throughput(args: argparse.Namespace) -> None:
             actions[f"replica, {scheme}"] = lambda replica=replica: replica.generate(prompts, config, 1.0)
         actions["model.generate, float32"] = generate
         seconds = medians(actions, args.repetitions)
-    table = Table("engine", "seconds", "tokens/s", "× model.generate")
-    tokens = args.problems * args.completion_length
-    for name, value in seconds.items():
-        ratio = seconds["model.generate, float32"] / value
-        table.add_row(name, f"{value:.2f}", f"{tokens / value:,.0f}", f"{ratio:.2f}")
-    table.title = f"{args.problems} prompts, {args.completion_length} tokens each, {args.repetitions} repetitions"
-    Console().print(table)
+    tokens, base = args.problems * args.completion_length, seconds["model.generate, float32"]
+    rows = [[name, f"{s:.2f}", f"{tokens / s:,.0f}", f"{base / s:.2f}"] for name, s in seconds.items()]
+    title = f"{args.problems} prompts, {args.completion_length} tokens each, {args.repetitions} repetitions"
+    print_table(["engine", "seconds", "tokens/s", "× model.generate"], rows, title)
 
 
 def sync(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    table = Table("model", "scheme", "MB", "write", "reload", "sync", "copy", "× copy")
+    rows = []
     for size in args.sizes:
         torch.manual_seed(args.seed)
-        shape = dict(zip(SHAPE, SIZES[size], strict=True))
+        shape = dict(zip(SHAPE.split(), SIZES[size], strict=True))
         config = Qwen3Config(tie_word_embeddings=True, eos_token_id=1, pad_token_id=0, bos_token_id=None, **shape)
         policy = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="dc_trl-engines-") as folder:
@@ -218,32 +199,23 @@ def sync(args: argparse.Namespace) -> None:
 
                     seconds = medians({"write": write, "reload": reload, "copy": copy_bytes}, args.repetitions)
                 total = seconds["write"] + seconds["reload"]
-                table.add_row(
-                    size,
-                    scheme,
-                    f"{bytes_written / 1e6:,.1f}",
-                    *(f"{value:.3f}" for value in (seconds["write"], seconds["reload"], total, seconds["copy"])),
-                    f"{total / seconds['copy']:.1f}",
-                )
-    table.title = f"Seconds to bring new weights to a vLLM server, {args.repetitions} repetitions"
-    Console().print(table)
+                shown = [f"{each:.3f}" for each in (seconds["write"], seconds["reload"], total, seconds["copy"])]
+                rows.append([size, scheme, f"{bytes_written / 1e6:,.1f}", *shown, f"{total / seconds['copy']:.1f}"])
+    title = f"Seconds to bring new weights to a vLLM server, {args.repetitions} repetitions"
+    print_table(["model", "scheme", "MB", "write", "reload", "sync", "copy", "× copy"], rows, title)
 
 
 def evaluation(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     benchmark = Benchmark.load("arithmetic", samples=args.samples, limit=args.problems)
     prompts = tokenize_prompts(benchmark, tokenizer, {})
+    usual = {"model": args.model, "max_tokens": args.completion_length, "temperature": 0.7}
     bodies = [
-        {
-            "prompt": ids,
-            "max_tokens": args.completion_length,
-            "temperature": 0.7,
-            "seed": sample_seed(0, problem, number),
-        }
+        usual | {"prompt": ids, "seed": sample_seed(0, problem, number)}
         for problem, ids in prompts.items()
         for number in range(args.samples)
     ]
-    table = Table("scheme", "bare loop, tokens/s", "evaluation, tokens/s", "ratio (quartiles)")
+    rows = []
     for scheme in args.schemes:
         rates: dict[str, list[float]] = {"bare": [], "evaluation": []}
         with started(args, scheme) as server:
@@ -251,7 +223,7 @@ def evaluation(args: argparse.Namespace) -> None:
             for repetition in range(args.repetitions + 1):
                 ServerClient(server.url).reset_prefix_cache()
                 start = time.perf_counter()
-                tokens = asyncio.run(bare_loop(server.url, args.model, bodies))
+                tokens = asyncio.run(bare_loop(server.url, bodies))
                 bare = tokens / (time.perf_counter() - start)
                 ServerClient(server.url).reset_prefix_cache()
                 with tempfile.TemporaryDirectory() as folder:
@@ -267,24 +239,24 @@ def evaluation(args: argparse.Namespace) -> None:
         ratios = [b / a for a, b in zip(*rates.values(), strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         shown = [f"{statistics.median(values):,.0f}" for values in rates.values()]
-        table.add_row(scheme, *shown, f"{middle:.3f} ({low:.3f} – {high:.3f})")
-    table.title = f"{args.problems} problems, {args.samples} samples each, {args.repetitions} alternating repetitions"
-    Console().print(table)
+        rows.append([scheme, *shown, f"{middle:.3f} ({low:.3f} – {high:.3f})"])
+    title = f"{args.problems} problems, {args.samples} samples each, {args.repetitions} alternating repetitions"
+    print_table(["scheme", "bare loop, tokens/s", "evaluation, tokens/s", "ratio (quartiles)"], rows, title)
 
 
-async def bare_loop(url: str, model: str, bodies: list[dict[str, Any]], concurrency: int = 512) -> int:
+async def bare_loop(url: str, bodies: list[dict[str, Any]]) -> int:
     """The least that a client can do: sends the requests and counts the tokens."""
     pending, tokens = iter(bodies), 0
 
     async def work(http: httpx.AsyncClient) -> None:
         nonlocal tokens
         for body in pending:
-            response = await http.post(f"{url}/v1/completions", json=body | {"model": model})
+            response = await http.post(f"{url}/v1/completions", json=body)
             tokens += response.json()["usage"]["completion_tokens"]
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(limits=limits, timeout=None) as http:
-        await asyncio.gather(*(work(http) for _ in range(concurrency)))
+        await asyncio.gather(*(work(http) for _ in range(512)))  # requests in flight, as in evaluate
     return tokens
 
 

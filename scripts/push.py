@@ -6,13 +6,12 @@ What the Hub has already is not sent again. The token is that of `hf auth login`
 """
 
 import argparse
-import sys
 from pathlib import Path
 from typing import get_args
 
 from dc_trl.config import HubDeployment
-from dc_trl.hub.push import HubError, push_run
-from dc_trl.settings.command_line import OptionParser
+from dc_trl.hub.push import push_run
+from dc_trl.settings.command_line import OptionParser, refused_in_one_line
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -33,17 +32,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    try:
-        commit = push_run(
-            args.run,
-            args.repo_id,
-            deployment=args.deployment,
-            scheme=args.scheme,
-            private=args.private,
-            revision=args.revision,
-        )
-    except (ValueError, HubError) as error:
-        sys.exit(f"error: {error}")
+    options = {"deployment": args.deployment, "scheme": args.scheme, "private": args.private}
+    with refused_in_one_line():
+        commit = push_run(args.run, args.repo_id, revision=args.revision, **options)
     print(f"Pushed: {commit}")
 
 

@@ -4,11 +4,10 @@ python scripts/report.py runs/quickstart --output report.html
 python scripts/report.py runs/grpo-seed0 runs/dc-grpo-seed0 --output report.html
 """
 
-import sys
 from pathlib import Path
 
 from dc_trl.report import write_report
-from dc_trl.settings.command_line import OptionParser
+from dc_trl.settings.command_line import OptionParser, refused_in_one_line
 
 
 def main() -> None:
@@ -19,10 +18,8 @@ def main() -> None:
     )
     parser.add_argument("--title", help="of the page (default: names the runs)")
     args = parser.parse_args()
-    try:
+    with refused_in_one_line():
         page, *figures = write_report(args.runs, args.output, args.title)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
     print(f"wrote {page}, and {len(figures)} figures in {figures[0].parent}" if figures else f"wrote {page}")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from dc_trl.quantization.schemes import SCHEMES
 from dc_trl.serving.errors import ServerError
 from dc_trl.serving.server import serve
-from dc_trl.settings.command_line import OptionParser, add_model, leave_on_sigterm, refused_in_one_line
+from dc_trl.settings.command_line import OptionParser, add_model, leave_on_sigterm, refused_in_one_line, say
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -33,10 +33,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--require_api_key", action="store_true", help="refuse to start without VLLM_API_KEY")
     parser.add_argument("options", nargs="*", help="options of `vllm serve`, after --")
     return parser.parse_args()
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from dc_trl.files import make_folder
-from dc_trl.settings.command_line import OptionParser
+from dc_trl.report.figures import ACCENT, INK, MUTED, new_figure
+from dc_trl.settings.command_line import OptionParser, refused_in_one_line
 from dc_trl.settings.ranges import ABOVE_0, require_number
 from dc_trl.theory import budgeted_policy, squared_discrepancy
 from dc_trl.theory.simplex import Measure, Vector
@@ -31,8 +31,7 @@ MEASURES: dict[Measure, str] = {
     "log_prob": "log-probability",
     "prob_ratio": "probability ratio",
 }
-COLOURS = {"prob_diff": "#c8553d", "log_prob": "#e0a458", "prob_ratio": "#1f3b5c"}
-INK, MUTED = "#1f3b5c", "#9aa7b4"
+COLOURS = {"prob_diff": ACCENT, "log_prob": "#e0a458", "prob_ratio": INK}
 # Below this an action counts as dropped.
 DROPPED = 1e-6
 
@@ -90,19 +89,13 @@ def table(budget: float) -> Table:
 
 def row(outcome: Outcome) -> list[str]:
     probabilities = [f"{value:.4f}" if value > DROPPED else "0" for value in outcome.policy]
-    return [
-        *probabilities,
-        str(outcome.support),
-        f"{outcome.entropy:.3f}",
-        f"{outcome.tail:.4f}",
-        f"{outcome.advantage:+.3f}",
-    ]
+    support, entropy = str(outcome.support), f"{outcome.entropy:.3f}"
+    return [*probabilities, support, entropy, f"{outcome.tail:.4f}", f"{outcome.advantage:+.3f}"]
 
 
 def draw(one_sided: bool, budget: float, path: Path) -> None:
     """The six probabilities under π_inf and each measure as a PNG."""
-    figure = Figure(figsize=(7.2, 4.4), dpi=150, layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(width=7.2, height=4.4)
     series = {"π_inf": INFER_PROBS} | {name: found.policy for name, found in outcomes(one_sided, budget).items()}
     width = 0.2
     for index, (name, policy) in enumerate(series.items()):
@@ -120,9 +113,7 @@ def draw(one_sided: bool, budget: float, path: Path) -> None:
     axes.set_title(f"Optimal policy under Σ D² ≤ {budget:g}, {side}", fontsize=12, color=INK, loc="left")
     axes.plot([], [], "x", color=MUTED, markersize=6, markeredgewidth=1.8, label="dropped (probability 0)")
     axes.legend(frameon=False, fontsize=10)
-    axes.grid(alpha=0.25, axis="y")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(visible=False, axis="x")
     figure.savefig(path)
 
 
@@ -133,12 +124,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
         sys.exit(f"error: output={str(args.output)!r} already exists: choose another directory, or remove it first.")
-    try:
+    with refused_in_one_line():
         require_number("budget", args.budget, ABOVE_0)
         result = table(args.budget)
         make_folder("output", args.output)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
     console = Console()
     console.print(result) if console.is_terminal else Console(width=160).print(result)
     for name, one_sided in (("two_sided", False), ("one_sided", True)):

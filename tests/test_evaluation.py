@@ -21,10 +21,9 @@ from dc_trl import DCGRPOTrainer
 from dc_trl.data.schema import MathProblem, to_dataset
 from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from dc_trl.evaluation.card import eval_results, require_card, write_eval_results
-from dc_trl.evaluation.report import write_report
+from dc_trl.evaluation.report import comparison_table, evaluation_details, evaluation_table, write_report
 from dc_trl.evaluation.results import Evaluation, benchmark_result, compare
 from dc_trl.evaluation.samples import Sample, SampleStore
-from dc_trl.evaluation.tables import comparison_table, evaluation_details, evaluation_table
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.estimators import mean_estimate
 from dc_trl.records.tables import markdown_table

@@ -47,8 +47,7 @@ def status(job: Job) -> str:
     """What running the job would do: "done", "resume from checkpoint-…", "start again" or "start"."""
     if is_done(job):
         return "done"
-    checkpoint = last_checkpoint(job.folder)
-    if checkpoint is not None:
+    if (checkpoint := last_checkpoint(job.folder)) is not None:
         return f"resume from {checkpoint.name}"
     return "start again" if _remains(job) else "start"
 
@@ -60,8 +59,7 @@ def require_own_folders(jobs: Sequence[Job]) -> None:
         ValueError: names the folder, what differs, and the remedy.
     """
     for job in jobs:
-        changes = differing_settings(job)
-        if changes:
+        if changes := differing_settings(job):
             raise ValueError(
                 f"{job.folder} holds a run with other settings ({'; '.join(changes)}): choose another --output, or "
                 "move that folder away."
@@ -83,8 +81,7 @@ def _set_aside(folder: Path) -> Path:
     number = 1
     while (aside := folder.with_name(f"{folder.name}.unfinished-{number}")).exists():
         number += 1
-    folder.rename(aside)
-    return aside
+    return folder.rename(aside)
 
 
 class OutputLock:
@@ -149,7 +146,7 @@ class _Attempt:
         self.begin = time.monotonic()
         with open(job.folder / LOG_FILE, "ab") as log:
             self._log_begin = log.tell()
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, watchdog.__file__, str(_GRACE), *command],
                 env=os.environ | dict(slot),
                 stdin=subprocess.PIPE,
@@ -159,27 +156,16 @@ class _Attempt:
                 pass_fds=[lock.descriptor],
             )
 
-    def poll(self) -> int | None:
-        return self._process.poll()
-
-    def ask_to_end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-
-    def wait(self) -> None:
-        self._process.wait()
-
     def result(self, ended: str) -> str:
         """How the attempt ended and after how long, for the report."""
         seconds = f"after {time.monotonic() - self.begin:.0f} s ({ended})"
-        if is_done(self.job):
-            return f"done {seconds}"
-        return f"FAILED {seconds}, log: {self.job.folder / LOG_FILE}"
+        done = is_done(self.job)
+        return f"done {seconds}" if done else f"FAILED {seconds}, log: {self.job.folder / LOG_FILE}"
 
     def failure(self) -> Failure:
         log = (self.job.folder / LOG_FILE).read_bytes()[self._log_begin :].decode(errors="replace")
         lines = [line for line in log.splitlines() if line.strip()]
-        return Failure(self.job, self._process.returncode, lines[-_LAST_LINES:])
+        return Failure(self.job, self.process.returncode, lines[-_LAST_LINES:])
 
 
 def run_jobs(
@@ -211,7 +197,7 @@ def run_jobs(
                 attempt = _Attempt(waiting.popleft(), command, free.pop(0), lock)
                 running.append(attempt)
                 report(f"{attempt.job.name} {attempt.note}")
-            for attempt in [attempt for attempt in running if attempt.poll() is not None]:
+            for attempt in [attempt for attempt in running if attempt.process.poll() is not None]:
                 running.remove(attempt)
                 free.append(attempt.slot)
                 ended = len(jobs) - len(waiting) - len(running)
@@ -223,9 +209,10 @@ def run_jobs(
         if running:
             report(f"ending {len(running)} running job(s); the same command goes on with them")
         for attempt in running:
-            attempt.ask_to_end()
+            assert attempt.process.stdin is not None
+            attempt.process.stdin.close()  # which the watchdog takes for the end
         for attempt in running:
-            attempt.wait()
+            attempt.process.wait()
     return failures
 
 
@@ -246,10 +233,9 @@ def require_trainable(sweep: Sweep, command: Sequence[str], slots: Sequence[Mapp
         file = Path(folder, "variants.yaml")
         own = {"output_dir": folder, "seed": sweep.seeds[0]}
         file.write_text(yaml.safe_dump({v.name: sweep.settings(v) | own for v in sweep.variants}))
+        environment = os.environ | dict(slots[0])
         try:
-            done = subprocess.run(
-                [*command, str(file)], env=os.environ | dict(slots[0]), capture_output=True, text=True
-            )
+            done = subprocess.run([*command, str(file)], env=environment, capture_output=True, text=True)
         except FileNotFoundError as error:
             raise ValueError(
                 f"launch={command[0]!r} is no command: activate its environment, or give its path."

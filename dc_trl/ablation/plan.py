@@ -179,9 +179,7 @@ def _variants(path: Path, sweep: Mapping[str, Any]) -> list[Variant]:
             if not isinstance(values, list) or not values:
                 raise ValueError(f"{path}: grid: {name}={values!r} is invalid: list its values.")
         points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-        variants = [
-            Variant(",".join(f"{name}={show(value)}" for name, value in point.items()), point) for point in points
-        ]
+        variants = [Variant(",".join(f"{name}={show(point[name])}" for name in grid), point) for point in points]
     else:
         named = _mapping(path, sweep, "list")
         variants = [Variant(str(name), _mapping(path, named, name)) for name in named]
@@ -257,11 +255,9 @@ def differing_settings(job: Job) -> list[str]:
     file = job.folder / CONFIG_FILE
     if not file.exists():
         return []
-    old = {name: value for name, value in read_yaml(file).items() if name != "output_dir"}
-    new = {name: value for name, value in job.settings.items() if name != "output_dir"}
-    absent = object()
+    old, new, absent = read_yaml(file), job.settings, object()
     differing = []
-    for name in sorted(old.keys() | new.keys()):
+    for name in sorted((old.keys() | new.keys()) - {"output_dir"}):
         before, after = old.get(name, absent), new.get(name, absent)
         if before != after and (as_number(before) is None or as_number(before) != as_number(after)):
             shown = ["unset" if value is absent else show(value) for value in (before, after)]

@@ -126,11 +126,8 @@ class Results:
             for variant in sweep.variants
         }
         tables = [("Mean ± standard error over seeds", self._lay_out(labels, means))]
-        differences = {
-            variant: [show_mean(self.difference(variant, name), name, "+") for name in self.metrics]
-            for variant in sweep.variants
-            if variant != sweep.reference
-        }
+        others = [variant for variant in sweep.variants if variant != sweep.reference]
+        differences = {v: [show_mean(self.difference(v, name), name, "+") for name in self.metrics] for v in others}
         if differences:
             title = f"Difference to {sweep.reference.name}, paired by seed, mean ± standard error"
             tables.append((title, self._lay_out(labels[1:], differences)))

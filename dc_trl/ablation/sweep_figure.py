@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.transforms import ScaledTranslation
 
 from ..records.runs import Run
-from ..report.figures import INK, MUTED, PANEL_WIDTH, moving_average, new_figure, series_style
+from ..report.figures import INK, MUTED, PANEL_WIDTH, moving_average, new_figure, say_empty, series_style
 from .plan import as_number, show
 from .results import Mean, Results, mean_over_seeds
 
@@ -86,19 +86,17 @@ def _place_variants(axes: Axes, results: Results, named: bool) -> None:
 def _draw_ends(axes: Axes, results: Results, name: str) -> None:
     """Circles for the seeds, and mean ± standard error, of each variant."""
     beside = axes.transData + ScaledTranslation(-_BESIDE / 72, 0, axes.figure.dpi_scale_trans)
-    empty = True
     for index, (variant, place) in enumerate(zip(results.sweep.variants, _places(results), strict=True)):
         colour, _, marker = series_style(index)
         values = list(results.values(variant, name).values())
         if values:
-            empty = False
             mean = mean_over_seeds(values)
             seeds = [place] * len(values)
             axes.plot(seeds, values, "o", color=MUTED, fillstyle="none", markersize=4, transform=beside)
             axes.plot(seeds, values, linestyle="")  # unseen: the limits leave out what another transform moves
             axes.errorbar(place, mean.value, mean.standard_error, color=colour, marker=marker, capsize=4)
-    if empty:
-        _say_empty(axes)
+    if not axes.lines:
+        say_empty(axes, "not measured")
 
 
 def _draw_curves(axes: Axes, results: Results, name: str, window: int) -> None:
@@ -126,18 +124,14 @@ def _draw_curves(axes: Axes, results: Results, name: str, window: int) -> None:
     if near:
         axes.set_title("dotted: ε", loc="right", fontsize=8, color=INK)
     if not axes.lines:
-        _say_empty(axes)
+        say_empty(axes, "not measured")
 
 
 def mean_curve(runs: list[Run], name: str, window: int) -> tuple[list[int], list[Mean]]:
     """Mean over runs of a history's values, each smoothed first, at the steps that all runs have."""
-    curves = [dict(zip(*run.series(name), strict=True)) for run in runs if run.series(name).steps]
+    curves = [curve for run in runs if (curve := run.series(name).by_step())]
     if not curves:
         return [], []
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
     smooth = [moving_average([curve[step] for step in steps], window) for curve in curves]
     return steps, [mean_over_seeds(values) for values in zip(*smooth, strict=True)]
-
-
-def _say_empty(axes: Axes) -> None:
-    axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=MUTED)

@@ -17,13 +17,11 @@ def token_contexts(
     rollouts: Sequence[Rollout],
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[TokenContext]:
-    """The chosen tokens in their context.
+    """Tokens in their context.
 
     Args:
         chosen: places in the arrays of `tokens`.
-        tokens: of the rollouts.
-        prompts: token ids.
-        rollouts: completions, the samples of each prompt in a row.
+        tokens, prompts, rollouts: where they stand; the samples of each prompt in a row.
         tokenizer: of the model.
     """
     first = {rollout.prompt: index for index, rollout in reversed(list(enumerate(rollouts)))}

@@ -1,7 +1,8 @@
 """Figures of a calibration, as matplotlib figures that a notebook shows."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -9,7 +10,7 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from ..report.figures import ACCENT, INK, MUTED, PANEL_WIDTH, new_figure, series_style
+from ..report.figures import ACCENT, INK, MUTED, PANEL_WIDTH, LineStyle, new_figure, series_style
 from .result import GRID, HISTOGRAM_EDGES, Bin, Calibration, EngineMismatch
 
 
@@ -61,14 +62,9 @@ def probability_figure(engines: Sequence[EngineMismatch]) -> Figure:
         for x, y, tokens in engine.joint:
             counts[y, x] = tokens
         edges = np.linspace(0, 1, GRID + 1)
-        mesh = axes.pcolormesh(
-            edges,
-            edges,
-            np.ma.masked_equal(counts, 0),
-            norm=LogNorm(1, max(counts.max(), 2)),
-            cmap=_SHADES,
-            rasterized=True,
-        )
+        norm = LogNorm(1, max(counts.max(), 2))
+        shown = np.ma.masked_equal(counts, 0)
+        mesh = axes.pcolormesh(edges, edges, shown, norm=norm, cmap=_SHADES, rasterized=True)
         axes.plot([0, 1], [0, 1], color=ACCENT, linewidth=0.8, linestyle="--")
         axes.set_aspect("equal")
         axes.set_xlabel("π_inf (engine)")
@@ -84,11 +80,10 @@ def histogram_figure(calibration: Calibration) -> Figure:
     counts = np.array([engine.histogram for engine in calibration.engines])
     used = np.flatnonzero(counts.sum(0))
     edges = np.array(HISTOGRAM_EDGES[used[0] : used[-1] + 2])
-    for index, engine in enumerate(calibration.engines):
-        style = series_style(index)
+    for engine, colour, line, _ in _drawn(calibration):
         shares = np.array(engine.histogram[used[0] : used[-1] + 1]) / engine.tokens
         shares[shares == 0] = np.nan
-        axes.stairs(shares, edges, color=style.colour, linestyle=style.line, linewidth=1.5, label=label(engine.engine))
+        axes.stairs(shares, edges, color=colour, linestyle=line, linewidth=1.5, label=label(engine.engine))
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel(f"δ = {MEASURES[calibration.settings['measure']]}")
@@ -100,12 +95,11 @@ def histogram_figure(calibration: Calibration) -> Figure:
 def position_figure(calibration: Calibration) -> Figure:
     """Mean δ by position in the completion, with 95 % bands."""
     figure, (axes,) = new_figure()
-    for index, engine in enumerate(calibration.engines):
-        style = series_style(index)
+    for engine, colour, line, _ in _drawn(calibration):
         middle, mean, error = _filled(engine.by_position)
         middle = middle - 0.5  # the last position of a bin is one below its upper edge
-        axes.fill_between(middle, mean - error, mean + error, color=style.colour, alpha=0.18, linewidth=0)
-        axes.plot(middle, mean, color=style.colour, linestyle=style.line, linewidth=1.5, label=label(engine.engine))
+        axes.fill_between(middle, mean - error, mean + error, color=colour, alpha=0.18, linewidth=0)
+        axes.plot(middle, mean, color=colour, linestyle=line, linewidth=1.5, label=label(engine.engine))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("position in the completion, tokens")
     axes.set_ylabel("mean δ")
@@ -116,25 +110,15 @@ def position_figure(calibration: Calibration) -> Figure:
 def confidence_figure(calibration: Calibration) -> Figure:
     """Mean δ by the probability that the engine gave the token, beside a curve in proportion to p(1 − p)."""
     figure, (axes,) = new_figure()
-    for index, engine in enumerate(calibration.engines):
-        style = series_style(index)
+    for engine, colour, _, marker in _drawn(calibration):
         middle, mean, error = _filled(engine.by_probability)
-        axes.errorbar(
-            middle,
-            mean,
-            error,
-            color=style.colour,
-            marker=style.marker,
-            markersize=3.5,
-            linestyle="none",
-            elinewidth=1,
-            label=label(engine.engine),
-        )
+        dots: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 3.5, "linestyle": "none"}
+        axes.errorbar(middle, mean, error, **dots, elinewidth=1, label=label(engine.engine))
         if calibration.settings["measure"] == "prob_diff":
             shape = middle * (1 - middle)
             factor = (mean * shape).sum() / (shape**2).sum()
             x = np.linspace(0, 1, 101)
-            axes.plot(x, factor * x * (1 - x), color=style.colour, linewidth=1, linestyle="--")
+            axes.plot(x, factor * x * (1 - x), color=colour, linewidth=1, linestyle="--")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("π_inf of the token")
     axes.set_ylabel("mean δ")
@@ -145,33 +129,31 @@ def confidence_figure(calibration: Calibration) -> Figure:
 def weight_figure(calibration: Calibration) -> Figure:
     """How importance weights of sequences spread with length, and what is left of the sample."""
     figure, (weights, effective) = new_figure(rows=2, height=2.1, share_x=True)
-    for index, engine in enumerate(calibration.engines):
-        style = series_style(index)
+    for engine, colour, line, marker in _drawn(calibration):
         tokens = [row.tokens for row in engine.growth]
-        for values in ([row.low for row in engine.growth], [row.high for row in engine.growth]):
-            weights.plot(tokens, values, color=style.colour, linestyle=style.line, linewidth=1.5)
+        style: dict[str, Any] = {"color": colour, "linestyle": line, "linewidth": 1.5}
+        weights.plot(tokens, [row.low for row in engine.growth], **style)
+        weights.plot(tokens, [row.high for row in engine.growth], **style)
         ess = [100 * row.ess for row in engine.growth]
-        effective.plot(
-            tokens,
-            ess,
-            color=style.colour,
-            linestyle=style.line,
-            marker=style.marker,
-            markersize=3,
-            linewidth=1.5,
-            label=label(engine.engine),
-        )
+        effective.plot(tokens, ess, **style, marker=marker, markersize=3, label=label(engine.engine))
     weights.axhline(1, color=MUTED, linewidth=0.8)
     weights.set_ylabel("weight, 5–95 %")
     effective.set_ylabel("effective\nsample size, %")
     effective.set_ylim(0, 105)
     effective.set_xscale("log", base=2)
-    ticks = sorted({row.tokens for engine in calibration.engines for row in engine.growth if _is_power(row.tokens)})
+    lengths = {row.tokens for engine in calibration.engines for row in engine.growth}
+    ticks = sorted(length for length in lengths if length.bit_count() == 1)  # powers of 2
     effective.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     effective.minorticks_off()
     effective.set_xlabel("tokens of the completion that count")
     _legend(effective)
     return figure
+
+
+def _drawn(calibration: Calibration) -> Iterator[tuple[EngineMismatch, str, LineStyle, str]]:
+    """The engines, each with its colour, line and marker."""
+    for index, engine in enumerate(calibration.engines):
+        yield engine, *series_style(index)
 
 
 def _filled(bins: Sequence[Bin]) -> tuple[NDArray, NDArray, NDArray]:
@@ -183,10 +165,6 @@ def _filled(bins: Sequence[Bin]) -> tuple[NDArray, NDArray, NDArray]:
     ]
     middle, mean, error = np.array(rows).reshape(-1, 3).T
     return middle, mean, error
-
-
-def _is_power(number: int) -> bool:
-    return number & (number - 1) == 0
 
 
 def _legend(axes: Axes) -> None:

@@ -1,12 +1,12 @@
 """Calibration before a run: how far each engine is from the model that is trained, and the tolerance ε to set."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..data.prompts import Prompt
+from ..data.prompts import Prompt, tokenize
 from ..rollouts.engines import EngineSpec
 from .mismatch import compare_engines, measure_engine
 from .result import Calibration
@@ -52,7 +52,7 @@ def calibrate(
     if not specs:
         raise ValueError("engines is empty: give at least one, 'fp8' for example.")
     require_engines(specs, model)
-    ids = _tokenize(prompts, tokenizer, how.chat_template_kwargs or {})
+    ids = tokenize(prompts, tokenizer, **(how.chat_template_kwargs or {}))
     samples = _sample(specs, model, tokenizer, ids, how)
     longest = max(len(rollout.ids) for sample in samples for rollout in sample.rollouts)
     measured = [
@@ -95,15 +95,3 @@ def _record(model: Policy, prompts: int, settings: CalibrationSettings) -> dict[
         "versions": {name: version(name) for name in ("torch", "transformers", "trl")},
         **(settings.settings or {}),
     }
-
-
-def _tokenize(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]
-) -> list[list[int]]:
-    """Token ids of the prompts, as TRL's trainer makes them."""
-    if isinstance(prompts[0], str):
-        return tokenizer(list(prompts))["input_ids"]
-    encoded = tokenizer.apply_chat_template(
-        list(prompts), add_generation_prompt=True, return_dict=True, **chat_template_kwargs
-    )
-    return encoded["input_ids"]

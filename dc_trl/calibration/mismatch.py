@@ -52,8 +52,7 @@ def measure_engine(
     Args:
         sample: what it sampled, with log π_inf.
         train: log π_train of each rollout's tokens, shape (tokens,).
-        prompts: token ids.
-        tokenizer: of the model, for the context of the worst tokens.
+        prompts, tokenizer: token ids, and the model's tokenizer, for the context of the worst tokens.
         settings: of the calibration.
         longest: tokens of the longest completion of all engines that this one is compared with.
 
@@ -255,9 +254,8 @@ def _effective(weights: Array) -> float:
 
 
 def _weights(weights: Array) -> Weights:
-    return Weights(
-        float(weights.mean()), _percentiles(weights, WEIGHT_PERCENTILES), float(weights.max()), _effective(weights)
-    )
+    percentiles = _percentiles(weights, WEIGHT_PERCENTILES)
+    return Weights(float(weights.mean()), percentiles, float(weights.max()), _effective(weights))
 
 
 def _bounded(log_weights: Array) -> Array:
@@ -271,10 +269,8 @@ def _growth(tokens: ScoredTokens, longest: int) -> list[Growth]:
     for length in [*(2**power for power in range((longest - 1).bit_length())), longest]:
         logs = _bounded(tokens.trajectory_sums(np.where(tokens.position < length, d, 0.0)))
         weights = np.exp(logs)
-        low, high = np.percentile(weights, [5, 95])
-        rows.append(
-            Growth(length, float(weights.mean()), float(logs.std()), float(low), float(high), _effective(weights))
-        )
+        low, high = map(float, np.percentile(weights, [5, 95]))
+        rows.append(Growth(length, float(weights.mean()), float(logs.std()), low, high, _effective(weights)))
     return rows
 
 

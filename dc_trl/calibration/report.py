@@ -4,8 +4,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ..records.estimators import Difference, Estimate
-from ..records.tables import SIGNIFICANCE, TableRows, print_table
+from ..records.estimators import Estimate
+from ..records.tables import TableRows, print_table, verdict
 from ..report.html import Page
 from .figures import (
     FEW_TOKENS,
@@ -74,10 +74,16 @@ def summary_table(calibration: Calibration) -> TableRows:
 def difference_table(calibration: Calibration) -> TableRows:
     """δ̄ of each further engine minus that of the first, on the same prompts, and whether that is more than noise."""
     head = [f"δ̄ minus that of {label(calibration.engines[0].engine)}", "difference", "95 %", "p", "verdict"]
-    return head, [
-        [label(name), f"{d.value:+.3g}", _difference_interval(d), _p_value(d), _verdict(d)]
-        for name, d in calibration.differences.items()
-    ]
+    smallest = 1 / (RESAMPLES + 1)  # p-value that the bootstrap can tell
+    rows = []
+    for name, difference in calibration.differences.items():
+        interval, p_value = "–", "–"
+        if difference.p_value is not None:
+            interval = f"[{difference.low:+.3g}, {difference.high:+.3g}]"
+            p_value = f"≤ {smallest:.3f}" if difference.p_value <= smallest else f"{difference.p_value:.3f}"
+        words = [f"{difference.value:+.3g}", interval, p_value, verdict(difference, "higher", "lower")]
+        rows.append([label(name), *words])
+    return head, rows
 
 
 def rule(calibration: Calibration) -> str:
@@ -110,11 +116,7 @@ def print_calibration(calibration: Calibration) -> None:
         ]
         for engine in calibration.engines
     ]
-    print_table(
-        head,
-        rows,
-        title=f"{settings['model']}, trained in {_precision(calibration)}, δ = {MEASURES[settings['measure']]}",
-    )
+    print_table(head, rows, f"{_trained(calibration)}, δ = {MEASURES[settings['measure']]}")
     if calibration.differences:
         print_table(*difference_table(calibration))
     print(rule(calibration))
@@ -133,27 +135,12 @@ def _interval(estimate: Estimate | Tolerance) -> str:
     return f"{estimate.value:#.3g}\n[{estimate.low:#.3g}, {estimate.high:#.3g}]"
 
 
-def _difference_interval(difference: Difference) -> str:
-    return "–" if difference.p_value is None else f"[{difference.low:+.3g}, {difference.high:+.3g}]"
-
-
-def _p_value(difference: Difference) -> str:
-    if difference.p_value is None:
-        return "–"
-    smallest = 1 / (RESAMPLES + 1)  # that the bootstrap can tell
-    return f"≤ {smallest:.3f}" if difference.p_value <= smallest else f"{difference.p_value:.3f}"
-
-
-def _verdict(difference: Difference) -> str:
-    if difference.p_value is None or difference.p_value >= SIGNIFICANCE:
-        return "not shown to differ"
-    return "higher" if difference.value > 0 else "lower"
-
-
-def _precision(calibration: Calibration) -> str:
+def _trained(calibration: Calibration) -> str:
+    """The model and its training precision, in words."""
     settings = calibration.settings
     autocast = settings["bf16_autocast"] and settings["weights_dtype"] != "bfloat16"
-    return settings["weights_dtype"] + (" under bfloat16 autocast" if autocast else "")
+    precision = settings["weights_dtype"] + (" under bfloat16 autocast" if autocast else "")
+    return f"{settings['model']}, trained in {precision}"
 
 
 def write_report(calibration: Calibration, directory: str | os.PathLike[str]) -> None:
@@ -168,13 +155,8 @@ def write_report(calibration: Calibration, directory: str | os.PathLike[str]) ->
 
 def report_page(calibration: Calibration) -> Page:
     """The report as a page."""
-    settings = calibration.settings
-    page = Page(
-        "Calibration",
-        f"{settings['model']}, trained in {_precision(calibration)}, against "
-        + ", ".join(label(engine.engine) for engine in calibration.engines),
-        generator="dc_trl calibration",
-    )
+    engines = ", ".join(label(engine.engine) for engine in calibration.engines)
+    page = Page("Calibration", f"{_trained(calibration)}, against {engines}", generator="dc_trl calibration")
     page.heading("Proposed tolerance")
     page.table(
         ["engine", "δ̄", "95 %", "ε", "95 %", "into the configuration"],
@@ -209,10 +191,8 @@ def _add_figures(page: Page, calibration: Calibration) -> None:
         page.figure(draw(calibration), caption)
     page.heading("Train against inference probability")
     for engine in calibration.engines:
-        page.figure(
-            probability_figure([engine]),
-            f"All {engine.tokens:,} tokens of {label(engine.engine)}; on the dashed line both sides agree.",
-        )
+        caption = f"All {engine.tokens:,} tokens of {label(engine.engine)}; on the dashed line both sides agree."
+        page.figure(probability_figure([engine]), caption)
 
 
 def _add_details(page: Page, calibration: Calibration) -> None:

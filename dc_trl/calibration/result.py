@@ -1,13 +1,10 @@
 """What a calibration found: by engine and side by side, saved and loaded."""
 
-import json
-import math
 import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..files import read_object, write_text
 from ..records.estimators import Difference, Estimate
+from ..records.results import read_result, write_result
 
 
 CALIBRATION_FILE = "calibration.json"
@@ -113,8 +110,7 @@ class Calibration(NamedTuple):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it as JSON; what is not finite becomes null."""
-        text = json.dumps(_plain(self), indent=1, ensure_ascii=False, allow_nan=False)
-        write_text(Path(path), text + "\n")
+        write_result(self, path, indent=1)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Calibration":
@@ -123,50 +119,4 @@ class Calibration(NamedTuple):
         Raises:
             ValueError: there is no such file, or it holds no calibration.
         """
-        try:
-            tree = read_object(Path(path))
-            engines = [_engine(_numbers(engine)) for engine in tree["engines"]]
-            differences = {
-                # A p-value that is null is not missing: there is none.
-                name: Difference(**_numbers(value) | {"p_value": value["p_value"]})
-                for name, value in tree["differences"].items()
-            }
-            return cls(tree["settings"], engines, differences)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} holds no calibration ({type(error).__name__}: {error}).") from error
-
-
-def _plain(value: Any) -> Any:
-    """The value as JSON holds it: named tuples as objects, and null for what is not finite."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return _plain(value._asdict())
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _numbers(tree: Any) -> Any:
-    """The tree with NaN for null."""
-    if isinstance(tree, dict):
-        return {key: _numbers(item) for key, item in tree.items()}
-    if isinstance(tree, list):
-        return [_numbers(item) for item in tree]
-    return math.nan if tree is None else tree
-
-
-def _engine(tree: dict[str, Any]) -> EngineMismatch:
-    return EngineMismatch(
-        **tree
-        | {
-            "estimates": {name: Estimate(**value) for name, value in tree["estimates"].items()},
-            "by_position": [Bin(**value) for value in tree["by_position"]],
-            "by_probability": [Bin(**value) for value in tree["by_probability"]],
-            "worst": [TokenContext(**value) for value in tree["worst"]],
-            "sequence_weights": Weights(**tree["sequence_weights"]),
-            "geometric_weights": Weights(**tree["geometric_weights"]),
-            "growth": [Growth(**value) for value in tree["growth"]],
-            "tolerance": Tolerance(**tree["tolerance"]),
-        }
-    )
+        return read_result(cls, path, "calibration", null_is_nan=True)

@@ -63,8 +63,7 @@ def sample_rollouts(
 
     Args:
         engine: what samples.
-        policy: the model that is trained.
-        tokenizer: of the policy.
+        policy, tokenizer: the model that is trained, and its tokenizer.
         prompts: token ids.
         settings: how completions are drawn.
 
@@ -152,18 +151,16 @@ def _from_server(
 ) -> list[Rollout]:
     def complete(number: int) -> list[Rollout]:
         room = min(settings.max_tokens, limit - len(prompts[number]))
+        # vLLM gives each of the n samples a seed of its own from this one. The penalties, which TRL's client leaves
+        # out, would come from the model's generation_config.
+        seed = sample_seed(settings.seed, str(number), 0)
+        further = {"seed": seed, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         output = client.generate(
             [prompts[number]],
             n=settings.samples,
             temperature=settings.temperature,
             max_tokens=room,
-            # vLLM gives each of the n samples a seed of its own from this one. The penalties, which TRL's client
-            # leaves out, would come from the model's generation_config.
-            generation_kwargs={
-                "seed": sample_seed(settings.seed, str(number), 0),
-                "presence_penalty": 0.0,
-                "frequency_penalty": 0.0,
-            },
+            generation_kwargs=further,
         )
         rollouts = []
         for ids, tokens in zip(output["completion_ids"], output["logprobs"], strict=True):
@@ -171,18 +168,17 @@ def _from_server(
             rollouts.append(Rollout(number, ids, logps, len(ids) >= room and ids[-1] not in ends))
         return rollouts
 
-    by_prompt: list[list[Rollout]] = [[] for _ in prompts]
     pool = ThreadPoolExecutor(_REQUESTS, "dc_trl-rollouts")
     try:
-        futures = {pool.submit(complete, number): number for number in range(len(prompts))}
+        futures = [pool.submit(complete, number) for number in range(len(prompts))]
         for future in as_completed(futures):
-            by_prompt[futures[future]] = future.result()
+            future.result()  # raises what went wrong
             bar.update()
+        return [rollout for future in futures for rollout in future.result()]
     finally:
         # After an error or Ctrl-C, nobody waits for what is still on its way, and nothing is asked again.
         client.connection.close()
         pool.shutdown(wait=False, cancel_futures=True)
-    return [rollout for rollouts in by_prompt for rollout in rollouts]
 
 
 def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClient, str, int]:
@@ -197,9 +193,8 @@ def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClien
     info, layers = client.get_server_info(), client.layers()
     try:
         # No weights are sent, and the server's number format is what it is.
-        check_server(
-            info, layers, scheme=None, config=policy.config, max_length=longest_prompt + 1, weight_sync="none"
-        )
+        needed = longest_prompt + 1
+        check_server(info, layers, scheme=None, config=policy.config, max_length=needed, weight_sync="none")
     except ServerError as error:
         raise ServerError(f"engine={url!r}: {error}") from error
     precision = f"{', '.join(layer_kinds(layers)) or 'not quantized'}, served as {client.model}"
@@ -208,24 +203,15 @@ def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClien
 
 @contextmanager
 def _serving(
-    policy: Policy,
-    scheme: str,
-    tokenizer: PreTrainedTokenizerBase,
-    max_model_len: int,
-    settings: CalibrationSettings,
+    policy: Policy, scheme: str, tokenizer: PreTrainedTokenizerBase, limit: int, settings: CalibrationSettings
 ) -> Iterator[VLLMServer]:
     """A server of the policy's present weights in a scheme, for the time of the block."""
-    log_path = Path(settings.log_dir, f"vllm_server_{scheme}.log") if settings.log_dir is not None else None
+    log = Path(settings.log_dir, f"vllm_server_{scheme}.log") if settings.log_dir is not None else None
+    options, report = settings.serve_options, settings.report
     with tempfile.TemporaryDirectory(prefix="dc_trl-calibrate-") as folder:
         checkpoint = Path(folder, "checkpoint")
         CheckpointWriter(policy, scheme, tokenizer).write(policy_tensors(policy), checkpoint)
-        with VLLMServer(
-            checkpoint,
-            max_model_len=max_model_len,
-            options=settings.serve_options,
-            log_path=log_path,
-            report=settings.report,
-        ) as server:
+        with VLLMServer(checkpoint, max_model_len=limit, options=options, log_path=log, report=report) as server:
             yield server
 
 

@@ -14,10 +14,7 @@ from .settings import CalibrationSettings
 
 @torch.no_grad()
 def train_logps(
-    policy: Policy,
-    prompts: Sequence[list[int]],
-    rollouts: Sequence[Rollout],
-    settings: CalibrationSettings,
+    policy: Policy, prompts: Sequence[list[int]], rollouts: Sequence[Rollout], settings: CalibrationSettings
 ) -> list[Tensor]:
     """log π_train of each rollout's tokens, as TRL's trainer computes it.
 
@@ -28,8 +25,7 @@ def train_logps(
 
     Args:
         policy: in its training precision.
-        prompts: token ids.
-        rollouts: completions of them.
+        prompts, rollouts: token ids, and completions of them.
         settings: temperature, autocast, tokens of a forward.
 
     Returns:

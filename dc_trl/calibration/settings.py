@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..constraint.settings import Measure, Reduction, require_choice
+from ..settings.described import setting
 from ..settings.ranges import ABOVE_0, COUNT, SEED, require_numbers
 
 
@@ -22,18 +23,21 @@ _RANGES = {
 class CalibrationSettings:
     """How engines are measured: the keywords of `calibrate`. One that is out of its range is a ValueError."""
 
-    samples: int = 8  # completions of each prompt, at least 1; the run's `num_generations`
-    max_tokens: int = 8192  # of a completion, at least 1; the run's `max_completion_length`
-    temperature: float = 1.0  # of both engines, above 0; the whole distribution is sampled: no top-p, top-k or min-p
-    measure: Measure = "prob_diff"  # of the discrepancy δ, `discrepancy_measure` of the run
-    reduction: Reduction = "sequence"  # of δ to δ̄, `batch_reduction` of the run
-    batch_prompts: int = 64  # prompts of one generation batch of the run, at least 1
-    bf16: bool = True  # whether the model is scored under bfloat16 autocast, `bf16` of the run
-    seed: int = 0  # of completions and intervals
-    # Where the model goes after the servers have ended, which may need the same GPU; None: where it is.
-    device: str | torch.device | None = None
-    batch_tokens: int = 16384  # of one forward, padding included; a longer completion has a forward of its own
-    replica_batch: int = 64  # completions that a replica samples at a time
+    samples: int = setting(8, "completions of each prompt, at least 1; num_generations of the run")
+    max_tokens: int = setting(8192, "of a completion, at least 1; max_completion_length of the run")
+    # The whole distribution is sampled: no top-p, top-k or min-p.
+    temperature: float = setting(1.0, "of both engines, above 0; that of the run")
+    measure: Measure = setting("prob_diff", "of the discrepancy δ; discrepancy_measure of the run")
+    reduction: Reduction = setting("sequence", "of δ to δ̄; batch_reduction of the run")
+    batch_prompts: int = setting(64, "prompts of one generation batch of the run, at least 1")
+    bf16: bool = setting(True, "whether the model is scored under bfloat16 autocast; bf16 of the run")
+    seed: int = setting(0, "of completions and intervals")
+    # Servers may need the same GPU, so that the model goes there once they have ended; None: it stays where it is.
+    device: str | torch.device | None = setting(None, "of scoring, and of replicas")
+    batch_tokens: int = setting(
+        16384, "tokens of one forward, padding included; a longer completion has a forward of its own"
+    )
+    replica_batch: int = setting(64, "completions that a replica samples at a time")
     chat_template_kwargs: Mapping[str, Any] | None = None  # `{"enable_thinking": False}` for example
     serve_options: Sequence[str] = ()  # further options of `vllm serve`, for servers that are started
     log_dir: str | os.PathLike[str] | None = None  # of the logs of those servers; None: that for temporary files

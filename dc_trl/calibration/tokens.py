@@ -35,14 +35,7 @@ class ScoredTokens:
     def of(
         cls, rollouts: Sequence[Rollout], train: Sequence[Tensor], prompts: int, measure: Measure
     ) -> "ScoredTokens":
-        """The tokens of rollouts.
-
-        Args:
-            rollouts: with log π_inf.
-            train: log π_train of each rollout's tokens, shape (tokens,).
-            prompts: how many there are.
-            measure: of δ.
-        """
+        """The tokens of rollouts; `train` is log π_train of each rollout's tokens, shape (tokens,)."""
         a = torch.cat([logps.double() for logps in train])
         b = torch.cat([torch.tensor(rollout.logps, dtype=torch.float64) for rollout in rollouts])
         lengths = np.array([len(rollout.ids) for rollout in rollouts])

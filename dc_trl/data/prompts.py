@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -221,8 +221,18 @@ def parse_template_kwargs(text: str) -> Mapping[str, Any]:
     return kwargs
 
 
+def tokenize(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, /, **chat_template_kwargs: Any
+) -> list[list[int]]:
+    """Token ids of prompts, all texts or all conversations, as TRL's trainer makes them."""
+    if isinstance(prompts[0], str):
+        return tokenizer(list(prompts))["input_ids"]
+    encoded = tokenizer.apply_chat_template(
+        list(prompts), add_generation_prompt=True, return_dict=True, **chat_template_kwargs
+    )
+    return encoded["input_ids"]
+
+
 def prompt_length(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens of a prompt, those of the chat template included."""
-    if isinstance(prompt, str):
-        return len(tokenizer(prompt)["input_ids"])
-    return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
+    return len(tokenize([prompt], tokenizer)[0])

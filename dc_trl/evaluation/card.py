@@ -40,13 +40,9 @@ def eval_results(evaluations: Sequence[Evaluation]) -> list[EvalResult]:
 
 
 def write_eval_results(card: str | Path, evaluations: Sequence[Evaluation]) -> None:
-    """Writes `eval_results` into a model card, which is begun when it is not there.
+    """Writes `eval_results` of one model into its card (README.md), which is begun when it is not there.
 
     The card's text, its other metadata and the results of other metrics, data sets and schemes stay.
-
-    Args:
-        card: the README.md of a model.
-        evaluations: of one model, in one or several schemes.
     """
     path = Path(card)
     name = Path(evaluations[0].model).name

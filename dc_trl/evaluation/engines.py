@@ -15,6 +15,7 @@ from ..rollouts.sampling import Engine, ReplicaEngine
 from ..rollouts.server_engine import Disclosed, ServerEngine
 from ..serving.connection import is_local
 from ..serving.server import serve
+from ..settings.command_line import say
 
 
 # In place of a scheme: a checkpoint that is quantized already is evaluated as it is.
@@ -99,8 +100,7 @@ def start_engine(
     """An engine for the time of the block, and what tells its weights from others, for the record.
 
     Args:
-        engine: of `choose_engines`.
-        model: what it runs.
+        engine, model: of `choose_engines`, and what it runs.
         max_length: longest prompt and completion together, in tokens; the model's own limit where that is lower.
         concurrency: requests in flight, or the replica's batch.
         serve_options: further options of `vllm serve`, for a server that is started.
@@ -115,7 +115,7 @@ def start_engine(
         running = ServerEngine(engine.name, concurrency=concurrency)
         require_served(engine.name, running.disclosed, model.name, engine.scheme)
         scheme = f"taken for {model.name} in {engine.scheme}"
-        print(f"{engine.name} holds {running.disclosed}, {scheme}", flush=True)
+        say(f"{engine.name} holds {running.disclosed}, {scheme}")
         yield running, served_weights(engine.name, running.disclosed)
     elif engine.kind == "replica":
         policy = AutoModelForCausalLM.from_pretrained(model.name, revision=model.revision, dtype="auto")
@@ -130,7 +130,7 @@ def start_engine(
             log_path=log_path,
             restarts=3,
             options=serve_options,
-            report=lambda line: print(line, flush=True),
+            report=say,
         ) as server:
             yield ServerEngine(server.url, concurrency=concurrency), fingerprint(model)
 

@@ -17,7 +17,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..data.benchmarks import load_benchmark, require_benchmark
-from ..data.templates import BOXED_INSTRUCTION, base_prompt, chat_prompt
+from ..data.prompts import make_prompt, tokenize
+from ..data.templates import BOXED_INSTRUCTION
 from ..grading import Gold, Grader
 from ..rollouts.sampling import Completion, Engine, Request, Sampling, sample_seed
 from .results import Evaluation, benchmark_result
@@ -60,6 +61,12 @@ class Benchmark:
         if limit is not None:
             rows = rows.select(range(min(limit, len(rows))))
         return cls(name, rows, samples or source.samples, source.instruction)
+
+    @classmethod
+    def parse(cls, word: str, **options: Any) -> "Benchmark":
+        """A benchmark as an option names it, NAME or NAME=FILE; for the `options` and the errors see `load`."""
+        name, _, file = word.partition("=")
+        return cls.load(name, file=file or None, **options)
 
     def golds(self) -> dict[str, Gold]:
         """Gold answers by the problems' ids."""
@@ -118,7 +125,8 @@ def evaluate(
             prompts = tokenize_prompts(benchmark, tokenizer, how.chat_template_kwargs or {})
             _require_room(benchmark, prompts, engine.max_length)
             limits = [min(how.sampling.max_tokens, engine.max_length - len(ids)) for ids in prompts.values()]
-            digest = _digest([prompts, limits, [astuple(gold) for gold in golds[benchmark.name].values()]])
+            asked = json.dumps([prompts, limits, [astuple(gold) for gold in golds[benchmark.name].values()]])
+            digest = hashlib.sha256(asked.encode()).hexdigest()[:16]
             store = SampleStore(output_dir / benchmark.name, record | {"problems": digest})
             stack.callback(store.close)
             stores[benchmark.name] = store
@@ -144,15 +152,8 @@ def tokenize_prompts(
     benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]
 ) -> dict[str, list[int]]:
     """Token ids of the prompts, by the problems' ids."""
-    problems, ids = benchmark.rows["problem"], benchmark.rows["id"]
-    if tokenizer.chat_template is None:
-        texts = [base_prompt(problem, benchmark.instruction) for problem in problems]
-        return dict(zip(ids, tokenizer(texts)["input_ids"], strict=True))
-    chats = [chat_prompt(problem, benchmark.instruction) for problem in problems]
-    encoded = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, return_dict=True, **chat_template_kwargs
-    )
-    return dict(zip(ids, encoded["input_ids"], strict=True))
+    prompts = [make_prompt(problem, tokenizer, benchmark.instruction) for problem in benchmark.rows["problem"]]
+    return dict(zip(benchmark.rows["id"], tokenize(prompts, tokenizer, **chat_template_kwargs), strict=True))
 
 
 def _require_room(benchmark: Benchmark, prompts: Mapping[str, list[int]], max_length: int) -> None:
@@ -163,10 +164,6 @@ def _require_room(benchmark: Benchmark, prompts: Mapping[str, list[int]], max_le
             f"engine takes for prompt and answer, {max_length}: raise max_model_len if the model allows it, or leave "
             "the benchmark out."
         )
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 class _Missing(NamedTuple):
@@ -208,9 +205,7 @@ class _Keeper:
     """Grades and stores samples in a thread of its own, so that sampling does not wait. A context manager."""
 
     def __init__(self, stores: Mapping[str, SampleStore], golds: Mapping[str, Mapping[str, Gold]], grader: Grader):
-        self._stores = stores
-        self._golds = golds
-        self._grader = grader
+        self._stores, self._golds, self._grader = stores, golds, grader
         self._finished: queue.SimpleQueue[tuple[_Missing, Completion]] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread = ThreadPoolExecutor(1, "dc_trl-keeper")

@@ -1,13 +1,10 @@
 """What came out of an evaluation: by benchmark and over all, saved, loaded, and compared with another one."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..files import read_object, write_text
 from ..records.estimators import (
     Difference,
     Estimate,
@@ -17,6 +14,7 @@ from ..records.estimators import (
     paired_difference,
     pass_at_k,
 )
+from ..records.results import read_result, write_result
 from .samples import Sample
 
 
@@ -64,20 +62,7 @@ class Evaluation(NamedTuple):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it as JSON."""
-        tree = self._asdict() | {
-            "results": {
-                name: result._asdict()
-                | {
-                    "avg": result.avg._asdict(),
-                    "maj": result.maj._asdict(),
-                    "pass_at": {k: estimate._asdict() for k, estimate in result.pass_at.items()},
-                }
-                for name, result in self.results.items()
-            },
-            "average": self.average._asdict(),
-            "grading_failures": dict(self.grading_failures),
-        }
-        write_text(Path(path), json.dumps(tree, indent=2, ensure_ascii=False) + "\n")
+        write_result(self, path, indent=2)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Evaluation":
@@ -86,35 +71,7 @@ class Evaluation(NamedTuple):
         Raises:
             ValueError: there is no such file, or it is none of an evaluation.
         """
-        try:
-            tree = read_object(Path(path))
-            results = {name: _result(result) for name, result in tree["results"].items()}
-            return cls(**tree | {"results": results, "average": _estimate(tree["average"])})
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} holds no results of an evaluation ({type(error).__name__}: {error}).") from error
-
-
-def _result(tree: dict[str, Any]) -> BenchmarkResult:
-    _require_numbers(tree["samples"], tree["truncated"], tree["mean_tokens"], *tree["per_problem"].values())
-    return BenchmarkResult(
-        **tree
-        | {
-            "avg": _estimate(tree["avg"]),
-            "maj": _estimate(tree["maj"]),
-            "pass_at": {int(k): _estimate(value) for k, value in tree["pass_at"].items()},
-        }
-    )
-
-
-def _estimate(tree: dict[str, Any]) -> Estimate:
-    _require_numbers(*(value for name, value in tree.items() if value is not None or name != "standard_error"))
-    return Estimate(**tree)
-
-
-def _require_numbers(*values: Any) -> None:
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{value!r} is no number")
+        return read_result(cls, path, "results of an evaluation")
 
 
 def benchmark_result(
@@ -123,8 +80,7 @@ def benchmark_result(
     """Results from the first k samples of every problem.
 
     Args:
-        name: of the benchmark.
-        problems: their ids.
+        name, problems: of the benchmark, and the ids of its problems.
         k: samples of each that count.
         samples: by problem and number, all from 0 to k − 1.
 

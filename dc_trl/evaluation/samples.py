@@ -73,12 +73,12 @@ class SampleStore:
         for unfinished in self.folder.glob(".*.tmp"):
             unfinished.unlink()
         self._small = sorted(self.folder.glob("part-*.parquet"))
-        self._next = 1 + max((_number(file) for file in self.folder.glob("*.parquet")), default=0)
+        numbers = [int(file.stem.rsplit("-", 1)[1]) for file in self.folder.glob("*.parquet")]
+        self._next = 1 + max(numbers, default=0)
         # Between the writing of a merged file and the removal of its parts the same sample stands in both.
         self.samples: dict[tuple[str, int], Sample] = {}
         for file in self.folder.glob("*.parquet"):
-            for sample in _read(file):
-                self.samples[sample.id, sample.sample] = sample
+            self.samples |= {(sample.id, sample.sample): sample for sample in _read(file)}
 
     def close(self) -> None:
         """Merges what is left of small files and lets go of the folder."""
@@ -113,8 +113,7 @@ class SampleStore:
         """Makes one file of the small ones."""
         if len(self._small) < 2:
             return
-        rows = [sample for file in self._small for sample in _read(file)]
-        self._write("merged", rows)
+        self._write("merged", [sample for file in self._small for sample in _read(file)])
         for file in self._small:
             file.unlink()
         self._small = []
@@ -134,7 +133,3 @@ def _read(file: Path) -> list[Sample]:
     except (pa.ArrowException, ValueError, TypeError, OSError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{file} holds no samples ({reason}): remove it, and they are drawn again.") from error
-
-
-def _number(file: Path) -> int:
-    return int(file.stem.rsplit("-", 1)[1])

@@ -48,8 +48,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     Equation 1 of "Evaluating Large Language Models Trained on Code" (arXiv 2107.03374).
 
     Args:
-        samples: samples of the problem, at least k.
-        correct: how many of them are right.
+        samples, correct: samples of the problem, at least k, and how many of them are right.
         k: samples that count, at least 1.
 
     Raises:
@@ -82,12 +81,7 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> flo
 
 
 def mean_estimate(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Mean over problems of one value for each, with its errors.
-
-    Args:
-        values: one for each problem, at least one.
-        seed: of the bootstrap.
-    """
+    """Mean over problems of one value for each (at least one), with its errors; `seed` is that of the bootstrap."""
     return macro_estimate([values], seed)
 
 

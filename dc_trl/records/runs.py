@@ -21,8 +21,9 @@ BASELINE_FILE = "before.json"  # the deployed policy before the first step, as `
 SUMMARY_FILE = "summary.json"  # the same after the last step, and what the run cost
 DEPLOYMENT_FOLDER = "deployment"  # the policy as it is served
 
-# What a finished run's summary holds, of that what it cannot lack, and the measurements in it.
-_SUMMARY: dict[str, type | tuple[type, ...]] = {
+Types = Mapping[str, type | tuple[type, ...]]
+# What a finished run's summary holds, the measurements in it, and what of the settings is read as a number.
+_SUMMARY: Types = {
     "engine": str,
     "constraint": str,
     "steps": int,
@@ -32,10 +33,8 @@ _SUMMARY: dict[str, type | tuple[type, ...]] = {
     "tokens": (int, float),
     "seconds": (int, float),
 }
-_REQUIRED = ("steps", "after")
-_MEASURED: dict[str, tuple[type, ...]] = dict.fromkeys(
-    ("greedy", "greedy_se", "problems", "reward", "discrepancy"), (int, float, NoneType)
-)
+_MEASURED: Types = dict.fromkeys(("greedy", "greedy_se", "problems", "reward", "discrepancy"), (int, float, NoneType))
+_SETTINGS: Types = dict.fromkeys(("lambda_min", "lambda_max"), (int, float))
 
 # What a run is called and where it stands, and with that what else may differ between seeds of one setting.
 NAME_SETTINGS = frozenset({"output_dir", "run_name", "hub_model_id"})
@@ -47,6 +46,10 @@ class Series(NamedTuple):
 
     steps: list[int]
     values: list[float]
+
+    def by_step(self) -> dict[int, float]:
+        """Values by their steps; the last one where a step has several."""
+        return dict(zip(self.steps, self.values, strict=True))
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,7 @@ class Run:
         logged = self.series("lagrangian/tolerance")
         if logged.steps:
             return logged
-        means, above = (
-            dict(zip(*self.series(name), strict=True)) for name in ("discrepancy/mean", "lagrangian/violation")
-        )
+        means, above = (self.series(name).by_step() for name in ("discrepancy/mean", "lagrangian/violation"))
         steps = [step for step in means if step in above]
         # Rounded, because the subtraction is.
         return Series(steps, [float(f"{means[step] - above[step]:.6g}") for step in steps])
@@ -187,7 +188,7 @@ def read_run(directory: str | PathLike[str]) -> Run:
         raise ValueError(f"{path} is empty: wait until the run has logged its first step (logging_steps).")
     summary = read_summary(folder)
     before = summary.get("before") or read_baseline(folder)
-    return Run(folder.resolve().name, history, _read_settings(folder), before, summary)
+    return Run(folder.resolve().name, history, _read_checked(folder / SETTINGS_FILE, _SETTINGS), before, summary)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -197,13 +198,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
         ValueError: the file lacks something, or holds something else; the message names it.
     """
     path = folder / SUMMARY_FILE
-    if not path.is_file():
-        return {}
-    summary = read_object(path)
-    for name in _REQUIRED:
-        if name not in summary:
-            raise ValueError(f"{path} lacks {name!r}: repair or remove the file.")
-    _require_types(path, summary, _SUMMARY)
+    summary = _read_checked(path, _SUMMARY, required=("steps", "after"))
     for when in ("before", "after"):
         _require_types(path, summary.get(when, {}), _MEASURED)
     return summary
@@ -215,24 +210,22 @@ def read_baseline(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file holds something else; the message names it.
     """
-    path = folder / BASELINE_FILE
+    return _read_checked(folder / BASELINE_FILE, _MEASURED)
+
+
+def _read_checked(path: Path, types: Types, required: Sequence[str] = ()) -> dict[str, Any]:
+    """The object in a file, {} where there is no file."""
     if not path.is_file():
         return {}
-    measured = read_object(path)
-    _require_types(path, measured, _MEASURED)
-    return measured
+    tree = read_object(path)
+    for name in required:
+        if name not in tree:
+            raise ValueError(f"{path} lacks {name!r}: repair or remove the file.")
+    _require_types(path, tree, types)
+    return tree
 
 
-def _read_settings(folder: Path) -> dict[str, Any]:
-    path = folder / SETTINGS_FILE
-    if not path.is_file():
-        return {}
-    settings = read_object(path)
-    _require_types(path, settings, dict.fromkeys(("lambda_min", "lambda_max"), (int, float)))
-    return settings
-
-
-def _require_types(path: Path, tree: Mapping[str, Any], types: Mapping[str, type | tuple[type, ...]]) -> None:
+def _require_types(path: Path, tree: Mapping[str, Any], types: Types) -> None:
     for name in types.keys() & tree.keys():
         if isinstance(tree[name], bool) or not isinstance(tree[name], types[name]):
             raise ValueError(f"{path}: {name}={tree[name]!r} is nothing that a run writes: repair or remove the file.")

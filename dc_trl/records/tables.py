@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from .estimators import Estimate
+from .estimators import Difference, Estimate
 
 
 SIGNIFICANCE = 0.05  # p-values below it are called a difference
@@ -22,6 +22,13 @@ def with_error(value: float, standard_error: float | None, factor: float, decima
     """A value times a factor ± its standard error, which a single problem does not have."""
     error = "" if standard_error is None else f" ± {factor * standard_error:.{decimals}f}"
     return f"{factor * value:{sign}.{decimals}f}{error}"
+
+
+def verdict(difference: Difference, above: str, below: str) -> str:
+    """What to call the second of two values: `above` or `below` where it differs by more than noise."""
+    if difference.p_value is None or difference.p_value >= SIGNIFICANCE:
+        return "not shown to differ"
+    return above if difference.value > 0 else below
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

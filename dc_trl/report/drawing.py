@@ -72,7 +72,7 @@ def draw_benchmark(axes: Axes, lines: Sequence[Line], metric: str) -> None:
     """A benchmark's metric with its standard errors."""
     for run, style in lines:
         series = run.series(metric)
-        errors = dict(zip(*run.series(f"{metric}_se"), strict=True))  # a single problem has none
+        errors = run.series(f"{metric}_se").by_step()  # a single problem has none
         _errorbars(axes, series, [errors.get(step, 0.0) for step in series.steps], style)
 
 

@@ -52,13 +52,7 @@ def new_figure(
 ) -> tuple[Figure, list[Axes]]:
     """A figure that no window and no pyplot knows of, and its axes, row by row.
 
-    Args:
-        rows: of axes.
-        columns: of axes.
-        width: of the whole figure, in inches.
-        height: of each row, in inches.
-        share_x: whether all axes have one x axis.
-        dpi: of a PNG of the figure.
+    The width is that of the whole figure, the height that of each row, both in inches; `dpi` is that of a PNG.
     """
     figure = Figure(figsize=(width, height * rows), dpi=dpi, layout="constrained")
     all_axes = list(figure.subplots(rows, columns, sharex=share_x, squeeze=False).flat)
@@ -89,6 +83,11 @@ def finish_axes(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def say_empty(axes: Axes, why: str) -> None:
+    """Says in the middle of axes why nothing is drawn there."""
+    axes.text(0.5, 0.5, why, transform=axes.transAxes, ha="center", color=MUTED)
+
+
 def moving_average(values: Sequence[float], window: int = 9) -> list[float]:
     """Centred moving average, as long as `values`; at the ends over what there is of the window."""
     half = window // 2
@@ -103,8 +102,7 @@ def draw_curve(
 
     Args:
         axes: to draw on.
-        x: places, ascending.
-        y: values, as many.
+        x, y: places, ascending, and as many values.
         style: of the line; by default the house's ink, and grey for the values as they are.
         window: values that are averaged, odd. Up to twice as many values are not averaged.
     """

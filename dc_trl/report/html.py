@@ -66,10 +66,7 @@ class Page:
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
         """Adds a table; its first column names the rows and stays in sight where a phone scrolls the table sideways.
 
-        Args:
-            header: a name for each column.
-            rows: a cell for each column; a line break within one is kept.
-            caption: above the table.
+        A line break within a cell is kept. The caption stands above the table.
 
         Raises:
             ValueError: a row has more or fewer cells than the header.

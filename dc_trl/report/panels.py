@@ -24,7 +24,7 @@ from .drawing import (
     draw_length,
     draw_multiplier,
 )
-from .figures import INK, MUTED, fix_layout, has_exponent, new_figure, series_style
+from .figures import INK, fix_layout, has_exponent, new_figure, say_empty, series_style
 
 
 BENCHMARK_PREFIX = "benchmark_"  # of the names of panels that benchmarks have
@@ -120,14 +120,9 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
 
 
 def plot_run(history: Sequence[Mapping[str, Any]], path: str | Path, title: str = "") -> None:
-    """Draws reward, batch discrepancy with its tolerance, and λ over the steps of a run into a PNG.
+    """Draws reward, batch discrepancy with its tolerance, and λ over the rows of a history file into a PNG.
 
     A run with `LengthDecayCallback` has two more panels: response length and learning rate, with surge and halvings.
-
-    Args:
-        history: rows of a history file.
-        path: of the PNG.
-        title: above the panels.
     """
     run = Run("", history)
     decays = any(name.startswith("length_decay/") for row in history for name in row)
@@ -139,7 +134,7 @@ def plot_run(history: Sequence[Mapping[str, Any]], path: str | Path, title: str 
         panel.draw(axes, [Line(run, series_style(0))])
         axes.set_ylabel(panel.label)
     if not MULTIPLIER.series(run).steps:
-        all_axes[2].text(0.5, 0.5, "no constraint", transform=all_axes[2].transAxes, ha="center", color=MUTED)
+        say_empty(all_axes[2], "no constraint")
     all_axes[-1].set_xlabel("optimizer step")
     figure.align_ylabels()
     figure.savefig(path)

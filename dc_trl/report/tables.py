@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..records.runs import NAME_SETTINGS, Run, is_number, setting
+from ..records.tables import with_error
 
 
 HtmlTable = tuple[list[str], list[list[str]], str]  # header, rows, caption: what `Page.table` takes
@@ -19,7 +20,10 @@ def summary_table(runs: Sequence[Run]) -> HtmlTable:
         "Greedy reward: of the deployed policy, ± standard error over held-out problems. δ̄: on held-out problems "
         "where the run measured it there, else of its first and last generation batch."
     )
-    return ["", *(run.name for run in runs)], _side_by_side([_facts(run) for run in runs]), caption
+    columns = [_facts(run) for run in runs]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    rows = [[name, *(column.get(name, _NOTHING) for column in columns)] for name in names]
+    return ["", *(run.name for run in runs)], rows, caption
 
 
 def seeds_table(groups: Sequence[Sequence[Run]]) -> HtmlTable:
@@ -65,40 +69,43 @@ def _setting_text(run: Run, name: str) -> str:
 def _facts(run: Run) -> dict[str, str]:
     """What is known of the outcome of a run."""
     before, after = _ends(run)
-    multipliers = run.series("lagrangian/lambda")
+    multiplier = run.last("lagrangian/lambda")
+    if multiplier is not None:
+        multiplier = run.summary.get("lambda", multiplier)
 
     def known(field: str, recorded_as: str) -> Any:
         """From the summary; of a run that has none from its settings, if it recorded them."""
         return run.summary[field] if field in run.summary else setting(run, recorded_as) if run.settings else None
 
-    alarms = [(name, row["step"]) for row in run.history for name in row if name.startswith("collapse/")]
+    alarms = [
+        f"{name.removeprefix('collapse/')} at step {row['step']}"
+        for row in run.history
+        for name in row
+        if name.startswith("collapse/")
+    ]
     facts = {
         "state": "finished" if run.finished else "going on, or stopped",
         "optimizer steps": f"{run.steps:,}",
-        "collapse alarms": ", ".join(f"{name.removeprefix('collapse/')} at step {step}" for name, step in alarms)
-        or None,
+        "collapse alarms": ", ".join(alarms) or None,
         "constraint": known("constraint", "constraint"),
         "sampling engine": known("engine", "deployment_scheme"),
         "seed": known("seed", "seed"),
         "held-out problems": before.get("problems"),
-        "greedy reward before": _greedy(before),
-        "greedy reward after": _greedy(after),
+        "greedy reward before": _percent(before.get("greedy"), before.get("greedy_se")),
+        "greedy reward after": _percent(after.get("greedy"), after.get("greedy_se")),
         "sampled reward before": _number(before.get("reward"), "{:.3f}"),
         "sampled reward after": _number(after.get("reward"), "{:.3f}"),
     }
     for metric in sorted({name for row in run.history for name in row if re.fullmatch(r"eval_.+/avg@\d+", name)}):
         label = metric.removeprefix("eval_").replace("/", " ")
         for when, find in (("before", run.first), ("after", run.last)):
-            value = find(metric)
-            facts[f"{label} {when}"] = None if value is None else _percent(value, find(f"{metric}_se"))
+            facts[f"{label} {when}"] = _percent(find(metric), find(f"{metric}_se"))
     facts |= {
         "discrepancy δ̄ before": _number(before.get("discrepancy"), "{:.3g}"),
         "discrepancy δ̄ after": _number(after.get("discrepancy"), "{:.3g}"),
         "tolerance ε": "".join(f"{value:.4g}" for value in run.tolerance().values[-1:]) or None,
         "multiplier λ before": _number(run.first("lagrangian/lambda"), "{:.4g}"),
-        "multiplier λ after": _number(run.summary.get("lambda", run.last("lagrangian/lambda")), "{:.4g}")
-        if multipliers.steps
-        else None,
+        "multiplier λ after": _number(multiplier, "{:.4g}"),
         "tokens sampled and read": _number(run.summary.get("tokens", run.last("num_tokens")), "{:,.0f}"),
         "training seconds": _number(run.summary.get("seconds", run.last("train_runtime")), "{:,.0f}"),
     }
@@ -116,11 +123,6 @@ def _ends(run: Run) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return before, after
 
 
-def _side_by_side(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
-    names = list(dict.fromkeys(name for column in columns for name in column))
-    return [[name, *(column.get(name, _NOTHING) for column in columns)] for name in names]
-
-
 def _over_seeds(values: Sequence[float], form: str) -> str:
     if not values:
         return _NOTHING
@@ -130,12 +132,8 @@ def _over_seeds(values: Sequence[float], form: str) -> str:
     return f"{mean} ± {form.format(statistics.stdev(values) / len(values) ** 0.5)}"
 
 
-def _greedy(found: Mapping[str, Any]) -> str | None:
-    return _percent(found["greedy"], found.get("greedy_se")) if is_number(found.get("greedy")) else None
-
-
-def _percent(value: float, error: float | None) -> str:
-    return f"{100 * value:.1f}" + ("" if error is None else f" ± {100 * error:.1f}") + " %"
+def _percent(value: Any, standard_error: float | None) -> str | None:
+    return f"{with_error(value, standard_error, 100, 1)} %" if is_number(value) else None
 
 
 def _number(value: Any, form: str) -> str | None:

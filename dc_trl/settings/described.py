@@ -1,10 +1,10 @@
-"""A field is described once, in the docstring of its dataclass; `--help` says the same."""
+"""A field is described once, in the docstring of its dataclass or in its own line; `--help` says the same."""
 
 import inspect
 import re
-from dataclasses import fields
+from dataclasses import field, fields
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 
 Settings = TypeVar("Settings", bound=type)
@@ -20,10 +20,15 @@ def described(settings: Settings) -> Settings:
         TypeError: the docstring describes a field that is not there.
     """
     arguments = inspect.cleandoc(settings.__doc__ or "").partition("Args:\n")[2]
-    known = {field.name: field for field in fields(settings)}
+    known = {each.name: each for each in fields(settings)}
     for name, text in _ENTRY.findall(arguments):
         if name not in known:
             raise TypeError(f"{settings.__name__} describes {name}, which is none of its fields.")
         words = re.sub(r"`+", "", " ".join(text.split()))
         known[name].metadata = MappingProxyType({**known[name].metadata, "help": words})
     return settings
+
+
+def setting(default: Any, meaning: str) -> Any:
+    """A field of a dataclass, with its default and its help."""
+    return field(default=default, metadata={"help": meaning})

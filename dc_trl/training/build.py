@@ -105,16 +105,9 @@ def _eval_benchmarks(data: DataArguments) -> list[Benchmark]:
             f"eval_benchmarks={data.eval_benchmarks} are asked when the trainer evaluates, and eval_size=0 leaves it "
             "nothing to evaluate: set eval_size."
         )
-    benchmarks = []
-    for word in data.eval_benchmarks:
-        name, _, file = word.partition("=")
-        with PartialState().local_main_process_first():  # one process of a machine downloads
-            benchmarks.append(
-                Benchmark.load(
-                    name, file=file or None, samples=data.eval_benchmark_samples, limit=data.eval_benchmark_limit
-                )
-            )
-    return benchmarks
+    with PartialState().local_main_process_first():  # one process of a machine downloads
+        samples, limit = data.eval_benchmark_samples, data.eval_benchmark_limit
+        return [Benchmark.parse(word, samples=samples, limit=limit) for word in data.eval_benchmarks]
 
 
 def _require_whole_eval_groups(args: DCGRPOConfig) -> None:

@@ -29,15 +29,10 @@ def check_configurations(path: Path, jobs: int) -> None:
             arguments.check()
         except (ValueError, TypeError, OSError, ImportError) as error:
             raise ValueError(f"variant {name!r}: {error}") from error
-        if jobs > 1 and _shares_a_server(arguments):
+        server, args = arguments.server, arguments.trainer
+        own = server.serve is not None and not server.serve_devices
+        if jobs > 1 and args.use_vllm and args.vllm_mode == "server" and not own:
             raise ValueError(
                 f"variant {name!r}: jobs={jobs} would share one vLLM server, or its GPUs, and load their weights over "
                 "each other's: use --jobs 1, serve=auto without serve_devices, or vllm_mode=colocate."
             )
-
-
-def _shares_a_server(arguments: RunArguments) -> bool:
-    """Whether two runs of this configuration at the same time would use one vLLM server, or its GPUs."""
-    server, args = arguments.server, arguments.trainer
-    own = server.serve is not None and not server.serve_devices
-    return args.use_vllm and args.vllm_mode == "server" and not own

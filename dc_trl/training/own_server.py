@@ -8,6 +8,7 @@ import torch
 
 from ..config import DCGRPOConfig
 from ..serving.server import serve
+from ..settings.command_line import say
 from ..settings.described import described
 
 
@@ -68,7 +69,7 @@ def start_server(server: ServerArguments, args: DCGRPOConfig, model: str, revisi
             environment={"CUDA_VISIBLE_DEVICES": server.serve_devices} if server.serve_devices else {},
             restarts=args.vllm_max_retries,
             options=[*(gpu_options if torch.cuda.is_available() else []), *server.serve_options],
-            report=lambda line: print(line, flush=True),
+            report=say,
         )
     )
     args.vllm_server_base_url = running.url

@@ -83,8 +83,7 @@ def load_data(
     """Training and held-out problems.
 
     Args:
-        data: what the configuration says.
-        tokenizer: of the model.
+        data, tokenizer: what the configuration says, and that of its model.
         seed: of what is held out, and of the arithmetic problems.
         arithmetic_size: arithmetic problems that the training takes.
 
@@ -135,8 +134,7 @@ def draw_prompts(
     """Prompts alone, drawn at random: of a data set (the built-in arithmetic by default), or of a benchmark.
 
     Args:
-        data: what the configuration says; rows need no answer.
-        tokenizer: of the model.
+        data, tokenizer: what the configuration says, and that of its model; rows need no answer.
         count: how many; where there are fewer, a line says so and all are taken.
         seed: of the draw, and of the arithmetic problems.
         benchmark: "NAME" or "NAME=FILE", in place of the data set.
@@ -145,8 +143,7 @@ def draw_prompts(
         ValueError: names the field, its value and the remedy.
     """
     if benchmark is not None:
-        name, _, file = benchmark.partition("=")
-        source = Benchmark.load(name, file=file or None)
+        source = Benchmark.parse(benchmark)
         every = [make_prompt(problem, tokenizer, source.instruction) for problem in source.rows["problem"]]
         if data.max_prompt_length is not None:
             every = [prompt for prompt in every if prompt_length(prompt, tokenizer) <= data.max_prompt_length]

@@ -28,10 +28,9 @@ def run(
     """Trains, and writes what a run leaves.
 
     Args:
-        trainer, alarm: of `build_trainer`.
+        trainer, alarm, stack: of `build_trainer`; the stack is closed here where the run ends early.
         dataset_name: of the configuration, for the model card.
         signals: end the run in order.
-        stack: that of `build_trainer`; closed here where the run ends early.
 
     Returns:
         None, or why the run ended early or was not pushed.
