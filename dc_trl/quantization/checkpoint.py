@@ -33,10 +33,6 @@ from .schemes import quantized_weights, resolve_scheme
 from .tensors import policy_tensors
 
 
-_RENAME_EXCHANGE = 2  # linux/fs.h
-_AT_FDCWD = -100
-
-
 class CheckpointWriter:
     """Writes a policy in a deployment scheme as a checkpoint directory, again and again as its weights move.
 
@@ -203,16 +199,9 @@ class CheckpointWriter:
 
 
 def write_deployable(model: str, scheme: str, directory: str | os.PathLike[str], *, revision: str = "main") -> int:
-    """Writes a model of the Hub or of a directory as a deployable checkpoint.
+    """Writes a model, by its Hub id and revision or its directory, as a deployable checkpoint; see `CheckpointWriter`.
 
-    Args:
-        model: Hub id or directory.
-        scheme: one of `dc_trl.quantization.schemes.SCHEMES`.
-        directory: where the checkpoint goes, see `CheckpointWriter.write`.
-        revision: of the Hub model.
-
-    Returns:
-        Bytes of the files.
+    Returns the bytes of the files.
     """
     policy = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
@@ -247,6 +236,7 @@ def _move_into_place(source: Path, target: Path) -> None:
             raise
     # POSIX renames no directory over a full one; Linux exchanges the two.
     renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) != 0:
+    at_fdcwd, rename_exchange = -100, 2  # linux/fcntl.h and linux/fs.h
+    if renameat2(at_fdcwd, os.fsencode(source), at_fdcwd, os.fsencode(target), rename_exchange) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"cannot replace the checkpoint: {os.strerror(code)}; give another directory", str(target))

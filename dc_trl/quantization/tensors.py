@@ -28,10 +28,8 @@ def deployed_tensors(
         accelerator: of the run.
         model: the policy, as the accelerator prepared it.
         gathered_by_trl: `_iter_named_params` of TRL's vLLM generation, None without vLLM. TRL's iteration takes over
-            what `policy_tensors` cannot gather: FSDP1, DeepSpeed's ZeRO stage 3, and adapters under FSDP2.
-
-    Yields:
-        See `policy_tensors`.
+            what `policy_tensors`, whose yields are these, cannot gather: FSDP1, DeepSpeed's ZeRO stage 3, and adapters
+            under FSDP2.
 
     Raises:
         ValueError: TRL has to gather the weights, and there is no vLLM, or an adapter parts embedding and output head.
@@ -45,9 +43,7 @@ def deployed_tensors(
             "Set use_vllm=True, or launch with FSDP2 and train all weights, or launch without sharding."
         )
     require_shared_embeddings(
-        policy,
-        reason="sharded weights are merged in place, in both at once",
-        remedy="Launch without sharding",
+        policy, reason="sharded weights are merged in place, in both at once", remedy="Launch without sharding"
     )
     return gathered_by_trl()
 
@@ -76,7 +72,6 @@ def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, T
     Raises:
         ValueError: the adapter has no merged form.
     """
-    sharded = isinstance(policy, FSDPModule)
     if isinstance(policy, PeftModel):
         adapter = policy.active_peft_config
         if adapter.is_prompt_learning:
@@ -85,7 +80,7 @@ def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, T
                 "weights that are deployed: use LoRA or another adapter of the weights, or set deployment_scheme=None."
             )
         yield from _merged_tensors(policy.get_base_model(), "")
-    elif sharded:
+    elif isinstance(policy, FSDPModule):
         # Its state holds the shards even where a forward pass left gathered weights behind, in its own precision, and
         # the model's names even where layers are wrapped to recompute activations.
         for name, tensor in policy.state_dict().items():
