@@ -1,14 +1,13 @@
 """How new weights reach vLLM, and how a run survives its faults: what TRL's `VLLMGeneration` leaves open."""
 
 import math
-import os
 import shutil
 import socket
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..files import lock_folder, remove_if_abandoned
+from ..files import locked_folder
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
 from ..quantization.tensors import deployed_tensors
@@ -52,14 +51,9 @@ class _CheckpointFolder:
                 f"weight_sync_dir={parent!r}: {root} is no directory on this machine. Set weight_sync_dir to one that "
                 "the trainer and the vLLM server both see."
             )
-        for abandoned in root.glob(_folder_path(parent, "*").name):
-            remove_if_abandoned(abandoned)
-        # Takes its name once it is locked, lest another process that starts now takes it for abandoned.
-        unlocked = root / f".{self.path.name}"
-        unlocked.mkdir()
-        lock = lock_folder(unlocked)
-        unlocked.rename(self.path)
-        weakref.finalize(self, _remove_folder, self.path, lock)
+        stack = ExitStack()
+        stack.enter_context(locked_folder(self.path, others=_folder_path(parent, "*").name))
+        weakref.finalize(self, stack.close)
         self.checkpoint: Path | None = None
 
     def write(self, writer: CheckpointWriter, tensors: Iterator[tuple[str, Tensor]], version: str) -> None:
@@ -89,6 +83,7 @@ class _DeployedGeneration(VLLMGeneration):
         return f"{self._run}-{self._syncs}"
 
     def _prepare_checkpoints(self, writes: bool) -> None:
+        """Makes the writer, and the folder on the processes that are to write."""
         policy = unwrapped(self.accelerator, self.model)
         self._writer = CheckpointWriter(policy, self.deployment_scheme or "bf16", self.processing_class)
         if writes:
@@ -102,7 +97,7 @@ class _DeployedGeneration(VLLMGeneration):
                 self._folder.write(self._writer, tensors, self.weight_version)
         finally:
             for _ in tensors:
-                pass
+                pass  # take part in gathering what nobody writes any more
 
 
 class ServerGeneration(_DeployedGeneration):
@@ -242,21 +237,19 @@ class ServerGeneration(_DeployedGeneration):
             ServerUnavailableError: on all processes, where the main one cannot write it.
         """
         tries = Tries(self._patience, Deadline(math.inf))
-        while (failure := self._try_to_write()) is not None:
+        while True:
+            failure = None
+            try:
+                self._write(self.accelerator.is_main_process)
+            except OSError as error:
+                if not self.accelerator.is_main_process:
+                    raise
+                failure = f"the checkpoint for the server cannot be written to {self._folder.path}: {error}"
+            if (failure := _agree(failure)) is None:
+                return
             pause = tries.pause(failure)
             logger.warning(f"{failure}; {tries} follows")
             time.sleep(pause)
-
-    def _try_to_write(self) -> str | None:
-        """Why the main process could not write the checkpoint, on all processes; None where it did."""
-        failure = None
-        try:
-            self._write(self.accelerator.is_main_process)
-        except OSError as error:
-            if not self.accelerator.is_main_process:
-                raise
-            failure = f"the checkpoint for the server cannot be written to {self._folder.path}: {error}"
-        return _agree(failure)
 
 
 class ColocateGeneration(_DeployedGeneration):
@@ -320,8 +313,3 @@ def _raised_together(*errors: type[Exception]) -> Iterator[None]:
     message = _agree(None if failure is None else str(failure))
     if message is not None:
         raise ServerError(message) if failure is None else failure
-
-
-def _remove_folder(path: Path, lock: int) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    os.close(lock)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from ..files import temporary_folder
+from ..files import locked_folder
 from ..quantization.checkpoint import write_deployable
 from ..settings.ranges import ABOVE_0, COUNT, PORT, require_number
 from ..settings.secrets import HIDDEN, hide_in_options, is_secret_name, secrets_in_options, without_secrets
@@ -286,7 +287,8 @@ def serve(
         OSError: there is no such model.
         ServerError: the server did not come up.
     """
-    with temporary_folder("dc_trl-checkpoint-") as folder:
+    temporary = Path(tempfile.gettempdir(), f"dc_trl-checkpoint-{uuid.uuid4().hex}")
+    with locked_folder(temporary, others="dc_trl-checkpoint-*", mode=0o700) as folder:
         served = model if scheme == "bf16" else str(checkpoint_dir or folder / "checkpoint")
         if scheme == "bf16":
             options = ["--revision", revision, *options]
