@@ -180,7 +180,9 @@ def push_run(
     revision: str | None = None,
     token: str | None = None,
 ) -> str:
-    """Pushes a run from its output directory, one that was not pushed or whose push failed; returns the commit's address.
+    """Pushes a run from its output directory: one that was not pushed, or whose push failed.
+
+    Returns the address of the commit.
 
     Args:
         repo_id: repository, made where it is missing.

@@ -20,7 +20,7 @@ from .policy import require_shared_embeddings, unwrapped
 def deployed_tensors(
     accelerator: Accelerator, model: nn.Module, gathered_by_trl: Callable[[], Iterator[tuple[str, Tensor]]] | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The present weights of a policy in training, one by one, as a deployable checkpoint is written from.
+    """The present weights of a policy in training, as a deployable checkpoint is written from; see `policy_tensors`.
 
     Every process has to iterate to the end, because gathering a shard takes all of them.
 
@@ -28,8 +28,7 @@ def deployed_tensors(
         accelerator: of the run.
         model: the policy, as the accelerator prepared it.
         gathered_by_trl: `_iter_named_params` of TRL's vLLM generation, None without vLLM. TRL's iteration takes over
-            what `policy_tensors`, whose yields are these, cannot gather: FSDP1, DeepSpeed's ZeRO stage 3, and adapters
-            under FSDP2.
+            what `policy_tensors` cannot gather: FSDP1, DeepSpeed's ZeRO stage 3, and adapters under FSDP2.
 
     Raises:
         ValueError: TRL has to gather the weights, and there is no vLLM, or an adapter parts embedding and output head.

@@ -23,7 +23,7 @@ _CONNECT_SECONDS = 10.0
 
 
 class Deadline:
-    """When a task has to be done, all its tries and the waits between them, in seconds from now; may be infinite."""
+    """When a task has to be done, its tries and the waits between them: `seconds` from now, `math.inf` for no limit."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
@@ -132,7 +132,7 @@ class Connection:
         return self.request("GET", path, **kwargs)
 
     def request(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
-        """The JSON that the server answers; for the parameters see `httpx.request`, `path` is "/v1/models" or so.
+        """The JSON that the server answers at a path, "/v1/models" for example; **kwargs are those of `httpx.request`.
 
         Raises:
             ServerUnavailableError: no answer in time, or one of a server that failed.
