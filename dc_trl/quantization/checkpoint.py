@@ -3,8 +3,7 @@
 import ctypes
 import json
 import os
-import shutil
-import tempfile
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..files import lock_folder, remove_if_abandoned
+from ..files import locked_folder
 from .fake_quantize import weight_qparams
 from .policy import base_model, empty_copy
 from .schemes import quantized_weights, resolve_scheme
@@ -102,20 +101,14 @@ class CheckpointWriter:
             OSError: the file system refused (no space, no permission). What was there before is unharmed.
         """
         directory = Path(directory)
-        for abandoned in directory.parent.glob(f".{directory.name}-*.partial"):
-            remove_if_abandoned(abandoned)
         # Beside the target, so that a rename moves it there; hidden, so that no reader takes it for a checkpoint.
-        partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", suffix=".partial", dir=directory.parent))
-        lock = lock_folder(partial)
-        try:
+        partial = directory.parent / f".{directory.name}-{uuid.uuid4().hex}.partial"
+        with locked_folder(partial, others=f".{directory.name}-*.partial", mode=0o700):
             self._write_configuration(partial)
             self._write_shards(tensors, partial)
             partial.chmod(0o755)
             size = sum(file.stat().st_size for file in partial.iterdir())
             _move_into_place(partial, directory)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-            os.close(lock)
         return size
 
     def _write_configuration(self, directory: Path) -> None:

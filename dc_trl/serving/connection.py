@@ -23,7 +23,7 @@ _CONNECT_SECONDS = 10.0
 
 
 class Deadline:
-    """When a task has to be done, its tries and the waits between them: `seconds` from now, `math.inf` for no limit."""
+    """When a task has to be done, tries and the waits between them: `seconds` from now, `math.inf` for no limit."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
