@@ -30,6 +30,15 @@ if TYPE_CHECKING:
     from .rollouts.replica import Replica
 
 _COLUMNS_OF_TRL = ("prompt", "completion", "completion_ids")  # which it passes by itself, or not at all
+# Parameters of TRL's engine that are attributes of the trainer, and those that are its fields called vllm_*.
+_OF_TRAINER = (
+    *("model", "accelerator", "processing_class", "max_completion_length"),
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+)
+_OF_VLLM = (
+    *("mode", "server_base_url", "server_host", "server_port", "group_port", "server_timeout", "max_model_length"),
+    *("tensor_parallel_size", "gpu_memory_utilization", "enable_sleep_mode", "model_impl", "structured_outputs_regex"),
+)
 
 
 class DeployedPolicyTrainer(GRPOTrainer):
@@ -74,32 +83,12 @@ class DeployedPolicyTrainer(GRPOTrainer):
         from .rollouts.vllm_backends import ColocateGeneration, ServerGeneration
 
         args, model = self.args, self.model
+        batch_size = args.per_device_train_batch_size * args.steps_per_generation
         of_trl: dict[str, Any] = {
-            "model": model,
-            "accelerator": self.accelerator,
-            "processing_class": self.processing_class,
-            "mode": args.vllm_mode,
-            "structured_outputs_regex": args.vllm_structured_outputs_regex,
-            "server_base_url": args.vllm_server_base_url,
-            "server_host": args.vllm_server_host,
-            "server_port": args.vllm_server_port,
-            "group_port": args.vllm_group_port,
-            "server_timeout": args.vllm_server_timeout,
-            "tensor_parallel_size": args.vllm_tensor_parallel_size,
-            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-            "max_model_length": args.vllm_max_model_length,
-            "max_num_seqs": args.per_device_train_batch_size
-            * args.vllm_tensor_parallel_size
-            * args.steps_per_generation,
-            "enable_sleep_mode": args.vllm_enable_sleep_mode,
-            "model_impl": args.vllm_model_impl,
+            **{name: getattr(self, name) for name in _OF_TRAINER},
+            **{name: getattr(args, f"vllm_{name}") for name in _OF_VLLM},
+            "max_num_seqs": batch_size * args.vllm_tensor_parallel_size,
             "trust_remote_code": args.trust_remote_code,
-            "repetition_penalty": self.repetition_penalty,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "max_completion_length": self.max_completion_length,
             "logprobs": 0,  # of the sampled token alone
             "generation_kwargs": args.generation_kwargs,
         }
@@ -185,16 +174,13 @@ class DeployedPolicyTrainer(GRPOTrainer):
         )
 
     def deployed_completions(self, prompts: list) -> list:
-        """Greedy completions of the policy as it is deployed, as text.
+        """Greedy completions of the policy as it is deployed, plain or conversational as the prompts are.
 
         Args:
             prompts: plain (`str`) or conversational (list of messages) prompts; as many in every process.
 
-        Returns:
-            One completion for each prompt, plain or conversational as the prompts are.
-
         Raises:
-            ValueError: there is no such engine (`deployment_scheme` is not set, `use_vllm` neither).
+            ValueError: see `deployed_completion_ids`.
         """
         return self._complete(prompts)[0]
 
@@ -218,8 +204,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
             The reward of each row, or None where no function scored it.
 
         Raises:
-            ValueError: there is no such engine (`deployment_scheme` is not set, `use_vllm` neither), or `reward`
-                returned another number of rewards.
+            ValueError: see `deployed_completion_ids` and `call_reward`.
         """
         prompts = [row["prompt"] for row in rows]
         completions, completion_ids = self._complete(prompts)
@@ -257,15 +242,13 @@ class DeployedPolicyTrainer(GRPOTrainer):
     def _complete_by_replica(
         self, replica: Replica, prompt_ids: list[list[int]], temperature: float
     ) -> list[list[int]]:
+        sampling: dict[str, Any] = {"temperature": temperature, "top_k": 0} if temperature > 0 else {}
         config = GenerationConfig(
             max_new_tokens=self.max_completion_length,
             pad_token_id=self._tokenizer.pad_token_id,
             eos_token_id=self.eos_token_ids,
-            **(
-                {"do_sample": True, "temperature": temperature, "top_k": 0}
-                if temperature > 0
-                else {"do_sample": False}
-            ),
+            do_sample=temperature > 0,
+            **sampling,
         )
         replica.sync(unwrapped(self.accelerator, self.model_wrapped))
         return replica.generate(prompt_ids, config, temperature or 1.0)[0]
@@ -273,12 +256,9 @@ class DeployedPolicyTrainer(GRPOTrainer):
     # --- the checkpoint that is served -----------------------------------------------------------------------------
 
     def deployed_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's present weights one by one, gathered and merged, as a deployable checkpoint is written from.
+        """The policy's present weights one by one, gathered and merged; see `quantization.tensors.deployed_tensors`.
 
         Every process has to iterate to the end.
-
-        Raises:
-            ValueError: see `quantization.tensors.deployed_tensors`.
         """
         gathered_by_trl = self.vllm_generation._iter_named_params if self.use_vllm else None
         return deployed_tensors(self.accelerator, self.model, gathered_by_trl)

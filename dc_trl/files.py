@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -235,18 +234,18 @@ os.register_at_fork(after_in_child=_leave_locks_to_parent)
 
 
 @contextmanager
-def temporary_folder(prefix: str) -> Iterator[Path]:
-    """A folder in the directory for temporary files, gone after the block.
+def locked_folder(folder: Path, others: str, mode: int = 0o777) -> Iterator[Path]:
+    """A new folder for the time of the block, locked, with these permissions less those of the umask.
 
-    What killed processes left there under the same prefix is removed first.
+    What killed processes left beside it, under names that the pattern `others` fits, is removed first.
     """
-    root = Path(tempfile.gettempdir())
-    for abandoned in root.glob(f"{prefix}*"):
+    for abandoned in folder.parent.glob(others):
         remove_if_abandoned(abandoned)
     # Takes its name once it is locked, lest another process that starts now takes it for abandoned.
-    unlocked = Path(tempfile.mkdtemp(prefix=f".{prefix}"))
+    unlocked = folder.with_name(f".{folder.name}")
+    unlocked.mkdir(mode)
     lock = lock_folder(unlocked)
-    folder = unlocked.rename(root / unlocked.name.removeprefix("."))
+    unlocked.rename(folder)
     try:
         yield folder
     finally:

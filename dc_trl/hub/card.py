@@ -66,8 +66,6 @@ def write_run_card(
     the earlier card stay.
 
     Args:
-        args: settings of the run.
-        model_name, tags: in the metadata.
         repo_id: repository of the model, None if it is not known yet: see [`address_card`].
         deployment_id: repository of the deployment checkpoint, if it has one of its own.
         base_model: Hub id or directory of the model that was trained.
@@ -229,8 +227,7 @@ def _held_out_results(summary: Mapping[str, Any], dataset_name: str | None, sche
 def _set_card_aside(path: Path) -> ModelCardData:
     """Makes room for a new card: one that a user wrote or edited is kept under another name.
 
-    Returns:
-        Metadata of the earlier card, empty if there is none or it cannot be read.
+    Returns the metadata of the earlier card, empty if there is none or it cannot be read.
     """
     card = ModelCard("---\n{}\n---\n")
     if path.is_file():

@@ -182,15 +182,13 @@ def push_run(
 ) -> str:
     """Pushes a run from its output directory: one that was not pushed, or whose push failed.
 
+    Returns the address of the commit.
+
     Args:
-        folder: output directory of the run.
         repo_id: repository, made where it is missing.
         private: of repositories that are made; by default as the account has it.
         deployment, scheme, revision: see [`HubClient`].
-        token: with write access; by default that of the environment or of `hf auth login`.
-
-    Returns:
-        Address of the commit.
+        token: see [`hub_api`]; it has to have write access.
 
     Raises:
         ValueError: `folder` holds no model, or no deployment checkpoint for a second repository.

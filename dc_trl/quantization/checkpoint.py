@@ -3,8 +3,7 @@
 import ctypes
 import json
 import os
-import shutil
-import tempfile
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -26,15 +25,11 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..files import lock_folder, remove_if_abandoned
+from ..files import locked_folder
 from .fake_quantize import weight_qparams
 from .policy import base_model, empty_copy
 from .schemes import quantized_weights, resolve_scheme
 from .tensors import policy_tensors
-
-
-_RENAME_EXCHANGE = 2  # linux/fs.h
-_AT_FDCWD = -100
 
 
 class CheckpointWriter:
@@ -106,20 +101,14 @@ class CheckpointWriter:
             OSError: the file system refused (no space, no permission). What was there before is unharmed.
         """
         directory = Path(directory)
-        for abandoned in directory.parent.glob(f".{directory.name}-*.partial"):
-            remove_if_abandoned(abandoned)
         # Beside the target, so that a rename moves it there; hidden, so that no reader takes it for a checkpoint.
-        partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", suffix=".partial", dir=directory.parent))
-        lock = lock_folder(partial)
-        try:
+        partial = directory.parent / f".{directory.name}-{uuid.uuid4().hex}.partial"
+        with locked_folder(partial, others=f".{directory.name}-*.partial", mode=0o700):
             self._write_configuration(partial)
             self._write_shards(tensors, partial)
             partial.chmod(0o755)
             size = sum(file.stat().st_size for file in partial.iterdir())
             _move_into_place(partial, directory)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-            os.close(lock)
         return size
 
     def _write_configuration(self, directory: Path) -> None:
@@ -203,16 +192,9 @@ class CheckpointWriter:
 
 
 def write_deployable(model: str, scheme: str, directory: str | os.PathLike[str], *, revision: str = "main") -> int:
-    """Writes a model of the Hub or of a directory as a deployable checkpoint.
+    """Writes a model, by its Hub id and revision or its directory, as a deployable checkpoint; see `CheckpointWriter`.
 
-    Args:
-        model: Hub id or directory.
-        scheme: one of `dc_trl.quantization.schemes.SCHEMES`.
-        directory: where the checkpoint goes, see `CheckpointWriter.write`.
-        revision: of the Hub model.
-
-    Returns:
-        Bytes of the files.
+    Returns the bytes of the files.
     """
     policy = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
@@ -247,6 +229,7 @@ def _move_into_place(source: Path, target: Path) -> None:
             raise
     # POSIX renames no directory over a full one; Linux exchanges the two.
     renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) != 0:
+    at_fdcwd, rename_exchange = -100, 2  # linux/fcntl.h and linux/fs.h
+    if renameat2(at_fdcwd, os.fsencode(source), at_fdcwd, os.fsencode(target), rename_exchange) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"cannot replace the checkpoint: {os.strerror(code)}; give another directory", str(target))

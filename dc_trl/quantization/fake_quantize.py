@@ -4,11 +4,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType, fake_quantize
-from compressed_tensors.quantization.utils import (
-    calculate_qparams,
-    calculate_range,
-    maybe_pad_tensor_for_block_quant,
-)
+from compressed_tensors.quantization.utils import calculate_qparams, calculate_range, maybe_pad_tensor_for_block_quant
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -47,14 +43,11 @@ def weight_qparams(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tens
 
 @torch.no_grad()
 def fake_quantize_weight(weight: Tensor, args: QuantizationArgs) -> Tensor:
-    """A weight after its round trip.
+    """A weight after its round trip, in float32 and the same shape; see `weight_qparams`.
 
     Args:
         weight: shape (out_features, in_features), or (experts, out_features, in_features); floating point.
         args: quantization of weights by channel, group or block.
-
-    Returns:
-        float32, same shape.
     """
     # The experts' matrices are stacked into one. No block of rows crosses from one expert into the next:
     # `resolve_scheme` makes sure that blocks divide both dimensions, since each is the width of one of the matrices.
@@ -105,12 +98,7 @@ class ActivationQuantizer:
 def quantize_activations(model: PreTrainedModel, args: QuantizationArgs) -> ActivationQuantizer:
     """Makes every layer that a scheme quantizes read fake-quantized activations, from the next forward pass on.
 
-    Args:
-        model: a transformers causal language model that `resolve_scheme` accepts.
-        args: see `ActivationQuantizer`.
-
-    Returns:
-        The quantizer of all layers, to be `reset` after a forward pass.
+    Returns the quantizer of all layers, to be `reset` after a forward pass; `resolve_scheme` has to accept the model.
     """
     quantizer = ActivationQuantizer(args)
     for linear in quantized_linears(model).values():

@@ -68,15 +68,9 @@ def quantized_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
-    """The quantization scheme called ``name``, for the layers of ``model``.
+    """The compressed-tensors scheme called ``name``, for the Linear layers and experts of ``model``.
 
-    Args:
-        name: one of `SCHEMES`.
-        model: a transformers causal language model.
-
-    Returns:
-        The compressed-tensors scheme of its Linear layers and experts, with the ``format`` of its checkpoints; without
-        ``weights`` and ``format`` for ``bf16``.
+    It has the ``format`` of its checkpoints; that of ``bf16`` has neither ``weights`` nor ``format``.
 
     Raises:
         ValueError: unknown name, layers whose width the scheme's groups do not divide, or experts in a layout that is
@@ -98,11 +92,9 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
         group_size = 32
     if group_size is not None:
         scheme.weights.group_size = group_size
-    for args in (scheme.weights, scheme.input_activations):
-        if args is None or not args.group_size:
-            continue
+    for args in filter(None, (scheme.weights, scheme.input_activations)):
         for layer, width in widths.items():
-            if width % args.group_size:
+            if args.group_size and width % args.group_size:
                 raise ValueError(
                     f"deployment_scheme={name!r} quantizes in groups of {args.group_size}, which do not divide the "
                     f"{width} inputs of layer {layer!r}: use 'fp8' or 'int8', which have no groups."

@@ -20,7 +20,7 @@ from .policy import require_shared_embeddings, unwrapped
 def deployed_tensors(
     accelerator: Accelerator, model: nn.Module, gathered_by_trl: Callable[[], Iterator[tuple[str, Tensor]]] | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The present weights of a policy in training, one by one, as a deployable checkpoint is written from.
+    """The present weights of a policy in training, as a deployable checkpoint is written from; see `policy_tensors`.
 
     Every process has to iterate to the end, because gathering a shard takes all of them.
 
@@ -29,9 +29,6 @@ def deployed_tensors(
         model: the policy, as the accelerator prepared it.
         gathered_by_trl: `_iter_named_params` of TRL's vLLM generation, None without vLLM. TRL's iteration takes over
             what `policy_tensors` cannot gather: FSDP1, DeepSpeed's ZeRO stage 3, and adapters under FSDP2.
-
-    Yields:
-        See `policy_tensors`.
 
     Raises:
         ValueError: TRL has to gather the weights, and there is no vLLM, or an adapter parts embedding and output head.
@@ -45,9 +42,7 @@ def deployed_tensors(
             "Set use_vllm=True, or launch with FSDP2 and train all weights, or launch without sharding."
         )
     require_shared_embeddings(
-        policy,
-        reason="sharded weights are merged in place, in both at once",
-        remedy="Launch without sharding",
+        policy, reason="sharded weights are merged in place, in both at once", remedy="Launch without sharding"
     )
     return gathered_by_trl()
 
@@ -76,7 +71,6 @@ def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, T
     Raises:
         ValueError: the adapter has no merged form.
     """
-    sharded = isinstance(policy, FSDPModule)
     if isinstance(policy, PeftModel):
         adapter = policy.active_peft_config
         if adapter.is_prompt_learning:
@@ -85,7 +79,7 @@ def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, T
                 "weights that are deployed: use LoRA or another adapter of the weights, or set deployment_scheme=None."
             )
         yield from _merged_tensors(policy.get_base_model(), "")
-    elif sharded:
+    elif isinstance(policy, FSDPModule):
         # Its state holds the shards even where a forward pass left gathered weights behind, in its own precision, and
         # the model's names even where layers are wrapped to recompute activations.
         for name, tensor in policy.state_dict().items():

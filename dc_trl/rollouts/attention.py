@@ -28,17 +28,15 @@ def grouped_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with the arithmetic of transformers' eager attention, block by block.
+    """Attention with the arithmetic of transformers' eager attention, block by block; see `AttentionInterface`.
 
     Args:
-        module: the layer; not used.
         query: shape (batch, heads, queries, width).
         key, value: shape (batch, groups, keys, width), where ``groups`` divides ``heads``.
         attention_mask: added to the scores, shape (batch, 1, queries, keys).
         scaling: of the scores.
         softcap: bound that a tanh keeps the scores within (Gemma 2).
         s_aux: one score for each head that takes part in the softmax and attends to nothing (gpt-oss).
-        kwargs: of other attention functions; not used.
 
     Returns:
         Shape (batch, queries, heads, width), and no attention weights.

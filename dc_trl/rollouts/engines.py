@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from ..quantization.schemes import SCHEMES
 
 
-# Of an option that takes engines.
+# What `--help` says of an option that takes engines.
 ENGINE_HELP = (
     f"one or more of: {', '.join(SCHEMES)} (starts a vLLM server), replica:SCHEME (in this process), "
     "http://… (a running vLLM server)"

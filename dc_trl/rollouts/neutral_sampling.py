@@ -12,9 +12,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 
-# What a vLLM server takes from the model's generation_config where a request leaves it open, temperature apart.
-SERVER_DEFAULTS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-
 # When a completion ends, how it is computed, what is seen of it: any value.
 _ANY_VALUE = frozenset(
     {
@@ -40,67 +37,39 @@ _ANY_VALUE = frozenset(
 # Values that change nothing; the last one is what to set.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     # both
-    "top_p": (None, 1.0),
     "top_k": (-1, 0),  # None is transformers' default of 50, or the model's own
     "min_p": (None, 0.0),
-    "repetition_penalty": (None, 1.0),
+    **dict.fromkeys(("top_p", "repetition_penalty"), (None, 1.0)),
     # transformers
     "do_sample": (True,),
-    "num_beams": (None, 1),
-    "num_beam_groups": (None, 1),
-    "num_return_sequences": (None, 1),
-    "top_h": (None,),
-    "typical_p": (None, 1.0),
-    "epsilon_cutoff": (None, 0.0),
-    "eta_cutoff": (None, 0.0),
-    "encoder_repetition_penalty": (None, 1.0),
-    "no_repeat_ngram_size": (None, 0),
-    "encoder_no_repeat_ngram_size": (None, 0),
-    "diversity_penalty": (None, 0.0),
-    "penalty_alpha": (None, 0.0),
-    "guidance_scale": (None, 1.0),
-    "min_length": (None, 0),
-    "min_new_tokens": (None, 0),
-    "bad_words_ids": (None,),
-    "sequence_bias": (None,),
-    "suppress_tokens": ([], None),
-    "begin_suppress_tokens": ([], None),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "exponential_decay_length_penalty": (None,),
-    "remove_invalid_values": (None, False),
-    "watermarking_config": (None,),
-    "token_healing": (None, False),
-    "constraints": (None,),
-    "force_words_ids": (None,),
-    "dola_layers": (None,),
-    "is_assistant": (None, False),
-    "use_mtp": (None, False),
-    "prompt_lookup_num_tokens": (None,),
-    "assistant_early_exit": (None,),
-    "assistant_ensemble_weight": (None,),
-    "speculation_type": (None,),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
-    "output_scores": (None, False),
-    "output_logits": (None, False),
-    "return_dict_in_generate": (None, False),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (None, 1)),
+    **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), (None, 1.0)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "diversity_penalty", "penalty_alpha"), (None, 0.0)),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (None, 0)),
+    **dict.fromkeys(("min_length", "min_new_tokens"), (None, 0)),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), ([], None)),
+    **dict.fromkeys(("remove_invalid_values", "token_healing", "is_assistant", "use_mtp"), (None, False)),
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "output_scores"), (None, False)),
+    **dict.fromkeys(("output_logits", "return_dict_in_generate"), (None, False)),
+    **dict.fromkeys(("top_h", "bad_words_ids", "sequence_bias", "watermarking_config", "dola_layers"), (None,)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), (None,)),
+    **dict.fromkeys(("constraints", "force_words_ids", "prompt_lookup_num_tokens", "speculation_type"), (None,)),
+    **dict.fromkeys(("assistant_early_exit", "assistant_ensemble_weight"), (None,)),
     # vLLM
-    "presence_penalty": (None, 0.0),
-    "frequency_penalty": (None, 0.0),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (None, 0.0)),
+    **dict.fromkeys(("allowed_token_ids", "structured_outputs", "response_format", "logprob_token_ids"), (None,)),
+    **dict.fromkeys(("flat_logprobs", "use_beam_search"), (False,)),
     "min_tokens": (None, 0),
     "logit_bias": ({}, None),
-    "allowed_token_ids": (None,),
     "bad_words": (None, []),
-    "structured_outputs": (None,),
-    "response_format": (None,),
     "thinking_token_budget": (-1, None),
     "logprobs": (0,),  # more: TRL would take the most probable token's for the sampled one's
-    "logprob_token_ids": (None,),
-    "flat_logprobs": (False,),
-    "use_beam_search": (False,),
     "watermarking": (True, False),
 }
+_OF_SERVERS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+# What a vLLM server takes from the model's generation_config where a request leaves it open (Qwen3's truncates to 20
+# tokens), temperature apart, with the value that changes nothing.
+SERVER_DEFAULTS = {name: _NEUTRAL_VALUES[name][-1] for name in _OF_SERVERS}
 
 
 def restrictions(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:

@@ -79,9 +79,8 @@ class Replica:
         self._tensors |= dict(self.model.named_buffers(remove_duplicate=False))
         self._weight_args = quantization.weights
         self._quantized = set() if self._weight_args is None else set(quantized_weights(self.model))
-        self._activations = None
-        if quantization.input_activations is not None:
-            self._activations = quantize_activations(self.model, quantization.input_activations)
+        args = quantization.input_activations
+        self._activations = None if args is None else quantize_activations(self.model, args)
         self.sync(policy)
 
     @torch.no_grad()

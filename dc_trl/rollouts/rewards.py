@@ -12,11 +12,7 @@ RewardFunction = Callable[..., list[float | None]]
 
 
 def call_reward(reward: RewardFunction, **arguments: Any) -> list[float | None]:
-    """Rewards from a reward function, which may be async.
-
-    Args:
-        reward: the function.
-        **arguments: as TRL passes them, `prompts` among them.
+    """Rewards from a reward function, which may be async, for arguments as TRL passes them, `prompts` among them.
 
     Returns:
         One for each prompt; None where there is none, which the function may also call NaN.
@@ -38,12 +34,9 @@ def call_reward(reward: RewardFunction, **arguments: Any) -> list[float | None]:
 
 
 def require_callable(name: str, reward: RewardFunction, columns: Iterable[str]) -> None:
-    """Refuses a reward function that cannot be called as TRL calls it, which it does after the first rollout.
+    """Refuses a reward function that cannot be called as TRL calls it, with the columns of the data set.
 
-    Args:
-        name: as the user gave it.
-        reward: the function.
-        columns: those of the data set.
+    TRL would find out after the first rollout.
 
     Raises:
         ValueError: it asks for what it is not given, or does not take what it is.

@@ -62,12 +62,7 @@ class Engine(Protocol):
 
 
 class ReplicaEngine:
-    """The in-process replica, in batches.
-
-    Args:
-        replica: of the policy, in its scheme.
-        tokenizer: of the policy.
-        batch_size: completions at a time.
+    """The in-process replica, `batch_size` completions at a time.
 
     Raises:
         ValueError: neither the policy nor the tokenizer has an end token.

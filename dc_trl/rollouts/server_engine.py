@@ -11,6 +11,7 @@ import httpx
 
 from ..serving.connection import Connection, Patience
 from ..serving.errors import ServerError, ServerRefusedError
+from .neutral_sampling import SERVER_DEFAULTS
 from .sampling import Completion, Request, Sampling
 
 
@@ -70,13 +71,8 @@ class ServerEngine:
             versions = self._connection.get("/weight_info")
             info = self._connection.get("/server_info", params={"config_format": "json"})
             config = info["vllm_config"]["model_config"]
-        return Disclosed(
-            card["id"],
-            card["root"],
-            versions.get("weight_version"),
-            config.get("revision"),
-            config.get("quantization"),
-        ), card["max_model_len"]
+        weights = versions.get("weight_version"), config.get("revision"), config.get("quantization")
+        return Disclosed(card["id"], card["root"], *weights), card["max_model_len"]
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """See `Engine.sample`.
@@ -92,10 +88,9 @@ class ServerEngine:
         def run() -> None:
             try:
                 loop.run_until_complete(task)
+                done.put(None)
             except BaseException as error:  # raised where the completions are read
                 done.put(error)
-            else:
-                done.put(None)
             finally:
                 loop.close()
 
@@ -138,19 +133,13 @@ class ServerEngine:
             "prompt": request.prompt_ids,
             "max_tokens": min(sampling.max_tokens, self.max_length - len(request.prompt_ids)),
             "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            # Whatever is left out comes from the model's generation_config, which for Qwen3 truncates to 20 tokens.
-            "top_k": 0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
             "seed": request.seed,
+            **SERVER_DEFAULTS,
+            "top_p": sampling.top_p,
         }
         connection = self._connection
         answer = await connection.apersist(
             http, lambda: connection.arequest(http, "POST", "/v1/completions", json=body)
         )
         (choice,) = answer["choices"]
-        tokens = answer["usage"]["completion_tokens"]
-        return Completion(choice["text"], tokens, choice["finish_reason"] == "length")
+        return Completion(choice["text"], answer["usage"]["completion_tokens"], choice["finish_reason"] == "length")

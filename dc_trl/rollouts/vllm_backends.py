@@ -1,29 +1,27 @@
 """How new weights reach vLLM, and how a run survives its faults: what TRL's `VLLMGeneration` leaves open."""
 
 import math
-import os
 import shutil
 import socket
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..files import lock_folder, remove_if_abandoned
-from ..quantization import tensors as quantization_tensors
+from ..files import locked_folder
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
+from ..quantization.tensors import deployed_tensors
 from ..serving.client import ServerClient, Weights
 from ..serving.connection import Deadline, Patience, Tries, is_local
 from ..serving.errors import ServerError
@@ -32,11 +30,10 @@ from ..serving.fit import check_server
 
 logger = get_logger(__name__)
 
-_SHARED_MEMORY = Path("/dev/shm")
 
-
-def _folder_path(root: Path, run: str) -> Path:
-    return root / f"dc_trl-sync-{socket.gethostname()}_{run}"  # no host has "_" in its name
+def _folder_path(parent: str | None, run: str) -> Path:
+    # No host has "_" in its name.
+    return Path("/dev/shm" if parent is None else parent, f"dc_trl-sync-{socket.gethostname()}_{run}")
 
 
 class _CheckpointFolder:
@@ -47,21 +44,16 @@ class _CheckpointFolder:
     """
 
     def __init__(self, parent: str | None, run: str):
-        root = Path(parent) if parent is not None else _SHARED_MEMORY
+        self.path = _folder_path(parent, run)
+        root = self.path.parent
         if not root.is_dir():
             raise ServerError(
                 f"weight_sync_dir={parent!r}: {root} is no directory on this machine. Set weight_sync_dir to one that "
                 "the trainer and the vLLM server both see."
             )
-        self.path = _folder_path(root, run)
-        for abandoned in root.glob(_folder_path(root, "*").name):
-            remove_if_abandoned(abandoned)
-        # Takes its name once it is locked, lest another process that starts now takes it for abandoned.
-        unlocked = root / f".{self.path.name}"
-        unlocked.mkdir()
-        lock = lock_folder(unlocked)
-        unlocked.rename(self.path)
-        weakref.finalize(self, _remove_folder, self.path, lock)
+        stack = ExitStack()
+        stack.enter_context(locked_folder(self.path, others=_folder_path(parent, "*").name))
+        weakref.finalize(self, stack.close)
         self.checkpoint: Path | None = None
 
     def write(self, writer: CheckpointWriter, tensors: Iterator[tuple[str, Tensor]], version: str) -> None:
@@ -74,7 +66,41 @@ class _CheckpointFolder:
         self.checkpoint = checkpoint
 
 
-class ServerGeneration(VLLMGeneration):
+class _DeployedGeneration(VLLMGeneration):
+    """A vLLM engine of TRL whose weights arrive as the deployable checkpoint, in a new version each time."""
+
+    _run: str  # a name that no other run has
+
+    def __init__(self, *, deployment_scheme: str | None, weight_sync_dir: str | None, **kwargs: Any):
+        self.deployment_scheme = deployment_scheme
+        self.weight_sync_dir = weight_sync_dir
+        self._syncs = 0
+        super().__init__(**kwargs)
+
+    @property
+    def weight_version(self) -> str:
+        """What the engine is to call the present weights."""
+        return f"{self._run}-{self._syncs}"
+
+    def _prepare_checkpoints(self, writes: bool) -> None:
+        """Makes the writer, and the folder on the processes that are to write."""
+        policy = unwrapped(self.accelerator, self.model)
+        self._writer = CheckpointWriter(policy, self.deployment_scheme or "bf16", self.processing_class)
+        if writes:
+            self._folder = _CheckpointFolder(self.weight_sync_dir, self._run)
+
+    def _write(self, writes: bool) -> None:
+        """Writes the present weights on the processes that are to; all processes take part in gathering them."""
+        tensors = deployed_tensors(self.accelerator, self.model, self._iter_named_params)
+        try:
+            if writes:
+                self._folder.write(self._writer, tensors, self.weight_version)
+        finally:
+            for _ in tensors:
+                pass  # take part in gathering what nobody writes any more
+
+
+class ServerGeneration(_DeployedGeneration):
     """TRL's server mode, with weights that can arrive as the deployable checkpoint, and with faults that end.
 
     Every synchronization gives the weights a version that no other run and no restarted server has. A rollout counts
@@ -83,8 +109,8 @@ class ServerGeneration(VLLMGeneration):
     `ServerError`.
 
     Args:
-        deployment_scheme, weight_sync, weight_sync_dir, vllm_request_timeout, vllm_time_limit, vllm_max_retries: see
-            [`~dc_trl.DCGRPOConfig`].
+        weight_sync, vllm_request_timeout, vllm_time_limit, vllm_max_retries, and in **kwargs deployment_scheme and
+            weight_sync_dir: see [`~dc_trl.DCGRPOConfig`].
         server_timeout, **kwargs: see [`~trl.generation.vllm_generation.VLLMGeneration`].
 
     Raises:
@@ -94,18 +120,14 @@ class ServerGeneration(VLLMGeneration):
     def __init__(
         self,
         *,
-        deployment_scheme: str | None,
         weight_sync: str,
-        weight_sync_dir: str | None,
         vllm_request_timeout: float | None,
         vllm_time_limit: float,
         vllm_max_retries: int,
         server_timeout: float,
         **kwargs: Any,
     ):
-        self.deployment_scheme = deployment_scheme
         self.weight_sync = weight_sync
-        self.weight_sync_dir = weight_sync_dir
         self._patience = Patience(
             request_timeout=3600.0 if vllm_request_timeout is None else vllm_request_timeout,
             server_timeout=server_timeout,
@@ -113,19 +135,18 @@ class ServerGeneration(VLLMGeneration):
             time_limit=vllm_time_limit,
             prefix="vllm_",
         )
-        self._syncs = 0
         super().__init__(server_timeout=server_timeout, **kwargs)
 
     def _init_vllm(self) -> None:
         self._url = (self.server_base_url or f"http://{self.server_host}:{self.server_port}").rstrip("/")
-        self._run = _agree(self.accelerator, uuid.uuid4().hex[:12])
+        self._run = _agree(uuid.uuid4().hex[:12])
         if self.weight_sync == "auto":
             # What each process sees of the server and of the GPUs may differ, and what follows is collective.
-            self.weight_sync = _agree(self.accelerator, self._choose_weight_sync())
+            self.weight_sync = _agree(self._choose_weight_sync())
         # Errors of TRL's client, of the folder, and of the checkpoint's layout.
-        with _raised_together(self.accelerator, (RuntimeError, ValueError, OSError)):
+        with _raised_together(RuntimeError, ValueError, OSError):
             if self.accelerator.is_main_process:
-                self._connect(unwrapped(self.accelerator, self.model))
+                self._connect()
 
     def _choose_weight_sync(self) -> str:
         # NCCL wants CUDA, refuses two ranks on one GPU, and streams what is trained, not what is deployed.
@@ -133,7 +154,7 @@ class ServerGeneration(VLLMGeneration):
         quantized = self.deployment_scheme not in (None, "bf16")
         return "checkpoint" if self.accelerator.device.type != "cuda" or shares_gpu or quantized else "nccl"
 
-    def _connect(self, policy: Any) -> None:
+    def _connect(self) -> None:
         """Meets a server that fits the policy.
 
         Raises:
@@ -145,8 +166,7 @@ class ServerGeneration(VLLMGeneration):
                     f"weight_sync_dir=None: the server at {self._url} is on another machine, which does not see this "
                     "one's shared memory. Set weight_sync_dir to a directory that both see, or weight_sync='nccl'."
                 )
-            self._folder = _CheckpointFolder(self.weight_sync_dir, self._run)
-            self._writer = CheckpointWriter(policy, self.deployment_scheme or "bf16", self.processing_class)
+            self._prepare_checkpoints(writes=True)
         deadline = Deadline(self._patience.time_limit)
         self.vllm_client = client = ServerClient(
             self._url,
@@ -162,22 +182,17 @@ class ServerGeneration(VLLMGeneration):
                 info,
                 layers,
                 scheme=self.deployment_scheme,
-                config=policy.config,
+                config=unwrapped(self.accelerator, self.model).config,
                 max_length=max(self.max_completion_length + 1, self.max_model_length or 0),
                 weight_sync=self.weight_sync,
             )
             if self.weight_sync == "nccl":
                 client.init_communicator(device=self.accelerator.device)
 
-    @property
-    def weight_version(self) -> str:
-        """What the server is to call the present weights."""
-        return f"{self._run}-{self._syncs}"
-
     def sync_weights(self) -> None:
         """Brings the policy's present weights to the server, and makes sure that it serves them."""
         self._syncs += 1
-        with _raised_together(self.accelerator):
+        with _raised_together(ServerError):
             if self.weight_sync == "checkpoint":
                 self._write_checkpoint()
                 if self.accelerator.is_main_process:
@@ -188,7 +203,7 @@ class ServerGeneration(VLLMGeneration):
                 super().sync_weights()
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
-        with _raised_together(self.accelerator):
+        with _raised_together(ServerError):
             try:
                 return super().generate(*args, **kwargs)
             except ServerError:  # on the main process, while the others wait for what it sends them
@@ -222,51 +237,36 @@ class ServerGeneration(VLLMGeneration):
             ServerUnavailableError: on all processes, where the main one cannot write it.
         """
         tries = Tries(self._patience, Deadline(math.inf))
-        while (failure := self._try_to_write()) is not None:
+        while True:
+            failure = None
+            try:
+                self._write(self.accelerator.is_main_process)
+            except OSError as error:
+                if not self.accelerator.is_main_process:
+                    raise
+                failure = f"the checkpoint for the server cannot be written to {self._folder.path}: {error}"
+            if (failure := _agree(failure)) is None:
+                return
             pause = tries.pause(failure)
             logger.warning(f"{failure}; {tries} follows")
             time.sleep(pause)
 
-    def _try_to_write(self) -> str | None:
-        """Why the main process could not write the checkpoint, on all processes; None where it did."""
-        failure = None
-        tensors = deployed_tensors(self)
-        if self.accelerator.is_main_process:
-            try:
-                self._folder.write(self._writer, tensors, self.weight_version)
-            except OSError as error:
-                failure = f"the checkpoint for the server cannot be written to {self._folder.path}: {error}"
-        for _ in tensors:
-            pass  # take part in gathering what nobody writes any more
-        return _agree(self.accelerator, failure)
 
-
-class ColocateGeneration(VLLMGeneration):
+class ColocateGeneration(_DeployedGeneration):
     """TRL's colocate mode with the engine in the deployment scheme.
 
     The engine is built on the deployable checkpoint and reloads it through vLLM's own reload, which repeats what a
-    quantized layer does to its weights after loading; TRL's `load_weights` leaves that out.
-
-    Args:
-        deployment_scheme, weight_sync_dir: see [`~dc_trl.DCGRPOConfig`].
-        **kwargs: see [`~trl.generation.vllm_generation.VLLMGeneration`].
+    quantized layer does to its weights after loading; TRL's `load_weights` leaves that out. The parameters are
+    `deployment_scheme` and `weight_sync_dir` of [`~dc_trl.DCGRPOConfig`], and those of
+    [`~trl.generation.vllm_generation.VLLMGeneration`].
     """
 
-    def __init__(self, *, deployment_scheme: str | None, weight_sync_dir: str | None, **kwargs: Any):
-        self.deployment_scheme = deployment_scheme
-        self.weight_sync_dir = weight_sync_dir
-        self._syncs = 0
-        super().__init__(**kwargs)
-
     def _init_vllm(self) -> None:
-        policy = unwrapped(self.accelerator, self.model)
         # One folder for each machine, by its first process: two may share a directory, and in containers a name.
         machine = self.accelerator.process_index - self.accelerator.local_process_index
-        self._run = f"{_agree(self.accelerator, uuid.uuid4().hex[:12])}-{machine}"
-        self._writer = CheckpointWriter(policy, self.deployment_scheme or "bf16", self.processing_class)
+        self._run = f"{_agree(uuid.uuid4().hex[:12])}-{machine}"
         # One writer on each machine, since shared memory ends there.
-        if self.accelerator.is_local_main_process:
-            self._folder = _CheckpointFolder(self.weight_sync_dir, self._run)
+        self._prepare_checkpoints(writes=self.accelerator.is_local_main_process)
         checkpoint = self._write_checkpoint()
         # TRL builds the engine on `model.name_or_path`.
         model: Any = self.model
@@ -283,15 +283,9 @@ class ColocateGeneration(VLLMGeneration):
 
     def _write_checkpoint(self) -> Path:
         self._syncs += 1
-        version = f"{self._run}-{self._syncs}"
-        tensors = deployed_tensors(self)
-        if self.accelerator.is_local_main_process:
-            self._folder.write(self._writer, tensors, version)
-        for _ in tensors:
-            pass
+        self._write(self.accelerator.is_local_main_process)
         self.accelerator.wait_for_everyone()
-        root = Path(self.weight_sync_dir or _SHARED_MEMORY)
-        return _folder_path(root, self._run) / version
+        return _folder_path(self.weight_sync_dir, self._run) / self.weight_version
 
     def sync_weights(self) -> None:
         """Brings the policy's present weights to the engine."""
@@ -303,39 +297,19 @@ class ColocateGeneration(VLLMGeneration):
         self.llm.reset_prefix_cache()
 
 
-def deployed_tensors(generation: VLLMGeneration) -> Iterator[tuple[str, Tensor]]:
-    """The policy's weights one by one, see `quantization.tensors.deployed_tensors`; every process has to iterate."""
-    return quantization_tensors.deployed_tensors(
-        generation.accelerator, generation.model, generation._iter_named_params
-    )
-
-
-def _agree(accelerator: Accelerator, value: Any) -> Any:
-    """The main process's value, on all processes."""
-    values = [value]
-    if accelerator.num_processes > 1:
-        broadcast_object_list(values, from_process=0)
-    return values[0]
+def _agree(value: Any) -> Any:
+    """The main process's value, on all processes, each of which has to come here."""
+    return broadcast_object_list([value])[0]
 
 
 @contextmanager
-def _raised_together(accelerator: Accelerator, errors: tuple[type[Exception], ...] = (ServerError,)) -> Iterator[None]:
-    """Raises what fails in the block on the main process on all processes, so that none waits for another.
-
-    Args:
-        accelerator: of all processes, each of which has to come here.
-        errors: what is meant by that.
-    """
+def _raised_together(*errors: type[Exception]) -> Iterator[None]:
+    """Raises such errors of the block on the main process on all processes, so that none waits for another."""
     failure: Exception | None = None
     try:
         yield
     except errors as error:
         failure = error
-    message = _agree(accelerator, None if failure is None else str(failure))
+    message = _agree(None if failure is None else str(failure))
     if message is not None:
         raise ServerError(message) if failure is None else failure
-
-
-def _remove_folder(path: Path, lock: int) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    os.close(lock)

@@ -63,11 +63,7 @@ class ServerClient(VLLMClient):
     # --- TRL's ways to the server -----------------------------------------------------------------------------------
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
-        """Waits until the server is up, and says that it waits.
-
-        Raises:
-            ServerUnavailableError: it is not up within `total_timeout` seconds.
-        """
+        """See `Connection.wait_until_up`."""
         self.connection.wait_until_up(total_timeout, retry_interval)
 
     def get_server_info(self) -> dict[str, Any]:
@@ -143,11 +139,11 @@ class ServerClient(VLLMClient):
         return self.connection.get("/weight_info")["weight_version"]
 
     def load_checkpoint(self, directory: str, weight_version: str) -> None:
-        """Has the server reload its weights in place from a checkpoint, and forget what it cached with the old ones.
+        """Has the server reload its weights in place, and forget what it cached with the old ones.
 
         Args:
-            directory: as the server sees it.
-            weight_version: what the server calls these weights from now on.
+            directory: of the checkpoint, as the server sees it.
+            weight_version: see `name_weights`.
         """
         self._collective_rpc(self._reload_method, weights_path=directory)
         self.reset_prefix_cache()
@@ -158,7 +154,7 @@ class ServerClient(VLLMClient):
         return "reload_checkpoint" if is_cpu(self.get_server_info()) else "reload_weights"
 
     def name_weights(self, weight_version: str) -> None:
-        """Has the server call its present weights by this version."""
+        """Has the server call its present weights by this version from now on."""
         self.connection.request("POST", "/update_weight_version", json={"new_version": weight_version})
 
     def reset_prefix_cache(self) -> None:

@@ -20,16 +20,10 @@ T = TypeVar("T")
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CONNECT_SECONDS = 10.0
-# A connection for each request: a busy server closes those that are kept alive while requests are on their way.
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
 
 class Deadline:
-    """When a task has to be done: all its tries, and the waits between them.
-
-    Args:
-        seconds: from now; `math.inf` for no limit.
-    """
+    """When a task has to be done, tries and the waits between them: `seconds` from now, `math.inf` for no limit."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
@@ -55,20 +49,12 @@ ONE_TRY = Patience()
 
 
 class Tries:
-    """When something that failed is tried again, and when no more.
-
-    Args:
-        patience: how often, and the name of that setting.
-        deadline: of the task.
-
-    Attributes:
-        made: tries that failed.
-    """
+    """When something that failed is tried again, and when no more."""
 
     def __init__(self, patience: Patience, deadline: Deadline):
         self._patience = patience
         self._deadline = deadline
-        self.made = 0
+        self.made = 0  # tries that failed
 
     def pause(self, failure: object) -> float:
         """Seconds to wait before the next try.
@@ -113,7 +99,8 @@ class Connection:
         self._options: dict[str, Any] = {
             "base_url": self.url,
             "headers": {"Authorization": f"Bearer {key}"} if key else {},
-            "limits": _LIMITS,
+            # A connection for each request: a busy server closes those that are kept alive while it is on its way.
+            "limits": httpx.Limits(max_connections=None, max_keepalive_connections=0),
             "trust_env": not is_local(self.url),  # proxies are for other machines
             "timeout": httpx.Timeout(patience.request_timeout, connect=_CONNECT_SECONDS),
         }
@@ -142,16 +129,10 @@ class Connection:
     # --- one request ------------------------------------------------------------------------------------------------
 
     def get(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        """The answer to a GET; see `request`."""
         return self.request("GET", path, **kwargs)
 
     def request(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
-        """The JSON that the server answers.
-
-        Args:
-            method: "GET" or "POST".
-            path: from the server's address on, "/v1/models".
-            **kwargs: see `httpx.request`.
+        """The JSON that the server answers at a path, "/v1/models" for example; **kwargs are those of `httpx.request`.
 
         Raises:
             ServerUnavailableError: no answer in time, or one of a server that failed.
@@ -273,14 +254,10 @@ class Connection:
         return None if status == 200 else f"HTTP {status}"
 
     def wait_until_up(self, timeout: float, interval: float = 1.0) -> None:
-        """Waits until the server is up, and says that it waits.
-
-        Args:
-            timeout: seconds to wait.
-            interval: seconds between two looks.
+        """Waits until the server is up, with `interval` seconds between two looks, and says that it waits.
 
         Raises:
-            ServerUnavailableError: it is not up in time.
+            ServerUnavailableError: it is not up within `timeout` seconds.
         """
         begin = time.monotonic()
         reported = begin - 10

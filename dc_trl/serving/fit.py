@@ -1,8 +1,7 @@
 """Whether a vLLM server serves us: samples what is trained, and takes its weights as they are sent."""
 
 import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -11,25 +10,7 @@ from .errors import ServerError
 
 CPU_EXTENSION = "dc_trl.serving.cpu_reload.CPUReloadExtension"
 # What vLLM calls the layers that hold a scheme's weights.
-_LAYERS_OF_SCHEME = {
-    "bf16": None,
-    "fp8": "Fp8",
-    "fp8_block": "Fp8",
-    "int8": "Int8",
-    "int4": "WNA16",
-    "int4_g32": "WNA16",
-}
-
-
-class _Pair(NamedTuple):
-    """A server, and what it is wanted for; see `check_server`."""
-
-    info: dict[str, Any]
-    layers: str
-    scheme: str | None
-    config: PretrainedConfig
-    max_length: int
-    weight_sync: str
+_LAYERS = {"bf16": None, "fp8": "Fp8", "fp8_block": "Fp8", "int8": "Int8", "int4": "WNA16", "int4_g32": "WNA16"}
 
 
 def check_server(
@@ -54,81 +35,72 @@ def check_server(
     Raises:
         ServerError: names what is wrong and the option of `vllm serve` to change.
     """
-    pair = _Pair(info, layers, scheme, config, max_length, weight_sync)
-    for rules in (_sampling, _model, _format, _reload):
-        for misfit in rules(pair):
-            raise ServerError(misfit)
+    _check_sampling(info["model_config"], max_length)
+    _check_model(layers, config.get_text_config())
+    _check_format(info["model_config"]["quantization"], layer_kinds(layers), scheme, weight_sync)
+    extension = info["parallel_config"]["worker_extension_cls"]
+    if weight_sync == "checkpoint" and is_cpu(info) and extension != CPU_EXTENSION:
+        raise ServerError(
+            f"the server runs on a CPU with --worker-extension-cls {extension!r}, and vLLM's own reload leaves old "
+            f"weights in its CPU kernels: start it with --worker-extension-cls {CPU_EXTENSION}."
+        )
 
 
-def _sampling(pair: _Pair) -> Iterator[str]:
-    model = pair.info["model_config"]
+def _check_sampling(model: dict[str, Any], max_length: int) -> None:
     if model["logprobs_mode"] != "processed_logprobs":
-        yield (
+        raise ServerError(
             f"the server runs with --logprobs-mode {model['logprobs_mode']}, whose log-probabilities leave out the "
             "temperature: start it with --logprobs-mode processed_logprobs."
         )
-    if model["max_model_len"] < pair.max_length:
-        yield (
-            f"the server takes {model['max_model_len']} tokens, and training needs {pair.max_length} for prompt and "
-            f"completion: start it with --max-model-len {pair.max_length} or more, or lower max_completion_length."
+    if model["max_model_len"] < max_length:
+        raise ServerError(
+            f"the server takes {model['max_model_len']} tokens, and training needs {max_length} for prompt and "
+            f"completion: start it with --max-model-len {max_length} or more, or lower max_completion_length."
         )
 
 
-def _model(pair: _Pair) -> Iterator[str]:
-    text = pair.config.get_text_config()
-    embedding = re.search(r"embedding_dim=(\d+), org_vocab_size=(\d+)", pair.layers)
+def _check_model(layers: str, text: PretrainedConfig) -> None:
+    embedding = re.search(r"embedding_dim=(\d+), org_vocab_size=(\d+)", layers)
     if embedding is not None:
         served, trained = tuple(map(int, embedding.groups())), (text.hidden_size, text.vocab_size)
         if served != trained:
-            yield (
+            raise ServerError(
                 f"the server's model has {served[0]} channels and a vocabulary of {served[1]}, the trained one "
                 f"{trained[0]} and {trained[1]}: serve the model that is trained (vllm serve MODEL), with the same "
                 "tokenizer and its added tokens."
             )
     # The last line of the list of layers has its highest number: "(27): ..." or "(0-27): 28 x ...".
-    listed = re.search(r"^( *)\(layers\): ModuleList.*\n(?:\1 .*\n)+", pair.layers, re.MULTILINE)
+    listed = re.search(r"^( *)\(layers\): ModuleList.*\n(?:\1 .*\n)+", layers, re.MULTILINE)
     if listed is not None:
         numbers = re.findall(rf"^{listed[1]}  \((?:\d+-)?(\d+)\): ", listed[0], re.MULTILINE)
         count = max(map(int, numbers)) + 1
         if count != text.num_hidden_layers:
-            yield (
+            raise ServerError(
                 f"the server's model has {count} layers, the trained one {text.num_hidden_layers}: serve the model "
                 "that is trained (vllm serve MODEL)."
             )
 
 
-def _format(pair: _Pair) -> Iterator[str]:
-    method = pair.info["model_config"]["quantization"]
-    kinds = layer_kinds(pair.layers)
-    if pair.weight_sync == "nccl" and method == "compressed-tensors":
-        yield (
+def _check_format(method: str | None, kinds: list[str], scheme: str | None, weight_sync: str) -> None:
+    if weight_sync == "nccl" and method == "compressed-tensors":
+        raise ServerError(
             "the server runs a quantized checkpoint (--quantization compressed-tensors), which cannot take the BF16 "
             "weights of weight_sync='nccl': set weight_sync='checkpoint', or serve the BF16 model with --quantization "
             "fp8_per_channel."
         )
-    if pair.weight_sync == "checkpoint" and kinds and method != "compressed-tensors":
-        yield (
+    if weight_sync == "checkpoint" and kinds and method != "compressed-tensors":
+        raise ServerError(
             f"the server quantizes by itself (--quantization {method}), so that what samples is not the checkpoint "
             "that weight_sync='checkpoint' writes: leave --quantization out and serve a checkpoint in the scheme "
             "(scripts/serve.py --scheme), or set weight_sync='nccl'."
         )
-    scheme = pair.scheme or "bf16"
-    expected = _LAYERS_OF_SCHEME[scheme]
+    expected = _LAYERS[scheme or "bf16"]
     fits = any(expected in kind for kind in kinds) if expected else not kinds
-    if not fits and (pair.scheme is not None or pair.weight_sync == "checkpoint"):
-        yield (
-            f"the server's layers are {', '.join(kinds) or 'not quantized'}, and deployment_scheme={pair.scheme!r} is "
-            f"trained for: start it with scripts/serve.py --scheme {scheme}, or set deployment_scheme to what it "
-            "serves."
-        )
-
-
-def _reload(pair: _Pair) -> Iterator[str]:
-    extension = pair.info["parallel_config"]["worker_extension_cls"]
-    if pair.weight_sync == "checkpoint" and is_cpu(pair.info) and extension != CPU_EXTENSION:
-        yield (
-            f"the server runs on a CPU with --worker-extension-cls {extension!r}, and vLLM's own reload leaves old "
-            f"weights in its CPU kernels: start it with --worker-extension-cls {CPU_EXTENSION}."
+    if not fits and (scheme is not None or weight_sync == "checkpoint"):
+        raise ServerError(
+            f"the server's layers are {', '.join(kinds) or 'not quantized'}, and deployment_scheme={scheme!r} is "
+            f"trained for: start it with scripts/serve.py --scheme {scheme or 'bf16'}, or set deployment_scheme to "
+            "what it serves."
         )
 
 

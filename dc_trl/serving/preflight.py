@@ -1,28 +1,12 @@
 """What is wrong with a vLLM server before it is started or asked: found in a moment, where vLLM takes a minute."""
 
 import socket
-from dataclasses import replace
 
 from transformers import PretrainedConfig
 
-from ..settings.ranges import ABOVE_0, COUNT, PORT, require_number
 
-
-def require_startable(host: str, port: int, max_model_len: int | None, start_timeout: float) -> None:
-    """Refuses what a vLLM server cannot start with; for the arguments see `dc_trl.serving.server.VLLMServer`.
-
-    Raises:
-        ValueError: names the field, its value and the remedy.
-    """
-    require_number("port", port, replace(PORT, or_else=(0, "for a free one")))
-    if max_model_len is not None:
-        require_number("max_model_len", max_model_len, COUNT)
-    require_number("start_timeout", start_timeout, ABOVE_0)
-    require_free_port(host, port)
-
-
-def require_free_port(host: str, port: int) -> None:
-    """Refuses an address that cannot be listened on; port 0 stands for any that is free.
+def free_port(host: str, port: int) -> int:
+    """The port, if it can be listened on; for port 0, one that can.
 
     Raises:
         ValueError: another process listens there, or the address is none of this machine's.
@@ -33,6 +17,7 @@ def require_free_port(host: str, port: int) -> None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
+            return listener.getsockname()[1]
         except OSError as error:
             raise ValueError(
                 f"host={host!r}, port={port} cannot be listened on ({error.strerror}): end what uses it, choose "

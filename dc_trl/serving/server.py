@@ -5,31 +5,43 @@ import itertools
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from ..files import temporary_folder
+from ..files import locked_folder
 from ..quantization.checkpoint import write_deployable
+from ..settings.ranges import ABOVE_0, COUNT, PORT, require_number
 from ..settings.secrets import HIDDEN, hide_in_options, is_secret_name, secrets_in_options, without_secrets
 from .connection import LOOPBACK, Connection
 from .errors import ServerError
 from .fit import CPU_EXTENSION
-from .preflight import require_free_port, require_model, require_startable
+from .preflight import free_port, require_model
 
 
 _WATCHDOG = Path(__file__).with_name("watchdog.py")
 _GRACE = 20.0  # seconds that a server has to end by itself
+_OPTIONS = [
+    *("--dtype", "bfloat16"),
+    # The log-probabilities of what was sampled: after temperature, for as many tokens as a client asks.
+    *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
+    "--enable-prefix-caching",  # the completions of a prompt share its cache, which is emptied when the weights change
+]
+# Compiling takes minutes there, and the engine's own reload leaves packed weights behind. A prompt read in chunks ends
+# the engine when its request has a seed (vLLM 0.31: "CPU Generator does not use offset").
+_CPU_OPTIONS = ["--enforce-eager", "--no-enable-chunked-prefill", "--worker-extension-cls", CPU_EXTENSION]
+_GPU_OPTIONS = ["--weight-transfer-config", '{"backend": "nccl"}']  # for TRL's stream
 
 
 def vllm_version() -> str:
@@ -87,10 +99,13 @@ class VLLMServer:
         folder: Path | None = None,
         report: Callable[[str], None] = print,
     ):
-        require_startable(host, port, max_model_len, start_timeout)
-        on_cpu = "cpu" in vllm_version()
+        require_number("port", port, replace(PORT, or_else=(0, "for a free one")))
+        if max_model_len is not None:
+            require_number("max_model_len", max_model_len, COUNT)
+        require_number("start_timeout", start_timeout, ABOVE_0)
         self.host = host
-        self.port = port or _free_port(host)
+        self.port = free_port(host, port)
+        on_cpu = "cpu" in vllm_version()
         shown_host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         self.url = f"http://[{shown_host}]:{self.port}" if ":" in shown_host else f"http://{shown_host}:{self.port}"
         self.log_path = Path(log_path or Path(tempfile.gettempdir(), f"vllm-{self.port}-{os.getpid()}.log"))
@@ -103,27 +118,12 @@ class VLLMServer:
         if on_cpu:
             self.environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         self.environment |= environment or {}
-        self.arguments = ["serve", str(model), "--host", host, "--port", str(self.port), "--dtype", "bfloat16"]
-        # The log-probabilities of what was sampled: after temperature, for as many tokens as a client asks.
-        self.arguments += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
-        # The completions of a prompt share its cache; it is emptied whenever the weights change.
-        self.arguments += ["--enable-prefix-caching"]
+        self.arguments = ["serve", str(model), "--host", host, "--port", str(self.port), *_OPTIONS]
         if name is not None:
             self.arguments += ["--served-model-name", name]
         if max_model_len is not None:
             self.arguments += ["--max-model-len", str(max_model_len)]
-        if on_cpu:
-            # Compiling takes minutes there, and the engine's own reload leaves packed weights behind. A prompt read in
-            # chunks ends the engine when its request has a seed (vLLM 0.31: "CPU Generator does not use offset").
-            self.arguments += [
-                "--enforce-eager",
-                "--no-enable-chunked-prefill",
-                "--worker-extension-cls",
-                CPU_EXTENSION,
-            ]
-        else:
-            self.arguments += ["--weight-transfer-config", '{"backend": "nccl"}']  # for TRL's stream
-        self.arguments += options
+        self.arguments += [*(_CPU_OPTIONS if on_cpu else _GPU_OPTIONS), *options]
 
     @property
     def command(self) -> str:
@@ -161,7 +161,7 @@ class VLLMServer:
                 "run the engine's methods; an API key does not guard those endpoints."
             )
         self.stop()  # what is left of an earlier one
-        require_free_port(self.host, self.port)
+        free_port(self.host, self.port)  # nobody may have taken it since
         self._report(f"starting {self.command}\n(log: {self.log_path})")
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *self.arguments]
         folder = [] if self._folder is None else ["--folder", str(self._folder)]
@@ -287,7 +287,8 @@ def serve(
         OSError: there is no such model.
         ServerError: the server did not come up.
     """
-    with temporary_folder("dc_trl-checkpoint-") as folder:
+    temporary = Path(tempfile.gettempdir(), f"dc_trl-checkpoint-{uuid.uuid4().hex}")
+    with locked_folder(temporary, others="dc_trl-checkpoint-*", mode=0o700) as folder:
         served = model if scheme == "bf16" else str(checkpoint_dir or folder / "checkpoint")
         if scheme == "bf16":
             options = ["--revision", revision, *options]
@@ -321,10 +322,3 @@ def _revive(server: VLLMServer, restarts: int, stopping: threading.Event, report
         except (ServerError, ValueError) as error:
             report(str(error))
             return
-
-
-def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as listener:
-        listener.bind((host, 0))
-        return listener.getsockname()[1]
