@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..constraint.settings import Measure, Reduction, require_choice
-from ..settings.ranges import ABOVE_0, COUNT, SEED, require_numbers
+from ..constraint.settings import Measure, Reduction
+from ..settings.ranges import ABOVE_0, COUNT, SEED, require_choice, require_numbers
 
 
 _RANGES = {

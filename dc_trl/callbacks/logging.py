@@ -73,15 +73,11 @@ class LambdaLoggingCallback(TrainerCallback):
             file.write(json.dumps(row) + "\n")
 
     def on_save(self, args, state, control, **kwargs):
-        self._draw(state)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self._draw(state)
-
-    def _draw(self, state) -> None:
         # Before the first log there is nothing to draw: a run that ends there is saved all the same.
         if state.is_world_process_zero and self._history is not None and self._history.exists():
             plot_run(read_history(self._history), self._history.with_name(FIGURE_FILE), self._history.parent.name)
+
+    on_train_end = on_save
 
     def _open(self, output_dir: str, step: int) -> Path:
         history = Path(output_dir, HISTORY_FILE)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import NoReturn, get_args, get_type_hints
+from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -32,12 +32,17 @@ def add_serve_options(group: argparse._ActionsContainer) -> None:
 
 
 def add_fields(group: argparse._ActionsContainer, settings: type, *names: str) -> None:
-    """Options for fields of a dataclass that are text or whole numbers, with their defaults and their help."""
-    kinds = get_type_hints(settings)
+    """Options for fields of a dataclass that are text, one of a `Literal`'s words, or whole numbers.
+
+    They have the fields' defaults and help.
+    """
+    hints = get_type_hints(settings)
     for field in fields(settings):
         if field.name in names:
-            kind = int if int in (kinds[field.name], *get_args(kinds[field.name])) else str
-            group.add_argument(f"--{field.name}", type=kind, default=field.default, help=field.metadata["help"])
+            hint, help_ = hints[field.name], field.metadata["help"]
+            kind = int if int in (hint, *get_args(hint)) else str
+            choices = get_args(hint) if get_origin(hint) is Literal else None
+            group.add_argument(f"--{field.name}", type=kind, choices=choices, default=field.default, help=help_)
 
 
 @contextmanager
@@ -47,10 +52,9 @@ def refused_in_one_line(*others: type[Exception]) -> Iterator[None]:
     Args:
         *others: exceptions that mean this too, beside ValueError, OSError and ImportError.
     """
-    kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, *others)
     try:
         yield
-    except kinds as error:
+    except (ValueError, OSError, ImportError, *others) as error:
         sys.exit(f"error: {error}")
 
 

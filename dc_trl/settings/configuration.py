@@ -68,12 +68,10 @@ class ConfigurationParser(TrlParser):
 
 def _value(name: str, value: Any, kind: Any) -> Any:
     """The value of a field, from what YAML makes of it. Numbers in text are for the parser, which reads them."""
-    kinds = _alternatives(kind)
+    kinds = list(get_args(kind)) if get_origin(kind) in (Union, UnionType) else [kind]
     if get_origin(kind) is Literal and isinstance(value, bool):
-        meant = [
-            word for word in get_args(kind) if word in (("yes", "on", "true") if value else ("no", "off", "false"))
-        ]
-        if meant:
+        written = ("yes", "on", "true") if value else ("no", "off", "false")
+        if meant := [word for word in get_args(kind) if word in written]:
             return meant[0]
     if str not in kinds and list in [get_origin(each) for each in kinds] and not isinstance(value, list | None):
         value = [value]  # as one word on a command line
@@ -87,10 +85,6 @@ def _value(name: str, value: Any, kind: Any) -> Any:
         word = "true" if value else "no"
         hint = f" in quotes, as in {name}: '{word}' (YAML reads yes, no, on, off, true and false as truth values)"
     raise ValueError(f"{name}={value!r} is invalid: use {' or '.join(dict.fromkeys(map(_words, kinds)))}{hint}.")
-
-
-def _alternatives(kind: Any) -> list[Any]:
-    return list(get_args(kind)) if get_origin(kind) in (Union, UnionType) else [kind]
 
 
 def _fits(value: Any, kind: Any) -> bool:
