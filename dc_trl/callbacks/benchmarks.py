@@ -84,7 +84,6 @@ class BenchmarkCallback(TrainerCallback):
 
     Args:
         trainer: with a replica or vLLM (`deployment_scheme` or `use_vllm` set).
-        benchmarks: what is asked.
         temperature: of the samples.
         batch_size: prompts at a time in each process.
         grading_processes: workers that grade, in the main process.

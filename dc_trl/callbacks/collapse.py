@@ -35,7 +35,6 @@ class CollapseAlarmCallback(TrainerCallback):
     run, since it harms no weights.
 
     Args:
-        trainer (`Trainer`): the trainer of the run.
         stop (`bool`, defaults to `False`): whether an alarm ends training.
         thresholds: of the [`CollapseMonitor`], by name: `window`, `reward_drop`, `grad_norm_rise`, `mismatch_rise`,
             `entropy_fall`, `entropy_rise`.
@@ -136,26 +135,18 @@ class CollapseAlarmCallback(TrainerCallback):
 
 
 class _LastGoodCheckpoint:
-    """The newest checkpoint that is known to be good, out of reach of the trainer's rotation.
-
-    Attributes:
-        saved: steps of the checkpoints of this run. Later ones than it was resumed at belong to a run that was left
-            for an earlier checkpoint, perhaps because it collapsed.
-    """
+    """The newest checkpoint that is known to be good, out of reach of the trainer's rotation."""
 
     def __init__(self, output_dir: str):
         self._folder = Path(output_dir)
         self._partial = self._folder / f"{LAST_GOOD}.partial"
         self._step = 0  # step of the checkpoint that is kept; 0 where none is
+        # Other checkpoints belong to a run that was left for an earlier checkpoint, perhaps because it collapsed.
         self._resumed_at = 0
-        self.saved: set[int] = set()
+        self.saved: set[int] = set()  # by this run
 
     def open(self, global_step: int) -> None:
-        """Adopts what an interrupted run has kept.
-
-        Raises:
-            ValueError: a new run would replace it.
-        """
+        """Adopts what an interrupted run has kept; a ValueError where a new run would replace it."""
         if self._partial.exists():
             shutil.rmtree(self._partial)
         kept = sorted(self._folder.glob(f"{LAST_GOOD}-*"))

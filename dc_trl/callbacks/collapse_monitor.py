@@ -10,7 +10,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..settings.ranges import SHARE, Range
 
@@ -93,10 +93,7 @@ class Alarm:
         )
 
 
-class _Levels(NamedTuple):
-    value: float
-    reference: float
-    threshold: float
+_Levels = tuple[float, float, float]  # of an alarm: value, reference, threshold
 
 
 class _Detector:
@@ -177,7 +174,7 @@ class _RewardDrop(_MedianDetector):
         noise = statistics.median(self._differences) / (0.6745 * math.sqrt(2))
         drop = max(self._share * max(self._best - self._first, abs(self._best)), self.NOISE * noise)
         severity = (self._best - median) / drop if drop > 0 else 0.0
-        return _Levels(median, self._best, self._best - drop), severity
+        return (median, self._best, self._best - drop), severity
 
 
 class _LevelChange(_MedianDetector):
@@ -204,7 +201,7 @@ class _LevelChange(_MedianDetector):
         if self._early is None and median > 0:
             self._early = median
         if self._early is None:
-            return _Levels(median, 0.0, 0.0), 0.0
+            return (median, 0.0, 0.0), 0.0
         nearest, furthest = (min, max) if self._factor > 1 else (max, min)
         usual = statistics.median(self._past) if len(self._past) >= self._window else self._early
         reference = nearest(self._early, usual)
@@ -213,7 +210,7 @@ class _LevelChange(_MedianDetector):
             severity = 1.0 if self._factor < 1 else 0.0
         else:
             severity = math.log(median / reference) / math.log(threshold / reference)
-        return _Levels(median, reference, threshold), severity
+        return (median, reference, threshold), severity
 
 
 class _Streak(_Detector):
@@ -230,7 +227,7 @@ class _Streak(_Detector):
         self._count = self._count + 1 if self.in_doubt else 0
         if not self.in_doubt:
             self.sound_until = step
-        return _Levels(value, self._limit, self._limit) if self._count == self._length else None
+        return (value, self._limit, self._limit) if self._count == self._length else None
 
 
 class CollapseMonitor:

@@ -23,11 +23,8 @@ logger = logging.get_logger(__name__)
 def training_settings(args: Any, model: nn.Module | None, further: Mapping[str, Any]) -> dict[str, Any]:
     """What a run is made with: the model, its adapter, `further` settings, and arguments that are not the defaults.
 
-    Args:
-        args: `DCGRPOConfig`, or other `TrainingArguments`; what they share is compared with `DCGRPOConfig`'s defaults,
-            so that runs of several trainers can be compared.
-        model: what is trained.
-        further: settings of other origin.
+    Other `TrainingArguments` are compared with `DCGRPOConfig`'s defaults too, so that runs of several trainers can be
+    compared.
     """
     found = dict(further)
     name = getattr(getattr(model, "config", None), "_name_or_path", None)

@@ -100,7 +100,6 @@ def load_prompts(
     """Prompts and gold answers as the trainer takes them; rows that cannot be used are counted and left out.
 
     Args:
-        rows: any columns.
         tokenizer: with a chat template prompts become conversations, without one they stay text.
         prompt_column: text, or a list of chat messages. A dot reads nested fields: `extra_info.question`.
         answer_column: number, or text with the gold answer, of which only what follows `####` counts (GSM8K's form). A

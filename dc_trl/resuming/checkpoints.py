@@ -61,7 +61,6 @@ def resumable_checkpoint(
     Args:
         wanted: directory of a checkpoint, or `True` or "true" for the newest whole one in `output_dir`: the log names
             those that are passed over. `None`, `False` and "false": none.
-        output_dir: of the run.
         save_on_each_node: as in `TrainingArguments`: the files of other machines' processes are not here.
 
     Raises:

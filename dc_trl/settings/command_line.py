@@ -32,10 +32,7 @@ def add_serve_options(group: argparse._ActionsContainer) -> None:
 
 
 def add_fields(group: argparse._ActionsContainer, settings: type, *names: str) -> None:
-    """Options for fields of a dataclass that are text, one of a `Literal`'s words, or whole numbers.
-
-    They have the fields' defaults and help.
-    """
+    """Options for fields of a dataclass that are text, a `Literal` or whole numbers, with their defaults and help."""
     hints = get_type_hints(settings)
     for field in fields(settings):
         if field.name in names:

@@ -100,8 +100,6 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, str) or (isinstance(value, number) and not isinstance(value, bool))
     if origin is bool:
         return isinstance(value, bool | str)
-    if origin is dict:
-        return isinstance(value, dict)
     if isinstance(origin, type) and issubclass(origin, Enum):
         return isinstance(value, str)
     return origin is Any or isinstance(value, origin)
