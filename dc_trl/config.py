@@ -7,14 +7,14 @@ from typing import Literal
 from trl import GRPOConfig
 
 from .constraint.lagrangian import LagrangeMultiplier
-from .constraint.settings import Constraint, ConstraintSettings, Level, Measure, Reduction, require_choice
+from .constraint.settings import Constraint, ConstraintSettings, Level, Measure, Reduction
 from .files import parse_object
 from .quantization.schemes import require_scheme
 from .rollouts.neutral_sampling import restrictions
 from .serving.preflight import require_waits_that_fit
 from .settings.contradictions import require_no_contradiction
 from .settings.described import described
-from .settings.ranges import AT_LEAST_0, COUNT, FINITE, TRAINING, require_number, require_numbers
+from .settings.ranges import AT_LEAST_0, COUNT, FINITE, TRAINING, require_choice, require_number, require_numbers
 
 
 WeightSync = Literal["auto", "nccl", "checkpoint"]

@@ -144,8 +144,7 @@ def lock_folder(folder: Path) -> int:
 
 
 def remove_if_abandoned(folder: Path) -> None:
-    """Removes a folder that a killed process left behind; one that a living process has locked, or of another user,
-    stays."""
+    """Removes a folder that a killed process left; one that a living process has locked, or another user's, stays."""
     try:
         descriptor = lock_folder(folder)
     except (BlockingIOError, FileNotFoundError, NotADirectoryError, PermissionError):
@@ -190,12 +189,7 @@ def lock_output(output_dir: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _lock(path: Path) -> int:
-    """Descriptor of a locked file, which says who holds it.
-
-    Raises:
-        BlockingIOError: another process does; the message names it.
-        OSError: the file cannot be written.
-    """
+    """Descriptor of a locked file, which says who holds it; a BlockingIOError names another process that does."""
     while True:
         # A file and not the folder: over NFS only what is open for writing is locked on other machines too.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -7,22 +7,20 @@ Train on the result: `scripts/train.py --dataset_name data/dapo/train.parquet --
 
 import argparse
 import os
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 from dc_trl.data.benchmarks import BENCHMARKS, PUBLISHED, load_benchmark, require_benchmark
-from dc_trl.data.cleaning import Cleaning, Language, Report, clean
+from dc_trl.data.cleaning import Cleaning, Report, clean
 from dc_trl.data.dapo import DAPO, load_dapo
-from dc_trl.data.templates import BOXED_INSTRUCTION
 from dc_trl.files import make_folder
-from dc_trl.settings.command_line import OptionParser
+from dc_trl.settings.command_line import OptionParser, add_fields, refused_in_one_line
 from dc_trl.settings.pretrained import load_config_and_tokenizer
 
 
 TRAIN_FILE, REPORT_FILE, DROPPED_FILE = "train.parquet", "report.json", "dropped.jsonl"
+CLEANING_FIELDS = ("language", "max_prompt_length", "instruction", "ngram", "common")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -44,17 +42,8 @@ def parse_arguments() -> argparse.Namespace:
         metavar="NAME=PATH",
         help="local files of benchmarks, in place of the Hub",
     )
-    parser.add_argument("--language", choices=get_args(Language), default="any", help="en: English alone")
-    parser.add_argument("--max_prompt_length", type=int, help="longer prompts (tokens) go; needs --tokenizer")
+    add_fields(parser, Cleaning, *CLEANING_FIELDS)
     parser.add_argument("--tokenizer", help="Hub id or directory of the model that will be trained")
-    parser.add_argument("--instruction", default=BOXED_INSTRUCTION, help="counted in the length of a prompt")
-    parser.add_argument("--ngram", type=int, default=13, help="words in a row that count as overlap")
-    parser.add_argument(
-        "--common",
-        type=int,
-        default=10,
-        help="training problems that may share an n-gram before it counts for nothing",
-    )
     return parser.parse_args()
 
 
@@ -86,20 +75,12 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> Report:
     """Writes all files into a folder. Everything that can be wrong with the input is found before rows are read."""
     files = benchmark_files(arguments.benchmark_files, arguments.benchmarks)
     tokenizer = load_config_and_tokenizer(arguments.tokenizer, "tokenizer")[1] if arguments.tokenizer else None
-    options = Cleaning(
-        arguments.language,
-        arguments.max_prompt_length,
-        tokenizer,
-        arguments.instruction,
-        arguments.ngram,
-        arguments.common,
-    )
+    options = Cleaning(tokenizer=tokenizer, **{name: getattr(arguments, name) for name in CLEANING_FIELDS})
     rows, repeats = load_dapo(arguments.file)
     benchmarks = {name: load_benchmark(name, files.get(name)) for name in arguments.benchmarks}
     kept, report = clean(rows, benchmarks, options)
     sources = {arguments.dataset: arguments.file or str(DAPO)}
-    for name in benchmarks:
-        sources[name] = files.get(name) or str(BENCHMARKS[name])
+    sources |= {name: files.get(name) or str(BENCHMARKS[name]) for name in benchmarks}
     report = replace(report, repeats=repeats, options=report.options | {"sources": sources})
     kept.to_parquet(folder / TRAIN_FILE)
     report.save(folder / REPORT_FILE)
@@ -110,7 +91,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> Report:
 def main() -> None:
     arguments = parse_arguments()
     output = arguments.output.absolute()
-    try:
+    with refused_in_one_line():
         require_new(output)
         # Beside the output, which then appears at once and whole, or not at all.
         with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
@@ -118,8 +99,6 @@ def main() -> None:
             result.mkdir()
             report = prepare(arguments, result)
             os.replace(result, output)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
     report.print()
     print(f"{TRAIN_FILE}, {REPORT_FILE} and {DROPPED_FILE} are in {arguments.output}")
 

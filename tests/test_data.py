@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dc_trl.data.arithmetic import Problem, arithmetic_dataset, arithmetic_problems, is_held_out
 from dc_trl.data.prompts import describe_counts, gold_answer, load_prompts, load_rows
-from dc_trl.data.schema import GRADING_COLUMNS, MathProblem, to_dataset
+from dc_trl.data.schema import MathProblem, to_dataset
 from dc_trl.data.text import (
     alphanumeric,
     has_control_characters,
@@ -21,6 +21,7 @@ from dc_trl.data.text import (
     problem_key,
     restore_commands,
 )
+from dc_trl.grading import GRADING_COLUMNS
 from dc_trl.training.problems import DataArguments, load_data
 
 from .helpers import ROOT, make_tokenizer

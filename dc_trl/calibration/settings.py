@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..constraint.settings import Measure, Reduction, require_choice
+from ..constraint.settings import Measure, Reduction
 from ..settings.described import setting
-from ..settings.ranges import ABOVE_0, COUNT, SEED, require_numbers
+from ..settings.ranges import ABOVE_0, COUNT, SEED, require_choice, require_numbers
 
 
 _RANGES = {

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import TrainerCallback
 
@@ -11,6 +11,7 @@ from ..evaluation.results import BenchmarkResult, benchmark_result
 from ..evaluation.samples import Sample
 from ..grading import Grader
 from ..records.estimators import Estimate, mean_estimate
+from ..resuming.checkpoints import on_main_process
 from ..resuming.interruption import stop_if_asked
 from ..rollouts.rewards import RewardFunction
 from ..rollouts.sampling import Completion
@@ -83,7 +84,6 @@ class BenchmarkCallback(TrainerCallback):
 
     Args:
         trainer: with a replica or vLLM (`deployment_scheme` or `use_vllm` set).
-        benchmarks: what is asked.
         temperature: of the samples.
         batch_size: prompts at a time in each process.
         grading_processes: workers that grade, in the main process.
@@ -140,8 +140,8 @@ class BenchmarkCallback(TrainerCallback):
         completions = deployed_answers(
             trainer, [prompts[problem] for problem, _ in keys], self._batch_size, self._temperature
         )
-        results: list[tuple[BenchmarkResult, int] | None] = [None]
-        if trainer.accelerator.is_main_process:
+
+        def graded() -> tuple[BenchmarkResult, int]:
             golds = benchmark.golds()
             with Grader(self._grading_processes) as grader:
                 verdicts = grader.grade([c.text for c in completions], [golds[problem] for problem, _ in keys])
@@ -149,10 +149,6 @@ class BenchmarkCallback(TrainerCallback):
                 key: Sample(*key, -1, c.text, c.tokens, c.truncated, verdict.answer, verdict.correct)
                 for key, c, verdict in zip(keys, completions, verdicts, strict=True)
             }
-            result = benchmark_result(benchmark.name, list(prompts), k, samples)
-            results = [(result, grader.failures.total())]
-        if trainer.accelerator.num_processes > 1:
-            broadcast_object_list(results)
-        (graded,) = results
-        assert graded is not None
-        return graded
+            return benchmark_result(benchmark.name, list(prompts), k, samples), grader.failures.total()
+
+        return on_main_process(graded)

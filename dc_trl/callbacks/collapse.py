@@ -1,7 +1,6 @@
 """The collapse alarm of a trainer, and the checkpoint from before the trouble."""
 
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig
-from ..resuming.checkpoints import TRAINER_STATE_FILE
+from ..resuming.checkpoints import TRAINER_STATE_FILE, numbered_folders
 from .collapse_monitor import Alarm, CollapseMonitor
 
 
@@ -36,7 +35,6 @@ class CollapseAlarmCallback(TrainerCallback):
     run, since it harms no weights.
 
     Args:
-        trainer (`Trainer`): the trainer of the run.
         stop (`bool`, defaults to `False`): whether an alarm ends training.
         thresholds: of the [`CollapseMonitor`], by name: `window`, `reward_drop`, `grad_norm_rise`, `mismatch_rise`,
             `entropy_fall`, `entropy_rise`.
@@ -92,7 +90,7 @@ class CollapseAlarmCallback(TrainerCallback):
         self._ring(alarms, state, control)
 
     def on_save(self, args, state, control, **kwargs):
-        self._last_good.saved(state.global_step)
+        self._last_good.saved.add(state.global_step)
 
     def on_train_end(self, args, state, control, **kwargs):
         if self._stop and args.should_save and not self._announced:
@@ -141,32 +139,24 @@ class _LastGoodCheckpoint:
 
     def __init__(self, output_dir: str):
         self._folder = Path(output_dir)
+        self._partial = self._folder / f"{LAST_GOOD}.partial"
         self._step = 0  # step of the checkpoint that is kept; 0 where none is
         # Other checkpoints belong to a run that was left for an earlier checkpoint, perhaps because it collapsed.
         self._resumed_at = 0
-        self._saved: set[int] = set()
+        self.saved: set[int] = set()  # by this run
 
     def open(self, global_step: int) -> None:
-        """Adopts what an interrupted run has kept.
-
-        Raises:
-            ValueError: a new run would replace it.
-        """
-        partial = self._folder / f"{LAST_GOOD}.partial"
-        if partial.exists():
-            shutil.rmtree(partial)
+        """Adopts what an interrupted run has kept; a ValueError where a new run would replace it."""
+        if self._partial.exists():
+            shutil.rmtree(self._partial)
         kept = sorted(self._folder.glob(f"{LAST_GOOD}-*"))
         if kept and global_step == 0:
             raise ValueError(
                 f"output_dir={str(self._folder)!r} holds {kept[-1].name} of another run: resume that run, or choose "
                 "another output_dir."
             )
-        self._resumed_at, self._saved = global_step, set()
+        self._resumed_at, self.saved = global_step, set()
         self._step = max(self._found(LAST_GOOD), default=0)
-
-    def saved(self, step: int) -> None:
-        """Takes note of a checkpoint of this run."""
-        self._saved.add(step)
 
     def keep(self, sound_until: int) -> None:
         """Keeps the newest checkpoint of weights from before `sound_until`, when it is newer than the kept one."""
@@ -174,19 +164,18 @@ class _LastGoodCheckpoint:
         step = max(good, default=0)
         if step <= self._step:
             return
-        partial = self._folder / f"{LAST_GOOD}.partial"
         earlier = list(self._folder.glob(f"{LAST_GOOD}-*"))
         try:
-            shutil.copytree(good[step], partial, copy_function=_link_or_copy)
+            shutil.copytree(good[step], self._partial, copy_function=_link_or_copy)
         except OSError as error:
             # A full disk must not end the run that this protects.
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(self._partial, ignore_errors=True)
             logger.warning(f"{good[step]} cannot be kept from rotation: {error}.")
             return
         destination = self._folder / f"{LAST_GOOD}-{step}"
         if destination.exists():
             shutil.rmtree(destination)  # it belongs to a run that was left for an earlier checkpoint
-        partial.rename(destination)
+        self._partial.rename(destination)
         for path in earlier:
             if path != destination:
                 shutil.rmtree(path)
@@ -204,12 +193,10 @@ class _LastGoodCheckpoint:
 
     def _found(self, prefix: str) -> dict[int, Path]:
         """Whole checkpoints of this run, by step."""
-        names = re.compile(rf"{prefix}-(\d+)")
         return {
             step: path
-            for path in self._folder.glob(f"{prefix}-*")
-            if (match := names.fullmatch(path.name)) and (path / TRAINER_STATE_FILE).is_file()
-            if (step := int(match[1])) <= self._resumed_at or step in self._saved
+            for step, path in numbered_folders(self._folder, prefix).items()
+            if (path / TRAINER_STATE_FILE).is_file() and (step <= self._resumed_at or step in self.saved)
         }
 
 

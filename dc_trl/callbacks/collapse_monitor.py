@@ -8,9 +8,11 @@ import statistics
 import sys
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from ..settings.ranges import SHARE, Range
 
 
 # Numbers below it lose digits, and a share of one can be 0. They count as none.
@@ -91,15 +93,26 @@ class Alarm:
         )
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    value: float
-    reference: float
-    threshold: float
-    severity: float  # 0: at the reference, 1: at the threshold
+_Levels = tuple[float, float, float]  # of an alarm: value, reference, threshold
 
 
-class _MedianDetector:
+class _Detector:
+    """Watches one metric.
+
+    Attributes:
+        in_doubt: whether something may have been wrong since `sound_until`.
+        sound_until: step of the log until which all was well.
+    """
+
+    in_doubt = False
+    sound_until = 0
+
+    def update(self, step: int, value: float) -> _Levels | None:
+        """Takes the value of a log; returns the levels of its alarm when it rings."""
+        raise NotImplementedError
+
+
+class _MedianDetector(_Detector):
     """Rings when the running median has been beyond a threshold in `window` successive logs.
 
     It is in doubt from half-way to the threshold on; after 10 windows there, that level is the run's normal one.
@@ -110,16 +123,8 @@ class _MedianDetector:
         self._recent: deque[tuple[int, float]] = deque(maxlen=window)
         self._beyond = 0
         self._half_way = 0
-        self._in_doubt = False
-        self._sound_until = 0
 
-    @property
-    def doubt_since(self) -> int | None:
-        """Step after which something may have been wrong; None while there is no doubt."""
-        return self._sound_until if self._in_doubt else None
-
-    def update(self, step: int, value: float) -> tuple[_Verdict, int] | None:
-        """The verdict, and the step until which all was well, when it rings."""
+    def update(self, step: int, value: float) -> _Levels | None:
         if not math.isfinite(value):
             return None
         leaving = self._recent[0][1] if len(self._recent) == self._window else None
@@ -127,19 +132,20 @@ class _MedianDetector:
         self._observe(value, leaving)
         if len(self._recent) < self._window:
             return None
-        verdict = self._judge(statistics.median(value for _, value in self._recent))
-        self._half_way = self._half_way + 1 if verdict.severity >= 0.5 else 0
-        self._beyond = self._beyond + 1 if verdict.severity >= 1 else 0
-        self._in_doubt = self._beyond > 0 or 0 < self._half_way <= 10 * self._window
-        if not self._in_doubt:
-            self._sound_until = self._recent[0][0]
-        return (verdict, self._sound_until) if self._beyond == self._window else None
+        levels, severity = self._judge(statistics.median(value for _, value in self._recent))
+        self._half_way = self._half_way + 1 if severity >= 0.5 else 0
+        self._beyond = self._beyond + 1 if severity >= 1 else 0
+        self.in_doubt = self._beyond > 0 or 0 < self._half_way <= 10 * self._window
+        if not self.in_doubt:
+            self.sound_until = self._recent[0][0]
+        return levels if self._beyond == self._window else None
 
     def _observe(self, value: float, leaving: float | None) -> None:
         """Takes the newest value, and the one that leaves the window."""
         raise NotImplementedError
 
-    def _judge(self, median: float) -> _Verdict:
+    def _judge(self, median: float) -> tuple[_Levels, float]:
+        """The levels, and how far the median has gone: 0 at the reference, 1 at the threshold."""
         raise NotImplementedError
 
 
@@ -160,7 +166,7 @@ class _RewardDrop(_MedianDetector):
             self._differences.append(abs(value - self._last))
         self._last = value
 
-    def _judge(self, median: float) -> _Verdict:
+    def _judge(self, median: float) -> tuple[_Levels, float]:
         if self._first is None:
             self._first = median
         self._best = max(self._best, median)
@@ -168,7 +174,7 @@ class _RewardDrop(_MedianDetector):
         noise = statistics.median(self._differences) / (0.6745 * math.sqrt(2))
         drop = max(self._share * max(self._best - self._first, abs(self._best)), self.NOISE * noise)
         severity = (self._best - median) / drop if drop > 0 else 0.0
-        return _Verdict(median, self._best, self._best - drop, severity)
+        return (median, self._best, self._best - drop), severity
 
 
 class _LevelChange(_MedianDetector):
@@ -189,47 +195,39 @@ class _LevelChange(_MedianDetector):
         if leaving is not None and leaving >= _SMALLEST:
             insort(self._past, leaving)
 
-    def _judge(self, median: float) -> _Verdict:
+    def _judge(self, median: float) -> tuple[_Levels, float]:
         if abs(median) < _SMALLEST:
             median = 0.0
         if self._early is None and median > 0:
             self._early = median
         if self._early is None:
-            return _Verdict(median, 0.0, 0.0, 0.0)
-        nearest = min if self._factor > 1 else max
+            return (median, 0.0, 0.0), 0.0
+        nearest, furthest = (min, max) if self._factor > 1 else (max, min)
         usual = statistics.median(self._past) if len(self._past) >= self._window else self._early
         reference = nearest(self._early, usual)
-        threshold = max(self._factor * reference, self._bound)
-        if self._factor < 1:
-            threshold = min(self._factor * reference, self._bound)
+        threshold = furthest(self._factor * reference, self._bound)
         if median == 0:
             severity = 1.0 if self._factor < 1 else 0.0
         else:
             severity = math.log(median / reference) / math.log(threshold / reference)
-        return _Verdict(median, reference, threshold, severity)
+        return (median, reference, threshold), severity
 
 
-class _Streak:
-    """Rings when a condition has held in `length` successive logs."""
+class _Streak(_Detector):
+    """Rings when a condition, which `limit` stands for, has held in `length` successive logs."""
 
-    def __init__(self, length: int):
+    def __init__(self, length: int, holds: Callable[[float], bool], limit: float):
         self._length = length
+        self._holds = holds
+        self._limit = limit
         self._count = 0
-        self._last_sound = 0
 
-    @property
-    def doubt_since(self) -> int | None:
-        """Step after which something may have been wrong; None while there is no doubt."""
-        return self._last_sound if self._count > 0 else None
-
-    def update(self, step: int, holds: bool) -> int | None:
-        """Step of the last log without the condition, when it rings."""
-        if not holds:
-            self._count = 0
-            self._last_sound = step
-            return None
-        self._count += 1
-        return self._last_sound if self._count == self._length else None
+    def update(self, step: int, value: float) -> _Levels | None:
+        self.in_doubt = self._holds(value)
+        self._count = self._count + 1 if self.in_doubt else 0
+        if not self.in_doubt:
+            self.sound_until = step
+        return (value, self._limit, self._limit) if self._count == self._length else None
 
 
 class CollapseMonitor:
@@ -275,11 +273,7 @@ class CollapseMonitor:
     ENTROPY_LOW = 0.02
     ENTROPY_HIGH = 1.0
     NO_SPREAD = 0.99
-    MISMATCH = (
-        "discrepancy/mean",
-        "discrepancy/log_ppl_abs_diff",
-        "sampling/sampling_logp_difference/mean",
-    )
+    MISMATCH = ("discrepancy/mean", "discrepancy/log_ppl_abs_diff", "sampling/sampling_logp_difference/mean")
 
     def __init__(
         self,
@@ -293,34 +287,34 @@ class CollapseMonitor:
         lambda_max: float | None = None,
         fp16: bool = False,
     ):
-        if isinstance(window, bool) or not isinstance(window, int) or window < 3:
+        if not Range(least=3, whole=True).allows(window):
             raise ValueError(f"window={window!r} is invalid: use a whole number of logs, at least 3.")
-        for name, value, low, high, form in (
-            ("reward_drop", reward_drop, 0, 1, "a share in (0, 1]"),
-            ("grad_norm_rise", grad_norm_rise, 1, math.inf, "a finite factor above 1"),
-            ("mismatch_rise", mismatch_rise, 1, math.inf, "a finite factor above 1"),
-            ("entropy_fall", entropy_fall, 0, 1, "a factor above 0 and below 1"),
-            ("entropy_rise", entropy_rise, 1, math.inf, "a finite factor above 1"),
+        for name, value, allowed, form in (
+            ("reward_drop", reward_drop, SHARE, "a share in (0, 1]"),
+            ("grad_norm_rise", grad_norm_rise, Range(above=1), "a finite factor above 1"),
+            ("mismatch_rise", mismatch_rise, Range(above=1), "a finite factor above 1"),
+            ("entropy_fall", entropy_fall, Range(above=0, below=1), "a factor above 0 and below 1"),
+            ("entropy_rise", entropy_rise, Range(above=1), "a finite factor above 1"),
         ):
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or not low < value <= high or (name == "entropy_fall" and value == 1):
+            if not allowed.allows(value):
                 raise ValueError(f"{name}={value!r} is invalid: use {form}.")
         self.window = window
-        self._lambda_max = lambda_max
         self._steps: deque[int] = deque(maxlen=window)
         self._rung: set[str] = set()
-        self._medians: list[tuple[str, str, _MedianDetector]] = [
+        most = math.inf if lambda_max is None else lambda_max
+        # A log of several steps holds the mean of λ, which is rounded.
+        pinned = _Streak(2 * window, lambda value: value >= most * (1 - 1e-9), most)
+        without_spread = _Streak(2 * window, lambda share: share >= self.NO_SPREAD, self.NO_SPREAD)
+        self._detectors: list[tuple[str, str, _Detector]] = [
             ("reward", "reward", _RewardDrop(window, reward_drop)),
             ("grad_norm", "grad_norm", _LevelChange(window, grad_norm_rise, max_grad_norm)),
             *(("mismatch", metric, _LevelChange(window, mismatch_rise, 0.0)) for metric in self.MISMATCH),
             ("entropy_low", "entropy", _LevelChange(window, entropy_fall, self.ENTROPY_LOW)),
             ("entropy_high", "entropy", _LevelChange(window, entropy_rise, self.ENTROPY_HIGH)),
+            ("grad_norm", "grad_norm", _Streak(window if fp16 else 1, lambda norm: not math.isfinite(norm), math.inf)),
+            ("lambda", "lagrangian/lambda", pinned),
+            ("no_signal", "frac_reward_zero_std", without_spread),
         ]
-        self._streaks = {
-            "grad_norm": _Streak(window if fp16 else 1),
-            "lambda": _Streak(2 * window),
-            "no_signal": _Streak(2 * window),
-        }
 
     @property
     def sound_until(self) -> int:
@@ -328,47 +322,22 @@ class CollapseMonitor:
 
         It lags ``window`` logs behind, and stands still while a detector is in doubt.
         """
-        doubts = [detector.doubt_since for _, _, detector in self._medians]
-        doubts += [streak.doubt_since for streak in self._streaks.values()]
         lagging = self._steps[0] if len(self._steps) == self.window else 0
-        return min([lagging, *(step for step in doubts if step is not None)])
+        return min([lagging, *(each.sound_until for _, _, each in self._detectors if each.in_doubt)])
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> list[Alarm]:
         """Takes the metrics that the trainer logged at an optimizer step; returns the signals that ring.
 
         Metrics that are of no interest are ignored, and so are logs without any other (evaluations, summaries).
         """
-        watched = {*(metric for _, metric, _ in self._medians), "lagrangian/lambda", "frac_reward_zero_std"}
-        values = {name: float(metrics[name]) for name in watched if metrics.get(name) is not None}
-        if not values:
+        watched = [each for each in self._detectors if metrics.get(each[1]) is not None]
+        if not watched:
             return []
         self._steps.append(step)
         alarms = []
-        for signal, metric, detector in self._medians:
-            if metric in values and (found := detector.update(step, values[metric])) is not None:
-                verdict, sound_until = found
-                levels = (verdict.value, verdict.reference, verdict.threshold)
-                alarms.append(Alarm(signal, metric, step, *levels, sound_until))
-        for signal, metric, bad, limit in self._conditions(values):
-            last_sound = self._streaks[signal].update(step, bad)
-            if last_sound is not None:
-                alarms.append(Alarm(signal, metric, step, values[metric], limit, limit, last_sound))
-        first: dict[str, Alarm] = {}
-        for alarm in alarms:
-            if alarm.signal not in self._rung:
-                first.setdefault(alarm.signal, alarm)
-        self._rung |= first.keys()
-        return list(first.values())
-
-    def _conditions(self, values: dict[str, float]) -> list[tuple[str, str, bool, float]]:
-        conditions = []
-        if "grad_norm" in values:
-            conditions.append(("grad_norm", "grad_norm", not math.isfinite(values["grad_norm"]), math.inf))
-        if "lagrangian/lambda" in values and self._lambda_max is not None:
-            # A log of several steps holds their mean, which is rounded.
-            pinned = values["lagrangian/lambda"] >= self._lambda_max * (1 - 1e-9)
-            conditions.append(("lambda", "lagrangian/lambda", pinned, self._lambda_max))
-        if "frac_reward_zero_std" in values:
-            without = values["frac_reward_zero_std"] >= self.NO_SPREAD
-            conditions.append(("no_signal", "frac_reward_zero_std", without, self.NO_SPREAD))
-        return conditions
+        for signal, metric, detector in watched:
+            levels = detector.update(step, float(metrics[metric]))
+            if levels is not None and signal not in self._rung:
+                self._rung.add(signal)
+                alarms.append(Alarm(signal, metric, step, *levels, detector.sound_until))
+        return alarms

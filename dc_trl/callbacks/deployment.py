@@ -17,7 +17,6 @@ class DeploymentCheckpointCallback(TrainerCallback):
     directory. It is the checkpoint that a server is synchronized with (`weight_sync="checkpoint"`), byte for byte.
 
     Args:
-        trainer (`DCGRPOTrainer`): the trainer of the run.
         alarm (`CollapseAlarmCallback`, *optional*): when it stopped the run, there is no policy to deploy at its end.
     """
 

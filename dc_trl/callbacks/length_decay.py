@@ -104,13 +104,6 @@ class LengthDecayCallback(TrainerCallback):
             for _ in range(state.global_step - self.schedule.detector.step):
                 self.schedule.observe(length)
 
-    # Both are called after the trainer has logged a step, so that a row of ours takes nothing away from the trainer's.
-    def on_step_begin(self, args, state, control, **kwargs):
-        self._announce(state)
-
-    def on_epoch_end(self, args, state, control, **kwargs):
-        self._announce(state)
-
     def on_train_end(self, args, state, control, **kwargs):
         if self.schedule.decay_period is None and self.schedule.detector.step == 0:
             logger.warning(
@@ -118,7 +111,7 @@ class LengthDecayCallback(TrainerCallback):
                 "use a trainer that samples."
             )
 
-    def _announce(self, state) -> None:
+    def on_step_begin(self, args, state, control, **kwargs):
         schedule = self.schedule
         now = {
             "length_decay/surge_step": schedule.surge_step,
@@ -133,3 +126,6 @@ class LengthDecayCallback(TrainerCallback):
             found = ", ".join(f"{name.removeprefix('length_decay/')} {n}" for name, n in news.items())
             logger.info(f"Length decay after step {state.global_step}: {found}; rate {schedule.factor:g} × initial.")
         self._trainer.log(dict(news))
+
+    # Both are called after the trainer has logged a step, so that a row of ours takes nothing away from the trainer's.
+    on_epoch_end = on_step_begin

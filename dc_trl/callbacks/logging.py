@@ -23,11 +23,8 @@ logger = logging.get_logger(__name__)
 def training_settings(args: Any, model: nn.Module | None, further: Mapping[str, Any]) -> dict[str, Any]:
     """What a run is made with: the model, its adapter, `further` settings, and arguments that are not the defaults.
 
-    Args:
-        args: `DCGRPOConfig`, or other `TrainingArguments`; what they share is compared with `DCGRPOConfig`'s defaults,
-            so that runs of several trainers can be compared.
-        model: what is trained.
-        further: settings of other origin.
+    Other `TrainingArguments` are compared with `DCGRPOConfig`'s defaults too, so that runs of several trainers can be
+    compared.
     """
     found = dict(further)
     name = getattr(getattr(model, "config", None), "_name_or_path", None)
@@ -73,15 +70,11 @@ class LambdaLoggingCallback(TrainerCallback):
             file.write(json.dumps(row) + "\n")
 
     def on_save(self, args, state, control, **kwargs):
-        self._draw(state)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self._draw(state)
-
-    def _draw(self, state) -> None:
         # Before the first log there is nothing to draw: a run that ends there is saved all the same.
         if state.is_world_process_zero and self._history is not None and self._history.exists():
             plot_run(read_history(self._history), self._history.with_name(FIGURE_FILE), self._history.parent.name)
+
+    on_train_end = on_save
 
     def _open(self, output_dir: str, step: int) -> Path:
         history = Path(output_dir, HISTORY_FILE)

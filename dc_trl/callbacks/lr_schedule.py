@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..settings.ranges import COUNT, SHARE
+
 
 # Decay period in units of the surge's step (LR paper: 180 steps for a surge near step 100).
 PERIOD_PER_SURGE_STEP = 1.8
@@ -41,6 +43,10 @@ class SurgeDetector:
 
     Two limits of it: the return from a dip of more than 40 steps looks the same and is called a surge too; and of a
     length that has been shrinking, it is the median of the last 80 steps that must be doubled, not the end.
+
+    Attributes:
+        step: number of updates so far, which is the 1-based step of the last one.
+        surge_step: 1-based step of the surge; None while there was none.
     """
 
     WINDOW = 9
@@ -49,20 +55,10 @@ class SurgeDetector:
     RATIO = 2.0
 
     def __init__(self) -> None:
-        self._step = 0
-        self._surge_step: int | None = None
+        self.step = 0
+        self.surge_step: int | None = None
         # (step, length) of the last steps that had a length.
         self._recent: deque[tuple[int, float]] = deque(maxlen=self.BASELINE + self.WINDOW)
-
-    @property
-    def step(self) -> int:
-        """Number of updates so far: the 1-based step of the last one."""
-        return self._step
-
-    @property
-    def surge_step(self) -> int | None:
-        """1-based step of the surge; None while there was none."""
-        return self._surge_step
 
     def update(self, mean_length: float) -> int | None:
         """Takes the next step's mean response length, in tokens; returns the 1-based step of the surge once found.
@@ -75,33 +71,29 @@ class SurgeDetector:
         """
         if mean_length < 0:
             raise ValueError(f"mean_length={mean_length!r} is no length: pass the mean number of tokens per response.")
-        self._step += 1
-        if self._surge_step is None and math.isfinite(mean_length) and mean_length > 0:
-            self._recent.append((self._step, float(mean_length)))
+        self.step += 1
+        if self.surge_step is None and math.isfinite(mean_length) and mean_length > 0:
+            self._recent.append((self.step, float(mean_length)))
             self._look()
-        return self._surge_step
+        return self.surge_step
 
     def _look(self) -> None:
         if len(self._recent) < self.MIN_BASELINE + self.WINDOW:
             return
-        measured = list(self._recent)
-        before, window = measured[: -self.WINDOW], measured[-self.WINDOW :]
-        baseline = statistics.median(length for _, length in before)
-        if statistics.median(length for _, length in window) >= self.RATIO * baseline:
-            self._surge_step = window[self.WINDOW // 2][0]
+        steps, lengths = zip(*self._recent, strict=True)
+        if statistics.median(lengths[-self.WINDOW :]) >= self.RATIO * statistics.median(lengths[: -self.WINDOW]):
+            self.surge_step = steps[-self.WINDOW :][self.WINDOW // 2]
             self._recent.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Steps, recent lengths and the surge, as JSON-compatible values."""
-        return {"step": self._step, "surge_step": self._surge_step, "recent": [list(entry) for entry in self._recent]}
+        return {"step": self.step, "surge_step": self.surge_step, "recent": [list(entry) for entry in self._recent]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from ``state_dict()``."""
-        self._step = int(state_dict["step"])
-        surge_step = state_dict["surge_step"]
-        self._surge_step = None if surge_step is None else int(surge_step)
+        self.step, self.surge_step = state_dict["step"], state_dict["surge_step"]
         self._recent.clear()
-        self._recent.extend((int(step), float(length)) for step, length in state_dict["recent"])
+        self._recent.extend(map(tuple, state_dict["recent"]))
 
 
 class LengthDecaySchedule(LRScheduler):
@@ -134,7 +126,7 @@ class LengthDecaySchedule(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, decay_period: int | None = None, floor: float = 0.1):
-        if isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 < floor <= 1:
+        if not SHARE.allows(floor):
             raise ValueError(f"floor={floor!r} is invalid: use a fraction of the initial learning rate, in (0, 1].")
         self.floor = float(floor)
         self.detector = SurgeDetector()
@@ -225,7 +217,6 @@ class LengthDecaySchedule(LRScheduler):
 
     @property
     def _next_step(self) -> int:
-        """1-based number of the optimizer step that comes next."""
         return self.last_epoch + 1
 
     def _raw_halvings(self) -> int:
@@ -235,7 +226,7 @@ class LengthDecaySchedule(LRScheduler):
 
 
 def _checked_period(period: int | None) -> int | None:
-    if period is not None and (isinstance(period, bool) or not isinstance(period, int) or period < 1):
+    if period is not None and not COUNT.allows(period):
         raise ValueError(
             f"decay_period={period!r} is invalid: use a whole number of optimizer steps, at least 1, or None."
         )

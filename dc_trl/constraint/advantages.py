@@ -1,7 +1,7 @@
 """Advantages of the completions of one prompt, from their rewards: what TRL's group normalisation does not offer.
 
-`N` rewards, of `num_generations` completions of each prompt one after the other; NaN where no reward function could
-score a completion, which then counts nowhere.
+`rewards` has shape (N,): those of the `num_generations` completions of each prompt, one prompt after the other. It is
+NaN where no reward function could score a completion, which then counts nowhere.
 """
 
 import torch
@@ -25,10 +25,6 @@ def total_rewards(rewards_per_func: Tensor, weights: Tensor) -> Tensor:
 def leave_one_out_advantages(rewards: Tensor, num_generations: int) -> Tensor:
     """Reward minus the mean reward of the prompt's other completions (RLOO, arXiv 2402.14740).
 
-    Args:
-        rewards: shape (N,).
-        num_generations: completions of each prompt, a divisor of N.
-
     Returns:
         Shape (N,); 0 where there is no reward or no other completion with one.
     """
@@ -40,10 +36,6 @@ def leave_one_out_advantages(rewards: Tensor, num_generations: int) -> Tensor:
 
 def zero_std_groups(rewards: Tensor, num_generations: int) -> Tensor:
     """Completions whose prompt gave all its completions the same reward: there is nothing to prefer.
-
-    Args:
-        rewards: shape (N,).
-        num_generations: completions of each prompt, a divisor of N.
 
     Returns:
         Boolean, shape (N,); true also where fewer than two of the completions have a reward.

@@ -9,7 +9,8 @@ what stands at unscored positions, padding garbage and NaN included.
 import torch
 from torch import Tensor
 
-from .settings import Level, Measure, require_choice
+from ..settings.ranges import require_choice
+from .settings import Level, Measure
 
 
 # exp(2 · 20) is still far from overflow; the same bound as verl's, so that its χ² values can be compared with ours.

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from ..settings.ranges import AT_LEAST_0, COUNT
+
 
 # Generation batches that `tolerance="auto"` observes: the spread of ten is known to about a quarter.
 AUTO_BATCHES = 10
@@ -107,13 +109,13 @@ class LagrangeMultiplier:
         fixed = None if tolerance == "auto" else tolerance
         numbers = {"lr": lr, "minimum": minimum, "maximum": maximum} | ({} if fixed is None else {"tolerance": fixed})
         for name, value in numbers.items():
-            if not math.isfinite(value) or value < 0:
+            if not AT_LEAST_0.allows(value):
                 raise ValueError(f"{name}={value!r} is invalid: use a finite number that is at least 0.")
         if minimum > maximum:
             raise ValueError(f"minimum={minimum!r} is above maximum={maximum!r}: lower one or raise the other.")
         if not minimum <= init <= maximum:
             raise ValueError(f"init={init!r} lies outside [{minimum!r}, {maximum!r}]: choose one within the bounds.")
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        if not COUNT.allows(window):
             raise ValueError(f"window={window!r} is invalid: use a whole number of iterations, at least 1.")
         self.lr = lr
         self.tolerance = fixed

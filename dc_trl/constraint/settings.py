@@ -1,7 +1,7 @@
 """The settings of the constraint. What reads the records of a run has their defaults here, without TRL."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 
 Measure = Literal["prob_diff", "prob_ratio", "log_prob"]
@@ -31,14 +31,3 @@ class ConstraintSettings:
     lambda_min: float = 0.0
     lambda_max: float = 1.0
     deployment_scheme: str | None = None
-
-
-def require_choice(name: str, value: object, choices: object) -> None:
-    """Refuses a value that is none of a `Literal`'s.
-
-    Raises:
-        ValueError: names the field, its value and the choices.
-    """
-    options = get_args(choices)
-    if value not in options:
-        raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, options))}.")

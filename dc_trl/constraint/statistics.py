@@ -11,8 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ..settings.ranges import require_choice
 from .discrepancy import LOG_RATIO_BOUND, scored_tokens, trajectory_mean
-from .settings import Reduction, require_choice
+from .settings import Reduction
 
 
 Value = TypeVar("Value", Tensor, float)
@@ -37,10 +38,7 @@ class BatchStatistics:
         """Adds a micro-batch.
 
         Args:
-            train_logps: log π_train, shape (B, T).
-            infer_logps: log π_inf, shape (B, T).
-            scored: boolean, shape (B, T).
-            delta: δ of each token, shape (B, T).
+            train_logps, infer_logps, scored, delta: shape (B, T).
             penalty: what λ multiplied, shape (B, T), 0 at unscored tokens; None without a constraint.
         """
         sums = mismatch_sums(train_logps, infer_logps, scored) | discrepancy_sums(delta, scored, self._reduction)
@@ -109,8 +107,7 @@ def discrepancy_sums(delta: Tensor, scored: Tensor, reduction: Reduction = "sequ
     """Numerator and denominator of the batch discrepancy δ̄ (arXiv 2606.08779, eq. 11).
 
     Args:
-        delta: δ of each token, shape (B, T).
-        scored: boolean, shape (B, T).
+        delta, scored: shape (B, T).
         reduction: ``"sequence"``: mean over trajectories of their token means; ``"token"``: mean over all tokens.
 
     Returns:
@@ -126,12 +123,7 @@ def discrepancy_sums(delta: Tensor, scored: Tensor, reduction: Reduction = "sequ
 
 
 def mismatch_sums(train_logps: Tensor, infer_logps: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Sums from which `mismatch_from_sums` computes the metrics of `mismatch_metrics`.
-
-    Args:
-        train_logps: log π_train, shape (B, T).
-        infer_logps: log π_inf, shape (B, T).
-        mask: nonzero at the tokens that enter the loss, shape (B, T).
+    """Sums of what `mismatch_metrics` takes, from which `mismatch_from_sums` computes its metrics.
 
     Returns:
         Scalars by name. All combine by addition, except those whose name ends in ``_max`` (see `combine_sums`).
@@ -270,8 +262,7 @@ def mismatch_metrics(train_logps: Tensor, infer_logps: Tensor, mask: Tensor) -> 
     so it does not grow with the batch, and N times it is the sum over N trajectories.
 
     Args:
-        train_logps: log π_train of the sampled tokens, shape (B, T), nats.
-        infer_logps: log π_inf of the same tokens, shape (B, T).
+        train_logps, infer_logps: log π_train and log π_inf of the sampled tokens, shape (B, T), nats.
         mask: nonzero at the tokens that enter the loss, shape (B, T).
 
     Returns:

@@ -5,16 +5,15 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from datasets import Dataset
 
+from ..settings.ranges import require_choice
 from .templates import chat_prompt
 
 
 Split = Literal["train", "held_out"]
-
-_HELD_OUT_PERCENT = 20
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,7 @@ def sample_problem(rng: random.Random) -> Problem:
 
 
 def _worked(first: int, operator: str, second: int) -> Problem:
-    operation: Callable[[int, int], int] = {
-        "+": int.__add__,
-        "-": int.__sub__,
-        "*": int.__mul__,
-    }[operator]
+    operation: Callable[[int, int], int] = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}[operator]
     answer = operation(first, second)
     digits = [int(digit) for digit in reversed(str(first))]
     steps, carry = [], 0
@@ -72,7 +67,7 @@ def is_held_out(question: str) -> bool:
     if operator != "-":
         operands.sort()
     key = operator.join(operands)
-    return int(hashlib.sha256(key.encode()).hexdigest(), 16) % 100 < _HELD_OUT_PERCENT
+    return int(hashlib.sha256(key.encode()).hexdigest(), 16) % 100 < 20
 
 
 def arithmetic_problems(size: int, seed: int, split: Split) -> list[Problem]:
@@ -86,13 +81,12 @@ def arithmetic_problems(size: int, seed: int, split: Split) -> list[Problem]:
     Raises:
         ValueError: unknown split, or a size that is not available.
     """
-    if split not in get_args(Split):
-        raise ValueError(f"split={split!r} is unknown: choose one of {', '.join(map(repr, get_args(Split)))}.")
+    require_choice("split", split, Split)
     if size < 1:
         raise ValueError(f"size={size} is invalid: use a number of problems, at least 1.")
     rng = random.Random(seed)
+    problems: list[Problem] = []
     if split == "train":
-        problems: list[Problem] = []
         while len(problems) < size:
             problem = sample_problem(rng)
             if not is_held_out(problem.question):
@@ -113,7 +107,6 @@ def arithmetic_problems(size: int, seed: int, split: Split) -> list[Problem]:
     for pool in pools.values():
         rng.shuffle(pool)
     # The operators in the proportions of training, as far as the products reach.
-    problems = []
     while len(problems) < size:
         for operator in "+-**":
             if pools[operator] and len(problems) < size:
@@ -128,7 +121,6 @@ def arithmetic_dataset(size: int, seed: int, split: Split, to_prompt: Callable[[
         size, seed, split: see `arithmetic_problems`.
         to_prompt: what the model is given for a question; by default a conversation of one user message.
     """
-    problems = arithmetic_problems(size, seed, split)
     to_prompt = to_prompt or partial(chat_prompt, instruction=None)
-    prompts = [to_prompt(problem.question) for problem in problems]
-    return Dataset.from_dict({"prompt": prompts, "answer": [problem.answer for problem in problems]})
+    problems = arithmetic_problems(size, seed, split)
+    return Dataset.from_list([{"prompt": to_prompt(each.question), "answer": each.answer} for each in problems])

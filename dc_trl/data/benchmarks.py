@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 from datasets import Dataset
 
+from ..settings.ranges import require_choice
 from .arithmetic import arithmetic_problems
 from .schema import MathProblem, require_grading
 from .sources import Row, Source, convert, field_of, holds_several, last_boxed, own_id, read, text_answer
@@ -15,8 +16,6 @@ from .sources import Row, Source, convert, field_of, holds_several, last_boxed, 
 # threshold of 1 % only beside zero.
 MINERVA_RELATIVE_TOLERANCE = 1e-4
 
-ARITHMETIC_PROBLEMS = 1024
-
 # A gold answer without variables: "1.6", "8.7e8", r"\frac{\pi}{2}".
 _NUMBER = re.compile(
     r"(?=.*\d)(?:[-+*/^(){}.,\d\s]|e(?=[-+^\d])|\\(?:frac|sqrt|pi|times|cdot|arcsin|ln)(?![a-z]))+", re.DOTALL
@@ -26,29 +25,18 @@ _NUMBER = re.compile(
 def _aime(row: Row) -> MathProblem:
     # The Hub's 2024 rows hold the answer in the solution's box. The contest writes three digits, models both.
     answer = text_answer(row.get("answer")) or last_boxed(field_of(row, "solution"))
-    return MathProblem(
-        problem=field_of(row, "problem", "question"),
-        answer=answer.zfill(3) if answer.isdecimal() else answer,
-        own_id=own_id(row, "id"),
-    )
+    answer = answer.zfill(3) if answer.isdecimal() else answer
+    return MathProblem(field_of(row, "problem", "question"), answer, own_id(row, "id"))
 
 
 def _amc(row: Row) -> MathProblem:
-    return MathProblem(
-        problem=field_of(row, "question", "problem"),
-        answer=text_answer(field_of(row, "answer")),  # 27.0 there
-        own_id=own_id(row, "id"),
-    )
+    answer = text_answer(field_of(row, "answer"))  # 27.0 there
+    return MathProblem(field_of(row, "question", "problem"), answer, own_id(row, "id"))
 
 
 def _math500(row: Row) -> MathProblem:
     answer = text_answer(field_of(row, "answer"))
-    return MathProblem(
-        problem=field_of(row, "problem"),
-        answer=answer,
-        own_id=own_id(row, "unique_id"),
-        multiple_answers=holds_several(answer),
-    )
+    return MathProblem(field_of(row, "problem"), answer, own_id(row, "unique_id"), holds_several(answer))
 
 
 def _minerva(row: Row) -> MathProblem:
@@ -80,14 +68,12 @@ def _olympiadbench(row: Row) -> MathProblem:
 
 
 def _gsm8k(row: Row) -> MathProblem:
-    return MathProblem(
-        problem=field_of(row, "question"),
-        answer=text_answer(field_of(row, "answer")).replace(",", ""),  # what follows ####, where 1,234 is one number
-    )
+    # The answer is what follows ####, where 1,234 is one number.
+    return MathProblem(field_of(row, "question"), text_answer(field_of(row, "answer")).replace(",", ""))
 
 
 def _arithmetic(row: Row) -> MathProblem:
-    return MathProblem(problem=field_of(row, "question"), answer=field_of(row, "answer"))
+    return MathProblem(field_of(row, "question"), field_of(row, "answer"))
 
 
 # Every revision was read in several public repositories that pin the same commit; none was checked on the Hub itself.
@@ -124,8 +110,7 @@ def require_benchmark(name: str) -> Source:
     Raises:
         ValueError: there is no such benchmark.
     """
-    if name not in BENCHMARKS:
-        raise ValueError(f"benchmark={name!r} is unknown: choose one of {', '.join(map(repr, BENCHMARKS))}.")
+    require_choice("benchmark", name, BENCHMARKS)
     return BENCHMARKS[name]
 
 
@@ -143,7 +128,10 @@ def load_benchmark(name: str, file: str | None = None) -> Dataset:
     if not source.hub_id and file is not None:
         raise ValueError(f"file={file!r}: the benchmark {name!r} is made on the spot, leave the file out.")
     try:
-        rows = read(source, file) if source.hub_id else _arithmetic_rows()
+        if source.hub_id:
+            rows = read(source, file)
+        else:
+            rows = Dataset.from_list([asdict(problem) for problem in arithmetic_problems(1024, 0, "held_out")])
         benchmark = convert(name, source, rows)
     except ValueError as error:
         raise ValueError(f"benchmark {name!r}: {error}") from error
@@ -152,8 +140,3 @@ def load_benchmark(name: str, file: str | None = None) -> Dataset:
             raise ValueError(f"benchmark {name!r}: {row['id']} has no problem or no gold answer: check the fields.")
         require_grading(row, f"benchmark {name!r}: {row['id']}")
     return benchmark
-
-
-def _arithmetic_rows() -> Dataset:
-    problems = arithmetic_problems(ARITHMETIC_PROBLEMS, seed=0, split="held_out")
-    return Dataset.from_list([asdict(problem) for problem in problems])

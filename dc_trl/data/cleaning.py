@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from datasets import Dataset
 from rich.console import Console
@@ -13,6 +13,8 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from ..grading import is_gradable
+from ..settings.described import described
+from ..settings.ranges import require_choice
 from .overlap import Overlap, find_overlaps, require_ngram
 from .prompts import make_prompt, prompt_length
 from .schema import FEATURES
@@ -23,17 +25,24 @@ from .text import has_control_characters, is_english, plain_whitespace, problem_
 Language = Literal["any", "en"]
 
 
+@described
 @dataclass(frozen=True)
 class Cleaning:
     """What cleaning leaves out besides what is wrong.
 
-    Attributes:
-        language: ``"en"`` leaves out problems with letters other than Latin and Greek ones.
-        max_prompt_length: in tokens, of the prompt with ``instruction`` as training makes it; needs ``tokenizer``.
-        tokenizer: of the model that will be trained.
-        instruction: of the prompts; None: none.
-        ngram: words in a row that count as overlap (see `find_overlaps`).
-        common: training problems that may share an n-gram before it is a turn of phrase.
+    Args:
+        language (`str`, defaults to `"any"`):
+            'en' leaves out problems with letters other than Latin and Greek ones.
+        max_prompt_length (`int`, *optional*):
+            In tokens, of the prompt with the instruction as training makes it; needs the tokenizer.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            Of the model that will be trained.
+        instruction (`str` or `None`, defaults to `BOXED_INSTRUCTION`):
+            Of the prompts, counted in their length.
+        ngram (`int`, defaults to 13):
+            Words in a row that count as overlap, at least 4.
+        common (`int`, defaults to 10):
+            Training problems that may share an n-gram before it is a turn of phrase and counts for nothing.
 
     Raises:
         ValueError: an option is invalid.
@@ -47,10 +56,7 @@ class Cleaning:
     common: int = 10
 
     def __post_init__(self) -> None:
-        if self.language not in get_args(Language):
-            raise ValueError(
-                f"language={self.language!r} is unknown: choose one of {', '.join(map(repr, get_args(Language)))}."
-            )
+        require_choice("language", self.language, Language)
         if self.max_prompt_length is not None and self.max_prompt_length < 1:
             raise ValueError(f"max_prompt_length={self.max_prompt_length} is invalid: use at least 1 token.")
         if (self.max_prompt_length is None) != (self.tokenizer is None):
@@ -64,18 +70,12 @@ class Cleaning:
 
 
 class _Row(NamedTuple):
-    """A row of `FEATURES`, and what it shares with benchmarks."""
+    """What rules look at: columns of `FEATURES`, and what the problem shares with benchmarks."""
 
-    record: dict[str, Any]
+    id: str
+    problem: str
+    answer: str
     overlap: Overlap | None
-
-    @property
-    def problem(self) -> str:
-        return self.record["problem"]
-
-    @property
-    def answer(self) -> str:
-        return self.record["answer"]
 
 
 # Which of the rows that are left a rule leaves out: their numbers, and of each the detail for the report.
@@ -121,8 +121,7 @@ def _duplicates(key: Callable[[_Row], Any]) -> _Rule:
     """All rows of one key but the first, whose id is the detail."""
 
     def rule(rows: Mapping[int, _Row], options: Cleaning) -> dict[int, str]:
-        groups = _grouped(rows, key)
-        return {number: rows[first].record["id"] for first, *others in groups for number in others}
+        return {number: rows[first].id for first, *others in _grouped(rows, key) for number in others}
 
     return rule
 
@@ -255,23 +254,23 @@ def clean(
         raise ValueError(f"rows lack the columns {', '.join(sorted(missing))}: load them with dc_trl.data's loaders.")
     records, restored = _repaired(rows)
     overlaps = find_overlaps([record["problem"] for record in records], benchmarks, options.ngram, options.common)
-    left = {number: _Row(*row) for number, row in enumerate(zip(records, overlaps, strict=True))}
+    left = {
+        number: _Row(record["id"], record["problem"], record["answer"], overlap)
+        for number, (record, overlap) in enumerate(zip(records, overlaps, strict=True))
+    }
     dropped: dict[int, Dropped] = {}
     for reason, rule in RULES.items():
         for number, detail in rule(left, options).items():
-            dropped[number] = Dropped(left.pop(number).record["id"], reason, detail)
+            dropped[number] = Dropped(left.pop(number).id, reason, detail)
     report = Report(
         rows=len(records),
         kept=len(left),
         restored=restored,
         dropped=[dropped[number] for number in sorted(dropped)],
-        benchmarks={
-            name: _count_overlap(benchmark, [overlap for overlap in overlaps if overlap is not None])
-            for name, benchmark in benchmarks.items()
-        },
+        benchmarks={name: _count_overlap(benchmark, overlaps) for name, benchmark in benchmarks.items()},
         options=options.describe(),
     )
-    return Dataset.from_list([row.record for row in left.values()], features=FEATURES), report
+    return Dataset.from_list([records[number] for number in left], features=FEATURES), report
 
 
 def _repaired(rows: Dataset) -> tuple[list[dict[str, Any]], int]:
@@ -284,9 +283,9 @@ def _repaired(rows: Dataset) -> tuple[list[dict[str, Any]], int]:
     return records, restored
 
 
-def _count_overlap(benchmark: Dataset, overlaps: list[Overlap]) -> BenchmarkOverlap:
+def _count_overlap(benchmark: Dataset, overlaps: list[Overlap | None]) -> BenchmarkOverlap:
     ids = set(benchmark["id"])
-    exact = {problem for overlap in overlaps if overlap.kind == "exact" for problem in overlap.ids} & ids
-    ngram = {problem for overlap in overlaps if overlap.kind == "n-gram" for problem in overlap.ids} & ids
-    rows = sum(not ids.isdisjoint(overlap.ids) for overlap in overlaps)
-    return BenchmarkOverlap(problems=len(ids), exact=len(exact), ngram=len(ngram - exact), rows=rows)
+    found = [overlap for overlap in overlaps if overlap is not None and not ids.isdisjoint(overlap.ids)]
+    exact = {problem for overlap in found if overlap.kind == "exact" for problem in overlap.ids} & ids
+    ngram = {problem for overlap in found if overlap.kind == "n-gram" for problem in overlap.ids} & ids
+    return BenchmarkOverlap(problems=len(ids), exact=len(exact), ngram=len(ngram - exact), rows=len(found))

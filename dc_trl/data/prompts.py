@@ -12,8 +12,8 @@ from pyarrow import ArrowException
 from transformers import PreTrainedTokenizerBase
 
 from ..files import parse_object
-from ..grading import is_gradable
-from .schema import GRADING_COLUMNS, require_grading
+from ..grading import GRADING_COLUMNS, is_gradable
+from .schema import require_grading
 from .templates import base_prompt, chat_prompt
 
 
@@ -100,7 +100,6 @@ def load_prompts(
     """Prompts and gold answers as the trainer takes them; rows that cannot be used are counted and left out.
 
     Args:
-        rows: any columns.
         tokenizer: with a chat template prompts become conversations, without one they stay text.
         prompt_column: text, or a list of chat messages. A dot reads nested fields: `extra_info.question`.
         answer_column: number, or text with the gold answer, of which only what follows `####` counts (GSM8K's form). A
@@ -157,16 +156,13 @@ def _require_columns(rows: Dataset, columns: Mapping[str, str]) -> None:
 
 def gold_answer(value: Any) -> str | None:
     """Gold answer as text, None where there is none: whole numbers without a point, GSM8K's part after `####`."""
-    if isinstance(value, bool) or value is None:
-        return None
-    if isinstance(value, int | float):
+    if isinstance(value, list) and len(value) == 1:
+        return gold_answer(value[0])
+    if isinstance(value, int | float) and not isinstance(value, bool):
         return str(int(value)) if float(value).is_integer() else str(value)
-    if isinstance(value, list):
-        return gold_answer(value[0]) if len(value) == 1 else None
     if not isinstance(value, str):
         return None
-    answer = value.rsplit("####", 1)[-1].strip()
-    return answer or None
+    return value.rsplit("####", 1)[-1].strip() or None
 
 
 def describe_counts(counts: dict[str, int]) -> str:

@@ -21,9 +21,6 @@ FEATURES = Features(
     }
 )
 
-# What a reward function reads besides the answer.
-GRADING_COLUMNS = ("multiple_answers", "unit", "relative_tolerance", "absolute_tolerance")
-
 
 def require_grading(row: Mapping[str, Any], where: str) -> None:
     """Refuses a row whose columns of `GRADING_COLUMNS` hold what grading cannot use.

@@ -9,6 +9,7 @@ from typing import Any
 from datasets import Dataset
 from pyarrow import ArrowException
 
+from ..grading import extract_answer
 from .prompts import gold_answer, load_rows
 from .schema import FEATURES, MathProblem, has_schema, to_dataset
 from .templates import BOXED_INSTRUCTION
@@ -109,13 +110,7 @@ def text_answer(value: Any) -> str:
 
 def last_boxed(text: str) -> str:
     r"""What the last `\boxed{}` of a solution holds, "" where there is none."""
-    _, box, rest = text.rpartition(r"\boxed{")
-    depth = 1
-    for position, character in enumerate(rest if box else ""):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return rest[:position].strip()
-    return ""
+    return extract_answer(text) or ""
 
 
 def holds_several(answer: str) -> bool:

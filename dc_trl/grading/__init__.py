@@ -4,9 +4,9 @@ r"""Whether a boxed answer equals a gold answer, decided safely. What counts as 
 intervals, matrices, names) → `answers` (the verdict) → `pool` (worker processes with limits).
 """
 
-from .answers import Gold, Verdict, grade, is_gradable
+from .answers import GRADING_COLUMNS, Gold, Verdict, grade, is_gradable
 from .pool import Grader
 from .text import extract_answer
 
 
-__all__ = ["Gold", "Grader", "Verdict", "extract_answer", "grade", "is_gradable"]
+__all__ = ["GRADING_COLUMNS", "Gold", "Grader", "Verdict", "extract_answer", "grade", "is_gradable"]

@@ -2,7 +2,7 @@ r"""The verdict: lists, sets, intervals and matrices part by part, numbers as nu
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -46,6 +46,10 @@ class Gold:
     @property
     def is_tolerant(self) -> bool:
         return self.relative_tolerance > 0 or self.absolute_tolerance > 0
+
+
+# Columns of a data set that a reward function reads besides the answer.
+GRADING_COLUMNS = tuple(field.name for field in fields(Gold) if field.name != "answer")
 
 
 class Verdict(NamedTuple):
@@ -108,9 +112,9 @@ def _parse_gold(gold: Gold) -> Node | None:
 
 def _texts(node: Node) -> list[str]:
     """Of its scalars and relations."""
-    return (
-        [node.text] if node.kind in ("scalar", "relation") else [text for part in node.parts for text in _texts(part)]
-    )
+    if node.kind in ("scalar", "relation"):
+        return [node.text]
+    return [text for part in node.parts for text in _texts(part)]
 
 
 def _is_gradable_node(node: Node) -> bool:

@@ -82,13 +82,10 @@ def exact(expression: Basic | MatrixBase) -> Basic | MatrixBase:
 def number(text: str) -> float | None:
     """The value of a real constant, None for everything else."""
     expression = parse_expression(text)
-    if (
-        not isinstance(expression, sympy.Expr)
-        or not expression.is_number
-        or not (value := sympy.N(expression)).is_real
-    ):
+    if not isinstance(expression, sympy.Expr) or not expression.is_number:
         return None
-    return float(value)
+    value = sympy.N(expression)
+    return float(value) if value.is_real else None
 
 
 def equal(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool:

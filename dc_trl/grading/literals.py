@@ -1,7 +1,8 @@
 r"""Numbers with nothing left to compute: `-3`, `1,000`, `0.5`, `\frac{1}{2}`, `8.7e8`, `90^\circ`."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 
@@ -12,15 +13,7 @@ _SIGNED = rf"[+-]?\s*{_DECIMAL}"
 _EXPONENT = r"\^\s*(?:\{\s*([+-]?\s*\d+)\s*\}|([+-]?\d+))"
 _ARGUMENT = rf"(?:\{{\s*({_SIGNED})\s*\}}|(\d))"
 _FRACTION = rf"(?:\\frac\s*{_ARGUMENT}\s*{_ARGUMENT}|({_DECIMAL})\s*/\s*({_DECIMAL}))"
-# ASCII: 𝟒 is a digit too, but in no answer that means to be read.
-_SIGN_FORM = re.compile(r"\s*([+-]?)\s*(?:\\usd\s*([+-]?)\s*)?")
-_MIXED_FORM = re.compile(rf"(\d+)(?:\s*(?=\\frac)|\s+){_FRACTION}", re.ASCII)
-_FRACTION_FORM = re.compile(_FRACTION, re.ASCII)
-_SCIENTIFIC_FORM = re.compile(
-    rf"({_DECIMAL})\s*(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*|x)\s*10\s*{_EXPONENT})", re.ASCII
-)
-_POWER_OF_TEN_FORM = re.compile(rf"10\s*{_EXPONENT}", re.ASCII)
-_DECIMAL_FORM = re.compile(_DECIMAL, re.ASCII)
+_SIGN = re.compile(r"\s*([+-]?)\s*(?:\\usd\s*([+-]?)\s*)?")
 
 _UNIT_TEXT = r"\\(?:text|mathrm|operatorname|rm)\s*\{(?:[^{}]|\{[^{}]*\})*\}"
 _UNIT = re.compile(
@@ -96,7 +89,7 @@ class Literal:
 
 def parse_literal(text: str) -> Literal | None:
     r"""The number that a cleaned text is, None for everything else, such as `40+6`, `2^{10}`, `5 million` or `x`."""
-    prefix = _SIGN_FORM.match(text)
+    prefix = _SIGN.match(text)
     assert prefix is not None  # all of it is optional
     if prefix[1] and prefix[2]:
         return None
@@ -106,10 +99,8 @@ def parse_literal(text: str) -> Literal | None:
             literal = read(match)
             if literal is None:
                 return None
-            if prefix[2] is not None:
-                unit = unit or "dollar"
             value = -literal.value if "-" in (prefix[1], prefix[2]) else literal.value
-            return Literal(value, unit, literal.finished, literal.scientific, literal.misspelled)
+            return replace(literal, value=value, unit=unit or ("" if prefix[2] is None else "dollar"))
     return None
 
 
@@ -193,9 +184,9 @@ def _read_scientific(match: re.Match[str]) -> Literal | None:
 
 def _read_power_of_ten(match: re.Match[str]) -> Literal | None:
     exponent = int((match[1] or match[2]).replace(" ", ""))
-    return (
-        Literal(Fraction(10) ** exponent, finished=False, scientific=True) if abs(exponent) <= MAX_EXPONENT else None
-    )
+    if abs(exponent) > MAX_EXPONENT:
+        return None
+    return Literal(Fraction(10) ** exponent, finished=False, scientific=True)
 
 
 def _read_decimal(match: re.Match[str]) -> Literal:
@@ -203,10 +194,14 @@ def _read_decimal(match: re.Match[str]) -> Literal:
     return Literal(_number(match[0]), finished=not misspelled, misspelled=misspelled)
 
 
-_FORMS = [
-    (_MIXED_FORM, _read_mixed),
-    (_FRACTION_FORM, _read_fraction),
-    (_SCIENTIFIC_FORM, _read_scientific),
-    (_POWER_OF_TEN_FORM, _read_power_of_ten),
-    (_DECIMAL_FORM, _read_decimal),
+# ASCII: 𝟒 is a digit too, but in no answer that means to be read.
+_FORMS: list[tuple[re.Pattern[str], Callable[[re.Match[str]], Literal | None]]] = [
+    (re.compile(form, re.ASCII), read)
+    for form, read in {
+        rf"(\d+)(?:\s*(?=\\frac)|\s+){_FRACTION}": _read_mixed,
+        _FRACTION: _read_fraction,
+        rf"({_DECIMAL})\s*(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*|x)\s*10\s*{_EXPONENT})": _read_scientific,
+        rf"10\s*{_EXPONENT}": _read_power_of_ten,
+        _DECIMAL: _read_decimal,
+    }.items()
 ]

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..rollouts.rewards import RewardFunction
-from . import Gold, Grader
+from . import GRADING_COLUMNS, Gold, Grader
 
 
 Completion = str | list[dict[str, Any]]
 
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _PLAIN_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
-_GOLD_FIELDS = ("multiple_answers", "unit", "relative_tolerance", "absolute_tolerance")
 _GRADER = Grader()  # of this process; its workers start with the first answers
 
 
@@ -40,7 +39,7 @@ def math_reward(completions: Sequence[Completion], answer: Sequence[str], **kwar
     Returns:
         1.0, 0.0, or None where the gold answer cannot be graded, which leaves the completion out of the loss.
     """
-    columns = {field: kwargs[field] for field in _GOLD_FIELDS if kwargs.get(field) is not None}
+    columns = {field: kwargs[field] for field in GRADING_COLUMNS if kwargs.get(field) is not None}
     golds = [
         Gold(gold, **{field: values[row] for field, values in columns.items() if values[row] is not None})
         for row, gold in enumerate(answer)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from .expressions import number
 from .literals import parse_literal
-from .text import clean, split, squash
+from .text import clean, is_balanced, split, squash
 
 
 _REALS = "\\mathbb{R}"
@@ -225,7 +225,7 @@ def _parse_brackets(text: str) -> Node:
         if not (text.startswith(opening) and text.endswith(closing)):
             continue
         inner = text[len(opening) : -len(closing)]
-        if not _closes_at_end(inner):
+        if not is_balanced(inner):
             break
         if opening == "\\{":
             builder = _BUILDER.fullmatch(inner.strip())
@@ -238,12 +238,3 @@ def _parse_brackets(text: str) -> Node:
     if text.count("\\pm") == 1:
         return Node("list", tuple(Node("scalar", text=text.replace("\\pm", sign).lstrip(" +")) for sign in "+-"))
     return Node("scalar", text=text)
-
-
-def _closes_at_end(inner: str) -> bool:
-    depth = 0
-    for character in inner:
-        depth += (character in "([{") - (character in ")]}")
-        if depth < 0:
-            return False
-    return depth == 0

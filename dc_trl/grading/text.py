@@ -1,6 +1,8 @@
 r"""The text of an answer: found in a completion, and spelled in one way."""
 
 import re
+from collections.abc import Iterable
+from itertools import accumulate
 
 
 MAX_TEXT = 1_000_000  # characters at the end of a completion in which a box is looked for
@@ -54,6 +56,7 @@ _SPELLINGS = [
         r"\s+": " ",
     }.items()
 ]
+_BRACES = re.compile(r"\\.|[{}]")  # and, to pass over, what is escaped
 _WITH_ARGUMENTS = re.compile(r"\\(frac|sqrt\s*\[[^\[\]]*\]|sqrt)(?![a-zA-Z])")
 _COMMAND = re.compile(r"\\(?:(frac|sqrt|binom|text|math[a-z]+|overline|bar|vec|hat)(?![a-zA-Z])|[a-zA-Z]+)")
 _WRAPPED = re.compile(r"\\(?:math(?:bf|it|sf|cal|tt|normal)|boldsymbol|bm|boxed|fbox)\s*\{(.*)\}|\{(.*)\}", re.DOTALL)
@@ -86,12 +89,18 @@ def is_reasonable(answer: str) -> bool:
     """Whether an answer can be one at all: not empty, megabytes, control characters, deep or endless digits."""
     if not answer.strip() or len(answer) > MAX_ANSWER or _CONTROL.search(answer) or _DIGITS.search(answer):
         return False
-    depth = 0
-    for character in answer:
-        depth += (character in "([{") - (character in ")]}")
-        if depth > MAX_DEPTH:
-            return False
-    return True
+    return max(_depths(answer)) <= MAX_DEPTH
+
+
+def _depths(tokens: Iterable[str]) -> list[int]:
+    """How many brackets are open before the first token, and after each; a token is a bracket or none."""
+    return list(accumulate(((token in "([{") - (token in ")]}") for token in tokens), initial=0))
+
+
+def is_balanced(tokens: Iterable[str]) -> bool:
+    """Whether all brackets that open close, and none closes that is not open."""
+    depths = _depths(tokens)
+    return min(depths) == depths[-1] == 0
 
 
 def clean(latex: str) -> str:
@@ -129,10 +138,10 @@ def _argument_end(text: str, start: int) -> int:
     if text[start : start + 1] != "{":
         return start + (text[start : start + 1].isalnum())
     depth = 0
-    for token in re.finditer(r"\\.|[{}]", text[start:]):
+    for token in _BRACES.finditer(text, start):
         depth += (token[0] == "{") - (token[0] == "}")
         if depth == 0:
-            return start + token.end()
+            return token.end()
     return len(text)
 
 
@@ -140,19 +149,10 @@ def unwrap(text: str) -> str:
     """Without the fonts, boxes and braces that hold the whole of it."""
     while match := _WRAPPED.fullmatch(text) or _WRAPPED_NUMBER.fullmatch(text):
         inner = next(group for group in match.groups() if group is not None).strip()
-        if not _balanced(inner):
+        if not is_balanced(_BRACES.findall(inner)):
             break
         text = inner
     return text
-
-
-def _balanced(text: str) -> bool:
-    depth = 0
-    for token in re.finditer(r"\\.|[{}]", text):
-        depth += (token[0] == "{") - (token[0] == "}")
-        if depth < 0:
-            return False
-    return depth == 0
 
 
 def squash(text: str) -> str:

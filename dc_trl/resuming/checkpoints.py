@@ -56,16 +56,12 @@ def on_main_process(action: Callable[[], Result]) -> Result:
 def resumable_checkpoint(
     wanted: str | PathLike[str] | bool | None, output_dir: str | PathLike[str], save_on_each_node: bool = False
 ) -> str | None:
-    """The checkpoint that `resume_from_checkpoint` means.
+    """The directory of the checkpoint that `resume_from_checkpoint` means, None for none.
 
     Args:
         wanted: directory of a checkpoint, or `True` or "true" for the newest whole one in `output_dir`: the log names
             those that are passed over. `None`, `False` and "false": none.
-        output_dir: of the run.
         save_on_each_node: as in `TrainingArguments`: the files of other machines' processes are not here.
-
-    Returns:
-        The checkpoint's directory, None for none.
 
     Raises:
         ValueError: it is not whole, or none is; the message says what is missing, and what to do.
@@ -89,22 +85,25 @@ def resumable_checkpoint(
                 logger.warning(f"Going on from {folder}. Passed over: {'; '.join(passed_over)}.")
             return str(folder)
         passed_over.append(f"{folder.name} {defect}")
-    where = f"resume_from_checkpoint=true, but output_dir={str(output_dir)!r}"
-    remedy = "To start again, leave resume_from_checkpoint out and choose another output_dir."
-    if passed_over:
-        raise ValueError(f"{where} holds no whole checkpoint: {'; '.join(passed_over)}. {remedy}")
-    raise ValueError(f"{where} holds no checkpoint. {remedy}")
+    found = f"no whole checkpoint: {'; '.join(passed_over)}" if passed_over else "no checkpoint"
+    raise ValueError(
+        f"resume_from_checkpoint=true, but output_dir={str(output_dir)!r} holds {found}. To start again, leave "
+        "resume_from_checkpoint out and choose another output_dir."
+    )
 
 
 def checkpoints(output_dir: str | PathLike[str]) -> list[Path]:
     """Folders of an output directory that are named as checkpoints, the newest first."""
-    names = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
-    found = [
-        (int(match[1]), path)
-        for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-        if (match := names.fullmatch(path.name)) and path.is_dir()
-    ]
-    return [path for _, path in sorted(found, reverse=True)]
+    return [path for _, path in sorted(numbered_folders(output_dir, PREFIX_CHECKPOINT_DIR).items(), reverse=True)]
+
+
+def numbered_folders(output_dir: str | PathLike[str], prefix: str) -> dict[int, Path]:
+    """Folders of an output directory that are named PREFIX-STEP, by step."""
+    return {
+        int(match[1]): path
+        for path in Path(output_dir).glob(f"{prefix}-*")
+        if (match := re.fullmatch(rf"{prefix}-(\d+)", path.name)) and path.is_dir()
+    }
 
 
 def checkpoint_defect(folder: Path, save_on_each_node: bool = False) -> str | None:

@@ -87,13 +87,12 @@ class StopSignals(TrainerCallback):
     def on_epoch_begin(self, args, state, control, **kwargs):
         self.check()
 
+    on_prediction_step = on_epoch_begin
+
     def on_epoch_end(self, args, state, control, **kwargs):
         # The last step is logged by now, and saved if it was to be.
         if self._agreed:
             raise RunInterrupted(self._agreed)
-
-    def on_prediction_step(self, args, state, control, **kwargs):
-        self.check()
 
     def check(self) -> None:
         """In training, raises [`RunInterrupted`] once a signal has reached a process; every process has to call it."""

@@ -53,10 +53,9 @@ def refused_in_one_line(*others: type[Exception]) -> Iterator[None]:
     Args:
         *others: exceptions that mean this too, beside ValueError, OSError and ImportError.
     """
-    kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, *others)
     try:
         yield
-    except kinds as error:
+    except (ValueError, OSError, ImportError, *others) as error:
         sys.exit(f"error: {error}")
 
 

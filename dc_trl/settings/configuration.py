@@ -68,12 +68,10 @@ class ConfigurationParser(TrlParser):
 
 def _value(name: str, value: Any, kind: Any) -> Any:
     """The value of a field, from what YAML makes of it. Numbers in text are for the parser, which reads them."""
-    kinds = _alternatives(kind)
+    kinds = list(get_args(kind)) if get_origin(kind) in (Union, UnionType) else [kind]
     if get_origin(kind) is Literal and isinstance(value, bool):
-        meant = [
-            word for word in get_args(kind) if word in (("yes", "on", "true") if value else ("no", "off", "false"))
-        ]
-        if meant:
+        written = ("yes", "on", "true") if value else ("no", "off", "false")
+        if meant := [word for word in get_args(kind) if word in written]:
             return meant[0]
     if str not in kinds and list in [get_origin(each) for each in kinds] and not isinstance(value, list | None):
         value = [value]  # as one word on a command line
@@ -89,10 +87,6 @@ def _value(name: str, value: Any, kind: Any) -> Any:
     raise ValueError(f"{name}={value!r} is invalid: use {' or '.join(dict.fromkeys(map(_words, kinds)))}{hint}.")
 
 
-def _alternatives(kind: Any) -> list[Any]:
-    return list(get_args(kind)) if get_origin(kind) in (Union, UnionType) else [kind]
-
-
 def _fits(value: Any, kind: Any) -> bool:
     origin = get_origin(kind) or kind
     if origin is Literal:
@@ -106,8 +100,6 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, str) or (isinstance(value, number) and not isinstance(value, bool))
     if origin is bool:
         return isinstance(value, bool | str)
-    if origin is dict:
-        return isinstance(value, dict)
     if isinstance(origin, type) and issubclass(origin, Enum):
         return isinstance(value, str)
     return origin is Any or isinstance(value, origin)

@@ -5,12 +5,7 @@ from typing import Any, NamedTuple
 
 
 class Rule(NamedTuple):
-    """A contradiction.
-
-    Args:
-        applies: whether a config contradicts itself in this way.
-        message: a format string; `c` is the config.
-    """
+    """A contradiction: whether it applies to a config, and its message, a format string in which `c` is the config."""
 
     applies: Callable[[Any], bool]
     message: str

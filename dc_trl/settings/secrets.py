@@ -35,7 +35,8 @@ def hide_in_options(words: Sequence[str]) -> list[str]:
     for word in words:
         if word.startswith("--") or (word.startswith("-") and not hiding):  # a key may begin with a dash
             name, equals, _ = word.partition("=")
-            secret = is_secret_name(name) or (len(name) > 3 and _begins_secret_option(name))
+            begins_option = len(name) > 3 and any(option.startswith(name.replace("_", "-")) for option in _OPTIONS)
+            secret = is_secret_name(name) or begins_option
             hiding = secret and not equals
             shown.append(f"{name}={HIDDEN}" if secret and equals else _without_json_secrets(word))
         else:
@@ -50,10 +51,6 @@ def secrets_in_options(words: Sequence[str]) -> list[str]:
         for word, seen in zip(words, hide_in_options(words), strict=True)
         if seen.endswith(HIDDEN) and word != seen
     ]
-
-
-def _begins_secret_option(name: str) -> bool:
-    return any(option.startswith(name.replace("_", "-")) for option in _OPTIONS)
 
 
 def _without_json_secrets(word: str) -> str:

@@ -25,12 +25,11 @@ region, and the best of all is returned. The search starts from grids: it is che
 """
 
 import math
-from collections.abc import Sequence
-from typing import get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ..settings.ranges import require_choice
 from .simplex import SMALLEST_PROBABILITY, Measure, Problem, Vector
 
 
@@ -51,16 +50,11 @@ def squared_discrepancy(
     Raises:
         ValueError: no distribution, an unknown measure, or the shapes differ.
     """
-    problem = _problem(infer_probs, policy, measure, one_sided)
-    return problem.cost(_distribution("policy", policy))
+    return _problem(infer_probs, policy, measure, one_sided).cost(_distribution("policy", policy))
 
 
 def optimal_policy(
-    infer_probs: ArrayLike,
-    advantages: ArrayLike,
-    beta: float,
-    measure: Measure = "prob_diff",
-    one_sided: bool = False,
+    infer_probs: ArrayLike, advantages: ArrayLike, beta: float, measure: Measure = "prob_diff", one_sided: bool = False
 ) -> Vector:
     """The distribution that maximises Σ π A − (β/2) Σ D² (arXiv 2606.08779, Appendix B); the global maximum.
 
@@ -68,8 +62,7 @@ def optimal_policy(
         infer_probs: q = π_inf, shape (actions,), a distribution; ≥ 1e-100 unless ``measure`` is ``"prob_diff"``.
         advantages: A, shape (actions,), finite.
         beta: at least 0. inf gives q. 0 is the limit β → 0: the best actions share everything, at the least Σ D².
-        measure: which D.
-        one_sided: max(D, 0) in place of D.
+        measure, one_sided: as in `squared_discrepancy`.
 
     Returns:
         π*, shape (actions,), float64. Where it is not unique: one-sided, actions of one advantage that are neither
@@ -97,8 +90,7 @@ def budgeted_policy(
         infer_probs: q = π_inf, shape (actions,), a distribution; ≥ 1e-100 unless ``measure`` is ``"prob_diff"``.
         advantages: A, shape (actions,), finite.
         budget: of Σ D², at least 0.
-        measure: which D.
-        one_sided: max(D, 0) in place of D.
+        measure, one_sided: as in `squared_discrepancy`.
 
     Returns:
         π*, shape (actions,), float64, and β ≥ 0. β > 0: the budget is spent. β = 0: the budget is slack, and π* is
@@ -147,9 +139,7 @@ def _distribution(name: str, probabilities: ArrayLike) -> Vector:
 
 
 def _problem(infer_probs: ArrayLike, advantages: ArrayLike, measure: Measure, one_sided: bool) -> Problem:
-    if measure not in get_args(Measure):
-        options: Sequence[str] = get_args(Measure)
-        raise ValueError(f"measure={measure!r} is unknown: choose one of {', '.join(map(repr, options))}.")
+    require_choice("measure", measure, Measure)
     q = _distribution("infer_probs", infer_probs)
     a = np.asarray(advantages, dtype=np.float64)
     if a.shape != q.shape:

@@ -41,7 +41,8 @@ class Problem:
     measure: Measure
     one_sided: bool
 
-    def cost(self, policy: Vector) -> float:
+    def distance(self, policy: Vector) -> Vector:
+        """D, one-sided max(D, 0), shape (…, actions)."""
         with np.errstate(divide="ignore"):
             if self.measure == "prob_diff":
                 distance = policy - self.q
@@ -49,7 +50,10 @@ class Problem:
                 distance = policy / self.q - 1
             else:
                 distance = np.log(policy) - np.log(self.q)
-        return float(np.sum((np.maximum(distance, 0) if self.one_sided else distance) ** 2))
+        return np.maximum(distance, 0) if self.one_sided else distance
+
+    def cost(self, policy: Vector) -> float:
+        return float(np.sum(self.distance(policy) ** 2))
 
     def value(self, policy: Vector, beta: float) -> float:
         return float(-self.gaps @ policy) - beta / 2 * self.cost(policy)
@@ -248,11 +252,8 @@ class Problem:
         policy = solve(min(found.x, grid[best], key=loss))
         assert policy is not None
         # Stationarity, π (A − ν) = β D, is linear in (ν, β).
-        with np.errstate(divide="ignore"):
-            distance = np.log(policy) - np.log(self.q)
         kept = policy > 0
-        distance = np.maximum(distance, 0) if self.one_sided else distance
-        rows = np.stack([policy, distance], axis=-1)[kept]
+        rows = np.stack([policy, self.distance(policy)], axis=-1)[kept]
         (_, beta), *_ = np.linalg.lstsq(rows, (-policy * self.gaps)[kept])
         return policy, float(beta)
 
@@ -278,10 +279,7 @@ class Problem:
 
         def residual(raised: Vector) -> Vector:
             policy, _ = policy_and_beta(raised)
-            with np.errstate(divide="ignore"):
-                distance = np.log(policy) - np.log(self.q)
-            distance = np.maximum(distance, 0) if self.one_sided else distance
-            return np.stack([policy.sum(-1) - 1, (distance**2).sum(-1) / budget - 1], axis=-1)
+            return np.stack([policy.sum(-1) - 1, (self.distance(policy) ** 2).sum(-1) / budget - 1], axis=-1)
 
         axes = [np.linspace(1, top, 81) for top in ceiling]
         grid = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
