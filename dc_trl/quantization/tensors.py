@@ -71,6 +71,7 @@ def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, T
     Raises:
         ValueError: the adapter has no merged form.
     """
+    sharded = isinstance(policy, FSDPModule)
     if isinstance(policy, PeftModel):
         adapter = policy.active_peft_config
         if adapter.is_prompt_learning:
@@ -79,7 +80,7 @@ def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, T
                 "weights that are deployed: use LoRA or another adapter of the weights, or set deployment_scheme=None."
             )
         yield from _merged_tensors(policy.get_base_model(), "")
-    elif isinstance(policy, FSDPModule):
+    elif sharded:
         # Its state holds the shards even where a forward pass left gathered weights behind, in its own precision, and
         # the model's names even where layers are wrapped to recompute activations.
         for name, tensor in policy.state_dict().items():
