@@ -53,9 +53,10 @@ def refused_in_one_line(*others: type[Exception]) -> Iterator[None]:
     Args:
         *others: exceptions that mean this too, beside ValueError, OSError and ImportError.
     """
+    wrong_input: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, *others)
     try:
         yield
-    except (ValueError, OSError, ImportError, *others) as error:
+    except wrong_input as error:
         sys.exit(f"error: {error}")
 
 
