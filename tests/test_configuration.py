@@ -107,7 +107,7 @@ def test_a_file_that_is_not_named():
 
 def test_every_field_of_ours_says_what_its_docstring_says():
     for settings in (DataArguments, ServerArguments, WatchArguments):
-        words = " ".join(settings.__doc__.split())
+        words = " ".join(settings.__doc__.replace("`", "").split())
         for field in fields(settings):
             assert field.metadata["help"], field.name
             assert field.metadata["help"] in words, field.name

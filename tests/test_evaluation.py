@@ -203,9 +203,7 @@ def test_a_request_that_the_server_refuses_ends_the_sampling(fp8_server):
 
 
 def test_no_server(tmp_path):
-    with pytest.raises(
-        ServerError, match=r"connection to vLLM at http://127\.0\.0\.1:9 broke during /v1/models .*tried 1 times"
-    ):
+    with pytest.raises(ServerError, match=r"no connection to vLLM at http://127\.0\.0\.1:9 .*tried 1 times"):
         ServerEngine("http://127.0.0.1:9")
 
 

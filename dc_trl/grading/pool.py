@@ -120,6 +120,10 @@ class _Worker:
         self._stdout.close()
 
 
+class _StoppedError(Exception):
+    """Grading was given up."""
+
+
 class Grader:
     """Grades completions in worker processes: in parallel, and no answer costs more than its limits.
 
@@ -154,7 +158,8 @@ class Grader:
         self.failures: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self._workers: dict[int, _Worker] = {}  # by the number of the thread that it serves
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of one call at a time
+        self._changing = threading.Lock()  # of what `_workers` holds
         _graders.add(self)
 
     def __enter__(self) -> "Grader":
@@ -170,7 +175,7 @@ class Grader:
             RuntimeError: a worker cannot start.
         """
         with self._lock:
-            for worker in [self._worker(number) for number in range(self.processes)]:
+            for worker in [self._worker(number, self._workers) for number in range(self.processes)]:
                 worker.wait_until_ready()
 
     def close(self) -> None:
@@ -204,28 +209,38 @@ class Grader:
             for job, answer in zip(jobs, answers, strict=True)
         ]
 
-    def _worker(self, number: int) -> _Worker:
-        if number not in self._workers:
-            self._workers[number] = _Worker(self.time_limit, self.memory_limit)
-        return self._workers[number]
+    def _worker(self, number: int, workers: dict[int, _Worker]) -> _Worker:
+        """The worker of a thread.
+
+        Raises:
+            _StoppedError: `_stop` has ended these workers, and no new one may take the place of one that it ended.
+        """
+        with self._changing:
+            if workers is not self._workers:
+                raise _StoppedError
+            if number not in workers:
+                workers[number] = _Worker(self.time_limit, self.memory_limit)
+            return workers[number]
 
     def _stop(self) -> None:
-        workers, self._workers = self._workers, {}
-        for worker in workers.values():
+        with self._changing:
+            workers, self._workers = self._workers, {}
+        for worker in list(workers.values()):  # its thread may take one out
             worker.close()
 
     def _run(self, jobs: Sequence[_Job]) -> dict[_Job, Verdict | _Failure]:
         waiting = deque(jobs[start : start + _TOGETHER] for start in range(0, len(jobs), _TOGETHER))
         replies: dict[_Job, Verdict | _Failure] = {}
+        workers = self._workers
 
         def serve(number: int) -> None:
             while waiting:
                 with suppress(IndexError):  # another thread took the last
                     for job in waiting.popleft():
-                        worker = self._worker(number)
+                        worker = self._worker(number, workers)
                         replies[job] = worker.grade(job)
-                        if worker.process.returncode is not None and self._workers.pop(number, None) is not worker:
-                            return  # `_stop` ended it
+                        if worker.process.returncode is not None:
+                            del workers[number]
 
         with ThreadPoolExecutor(self.processes, "dc_trl-grading") as threads:
             try:
@@ -258,7 +273,7 @@ _graders: weakref.WeakSet[Grader] = weakref.WeakSet()
 def _forget_workers() -> None:
     """In a forked child: the workers are the parent's, and our copies of their pipes would keep them alive."""
     for grader in _graders:
-        grader._lock = threading.Lock()
+        grader._lock, grader._changing = threading.Lock(), threading.Lock()
         for worker in grader._workers.values():
             worker.forget()
         grader._workers = {}

@@ -186,6 +186,10 @@ class Connection:
             setting = f"{self.patience.prefix}request_timeout={self.patience.request_timeout:g} s"
             allowed = setting if left is None else f"the {left:.3g} s that were left for it"
             raise ServerUnavailableError(f"vLLM at {self.url} did not answer {path} within {allowed}") from error
+        except httpx.ConnectError as error:
+            raise ServerUnavailableError(
+                f"no connection to vLLM at {self.url} (it broke during {path}: ConnectError)"
+            ) from error
         except httpx.RequestError as error:
             raise ServerUnavailableError(
                 f"the connection to vLLM at {self.url} broke during {path} ({type(error).__name__})"
