@@ -49,9 +49,10 @@ def refused_in_one_line(*others: type[Exception]) -> Iterator[None]:
     Args:
         *others: exceptions that mean this too, beside ValueError, OSError and ImportError.
     """
+    kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, *others)
     try:
         yield
-    except (ValueError, OSError, ImportError, *others) as error:
+    except kinds as error:
         sys.exit(f"error: {error}")
 
 
