@@ -85,9 +85,9 @@ def resumable_checkpoint(
                 logger.warning(f"Going on from {folder}. Passed over: {'; '.join(passed_over)}.")
             return str(folder)
         passed_over.append(f"{folder.name} {defect}")
-    found = f"no whole checkpoint: {'; '.join(passed_over)}" if passed_over else "no checkpoint"
+    state = f"holds no whole checkpoint: {'; '.join(passed_over)}" if passed_over else "holds no checkpoint"
     raise ValueError(
-        f"resume_from_checkpoint=true, but output_dir={str(output_dir)!r} holds {found}. To start again, leave "
+        f"resume_from_checkpoint=true, but output_dir={str(output_dir)!r} {state}. To start again, leave "
         "resume_from_checkpoint out and choose another output_dir."
     )
 
