@@ -231,7 +231,9 @@ def test_a_killed_parent_leaves_no_worker(tmp_path):
 
 
 LONG = """
+import signal
 from dc_trl.grading import Gold, Grader
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it runs in the background ignore it
 texts = [f"\\\\boxed{{{'+'.join(f'x^{{{n}}}' for n in range(120))}+{row}}}" for row in range(200)]
 with Grader(processes=2, time_limit=100) as grader:
     grader.start()
