@@ -240,7 +240,7 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
             return
         if "old_per_token_logps" not in inputs:
             self._constrain(inputs, train_logps)
-        elif self.form is not None:  # penalised when it was sampled; a loss term wants the gradient of this forward
+        elif "constraint_loss" in inputs:  # penalised when it was sampled; its loss term wants this forward's gradient
             scored = scored_tokens(_loss_mask(inputs), train_logps, inputs["sampling_per_token_logps"])
             self._apply_form(inputs, train_logps, scored, inputs["trajectory_advantages"])
 
