@@ -6,8 +6,9 @@ from typing import Literal
 
 from trl import GRPOConfig
 
+from .constraint.balance import BalancedMultiplier
 from .constraint.lagrangian import LagrangeMultiplier
-from .constraint.settings import Constraint, ConstraintSettings, Level, Measure, Reduction
+from .constraint.settings import Constraint, ConstraintForm, ConstraintSettings, Level, Measure, Reduction
 from .files import parse_object
 from .quantization.schemes import require_scheme
 from .rollouts.neutral_sampling import restrictions
@@ -48,7 +49,16 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         constraint (`str`, defaults to `"lagrangian"`):
             `"none"`: GRPO, the discrepancy is measured and logged only. `"static"`: Dual-GRPO (eq. 4), advantages
             minus λ·δ with a fixed λ = `lambda_init`. `"lagrangian"`: DC-GRPO (eqs. 8–11), λ moves by dual ascent
-            after each generation batch.
+            after each generation batch. `"balance"`: λ such that the gradient of the constraint has `balance_share`
+            of the norm of the reward's, measured on the first micro-batch of each generation batch by two more
+            backward passes.
+        constraint_form (`str`, defaults to `"injected"`):
+            How the discrepancy enters the objective (`dc_trl.constraint.forms`). `"injected"`: the paper's, advantages
+            minus λ·δ. `"complete"`: with the gradient of δ itself. `"quadratic"`: the gradient of half the squared
+            discrepancy (the paper's appendix B). `"log_ratio"`: advantages minus λ·log π_train/π_inf, the gradient of
+            a KL divergence. `"two_sided_kl"` and `"two_sided_l1"`: a term of the loss between the policy and its
+            quantized self, with gradients through both; they need `deployment_scheme`, and one more forward and
+            backward pass.
         discrepancy_measure (`str`, defaults to `"prob_diff"`):
             δ of a token (eq. 2): `"prob_diff"` |π_train − π_inf|, `"prob_ratio"` |π_train/π_inf − 1|, or `"log_prob"`
             |log π_train − log π_inf|.
@@ -74,6 +84,11 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             Lower bound of λ. At least 0.
         lambda_max (`float`, defaults to `1.0`):
             Upper bound of λ. The paper states none; this one is ours.
+        balance_share (`float`, defaults to `0.3`):
+            Norm of λ times the constraint's gradient over the norm of the reward's, with `constraint="balance"`.
+            Above 0.
+        balance_decay (`float`, defaults to `0.9`):
+            Decay of the moving averages of both squared norms, over generation batches. At least 0, below 1.
         advantage_estimator (`str`, defaults to `"grpo"`):
             `"grpo"`: TRL's group-normalised advantage. `"rloo"`: the reward minus the mean reward of the prompt's
             other completions (leave-one-out, arXiv 2402.14740), not scaled: `scale_rewards` has no part in it.
@@ -132,8 +147,16 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         self._check_waits()
         self._check_sampling()
 
-    def multiplier(self) -> LagrangeMultiplier:
-        """The Lagrange multiplier that these settings describe."""
+    def multiplier(self) -> LagrangeMultiplier | BalancedMultiplier:
+        """The multiplier λ that these settings describe."""
+        if self.constraint == "balance":
+            return BalancedMultiplier(
+                init=self.lambda_init,
+                share=self.balance_share,
+                decay=self.balance_decay,
+                minimum=self.lambda_min,
+                maximum=self.lambda_max,
+            )
         return LagrangeMultiplier(
             init=self.lambda_init,
             lr=self.lambda_lr,
@@ -155,6 +178,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     def _check_values(self) -> None:
         for name, options in {
             "constraint": Constraint,
+            "constraint_form": ConstraintForm,
             "discrepancy_measure": Measure,
             "discrepancy_level": Level,
             "batch_reduction": Reduction,

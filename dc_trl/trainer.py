@@ -21,6 +21,7 @@ from trl.trainer.utils import get_config_model_id
 
 from .config import DCGRPOConfig
 from .constraint.advantages import leave_one_out_advantages, total_rewards, zero_std_groups
+from .constraint.balance import BalancedMultiplier, gradient_norm
 from .constraint.discrepancy import scored_tokens, token_discrepancy
 from .constraint.forms import Constrained, form_of
 from .constraint.statistics import BatchStatistics
@@ -48,7 +49,7 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
             in-process replica samples, or without it where a `rollout_func` does.
 
     Attributes:
-        lagrange_multiplier (`LagrangeMultiplier`): λ; constant unless `constraint="lagrangian"`.
+        lagrange_multiplier (`LagrangeMultiplier` or `BalancedMultiplier`): λ; constant with `constraint="static"`.
         form (`Form` or `None`): how λ enters the objective, see `dc_trl.constraint.forms`; `None` measures only.
         replica (`Replica` or `None`): the engine that samples, when `deployment_scheme` is set.
 
@@ -90,11 +91,13 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         if rollout_func is not None:
             rollout_func = with_nonempty_completions(rollout_func)
         # Set before TRL's constructor, which may already call hooks of this class.
-        self.form = form_of(args)
+        self.form = form_of(args, self._divergence)
         self.lagrange_multiplier = args.multiplier()
         self._statistics = {mode: BatchStatistics(args.batch_reduction) for mode in ("train", "eval")}
         # δ̄ of the present generation batch, from the time it is known to the update of λ at the batch's end.
         self._mean_discrepancy: float | None = None
+        # Norms of the reward's and the constraint's gradient in this generation batch, likewise; constraint="balance".
+        self._gradient_norms: list[float] | None = None
         # Between two hooks of TRL: rewards of the completions that were scored last, of all processes, NaN where there
         # is none; and the inputs of the loss that is being computed.
         self._rewards: Tensor
@@ -206,6 +209,9 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
             batch["constraint_loss"] = constrained.loss
         return constrained
 
+    def _divergence(self) -> Tensor:
+        raise NotImplementedError
+
     # --- the loss ---------------------------------------------------------------------------------------------------
 
     def _compute_loss(self, model, inputs):
@@ -221,15 +227,19 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
             loss = super()._compute_loss(model, inputs)
         finally:
             self._loss_inputs, self.beta = None, beta
+        accumulated = self.current_gradient_accumulation_steps if self.model.training else 1.0
+        first_of_iteration = self.model.training and self._step % self._micro_batches_per_iteration == 0
+        if first_of_iteration and isinstance(self.lagrange_multiplier, BalancedMultiplier):
+            self._gradient_norms = self._measure_gradients(inputs, loss * accumulated)
         if "constraint_loss" in inputs:
-            accumulated = self.current_gradient_accumulation_steps if self.model.training else 1.0
-            loss = loss + inputs["constraint_loss"] / accumulated
+            loss = loss + self.lagrange_multiplier.value * inputs["constraint_loss"] / accumulated
         return loss if weight > 0 else loss * 0.0  # of a batch that is dropped whole nothing is learned
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         outputs = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         inputs = self._loss_inputs
         if inputs is not None:  # within the loss, which reads the advantages after this forward
+            inputs["train_logps"] = outputs[0]
             self._constrain_in_loss(inputs, outputs[0])
             if "kept_weight" in inputs:
                 inputs["advantages"] = inputs["advantages"] * inputs["kept_weight"]
@@ -240,7 +250,7 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
             return
         if "old_per_token_logps" not in inputs:
             self._constrain(inputs, train_logps)
-        elif "constraint_loss" in inputs:  # penalised when it was sampled; its loss term wants this forward's gradient
+        elif self.form is not None:  # penalised when it was sampled; a term of the loss wants this forward's gradient
             scored = scored_tokens(_loss_mask(inputs), train_logps, inputs["sampling_per_token_logps"])
             self._apply_form(inputs, train_logps, scored, inputs["trajectory_advantages"])
 
@@ -258,18 +268,53 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         done = self._step % self._micro_batches_per_iteration
         if done == self.args.steps_per_generation % self._micro_batches_per_iteration:
             self._report("train")  # the first pass is over: each token was seen once
-        if done == 0 and self._mean_discrepancy is not None:
-            if self.args.constraint == "lagrangian":
-                self._ascend(self._mean_discrepancy)
-            self._mean_discrepancy = None
+        if done == 0:
+            self._move_multiplier()
         return loss
 
-    def _ascend(self, mean_discrepancy: float) -> None:
-        """One step of dual ascent (eq. 11)."""
-        searching = self.lagrange_multiplier.tolerance is None
-        self.lagrange_multiplier.update(mean_discrepancy)
-        if searching and (tolerance := self.lagrange_multiplier.tolerance) is not None:
-            logger.info(f"discrepancy_tolerance='auto' is {tolerance:.4g} after step {self.state.global_step}.")
+    def _move_multiplier(self) -> None:
+        """One step of dual ascent (eq. 11), or of the balance."""
+        multiplier, mean_discrepancy, norms = self.lagrange_multiplier, self._mean_discrepancy, self._gradient_norms
+        self._mean_discrepancy = self._gradient_norms = None
+        if isinstance(multiplier, BalancedMultiplier):
+            if norms is not None:
+                multiplier.update(*norms)
+        elif self.args.constraint == "lagrangian" and mean_discrepancy is not None:
+            searching = multiplier.tolerance is None
+            multiplier.update(mean_discrepancy)
+            if searching and multiplier.tolerance is not None:
+                tolerance = f"{multiplier.tolerance:.4g}"
+                logger.info(f"discrepancy_tolerance='auto' is {tolerance} after step {self.state.global_step}.")
+
+    def _measure_gradients(self, inputs: dict[str, Any], loss: Tensor) -> list[float] | None:
+        """Norms of the reward's gradient and of the constraint's at λ = 1, root mean squares over the processes.
+
+        Args:
+            inputs: of the loss, whose forward has been made.
+            loss: of the micro-batch without a term of the constraint, as a mean over it.
+        """
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if "sampling_per_token_logps" not in inputs:
+            return None
+        if "constraint_loss" in inputs:
+            norms = [gradient_norm(term, parameters) for term in (loss, inputs["constraint_loss"])]
+        else:
+            # Both are a weighted mean of the same tokens' log-probabilities, and weighted by the loss in one way.
+            train_logps, advantages = inputs["train_logps"], inputs["trajectory_advantages"]
+            scored = scored_tokens(_loss_mask(inputs), train_logps, inputs["sampling_per_token_logps"])
+            constrained = self._apply_form(inputs, train_logps, scored, advantages)
+            if constrained is None or constrained.penalty is None:
+                return None
+            weight = scored.float()
+            if self.args.loss_type in ("grpo", "sapo"):
+                weight = weight / weight.sum(-1, keepdim=True).clamp(min=1)
+            pulls = weight * advantages.unsqueeze(1), weight * constrained.penalty
+            norms = [gradient_norm(train_logps, parameters, pull) for pull in pulls]
+        squares = torch.tensor([norms], device=loss.device).square()
+        norms = self.accelerator.gather(squares).mean(0).sqrt().tolist()
+        for name, norm in zip(("reward", "constraint"), norms, strict=True):
+            self._metrics["train"][f"lagrangian/{name}_grad_norm"].append(norm)
+        return norms
 
     def _report(self, mode: str) -> None:
         """Reduces the statistics over all processes and hands them to TRL's metrics."""
@@ -289,8 +334,9 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
             if (tolerance := self.lagrange_multiplier.tolerance) is not None:
                 metrics["lagrangian/tolerance"] = tolerance
                 metrics["lagrangian/violation"] = report.mean_discrepancy - tolerance
-            metrics["lagrangian/penalty_mean"] = report.mean_penalty(value)
-            metrics["lagrangian/penalized_fraction"] = report.penalized_fraction
+            if report.penalizes:
+                metrics["lagrangian/penalty_mean"] = report.mean_penalty(value)
+                metrics["lagrangian/penalized_fraction"] = report.penalized_fraction
         for name, metric in metrics.items():
             self._metrics[mode][name].append(metric)
         if mode == "train":
@@ -318,18 +364,20 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         super()._start_again()
         self.lagrange_multiplier.load_state_dict(self.args.multiplier().state_dict())
         self._statistics["train"].clear()
-        self._mean_discrepancy = None
+        self._mean_discrepancy = self._gradient_norms = None
 
     def _iteration_state(self):
         return {
             "lagrange_multiplier": self.lagrange_multiplier.state_dict(),
             "batch_discrepancy": self._mean_discrepancy,
+            "gradient_norms": self._gradient_norms,
         }
 
     def _load_iteration_state(self, state, within_batch):
         self.lagrange_multiplier.load_state_dict(state["lagrange_multiplier"])
         if within_batch:
             self._mean_discrepancy = state["batch_discrepancy"]
+            self._gradient_norms = state.get("gradient_norms")  # absent in checkpoints of before there was a balance
 
 
 def _loss_mask(batch: dict[str, Any]) -> Tensor:

@@ -84,6 +84,11 @@ class MismatchReport:
         """The batch discrepancy δ̄ (arXiv 2606.08779, eq. 11)."""
         return self._sums["discrepancy_sum"] / self._sums["discrepancy_count"]
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether advantages were penalised: the next two are defined."""
+        return "penalty" in self._sums
+
     def mean_penalty(self, multiplier: float) -> float:
         """λ times what it multiplied, per scored token."""
         return multiplier * self._sums["penalty"] / self._sums["tokens"]

@@ -26,6 +26,11 @@ def require_no_contradiction(config: Any) -> None:
 # may have one of.
 _LOSSES_BY_TOKEN = ("cispo", "vespo")
 
+
+def _two_sided(config: Any) -> bool:
+    return config.constraint_form.startswith("two_sided")
+
+
 RULES = (
     Rule(
         lambda c: c.lambda_min > c.lambda_max,
@@ -69,6 +74,36 @@ RULES = (
         lambda c: c.constraint == "none" and c.discrepancy_margin > 0,
         "discrepancy_margin={c.discrepancy_margin!r} has no effect with constraint='none': set discrepancy_margin=0 "
         "or choose constraint='static' or 'lagrangian'.",
+    ),
+    Rule(
+        lambda c: c.constraint == "none" and c.constraint_form != "injected",
+        "constraint_form={c.constraint_form!r} has no effect with constraint='none': leave it out or choose "
+        "constraint='static', 'lagrangian' or 'balance'.",
+    ),
+    Rule(
+        lambda c: _two_sided(c) and c.deployment_scheme is None,
+        "constraint_form={c.constraint_form!r} compares the policy with its quantized self, and deployment_scheme is "
+        "not set: set deployment_scheme (for example 'fp8') or choose constraint_form='log_ratio'.",
+    ),
+    Rule(
+        lambda c: _two_sided(c) and c.discrepancy_margin > 0,
+        "discrepancy_margin={c.discrepancy_margin!r} has no effect with constraint_form={c.constraint_form!r}, which "
+        "leaves advantages alone: set discrepancy_margin=0 or choose another form.",
+    ),
+    Rule(
+        lambda c: _two_sided(c) and c.discrepancy_level != "token",
+        "discrepancy_level={c.discrepancy_level!r} has no effect with constraint_form={c.constraint_form!r}, which "
+        "leaves advantages alone: set discrepancy_level='token' or choose another form.",
+    ),
+    Rule(
+        lambda c: c.constraint != "balance" and c.balance_share != type(c).balance_share,
+        "balance_share={c.balance_share!r} has no effect with constraint={c.constraint!r}: leave it out or choose "
+        "constraint='balance'.",
+    ),
+    Rule(
+        lambda c: c.constraint != "balance" and c.balance_decay != type(c).balance_decay,
+        "balance_decay={c.balance_decay!r} has no effect with constraint={c.constraint!r}: leave it out or choose "
+        "constraint='balance'.",
     ),
     Rule(
         lambda c: c.constraint != "lagrangian" and c.dual_window > 1,
