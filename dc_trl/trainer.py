@@ -12,7 +12,10 @@ resumable_trainer.py. Nothing of TRL is copied; docs/hooks.md lists the private 
   between that forward and their first use. Either way there is no forward pass that TRL would not make by itself.
 """
 
-from typing import Any, ClassVar
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.logging import get_logger
@@ -24,11 +27,16 @@ from .constraint.advantages import leave_one_out_advantages, total_rewards, zero
 from .constraint.balance import BalancedMultiplier, gradient_norm
 from .constraint.discrepancy import scored_tokens, token_discrepancy
 from .constraint.forms import Constrained, form_of
+from .constraint.settings import TWO_SIDED
 from .constraint.statistics import BatchStatistics
 from .hub.trainer import HubMixin
 from .resumable_trainer import ResumableTrainer
 from .rollouts.buffer import with_nonempty_completions
 
+
+# Imported where a form compares the policy with its quantized self: compressed-tensors takes 0.15 s.
+if TYPE_CHECKING:
+    from .quantization.two_sided import TwoSidedDivergence
 
 logger = get_logger(__name__)
 
@@ -103,13 +111,28 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         self._rewards: Tensor
         self._loss_inputs: dict[str, Any] | None = None
         self._evaluation_set = ""  # name of the one that is being evaluated, where there are several
+        self._two_sided: TwoSidedDivergence | None = None
         super().__init__(model, reward_funcs, args, *positional, rollout_func=rollout_func, **kwargs)
+        if args.constraint != "none" and args.constraint_form in TWO_SIDED:
+            from .quantization.deployed_forward import DeployedForward
+            from .quantization.two_sided import TwoSidedDivergence
+
+            deployed = DeployedForward(self.model, args.deployment_scheme)
+            kind = args.constraint_form.removeprefix("two_sided_")
+            self._two_sided = TwoSidedDivergence(self.model, deployed, kind, self.temperature)
 
     @staticmethod
     def _check_arguments(args: DCGRPOConfig, rollout_func: Any) -> None:
         if not isinstance(args, DCGRPOConfig):
             raise TypeError(f"args is a {type(args).__name__}: DCGRPOTrainer needs a DCGRPOConfig.")
         scheme = args.deployment_scheme
+        sharding = args.distributed_state.distributed_type.value
+        for name, own_gradients in {"constraint": ["balance"], "constraint_form": TWO_SIDED}.items():
+            if sharding in ("FSDP", "DEEPSPEED") and getattr(args, name) in own_gradients:
+                raise ValueError(
+                    f"{name}={getattr(args, name)!r} takes gradients of its own, which {sharding} sharding rules out: "
+                    "use constraint_form='log_ratio' or 'quadratic' with constraint='static' or 'lagrangian'."
+                )
         if args.constraint != "none" and not args.use_vllm and scheme is None and rollout_func is None:
             raise ValueError(
                 f"constraint={args.constraint!r} needs the rollouts' log-probabilities, and model.generate returns "
@@ -123,7 +146,6 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
                 f"deployment_scheme={scheme!r} samples from the in-process replica and contradicts rollout_func: pass "
                 "one of the two."
             )
-        sharding = args.distributed_state.distributed_type.value
         if sharding in ("FSDP", "DEEPSPEED"):
             raise ValueError(
                 f"deployment_scheme={scheme!r} keeps a whole replica in each process, which {sharding} sharding rules "
@@ -210,7 +232,11 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         return constrained
 
     def _divergence(self) -> Tensor:
-        raise NotImplementedError
+        """Of the policy from its quantized self, at the tokens of the present loss; for the two-sided forms."""
+        assert self._two_sided is not None
+        assert self._loss_inputs is not None
+        with self.accelerator.autocast():
+            return self._two_sided(self._loss_inputs["train_logps"], self._loss_inputs["forward"])
 
     # --- the loss ---------------------------------------------------------------------------------------------------
 
@@ -232,7 +258,10 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         if first_of_iteration and isinstance(self.lagrange_multiplier, BalancedMultiplier):
             self._gradient_norms = self._measure_gradients(inputs, loss * accumulated)
         if "constraint_loss" in inputs:
-            loss = loss + self.lagrange_multiplier.value * inputs["constraint_loss"] / accumulated
+            term = inputs["constraint_loss"]
+            loss = loss + self.lagrange_multiplier.value * term / accumulated
+            mean = self.accelerator.gather(term.detach()).mean().item()
+            self._metrics["train" if self.model.training else "eval"]["lagrangian/constraint_loss"].append(mean)
         return loss if weight > 0 else loss * 0.0  # of a batch that is dropped whole nothing is learned
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
@@ -240,10 +269,15 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         inputs = self._loss_inputs
         if inputs is not None:  # within the loss, which reads the advantages after this forward
             inputs["train_logps"] = outputs[0]
+            again = kwargs | {"compute_entropy": False, "compute_aux_loss": False}
+            inputs["forward"] = partial(self._train_logps, model, *args, **again)
             self._constrain_in_loss(inputs, outputs[0])
             if "kept_weight" in inputs:
                 inputs["advantages"] = inputs["advantages"] * inputs["kept_weight"]
         return outputs
+
+    def _train_logps(self, model, *args, **kwargs) -> Tensor:
+        return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)[0]
 
     def _constrain_in_loss(self, inputs: dict[str, Any], train_logps: Tensor) -> None:
         if "sampling_per_token_logps" not in inputs:
