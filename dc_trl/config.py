@@ -7,7 +7,7 @@ from typing import Literal
 from trl import GRPOConfig
 
 from .constraint.lagrangian import LagrangeMultiplier
-from .constraint.settings import Constraint, ConstraintSettings, Level, Measure, Reduction
+from .constraint.settings import Constraint, ConstraintSettings, Correction, Level, Measure, Reduction
 from .files import parse_object
 from .quantization.schemes import require_scheme
 from .rollouts.neutral_sampling import restrictions
@@ -74,6 +74,20 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             Lower bound of λ. At least 0.
         lambda_max (`float`, defaults to `1.0`):
             Upper bound of λ. The paper states none; this one is ours.
+        rollout_correction (`str`, defaults to `"none"`):
+            What weighs the advantage of a token by r = π_train/π_inf, with any engine and any constraint: `"none"`,
+            `"token_truncate"` (TIS): r within bounds, clipped to them. `"token_mask"` (MIS): r, 0 out of bounds.
+            `"sequence_truncate"`, `"sequence_mask"`: the same with the product of a trajectory's r.
+            `"geometric_mask"`: trajectories whose geometric mean of r is out of bounds are masked. `"icepop"`:
+            `"token_mask"` with two bounds. `"tv_mask"` (DPPO): r, 0 where π_train − π_inf has passed the bound in the
+            direction of the advantage. Masked tokens are not in δ̄. See `dc_trl.constraint.trust` for the papers.
+        rollout_correction_max (`float`, *optional*):
+            Upper bound of the correction, at least 1; infinity for none. By default 2 (arXiv 2602.01826), for
+            `"geometric_mask"` 1.01 (SkyRL's), for `"icepop"` 5 (verl's). For `"tv_mask"` a difference of probabilities
+            below 1, by default 0.2 (SkyRL's).
+        rollout_correction_min (`float`, *optional*):
+            Lower bound of the correction, in [0, 1]. By default 0, for `"geometric_mask"` 0.99, for `"icepop"` 0.5.
+            `"tv_mask"` has none.
         advantage_estimator (`str`, defaults to `"grpo"`):
             `"grpo"`: TRL's group-normalised advantage. `"rloo"`: the reward minus the mean reward of the prompt's
             other completions (leave-one-out, arXiv 2402.14740), not scaled: `scale_rewards` has no part in it.
@@ -155,6 +169,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     def _check_values(self) -> None:
         for name, options in {
             "constraint": Constraint,
+            "rollout_correction": Correction,
             "discrepancy_measure": Measure,
             "discrepancy_level": Level,
             "batch_reduction": Reduction,

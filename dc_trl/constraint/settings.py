@@ -8,6 +8,16 @@ Measure = Literal["prob_diff", "prob_ratio", "log_prob"]
 Level = Literal["token", "sequence"]
 Reduction = Literal["sequence", "token"]
 Constraint = Literal["none", "static", "lagrangian"]
+Correction = Literal[
+    "none",
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geometric_mask",
+    "icepop",
+    "tv_mask",
+]
 if TYPE_CHECKING:
     Tolerance = float | Literal["auto"]
 else:
@@ -30,4 +40,7 @@ class ConstraintSettings:
     lambda_lr: float = 1.0
     lambda_min: float = 0.0
     lambda_max: float = 1.0
+    rollout_correction: Correction = "none"
+    rollout_correction_max: float | None = None
+    rollout_correction_min: float | None = None
     deployment_scheme: str | None = None
