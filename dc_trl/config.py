@@ -8,7 +8,7 @@ from trl import GRPOConfig
 
 from .constraint.balance import BalancedMultiplier
 from .constraint.lagrangian import LagrangeMultiplier
-from .constraint.settings import Constraint, ConstraintForm, ConstraintSettings, Level, Measure, Reduction
+from .constraint.settings import Constraint, ConstraintForm, ConstraintSettings, Correction, Level, Measure, Reduction
 from .files import parse_object
 from .quantization.schemes import require_scheme
 from .rollouts.neutral_sampling import restrictions
@@ -89,6 +89,20 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             Above 0.
         balance_decay (`float`, defaults to `0.9`):
             Decay of the moving averages of both squared norms, over generation batches. At least 0, below 1.
+        rollout_correction (`str`, defaults to `"none"`):
+            What weighs the advantage of a token by r = π_train/π_inf, with any engine and any constraint: `"none"`,
+            `"token_truncate"` (TIS): r within bounds, clipped to them. `"token_mask"` (MIS): r, 0 out of bounds.
+            `"sequence_truncate"`, `"sequence_mask"`: the same with the product of a trajectory's r.
+            `"geometric_mask"`: trajectories whose geometric mean of r is out of bounds are masked. `"icepop"`:
+            `"token_mask"` with two bounds. `"tv_mask"` (DPPO): r, 0 where π_train − π_inf has passed the bound in the
+            direction of the advantage. Masked tokens are not in δ̄. See `dc_trl.constraint.trust` for the papers.
+        rollout_correction_max (`float`, *optional*):
+            Upper bound of the correction, at least 1; infinity for none. By default 2 (arXiv 2602.01826), for
+            `"geometric_mask"` 1.01 (SkyRL's), for `"icepop"` 5 (verl's). For `"tv_mask"` a difference of probabilities
+            below 1, by default 0.2 (SkyRL's).
+        rollout_correction_min (`float`, *optional*):
+            Lower bound of the correction, in [0, 1]. By default 0, for `"geometric_mask"` 0.99, for `"icepop"` 0.5.
+            `"tv_mask"` has none.
         advantage_estimator (`str`, defaults to `"grpo"`):
             `"grpo"`: TRL's group-normalised advantage. `"rloo"`: the reward minus the mean reward of the prompt's
             other completions (leave-one-out, arXiv 2402.14740), not scaled: `scale_rewards` has no part in it.
@@ -179,6 +193,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         for name, options in {
             "constraint": Constraint,
             "constraint_form": ConstraintForm,
+            "rollout_correction": Correction,
             "discrepancy_measure": Measure,
             "discrepancy_level": Level,
             "batch_reduction": Reduction,

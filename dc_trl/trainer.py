@@ -29,6 +29,7 @@ from .constraint.discrepancy import scored_tokens, token_discrepancy
 from .constraint.forms import Constrained, form_of
 from .constraint.settings import TWO_SIDED
 from .constraint.statistics import BatchStatistics
+from .constraint.trust import trust_of
 from .hub.trainer import HubMixin
 from .resumable_trainer import ResumableTrainer
 from .rollouts.buffer import with_nonempty_completions
@@ -59,6 +60,8 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
     Attributes:
         lagrange_multiplier (`LagrangeMultiplier` or `BalancedMultiplier`): λ; constant with `constraint="static"`.
         form (`Form` or `None`): how λ enters the objective, see `dc_trl.constraint.forms`; `None` measures only.
+        trust (`Trust` or `None`): how rollouts are corrected, see `dc_trl.constraint.trust`; `None` takes them as they
+            are.
         replica (`Replica` or `None`): the engine that samples, when `deployment_scheme` is set.
 
     Raises:
@@ -84,6 +87,7 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
 
     # TRL's own
     beta: float  # coefficient of the KL term
+    loss_type: str
 
     def __init__(self, model, reward_funcs=None, args=None, *positional, rollout_func=None, **kwargs):
         if args is None:
@@ -100,6 +104,7 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
             rollout_func = with_nonempty_completions(rollout_func)
         # Set before TRL's constructor, which may already call hooks of this class.
         self.form = form_of(args, self._divergence)
+        self.trust = trust_of(args)
         self.lagrange_multiplier = args.multiplier()
         self._statistics = {mode: BatchStatistics(args.batch_reduction) for mode in ("train", "eval")}
         # δ̄ of the present generation batch, from the time it is known to the update of λ at the batch's end.
@@ -125,7 +130,7 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
     def _check_arguments(args: DCGRPOConfig, rollout_func: Any) -> None:
         if not isinstance(args, DCGRPOConfig):
             raise TypeError(f"args is a {type(args).__name__}: DCGRPOTrainer needs a DCGRPOConfig.")
-        scheme = args.deployment_scheme
+        scheme, needy = args.deployment_scheme, _in_need_of_logps(args)
         sharding = args.distributed_state.distributed_type.value
         for name, own_gradients in {"constraint": ["balance"], "constraint_form": TWO_SIDED}.items():
             if sharding in ("FSDP", "DEEPSPEED") and getattr(args, name) in own_gradients:
@@ -133,11 +138,11 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
                     f"{name}={getattr(args, name)!r} takes gradients of its own, which {sharding} sharding rules out: "
                     "use constraint_form='log_ratio' or 'quadratic' with constraint='static' or 'lagrangian'."
                 )
-        if args.constraint != "none" and not args.use_vllm and scheme is None and rollout_func is None:
+        if needy is not None and not args.use_vllm and scheme is None and rollout_func is None:
             raise ValueError(
-                f"constraint={args.constraint!r} needs the rollouts' log-probabilities, and model.generate returns "
+                f"{needy}={getattr(args, needy)!r} needs the rollouts' log-probabilities, and model.generate returns "
                 "none: set deployment_scheme (for example 'fp8') to sample from an in-process replica, use_vllm=True, "
-                "or constraint='none'."
+                f"or {needy}='none'."
             )
         if scheme is None or args.use_vllm:
             return
@@ -158,10 +163,10 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         batch = super()._generate_and_score_completions(inputs)
         self._compare_rewards(batch)
         if "sampling_per_token_logps" not in batch:
-            if self.form is not None:
+            if (needy := _in_need_of_logps(self.args)) is not None:
                 raise ValueError(
-                    f"constraint={self.args.constraint!r} needs the rollouts' log-probabilities, and the engine "
-                    "returned none (logprobs=None): return them from rollout_func, or set constraint='none'."
+                    f"{needy}={getattr(self.args, needy)!r} needs the rollouts' log-probabilities, and the engine "
+                    f"returned none (logprobs=None): return them from rollout_func, or set {needy}='none'."
                 )
         elif "old_per_token_logps" in batch:
             self._constrain(batch, batch["old_per_token_logps"])
@@ -212,12 +217,13 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         if constrained is not None:
             batch["trajectory_advantages"] = batch["advantages"]
             batch["advantages"] = constrained.advantages.detach()
+        weights = self._apply_trust(batch, train_logps, scored)
 
         if self.model.training and self._completed_passes() > 0:
             return  # the same tokens at the same weights again
         penalty = None if constrained is None else constrained.penalty
         self._statistics["train" if self.model.training else "eval"].add(
-            train_logps, infer_logps, scored, delta, penalty
+            train_logps, infer_logps, scored, delta, penalty, weights
         )
 
     def _apply_form(
@@ -237,6 +243,18 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         assert self._loss_inputs is not None
         with self.accelerator.autocast():
             return self._two_sided(self._loss_inputs["train_logps"], self._loss_inputs["forward"])
+
+    def _apply_trust(self, batch: dict[str, Any], train_logps: Tensor, scored: Tensor) -> Tensor | None:
+        """Weighs the advantages of a batch by the correction; returns the weights, shape (B, T)."""
+        if self.trust is None:
+            return None
+        advantages = batch["advantages"]
+        weights = self.trust(train_logps, batch["sampling_per_token_logps"], scored, advantages)
+        if self.loss_type == "vespo":
+            batch["importance_sampling_ratio"] = weights  # which VESPO makes part of its ratio of a trajectory
+        else:
+            batch["advantages"] = weights * (advantages.unsqueeze(1) if advantages.dim() == 1 else advantages)
+        return weights
 
     # --- the loss ---------------------------------------------------------------------------------------------------
 
@@ -342,6 +360,9 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
             weight = scored.float()
             if self.args.loss_type in ("grpo", "sapo"):
                 weight = weight / weight.sum(-1, keepdim=True).clamp(min=1)
+            if self.trust is not None:
+                infer_logps = inputs["sampling_per_token_logps"]
+                weight = weight * self.trust(train_logps, infer_logps, scored, constrained.advantages)
             pulls = weight * advantages.unsqueeze(1), weight * constrained.penalty
             norms = [gradient_norm(train_logps, parameters, pull) for pull in pulls]
         squares = torch.tensor([norms], device=loss.device).square()
@@ -361,20 +382,28 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
                 "batch."
             )
             return
+        mean = report.mean_discrepancy
+        if mean is None:
+            logger.warning(
+                f"rollout_correction={self.args.rollout_correction!r} has masked every token of this batch: it "
+                "teaches nothing, and λ stays as it is."
+            )
         metrics = {f"discrepancy/{name}": value for name, value in report.metrics().items()}
+        metrics |= {f"trust/{name}": value for name, value in report.trust_metrics().items()}
         if self.form is not None:
             value = self.lagrange_multiplier.value
             metrics["lagrangian/lambda"] = value
             if (tolerance := self.lagrange_multiplier.tolerance) is not None:
                 metrics["lagrangian/tolerance"] = tolerance
-                metrics["lagrangian/violation"] = report.mean_discrepancy - tolerance
+                if mean is not None:
+                    metrics["lagrangian/violation"] = mean - tolerance
             if report.penalizes:
                 metrics["lagrangian/penalty_mean"] = report.mean_penalty(value)
                 metrics["lagrangian/penalized_fraction"] = report.penalized_fraction
         for name, metric in metrics.items():
             self._metrics[mode][name].append(metric)
         if mode == "train":
-            self._mean_discrepancy = report.mean_discrepancy
+            self._mean_discrepancy = mean
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         # Several evaluation sets, {"easy": …, "hard": …}, come here one by one as "eval_easy", "eval_hard".
@@ -412,6 +441,11 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         if within_batch:
             self._mean_discrepancy = state["batch_discrepancy"]
             self._gradient_norms = state.get("gradient_norms")  # absent in checkpoints of before there was a balance
+
+
+def _in_need_of_logps(args: DCGRPOConfig) -> str | None:
+    """The setting that cannot do without the rollouts' log-probabilities; None where all can."""
+    return next((name for name in ("constraint", "rollout_correction") if getattr(args, name) != "none"), None)
 
 
 def _loss_mask(batch: dict[str, Any]) -> Tensor:

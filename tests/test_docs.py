@@ -169,23 +169,22 @@ def test_metrics_are_those_that_a_run_logs(tmp_path, tokenizer):
     trainer = DCGRPOTrainer(
         make_model(),
         lambda completions, **kwargs: [len(set(text)) / 10 for text in completions],
-        make_config(tmp_path, max_steps=1),
+        make_config(tmp_path, max_steps=1, rollout_correction="token_mask"),
         train_dataset=make_prompts(),
         processing_class=tokenizer,
         rollout_func=Rollouts(),
     )
     trainer.train()
     logged = set().union(*trainer.state.log_history)
-    for prefix in ("discrepancy/", "lagrangian/"):
+    for prefix in ("discrepancy/", "trust/", "lagrangian/"):
         assert {name for name in names if name.startswith(prefix)} == {n for n in logged if n.startswith(prefix)}
     source = (ROOT / "dc_trl" / "callbacks" / "length_decay.py").read_text()
     assert {name for name in names if name.startswith("length_decay/")} == set(
         re.findall(r'"(length_decay/\w+)"', source)
     )
     assert {name for name in names if name.startswith("collapse/")} == {f"collapse/{signal}" for signal in ADVICE}
-    trls = {
-        name for name in names if not name.startswith(("discrepancy/", "lagrangian/", "length_decay/", "collapse/"))
-    }
+    ours = ("discrepancy/", "trust/", "lagrangian/", "length_decay/", "collapse/")
+    trls = {name for name in names if not name.startswith(ours)}
     of_verl = {"kl", "k3_kl"} | {name for name in trls if f"discrepancy/{name}" in names}
     theirs = Path(trl.__file__).with_name("trainer").joinpath("grpo_trainer.py").read_text()
     for name in trls - of_verl:

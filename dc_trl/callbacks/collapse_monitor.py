@@ -34,8 +34,7 @@ ADVICE = {
         "The engine that samples and the policy that trains drift apart, so the gradients belong to another policy.",
         "check that new weights reach the engine (weight_sync, the server's log); a deployment_scheme of higher "
         "precision; constraint=lagrangian with discrepancy_tolerance near the healthy level, or "
-        "vllm_importance_sampling_correction=true with vllm_importance_sampling_mode=token_truncate (TIS); a lower or "
-        "decaying learning_rate.",
+        "rollout_correction=token_truncate (TIS); a lower or decaying learning_rate.",
     ),
     "entropy_low": (
         "The policy has become deterministic: groups of equal answers, and nothing left to explore.",

@@ -11,6 +11,16 @@ Constraint = Literal["none", "static", "lagrangian", "balance"]
 ConstraintForm = Literal["injected", "complete", "quadratic", "log_ratio", "two_sided_kl", "two_sided_l1"]
 # Forms that compare the policy with its quantized self, in the loss.
 TWO_SIDED = ("two_sided_kl", "two_sided_l1")
+Correction = Literal[
+    "none",
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geometric_mask",
+    "icepop",
+    "tv_mask",
+]
 if TYPE_CHECKING:
     Tolerance = float | Literal["auto"]
 else:
@@ -36,4 +46,7 @@ class ConstraintSettings:
     lambda_max: float = 1.0
     balance_share: float = 0.3
     balance_decay: float = 0.9
+    rollout_correction: Correction = "none"
+    rollout_correction_max: float | None = None
+    rollout_correction_min: float | None = None
     deployment_scheme: str | None = None

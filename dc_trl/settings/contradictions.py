@@ -71,6 +71,46 @@ RULES = (
         "'token_mask'.",
     ),
     Rule(
+        lambda c: c.rollout_correction != "none" and c.vllm_importance_sampling_correction,
+        "vllm_importance_sampling_correction=True corrects the rollouts a second time beside "
+        "rollout_correction={c.rollout_correction!r}: set one of the two.",
+    ),
+    Rule(
+        lambda c: c.rollout_correction == "none" and c.rollout_correction_max is not None,
+        "rollout_correction_max={c.rollout_correction_max!r} has no effect with rollout_correction='none': unset it "
+        "or choose a correction.",
+    ),
+    Rule(
+        lambda c: c.rollout_correction in ("none", "tv_mask") and c.rollout_correction_min is not None,
+        "rollout_correction_min={c.rollout_correction_min!r} has no effect with "
+        "rollout_correction={c.rollout_correction!r}, which has no lower bound: unset it or choose another one.",
+    ),
+    Rule(
+        lambda c: c.rollout_correction == "tv_mask" and (c.rollout_correction_max or 0) >= 1,
+        "rollout_correction_max={c.rollout_correction_max!r} is a difference of probabilities with "
+        "rollout_correction='tv_mask', and none is larger than 1: use a number below 1, for example 0.2.",
+    ),
+    Rule(
+        lambda c: (c.rollout_correction_min or 0) > 1,
+        "rollout_correction_min={c.rollout_correction_min!r} shuts out the ratio of engines that agree, which is 1: "
+        "use a number of at most 1.",
+    ),
+    Rule(
+        lambda c: (
+            c.rollout_correction != "tv_mask" and c.rollout_correction_max is not None and c.rollout_correction_max < 1
+        ),
+        "rollout_correction_max={c.rollout_correction_max!r} shuts out the ratio of engines that agree, which is 1: "
+        "use a number of at least 1.",
+    ),
+    Rule(
+        lambda c: (
+            c.loss_type == "vespo" and c.rollout_correction not in ("none", "token_truncate", "token_mask", "icepop")
+        ),
+        "rollout_correction={c.rollout_correction!r} weighs a trajectory or goes by the advantage, and "
+        "loss_type='vespo' takes a ratio of each token: set rollout_correction='token_truncate', 'token_mask' or "
+        "'icepop'.",
+    ),
+    Rule(
         lambda c: c.constraint == "none" and c.discrepancy_margin > 0,
         "discrepancy_margin={c.discrepancy_margin!r} has no effect with constraint='none': set discrepancy_margin=0 "
         "or choose constraint='static' or 'lagrangian'.",
@@ -171,6 +211,7 @@ RULES_OF_A_CONSTRAINT = (
         ),
         "vllm_importance_sampling_mode={c.vllm_importance_sampling_mode!r} masks tokens where the engines differ "
         "most, and with them the penalty of constraint={c.constraint!r}: set "
+        "rollout_correction={c.vllm_importance_sampling_mode!r} in its place, which takes those tokens out of δ̄ too, "
         "vllm_importance_sampling_mode='token_truncate' or 'sequence_truncate', or constraint='none'.",
     ),
     Rule(

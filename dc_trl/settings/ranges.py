@@ -63,7 +63,9 @@ _NAMES: dict[Range, str] = {
     Range(least=-1, whole=True): "local_rank",
     replace(WHOLE, or_else=(-1, "(0 and -1: no truncation)")): "top_k",
     Range(least=0, infinite=True): "max_grad_norm epsilon_high",
-    Range(above=0, infinite=True): "vllm_importance_sampling_clip_max vllm_importance_sampling_cap",
+    Range(above=0, infinite=True): """
+        vllm_importance_sampling_clip_max vllm_importance_sampling_cap rollout_correction_max
+    """,
     COUNT: """
         per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps generation_batch_size
         steps_per_generation num_iterations num_generations_eval max_completion_length torch_empty_cache_steps
@@ -77,7 +79,7 @@ _NAMES: dict[Range, str] = {
         learning_rate weight_decay adam_epsilon warmup_steps logging_steps eval_steps eval_delay neftune_noise_alpha
         router_aux_loss_coef beta epsilon vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg entropy_coef_delta
         entropy_target vllm_importance_sampling_clip_min vllm_server_timeout discrepancy_margin lambda_init lambda_lr
-        lambda_min lambda_max
+        lambda_min lambda_max rollout_correction_min
     """,
     ABOVE_0: """
         num_train_epochs save_steps temperature repetition_penalty delta sapo_temperature_neg sapo_temperature_pos
