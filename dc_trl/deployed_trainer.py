@@ -21,7 +21,7 @@ from .quantization.policy import base_model, require_shared_embeddings, unwrappe
 from .quantization.tensors import deployed_tensors
 from .rollouts.buffer import fill_empty, sampled_only
 from .rollouts.neutral_sampling import SERVER_DEFAULTS, restrictions
-from .rollouts.rewards import RewardFunction, call_reward
+from .settings.reward_functions import RewardFunction, call_reward
 
 
 # Imported where a run samples or writes in a deployment scheme: compressed-tensors and what it needs take 0.15 s.
