@@ -22,7 +22,7 @@ from trl.trainer.utils import get_config_model_id
 from .config import DCGRPOConfig
 from .constraint.advantages import leave_one_out_advantages, total_rewards, zero_std_groups
 from .constraint.discrepancy import scored_tokens, token_discrepancy
-from .constraint.forms import Constrained, form_of
+from .constraint.forms import Constrained, drift_warning, form_of
 from .constraint.statistics import BatchStatistics
 from .hub.trainer import HubMixin
 from .resumable_trainer import ResumableTrainer
@@ -92,6 +92,7 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         # Set before TRL's constructor, which may already call hooks of this class.
         self.form = form_of(args)
         self.lagrange_multiplier = args.multiplier()
+        self._warned_of_drift = False
         self._statistics = {mode: BatchStatistics(args.batch_reduction) for mode in ("train", "eval")}
         # δ̄ of the present generation batch, from the time it is known to the update of λ at the batch's end.
         self._mean_discrepancy: float | None = None
@@ -295,6 +296,17 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
             self._metrics[mode][name].append(metric)
         if mode == "train":
             self._mean_discrepancy = report.mean_discrepancy
+            self._watch_lag(report.mean_discrepancy, metrics["discrepancy/k3_kl"])
+
+    def _watch_lag(self, mean_discrepancy: float, k3: float) -> None:
+        """Asks for new weights where δ̄ has passed ε, and warns where the penalty would make a lag worse."""
+        tolerance = self.lagrange_multiplier.tolerance
+        if self.args.weight_sync_trigger == "discrepancy" and (tolerance is None or mean_discrepancy > tolerance):
+            self._schedule.wanted = True
+        warning = None if self.form is None else drift_warning("injected", k3)
+        if warning is not None and not self._warned_of_drift:
+            self._warned_of_drift = True
+            logger.warning(warning)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         # Several evaluation sets, {"easy": …, "hard": …}, come here one by one as "eval_easy", "eval_hard".
@@ -319,6 +331,7 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         self.lagrange_multiplier.load_state_dict(self.args.multiplier().state_dict())
         self._statistics["train"].clear()
         self._mean_discrepancy = None
+        self._warned_of_drift = False
 
     def _iteration_state(self):
         return {

@@ -64,6 +64,27 @@ def injected(measure: Measure = "prob_diff", level: Level = "token", margin: flo
     return form
 
 
+# Above this k3 the sampler is another policy; docs/staleness.md has the runs.
+_FAR = 1e-2
+
+
+def drift_warning(form: str, k3: float) -> str | None:
+    """What to tell whoever constrains by a form that pushes a far sampler further away; None where all is well.
+
+    Args:
+        form: name of the form, a value of `constraint_form`.
+        k3: `discrepancy/k3_kl` of a generation batch, nats.
+    """
+    if form != "injected" or not k3 > _FAR:
+        return None
+    return (
+        f"constraint_form='injected' meets discrepancy/k3_kl={k3:.3g}, above {_FAR:g}: it pushes down every token that "
+        "differs, and in our runs with a sampler that lags so far it led to a policy without mismatch and without "
+        "reward. Use a signed form, a smaller weight_sync_steps, a deployment_scheme of higher precision, or "
+        "constraint='none'; see docs/staleness.md."
+    )
+
+
 def form_of(settings: ConstraintSettings) -> Form | None:
     """The form that the settings ask for; None where the discrepancy is only measured (`constraint="none"`)."""
     if settings.constraint == "none":
