@@ -157,7 +157,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
         training = self.model.training
         self._bring_weights(training)
         prompt_ids, completion_ids, tool_mask, *others = super()._generate(prompts)
-        if self.args.weight_sync_steps > 1:
+        if self._engine is not None:
             self._tell_age(training, len(prompts))
         return prompt_ids, completion_ids, sampled_only(completion_ids, tool_mask), *others
 
@@ -266,6 +266,11 @@ class DeployedPolicyTrainer(GRPOTrainer):
         """What samples with weights of its own: the replica or vLLM; None where `model.generate` does."""
         return self.vllm_generation if self.use_vllm else self.replica
 
+    @property
+    def weight_syncs(self) -> tuple[int, int]:
+        """How often training has brought new weights to the engine, and how often it was spared by a lag."""
+        return self._schedule.syncs, self._schedule.steps - self._schedule.syncs
+
     def _bring_weights(self, training: bool) -> None:
         """Has the engine hold the weights that are to sample: the present ones, in training perhaps older ones."""
         if self._engine is None:
@@ -294,16 +299,18 @@ class DeployedPolicyTrainer(GRPOTrainer):
         self._held = self.state.global_step
 
     def _tell_age(self, training: bool, completions: int) -> None:
-        """Logs whose weights have sampled these completions."""
-        step = self._schedule.step if training else self.state.global_step
-        self._pending_extra_logs["weights_of_step"].extend([step] * completions)
+        """Counts a generation batch of training, and logs whose weights have sampled these completions."""
+        schedule, step = self._schedule, self.state.global_step
+        age = schedule.sampled(step) if training else 0
+        if schedule.every == 1:
+            return
+        self._pending_extra_logs["weights_of_step"].extend([step - age] * completions)
         if training:
-            metrics = self._metrics["train"]
-            metrics["sync/age"].append(self._schedule.sampled(self.state.global_step))
-            metrics["sync/count"].append(self._schedule.syncs)
+            self._metrics["train"]["sync/age"].append(age)
+            self._metrics["train"]["sync/count"].append(schedule.syncs)
 
     def _save_weights(self, folder: str) -> dict[str, Any]:
-        """Saves the weights that go on to sample, where they are not the present ones; returns the schedule's state."""
+        """Saves the weights that go on to sample, unless new ones are due; returns what `_load_weights` needs."""
         schedule = self._schedule
         kept = schedule.every > 1 and not schedule.due(self.state.global_step)
         if kept and self.args.should_save:

@@ -7,9 +7,10 @@ resumable_trainer.py. Nothing of TRL is copied; docs/hooks.md lists the private 
 - `_generate_and_score_completions` returns the rollouts with their advantages (B,); per-token advantages (B, T) are
   the shape that TRL supports for subclasses, and the buffer's shuffle and split keep them aligned with the tokens.
 - When TRL has computed `old_per_token_logps` (the weights move within a generation batch), those are log π_train at
-  the weights that sampled, and the advantages are penalised right there. When it has not, the weights stand still
-  until the generation batch is used up, and the loss's own forward gives the same numbers: the advantages are replaced
-  between that forward and their first use. Either way there is no forward pass that TRL would not make by itself.
+  the trainer's weights when the batch was sampled, and the advantages are penalised right there. When it has not, the
+  weights stand still until the generation batch is used up, and the loss's own forward gives the same numbers: the
+  advantages are replaced between that forward and their first use. Either way there is no forward pass that TRL would
+  not make by itself. The trainer's weights are those that sampled, unless `weight_sync_steps` lets the engine's lag.
 """
 
 from typing import Any, ClassVar

@@ -36,8 +36,8 @@ class Form(Protocol):
         """Constrains a micro-batch.
 
         Args:
-            train_logps: log π_train, shape (B, T), nats: at the weights that sampled where advantages are penalised,
-                of the loss's own forward, with a gradient, where the loss is computed.
+            train_logps: log π_train, shape (B, T), nats: from before the first optimizer step on the batch where
+                advantages are penalised, of the loss's own forward, with a gradient, where the loss is computed.
             infer_logps: log π_inf of the same tokens, shape (B, T), nats.
             scored: boolean, shape (B, T).
             advantages: Â of each trajectory, shape (B,).
@@ -78,9 +78,9 @@ def drift_warning(form: str, k3: float) -> str | None:
     if form != "injected" or not k3 > _FAR:
         return None
     return (
-        f"constraint_form='injected' meets discrepancy/k3_kl={k3:.3g}, above {_FAR:g}: it pushes down every token that "
-        "differs, and in our runs with a sampler that lags so far it led to a policy without mismatch and without "
-        "reward. Use a signed form, a smaller weight_sync_steps, a deployment_scheme of higher precision, or "
+        f"constraint_form='injected' meets discrepancy/k3_kl={k3:.3g}, above {_FAR:g}: it pushes down every token "
+        "that differs, and in our runs with a sampler that lags so far it led to a policy without mismatch and "
+        "without reward. Use a signed form, a smaller weight_sync_steps, a deployment_scheme of higher precision, or "
         "constraint='none'; see docs/staleness.md."
     )
 

@@ -13,14 +13,14 @@ class SyncSchedule:
         step: whose weights sample; None before the first sync.
         wanted: whether newer ones are due at the next generation batch, whatever `every` says.
         syncs: how often training got newer weights.
-        saved: optimizer steps at which it sampled with older ones, and `every=1` would have brought new ones.
+        steps: at how many optimizer steps it has sampled: with `every=1` it would have got newer weights at each.
     """
 
     every: int
     step: int | None = None
     wanted: bool = False
     syncs: int = 0
-    saved: int = 0
+    steps: int = 0
     _sampled_at: int | None = None
 
     def due(self, step: int) -> bool:
@@ -39,7 +39,7 @@ class SyncSchedule:
     def sampled(self, step: int) -> int:
         """A generation batch was sampled at an optimizer step; returns the age of its weights in such steps."""
         assert self.step is not None
-        self.saved += step not in (self.step, self._sampled_at)
+        self.steps += step != self._sampled_at
         self._sampled_at = step
         return step - self.step
 

@@ -100,7 +100,7 @@ RULES = (
     ),
     Rule(
         lambda c: c.weight_sync_steps > 1 and c.weight_sync == "nccl",
-        "weight_sync='nccl' streams the present weights alone, and weight_sync_steps={c.weight_sync_steps!r} needs the "
+        "weight_sync='nccl' streams the present weights alone, and weight_sync_steps={c.weight_sync_steps!r} needs "
         "older ones after an evaluation and in checkpoints: set weight_sync='auto' or weight_sync_steps=1.",
     ),
     Rule(
