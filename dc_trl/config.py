@@ -19,6 +19,7 @@ from .settings.ranges import AT_LEAST_0, COUNT, FINITE, TRAINING, require_choice
 
 
 WeightSync = Literal["auto", "nccl", "checkpoint"]
+SyncTrigger = Literal["steps", "discrepancy"]
 AdvantageEstimator = Literal["grpo", "rloo"]
 HubDeployment = Literal["subfolder", "repository", "none"]
 
@@ -121,6 +122,13 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         weight_sync_dir (`str`, *optional*):
             Directory that trainer and vLLM server both see under this path, for checkpoints on their way. By default
             shared memory (`/dev/shm`), for a server on the same machine.
+        weight_sync_steps (`int`, defaults to `1`):
+            Optimizer steps after which new weights go to the engine that samples, at the first generation batch from
+            there on. Above 1 it samples with weights that lag, and δ contains the lag. A vLLM engine then gets its
+            weights as checkpoints. At least 1.
+        weight_sync_trigger (`str`, defaults to `"steps"`):
+            `"steps"`: new weights go every `weight_sync_steps`. `"discrepancy"`: also earlier, at the generation batch
+            after one whose δ̄ was above `discrepancy_tolerance`; at every one while `"auto"` still looks for it.
         vllm_request_timeout (`float`, *optional*):
             Seconds that any one request to the vLLM server may take: a generation batch, a reload of the weights. By
             default 3600. With several processes the others wait for the one that asks the server, no longer than
@@ -149,6 +157,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     drop_zero_std_groups: bool = False
     weight_sync: WeightSync = "auto"
     weight_sync_dir: str | None = None
+    weight_sync_steps: int = 1
+    weight_sync_trigger: SyncTrigger = "steps"
     vllm_request_timeout: float | None = None
     vllm_max_retries: int = 3
     hub_deployment: HubDeployment = "subfolder"
@@ -198,6 +208,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             "discrepancy_level": Level,
             "batch_reduction": Reduction,
             "weight_sync": WeightSync,
+            "weight_sync_trigger": SyncTrigger,
             "advantage_estimator": AdvantageEstimator,
             "hub_deployment": HubDeployment,
             **_TRL_CHOICES,

@@ -8,19 +8,23 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import GenerationConfig, ProcessorMixin
 from trl import GRPOTrainer
+from trl.extras.profiling import profiling_context
 from trl.generation.vllm_generation import VLLMGeneration
 
 from .config import DCGRPOConfig
 from .constraint.advantages import total_rewards
 from .quantization.policy import base_model, require_shared_embeddings, unwrapped
 from .quantization.tensors import deployed_tensors
+from .resuming.checkpoints import SAMPLER_FOLDER
 from .rollouts.buffer import fill_empty, sampled_only
 from .rollouts.neutral_sampling import SERVER_DEFAULTS, restrictions
+from .rollouts.sync_schedule import SyncSchedule
 from .settings.reward_functions import RewardFunction, call_reward
 
 
@@ -54,6 +58,8 @@ class DeployedPolicyTrainer(GRPOTrainer):
         # Set before TRL's constructor, which may already call hooks of this class.
         self.replica: Replica | None = None
         self._deployment_writer: CheckpointWriter | None = None
+        self._schedule = SyncSchedule(args.weight_sync_steps)
+        self._held: int | None = None  # the step whose weights the engine holds
         # TRL would build an engine that knows no deployment scheme. It is built here, once the rest is there.
         use_vllm, args.use_vllm = args.use_vllm, False
         try:
@@ -63,7 +69,6 @@ class DeployedPolicyTrainer(GRPOTrainer):
         if use_vllm:
             self.use_vllm = True
             self.vllm_generation = self._build_vllm()
-            self._last_loaded_step = -1
         elif args.deployment_scheme is not None:
             self.replica = self._build_replica(args.deployment_scheme)
 
@@ -92,6 +97,8 @@ class DeployedPolicyTrainer(GRPOTrainer):
             "logprobs": 0,  # of the sampled token alone
             "generation_kwargs": args.generation_kwargs,
         }
+        # Older weights come back from a checkpoint alone.
+        weight_sync = "checkpoint" if args.weight_sync_steps > 1 else args.weight_sync
         if args.vllm_mode == "server":
             _check_server_defaults(args, model)
             require_shared_embeddings(
@@ -101,14 +108,14 @@ class DeployedPolicyTrainer(GRPOTrainer):
             )
             return ServerGeneration(
                 deployment_scheme=args.deployment_scheme,
-                weight_sync=args.weight_sync,
+                weight_sync=weight_sync,
                 weight_sync_dir=args.weight_sync_dir,
                 vllm_request_timeout=args.vllm_request_timeout,
                 vllm_time_limit=args.vllm_time_limit,
                 vllm_max_retries=args.vllm_max_retries,
                 **of_trl,
             )
-        if args.deployment_scheme is not None or args.weight_sync == "checkpoint":
+        if args.deployment_scheme is not None or weight_sync == "checkpoint":
             return ColocateGeneration(
                 deployment_scheme=args.deployment_scheme, weight_sync_dir=args.weight_sync_dir, **of_trl
             )
@@ -143,13 +150,15 @@ class DeployedPolicyTrainer(GRPOTrainer):
         if self.replica is None:
             completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         else:
-            # Requantizing costs less than one decoding step; tracking whether the weights moved would cost trust.
-            self.replica.sync(unwrapped(self.accelerator, self.model_wrapped))
             completion_ids, logprobs = self.replica.generate(prompt_ids, self.generation_config, self.temperature)
         return fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
 
     def _generate(self, prompts):
+        training = self.model.training
+        self._bring_weights(training)
         prompt_ids, completion_ids, tool_mask, *others = super()._generate(prompts)
+        if self._engine is not None:
+            self._tell_age(training, len(prompts))
         return prompt_ids, completion_ids, sampled_only(completion_ids, tool_mask), *others
 
     def deployed_completion_ids(self, prompt_ids: list[list[int]], temperature: float = 0.0) -> list[list[int]]:
@@ -165,6 +174,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
         Raises:
             ValueError: there is no such engine (`deployment_scheme` is not set, `use_vllm` neither).
         """
+        self._bring_weights(training=False)
         if self.replica is not None:
             return self._complete_by_replica(self.replica, prompt_ids, temperature)
         if self.use_vllm:
@@ -230,9 +240,6 @@ class DeployedPolicyTrainer(GRPOTrainer):
 
     def _complete_by_vllm(self, prompt_ids: list[list[int]], temperature: float) -> list[list[int]]:
         generation = self.vllm_generation
-        if self.state.global_step != self._last_loaded_step:
-            generation.sync_weights()
-            self._last_loaded_step = self.state.global_step
         of_training, generation.temperature = generation.temperature, temperature
         try:
             return generation.generate(prompts=prompt_ids, images=None, num_generations=1)[1]
@@ -250,8 +257,80 @@ class DeployedPolicyTrainer(GRPOTrainer):
             do_sample=temperature > 0,
             **sampling,
         )
-        replica.sync(unwrapped(self.accelerator, self.model_wrapped))
         return replica.generate(prompt_ids, config, temperature or 1.0)[0]
+
+    # --- which weights sample ----------------------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> Any:
+        """What samples with weights of its own: the replica or vLLM; None where `model.generate` does."""
+        return self.vllm_generation if self.use_vllm else self.replica
+
+    @property
+    def weight_syncs(self) -> tuple[int, int]:
+        """How often training has brought new weights to the engine, and how often it was spared by a lag."""
+        return self._schedule.syncs, self._schedule.steps - self._schedule.syncs
+
+    def _bring_weights(self, training: bool) -> None:
+        """Has the engine hold the weights that are to sample: the present ones, in training perhaps older ones."""
+        if self._engine is None:
+            return
+        schedule, step = self._schedule, self.state.global_step
+        if not (training and schedule.lags(step)):
+            self._sync(keep=schedule.lags(step))
+            if training:
+                schedule.synced(step)
+        elif self._held != schedule.step:  # an evaluation was in between
+            self._engine.go_back()
+            self._held = schedule.step
+        self._last_loaded_step = step  # TRL has no sync to make
+
+    def _sync(self, keep: bool) -> None:
+        """Brings the present weights to the engine; with `keep` it can go back to those of training."""
+        if self.replica is not None:
+            # Requantizing costs less than one decoding step; tracking whether the weights moved would cost trust.
+            self.replica.sync(unwrapped(self.accelerator, self.model_wrapped), keep)
+        elif self._held != self.state.global_step:
+            with profiling_context(self, "sync_weights"):
+                if keep:
+                    self.vllm_generation.sync_weights(keep=True)
+                else:
+                    self.vllm_generation.sync_weights()
+        self._held = self.state.global_step
+
+    def _tell_age(self, training: bool, completions: int) -> None:
+        """Counts a generation batch of training, and logs whose weights have sampled these completions."""
+        schedule, step = self._schedule, self.state.global_step
+        age = schedule.sampled(step) if training else 0
+        if schedule.every == 1:
+            return
+        self._pending_extra_logs["weights_of_step"].extend([step - age] * completions)
+        if training:
+            self._metrics["train"]["sync/age"].append(age)
+            self._metrics["train"]["sync/count"].append(schedule.syncs)
+
+    def _save_weights(self, folder: str) -> dict[str, Any]:
+        """Saves the weights that go on to sample, unless new ones are due; returns what `_load_weights` needs."""
+        schedule = self._schedule
+        kept = schedule.every > 1 and not schedule.due(self.state.global_step)
+        if kept and self.args.should_save:
+            self._engine.save_weights(Path(folder, SAMPLER_FOLDER))
+        return {"schedule": schedule.state_dict(), "engine": self._engine_name, "kept": kept}
+
+    def _load_weights(self, folder: str, state: dict[str, Any]) -> None:
+        """Has the engine sample with the weights that `_save_weights` saved, until new ones are due."""
+        self._schedule.load_state_dict(state["schedule"])
+        if self._schedule.due(self.state.global_step):
+            return
+        if state["kept"] and state["engine"] == self._engine_name:
+            self._engine.load_weights(Path(folder, SAMPLER_FOLDER))
+            self._held = self._schedule.step
+        else:
+            self._schedule.wanted = True
+
+    @property
+    def _engine_name(self) -> str:
+        return f"{'vllm' if self.use_vllm else 'replica'} {self.args.deployment_scheme}"
 
     # --- the checkpoint that is served -----------------------------------------------------------------------------
 

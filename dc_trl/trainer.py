@@ -7,9 +7,10 @@ resumable_trainer.py. Nothing of TRL is copied; docs/hooks.md lists the private 
 - `_generate_and_score_completions` returns the rollouts with their advantages (B,); per-token advantages (B, T) are
   the shape that TRL supports for subclasses, and the buffer's shuffle and split keep them aligned with the tokens.
 - When TRL has computed `old_per_token_logps` (the weights move within a generation batch), those are log π_train at
-  the weights that sampled, and the advantages are penalised right there. When it has not, the weights stand still
-  until the generation batch is used up, and the loss's own forward gives the same numbers: the advantages are replaced
-  between that forward and their first use. Either way there is no forward pass that TRL would not make by itself.
+  the trainer's weights when the batch was sampled, and the advantages are penalised right there. When it has not, the
+  weights stand still until the generation batch is used up, and the loss's own forward gives the same numbers: the
+  advantages are replaced between that forward and their first use. Either way there is no forward pass that TRL would
+  not make by itself. The trainer's weights are those that sampled, unless `weight_sync_steps` lets the engine's lag.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .config import DCGRPOConfig
 from .constraint.advantages import leave_one_out_advantages, total_rewards, zero_std_groups
 from .constraint.balance import BalancedMultiplier, gradient_norm
 from .constraint.discrepancy import scored_tokens, token_discrepancy
-from .constraint.forms import Constrained, form_of
+from .constraint.forms import Constrained, drift_warning, form_of
 from .constraint.settings import TWO_SIDED
 from .constraint.statistics import BatchStatistics
 from .constraint.trust import trust_of
@@ -106,6 +107,7 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         self.form = form_of(args, self._divergence)
         self.trust = trust_of(args)
         self.lagrange_multiplier = args.multiplier()
+        self._warned_of_drift = False
         self._statistics = {mode: BatchStatistics(args.batch_reduction) for mode in ("train", "eval")}
         # δ̄ of the present generation batch, from the time it is known to the update of λ at the batch's end.
         self._mean_discrepancy: float | None = None
@@ -404,6 +406,19 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
             self._metrics[mode][name].append(metric)
         if mode == "train":
             self._mean_discrepancy = mean
+            self._watch_lag(mean, metrics["discrepancy/k3_kl"])
+
+    def _watch_lag(self, mean_discrepancy: float | None, k3: float) -> None:
+        """Asks for new weights where δ̄ has passed ε, and warns where the penalty would make a lag worse."""
+        tolerance = self.lagrange_multiplier.tolerance
+        if self.args.weight_sync_trigger == "discrepancy" and (
+            tolerance is None or mean_discrepancy is None or mean_discrepancy > tolerance
+        ):
+            self._schedule.wanted = True
+        warning = None if self.form is None else drift_warning(self.args.constraint_form, k3)
+        if warning is not None and not self._warned_of_drift:
+            self._warned_of_drift = True
+            logger.warning(warning)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         # Several evaluation sets, {"easy": …, "hard": …}, come here one by one as "eval_easy", "eval_hard".
@@ -428,6 +443,7 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         self.lagrange_multiplier.load_state_dict(self.args.multiplier().state_dict())
         self._statistics["train"].clear()
         self._mean_discrepancy = self._gradient_norms = None
+        self._warned_of_drift = False
 
     def _iteration_state(self):
         return {

@@ -61,6 +61,7 @@ HOOKS: dict[str, str] = {
     "trl.GRPOTrainer._tokenize_prompts": "(self, prompts)",
     "trl.GRPOTrainer._tokenizer": "= processing_class.tokenizer or = processing_class",
     "trl.GRPOTrainer._last_loaded_step": "= -1",
+    "trl.extras.profiling.profiling_context": "(trainer, name)",
     "trl.generation.vllm_generation.VLLMGeneration": "class",
     "trl.generation.vllm_generation.VLLMGeneration.__init__": (
         "(self, model, accelerator, processing_class, mode, structured_outputs_regex, server_base_url, "

@@ -98,7 +98,7 @@ def test_what_samples_is_what_ships(fp8_server, tmp_path):
     trainer.train()
     trainer.vllm_generation.sync_weights()
     exported = tmp_path / "deployment"
-    synchronized = trainer.vllm_generation._folder.checkpoint
+    synchronized = trainer.vllm_generation.checkpoint
     assert {file.name: file.read_bytes() for file in exported.iterdir()} == {
         file.name: file.read_bytes() for file in synchronized.iterdir()
     }
@@ -169,7 +169,7 @@ def test_nan_from_the_server_is_repaired_by_loading_the_weights_again(fp8_server
     trainer = make_trainer(fp8_server.url, tmp_path)
     trainer.vllm_generation.sync_weights()
     broken = tmp_path / "broken"
-    shutil.copytree(trainer.vllm_generation._folder.checkpoint, broken)
+    shutil.copytree(trainer.vllm_generation.checkpoint, broken)
     tensors = load_file(broken / "model.safetensors")
     tensors["model.norm.weight"].fill_(float("nan"))
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})

@@ -104,6 +104,9 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
         rows.append(("multiplier λ", f"{args.lambda_init:.4g}", f"{multiplier.value:.4g}"))
     if args.discrepancy_tolerance == "auto" and multiplier.tolerance is not None:
         rows.append(("tolerance ε, found by the run", "", f"{multiplier.tolerance:.4g}"))
+    syncs, saved = trainer.weight_syncs
+    if args.weight_sync_steps > 1:
+        rows.append(("weight syncs, and those that were saved", "", f"{syncs} + {saved}"))
     tokens = trainer.state.num_input_tokens_seen
     rows.append(("tokens sampled and read", "", f"{tokens:,}"))
     rows.append(("training seconds", "", f"{run.seconds:.0f}"))
@@ -118,6 +121,8 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
         "after": after,
         "lambda": multiplier.value,
         "tolerance": multiplier.tolerance,
+        "weight_syncs": syncs,
+        "weight_syncs_saved": saved,
         "tokens": tokens,
         "seconds": run.seconds,
     }

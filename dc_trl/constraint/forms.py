@@ -60,8 +60,8 @@ class Form(Protocol):
         """Constrains a micro-batch.
 
         Args:
-            train_logps: log π_train, shape (B, T), nats: at the weights that sampled where advantages are penalised,
-                of the loss's own forward, with a gradient, where the loss is computed.
+            train_logps: log π_train, shape (B, T), nats: from before the first optimizer step on the batch where
+                advantages are penalised, of the loss's own forward, with a gradient, where the loss is computed.
             infer_logps: log π_inf of the same tokens, shape (B, T), nats.
             scored: boolean, shape (B, T).
             advantages: Â of each trajectory, shape (B,).
@@ -176,6 +176,27 @@ _COEFFICIENTS: dict[str, Coefficient | None] = {
     "quadratic": quadratic_coefficient,
     "log_ratio": log_ratio_coefficient,
 }
+
+
+# Above this k3 the sampler is another policy; docs/staleness.md has the runs.
+_FAR = 1e-2
+
+
+def drift_warning(form: str, k3: float) -> str | None:
+    """What to tell whoever constrains by a form that pushes a far sampler further away; None where all is well.
+
+    Args:
+        form: name of the form, a value of `constraint_form`.
+        k3: `discrepancy/k3_kl` of a generation batch, nats.
+    """
+    if form != "injected" or not k3 > _FAR:
+        return None
+    return (
+        f"constraint_form='injected' meets discrepancy/k3_kl={k3:.3g}, above {_FAR:g}: it pushes down every token "
+        "that differs, and in our runs with a sampler that lags so far it led to a policy without mismatch and "
+        "without reward. Use a signed form, a smaller weight_sync_steps, a deployment_scheme of higher precision, or "
+        "constraint='none'; see docs/staleness.md."
+    )
 
 
 def form_of(settings: ConstraintSettings, divergence: Callable[[], Tensor] | None = None) -> Form | None:

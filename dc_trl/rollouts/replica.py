@@ -1,9 +1,11 @@
 """In-process replica of the policy in its deployment scheme, which samples and reports its log-probabilities."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
@@ -17,6 +19,8 @@ from .end_tokens import declared_end_tokens
 
 # Tokens of each prompt that are read at a time on a CPU: the activations of long prompts would fill its memory.
 _PREFILL_CHUNK = 128
+
+_WEIGHTS_FILE = "model.safetensors"
 
 
 class _SampledLogProbs(LogitsProcessor):
@@ -81,14 +85,48 @@ class Replica:
         self._quantized = set() if self._weight_args is None else set(quantized_weights(self.model))
         args = quantization.input_activations
         self._activations = None if args is None else quantize_activations(self.model, args)
+        self._kept: dict[str, Tensor] | None = None
         self.sync(policy)
 
     @torch.no_grad()
-    def sync(self, policy: PreTrainedModel | PeftModel) -> None:
-        """Takes over the present weights of the policy, adapters merged, quantized into the scheme."""
+    def sync(self, policy: PreTrainedModel | PeftModel, keep: bool = False) -> None:
+        """Takes over the present weights of the policy, adapters merged, quantized into the scheme.
+
+        `keep` holds the weights from before, for `go_back`, until a sync that does not.
+        """
+        if not keep:
+            self._kept = None
+        elif self._kept is None:
+            self._kept = {name: tensor.clone() for name, tensor in self._own_tensors().items()}
         for name, tensor in policy_tensors(policy):
             quantized = name in self._quantized
             self._tensors[name].copy_(fake_quantize_weight(tensor, self._weight_args) if quantized else tensor)
+
+    def go_back(self) -> None:
+        """Samples with the weights again that `sync` has kept."""
+        assert self._kept is not None
+        self._take(self._kept)
+        self._kept = None
+
+    def save_weights(self, directory: Path) -> None:
+        """Writes the weights that it holds, or that it is to go back to, into a new directory."""
+        directory.mkdir()
+        tensors = self._own_tensors() if self._kept is None else self._kept
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / _WEIGHTS_FILE)
+
+    def load_weights(self, directory: Path) -> None:
+        """Takes over what `save_weights` of such a replica wrote, bit for bit."""
+        self._kept = None
+        self._take(load_file(directory / _WEIGHTS_FILE))
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """What `sync` sets, each tensor once."""
+        return dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+
+    @torch.no_grad()
+    def _take(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in self._own_tensors().items():
+            tensor.copy_(tensors[name])
 
     @torch.inference_mode()
     def generate(

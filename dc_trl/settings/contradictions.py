@@ -169,6 +169,37 @@ RULES = (
         "vllm_mode='server'.",
     ),
     Rule(
+        lambda c: c.weight_sync_steps > 1 and not c.use_vllm and c.deployment_scheme is None,
+        "weight_sync_steps={c.weight_sync_steps!r} has no effect without an engine that holds weights of its own: set "
+        "deployment_scheme (for example 'bf16') or use_vllm=True, or weight_sync_steps=1.",
+    ),
+    Rule(
+        lambda c: c.weight_sync_steps > 1 and c.weight_sync == "nccl",
+        "weight_sync='nccl' streams the present weights alone, and weight_sync_steps={c.weight_sync_steps!r} needs "
+        "older ones after an evaluation and in checkpoints: set weight_sync='auto' or weight_sync_steps=1.",
+    ),
+    Rule(
+        lambda c: c.weight_sync_steps > 1 and c.use_vllm and c.vllm_enable_sleep_mode,
+        "vllm_enable_sleep_mode=True drops the engine's weights after each rollout, and "
+        "weight_sync_steps={c.weight_sync_steps!r} needs them again: set vllm_enable_sleep_mode=False or "
+        "weight_sync_steps=1.",
+    ),
+    Rule(
+        lambda c: c.weight_sync_trigger == "discrepancy" and c.weight_sync_steps == 1,
+        "weight_sync_trigger='discrepancy' has no effect with weight_sync_steps=1, which brings new weights at every "
+        "step: raise weight_sync_steps, after which they go at the latest, or set weight_sync_trigger='steps'.",
+    ),
+    Rule(
+        lambda c: (
+            c.weight_sync_trigger == "discrepancy"
+            and c.discrepancy_tolerance == "auto"
+            and c.constraint != "lagrangian"
+        ),
+        "discrepancy_tolerance='auto' is found by constraint='lagrangian' alone, and "
+        "weight_sync_trigger='discrepancy' with constraint={c.constraint!r} would wait for it: set "
+        "discrepancy_tolerance to a number.",
+    ),
+    Rule(
         lambda c: c.hub_deployment == "repository" and c.deployment_scheme is None,
         "hub_deployment='repository' names the second repository by deployment_scheme, which is not set: set "
         "deployment_scheme (for example 'bf16') or hub_deployment='subfolder'.",
