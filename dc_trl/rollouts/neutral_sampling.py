@@ -92,6 +92,8 @@ def restrictions(settings: Mapping[str, Any], corrected: Collection[str] = ()) -
     """
     for name, value in settings.items():
         neutral = _NEUTRAL_VALUES.get(name, ())
-        if name in _ANY_VALUE or name == "temperature" or value in neutral or (name in corrected and value is not None):
+        if name in _ANY_VALUE or name == "temperature" or value in neutral:
+            continue
+        if name in corrected and value is not None:
             continue
         yield name, value, f"set {name}={neutral[-1]!r}" if neutral else f"leave {name} out"

@@ -85,11 +85,12 @@ class Kept(NamedTuple):
     counts: Tensor  # (batch, positions), int32: how many of them are each position's; 0: nothing was cut off there
 
     @classmethod
-    def of(cls, logprobs: list[list[float]], device: torch.device) -> "Kept":
+    def of(cls, completion_ids: list[list[int]], logprobs: list[list[float]], device: torch.device) -> "Kept":
         """The kept tokens that the log-probabilities of completions carry.
 
         Raises:
-            ValueError: no log-probability is a `KeptLogProb`, or they keep too many tokens.
+            ValueError: no log-probability is a `KeptLogProb`, one keeps other tokens than the sampled one, or they
+                keep too many.
         """
         none = torch.empty(0, dtype=torch.int32)
         sets = [[value.kept if isinstance(value, KeptLogProb) else none for value in row] for row in logprobs]
@@ -108,9 +109,16 @@ class Kept(NamedTuple):
                 f"and the trainer has room for {_MOST_KEPT} of a generation batch: bound them by top_k (for example "
                 "top_k=512)."
             )
-        ids = [torch.cat(row) for row in sets]
-        pad = torch.nn.utils.rnn.pad_sequence
-        return cls(pad(ids, True, -1).to(device), pad(counts, True, 0).to(device))
+        kept = cls(_padded([torch.cat(row) for row in sets], -1), _padded(counts, 0))
+        sampled = _padded([torch.tensor(row) for row in completion_ids], 0)
+        positions, tokens = _flat(kept, sampled.shape[1])
+        named = positions[tokens == sampled.flatten()[positions]]
+        if not torch.equal(named, positions.unique()):
+            raise ValueError(
+                "A KeptLogProb of the rollouts does not have the sampled token among its kept tokens, once: return "
+                "those of the same position from rollout_func."
+            )
+        return cls(kept.ids.to(device), kept.counts.to(device))
 
 
 class KeptHead:
@@ -181,8 +189,12 @@ class KeptHead:
         self._scored.append(scored.view(sampled.shape))
 
 
+def _padded(rows: list[Tensor], value: int) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+
+
 def _flat(kept: Kept, width: int) -> tuple[Tensor, Tensor]:
-    """Position in the flattened batch (row · width + column) and id of every kept token, int64 of shape (all kept,)."""
+    """Position in the flattened batch, row · width + column, and id of every kept token: int64, shape (all kept,)."""
     rows, columns = kept.counts.shape
     starts = torch.arange(rows, device=kept.ids.device)[:, None] * width
     positions = starts + torch.arange(columns, device=kept.ids.device)
@@ -264,10 +276,15 @@ class _KeptLogits(torch.autograd.Function):
                     of_weight.index_add_(0, of, tile * hidden[at].to(ctx.dtype))
             if of_bias is not None:
                 of_bias.index_add_(0, tokens, gradient)
-        return *(
-            None if each is None else each.to(original.dtype)
-            for each, original in zip(sums, (hidden, weight, bias), strict=True)
-        ), None, None, None
+        return (
+            *(
+                None if each is None else each.to(original.dtype)
+                for each, original in zip(sums, (hidden, weight, bias), strict=True)
+            ),
+            None,
+            None,
+            None,
+        )
 
 
 def _tiles(channels: int, *pairs: Tensor) -> Sequence[tuple[Tensor, ...]]:
