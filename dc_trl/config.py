@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from trl import GRPOConfig
 
@@ -11,7 +11,7 @@ from .constraint.lagrangian import LagrangeMultiplier
 from .constraint.settings import Constraint, ConstraintForm, ConstraintSettings, Correction, Level, Measure, Reduction
 from .files import parse_object
 from .quantization.schemes import require_scheme
-from .rollouts.neutral_sampling import restrictions
+from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncates
 from .serving.preflight import require_waits_that_fit
 from .settings.contradictions import require_no_contradiction
 from .settings.described import described
@@ -32,6 +32,8 @@ _TRL_CHOICES = {
     "vllm_importance_sampling_mode": Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
 }
 
+# vLLM's own bound on the tokens that it names, which TRL leaves as it is where it builds the engine.
+_COLOCATED_LOGPROBS = 20
 # Of the fields that hold a dict, or JSON from a command line, those that may also name a file.
 _FILE_OR_DICT = ("accelerator_config", "fsdp_config", "deepspeed")
 
@@ -199,6 +201,21 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         """
         return 0.9 * self.ddp_timeout if self.world_size > 1 else math.inf
 
+    @property
+    def truncated_sampling(self) -> bool:
+        """Whether top-p, top-k or min-p cut off what is sampled, and are corrected for under a constraint."""
+        return self.constraint != "none" and truncates(self._sampling)
+
+    @property
+    def named_tokens(self) -> int:
+        """How many tokens vLLM is to name at each position, the most probable ones; 0: the sampled one alone."""
+        return self._sampling["top_k"] if self.use_vllm and self.truncated_sampling else 0
+
+    @property
+    def _sampling(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in (*TRUNCATIONS, "repetition_penalty")}
+        return own | (self.generation_kwargs or {})
+
     def _check_values(self) -> None:
         for name, options in {
             "constraint": Constraint,
@@ -261,12 +278,24 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         """Refuses what makes the engine's distribution another one than the policy's, under a constraint."""
         if self.constraint == "none":
             return
-        further = self.generation_kwargs or {}
-        settings = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
-        for name, value, remedy in restrictions(settings | further):
-            where = " in generation_kwargs" if name in further else ""
+        for name, value, remedy in restrictions(self._sampling, corrected=TRUNCATIONS):
+            where = " in generation_kwargs" if name in (self.generation_kwargs or {}) else ""
             raise ValueError(
                 f"{name}={value!r}{where} makes the engine sample from a distribution that is not the policy's, or "
                 f"report another's, and constraint={self.constraint!r} would constrain that difference: {remedy} or "
                 "constraint='none'."
+            )
+        top_k = self._sampling["top_k"]
+        if not (self.use_vllm and self.truncated_sampling):
+            return
+        if top_k <= 0:
+            raise ValueError(
+                f"top_k={top_k} with top_p={self._sampling['top_p']!r} and min_p={self._sampling['min_p']!r} leaves "
+                "open how many tokens vLLM keeps, and it cannot name them all: set top_k too (for example 20), sample "
+                "by the in-process replica (use_vllm=False, deployment_scheme), or set constraint='none'."
+            )
+        if self.vllm_mode == "colocate" and top_k > _COLOCATED_LOGPROBS:
+            raise ValueError(
+                f"top_k={top_k} keeps more tokens than an engine of vllm_mode='colocate' names "
+                f"({_COLOCATED_LOGPROBS}): lower it, or use vllm_mode='server'."
             )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,9 @@ from .quantization.policy import base_model, require_shared_embeddings, unwrappe
 from .quantization.tensors import deployed_tensors
 from .resuming.checkpoints import SAMPLER_FOLDER
 from .rollouts.buffer import fill_empty, sampled_only
-from .rollouts.neutral_sampling import SERVER_DEFAULTS, restrictions
+from .rollouts.neutral_sampling import SERVER_DEFAULTS, TRUNCATIONS, restrictions, truncates
 from .rollouts.sync_schedule import SyncSchedule
+from .rollouts.truncation import Kept, KeptHead
 from .settings.reward_functions import RewardFunction, call_reward
 
 
@@ -60,6 +61,8 @@ class DeployedPolicyTrainer(GRPOTrainer):
         self._deployment_writer: CheckpointWriter | None = None
         self._schedule = SyncSchedule(args.weight_sync_steps)
         self._held: int | None = None  # the step whose weights the engine holds
+        self._truncated = args.truncated_sampling
+        self._kept: Kept | None = None  # of the completions that are scored by the present call of a hook
         # TRL would build an engine that knows no deployment scheme. It is built here, once the rest is there.
         use_vllm, args.use_vllm = args.use_vllm, False
         try:
@@ -85,7 +88,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
 
     def _build_vllm(self) -> VLLMGeneration:
         """The vLLM engine that samples, with the arguments that TRL's constructor passes to its own."""
-        from .rollouts.vllm_backends import ColocateGeneration, ServerGeneration
+        from .rollouts.vllm_backends import ColocateGeneration, Generation, ServerGeneration
 
         args, model = self.args, self.model
         batch_size = args.per_device_train_batch_size * args.steps_per_generation
@@ -94,8 +97,13 @@ class DeployedPolicyTrainer(GRPOTrainer):
             **{name: getattr(args, f"vllm_{name}") for name in _OF_VLLM},
             "max_num_seqs": batch_size * args.vllm_tensor_parallel_size,
             "trust_remote_code": args.trust_remote_code,
-            "logprobs": 0,  # of the sampled token alone
-            "generation_kwargs": args.generation_kwargs,
+            "logprobs": args.named_tokens,
+            # Under a constraint `logprobs` may be 0 there, which is what the trainer asks for where it needs no more.
+            "generation_kwargs": {
+                name: value
+                for name, value in (args.generation_kwargs or {}).items()
+                if name != "logprobs" or args.named_tokens == 0
+            },
         }
         # Older weights come back from a checkpoint alone.
         weight_sync = "checkpoint" if args.weight_sync_steps > 1 else args.weight_sync
@@ -124,7 +132,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
             reason="TRL merges adapters in place, in both at once",
             remedy="Set deployment_scheme (for example 'bf16')",
         )
-        return VLLMGeneration(**of_trl)
+        return Generation(**of_trl)
 
     def _complete_generation_config(self) -> None:
         """Has the replica sample as `model.generate` does: what TRL leaves open, the model's own settings say.
@@ -142,7 +150,9 @@ class DeployedPolicyTrainer(GRPOTrainer):
                 "does not read: leave them out of generation_kwargs and of the model's generation_config, or sample "
                 "by vLLM (use_vllm=True, generation_kwargs={'stop': ...})."
             )
-        _check_model_settings(self.args, {name: value for name, value in vars(config).items() if name[0] != "_"})
+        settings = {name: value for name, value in vars(config).items() if name[0] != "_"}
+        _check_model_settings(self.args, settings, corrected=TRUNCATIONS)
+        self._truncated = self.args.constraint != "none" and truncates(settings)
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 
@@ -150,16 +160,47 @@ class DeployedPolicyTrainer(GRPOTrainer):
         if self.replica is None:
             completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         else:
-            completion_ids, logprobs = self.replica.generate(prompt_ids, self.generation_config, self.temperature)
+            completion_ids, logprobs = self.replica.generate(
+                prompt_ids, self.generation_config, self.temperature, among_kept=self._truncated
+            )
         return fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
 
     def _generate(self, prompts):
         training = self.model.training
         self._bring_weights(training)
-        prompt_ids, completion_ids, tool_mask, *others = super()._generate(prompts)
+        prompt_ids, completion_ids, tool_mask, completions, logprobs, *others = super()._generate(prompts)
         if self._engine is not None:
             self._tell_age(training, len(prompts))
-        return prompt_ids, completion_ids, sampled_only(completion_ids, tool_mask), *others
+        self._kept = Kept.of(completion_ids, logprobs, self.accelerator.device) if self._truncated else None
+        return prompt_ids, completion_ids, sampled_only(completion_ids, tool_mask), completions, logprobs, *others
+
+    # --- truncated sampling: all log-probabilities are among the tokens that the engine kept ------------------------
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        if self._kept is not None:
+            batch["kept_ids"], batch["kept_counts"] = self._kept
+            self._kept = None
+        return batch
+
+    def _compute_loss(self, model, inputs):
+        if "kept_ids" in inputs:
+            self._kept = Kept(inputs["kept_ids"], inputs["kept_counts"])
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._kept = None
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        score = super()._get_per_token_logps_and_entropies
+        if self._kept is None:
+            return score(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        policy = base_model(unwrapped(self.accelerator, model))
+        completion_ids = input_ids[:, -logits_to_keep:]
+        in_float32 = self.args.cast_lm_head_to_fp32
+        with KeptHead(policy, self._kept, completion_ids, self.temperature, in_float32) as head:
+            logps, *others = score(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        return head.log_probs(logps), *others
 
     def deployed_completion_ids(self, prompt_ids: list[list[int]], temperature: float = 0.0) -> list[list[int]]:
         """Completions of the policy as it is deployed: by the replica or by vLLM, at the present weights.
@@ -381,10 +422,10 @@ def _check_server_defaults(args: DCGRPOConfig, policy: Any) -> None:
     _check_model_settings(args, {name: of_model[name] for name in left_open if of_model.get(name) is not None})
 
 
-def _check_model_settings(args: DCGRPOConfig, settings: dict[str, Any]) -> None:
+def _check_model_settings(args: DCGRPOConfig, settings: dict[str, Any], corrected: Collection[str] = ()) -> None:
     if args.constraint == "none":
         return
-    for name, value, remedy in restrictions(settings):
+    for name, value, remedy in restrictions(settings, corrected):
         raise ValueError(
             f"{name}={value!r} of the model's generation_config makes the engine sample from a distribution that is "
             f"not the policy's, and constraint={args.constraint!r} would constrain that difference: {remedy} in "

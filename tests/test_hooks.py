@@ -94,6 +94,7 @@ HOOKS: dict[str, str] = {
     "trl.GRPOConfig._VALID_DICT_FIELDS": "list",
     "trl.trainer.utils.get_config_model_id": "(config)",
     "trl.trainer.utils.add_fused_lm_head": "(model, temperature, cast_lm_head_to_fp32, outputs)",
+    "trl.trainer.utils.maybe_gather_lm_head_ctx": "(*params)",
     "trl.trainer.utils.get_comet_experiment_url": "()",
     "trl.trainer.utils.get_trackio_space_url": "()",
     "transformers.Trainer._save_checkpoint": "(self, model, trial)",

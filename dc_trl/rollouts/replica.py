@@ -1,5 +1,6 @@
 """In-process replica of the policy in its deployment scheme, which samples and reports its log-probabilities."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,7 +8,16 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from ..quantization.fake_quantize import fake_quantize_weight, quantize_activations
 from ..quantization.policy import base_model, empty_copy
@@ -15,6 +25,8 @@ from ..quantization.schemes import quantized_weights, resolve_scheme
 from ..quantization.tensors import policy_tensors
 from . import attention
 from .end_tokens import declared_end_tokens
+from .neutral_sampling import TRUNCATIONS, truncates
+from .truncation import KeptLogProb
 
 
 # Tokens of each prompt that are read at a time on a CPU: the activations of long prompts would fill its memory.
@@ -24,17 +36,26 @@ _WEIGHTS_FILE = "model.safetensors"
 
 
 class _SampledLogProbs(LogitsProcessor):
-    """Records the log-probability of each sampled token, after temperature, without keeping the vocabulary."""
+    """Records the log-probability of each sampled token, after temperature, without keeping the vocabulary.
 
-    def __init__(self, temperature: float):
+    With `truncation`, tokens that these processors drop are dropped, and the log-probability is among those kept.
+    """
+
+    def __init__(self, temperature: float, truncation: LogitsProcessorList | None = None):
         self._temperature = temperature
+        self._truncation = truncation
         self._scores: Tensor | None = None
         self._columns: list[Tensor] = []
+        self._kept: list[tuple[Tensor, Tensor]] = []  # of each step: ids, and how many of them each completion has
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         # The token that the previous scores led to is known only now.
         if self._scores is not None:
             self._record(self._scores, input_ids[:, -1])
+        if self._truncation is not None:
+            kept = self._truncation(input_ids, scores) > -torch.inf
+            scores = scores.masked_fill(~kept, -torch.inf)
+            self._kept.append((kept.nonzero()[:, 1].int(), kept.sum(1)))
         self._scores = scores
         return scores
 
@@ -47,6 +68,10 @@ class _SampledLogProbs(LogitsProcessor):
         assert self._scores is not None, "generate produced no token"
         self._record(self._scores, sequences[:, -1])
         return torch.stack(self._columns, dim=1)
+
+    def kept(self) -> list[tuple[Tensor, ...]]:
+        """Ids of the kept tokens, of each completion and position."""
+        return list(zip(*(ids.cpu().split(counts.tolist()) for ids, counts in self._kept), strict=True))
 
 
 class Replica:
@@ -135,6 +160,7 @@ class Replica:
         generation_config: GenerationConfig,
         temperature: float,
         logits_processor: Sequence[LogitsProcessor] = (),
+        among_kept: bool = False,
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Samples one completion for each prompt.
 
@@ -143,6 +169,8 @@ class Replica:
             generation_config: with `pad_token_id` set; without `eos_token_id`, the policy's end tokens count.
             temperature: at which the log-probabilities are taken, above 0.
             logits_processor: applied to the scores after those of `generation_config`.
+            among_kept: what top-p, top-k and min-p of `generation_config` keep is what log-probabilities are taken
+                of, each a `KeptLogProb`; by default they are of the whole vocabulary.
 
         Returns:
             Token ids of each completion, up to and with the first end-of-sequence token, and their log-probabilities
@@ -155,7 +183,10 @@ class Replica:
         for row, ids in enumerate(prompt_ids):
             input_ids[row, width - len(ids) :] = torch.tensor(ids, device=device)
             attention_mask[row, width - len(ids) :] = 1
-        recorder = _SampledLogProbs(temperature)
+        truncation = None
+        if among_kept and truncates(vars(generation_config)):
+            truncation, generation_config = _without_truncation(generation_config)
+        recorder = _SampledLogProbs(temperature, truncation)
         sequences = self.model.generate(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -172,8 +203,25 @@ class Replica:
         ended = torch.isin(completions, torch.tensor(ends, device=device))
         # A completion ends with its first end token: it has the tokens before which no end token stands.
         lengths = (ended.cumsum(1) - ended.int() == 0).sum(1).tolist()
-        return _cut(completions, lengths), _cut(logps, lengths)
+        rows = _cut(logps, lengths)
+        if truncation is not None:
+            rows = [list(map(KeptLogProb, *row)) for row in zip(rows, recorder.kept(), strict=True)]
+        return _cut(completions, lengths), rows
 
 
 def _cut(rows: Tensor, lengths: list[int]) -> list[list]:
     return [row[:length] for row, length in zip(rows.tolist(), lengths, strict=True)]
+
+
+def _without_truncation(config: GenerationConfig) -> tuple[LogitsProcessorList, GenerationConfig]:
+    """What cuts off a configuration's sampling, in the order of `generate`, and the configuration without it."""
+    warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(config.temperature or 1.0)]
+    if config.top_k:
+        warpers.append(TopKLogitsWarper(config.top_k))
+    if config.top_p is not None:
+        warpers.append(TopPLogitsWarper(config.top_p))
+    if config.min_p is not None:
+        warpers.append(MinPLogitsWarper(config.min_p))
+    whole = copy.deepcopy(config)
+    whole.update(**TRUNCATIONS)
+    return LogitsProcessorList(warpers), whole

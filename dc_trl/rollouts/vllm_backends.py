@@ -26,6 +26,7 @@ from ..serving.client import ServerClient, Weights
 from ..serving.connection import Deadline, Patience, Tries, is_local
 from ..serving.errors import ServerError
 from ..serving.fit import check_server
+from .truncation import named_by_vllm
 
 
 logger = get_logger(__name__)
@@ -68,7 +69,18 @@ class _CheckpointFolder:
                 shutil.rmtree(checkpoint, ignore_errors=True)
 
 
-class _DeployedGeneration(VLLMGeneration):
+class Generation(VLLMGeneration):
+    """TRL's vLLM engine; with `logprobs` above 0, it says which tokens truncated sampling kept."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> tuple:
+        """See TRL's; where the kept tokens are known, log-probabilities are `KeptLogProb`, one for each token."""
+        prompt_ids, completion_ids, logprobs, token_ids = super().generate(*args, **kwargs)
+        if self.logprobs and self.temperature > 0:
+            logprobs = named_by_vllm(completion_ids, logprobs, token_ids)
+        return prompt_ids, completion_ids, logprobs, token_ids
+
+
+class _DeployedGeneration(Generation):
     """A vLLM engine of TRL whose weights arrive as the deployable checkpoint, in a new version each time."""
 
     _run: str  # a name that no other run has
@@ -225,6 +237,7 @@ class ServerGeneration(_DeployedGeneration):
                 scheme=self.deployment_scheme,
                 config=unwrapped(self.accelerator, self.model).config,
                 max_length=max(self.max_completion_length + 1, self.max_model_length or 0),
+                logprobs=self.logprobs,
                 weight_sync=self.weight_sync,
             )
             if self.weight_sync == "nccl":
