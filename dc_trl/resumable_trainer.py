@@ -13,11 +13,11 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .deployed_trainer import DeployedPolicyTrainer
 from .files import lock_output, read_object, write_text
 from .resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE, on_main_process, resumable_checkpoint
 from .resuming.interruption import RunInterrupted
 from .rollouts.buffer import load_rollouts, save_rollouts
+from .routing_trainer import RoutingTrainer
 from .serving.errors import ServerError
 
 
@@ -30,7 +30,7 @@ torch.serialization.register_package(
 logger = get_logger(__name__)
 
 
-class ResumableTrainer(DeployedPolicyTrainer):
+class ResumableTrainer(RoutingTrainer):
     """A trainer that locks its output directory, resumes from whole checkpoints, and saves before it is stopped."""
 
     # TRL's own

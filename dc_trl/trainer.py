@@ -106,6 +106,11 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
     def _check_arguments(args: DCGRPOConfig, rollout_func: Any) -> None:
         if not isinstance(args, DCGRPOConfig):
             raise TypeError(f"args is a {type(args).__name__}: DCGRPOTrainer needs a DCGRPOConfig.")
+        if args.routing_replay and rollout_func is not None:
+            raise ValueError(
+                "routing_replay=True needs the experts that the engine chose, and a rollout_func does not pass them "
+                "on: leave it out, or set routing_replay=False."
+            )
         scheme = args.deployment_scheme
         if args.constraint != "none" and not args.use_vllm and scheme is None and rollout_func is None:
             raise ValueError(

@@ -92,6 +92,7 @@ HOOKS: dict[str, str] = {
     "trl.TrlParser.set_defaults_with_config": "(self, **kwargs)",
     "trl.GRPOConfig._VALID_DICT_FIELDS": "list",
     "trl.trainer.utils.get_config_model_id": "(config)",
+    "trl.trainer.utils.pad": "(tensors, padding_value, padding_side, pad_to_multiple_of)",
     "trl.trainer.utils.add_fused_lm_head": "(model, temperature, cast_lm_head_to_fp32, outputs)",
     "trl.trainer.utils.get_comet_experiment_url": "()",
     "trl.trainer.utils.get_trackio_space_url": "()",
