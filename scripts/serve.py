@@ -31,9 +31,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max_model_len", type=int, help="longest prompt and completion together, in tokens")
     parser.add_argument("--start_timeout", type=float, default=600.0, help="seconds to wait for the server")
     parser.add_argument("--log", type=Path, help="file for the server's output")
-    parser.add_argument(
-        "--routing_replay", action="store_true", help="return the chosen experts, for such a training run"
-    )
+    parser.add_argument("--routing_replay", action="store_true", help="return the experts that were chosen")
     parser.add_argument("--require_api_key", action="store_true", help="refuse to start without VLLM_API_KEY")
     parser.add_argument("options", nargs="*", help="options of `vllm serve`, after --")
     return parser.parse_args()

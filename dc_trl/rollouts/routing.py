@@ -1,8 +1,8 @@
 """Routing replay: the trainer's mixture of experts takes the experts that the engine chose (R3, arXiv 2510.11370).
 
-A router scores all experts of a token, p = softmax(logits), and takes the k best. Where two are nearly equal, a rounding
-of the engine decides, and the trainer may take another expert than the engine did. With replay, the trainer's experts of
-a token are the engine's, e, and their weights are the trainer's own:
+A router scores all experts of a token, p = softmax(logits), and takes the k best. Where two are nearly equal, a
+rounding decides, and the trainer may take another expert than the engine did. With replay, the trainer's experts of a
+token are the engine's, e, and their weights are the trainer's own:
 
     w_i = p[e_i] / Σ_j p[e_j]    (without the sum where the model does not normalise)
 
@@ -79,8 +79,8 @@ class Routers:
                     found.append((int(layer[1]), module))
         if not found:
             raise ValueError(
-                f"routing_replay=True: {type(model).__name__} has no router whose choice can be replayed, as mixtures of "
-                "experts like Qwen3-MoE have: set routing_replay=False."
+                f"routing_replay=True: {type(model).__name__} has no router whose choice can be replayed, as mixtures "
+                "of experts like Qwen3-MoE have: set routing_replay=False."
             )
         self.layers = sorted({layer for layer, _ in found})
         self.modules = [(self.layers.index(layer), module) for layer, module in found]
