@@ -183,9 +183,10 @@ def test_metrics_are_those_that_a_run_logs(tmp_path, tokenizer):
         re.findall(r'"(length_decay/\w+)"', source)
     )
     assert {name for name in names if name.startswith("collapse/")} == {f"collapse/{signal}" for signal in ADVICE}
-    trls = {
-        name for name in names if not name.startswith(("discrepancy/", "lagrangian/", "length_decay/", "collapse/"))
-    }
+    source = (ROOT / "dc_trl" / "routing_trainer.py").read_text()
+    assert {name for name in names if name.startswith("routing/")} == set(re.findall(r'"(routing/\w+)"', source))
+    ours = ("discrepancy/", "lagrangian/", "routing/", "length_decay/", "collapse/")
+    trls = {name for name in names if not name.startswith(ours)}
     of_verl = {"kl", "k3_kl"} | {name for name in trls if f"discrepancy/{name}" in names}
     theirs = Path(trl.__file__).with_name("trainer").joinpath("grpo_trainer.py").read_text()
     for name in trls - of_verl:
