@@ -112,6 +112,10 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         drop_zero_std_groups (`bool`, defaults to `False`):
             Completions of a prompt that all got the same reward enter neither the loss nor δ̄, and the loss is the
             mean over the others (arXiv 2602.01826). In training only.
+        routing_replay (`bool`, defaults to `False`):
+            In a mixture of experts, the trainer's forward takes the experts that the engine chose for each token, with
+            the weights of its own router (R3, arXiv 2510.11370). For routers like Qwen3-MoE's, and rollouts of the
+            replica, or of a vLLM server with `--enable-return-routed-experts` (on a GPU).
         deployment_scheme (`str`, *optional*):
             Number format that the policy is deployed in, and therefore sampled in: `"bf16"`, `"fp8"`, `"fp8_block"`,
             `"int8"`, `"int4"` or `"int4_g32"`. With `use_vllm=False` an in-process replica of the policy samples,
@@ -157,6 +161,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
 
     advantage_estimator: AdvantageEstimator = "grpo"
     drop_zero_std_groups: bool = False
+    routing_replay: bool = False
     weight_sync: WeightSync = "auto"
     weight_sync_dir: str | None = None
     weight_sync_steps: int = 1

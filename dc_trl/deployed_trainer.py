@@ -121,6 +121,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
                 vllm_request_timeout=args.vllm_request_timeout,
                 vllm_time_limit=args.vllm_time_limit,
                 vllm_max_retries=args.vllm_max_retries,
+                routing_replay=args.routing_replay,
                 **of_trl,
             )
         if args.deployment_scheme is not None or weight_sync == "checkpoint":

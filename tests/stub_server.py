@@ -24,6 +24,7 @@ class StubServer(ThreadingHTTPServer):
         self.says: dict[str, tuple[int, str]] = {}
         self.asked: list[str] = []
         self.version = "default"
+        self.routes = False  # whether it returns the experts of its mixture
         self.ended = threading.Event()
 
     def answer(self, path: str, body: dict) -> tuple[int, str] | None:
@@ -54,6 +55,7 @@ class StubServer(ThreadingHTTPServer):
                     "parallel_config": {"worker_extension_cls": CPU_EXTENSION},
                     "device_config": {"device": "cpu"},
                     "weight_transfer_config": {"backend": "nccl"},
+                    "aux_output_config": {"enable_return_routed_experts": self.routes},
                 }
             },
             "/collective_rpc": {"results": [""]},

@@ -185,7 +185,9 @@ def test_metrics_are_those_that_a_run_logs(tmp_path, tokenizer):
     source = (ROOT / "dc_trl" / "deployed_trainer.py").read_text()
     assert {name for name in names if name.startswith("sync/")} == set(re.findall(r'"(sync/\w+)"', source))
     assert {name for name in names if name.startswith("collapse/")} == {f"collapse/{signal}" for signal in ADVICE}
-    ours = ("discrepancy/", "trust/", "lagrangian/", "length_decay/", "sync/", "collapse/")
+    source = (ROOT / "dc_trl" / "routing_trainer.py").read_text()
+    assert {name for name in names if name.startswith("routing/")} == set(re.findall(r'"(routing/\w+)"', source))
+    ours = ("discrepancy/", "trust/", "lagrangian/", "length_decay/", "sync/", "routing/", "collapse/")
     trls = {name for name in names if not name.startswith(ours)}
     of_verl = {"kl", "k3_kl"} | {name for name in trls if f"discrepancy/{name}" in names}
     theirs = Path(trl.__file__).with_name("trainer").joinpath("grpo_trainer.py").read_text()

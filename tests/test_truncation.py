@@ -121,7 +121,7 @@ def test_log_probabilities_and_gradients_are_those_of_the_whole_vocabulary_with_
 
 
 def test_one_token_by_hand():
-    """Logits 0, ln 2, ln 5 and ln 7: among the first three, the third has 5/8, and its gradient is 1 - 5/8 on itself."""
+    """Logits 0, ln 2, ln 5, ln 7: among the first three, the third has 5/8, and its gradient on itself is 1 - 5/8."""
     model = Headed(1, 4, bias=False)
     model.head.weight.data = torch.tensor([1.0, 2.0, 5.0, 7.0]).log().unsqueeze(1)
     hidden = torch.ones(1, 2, 1)

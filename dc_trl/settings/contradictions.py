@@ -209,6 +209,16 @@ RULES = (
         "deployment_scheme={c.deployment_scheme!r} samples from the in-process replica and contradicts "
         "use_transformers_continuous_batching=True: set one of the two.",
     ),
+    Rule(
+        lambda c: c.routing_replay and not c.use_vllm and c.deployment_scheme is None,
+        "routing_replay=True needs an engine that says which experts it chose, and model.generate does not: set "
+        "deployment_scheme (for example 'bf16'), or use_vllm=True with vllm_mode='server'.",
+    ),
+    Rule(
+        lambda c: c.routing_replay and c.use_vllm and c.vllm_mode == "colocate",
+        "routing_replay=True with vllm_mode='colocate': TRL builds that engine without the option that returns the "
+        "chosen experts. Set vllm_mode='server', or use_vllm=False with deployment_scheme.",
+    ),
 )
 
 # Those that follow make the constraint unmeasurable, or keep its penalty from the tokens that δ̄ counts: λ would climb
