@@ -105,9 +105,9 @@ class Kept(NamedTuple):
                 "top_p=1.0, top_k=0 and min_p=None, or constraint='none'."
             )
         if widest * len(sets) > _MOST_KEPT:
-            tokens = sum(map(len, sets))
+            total = sum(map(len, sets))
             raise ValueError(
-                f"top_p and min_p keep {sum(int(row.sum()) for row in counts) / tokens:.0f} tokens at each position, "
+                f"top_p and min_p keep {sum(int(row.sum()) for row in counts) / total:.0f} tokens at each position, "
                 f"and the trainer has room for {_MOST_KEPT} of a generation batch: bound them by top_k (for example "
                 "top_k=512)."
             )
