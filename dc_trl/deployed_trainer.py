@@ -172,7 +172,8 @@ class DeployedPolicyTrainer(GRPOTrainer):
         prompt_ids, completion_ids, tool_mask, completions, logprobs, *others = super()._generate(prompts)
         if self._engine is not None:
             self._tell_age(training, len(prompts))
-        self._kept = Kept.of(completion_ids, logprobs, self.accelerator.device) if self._truncated else None
+        truncated = self._truncated and logprobs is not None
+        self._kept = Kept.of(completion_ids, logprobs, self.accelerator.device) if truncated else None
         return prompt_ids, completion_ids, sampled_only(completion_ids, tool_mask), completions, logprobs, *others
 
     # --- truncated sampling: all log-probabilities are among the tokens that the engine kept ------------------------

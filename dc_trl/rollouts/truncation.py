@@ -98,18 +98,17 @@ class Kept(NamedTuple):
         sets = [[value.kept if isinstance(value, KeptLogProb) else none for value in row] for row in logprobs]
         counts = [torch.tensor([len(kept) for kept in row], dtype=torch.int32) for row in sets]
         widest = max(int(row.sum()) for row in counts)
-        if widest == 0:
+        if widest == 0 and not all(math.isnan(value) for row in logprobs for value in row):
             raise ValueError(
                 "The rollouts are of truncated sampling (top_p, top_k or min_p), and do not say which tokens were "
                 "kept: return logprobs of type dc_trl.rollouts.truncation.KeptLogProb from rollout_func, set "
                 "top_p=1.0, top_k=0 and min_p=None, or constraint='none'."
             )
         if widest * len(sets) > _MOST_KEPT:
-            total = sum(map(len, sets))
+            mean = torch.cat(counts).float().mean()
             raise ValueError(
-                f"top_p and min_p keep {sum(int(row.sum()) for row in counts) / total:.0f} tokens at each position, "
-                f"and the trainer has room for {_MOST_KEPT} of a generation batch: bound them by top_k (for example "
-                "top_k=512)."
+                f"top_p and min_p keep {mean:.0f} tokens at each position, and the trainer has room for {_MOST_KEPT} "
+                "of a generation batch: bound them by top_k (for example top_k=512)."
             )
         kept = cls(_padded([torch.cat(row) for row in sets], -1), _padded(counts, 0))
         sampled_ids = _padded([torch.tensor(row) for row in completion_ids], 0)
