@@ -1,7 +1,5 @@
 """Routing replay: the experts that sampled are the experts that are trained."""
 
-import base64
-import io
 import json
 import subprocess
 import sys
@@ -43,7 +41,7 @@ from .helpers import (
     make_prompts,
     make_tokenizer,
 )
-from .stub_server import stub_server
+from .stub_server import completions, stub_server
 from .vllm_server import requires_vllm
 
 
@@ -488,31 +486,6 @@ def test_a_rollout_function_is_refused(tmp_path):
 # --- a vLLM server
 
 
-def answer(prompts, completion, routes):
-    """As vLLM answers: token ids, log-probabilities, and a NumPy file in base64."""
-
-    def encoded(array):
-        with io.BytesIO() as file:
-            np.save(file, array)
-            return base64.b64encode(file.getvalue()).decode()
-
-    return {
-        "choices": [
-            {
-                "prompt_token_ids": prompt,
-                "token_ids": completion,
-                "logprobs": {
-                    "token_logprobs": [-1.0] * len(completion),
-                    "top_logprobs": [{f"token_id:{token}": -1.0} for token in completion],
-                    "tokens": [f"token_id:{token}" for token in completion],
-                },
-                **({} if routes is None else {"routed_experts": encoded(routes[index])}),
-            }
-            for index, prompt in enumerate(prompts)
-        ]
-    }
-
-
 def served(url, tmp_path, **fields):
     fields = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "max_steps": 1} | fields
     return make_trainer(tmp_path, deployment_scheme="bf16", vllm_server_timeout=10.0, vllm_max_retries=0, **fields)
@@ -534,7 +507,7 @@ def test_the_routes_of_a_server_are_replayed(tmp_path, there):
         server.routes = True
         trainer = served(server.url, tmp_path)
         prompts = make_tokenizer()([make_prompts()[0]["prompt"]])["input_ids"] * 4
-        said = answer(prompts, [40, 41, 42, 43, 44, 45, 46, 1], routes if there else None)
+        said = completions(prompts, [[40, 41, 42, 43, 44, 45, 46, 1]] * 4, routes if there else None)
         server.says = {"/v1/completions": (200, json.dumps(said))}
         if not there:
             with pytest.raises(ServerError, match=r"did not return the experts that routing_replay=True replays"):
