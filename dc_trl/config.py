@@ -10,7 +10,7 @@ from .constraint.balance import BalancedMultiplier
 from .constraint.lagrangian import LagrangeMultiplier
 from .constraint.settings import Constraint, ConstraintForm, ConstraintSettings, Correction, Level, Measure, Reduction
 from .files import parse_object
-from .quantization.schemes import require_scheme
+from .quantization.schemes import require_scheme, require_served_scheme
 from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncates
 from .serving.preflight import require_waits_that_fit
 from .settings.contradictions import require_no_contradiction
@@ -119,7 +119,13 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         deployment_scheme (`str`, *optional*):
             Number format that the policy is deployed in, and therefore sampled in: `"bf16"`, `"fp8"`, `"fp8_block"`,
             `"int8"`, `"int4"` or `"int4_g32"`. With `use_vllm=False` an in-process replica of the policy samples,
-            with `use_vllm=True` a vLLM engine that runs in this format.
+            with `use_vllm=True` a vLLM engine that runs in this format. For research on a large mismatch the replica
+            also has `"int3"` and `"int2"`, which no engine serves.
+        train_through_quantization (`bool`, defaults to `False`):
+            Train through the deployed forward: the policy's layers compute with the weights and activations of
+            `deployment_scheme`, in bfloat16, as the engine does, and gradients pass the rounding unchanged to the
+            weights in training (straight-through). What is then left of δ is the kernels' own gap, see
+            docs/aligned.md. The reference model of `beta` computes so with an adapter alone, where it is the policy.
         weight_sync (`str`, defaults to `"auto"`):
             How new weights reach a vLLM server. `"checkpoint"`: as the deployable checkpoint in shared memory or in
             `weight_sync_dir`, which the server reloads in place; what samples is what is exported. `"nccl"`: TRL's
@@ -161,6 +167,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
 
     advantage_estimator: AdvantageEstimator = "grpo"
     drop_zero_std_groups: bool = False
+    train_through_quantization: bool = False
     routing_replay: bool = False
     weight_sync: WeightSync = "auto"
     weight_sync_dir: str | None = None
@@ -260,7 +267,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             require_number("reward_weights", weight, FINITE)
         self._check_dicts()
         if self.deployment_scheme is not None:
-            require_scheme(self.deployment_scheme)
+            written = self.use_vllm or (self.push_to_hub and self.hub_deployment != "none")
+            (require_served_scheme if written else require_scheme)(self.deployment_scheme)
 
     def _check_dicts(self) -> None:
         for name in self._VALID_DICT_FIELDS:
