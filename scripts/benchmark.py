@@ -17,7 +17,7 @@ import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import (
@@ -32,7 +32,9 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
+from dc_trl.constraint.settings import ConstraintForm
 from dc_trl.constraint.statistics import mismatch_metrics
+from dc_trl.constraint.trust import CORRECTIONS
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.grading import Gold, Grader, grade
 from dc_trl.quantization.schemes import SCHEMES
@@ -103,7 +105,9 @@ def reward(completions: list[Any], **kwargs: Any) -> list[float]:
     return [float(len(str(completion)) % 7) for completion in completions]
 
 
-def make_trainer(kind: type[GRPOTrainer], args: argparse.Namespace, output_dir: str, **options: Any) -> GRPOTrainer:
+def make_trainer(
+    kind: type[GRPOTrainer], args: argparse.Namespace, output_dir: str, replay: bool = True, **options: Any
+) -> GRPOTrainer:
     config = (DCGRPOConfig if kind is DCGRPOTrainer else GRPOConfig)(
         output_dir,
         loss_type="grpo",
@@ -127,7 +131,7 @@ def make_trainer(kind: type[GRPOTrainer], args: argparse.Namespace, output_dir: 
         config,
         train_dataset=arithmetic_dataset(256, 0, "train"),
         processing_class=AutoTokenizer.from_pretrained(args.model, padding_side="left"),
-        rollout_func=Replay(args.completion_length),
+        rollout_func=Replay(args.completion_length) if replay else None,
         callbacks=[clock := StepClock()],
     )
     trainer.remove_callback(PrinterCallback)
@@ -188,6 +192,52 @@ def overhead(args: argparse.Namespace) -> None:
     tokens = 2 * args.batch_size * args.completion_length
     title = f"DC-GRPO as a multiple, {args.repetitions} repetitions, {tokens:,} completion tokens per batch"
     print_table(["route", "over", "step time", "quartiles", "memory", "its growth"], rows, title)
+    overhead_of_methods(args)
+
+
+# What is switched on, beside GRPO on the same rollouts.
+METHODS: dict[str, dict[str, Any]] = {
+    **{
+        f"constraint_form={form}": {"constraint": "static", "constraint_form": form}
+        for form in get_args(ConstraintForm)
+    },
+    "constraint=balance": {"constraint": "balance", "constraint_form": "log_ratio"},
+    **{f"rollout_correction={name}": {"rollout_correction": name} for name in CORRECTIONS},
+    "train_through_quantization": {"train_through_quantization": True},
+}
+
+
+class ReplayedReplica:
+    """Stands for the replica: random completions and log-probabilities, the same at every call, in no time."""
+
+    def __init__(self, length: int):
+        self._length = length
+
+    def sync(self, policy: Any, keep: bool = False) -> None:
+        """No engine is there."""
+
+    def generate(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list, list]:
+        rng = random.Random(0)
+        ids = [[rng.randrange(10, 200) for _ in range(self._length)] for _ in prompt_ids]
+        return ids, [[-rng.uniform(0, 8) for _ in row] for row in ids]
+
+
+def overhead_of_methods(args: argparse.Namespace) -> None:
+    """Each form of the constraint, each correction and the deployed forward over GRPO, in one optimizer step."""
+    with tempfile.TemporaryDirectory() as output_dir:
+        of_step = {"deployment_scheme": "fp8", "gradient_accumulation_steps": 2, "max_steps": 1, "replay": False}
+        trainers = {}
+        for name, settings in {"GRPO": {}, **METHODS}.items():
+            trainer = make_trainer(DCGRPOTrainer, args, output_dir, **of_step, **({"constraint": "none"} | settings))
+            trainer.replica = ReplayedReplica(args.completion_length)
+            trainers[name] = trainer
+        seconds, peaks = train_in_turns(trainers, args.repetitions)
+    rows = [
+        [name, *ratios(seconds[name], seconds["GRPO"], 3), f"{peaks[name] / peaks['GRPO']:.3f}" if peaks[name] else ""]
+        for name in METHODS
+    ]
+    title = f"One optimizer step as a multiple of GRPO's, FP8, {args.repetitions} repetitions"
+    print_table(["method", "step time", "quartiles", "memory"], rows, title)
 
 
 def replica(args: argparse.Namespace) -> None:
