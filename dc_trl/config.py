@@ -2,15 +2,16 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from trl import GRPOConfig
 
+from .constraint.balance import BalancedMultiplier
 from .constraint.lagrangian import LagrangeMultiplier
-from .constraint.settings import Constraint, ConstraintSettings, Level, Measure, Reduction
+from .constraint.settings import Constraint, ConstraintForm, ConstraintSettings, Correction, Level, Measure, Reduction
 from .files import parse_object
-from .quantization.schemes import require_scheme
-from .rollouts.neutral_sampling import restrictions
+from .quantization.schemes import require_scheme, require_served_scheme
+from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncates
 from .serving.preflight import require_waits_that_fit
 from .settings.contradictions import require_no_contradiction
 from .settings.described import described
@@ -18,6 +19,7 @@ from .settings.ranges import AT_LEAST_0, COUNT, FINITE, TRAINING, require_choice
 
 
 WeightSync = Literal["auto", "nccl", "checkpoint"]
+SyncTrigger = Literal["steps", "discrepancy"]
 AdvantageEstimator = Literal["grpo", "rloo"]
 HubDeployment = Literal["subfolder", "repository", "none"]
 
@@ -30,6 +32,8 @@ _TRL_CHOICES = {
     "vllm_importance_sampling_mode": Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
 }
 
+# vLLM's own bound on the tokens that it names, which TRL leaves as it is where it builds the engine.
+_COLOCATED_LOGPROBS = 20
 # Of the fields that hold a dict, or JSON from a command line, those that may also name a file.
 _FILE_OR_DICT = ("accelerator_config", "fsdp_config", "deepspeed")
 
@@ -48,7 +52,16 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         constraint (`str`, defaults to `"lagrangian"`):
             `"none"`: GRPO, the discrepancy is measured and logged only. `"static"`: Dual-GRPO (eq. 4), advantages
             minus λ·δ with a fixed λ = `lambda_init`. `"lagrangian"`: DC-GRPO (eqs. 8–11), λ moves by dual ascent
-            after each generation batch.
+            after each generation batch. `"balance"`: λ such that the gradient of the constraint has `balance_share`
+            of the norm of the reward's, measured on the first micro-batch of each generation batch by two more
+            backward passes.
+        constraint_form (`str`, defaults to `"injected"`):
+            How the discrepancy enters the objective (`dc_trl.constraint.forms`). `"injected"`: the paper's, advantages
+            minus λ·δ. `"complete"`: with the gradient of δ itself. `"quadratic"`: the gradient of half the squared
+            discrepancy (the paper's appendix B). `"log_ratio"`: advantages minus λ·log π_train/π_inf, the gradient of
+            a KL divergence. `"two_sided_kl"` and `"two_sided_l1"`: a term of the loss between the policy and its
+            quantized self, with gradients through both; they need `deployment_scheme`, and one more forward and
+            backward pass.
         discrepancy_measure (`str`, defaults to `"prob_diff"`):
             δ of a token (eq. 2): `"prob_diff"` |π_train − π_inf|, `"prob_ratio"` |π_train/π_inf − 1|, or `"log_prob"`
             |log π_train − log π_inf|.
@@ -74,6 +87,25 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             Lower bound of λ. At least 0.
         lambda_max (`float`, defaults to `1.0`):
             Upper bound of λ. The paper states none; this one is ours.
+        balance_share (`float`, defaults to `0.3`):
+            Norm of λ times the constraint's gradient over the norm of the reward's, with `constraint="balance"`.
+            Above 0.
+        balance_decay (`float`, defaults to `0.9`):
+            Decay of the moving averages of both squared norms, over generation batches. At least 0, below 1.
+        rollout_correction (`str`, defaults to `"none"`):
+            What weighs the advantage of a token by r = π_train/π_inf, with any engine and any constraint: `"none"`,
+            `"token_truncate"` (TIS): r within bounds, clipped to them. `"token_mask"` (MIS): r, 0 out of bounds.
+            `"sequence_truncate"`, `"sequence_mask"`: the same with the product of a trajectory's r.
+            `"geometric_mask"`: trajectories whose geometric mean of r is out of bounds are masked. `"icepop"`:
+            `"token_mask"` with two bounds. `"tv_mask"` (DPPO): r, 0 where π_train − π_inf has passed the bound in the
+            direction of the advantage. Masked tokens are not in δ̄. See `dc_trl.constraint.trust` for the papers.
+        rollout_correction_max (`float`, *optional*):
+            Upper bound of the correction, at least 1; infinity for none. By default 2 (arXiv 2602.01826), for
+            `"geometric_mask"` 1.01 (SkyRL's), for `"icepop"` 5 (verl's). For `"tv_mask"` a difference of probabilities
+            below 1, by default 0.2 (SkyRL's).
+        rollout_correction_min (`float`, *optional*):
+            Lower bound of the correction, in [0, 1]. By default 0, for `"geometric_mask"` 0.99, for `"icepop"` 0.5.
+            `"tv_mask"` has none.
         advantage_estimator (`str`, defaults to `"grpo"`):
             `"grpo"`: TRL's group-normalised advantage. `"rloo"`: the reward minus the mean reward of the prompt's
             other completions (leave-one-out, arXiv 2402.14740), not scaled: `scale_rewards` has no part in it.
@@ -87,7 +119,13 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         deployment_scheme (`str`, *optional*):
             Number format that the policy is deployed in, and therefore sampled in: `"bf16"`, `"fp8"`, `"fp8_block"`,
             `"int8"`, `"int4"` or `"int4_g32"`. With `use_vllm=False` an in-process replica of the policy samples,
-            with `use_vllm=True` a vLLM engine that runs in this format.
+            with `use_vllm=True` a vLLM engine that runs in this format. For research on a large mismatch the replica
+            also has `"int3"` and `"int2"`, which no engine serves.
+        train_through_quantization (`bool`, defaults to `False`):
+            Train through the deployed forward: the policy's layers compute with the weights and activations of
+            `deployment_scheme`, in bfloat16, as the engine does, and gradients pass the rounding unchanged to the
+            weights in training (straight-through). What is then left of δ is the kernels' own gap, see
+            docs/aligned.md. The reference model of `beta` computes so with an adapter alone, where it is the policy.
         weight_sync (`str`, defaults to `"auto"`):
             How new weights reach a vLLM server. `"checkpoint"`: as the deployable checkpoint in shared memory or in
             `weight_sync_dir`, which the server reloads in place; what samples is what is exported. `"nccl"`: TRL's
@@ -96,6 +134,13 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         weight_sync_dir (`str`, *optional*):
             Directory that trainer and vLLM server both see under this path, for checkpoints on their way. By default
             shared memory (`/dev/shm`), for a server on the same machine.
+        weight_sync_steps (`int`, defaults to `1`):
+            Optimizer steps after which new weights go to the engine that samples, at the first generation batch from
+            there on. Above 1 it samples with weights that lag, and δ contains the lag. A vLLM engine then gets its
+            weights as checkpoints. At least 1.
+        weight_sync_trigger (`str`, defaults to `"steps"`):
+            `"steps"`: new weights go every `weight_sync_steps`. `"discrepancy"`: also earlier, at the generation batch
+            after one whose δ̄ was above `discrepancy_tolerance`; at every one while `"auto"` still looks for it.
         vllm_request_timeout (`float`, *optional*):
             Seconds that any one request to the vLLM server may take: a generation batch, a reload of the weights. By
             default 3600. With several processes the others wait for the one that asks the server, no longer than
@@ -122,9 +167,12 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
 
     advantage_estimator: AdvantageEstimator = "grpo"
     drop_zero_std_groups: bool = False
+    train_through_quantization: bool = False
     routing_replay: bool = False
     weight_sync: WeightSync = "auto"
     weight_sync_dir: str | None = None
+    weight_sync_steps: int = 1
+    weight_sync_trigger: SyncTrigger = "steps"
     vllm_request_timeout: float | None = None
     vllm_max_retries: int = 3
     hub_deployment: HubDeployment = "subfolder"
@@ -137,8 +185,16 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         self._check_waits()
         self._check_sampling()
 
-    def multiplier(self) -> LagrangeMultiplier:
-        """The Lagrange multiplier that these settings describe."""
+    def multiplier(self) -> LagrangeMultiplier | BalancedMultiplier:
+        """The multiplier λ that these settings describe."""
+        if self.constraint == "balance":
+            return BalancedMultiplier(
+                init=self.lambda_init,
+                share=self.balance_share,
+                decay=self.balance_decay,
+                minimum=self.lambda_min,
+                maximum=self.lambda_max,
+            )
         return LagrangeMultiplier(
             init=self.lambda_init,
             lr=self.lambda_lr,
@@ -157,13 +213,31 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         """
         return 0.9 * self.ddp_timeout if self.world_size > 1 else math.inf
 
+    @property
+    def truncated_sampling(self) -> bool:
+        """Whether top-p, top-k or min-p cut off what is sampled, and are corrected for under a constraint."""
+        return self.constraint != "none" and truncates(self._sampling)
+
+    @property
+    def named_tokens(self) -> int:
+        """How many tokens vLLM is to name at each position, the most probable ones; 0: the sampled one alone."""
+        return self._sampling["top_k"] if self.use_vllm and self.truncated_sampling else 0
+
+    @property
+    def _sampling(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in (*TRUNCATIONS, "repetition_penalty")}
+        return own | (self.generation_kwargs or {})
+
     def _check_values(self) -> None:
         for name, options in {
             "constraint": Constraint,
+            "constraint_form": ConstraintForm,
+            "rollout_correction": Correction,
             "discrepancy_measure": Measure,
             "discrepancy_level": Level,
             "batch_reduction": Reduction,
             "weight_sync": WeightSync,
+            "weight_sync_trigger": SyncTrigger,
             "advantage_estimator": AdvantageEstimator,
             "hub_deployment": HubDeployment,
             **_TRL_CHOICES,
@@ -193,7 +267,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             require_number("reward_weights", weight, FINITE)
         self._check_dicts()
         if self.deployment_scheme is not None:
-            require_scheme(self.deployment_scheme)
+            written = self.use_vllm or (self.push_to_hub and self.hub_deployment != "none")
+            (require_served_scheme if written else require_scheme)(self.deployment_scheme)
 
     def _check_dicts(self) -> None:
         for name in self._VALID_DICT_FIELDS:
@@ -216,12 +291,24 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         """Refuses what makes the engine's distribution another one than the policy's, under a constraint."""
         if self.constraint == "none":
             return
-        further = self.generation_kwargs or {}
-        settings = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
-        for name, value, remedy in restrictions(settings | further):
-            where = " in generation_kwargs" if name in further else ""
+        for name, value, remedy in restrictions(self._sampling, corrected=TRUNCATIONS):
+            where = " in generation_kwargs" if name in (self.generation_kwargs or {}) else ""
             raise ValueError(
                 f"{name}={value!r}{where} makes the engine sample from a distribution that is not the policy's, or "
                 f"report another's, and constraint={self.constraint!r} would constrain that difference: {remedy} or "
                 "constraint='none'."
+            )
+        top_k = self._sampling["top_k"]
+        if not (self.use_vllm and self.truncated_sampling):
+            return
+        if top_k <= 0:
+            raise ValueError(
+                f"top_k={top_k} with top_p={self._sampling['top_p']!r} and min_p={self._sampling['min_p']!r} leaves "
+                "open how many tokens vLLM keeps, and it cannot name them all: set top_k too (for example 20), sample "
+                "by the in-process replica (use_vllm=False, deployment_scheme), or set constraint='none'."
+            )
+        if self.vllm_mode == "colocate" and top_k > _COLOCATED_LOGPROBS:
+            raise ValueError(
+                f"top_k={top_k} keeps more tokens than an engine of vllm_mode='colocate' names "
+                f"({_COLOCATED_LOGPROBS}): lower it, or use vllm_mode='server'."
             )

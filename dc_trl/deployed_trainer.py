@@ -7,26 +7,34 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate import DistributedType
 from torch import Tensor
-from transformers import GenerationConfig, ProcessorMixin
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import GenerationConfig, ProcessorMixin, TrainerCallback
 from trl import GRPOTrainer
+from trl.extras.profiling import profiling_context
 from trl.generation.vllm_generation import VLLMGeneration
 
 from .config import DCGRPOConfig
 from .constraint.advantages import total_rewards
 from .quantization.policy import base_model, require_shared_embeddings, unwrapped
 from .quantization.tensors import deployed_tensors
+from .resuming.checkpoints import SAMPLER_FOLDER
 from .rollouts.buffer import fill_empty, sampled_only
-from .rollouts.neutral_sampling import SERVER_DEFAULTS, restrictions
-from .rollouts.rewards import RewardFunction, call_reward
+from .rollouts.neutral_sampling import SERVER_DEFAULTS, TRUNCATIONS, restrictions, truncates
+from .rollouts.sync_schedule import SyncSchedule
+from .rollouts.truncation import Kept, KeptHead
+from .settings.reward_functions import RewardFunction, call_reward
 
 
 # Imported where a run samples or writes in a deployment scheme: compressed-tensors and what it needs take 0.15 s.
 if TYPE_CHECKING:
     from .quantization.checkpoint import CheckpointWriter
+    from .quantization.deployed_forward import DeployedForward
     from .rollouts.replica import Replica
 
 _COLUMNS_OF_TRL = ("prompt", "completion", "completion_ids")  # which it passes by itself, or not at all
@@ -46,6 +54,8 @@ class DeployedPolicyTrainer(GRPOTrainer):
 
     Attributes:
         replica (`Replica` or `None`): the engine that samples, when `deployment_scheme` is set without vLLM.
+        deployed_forward (`DeployedForward` or `None`): what has the policy compute as it is deployed, when
+            `train_through_quantization` is set; enabled throughout.
     """
 
     _last_loaded_step: int  # TRL's: the step whose weights vLLM holds
@@ -53,7 +63,12 @@ class DeployedPolicyTrainer(GRPOTrainer):
     def __init__(self, model, reward_funcs, args: DCGRPOConfig, *positional, **kwargs):
         # Set before TRL's constructor, which may already call hooks of this class.
         self.replica: Replica | None = None
+        self.deployed_forward: DeployedForward | None = None
         self._deployment_writer: CheckpointWriter | None = None
+        self._schedule = SyncSchedule(args.weight_sync_steps)
+        self._held: int | None = None  # the step whose weights the engine holds
+        self._truncated = args.truncated_sampling
+        self._kept: Kept | None = None  # of the completions that are scored by the present call of a hook
         # TRL would build an engine that knows no deployment scheme. It is built here, once the rest is there.
         use_vllm, args.use_vllm = args.use_vllm, False
         try:
@@ -63,9 +78,29 @@ class DeployedPolicyTrainer(GRPOTrainer):
         if use_vllm:
             self.use_vllm = True
             self.vllm_generation = self._build_vllm()
-            self._last_loaded_step = -1
         elif args.deployment_scheme is not None:
             self.replica = self._build_replica(args.deployment_scheme)
+        if args.train_through_quantization and args.deployment_scheme is not None:
+            self.deployed_forward = self._align_forward(args.deployment_scheme)
+
+    def _align_forward(self, scheme: str) -> DeployedForward:
+        from .quantization.deployed_forward import DeployedForward
+
+        sharding = self.accelerator.distributed_type
+        if sharding == DistributedType.DEEPSPEED or (
+            sharding == DistributedType.FSDP and not self.accelerator.is_fsdp2
+        ):
+            raise ValueError(
+                f"train_through_quantization=True reads whole parameters, which {sharding.value} does not give: "
+                "launch with FSDP2 (fsdp_version: 2) or without sharding, or set train_through_quantization=False."
+            )
+        if sharding == DistributedType.FSDP:
+            # Quantized from what is gathered, which has to arrive unrounded; the forward sees to its own precision.
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
+        forward = DeployedForward(self.model, scheme)
+        forward.enabled = True
+        self.add_callback(_ParametersMove(forward))
+        return forward
 
     def _build_replica(self, scheme: str) -> Replica:
         from .rollouts.replica import Replica
@@ -80,7 +115,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
 
     def _build_vllm(self) -> VLLMGeneration:
         """The vLLM engine that samples, with the arguments that TRL's constructor passes to its own."""
-        from .rollouts.vllm_backends import ColocateGeneration, ServerGeneration
+        from .rollouts.vllm_backends import ColocateGeneration, Generation, ServerGeneration
 
         args, model = self.args, self.model
         batch_size = args.per_device_train_batch_size * args.steps_per_generation
@@ -89,9 +124,16 @@ class DeployedPolicyTrainer(GRPOTrainer):
             **{name: getattr(args, f"vllm_{name}") for name in _OF_VLLM},
             "max_num_seqs": batch_size * args.vllm_tensor_parallel_size,
             "trust_remote_code": args.trust_remote_code,
-            "logprobs": 0,  # of the sampled token alone
-            "generation_kwargs": args.generation_kwargs,
+            "logprobs": args.named_tokens,
+            # Under a constraint `logprobs` may be 0 there, which is what the trainer asks for where it needs no more.
+            "generation_kwargs": {
+                name: value
+                for name, value in (args.generation_kwargs or {}).items()
+                if name != "logprobs" or args.named_tokens == 0
+            },
         }
+        # Older weights come back from a checkpoint alone.
+        weight_sync = "checkpoint" if args.weight_sync_steps > 1 else args.weight_sync
         if args.vllm_mode == "server":
             _check_server_defaults(args, model)
             require_shared_embeddings(
@@ -101,7 +143,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
             )
             return ServerGeneration(
                 deployment_scheme=args.deployment_scheme,
-                weight_sync=args.weight_sync,
+                weight_sync=weight_sync,
                 weight_sync_dir=args.weight_sync_dir,
                 vllm_request_timeout=args.vllm_request_timeout,
                 vllm_time_limit=args.vllm_time_limit,
@@ -109,7 +151,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
                 routing_replay=args.routing_replay,
                 **of_trl,
             )
-        if args.deployment_scheme is not None or args.weight_sync == "checkpoint":
+        if args.deployment_scheme is not None or weight_sync == "checkpoint":
             return ColocateGeneration(
                 deployment_scheme=args.deployment_scheme, weight_sync_dir=args.weight_sync_dir, **of_trl
             )
@@ -118,7 +160,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
             reason="TRL merges adapters in place, in both at once",
             remedy="Set deployment_scheme (for example 'bf16')",
         )
-        return VLLMGeneration(**of_trl)
+        return Generation(**of_trl)
 
     def _complete_generation_config(self) -> None:
         """Has the replica sample as `model.generate` does: what TRL leaves open, the model's own settings say.
@@ -136,7 +178,9 @@ class DeployedPolicyTrainer(GRPOTrainer):
                 "does not read: leave them out of generation_kwargs and of the model's generation_config, or sample "
                 "by vLLM (use_vllm=True, generation_kwargs={'stop': ...})."
             )
-        _check_model_settings(self.args, {name: value for name, value in vars(config).items() if name[0] != "_"})
+        settings = {name: value for name, value in vars(config).items() if name[0] != "_"}
+        _check_model_settings(self.args, settings, corrected=TRUNCATIONS)
+        self._truncated = self.args.constraint != "none" and truncates(settings)
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 
@@ -144,14 +188,48 @@ class DeployedPolicyTrainer(GRPOTrainer):
         if self.replica is None:
             completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         else:
-            # Requantizing costs less than one decoding step; tracking whether the weights moved would cost trust.
-            self.replica.sync(unwrapped(self.accelerator, self.model_wrapped))
-            completion_ids, logprobs = self.replica.generate(prompt_ids, self.generation_config, self.temperature)
+            completion_ids, logprobs = self.replica.generate(
+                prompt_ids, self.generation_config, self.temperature, among_kept=self._truncated
+            )
         return fill_empty(completion_ids, logprobs, self._tokenizer.eos_token_id)
 
     def _generate(self, prompts):
-        prompt_ids, completion_ids, tool_mask, *others = super()._generate(prompts)
-        return prompt_ids, completion_ids, sampled_only(completion_ids, tool_mask), *others
+        training = self.model.training
+        self._bring_weights(training)
+        prompt_ids, completion_ids, tool_mask, completions, logprobs, *others = super()._generate(prompts)
+        if self._engine is not None:
+            self._tell_age(training, len(prompts))
+        truncated = self._truncated and logprobs is not None
+        self._kept = Kept.of(completion_ids, logprobs, self.accelerator.device) if truncated else None
+        return prompt_ids, completion_ids, sampled_only(completion_ids, tool_mask), completions, logprobs, *others
+
+    # --- truncated sampling: all log-probabilities are among the tokens that the engine kept ------------------------
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        if self._kept is not None:
+            batch["kept_ids"], batch["kept_counts"] = self._kept
+            self._kept = None
+        return batch
+
+    def _compute_loss(self, model, inputs):
+        if "kept_ids" in inputs:
+            self._kept = Kept(inputs["kept_ids"], inputs["kept_counts"])
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._kept = None
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        score = super()._get_per_token_logps_and_entropies
+        if self._kept is None:
+            return score(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        policy = base_model(unwrapped(self.accelerator, model))
+        completion_ids = input_ids[:, -logits_to_keep:]
+        in_float32 = self.args.cast_lm_head_to_fp32
+        with KeptHead(policy, self._kept, completion_ids, self.temperature, in_float32) as head:
+            logps, *others = score(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        return head.log_probs(logps), *others
 
     def deployed_completion_ids(self, prompt_ids: list[list[int]], temperature: float = 0.0) -> list[list[int]]:
         """Completions of the policy as it is deployed: by the replica or by vLLM, at the present weights.
@@ -166,6 +244,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
         Raises:
             ValueError: there is no such engine (`deployment_scheme` is not set, `use_vllm` neither).
         """
+        self._bring_weights(training=False)
         if self.replica is not None:
             return self._complete_by_replica(self.replica, prompt_ids, temperature)
         if self.use_vllm:
@@ -231,9 +310,6 @@ class DeployedPolicyTrainer(GRPOTrainer):
 
     def _complete_by_vllm(self, prompt_ids: list[list[int]], temperature: float) -> list[list[int]]:
         generation = self.vllm_generation
-        if self.state.global_step != self._last_loaded_step:
-            generation.sync_weights()
-            self._last_loaded_step = self.state.global_step
         of_training, generation.temperature = generation.temperature, temperature
         try:
             return generation.generate(prompts=prompt_ids, images=None, num_generations=1)[1]
@@ -251,8 +327,80 @@ class DeployedPolicyTrainer(GRPOTrainer):
             do_sample=temperature > 0,
             **sampling,
         )
-        replica.sync(unwrapped(self.accelerator, self.model_wrapped))
         return replica.generate(prompt_ids, config, temperature or 1.0)[0]
+
+    # --- which weights sample ----------------------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> Any:
+        """What samples with weights of its own: the replica or vLLM; None where `model.generate` does."""
+        return self.vllm_generation if self.use_vllm else self.replica
+
+    @property
+    def weight_syncs(self) -> tuple[int, int]:
+        """How often training has brought new weights to the engine, and how often it was spared by a lag."""
+        return self._schedule.syncs, self._schedule.steps - self._schedule.syncs
+
+    def _bring_weights(self, training: bool) -> None:
+        """Has the engine hold the weights that are to sample: the present ones, in training perhaps older ones."""
+        if self._engine is None:
+            return
+        schedule, step = self._schedule, self.state.global_step
+        if not (training and schedule.lags(step)):
+            self._sync(keep=schedule.lags(step))
+            if training:
+                schedule.synced(step)
+        elif self._held != schedule.step:  # an evaluation was in between
+            self._engine.go_back()
+            self._held = schedule.step
+        self._last_loaded_step = step  # TRL has no sync to make
+
+    def _sync(self, keep: bool) -> None:
+        """Brings the present weights to the engine; with `keep` it can go back to those of training."""
+        if self.replica is not None:
+            # Requantizing costs less than one decoding step; tracking whether the weights moved would cost trust.
+            self.replica.sync(unwrapped(self.accelerator, self.model_wrapped), keep)
+        elif self._held != self.state.global_step:
+            with profiling_context(self, "sync_weights"):
+                if keep:
+                    self.vllm_generation.sync_weights(keep=True)
+                else:
+                    self.vllm_generation.sync_weights()
+        self._held = self.state.global_step
+
+    def _tell_age(self, training: bool, completions: int) -> None:
+        """Counts a generation batch of training, and logs whose weights have sampled these completions."""
+        schedule, step = self._schedule, self.state.global_step
+        age = schedule.sampled(step) if training else 0
+        if schedule.every == 1:
+            return
+        self._pending_extra_logs["weights_of_step"].extend([step - age] * completions)
+        if training:
+            self._metrics["train"]["sync/age"].append(age)
+            self._metrics["train"]["sync/count"].append(schedule.syncs)
+
+    def _save_weights(self, folder: str) -> dict[str, Any]:
+        """Saves the weights that go on to sample, unless new ones are due; returns what `_load_weights` needs."""
+        schedule = self._schedule
+        kept = schedule.every > 1 and not schedule.due(self.state.global_step)
+        if kept and self.args.should_save:
+            self._engine.save_weights(Path(folder, SAMPLER_FOLDER))
+        return {"schedule": schedule.state_dict(), "engine": self._engine_name, "kept": kept}
+
+    def _load_weights(self, folder: str, state: dict[str, Any]) -> None:
+        """Has the engine sample with the weights that `_save_weights` saved, until new ones are due."""
+        self._schedule.load_state_dict(state["schedule"])
+        if self._schedule.due(self.state.global_step):
+            return
+        if state["kept"] and state["engine"] == self._engine_name:
+            self._engine.load_weights(Path(folder, SAMPLER_FOLDER))
+            self._held = self._schedule.step
+        else:
+            self._schedule.wanted = True
+
+    @property
+    def _engine_name(self) -> str:
+        return f"{'vllm' if self.use_vllm else 'replica'} {self.args.deployment_scheme}"
 
     # --- the checkpoint that is served -----------------------------------------------------------------------------
 
@@ -286,6 +434,16 @@ class DeployedPolicyTrainer(GRPOTrainer):
             pass  # take part in gathering
 
 
+class _ParametersMove(TrainerCallback):
+    """Some optimizers write parameters behind PyTorch's back, those of bitsandbytes for example."""
+
+    def __init__(self, forward: DeployedForward):
+        self._forward = forward
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self._forward.forget()
+
+
 def _no_log(*args: Any) -> None:
     """What a reward function logs of completions that are no rollouts is dropped."""
 
@@ -303,10 +461,10 @@ def _check_server_defaults(args: DCGRPOConfig, policy: Any) -> None:
     _check_model_settings(args, {name: of_model[name] for name in left_open if of_model.get(name) is not None})
 
 
-def _check_model_settings(args: DCGRPOConfig, settings: dict[str, Any]) -> None:
+def _check_model_settings(args: DCGRPOConfig, settings: dict[str, Any], corrected: Collection[str] = ()) -> None:
     if args.constraint == "none":
         return
-    for name, value, remedy in restrictions(settings):
+    for name, value, remedy in restrictions(settings, corrected):
         raise ValueError(
             f"{name}={value!r} of the model's generation_config makes the engine sample from a distribution that is "
             f"not the policy's, and constraint={args.constraint!r} would constrain that difference: {remedy} in "

@@ -19,6 +19,7 @@ from .quantization.policy import unwrapped
 from .resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE, on_main_process, resumable_checkpoint
 from .resuming.interruption import RunInterrupted
 from .rollouts.buffer import load_rollouts, save_rollouts
+from .rollouts.sync_schedule import SyncSchedule
 from .routing_trainer import RoutingTrainer
 from .serving.errors import ServerError
 
@@ -78,8 +79,8 @@ class ResumableTrainer(RoutingTrainer):
         """Forgets what an earlier training of this object has left, save the weights."""
         self._step, self._buffered_inputs = 0, None
         self._metrics["train"].clear()
-        if self.use_vllm:
-            self._last_loaded_step = -1  # the engine holds the weights of another training's step
+        # The engine holds the weights of another training's step.
+        self._schedule, self._held = SyncSchedule(self.args.weight_sync_steps), None
 
     def _save_before_stopping(self) -> str:
         """Saves what the run has reached, all processes together; says where, and how to go on."""
@@ -139,8 +140,10 @@ class ResumableTrainer(RoutingTrainer):
         if done > 0:
             rollouts = os.path.join(folder, ROLLOUTS_FILE.format(rank=self.accelerator.process_index))
             save_rollouts(self._buffered_inputs, rollouts)
+        weight_sync = self._save_weights(folder)
         if self.args.should_save:
             state = self._iteration_state() | {
+                "weight_sync": weight_sync,
                 "micro_batches_done": done,
                 "micro_batches_per_iteration": self._micro_batches_per_iteration,
                 "num_processes": self.accelerator.num_processes,
@@ -178,6 +181,8 @@ class ResumableTrainer(RoutingTrainer):
         )
         within_batch = done > 0 and as_before
         self._load_iteration_state(state, within_batch)
+        if "weight_sync" in state:  # saved since there is one
+            self._load_weights(checkpoint, state["weight_sync"])
         if within_batch:
             rollouts = os.path.join(checkpoint, ROLLOUTS_FILE.format(rank=self.accelerator.process_index))
             self._buffered_inputs = load_rollouts(rollouts, self.accelerator.device)

@@ -7,12 +7,16 @@ resumable_trainer.py. Nothing of TRL is copied; docs/hooks.md lists the private 
 - `_generate_and_score_completions` returns the rollouts with their advantages (B,); per-token advantages (B, T) are
   the shape that TRL supports for subclasses, and the buffer's shuffle and split keep them aligned with the tokens.
 - When TRL has computed `old_per_token_logps` (the weights move within a generation batch), those are log π_train at
-  the weights that sampled, and the advantages are penalised right there. When it has not, the weights stand still
-  until the generation batch is used up, and the loss's own forward gives the same numbers: the advantages are replaced
-  between that forward and their first use. Either way there is no forward pass that TRL would not make by itself.
+  the trainer's weights when the batch was sampled, and the advantages are penalised right there. When it has not, the
+  weights stand still until the generation batch is used up, and the loss's own forward gives the same numbers: the
+  advantages are replaced between that forward and their first use. Either way there is no forward pass that TRL would
+  not make by itself. The trainer's weights are those that sampled, unless `weight_sync_steps` lets the engine's lag.
 """
 
-from typing import Any, ClassVar
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.logging import get_logger
@@ -21,13 +25,20 @@ from trl.trainer.utils import get_config_model_id
 
 from .config import DCGRPOConfig
 from .constraint.advantages import leave_one_out_advantages, total_rewards, zero_std_groups
+from .constraint.balance import BalancedMultiplier, gradient_norm
 from .constraint.discrepancy import scored_tokens, token_discrepancy
-from .constraint.forms import Constrained, form_of
+from .constraint.forms import Constrained, drift_warning, form_of
+from .constraint.settings import TWO_SIDED
 from .constraint.statistics import BatchStatistics
+from .constraint.trust import trust_of
 from .hub.trainer import HubMixin
 from .resumable_trainer import ResumableTrainer
 from .rollouts.buffer import with_nonempty_completions
 
+
+# Imported where a form compares the policy with its quantized self: compressed-tensors takes 0.15 s.
+if TYPE_CHECKING:
+    from .quantization.two_sided import TwoSidedDivergence
 
 logger = get_logger(__name__)
 
@@ -48,8 +59,10 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
             in-process replica samples, or without it where a `rollout_func` does.
 
     Attributes:
-        lagrange_multiplier (`LagrangeMultiplier`): λ; constant unless `constraint="lagrangian"`.
+        lagrange_multiplier (`LagrangeMultiplier` or `BalancedMultiplier`): λ; constant with `constraint="static"`.
         form (`Form` or `None`): how λ enters the objective, see `dc_trl.constraint.forms`; `None` measures only.
+        trust (`Trust` or `None`): how rollouts are corrected, see `dc_trl.constraint.trust`; `None` takes them as they
+            are.
         replica (`Replica` or `None`): the engine that samples, when `deployment_scheme` is set.
 
     Raises:
@@ -75,6 +88,7 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
 
     # TRL's own
     beta: float  # coefficient of the KL term
+    loss_type: str
 
     def __init__(self, model, reward_funcs=None, args=None, *positional, rollout_func=None, **kwargs):
         if args is None:
@@ -90,17 +104,29 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         if rollout_func is not None:
             rollout_func = with_nonempty_completions(rollout_func)
         # Set before TRL's constructor, which may already call hooks of this class.
-        self.form = form_of(args)
+        self.form = form_of(args, self._divergence)
+        self.trust = trust_of(args)
         self.lagrange_multiplier = args.multiplier()
+        self._warned_of_drift = False
         self._statistics = {mode: BatchStatistics(args.batch_reduction) for mode in ("train", "eval")}
         # δ̄ of the present generation batch, from the time it is known to the update of λ at the batch's end.
         self._mean_discrepancy: float | None = None
+        # Norms of the reward's and the constraint's gradient in this generation batch, likewise; constraint="balance".
+        self._gradient_norms: list[float] | None = None
         # Between two hooks of TRL: rewards of the completions that were scored last, of all processes, NaN where there
         # is none; and the inputs of the loss that is being computed.
         self._rewards: Tensor
         self._loss_inputs: dict[str, Any] | None = None
         self._evaluation_set = ""  # name of the one that is being evaluated, where there are several
+        self._two_sided: TwoSidedDivergence | None = None
         super().__init__(model, reward_funcs, args, *positional, rollout_func=rollout_func, **kwargs)
+        if args.constraint != "none" and args.constraint_form in TWO_SIDED:
+            from .quantization.deployed_forward import DeployedForward
+            from .quantization.two_sided import TwoSidedDivergence
+
+            deployed = DeployedForward(self.model, args.deployment_scheme)
+            kind = args.constraint_form.removeprefix("two_sided_")
+            self._two_sided = TwoSidedDivergence(self.model, deployed, kind, self.temperature)
 
     @staticmethod
     def _check_arguments(args: DCGRPOConfig, rollout_func: Any) -> None:
@@ -111,12 +137,19 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
                 "routing_replay=True needs the experts that the engine chose, and a rollout_func does not pass them "
                 "on: leave it out, or set routing_replay=False."
             )
-        scheme = args.deployment_scheme
-        if args.constraint != "none" and not args.use_vllm and scheme is None and rollout_func is None:
+        scheme, needy = args.deployment_scheme, _in_need_of_logps(args)
+        sharding = args.distributed_state.distributed_type.value
+        for name, own_gradients in {"constraint": ["balance"], "constraint_form": TWO_SIDED}.items():
+            if sharding in ("FSDP", "DEEPSPEED") and getattr(args, name) in own_gradients:
+                raise ValueError(
+                    f"{name}={getattr(args, name)!r} takes gradients of its own, which {sharding} sharding rules out: "
+                    "use constraint_form='log_ratio' or 'quadratic' with constraint='static' or 'lagrangian'."
+                )
+        if needy is not None and not args.use_vllm and scheme is None and rollout_func is None:
             raise ValueError(
-                f"constraint={args.constraint!r} needs the rollouts' log-probabilities, and model.generate returns "
+                f"{needy}={getattr(args, needy)!r} needs the rollouts' log-probabilities, and model.generate returns "
                 "none: set deployment_scheme (for example 'fp8') to sample from an in-process replica, use_vllm=True, "
-                "or constraint='none'."
+                f"or {needy}='none'."
             )
         if scheme is None or args.use_vllm:
             return
@@ -125,7 +158,6 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
                 f"deployment_scheme={scheme!r} samples from the in-process replica and contradicts rollout_func: pass "
                 "one of the two."
             )
-        sharding = args.distributed_state.distributed_type.value
         if sharding in ("FSDP", "DEEPSPEED"):
             raise ValueError(
                 f"deployment_scheme={scheme!r} keeps a whole replica in each process, which {sharding} sharding rules "
@@ -138,10 +170,10 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         batch = super()._generate_and_score_completions(inputs)
         self._compare_rewards(batch)
         if "sampling_per_token_logps" not in batch:
-            if self.form is not None:
+            if (needy := _in_need_of_logps(self.args)) is not None:
                 raise ValueError(
-                    f"constraint={self.args.constraint!r} needs the rollouts' log-probabilities, and the engine "
-                    "returned none (logprobs=None): return them from rollout_func, or set constraint='none'."
+                    f"{needy}={getattr(self.args, needy)!r} needs the rollouts' log-probabilities, and the engine "
+                    f"returned none (logprobs=None): return them from rollout_func, or set {needy}='none'."
                 )
         elif "old_per_token_logps" in batch:
             self._constrain(batch, batch["old_per_token_logps"])
@@ -192,12 +224,13 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         if constrained is not None:
             batch["trajectory_advantages"] = batch["advantages"]
             batch["advantages"] = constrained.advantages.detach()
+        weights = self._apply_trust(batch, train_logps, scored)
 
         if self.model.training and self._completed_passes() > 0:
             return  # the same tokens at the same weights again
         penalty = None if constrained is None else constrained.penalty
         self._statistics["train" if self.model.training else "eval"].add(
-            train_logps, infer_logps, scored, delta, penalty
+            train_logps, infer_logps, scored, delta, penalty, weights
         )
 
     def _apply_form(
@@ -210,6 +243,25 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         if constrained.loss is not None:
             batch["constraint_loss"] = constrained.loss
         return constrained
+
+    def _divergence(self) -> Tensor:
+        """Of the policy from its quantized self, at the tokens of the present loss; for the two-sided forms."""
+        assert self._two_sided is not None
+        assert self._loss_inputs is not None
+        with self.accelerator.autocast():
+            return self._two_sided(self._loss_inputs["train_logps"], self._loss_inputs["forward"])
+
+    def _apply_trust(self, batch: dict[str, Any], train_logps: Tensor, scored: Tensor) -> Tensor | None:
+        """Weighs the advantages of a batch by the correction; returns the weights, shape (B, T)."""
+        if self.trust is None:
+            return None
+        advantages = batch["advantages"]
+        weights = self.trust(train_logps, batch["sampling_per_token_logps"], scored, advantages)
+        if self.loss_type == "vespo":
+            batch["importance_sampling_ratio"] = weights  # which VESPO makes part of its ratio of a trajectory
+        else:
+            batch["advantages"] = weights * (advantages.unsqueeze(1) if advantages.dim() == 1 else advantages)
+        return weights
 
     # --- the loss ---------------------------------------------------------------------------------------------------
 
@@ -226,26 +278,38 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
             loss = super()._compute_loss(model, inputs)
         finally:
             self._loss_inputs, self.beta = None, beta
+        accumulated = self.current_gradient_accumulation_steps if self.model.training else 1.0
+        first_of_iteration = self.model.training and self._step % self._micro_batches_per_iteration == 0
+        if first_of_iteration and isinstance(self.lagrange_multiplier, BalancedMultiplier):
+            self._gradient_norms = self._measure_gradients(inputs, loss * accumulated)
         if "constraint_loss" in inputs:
-            accumulated = self.current_gradient_accumulation_steps if self.model.training else 1.0
-            loss = loss + inputs["constraint_loss"] / accumulated
+            term = inputs["constraint_loss"]
+            loss = loss + self.lagrange_multiplier.value * term / accumulated
+            mean = self.accelerator.gather(term.detach()).mean().item()
+            self._metrics["train" if self.model.training else "eval"]["lagrangian/constraint_loss"].append(mean)
         return loss if weight > 0 else loss * 0.0  # of a batch that is dropped whole nothing is learned
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         outputs = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         inputs = self._loss_inputs
         if inputs is not None:  # within the loss, which reads the advantages after this forward
+            inputs["train_logps"] = outputs[0]
+            again = kwargs | {"compute_entropy": False, "compute_aux_loss": False}
+            inputs["forward"] = partial(self._train_logps, model, *args, **again)
             self._constrain_in_loss(inputs, outputs[0])
             if "kept_weight" in inputs:
                 inputs["advantages"] = inputs["advantages"] * inputs["kept_weight"]
         return outputs
+
+    def _train_logps(self, model, *args, **kwargs) -> Tensor:
+        return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)[0]
 
     def _constrain_in_loss(self, inputs: dict[str, Any], train_logps: Tensor) -> None:
         if "sampling_per_token_logps" not in inputs:
             return
         if "old_per_token_logps" not in inputs:
             self._constrain(inputs, train_logps)
-        elif "constraint_loss" in inputs:  # penalised when it was sampled; its loss term wants this forward's gradient
+        elif self.form is not None:  # penalised when it was sampled; a term of the loss wants this forward's gradient
             scored = scored_tokens(_loss_mask(inputs), train_logps, inputs["sampling_per_token_logps"])
             self._apply_form(inputs, train_logps, scored, inputs["trajectory_advantages"])
 
@@ -263,18 +327,56 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         done = self._step % self._micro_batches_per_iteration
         if done == self.args.steps_per_generation % self._micro_batches_per_iteration:
             self._report("train")  # the first pass is over: each token was seen once
-        if done == 0 and self._mean_discrepancy is not None:
-            if self.args.constraint == "lagrangian":
-                self._ascend(self._mean_discrepancy)
-            self._mean_discrepancy = None
+        if done == 0:
+            self._move_multiplier()
         return loss
 
-    def _ascend(self, mean_discrepancy: float) -> None:
-        """One step of dual ascent (eq. 11)."""
-        searching = self.lagrange_multiplier.tolerance is None
-        self.lagrange_multiplier.update(mean_discrepancy)
-        if searching and (tolerance := self.lagrange_multiplier.tolerance) is not None:
-            logger.info(f"discrepancy_tolerance='auto' is {tolerance:.4g} after step {self.state.global_step}.")
+    def _move_multiplier(self) -> None:
+        """One step of dual ascent (eq. 11), or of the balance."""
+        multiplier, mean_discrepancy, norms = self.lagrange_multiplier, self._mean_discrepancy, self._gradient_norms
+        self._mean_discrepancy = self._gradient_norms = None
+        if isinstance(multiplier, BalancedMultiplier):
+            if norms is not None:
+                multiplier.update(*norms)
+        elif self.args.constraint == "lagrangian" and mean_discrepancy is not None:
+            searching = multiplier.tolerance is None
+            multiplier.update(mean_discrepancy)
+            if searching and multiplier.tolerance is not None:
+                tolerance = f"{multiplier.tolerance:.4g}"
+                logger.info(f"discrepancy_tolerance='auto' is {tolerance} after step {self.state.global_step}.")
+
+    def _measure_gradients(self, inputs: dict[str, Any], loss: Tensor) -> list[float] | None:
+        """Norms of the reward's gradient and of the constraint's at λ = 1, root mean squares over the processes.
+
+        Args:
+            inputs: of the loss, whose forward has been made.
+            loss: of the micro-batch without a term of the constraint, as a mean over it.
+        """
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if "sampling_per_token_logps" not in inputs:
+            return None
+        if "constraint_loss" in inputs:
+            norms = [gradient_norm(term, parameters) for term in (loss, inputs["constraint_loss"])]
+        else:
+            # Both are a weighted mean of the same tokens' log-probabilities, and weighted by the loss in one way.
+            train_logps, advantages = inputs["train_logps"], inputs["trajectory_advantages"]
+            scored = scored_tokens(_loss_mask(inputs), train_logps, inputs["sampling_per_token_logps"])
+            constrained = self._apply_form(inputs, train_logps, scored, advantages)
+            if constrained is None or constrained.penalty is None:
+                return None
+            weight = scored.float()
+            if self.args.loss_type in ("grpo", "sapo"):
+                weight = weight / weight.sum(-1, keepdim=True).clamp(min=1)
+            if self.trust is not None:
+                infer_logps = inputs["sampling_per_token_logps"]
+                weight = weight * self.trust(train_logps, infer_logps, scored, constrained.advantages)
+            pulls = weight * advantages.unsqueeze(1), weight * constrained.penalty
+            norms = [gradient_norm(train_logps, parameters, pull) for pull in pulls]
+        squares = torch.tensor([norms], device=loss.device).square()
+        norms = self.accelerator.gather(squares).mean(0).sqrt().tolist()
+        for name, norm in zip(("reward", "constraint"), norms, strict=True):
+            self._metrics["train"][f"lagrangian/{name}_grad_norm"].append(norm)
+        return norms
 
     def _report(self, mode: str) -> None:
         """Reduces the statistics over all processes and hands them to TRL's metrics."""
@@ -287,19 +389,41 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
                 "batch."
             )
             return
+        mean = report.mean_discrepancy
+        if mean is None:
+            logger.warning(
+                f"rollout_correction={self.args.rollout_correction!r} has masked every token of this batch: it "
+                "teaches nothing, and λ stays as it is."
+            )
         metrics = {f"discrepancy/{name}": value for name, value in report.metrics().items()}
+        metrics |= {f"trust/{name}": value for name, value in report.trust_metrics().items()}
         if self.form is not None:
             value = self.lagrange_multiplier.value
             metrics["lagrangian/lambda"] = value
             if (tolerance := self.lagrange_multiplier.tolerance) is not None:
                 metrics["lagrangian/tolerance"] = tolerance
-                metrics["lagrangian/violation"] = report.mean_discrepancy - tolerance
-            metrics["lagrangian/penalty_mean"] = report.mean_penalty(value)
-            metrics["lagrangian/penalized_fraction"] = report.penalized_fraction
+                if mean is not None:
+                    metrics["lagrangian/violation"] = mean - tolerance
+            if report.penalizes:
+                metrics["lagrangian/penalty_mean"] = report.mean_penalty(value)
+                metrics["lagrangian/penalized_fraction"] = report.penalized_fraction
         for name, metric in metrics.items():
             self._metrics[mode][name].append(metric)
         if mode == "train":
-            self._mean_discrepancy = report.mean_discrepancy
+            self._mean_discrepancy = mean
+            self._watch_lag(mean, metrics["discrepancy/k3_kl"])
+
+    def _watch_lag(self, mean_discrepancy: float | None, k3: float) -> None:
+        """Asks for new weights where δ̄ has passed ε, and warns where the penalty would make a lag worse."""
+        tolerance = self.lagrange_multiplier.tolerance
+        if self.args.weight_sync_trigger == "discrepancy" and (
+            tolerance is None or mean_discrepancy is None or mean_discrepancy > tolerance
+        ):
+            self._schedule.wanted = True
+        warning = None if self.form is None else drift_warning(self.args.constraint_form, k3)
+        if warning is not None and not self._warned_of_drift:
+            self._warned_of_drift = True
+            logger.warning(warning)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         # Several evaluation sets, {"easy": …, "hard": …}, come here one by one as "eval_easy", "eval_hard".
@@ -323,18 +447,26 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         super()._start_again()
         self.lagrange_multiplier.load_state_dict(self.args.multiplier().state_dict())
         self._statistics["train"].clear()
-        self._mean_discrepancy = None
+        self._mean_discrepancy = self._gradient_norms = None
+        self._warned_of_drift = False
 
     def _iteration_state(self):
         return {
             "lagrange_multiplier": self.lagrange_multiplier.state_dict(),
             "batch_discrepancy": self._mean_discrepancy,
+            "gradient_norms": self._gradient_norms,
         }
 
     def _load_iteration_state(self, state, within_batch):
         self.lagrange_multiplier.load_state_dict(state["lagrange_multiplier"])
         if within_batch:
             self._mean_discrepancy = state["batch_discrepancy"]
+            self._gradient_norms = state.get("gradient_norms")  # absent in checkpoints of before there was a balance
+
+
+def _in_need_of_logps(args: DCGRPOConfig) -> str | None:
+    """The setting that cannot do without the rollouts' log-probabilities; None where all can."""
+    return next((name for name in ("constraint", "rollout_correction") if getattr(args, name) != "none"), None)
 
 
 def _loss_mask(batch: dict[str, Any]) -> Tensor:

@@ -23,7 +23,8 @@ def main() -> None:
     generation.deployment_scheme, generation.weight_sync_dir, generation._syncs = "fp8", str(root), 0
     generation._dist = SimpleNamespace(is_fsdp=False, is_zero3=False)
     generation._init_vllm()
-    checkpoint = generation._write_checkpoint()
+    generation._write_checkpoint()
+    checkpoint = generation.checkpoint
     folders = sorted(root.glob("dc_trl-sync-*"))
     assert len(folders) == 3, folders
     assert (root / "dc_trl-sync-elsewhere_run-0").is_dir(), "another host's, whose lock need not be seen here"

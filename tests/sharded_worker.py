@@ -1,4 +1,7 @@
-"""Writes checkpoints from weights that FSDP2 has sharded over two processes: `-m tests.sharded_worker FOLDER`."""
+"""What becomes of weights that FSDP2 has sharded over two processes: `-m tests.sharded_worker FOLDER`.
+
+Checkpoints that are written from them, and log-probabilities among kept tokens with their gradient.
+"""
 
 import sys
 from pathlib import Path
@@ -9,11 +12,14 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer.utils import add_fused_lm_head
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.tensors import deployed_tensors
+from dc_trl.rollouts.truncation import Kept, KeptHead, KeptLogProb
 
 from .helpers import distinct_characters, make_config, make_model, make_prompts, make_tokenizer
 
@@ -21,11 +27,11 @@ from .helpers import distinct_characters, make_config, make_model, make_prompts,
 FOLDER = Path(sys.argv[1])
 
 
-def shard(model):
-    """As accelerate's FSDP2, which runs on no CPU: computes in bfloat16, and recomputes the layers' activations."""
+def shard(model, dtype=torch.bfloat16):
+    """As accelerate's FSDP2, which runs on no CPU: computes in `dtype`, and recomputes the layers' activations."""
     options = {
         "mesh": torch.distributed.init_device_mesh("cpu", (2,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype),
     }
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     for number, layer in enumerate(base.model.layers):
@@ -44,8 +50,24 @@ def write(accelerator, model, folder: Path, gathered_by_trl=None) -> None:
         pass
 
 
+def score_among_kept(model) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of six tokens among three each, and the gradient of their sum to the output head."""
+    add_fused_lm_head(model)
+    ids = torch.arange(20, 32).view(2, 6)
+    sampled = ids[:, 3:]
+    logprobs = [[KeptLogProb(0.0, torch.tensor([7, 8, token], dtype=torch.int32)) for token in row] for row in sampled]
+    kept = Kept.of(sampled.tolist(), logprobs, sampled.device)
+    with KeptHead(model, kept, sampled, 1.0, False) as head:
+        whole = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs[:, 2:]
+    logps = head.log_probs(whole)
+    logps.sum().backward()
+    gradient = model.get_output_embeddings().weight.grad
+    return logps.detach(), gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
 def main() -> None:
     accelerator = Accelerator(cpu=True)
+    torch.save(score_among_kept(shard(make_model(64), torch.float32)), FOLDER / f"kept_{accelerator.process_index}.pt")
     model = shard(make_model(64))
     write(accelerator, model, FOLDER / "sharded")
     # After a forward pass FSDP2 keeps some weights gathered, rounded to what it computes in.

@@ -301,6 +301,16 @@ def test_weights_that_fsdp_has_sharded_are_gathered(tmp_path):
     weights = "model.safetensors"
     assert (tmp_path / "by the trainer" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
     assert "use_vllm=False: of sharded weights, only those under FSDP2" in (tmp_path / "refusal").read_text()
+    # Truncated sampling: a softmax of the model in one piece over the whole vocabulary, with the other tokens at -inf.
+    model, ids = make_model(64), torch.arange(20, 32).view(2, 6)
+    dropped = torch.ones(2, 3, 262, dtype=torch.bool).scatter(2, ids[:, 3:, None], False)
+    dropped[:, :, [7, 8]] = False
+    logits = model(input_ids=ids).logits[:, 2:-1].masked_fill(dropped, -torch.inf)
+    logps = logits.log_softmax(-1).gather(2, ids[:, 3:, None]).squeeze(2)
+    logps.sum().backward()
+    expected = logps.detach(), model.get_output_embeddings().weight.grad
+    for process in (0, 1):
+        torch.testing.assert_close(torch.load(tmp_path / f"kept_{process}.pt"), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8"])

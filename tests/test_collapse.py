@@ -88,6 +88,73 @@ def test_a_mismatch_that_grows_slowly_counts_from_its_early_level():
     assert 225 < alarm.step < 245
 
 
+def test_a_mismatch_that_falls_with_the_reward_by_hand():
+    fallen = curve("discrepancy/mean", [1e-3] * 20 + [0.9e-4] * 20)
+    rewards = [0.8] * 20 + [0.39] * 20  # alarm at 0.8 - 0.5 * 0.8 = 0.4
+    both = [row | {"reward": reward} for row, reward in zip(fallen, rewards, strict=True)]
+    assert rung(fallen) == []  # a policy that becomes sure has less of it
+    expected = [("reward", 27, 0.39, 0.4, 18), ("degenerate", 27, 0.9e-4, 1e-4, 18)]
+    assert rung(both, reward_drop=0.5) == expected
+    for row in both[20:]:
+        row["discrepancy/mean"] = 1.1e-4
+    assert rung(both, reward_drop=0.5) == expected[:1]
+    for row, reward in zip(both, [0.8] * 20 + [0.41] * 20, strict=True):
+        row |= {"reward": reward, "discrepancy/mean": min(row["discrepancy/mean"], 1e-3 if reward > 0.5 else 0.0)}
+    assert rung(both, reward_drop=0.5) == []
+
+
+# Means over sixths of 120 steps, arithmetic on the tiny model with FP8 rollouts and weights that lag: reward,
+# discrepancy/mean, and what rings. First runs, at commit 3ac9944; docs/staleness.md has the table that they belong to.
+LAGGING = {
+    "DC-GRPO, lag 8": (
+        [0.142, 0.0, 0.0, 0.0, 0.0, 0.0],
+        [0.06473, 0.02182, 7e-05, 6e-05, 7e-05, 7e-05],
+        {"reward", "degenerate"},
+    ),
+    "DC-GRPO, lag 8, another seed": (
+        [0.176, 0.002, 0.0, 0.0, 0.0, 0.0],
+        [0.0395, 0.06484, 0.0001, 3e-05, 3e-05, 3e-05],
+        {"reward", "degenerate"},
+    ),
+    "fixed multiplier, lag 8": (
+        [0.148, 0.002, 0.0, 0.0, 0.0, 0.0],
+        [0.03796, 0.06043, 0.00157, 0.00013, 8e-05, 8e-05],
+        {"reward", "degenerate"},
+    ),
+    "GRPO, lag 16": (
+        [0.286, 0.136, 0.12, 0.024, 0.005, 0.026],
+        [0.03339, 0.02945, 0.04853, 0.0811, 0.05171, 0.03794],
+        {"reward"},
+    ),
+    "GRPO, lag 8": (
+        [0.208, 0.142, 0.176, 0.178, 0.214, 0.214],
+        [0.02101, 0.01887, 0.01276, 0.0204, 0.01279, 0.02064],
+        {"reward"},  # for a while; means over 20 steps have none of the noise of single ones
+    ),
+    "log ratio, lag 8": (
+        [0.298, 0.299, 0.364, 0.384, 0.416, 0.422],
+        [0.00993, 0.00696, 0.00563, 0.0068, 0.00591, 0.00668],
+        set(),
+    ),
+    "GRPO in step": (
+        [0.258, 0.286, 0.411, 0.385, 0.424, 0.441],
+        [0.00208, 0.00222, 0.00205, 0.00256, 0.002, 0.00233],
+        set(),
+    ),
+}
+
+
+@pytest.mark.parametrize("run", LAGGING)
+def test_runs_that_ended_without_mismatch_and_without_reward(run):
+    rewards, means, expected = LAGGING[run]
+    rows = [
+        {"reward": reward, "discrepancy/mean": mean}
+        for reward, mean in zip(rewards, means, strict=True)
+        for _ in range(20)
+    ]
+    assert {alarm.signal for alarm in alarms_in(rows)} == expected
+
+
 def test_entropy_by_hand():
     assert rung(curve("entropy", [0.3] * 20 + [0.021] * 20)) == []  # above 0.02 nats
     assert rung(curve("entropy", [0.1] * 20 + [0.011] * 20)) == []  # above a tenth
@@ -184,6 +251,7 @@ def test_alarms_say_what_to_do():
         ("grad_norm_rise", 1),
         ("mismatch_rise", math.inf),
         ("mismatch_rise", True),
+        ("mismatch_fall", 1.0),
         ("entropy_fall", 1),
         ("entropy_rise", math.nan),
     ],

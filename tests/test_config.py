@@ -64,13 +64,13 @@ def test_nothing_else_differs_from_trl(tmp_path):
         ({"dual_window": 0}, ["dual_window=0", "at least 1"]),
         ({"dual_window": 2.5}, ["dual_window=2.5", "whole number"]),
         ({"temperature": 0.0}, ["temperature=0.0", "above 0"]),
-        ({"top_p": 0.9}, ["top_p=0.9", "top_p=1.0"]),
-        ({"top_k": 50}, ["top_k=50", "constraint='none'"]),
-        ({"min_p": 0.05}, ["min_p=0.05", "constraint='none'"]),
+        ({"top_p": 0.9, "use_vllm": True}, ["top_p=0.9", "set top_k too"]),
+        ({"top_k": 50, "use_vllm": True, "vllm_mode": "colocate"}, ["top_k=50", "vllm_mode='server'"]),
+        ({"generation_kwargs": {"top_k": None}}, ["top_k=None", "set top_k=0"]),
         ({"repetition_penalty": 1.1}, ["repetition_penalty=1.1", "constraint='none'"]),
-        ({"generation_kwargs": {"top_p": 0.5}}, ["top_p=0.5", "constraint='none'"]),
+        ({"generation_kwargs": {"top_p": 0.5}, "use_vllm": True}, ["top_p=0.5", "constraint='none'"]),
         ({"generation_kwargs": {"presence_penalty": 1.0}}, ["presence_penalty=1.0"]),
-        ({"generation_kwargs": '{"top_k": 7}'}, ["top_k=7"]),
+        ({"generation_kwargs": '{"no_repeat_ngram_size": 7}'}, ["no_repeat_ngram_size=7"]),
         (
             {"generation_kwargs": {"temperature": 0.3}},
             ["generation_kwargs['temperature']=0.3", "set temperature alone"],
@@ -127,7 +127,8 @@ def test_refused_when_the_config_is_made(tmp_path, fields, words):
 
 
 def test_truncated_sampling_is_free_without_a_constraint(tmp_path):
-    assert make_config(tmp_path, constraint="none", top_p=0.9, top_k=5, min_p=0.1).top_p == 0.9
+    assert not make_config(tmp_path, constraint="none", top_p=0.9, top_k=5, min_p=0.1).truncated_sampling
+    assert make_config(tmp_path, top_p=0.9, top_k=5, min_p=0.1).truncated_sampling
 
 
 def test_neutral_sampling_is_accepted(tmp_path):

@@ -1,10 +1,15 @@
 """Forms of the constraint: the paper's, and that the trainer runs whichever it is given."""
 
+import math
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dc_trl import DCGRPOTrainer
-from dc_trl.constraint.forms import Constrained, form_of, injected
+from dc_trl.constraint.balance import BalancedMultiplier, gradient_norm
+from dc_trl.constraint.forms import PROBABILITY_FLOOR, Constrained, form_of, injected, two_sided
 from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.statistics import BatchStatistics
 
@@ -28,6 +33,106 @@ def test_the_papers_form_by_hand():
 def test_level_and_margin_by_hand():
     made = injected(level="sequence", margin=0.1)(TRAIN, INFER, SCORED, ADVANTAGES, 1.0)
     torch.testing.assert_close(made.penalty, torch.tensor([[0.0, 0.0, 0.0], [0.25, 0.25, 0.25]]))
+
+
+MEASURES = ["prob_diff", "prob_ratio", "log_prob"]
+
+
+def signed(measure, p, q):
+    return {"prob_diff": p - q, "prob_ratio": p / q - 1, "log_prob": (p / q).log()}[measure]
+
+
+# What each form says that it follows the gradient of, on one softmax; `fixed` is p where the derivative is taken.
+OBJECTIVES = {
+    "injected": lambda measure, p, q, fixed: (p * signed(measure, fixed, q).abs()).sum(),
+    "complete": lambda measure, p, q, fixed: (p * signed(measure, p, q).abs()).sum(),
+    "quadratic": lambda measure, p, q, fixed: signed(measure, p, q).square().sum() / 2,
+    "log_ratio": lambda measure, p, q, fixed: (p * (p / q).log()).sum(),
+}
+# Of a softmax over five actions: every probability is above e^-4 / 5 and so above the floor.
+LOGITS = st.lists(st.floats(-2, 2), min_size=5, max_size=5).map(lambda values: torch.tensor(values).double())
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("name", OBJECTIVES)
+@given(logits=LOGITS, engine=LOGITS)
+def test_a_form_follows_the_gradient_of_its_objective(name, measure, logits, engine):
+    q = engine.softmax(0)
+    if name == "complete" and (logits.softmax(0) / q).log().abs().min() < 1e-3:
+        return  # |D| has a kink where the engines agree
+    p = logits.softmax(0)
+    form = form_of(ConstraintSettings(constraint_form=name, discrepancy_measure=measure))
+    made = form(p.log()[None], q.log()[None], torch.ones(1, 5).bool(), torch.zeros(1), 1.0)
+    torch.testing.assert_close(made.advantages, -made.penalty)
+    # The policy gradient, with all actions in place of samples: Σ_a π(a)·c(a)·∇log π(a).
+    policy = logits.clone().requires_grad_()
+    (policy.softmax(0).detach() * made.penalty[0] * policy.log_softmax(0)).sum().backward()
+
+    def objective(at):
+        return OBJECTIVES[name](measure, at.softmax(0), q, p)
+
+    step = 1e-5
+    differences = torch.stack(
+        [(objective(logits + step * e) - objective(logits - step * e)) / (2 * step) for e in torch.eye(5).double()]
+    )
+    torch.testing.assert_close(policy.grad, differences, rtol=1e-5, atol=1e-7 * (1 + differences.abs().max().item()))
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("name", ["complete", "quadratic", "log_ratio"])
+@given(train=st.floats(-1e4, 0), infer=st.floats(-1e4, 0))
+def test_no_token_carries_an_unbounded_coefficient(name, measure, train, infer):
+    form = form_of(ConstraintSettings(constraint_form=name, discrepancy_measure=measure))
+    made = form(torch.tensor([[train]]), torch.tensor([[infer]]), torch.ones(1, 1).bool(), torch.zeros(1), 1.0)
+    bound = 2e4 if (name, measure) == ("complete", "log_prob") else 1.01 * torch.e**20 / PROBABILITY_FLOOR
+    assert made.penalty.abs().item() <= bound
+
+
+def test_the_coefficients_by_hand():
+    """π = 0.5, q = 0.4 and π = 0.25, q = 0.5."""
+    train, infer = torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.4, 0.5]]).log()
+
+    def penalty(name, measure):
+        form = form_of(ConstraintSettings(constraint_form=name, discrepancy_measure=measure))
+        return form(train, infer, torch.ones(1, 2).bool(), torch.zeros(1), 3.0).penalty[0].tolist()
+
+    assert penalty("complete", "prob_diff") == pytest.approx([0.1 + 0.5, 0.25 - 0.25], abs=1e-6)
+    assert penalty("complete", "prob_ratio") == pytest.approx([0.25 + 1.25, 0.5 - 0.5], abs=1e-6)
+    assert penalty("complete", "log_prob") == pytest.approx([math.log(1.25) + 1, math.log(2) - 1], abs=1e-6)
+    assert penalty("quadratic", "prob_diff") == pytest.approx([0.1, -0.25], abs=1e-6)
+    assert penalty("quadratic", "prob_ratio") == pytest.approx([0.25 / 0.4, -0.5 / 0.5], abs=1e-6)
+    assert penalty("quadratic", "log_prob") == pytest.approx([math.log(1.25) / 0.5, -math.log(2) / 0.25], abs=1e-6)
+    assert penalty("log_ratio", "prob_diff") == pytest.approx([math.log(1.25), -math.log(2)], abs=1e-6)
+
+
+def test_rounding_has_no_sign():
+    """Engines that agree to the rounding of float32 leave every form's advantages as they are."""
+    infer = TRAIN + 4e-6 * torch.tensor([[1.0, -1.0, 1.0], [-1.0, 1.0, -1.0]])
+    for name in OBJECTIVES:
+        for measure in MEASURES:
+            form = form_of(ConstraintSettings(constraint_form=name, discrepancy_measure=measure))
+            made = form(TRAIN, infer, SCORED, ADVANTAGES, 1.0)
+            torch.testing.assert_close(made.advantages, ADVANTAGES.unsqueeze(1).expand(2, 3), rtol=0, atol=5e-5)
+
+
+def test_level_and_margin_of_a_signed_form():
+    settings = {"constraint_form": "quadratic"}
+    by_token = form_of(ConstraintSettings(**settings, discrepancy_margin=0.1001))
+    torch.testing.assert_close(
+        by_token(TRAIN, INFER, SCORED, ADVANTAGES, 1.0).penalty, torch.tensor([[0.0, 0, 0], [-0.25, 0.5, 0.0]])
+    )
+    by_trajectory = form_of(ConstraintSettings(**settings, discrepancy_level="sequence"))
+    expected = torch.tensor([[0.05, 0.05, 0.0], [0.25 / 3] * 3])
+    torch.testing.assert_close(by_trajectory(TRAIN, INFER, SCORED, ADVANTAGES, 1.0).penalty, expected)
+
+
+def test_a_two_sided_form_by_hand():
+    divergence = torch.tensor([[1.0, 2.0, 100.0], [3.0, 4.0, 5.0]], requires_grad=True)
+    form = two_sided(lambda: divergence)
+    assert form(TRAIN, INFER, SCORED, ADVANTAGES, 2.0).loss is None  # before the loss there is nothing to follow
+    made = form(TRAIN.clone().requires_grad_(), INFER, SCORED, ADVANTAGES, 2.0)
+    assert made.loss.item() == pytest.approx((1 + 2 + 3 + 4 + 5) / 5)
+    torch.testing.assert_close(made.advantages, ADVANTAGES.unsqueeze(1).expand(2, 3))
 
 
 def test_what_is_only_measured_has_no_form():
@@ -56,10 +161,10 @@ def test_statistics_of_micro_batches_and_processes_are_those_of_the_whole():
 
 
 def _squared_log_ratio(train_logps, infer_logps, scored, advantages, multiplier):
-    """A form that acts through the loss alone."""
+    """A form that acts through the loss alone, λ times."""
     gap = (train_logps - infer_logps).where(scored, 0.0)
     unmoved = advantages.unsqueeze(1).expand_as(gap)
-    return Constrained(unmoved, torch.zeros_like(gap), multiplier * gap.square().sum() / scored.sum())
+    return Constrained(unmoved, torch.zeros_like(gap), gap.square().sum() / scored.sum())
 
 
 @pytest.mark.parametrize("steps_per_generation", [2, 4])  # with 4 the weights move within a generation batch
@@ -110,10 +215,81 @@ def test_a_term_of_the_loss_reaches_the_weights(tmp_path, tokenizer, steps_per_g
     assert any(not torch.equal(without_term.model.get_parameter(name), moved[name]) for name in names)
 
 
-def _log_probabilities(model, batch):
+def _log_probabilities(model, batch, gradient=False):
     """log π of the sampled tokens, shape (B, T), by transformers' own forward."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradient):
         logits = model(input_ids=ids, attention_mask=mask).logits[:, batch["prompt_ids"].shape[1] - 1 : -1]
     return logits.log_softmax(-1).gather(2, batch["completion_ids"].unsqueeze(2)).squeeze(2)
+
+
+def test_balance_by_hand():
+    multiplier = BalancedMultiplier(init=0.2, share=0.5, decay=0.5, minimum=0.0, maximum=2.0)
+    assert multiplier.value == 0.2
+    assert multiplier.update(3.0, 0.0) == 0.2  # nothing to balance
+    # Means of squares: (9 / 2, 0), then (9 / 4 + 16 / 2, 4 / 2).
+    assert multiplier.update(4.0, 2.0) == pytest.approx(0.5 * ((9 / 4 + 8) / 2) ** 0.5)
+    state = multiplier.state_dict()
+    assert multiplier.update(1e3, 1e-3) == 2.0
+    again = BalancedMultiplier(init=0.0, share=0.5, decay=0.5, maximum=2.0)
+    again.load_state_dict(state)
+    assert again.value == pytest.approx(0.5 * ((9 / 4 + 8) / 2) ** 0.5)
+    assert again.update(1e3, 1e-3) == 2.0
+    for norms in [(-1.0, 1.0), (1.0, float("nan"))]:
+        with pytest.raises(ValueError, match=r"norm=.* is no norm"):
+            multiplier.update(*norms)
+
+
+def test_norm_of_a_gradient_leaves_the_graph_and_the_gradients():
+    weight = torch.tensor([1.0, 2.0], requires_grad=True)
+    unused = torch.ones(3, requires_grad=True)
+    output = weight * torch.tensor([3.0, 4.0])
+    assert gradient_norm(output, [weight, unused], torch.ones(2)) == pytest.approx(5.0)
+    assert gradient_norm(output.sum(), [weight]) == pytest.approx(5.0)
+    assert gradient_norm(output.sum(), [unused]) == 0.0
+    assert weight.grad is None
+    output.sum().backward()
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_lambda_in_balance_has_its_share_of_the_rewards_gradient(tmp_path, tokenizer, loss_type):
+    trainer = DCGRPOTrainer(
+        make_model(),
+        distinct_characters,
+        make_config(
+            tmp_path / "run",
+            constraint="balance",
+            constraint_form="log_ratio",
+            lambda_max=1e6,
+            balance_share=0.25,
+            loss_type=loss_type,
+            max_steps=1,
+        ),
+        train_dataset=make_prompts(),
+        processing_class=tokenizer,
+        rollout_func=Rollouts(),
+    )
+    batches = []
+    compute_loss = trainer._compute_loss
+
+    def spy(model, inputs):
+        batches.append(dict(inputs))
+        return compute_loss(model, inputs)
+
+    trainer._compute_loss = spy
+    trainer.train()
+    # The two gradients, each by a backward pass of its own through transformers' forward.
+    batch, model = batches[0], make_model()
+    mask = batch["completion_mask"].double()
+    weight = mask / mask.sum(1, keepdim=True) if loss_type == "grpo" else mask
+    logps = _log_probabilities(model, batch, gradient=True).double()
+    gap = (logps - batch["sampling_per_token_logps"]).detach()
+
+    def norm(coefficient):
+        gradients = torch.autograd.grad((weight * coefficient * logps).sum(), model.parameters(), retain_graph=True)
+        return torch.stack([gradient.norm() for gradient in gradients]).norm().item()
+
+    expected = 0.25 * norm(batch["advantages"].unsqueeze(1)) / norm(gap)
+    assert trainer.lagrange_multiplier.value == pytest.approx(expected, rel=1e-3)
+    assert trainer.state.log_history[0]["lagrangian/constraint_grad_norm"] > 0

@@ -61,6 +61,7 @@ HOOKS: dict[str, str] = {
     "trl.GRPOTrainer._tokenize_prompts": "(self, prompts)",
     "trl.GRPOTrainer._tokenizer": "= processing_class.tokenizer or = processing_class",
     "trl.GRPOTrainer._last_loaded_step": "= -1",
+    "trl.extras.profiling.profiling_context": "(trainer, name)",
     "trl.generation.vllm_generation.VLLMGeneration": "class",
     "trl.generation.vllm_generation.VLLMGeneration.__init__": (
         "(self, model, accelerator, processing_class, mode, structured_outputs_regex, server_base_url, "
@@ -94,6 +95,7 @@ HOOKS: dict[str, str] = {
     "trl.trainer.utils.get_config_model_id": "(config)",
     "trl.trainer.utils.pad": "(tensors, padding_value, padding_side, pad_to_multiple_of)",
     "trl.trainer.utils.add_fused_lm_head": "(model, temperature, cast_lm_head_to_fp32, outputs)",
+    "trl.trainer.utils.maybe_gather_lm_head_ctx": "(*params)",
     "trl.trainer.utils.get_comet_experiment_url": "()",
     "trl.trainer.utils.get_trackio_space_url": "()",
     "transformers.Trainer._save_checkpoint": "(self, model, trial)",
@@ -112,6 +114,10 @@ HOOKS: dict[str, str] = {
     "peft.tuners.tuners_utils.BaseTunerLayer": "class",
     "peft.tuners.lora.LoraLayer": "class",
     "peft.tuners.lora.LoraLayer.kwargs": "= kwargs",
+    "peft.tuners.lora.Linear": "class",
+    "peft.tuners.lora.Embedding": "class",
+    "peft.tuners.lora.ParamWrapper": "class",
+    "torch.Tensor._version": "getset_descriptor",
     "peft.utils.other.ModulesToSaveWrapper": "class",
     "peft.utils.other.ModulesToSaveWrapper.active_adapters": "property",
     "peft.utils.other.AuxiliaryTrainingWrapper": "class",

@@ -28,11 +28,10 @@ FLOORS = [
     ["evaluation"],
     ["hub", "report", "resuming"],
     ["config", "data"],
-    ["grading"],
     ["rollouts"],
     ["serving"],
     ["quantization", "records"],
-    ["constraint", "theory"],
+    ["constraint", "grading", "theory"],
     ["settings"],
     ["files", "version"],
 ]

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
 from dc_trl.evaluation.card import write_eval_results
 from dc_trl.hub.card import address_card, hub_dataset, quoted
-from dc_trl.hub.push import push_run, run_files
+from dc_trl.hub.push import HubError, push_run, run_files
 from dc_trl.quantization.checkpoint import write_deployable
 
 from .helpers import ROOT, TINY_MODEL, TWO_PROCESSES, distinct_characters, load_script, make_config, make_prompts
@@ -192,6 +192,19 @@ def test_the_model_card_quotes_names(tmp_path):
     assert not [token for token in tokens if "onerror" in token.content and token.type != "code_inline"]
     assert card.data.model_name == "a *run* <b>"
     assert "held-out problems | 0.500 | 0.500 |" in card.text
+
+
+def test_a_card_without_a_summary_compares_the_first_and_the_last_step(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=3, lambda_init=0.25)
+    trainer.train()
+    trainer.create_model_card(tags="mine")
+    rows = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    first, last = (next(row for row in rows if row["step"] == step and "reward" in row) for step in (1, 3))
+    card = ModelCard.load(tmp_path / "README.md")
+    assert "|  | step 1 | step 3 |" in card.text
+    for label, name in (("mean reward", "reward"), ("discrepancy δ̄", "discrepancy/mean")):
+        assert f"| {label} | {first[name]:.4g} | {last[name]:.4g} |" in card.text
+    assert set(card.data.tags) == {"generated_from_trainer", "mine", "trl", "grpo", "dc-grpo"}
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"steps": 1, "after": 5}', '{"steps": 1, "after": {"greedy": "x"}}'])
@@ -438,6 +451,21 @@ def test_refused_before_training(hub, tmp_path, train, monkeypatch, token, optio
         assert word in str(refused.value)
     assert token is None or token not in str(refused.value)
     assert not list((tmp_path / "run").glob("*"))
+
+
+def test_an_answer_without_a_remedy_of_its_own(hub, tmp_path):
+    hub.fail("POST", "/repos/create", 418)
+    with pytest.raises(HubError, match=rf"'run' cannot be pushed to\. {hub.url} answered 418 .*: try again later"):
+        make_trainer(tmp_path / "run").push_to_hub()
+
+
+def test_a_second_repository_needs_a_deployment_checkpoint_and_its_scheme(hub, tmp_path):
+    for name in ("model.safetensors", "README.md"):
+        (tmp_path / name).write_text("# Mine\n")
+    for scheme in (None, "fp8"):
+        with pytest.raises(ValueError, match=rf"/deployment' to a second .* deployment_scheme={scheme!r}: give both"):
+            push_run(tmp_path, f"{USER}/run", deployment="repository", scheme=scheme)
+    assert not hub.repositories
 
 
 def test_no_hub_there(hub, tmp_path, train, monkeypatch):

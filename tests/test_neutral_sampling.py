@@ -1,4 +1,7 @@
-"""What may be set under a constraint leaves the replica's samples and their log-probabilities; the rest is refused."""
+"""What may be set under a constraint leaves the replica's samples and their log-probabilities, or is corrected for.
+
+The rest is refused. test_truncation.py is about what is corrected for.
+"""
 
 import json
 
@@ -8,7 +11,7 @@ from transformers import CompileConfig, GenerationConfig
 from trl import GRPOTrainer
 
 from dc_trl import DCGRPOTrainer
-from dc_trl.rollouts.neutral_sampling import restrictions
+from dc_trl.rollouts.neutral_sampling import TRUNCATIONS, restrictions
 from dc_trl.rollouts.replica import Replica
 from dc_trl.serving.errors import ServerError
 
@@ -19,9 +22,6 @@ from .vllm_server import requires_vllm
 PROMPTS = [[20, 30, 40], [50], [60, 70, 80, 90, 100]] * 8
 # Each would be taken for mismatch. Those of transformers change what the replica records, as is tested below.
 RESTRICTING = {
-    "top_p": 0.5,
-    "top_k": 5,
-    "min_p": 0.2,
     "top_h": 0.5,
     "typical_p": 0.5,
     "epsilon_cutoff": 0.02,
@@ -143,8 +143,7 @@ def replica():
 
 
 # The warpers act after the log-probabilities are recorded: with them it is the choice of tokens that differs.
-WARPERS = {"top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "do_sample"}
-WARPERS |= {"watermarking_config"}
+WARPERS = {"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "do_sample", "watermarking_config"}
 
 
 @pytest.mark.parametrize("name", RESTRICTING)
@@ -188,6 +187,14 @@ def test_every_setting_of_transformers_is_known_and_restricts_nothing_by_default
     assert not list(restrictions(known))
 
 
+def test_only_truncation_is_corrected_for():
+    truncating = {"top_p": 0.5, "top_k": 5, "min_p": 0.2}
+    assert {name for name, _, _ in restrictions(truncating)} == set(truncating) == set(TRUNCATIONS)
+    assert not list(restrictions(truncating, corrected=TRUNCATIONS))
+    everything = RESTRICTING | truncating
+    assert {name for name, _, _ in restrictions(everything, corrected=TRUNCATIONS)} == set(RESTRICTING)
+
+
 # --- the model's own generation_config ------------------------------------------------------------------------------
 
 
@@ -221,7 +228,6 @@ def test_what_trl_sets_itself_overrides_the_models_own(tmp_path, tokenizer):
     [
         {"suppress_tokens": list(range(2, 150))},
         {"begin_suppress_tokens": [5]},
-        {"min_p": 0.2},
         {"min_new_tokens": 4},
         {"no_repeat_ngram_size": 2},
         {"bad_words_ids": [[5]]},

@@ -83,6 +83,7 @@ ACROSS_GROUPS = {"advantage_estimator": "rloo", "drop_zero_std_groups": True}
         ("token", {}, ACROSS_GROUPS),
         ("sequence", MINI_BATCHES, {}),
         ("token", MINI_BATCHES, ACROSS_GROUPS),
+        ("sequence", {}, {"rollout_correction": "icepop"}),
     ],
 )
 def test_two_processes_equal_one(tmp_path, reduction, steps, fields):
@@ -96,8 +97,8 @@ def test_two_processes_equal_one(tmp_path, reduction, steps, fields):
     assert two["kind"].endswith("MULTI_CPU")
     assert len(two["lambda"]) == 2
     assert two["lambda"][0] == two["lambda"][1] == pytest.approx(one["lambda"][0], rel=1e-5)
-    metrics = [name for name in one["rows"][0] if name.startswith(("discrepancy/", "lagrangian/"))]
-    assert len(metrics) == 18
+    metrics = [name for name in one["rows"][0] if name.startswith(("discrepancy/", "lagrangian/", "trust/"))]
+    assert len(metrics) == (26 if "rollout_correction" in fields else 18)
     for single, double in zip(one["rows"], two["rows"], strict=True):
         if "discrepancy/mean" not in single:
             continue

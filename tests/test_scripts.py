@@ -203,7 +203,7 @@ def test_lora(launch):
         ({"eval_size": 99999}, ["size=99999", "at most"]),
         ({"deployment_scheme": "fp4"}, ["deployment_scheme='fp4'"]),
         ({"discrepancy_tolerance": -1}, ["discrepancy_tolerance=-1"]),
-        ({"top_p": 0.9}, ["top_p=0.9"]),
+        ({"repetition_penalty": 1.1}, ["repetition_penalty=1.1"]),
         ({"serve": "http://127.0.0.1:8000"}, ["serve='http://127.0.0.1:8000'", "vllm_server_base_url"]),
         ({"serve": "auto"}, ["serve='auto'", "use_vllm=False", "use_vllm=true"]),
         ({"serve_devices": "1"}, ["serve_devices='1'", "serve=auto"]),

@@ -78,6 +78,33 @@ def test_every_step_samples_with_the_present_weights(fp8_server, tmp_path):
         assert stale > 3 * present
 
 
+def test_truncated_sampling_is_corrected_by_what_the_server_names(fp8_server, tmp_path, seen_by_the_loss):
+    trainer = make_trainer(fp8_server.url, tmp_path, max_steps=2, top_k=6, top_p=0.9, temperature=1.5)
+    trainer.train()
+    counts = seen_by_the_loss[0]["kept_counts"]
+    assert 1 < counts.max() <= 7  # the sampled token may share the sixth place with one that is named
+    assert max(logged(trainer, "discrepancy/log_ppl_abs_diff")) < 0.05
+    assert max(logged(trainer, "discrepancy/mean")) < 0.01
+    # Beside it, the same server's whole distribution after each prompt, truncated by hand.
+    trainer.vllm_generation.max_completion_length = 1
+    trainer.vllm_generation.sync_weights()
+    _, ids, logps, _ = trainer.vllm_generation.generate(PROMPTS, None, 1)
+    for prompt, (token,), ((value,),) in zip(PROMPTS, ids, logps, strict=True):
+        request = {"max_tokens": 1, "temperature": 1.5, "logprobs": 262, "return_tokens_as_token_ids": True}
+        body = {"model": trainer.vllm_generation.vllm_client.model, "prompt": [prompt], "top_k": 0, "top_p": 1.0}
+        answer = httpx.post(f"{fp8_server.url}/v1/completions", json=body | request, timeout=120).json()
+        named = answer["choices"][0]["logprobs"]["top_logprobs"][0]
+        whole = sorted(((value, int(name.removeprefix("token_id:"))) for name, value in named.items()), reverse=True)
+        probs = torch.tensor([value for value, _ in whole[:6]]).softmax(0)
+        size = int((probs.cumsum(0) - probs < 0.9).sum())
+        kept = {token for _, token in whole[:size]}
+        assert set(value.kept.tolist()) == kept
+        assert token in kept
+        expected = (probs[:size] / probs[:size].sum()).log()[[token for _, token in whole[:size]].index(token)]
+        assert value == pytest.approx(expected.item(), abs=1e-4)
+    assert trainer.deployed_completions(["12+34="])  # greedy: what is kept is of no matter
+
+
 def test_a_second_training_does_not_sample_with_the_weights_of_the_first(fp8_server, tmp_path):
     trainer = make_trainer(fp8_server.url, tmp_path, max_steps=1, learning_rate=3e-3)
     means = []
@@ -98,7 +125,7 @@ def test_what_samples_is_what_ships(fp8_server, tmp_path):
     trainer.train()
     trainer.vllm_generation.sync_weights()
     exported = tmp_path / "deployment"
-    synchronized = trainer.vllm_generation._folder.checkpoint
+    synchronized = trainer.vllm_generation.checkpoint
     assert {file.name: file.read_bytes() for file in exported.iterdir()} == {
         file.name: file.read_bytes() for file in synchronized.iterdir()
     }
@@ -169,7 +196,7 @@ def test_nan_from_the_server_is_repaired_by_loading_the_weights_again(fp8_server
     trainer = make_trainer(fp8_server.url, tmp_path)
     trainer.vllm_generation.sync_weights()
     broken = tmp_path / "broken"
-    shutil.copytree(trainer.vllm_generation._folder.checkpoint, broken)
+    shutil.copytree(trainer.vllm_generation.checkpoint, broken)
     tensors = load_file(broken / "model.safetensors")
     tensors["model.norm.weight"].fill_(float("nan"))
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})

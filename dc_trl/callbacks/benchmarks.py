@@ -13,8 +13,8 @@ from ..grading import Grader
 from ..records.estimators import Estimate, mean_estimate
 from ..resuming.checkpoints import on_main_process
 from ..resuming.interruption import stop_if_asked
-from ..rollouts.rewards import RewardFunction
 from ..rollouts.sampling import Completion
+from ..settings.reward_functions import RewardFunction
 from ..trainer import DCGRPOTrainer
 
 

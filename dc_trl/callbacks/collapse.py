@@ -37,7 +37,7 @@ class CollapseAlarmCallback(TrainerCallback):
     Args:
         stop (`bool`, defaults to `False`): whether an alarm ends training.
         thresholds: of the [`CollapseMonitor`], by name: `window`, `reward_drop`, `grad_norm_rise`, `mismatch_rise`,
-            `entropy_fall`, `entropy_rise`.
+            `mismatch_fall`, `entropy_fall`, `entropy_rise`.
 
     Attributes:
         alarms (`list[Alarm]`): what rang since training began, or was resumed.

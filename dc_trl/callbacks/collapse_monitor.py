@@ -34,8 +34,13 @@ ADVICE = {
         "The engine that samples and the policy that trains drift apart, so the gradients belong to another policy.",
         "check that new weights reach the engine (weight_sync, the server's log); a deployment_scheme of higher "
         "precision; constraint=lagrangian with discrepancy_tolerance near the healthy level, or "
-        "vllm_importance_sampling_correction=true with vllm_importance_sampling_mode=token_truncate (TIS); a lower or "
-        "decaying learning_rate.",
+        "rollout_correction=token_truncate (TIS); a lower or decaying learning_rate.",
+    ),
+    "degenerate": (
+        "The policy has lost its reward and the mismatch with it: it answers what every engine is sure of, as a "
+        "penalty on each difference asks for when it outweighs the reward.",
+        "go back to the last good checkpoint with a lower lambda_max (lambda_init, if it is static), a smaller "
+        "weight_sync_steps, or constraint=none.",
     ),
     "entropy_low": (
         "The policy has become deterministic: groups of equal answers, and nothing left to explore.",
@@ -160,6 +165,7 @@ class _RewardDrop(_MedianDetector):
         self._best = -math.inf
         self._last: float | None = None
         self._differences: deque[float] = deque(maxlen=self.DIFFERENCES)
+        self.severity = 0.0  # the last one
 
     def _observe(self, value: float, leaving: float | None) -> None:
         if self._last is not None:
@@ -173,8 +179,8 @@ class _RewardDrop(_MedianDetector):
         # The median of |difference| of two normal values is 0.6745 · √2 standard deviations; a trend hardly moves it.
         noise = statistics.median(self._differences) / (0.6745 * math.sqrt(2))
         drop = max(self._share * max(self._best - self._first, abs(self._best)), self.NOISE * noise)
-        severity = (self._best - median) / drop if drop > 0 else 0.0
-        return (median, self._best, self._best - drop), severity
+        self.severity = (self._best - median) / drop if drop > 0 else 0.0
+        return (median, self._best, self._best - drop), self.severity
 
 
 class _LevelChange(_MedianDetector):
@@ -213,6 +219,18 @@ class _LevelChange(_MedianDetector):
         return (median, reference, threshold), severity
 
 
+class _FallWithReward(_LevelChange):
+    """A fall of the running median while the reward is down too; each of them may fall alone."""
+
+    def __init__(self, window: int, factor: float, reward: _RewardDrop):
+        super().__init__(window, factor, math.inf)
+        self._reward = reward
+
+    def _judge(self, median: float) -> tuple[_Levels, float]:
+        levels, severity = super()._judge(median)
+        return levels, min(severity, self._reward.severity)
+
+
 class _Streak(_Detector):
     """Rings when a condition, which `limit` stands for, has held in `length` successive logs."""
 
@@ -243,6 +261,8 @@ class CollapseMonitor:
       with ``fp16``, where a loss scale is searched, when that happens in ``window`` successive logs.
     - ``mismatch`` (discrepancy/mean, discrepancy/log_ppl_abs_diff, or TRL's sampling/sampling_logp_difference/mean):
       m ≥ ``mismatch_rise`` · level.
+    - ``degenerate`` (discrepancy/mean): m ≤ ``mismatch_fall`` · level, while the reward's m is beyond its own
+      threshold.
     - ``entropy_low`` (entropy, nats per token): m ≤ min(``entropy_fall`` · level, 0.02).
     - ``entropy_high`` (entropy): m ≥ max(``entropy_rise`` · level, 1).
     - ``lambda`` (lagrangian/lambda): at ``lambda_max`` in 2 ``window`` successive logs. δ̄ is then above ε on average:
@@ -260,6 +280,7 @@ class CollapseMonitor:
         reward_drop: share of the reward's gain or level, in (0, 1].
         grad_norm_rise: factor above 1.
         mismatch_rise: factor above 1.
+        mismatch_fall: factor in (0, 1).
         entropy_fall: factor in (0, 1).
         entropy_rise: factor above 1.
         max_grad_norm: the run's clipping bound ≥ 0; below it a gradient is applied as it is. 0: no clipping.
@@ -281,6 +302,7 @@ class CollapseMonitor:
         reward_drop: float = 0.3,
         grad_norm_rise: float = 10.0,
         mismatch_rise: float = 5.0,
+        mismatch_fall: float = 0.1,
         entropy_fall: float = 0.1,
         entropy_rise: float = 3.0,
         max_grad_norm: float = 1.0,
@@ -293,6 +315,7 @@ class CollapseMonitor:
             ("reward_drop", reward_drop, SHARE, "a share in (0, 1]"),
             ("grad_norm_rise", grad_norm_rise, Range(above=1), "a finite factor above 1"),
             ("mismatch_rise", mismatch_rise, Range(above=1), "a finite factor above 1"),
+            ("mismatch_fall", mismatch_fall, Range(above=0, below=1), "a factor above 0 and below 1"),
             ("entropy_fall", entropy_fall, Range(above=0, below=1), "a factor above 0 and below 1"),
             ("entropy_rise", entropy_rise, Range(above=1), "a finite factor above 1"),
         ):
@@ -305,10 +328,12 @@ class CollapseMonitor:
         # A log of several steps holds the mean of λ, which is rounded.
         pinned = _Streak(2 * window, lambda value: value >= most * (1 - 1e-9), most)
         without_spread = _Streak(2 * window, lambda share: share >= self.NO_SPREAD, self.NO_SPREAD)
+        reward = _RewardDrop(window, reward_drop)
         self._detectors: list[tuple[str, str, _Detector]] = [
-            ("reward", "reward", _RewardDrop(window, reward_drop)),
+            ("reward", "reward", reward),
             ("grad_norm", "grad_norm", _LevelChange(window, grad_norm_rise, max_grad_norm)),
             *(("mismatch", metric, _LevelChange(window, mismatch_rise, 0.0)) for metric in self.MISMATCH),
+            ("degenerate", self.MISMATCH[0], _FallWithReward(window, mismatch_fall, reward)),
             ("entropy_low", "entropy", _LevelChange(window, entropy_fall, self.ENTROPY_LOW)),
             ("entropy_high", "entropy", _LevelChange(window, entropy_rise, self.ENTROPY_HIGH)),
             ("grad_norm", "grad_norm", _Streak(window if fp16 else 1, lambda norm: not math.isfinite(norm), math.inf)),

@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 from ..files import write_text
+from ..quantization.schemes import SCHEMES
 from ..records.runs import (
     BASELINE_FILE,
     DEPLOYMENT_FOLDER,
@@ -104,6 +105,9 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
         rows.append(("multiplier λ", f"{args.lambda_init:.4g}", f"{multiplier.value:.4g}"))
     if args.discrepancy_tolerance == "auto" and multiplier.tolerance is not None:
         rows.append(("tolerance ε, found by the run", "", f"{multiplier.tolerance:.4g}"))
+    syncs, saved = trainer.weight_syncs
+    if args.weight_sync_steps > 1:
+        rows.append(("weight syncs, and those that were saved", "", f"{syncs} + {saved}"))
     tokens = trainer.state.num_input_tokens_seen
     rows.append(("tokens sampled and read", "", f"{tokens:,}"))
     rows.append(("training seconds", "", f"{run.seconds:.0f}"))
@@ -118,10 +122,12 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
         "after": after,
         "lambda": multiplier.value,
         "tolerance": multiplier.tolerance,
+        "weight_syncs": syncs,
+        "weight_syncs_saved": saved,
         "tokens": tokens,
         "seconds": run.seconds,
     }
     write_text(Path(args.output_dir, SUMMARY_FILE), json.dumps(summary, indent=2) + "\n")
     print(f"Model, {HISTORY_FILE} and {FIGURE_FILE} are in {args.output_dir}")
-    if args.deployment_scheme is not None:
+    if args.deployment_scheme in SCHEMES:
         print(f"Serve it: vllm serve {Path(args.output_dir, DEPLOYMENT_FOLDER)}")

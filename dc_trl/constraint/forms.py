@@ -1,15 +1,38 @@
 """Forms of the constraint: how the discrepancy of tokens enters the objective, λ times.
 
 A form is a value: a function of log-probabilities, advantages and λ. The trainer calls the one that it was given and
-does not know which it is. The symbols are those of `dc_trl.constraint.discrepancy`.
+does not know which it is. The symbols are those of `dc_trl.constraint.discrepancy`; π = π_train and q = π_inf are the
+probabilities of a sampled token, both detached, and D is their signed discrepancy: π − q, π/q − 1 or log π/q.
+
+======================== ============================ ======================================================
+form                     Ã = Â − λ·…                  the gradient, by sampled tokens, of
+======================== ============================ ======================================================
+``injected``             δ = |D|                      E_π[δ] with δ held fixed (arXiv 2606.08779, eq. 8)
+``complete``             δ + ∂δ/∂log π                E_π[δ], the gradient of δ included
+``quadratic``            D·∂D/∂π                      ½ Σ_a D(a)² (arXiv 2606.08779, appendix B)
+``log_ratio``            log π/q                      KL(π ‖ q)
+``two_sided_kl``         Â, and a term of the loss    mean KL(π_{θ+Δ} ‖ π_θ) over contexts, in both policies
+``two_sided_l1``         Â, and a term of the loss    mean |π_{θ+Δ} − π_θ| of sampled tokens, in both policies
+======================== ============================ ======================================================
+
+In the last two θ + Δ are the quantized weights, Δ held fixed: the gradient passes straight through the rounding.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from .discrepancy import discrepancy_penalty, token_discrepancy
-from .settings import ConstraintSettings, Level, Measure
+from .discrepancy import bounded_log_ratio, detached, discrepancy_penalty, signed_discrepancy, token_discrepancy
+from .settings import TWO_SIDED, ConstraintSettings, Level, Measure
+
+
+# Below it a probability counts as this much where it is divided by: 1/q and 1/π of rare tokens have no bound, and one
+# such token would outweigh a batch. The gradient is exact for tokens above it.
+PROBABILITY_FLOOR = 1e-3
+# Log-probabilities that are closer have no sign: two float32 forwards of the same weights differ by so much.
+RESOLUTION = 1e-5
 
 
 class Constrained(NamedTuple):
@@ -17,13 +40,14 @@ class Constrained(NamedTuple):
 
     Args:
         advantages: of each token, shape (B, T).
-        penalty: what λ was multiplied with in them, shape (B, T), 0 at unscored tokens; for the statistics.
-        loss: term that is added to the loss, a scalar with a gradient, as a mean over the micro-batch and with λ in
-            it; None where the form acts through the advantages alone.
+        penalty: what λ was multiplied with in them, shape (B, T), 0 at unscored tokens; for the statistics. None where
+            the form leaves the advantages alone.
+        loss: term that is added to the loss λ times, a scalar with a gradient, as a mean over the micro-batch; None
+            where the form acts through the advantages alone, and before the loss is computed.
     """
 
     advantages: Tensor
-    penalty: Tensor
+    penalty: Tensor | None
     loss: Tensor | None = None
 
 
@@ -36,8 +60,8 @@ class Form(Protocol):
         """Constrains a micro-batch.
 
         Args:
-            train_logps: log π_train, shape (B, T), nats: at the weights that sampled where advantages are penalised,
-                of the loss's own forward, with a gradient, where the loss is computed.
+            train_logps: log π_train, shape (B, T), nats: from before the first optimizer step on the batch where
+                advantages are penalised, of the loss's own forward, with a gradient, where the loss is computed.
             infer_logps: log π_inf of the same tokens, shape (B, T), nats.
             scored: boolean, shape (B, T).
             advantages: Â of each trajectory, shape (B,).
@@ -45,12 +69,67 @@ class Form(Protocol):
         """
 
 
-def injected(measure: Measure = "prob_diff", level: Level = "token", margin: float = 0.0) -> Form:
-    """The paper's form: Ã = Â − λ·δ, with δ taken from the advantage (arXiv 2606.08779, eqs. 3, 4 and 8).
+# (log π, log q, measure) → what a token carries; shapes (B, T).
+Coefficient = Callable[[Tensor, Tensor, Measure], Tensor]
+
+
+def complete_coefficient(train_logps: Tensor, infer_logps: Tensor, measure: Measure) -> Tensor:
+    """δ + ∂δ/∂log π: the score function's coefficient in the whole gradient of E_π[δ].
+
+    The paper's derivation (arXiv 2606.08779, eq. 8) stops at δ. The second term is sign(D)·π for the difference,
+    sign(D)·π/q for the ratio, sign(D) for the logarithm; the sign of log-probabilities within 1e-5 is 0.
+    """
+    gap = signed_discrepancy(train_logps, infer_logps, measure)
+    train, infer = detached(train_logps, infer_logps)
+    sign = gap.sign().where((train - infer).abs() > RESOLUTION, 0.0)
+    return gap.abs() + sign * _slope(train, infer, measure)
+
+
+def quadratic_coefficient(train_logps: Tensor, infer_logps: Tensor, measure: Measure) -> Tensor:
+    """D·∂D/∂π: the score function's coefficient in the gradient of ½ Σ_a D(a)² (arXiv 2606.08779, appendix B).
+
+    π − q for the difference, (π/q − 1)/q for the ratio, log(π/q)/π for the logarithm. The divisors are at least 1e-3,
+    and log π/q is clamped to ±20.
+    """
+    gap = signed_discrepancy(train_logps, infer_logps, measure)
+    train, infer = detached(train_logps, infer_logps)
+    if measure == "prob_diff":
+        return gap
+    if measure == "prob_ratio":
+        return gap / infer.exp().clamp(min=PROBABILITY_FLOOR)
+    return bounded_log_ratio(train, infer) / train.exp().clamp(min=PROBABILITY_FLOOR)
+
+
+def log_ratio_coefficient(train_logps: Tensor, infer_logps: Tensor, measure: Measure) -> Tensor:
+    """log π/q, clamped to ±20: the score function's coefficient in the gradient of KL(π ‖ q), whatever the measure.
+
+    Kin: the KL penalty against the sampler with a fixed weight of other trainers (`kl_tau` of prime-rl), and the
+    squared log ratio of Kimi k1.5 (arXiv 2501.12599), whose gradient by sampled tokens it is.
+    """
+    return bounded_log_ratio(*detached(train_logps, infer_logps))
+
+
+def _slope(train: Tensor, infer: Tensor, measure: Measure) -> Tensor:
+    """∂D/∂log π."""
+    if measure == "prob_diff":
+        return train.exp()
+    if measure == "prob_ratio":
+        return bounded_log_ratio(train, infer).exp()
+    return torch.ones_like(train)
+
+
+def through_advantages(
+    coefficient: Coefficient | None = None,
+    measure: Measure = "prob_diff",
+    level: Level = "token",
+    margin: float = 0.0,
+) -> Form:
+    """A form that acts through the advantages: Ã = Â − λ·coefficient.
 
     Args:
-        measure: of δ, see `token_discrepancy`.
-        level: whether a token carries its own δ or its trajectory's mean, see `discrepancy_penalty`.
+        coefficient: what a token carries; None: its δ.
+        measure: of δ and D, see `token_discrepancy`.
+        level: whether a token carries its own coefficient or its trajectory's mean, see `discrepancy_penalty`.
         margin: δ up to which a token is not penalised, at least 0.
     """
 
@@ -58,14 +137,82 @@ def injected(measure: Measure = "prob_diff", level: Level = "token", margin: flo
         train_logps: Tensor, infer_logps: Tensor, scored: Tensor, advantages: Tensor, multiplier: float
     ) -> Constrained:
         delta = token_discrepancy(train_logps, infer_logps, measure)
-        penalty = discrepancy_penalty(delta, scored, level, margin)
+        carried = None if coefficient is None else coefficient(train_logps, infer_logps, measure)
+        penalty = discrepancy_penalty(delta, scored, level, margin, carried)
         return Constrained(advantages.unsqueeze(1) - multiplier * penalty, penalty)
 
     return form
 
 
-def form_of(settings: ConstraintSettings) -> Form | None:
-    """The form that the settings ask for; None where the discrepancy is only measured (`constraint="none"`)."""
+def injected(measure: Measure = "prob_diff", level: Level = "token", margin: float = 0.0) -> Form:
+    """The paper's form: Ã = Â − λ·δ, with δ taken from the advantage (arXiv 2606.08779, eqs. 3, 4 and 8)."""
+    return through_advantages(None, measure, level, margin)
+
+
+def two_sided(divergence: Callable[[], Tensor]) -> Form:
+    """A form that acts through the loss: λ times the mean divergence of the policy from its quantized self.
+
+    A sampler that is quantized anew from each step's weights follows them: what pulls π_θ alone towards it moves both.
+    So the gradient flows through both. The form is ours.
+
+    Args:
+        divergence: of each token at the inputs of the present loss, shape (B, T), with a gradient.
+    """
+
+    def form(
+        train_logps: Tensor, infer_logps: Tensor, scored: Tensor, advantages: Tensor, multiplier: float
+    ) -> Constrained:
+        loss = None
+        if train_logps.requires_grad:
+            loss = divergence().where(scored, 0.0).sum() / scored.sum().clamp(min=1)
+        return Constrained(advantages.unsqueeze(1).expand_as(train_logps), None, loss)
+
+    return form
+
+
+_COEFFICIENTS: dict[str, Coefficient | None] = {
+    "injected": None,
+    "complete": complete_coefficient,
+    "quadratic": quadratic_coefficient,
+    "log_ratio": log_ratio_coefficient,
+}
+
+
+# Above this k3 the sampler is another policy; docs/staleness.md has the runs.
+_FAR = 1e-2
+
+
+def drift_warning(form: str, k3: float) -> str | None:
+    """What to tell whoever constrains by a form that pushes a far sampler further away; None where all is well.
+
+    Args:
+        form: name of the form, a value of `constraint_form`.
+        k3: `discrepancy/k3_kl` of a generation batch, nats.
+    """
+    if form != "injected" or not k3 > _FAR:
+        return None
+    return (
+        f"constraint_form='injected' meets discrepancy/k3_kl={k3:.3g}, above {_FAR:g}: it pushes down every token "
+        "that differs, and in our runs with a sampler that lags so far it led to a policy without mismatch and "
+        "without reward. Use a signed form, a smaller weight_sync_steps, a deployment_scheme of higher precision, or "
+        "constraint='none'; see docs/staleness.md."
+    )
+
+
+def form_of(settings: ConstraintSettings, divergence: Callable[[], Tensor] | None = None) -> Form | None:
+    """The form that the settings ask for; None where the discrepancy is only measured (`constraint="none"`).
+
+    Args:
+        divergence: of the two-sided forms, see `two_sided`.
+    """
     if settings.constraint == "none":
         return None
-    return injected(settings.discrepancy_measure, settings.discrepancy_level, settings.discrepancy_margin)
+    if settings.constraint_form in TWO_SIDED:
+        assert divergence is not None
+        return two_sided(divergence)
+    return through_advantages(
+        _COEFFICIENTS[settings.constraint_form],
+        settings.discrepancy_measure,
+        settings.discrepancy_level,
+        settings.discrepancy_margin,
+    )

@@ -7,7 +7,20 @@ from typing import TYPE_CHECKING, Literal
 Measure = Literal["prob_diff", "prob_ratio", "log_prob"]
 Level = Literal["token", "sequence"]
 Reduction = Literal["sequence", "token"]
-Constraint = Literal["none", "static", "lagrangian"]
+Constraint = Literal["none", "static", "lagrangian", "balance"]
+ConstraintForm = Literal["injected", "complete", "quadratic", "log_ratio", "two_sided_kl", "two_sided_l1"]
+# Forms that compare the policy with its quantized self, in the loss.
+TWO_SIDED = ("two_sided_kl", "two_sided_l1")
+Correction = Literal[
+    "none",
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geometric_mask",
+    "icepop",
+    "tv_mask",
+]
 if TYPE_CHECKING:
     Tolerance = float | Literal["auto"]
 else:
@@ -20,6 +33,7 @@ class ConstraintSettings:
     """Fields of [`~dc_trl.DCGRPOConfig`], which describes them."""
 
     constraint: Constraint = "lagrangian"
+    constraint_form: ConstraintForm = "injected"
     discrepancy_measure: Measure = "prob_diff"
     discrepancy_level: Level = "token"
     discrepancy_tolerance: Tolerance = 0.0037
@@ -30,4 +44,9 @@ class ConstraintSettings:
     lambda_lr: float = 1.0
     lambda_min: float = 0.0
     lambda_max: float = 1.0
+    balance_share: float = 0.3
+    balance_decay: float = 0.9
+    rollout_correction: Correction = "none"
+    rollout_correction_max: float | None = None
+    rollout_correction_min: float | None = None
     deployment_scheme: str | None = None

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from ..settings.ranges import require_choice
 from .discrepancy import LOG_RATIO_BOUND, scored_tokens, trajectory_mean
+from .ratios import ratio_counts, ratio_quantiles
 from .settings import Reduction
+from .trust import token_log_ratio
 
 
 Value = TypeVar("Value", Tensor, float)
@@ -33,18 +35,33 @@ class BatchStatistics:
 
     @torch.no_grad()
     def add(
-        self, train_logps: Tensor, infer_logps: Tensor, scored: Tensor, delta: Tensor, penalty: Tensor | None = None
+        self,
+        train_logps: Tensor,
+        infer_logps: Tensor,
+        scored: Tensor,
+        delta: Tensor,
+        penalty: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> None:
         """Adds a micro-batch.
 
         Args:
             train_logps, infer_logps, scored, delta: shape (B, T).
             penalty: what λ multiplied, shape (B, T), 0 at unscored tokens; None without a constraint.
+            weights: of a correction, shape (B, T); None without one. Tokens with a weight of 0 are not in δ̄.
         """
-        sums = mismatch_sums(train_logps, infer_logps, scored) | discrepancy_sums(delta, scored, self._reduction)
+        trusted = scored if weights is None else scored & (weights > 0)
+        sums = mismatch_sums(train_logps, infer_logps, scored) | discrepancy_sums(delta, trusted, self._reduction)
+        dtype = sums["tokens"].dtype
         if penalty is not None:
-            sums["penalty"] = penalty.sum(dtype=sums["tokens"].dtype)
-            sums["penalized"] = (penalty != 0).sum().to(sums["tokens"].dtype)
+            penalty = penalty.where(trusted, 0.0)
+            sums["penalty"] = penalty.sum(dtype=dtype)
+            sums["penalized"] = (penalty != 0).sum().to(dtype)
+        if weights is not None:
+            sums |= {f"all_{name}": value for name, value in discrepancy_sums(delta, scored, self._reduction).items()}
+            sums["masked"] = sums["tokens"] - trusted.sum()
+            sums["trust"] = weights.where(scored, 0.0).sum(dtype=dtype)
+            sums["ratios"] = ratio_counts(token_log_ratio(train_logps, infer_logps, scored), scored, dtype)
         self._sums = combine_sums([self._sums, sums])
 
     def reduce(self, gather: Callable[[Tensor], Tensor]) -> "MismatchReport | None":
@@ -56,8 +73,11 @@ class BatchStatistics:
         local, self._sums = self._sums, {}
         if not local:
             return None
-        ranks = gather(torch.stack(list(local.values())).unsqueeze(0)).tolist()
-        return MismatchReport(combine_sums(dict(zip(local, values, strict=True)) for values in ranks))
+        sizes = [value.numel() for value in local.values()]
+        ranks = gather(torch.cat([value.reshape(-1) for value in local.values()]).unsqueeze(0)).cpu()
+        sums = combine_sums(dict(zip(local, values.split(sizes), strict=True)) for values in ranks)
+        ratios = sums.pop("ratios", None)
+        return MismatchReport({name: value.item() for name, value in sums.items()}, ratios)
 
     def clear(self) -> None:
         """Forgets what was added."""
@@ -68,11 +88,14 @@ class MismatchReport:
     """Means of the tokens that `BatchStatistics` has seen.
 
     Args:
-        sums: of `mismatch_sums` and `discrepancy_sums`; with "penalty" and "penalized" where there is a constraint.
+        sums: of `mismatch_sums` and `discrepancy_sums`; with "penalty" and "penalized" where there is a constraint,
+            and what a correction adds where there is one.
+        ratios: of `ratio_counts`; None without a correction.
     """
 
-    def __init__(self, sums: Mapping[str, float]):
+    def __init__(self, sums: Mapping[str, float], ratios: Tensor | None = None):
         self._sums = sums
+        self._ratios = ratios
 
     @property
     def tokens(self) -> int:
@@ -80,9 +103,15 @@ class MismatchReport:
         return int(self._sums["tokens"])
 
     @property
-    def mean_discrepancy(self) -> float:
-        """The batch discrepancy δ̄ (arXiv 2606.08779, eq. 11)."""
-        return self._sums["discrepancy_sum"] / self._sums["discrepancy_count"]
+    def mean_discrepancy(self) -> float | None:
+        """The batch discrepancy δ̄ (arXiv 2606.08779, eq. 11); None where a correction has masked every token."""
+        count = self._sums["discrepancy_count"]
+        return self._sums["discrepancy_sum"] / count if count else None
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether advantages were penalised: the next two are defined."""
+        return "penalty" in self._sums
 
     def mean_penalty(self, multiplier: float) -> float:
         """λ times what it multiplied, per scored token."""
@@ -94,8 +123,24 @@ class MismatchReport:
         return self._sums["penalized"] / self._sums["tokens"]
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of `mismatch_metrics`, and δ̄ as "mean"."""
-        return mismatch_from_sums(self._sums) | {"mean": self.mean_discrepancy}
+        """The metrics of `mismatch_metrics`, and δ̄ as "mean".
+
+        With a correction also "mean_all": what δ̄ would be with the tokens that it has masked.
+        """
+        metrics, mean = mismatch_from_sums(self._sums), self.mean_discrepancy
+        if mean is not None:
+            metrics["mean"] = mean
+        if self._ratios is not None:
+            metrics["mean_all"] = self._sums["all_discrepancy_sum"] / self._sums["all_discrepancy_count"]
+        return metrics
+
+    def trust_metrics(self) -> dict[str, float]:
+        """What a correction did to the scored tokens, and the distribution of their raw ratio; {} without one."""
+        if self._ratios is None:
+            return {}
+        tokens = self._sums["tokens"]
+        shares = {"masked_fraction": self._sums["masked"] / tokens, "weight_mean": self._sums["trust"] / tokens}
+        return shares | {f"ratio_{name}": ratio for name, ratio in ratio_quantiles(self._ratios).items()}
 
 
 def _accumulator(tensor: Tensor) -> torch.dtype:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ..rollouts.rewards import RewardFunction
+from ..settings.reward_functions import RewardFunction
 from . import GRADING_COLUMNS, Gold, Grader
 
 

@@ -2,8 +2,9 @@
 
 import hashlib
 import re
+import sys
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from importlib.metadata import version
@@ -13,8 +14,10 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, parse_local_safetensors_file_metadata
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from transformers import Trainer
 from transformers.utils import logging
 from trl import GRPOConfig
+from trl.trainer.utils import get_comet_experiment_url, get_config_model_id, get_trackio_space_url
 
 from ..config import DCGRPOConfig
 from ..files import read_text, set_aside
@@ -28,6 +31,7 @@ UNKNOWN_REPOSITORY = "OWNER/MODEL"
 
 # Metadata of the earlier card that no run knows: the new card takes it over.
 _KEPT_METADATA = ("language", "license", "license_link", "license_name")
+# By the digest, an edited card is told from one that may be written anew.
 _SIGNATURE = re.compile(r"\n*<!-- dc_trl wrote the text above, sha256 [0-9a-f]{64} -->\n*$")
 
 logger = logging.get_logger(__name__)
@@ -50,15 +54,7 @@ def load_card(path: Path) -> ModelCard:
 
 
 def write_run_card(
-    args: DCGRPOConfig,
-    model_name: str,
-    *,
-    tags: Collection[str],
-    repo_id: str | None,
-    deployment_id: str | None,
-    base_model: str | None,
-    dataset_name: str | None,
-    trackers: Mapping[str, str],
+    trainer: Trainer, deployment_id: str | None, model_name: str | None, dataset_name: str | None, tags: Iterable[str]
 ) -> None:
     """Writes the card of a run into its output directory, by what the run's files say.
 
@@ -66,38 +62,47 @@ def write_run_card(
     the earlier card stay.
 
     Args:
-        repo_id: repository of the model, None if it is not known yet: see [`address_card`].
+        trainer: of the run; [`address_card`] writes its repository where it is not known yet.
         deployment_id: repository of the deployment checkpoint, if it has one of its own.
-        base_model: Hub id or directory of the model that was trained.
-        dataset_name: what it was trained on: a Hub id, a path or a name.
-        trackers: addresses of the run at experiment trackers, by the tracker's name.
+        model_name: by default that of the output directory.
+        dataset_name: what the model was trained on: a Hub id, a path or a name.
+        tags: besides those of the trainer.
 
     Raises:
         ValueError: the summary or the history of the run cannot be read; the message names the file.
     """
-    folder, repo_id = Path(args.output_dir), repo_id or UNKNOWN_REPOSITORY
+    args, folder = trainer.args, Path(trainer.args.output_dir)
+    repo_id = trainer.hub_model_id or UNKNOWN_REPOSITORY
+    base_model = get_config_model_id(trainer.model.config) or ""
+    if dataset_name is not None and hub_dataset(dataset_name) is None:
+        dataset_name = Path(dataset_name).name  # the card is no place for somebody's directories
+    wandb = sys.modules.get("wandb")  # a run that it tracks has imported it; the import takes seconds
+    dashboard = get_trackio_space_url()
+    trackers = {
+        "Weights & Biases": wandb.run.url if wandb is not None and wandb.run is not None else None,
+        "Trackio": dashboard,
+        "Comet": get_comet_experiment_url(),
+    }
+    shown = [] if dashboard is None else [f"trackio:{dashboard}"]  # by this tag, the Hub shows it
     summary = runs.read_summary(folder)
     measured = _measured(folder, args, summary)
+    results = _held_out_results(summary.get("after", {}), dataset_name, args.deployment_scheme)
     earlier = _set_card_aside(folder / CARD_FILE)
-    on_hub = hub_dataset(dataset_name)
-    if dataset_name is not None and on_hub is None:
-        dataset_name = Path(dataset_name).name  # the card is no place for somebody's directories
-    held_out = _held_out_results(summary, dataset_name, args.deployment_scheme)
     data = ModelCardData(
         base_model=base_model if base_model and not Path(base_model).is_dir() else None,
-        datasets=on_hub,
+        datasets=hub_dataset(dataset_name),
         library_name="transformers",
-        model_name=model_name,
+        model_name=model_name or folder.absolute().name,
         pipeline_tag="text-generation",
-        tags=sorted({"generated_from_trainer", *tags}),
-        eval_results=with_results(earlier.eval_results, held_out) or None,
+        tags=sorted({"generated_from_trainer", *trainer._tag_names, *tags, *shown}),
+        eval_results=with_results(earlier.eval_results, results) or None,
         **{name: earlier.get(name) for name in _KEPT_METADATA},
     )
-    text = _render(
+    rendered = _render(
         "model_card.md.jinja",
         data=data,
         repo_id=repo_id,
-        base_model=base_model and Path(base_model).name,
+        base_model=Path(base_model).name,
         dataset_name=dataset_name,
         constraint=args.constraint,
         settings=constraint_settings(args),
@@ -109,38 +114,32 @@ def write_run_card(
         files={path.name for path in folder.iterdir()},
         trackers=trackers,
     )
-    _card(data, _signed(text)).save(folder / CARD_FILE)
+    card = ModelCard(rendered)
+    card.text = _signed(card.text)
+    card.save(folder / CARD_FILE)
 
 
 def address_card(path: Path, repo_id: str, deployment_id: str | None) -> None:
     """Writes the repositories of model and deployment checkpoint into a run's card that did not know them yet."""
     card = load_card(path)
-    signed = _is_ours(card.text)
-    text = _SIGNATURE.sub("", card.text) if signed else card.text
+    ours = card.text == _signed(card.text)
     for name in (UNKNOWN_REPOSITORY, repo_id):
         if serving := _serving(path.parent, name, None):
-            text = text.replace(serving, _serving(path.parent, repo_id, deployment_id))
-    text = text.replace(UNKNOWN_REPOSITORY, repo_id)
-    card.text = _signed(text) if signed else text
+            card.text = card.text.replace(serving, _serving(path.parent, repo_id, deployment_id))
+    card.text = card.text.replace(UNKNOWN_REPOSITORY, repo_id)
+    if ours:
+        card.text = _signed(card.text)
     card.save(path)
 
 
 def deployment_card(repo_id: str, model_id: str, scheme: str) -> ModelCard:
     """The card of a repository that holds the deployment checkpoint of the model in another one, `model_id`."""
-    data = ModelCardData(
-        base_model=model_id,
-        base_model_relation="quantized",
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=[*(["compressed-tensors"] if scheme != "bf16" else []), "dc-grpo", scheme, "vllm"],
-    )
-    return _card(data, "\n" + _render("deployment_card.md.jinja", repo_id=repo_id, model_id=model_id, scheme=scheme))
+    return ModelCard(_render("deployment_card.md.jinja", repo_id=repo_id, model_id=model_id, scheme=scheme))
 
 
 def hub_dataset(name: str | None) -> str | None:
     """The name if it can be a data set's on the Hub, OWNER/NAME and no path that is there; else None."""
-    is_id = name is not None and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None
-    return name if is_id and not Path(str(name)).exists() else None
+    return name if name and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).exists() else None
 
 
 def with_results(known: Sequence[EvalResult] | None, new: Sequence[EvalResult]) -> list[EvalResult]:
@@ -172,10 +171,6 @@ def _render(template: str, **facts: Any) -> str:
     return environment.get_template(template).render(facts)
 
 
-def _card(data: ModelCardData, text: str) -> ModelCard:
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n{text}")
-
-
 def _serving(folder: Path, repo_id: str, deployment_id: str | None) -> str:
     """How to serve the deployment checkpoint, "" if there is none. Markdown."""
     if deployment_id is None and not (folder / runs.DEPLOYMENT_FOLDER / "config.json").is_file():
@@ -185,17 +180,14 @@ def _serving(folder: Path, repo_id: str, deployment_id: str | None) -> str:
 
 def _parameter_counts(folder: Path) -> Counter[str]:
     """How many parameters of each dtype the weights in a folder hold."""
-    counts: Counter[str] = Counter()
-    for file in [*folder.glob("model*.safetensors")] or folder.glob("adapter_model.safetensors"):
-        counts.update(parse_local_safetensors_file_metadata(file).parameter_count)
-    return counts
+    files = [*folder.glob("model*.safetensors")] or folder.glob("adapter_model.safetensors")
+    return sum((Counter(parse_local_safetensors_file_metadata(file).parameter_count) for file in files), Counter())
 
 
 def _measured(folder: Path, args: DCGRPOConfig, summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Reward, discrepancy and λ at two times, with the times' names: by the summary, or else by the history."""
     if summary:
-        constrained = args.constraint != "none" and "lambda" in summary
-        multiplier = {"before": args.lambda_init, "after": summary["lambda"]} if constrained else {}
+        multiplier = {"before": args.lambda_init, "after": summary.get("lambda")} if args.constraint != "none" else {}
         return [(when, {**summary.get(when, {}), "lambda": multiplier.get(when)}) for when in ("before", "after")]
     path = folder / runs.HISTORY_FILE
     rows = [row for row in runs.read_history(path) if "discrepancy/mean" in row] if path.is_file() else []
@@ -204,12 +196,13 @@ def _measured(folder: Path, args: DCGRPOConfig, summary: Mapping[str, Any]) -> l
     return [(f"step {row['step']}", {name: row.get(key) for name, key in names.items()}) for row in ends]
 
 
-def _held_out_results(summary: Mapping[str, Any], dataset_name: str | None, scheme: str | None) -> list[EvalResult]:
-    after = summary.get("after", {})
+def _held_out_results(after: Mapping[str, Any], dataset_name: str | None, scheme: str | None) -> list[EvalResult]:
     if dataset_name is None or after.get("greedy") is None:
         return []
-    metrics = {"reward": "mean reward of greedy completions", "discrepancy": "mean discrepancy"}
-    values = {"reward": after["greedy"], "discrepancy": after.get("discrepancy")}
+    metrics = [
+        ("greedy", "reward", "mean reward of greedy completions"),
+        ("discrepancy", "discrepancy", "mean discrepancy"),
+    ]
     return [
         EvalResult(
             task_type="text-generation",
@@ -217,10 +210,10 @@ def _held_out_results(summary: Mapping[str, Any], dataset_name: str | None, sche
             dataset_name=f"{dataset_name}, held out",
             metric_type=kind,
             metric_name=f"{label}, {scheme}" if scheme else label,
-            metric_value=float(f"{values[kind]:.4g}"),
+            metric_value=float(f"{after[key]:.4g}"),
         )
-        for kind, label in metrics.items()
-        if values[kind] is not None
+        for key, kind, label in metrics
+        if after.get(key) is not None
     ]
 
 
@@ -233,7 +226,7 @@ def _set_card_aside(path: Path) -> ModelCardData:
     if path.is_file():
         with suppress(ValueError, yaml.YAMLError):
             card = ModelCard.load(path, ignore_metadata_errors=True)
-        if not _is_ours(card.text):
+        if card.text != _signed(card.text):
             (kept,) = set_aside([path])
             logger.warning(f"{path} was not written by this trainer, or was edited, and is kept as {kept.name}.")
     assert isinstance(card.data, ModelCardData)
@@ -241,11 +234,7 @@ def _set_card_aside(path: Path) -> ModelCardData:
 
 
 def _signed(text: str) -> str:
-    """The text with a digest, by which an edited card is told from one that may be written anew."""
-    text = text.strip()
+    """The text with a digest in place of an earlier one."""
+    text = _SIGNATURE.sub("", text).strip()
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f"\n{text}\n\n<!-- dc_trl wrote the text above, sha256 {digest} -->\n"
-
-
-def _is_ours(text: str) -> bool:
-    return text == _signed(_SIGNATURE.sub("", text))

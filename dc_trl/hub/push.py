@@ -80,9 +80,9 @@ class HubClient:
         """The client that the settings of a run describe."""
         return cls(hub_api(args.hub_token), args.hub_deployment, args.deployment_scheme, args.hub_revision)
 
-    def second_repository(self, repo_id: str) -> str | None:
-        """The repository of the deployment checkpoint, None if it has none of its own."""
-        return f"{repo_id}-{self.scheme}" if self.deployment == "repository" else None
+    def second_repository(self, repo_id: str | None) -> str | None:
+        """The repository of the deployment checkpoint; None if it has none of its own, or the model has none yet."""
+        return f"{repo_id}-{self.scheme}" if repo_id is not None and self.deployment == "repository" else None
 
     @contextmanager
     def pushing(self, args: TrainingArguments, deployment: bool = True) -> Iterator[None]:
@@ -120,7 +120,7 @@ class HubClient:
         return url
 
     def upload_folder(
-        self, *, repo_id: str, folder_path: str | Path, path_in_repo: str | None = None, **options: Any
+        self, *, repo_id: str, folder_path: str | Path, run_as_future: bool = False, **options: Any
     ) -> CommitInfo | Future:
         """Sends a run, or with `path_in_repo` one of its checkpoints. The parameters are those of transformers' calls.
 
@@ -133,32 +133,27 @@ class HubClient:
             HubError: the Hub refused, or the connection was lost more often than the client tries again.
         """
         folder, subfolder = Path(folder_path), self.deployment == "subfolder"
-        in_background = options.pop("run_as_future", False)
         options["revision"] = options.get("revision") or self.revision
-        options.pop("ignore_patterns", None)  # transformers' choice of files
-        choice: dict[str, Any]
-        if path_in_repo is not None:
-            choice = {"ignore_patterns": _NOT_TO_RESUME, "delete_patterns": ["*"]}
-        else:
+        choice: dict[str, Any] = {"ignore_patterns": [*_NOT_TO_RESUME], "delete_patterns": ["*"]}
+        if options.get("path_in_repo") is None:
             # Listed now: a push in the background may begin later. Weights of an earlier push, whose shards may have
             # had other names, would be loaded as the model's.
             choice = {
                 "allow_patterns": [glob.escape(file) for file in run_files(folder, subfolder)],
+                "ignore_patterns": None,  # transformers' choice
                 "delete_patterns": [*_WEIGHTS, f"{DEPLOYMENT_FOLDER}/*"] if subfolder else [*_WEIGHTS],
             }
 
         def send() -> CommitInfo:
             with _explained(repo_id, self.api.endpoint):
-                commit = self.api.upload_folder(
-                    repo_id=repo_id, folder_path=folder, path_in_repo=path_in_repo, **options | choice
-                )
+                commit = self.api.upload_folder(repo_id=repo_id, folder_path=folder, **options | choice)
             if (second := self.second_repository(repo_id)) is not None:
                 served = folder / DEPLOYMENT_FOLDER
                 deployment_card(second, repo_id, str(self.scheme)).save(served / CARD_FILE)
                 replace(self, deployment="none").upload_folder(repo_id=second, folder_path=served, **options)
             return commit
 
-        if not in_background:
+        if not run_as_future:
             return send()
         future = self.api.run_as_future(send)
         future.add_done_callback(_warn_of_failure)
@@ -182,13 +177,14 @@ def push_run(
 ) -> str:
     """Pushes a run from its output directory: one that was not pushed, or whose push failed.
 
-    Returns the address of the commit.
-
     Args:
         repo_id: repository, made where it is missing.
         private: of repositories that are made; by default as the account has it.
         deployment, scheme, revision: see [`HubClient`].
         token: see [`hub_api`]; it has to have write access.
+
+    Returns:
+        The address of the commit.
 
     Raises:
         ValueError: `folder` holds no model, or no deployment checkpoint for a second repository.
@@ -198,13 +194,11 @@ def push_run(
     if not (folder / CARD_FILE).is_file() or not any(file.endswith(".safetensors") for file in run_files(folder)):
         raise ValueError(f"{str(folder)!r} holds no model with its {CARD_FILE}: give the output directory of a run.")
     load_card(folder / CARD_FILE)  # before anything is made on the Hub
-    if deployment == "repository" and scheme is None:
+    if deployment == "repository" and (scheme is None or not (folder / DEPLOYMENT_FOLDER).is_dir()):
         raise ValueError(
-            "hub_deployment='repository' names the second repository by the deployment scheme, which is unset: "
-            "set deployment_scheme, or hub_deployment='subfolder'."
+            f"hub_deployment='repository' pushes {str(folder / DEPLOYMENT_FOLDER)!r} to a second repository that is "
+            f"named by deployment_scheme={scheme!r}: give both, or hub_deployment='subfolder'."
         )
-    if deployment == "repository" and not (folder / DEPLOYMENT_FOLDER).is_dir():
-        raise ValueError(f"{str(folder)!r} holds no {DEPLOYMENT_FOLDER}/: leave the second repository out.")
     client = HubClient(hub_api(token), deployment, scheme, revision)
     repo_id = client.create_repo(repo_id, private=private).repo_id
     address_card(folder / CARD_FILE, repo_id, client.second_repository(repo_id))
@@ -213,28 +207,12 @@ def push_run(
     return commit.commit_url
 
 
-def require_pushable(args: DCGRPOConfig) -> None:
-    """Makes the repositories that a run will be pushed to, before anything expensive starts.
-
-    Raises:
-        HubError: there is no token, or it may not write there, or the Hub cannot be reached.
-    """
-    name = args.hub_model_id or Path(args.output_dir).absolute().name
-    HubClient.of(args).create_repo(name, private=args.hub_private_repo)
-
-
 def push_command(args: DCGRPOConfig, repo_id: str) -> str:
     """The command that pushes a run of these settings later, by [`push_run`]."""
-    words = ["python", "scripts/push.py", args.output_dir, "--repo_id", repo_id]
-    if args.hub_deployment != "subfolder":
-        words += ["--deployment", args.hub_deployment]
-    if args.hub_deployment == "repository":
-        words += ["--scheme", str(args.deployment_scheme)]
-    if args.hub_private_repo:
-        words.append("--private")
-    if args.hub_revision is not None:
-        words += ["--revision", args.hub_revision]
-    return shlex.join(words)
+    values = {"--scheme": args.deployment_scheme, "--revision": args.hub_revision}
+    words = ["--deployment", args.hub_deployment, *(["--private"] if args.hub_private_repo else [])]
+    words += [word for name, value in values.items() if value is not None for word in (name, value)]
+    return shlex.join(["python", "scripts/push.py", args.output_dir, "--repo_id", repo_id, *words])
 
 
 @contextmanager
@@ -253,28 +231,22 @@ def _explained(repo_id: str, endpoint: str) -> Iterator[None]:
     try:
         yield
     except (httpx.HTTPError, OSError, RuntimeError, ValueError) as error:
-        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ is not None else error
-        raise HubError(_explanation(cause, repo_id, endpoint)) from error
-
-
-def _explanation(error: BaseException, repo_id: str, endpoint: str) -> str:
-    if isinstance(error, httpx.TransportError | OfflineModeIsEnabled):
-        return f"The Hub at {endpoint} cannot be reached ({error}): check HF_ENDPOINT, HF_HUB_OFFLINE and the network."
-    if not isinstance(error, HfHubHTTPError):
-        return f"hub_model_id={repo_id!r} cannot be pushed to: {error}"
-    status = error.response.status_code
-    if status == 401:
-        return (
-            f"hub_model_id={repo_id!r}: the Hub knows no user by this token: log in with `hf auth login`, or set "
-            "HF_TOKEN or hub_token to a token with write access."
-        )
-    if status in (403, 404):
-        return (
-            f"hub_model_id={repo_id!r}: the token may not write there ({status}): use a token with write access to "
-            "this repository, or another hub_model_id."
-        )
-    reason = error.server_message or error.response.reason_phrase
-    return f"hub_model_id={repo_id!r}: {endpoint} answered {status} ({reason}): try again later."
+        match error.__cause__ or error if isinstance(error, RuntimeError) else error:
+            case httpx.TransportError() | OfflineModeIsEnabled() as cause:
+                reason = f"The Hub at {endpoint} cannot be reached ({cause}): check HF_ENDPOINT, HF_HUB_OFFLINE and "
+                reason += "the network."
+            case HfHubHTTPError(response=httpx.Response(status_code=401)):
+                reason = "The Hub knows no user by this token: log in with `hf auth login`, or set HF_TOKEN or "
+                reason += "hub_token to a token with write access."
+            case HfHubHTTPError(response=httpx.Response(status_code=403 | 404 as status)):
+                reason = f"The token may not write there ({status}): use a token with write access to this "
+                reason += "repository, or another hub_model_id."
+            case HfHubHTTPError(response=response, server_message=message):
+                message = message or response.reason_phrase
+                reason = f"{endpoint} answered {response.status_code} ({message}): try again later."
+            case cause:
+                reason = str(cause)
+        raise HubError(f"hub_model_id={repo_id!r} cannot be pushed to. {reason}") from error
 
 
 def _warn_of_failure(future: Future) -> None:

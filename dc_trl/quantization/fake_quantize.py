@@ -55,6 +55,28 @@ def fake_quantize_weight(weight: Tensor, args: QuantizationArgs) -> Tensor:
     return fake_quantize(rows, *weight_qparams(rows, args), args).view(weight.shape)
 
 
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *sources: Tensor) -> Tensor:
+        ctx.dtypes = [source.dtype for source in sources]
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = zip(ctx.dtypes, ctx.needs_input_grad[1:], strict=True)
+        return None, *(gradients[0].to(dtype) if needed else None for dtype, needed in wanted)
+
+
+def straight_through(value: Tensor, *sources: Tensor) -> Tensor:
+    """A value whose gradient is that of each of its sources, as if it were their sum (arXiv 1308.3432).
+
+    Args:
+        value: any floating dtype; no gradient flows to it.
+        sources: of the same shape, any floating dtype, in which their gradients arrive.
+    """
+    return _StraightThrough.apply(value, *sources)
+
+
 class ActivationQuantizer:
     """Forward pre-hook that fake-quantizes the input of a layer with scales found on the spot, as engines do.
 
@@ -81,7 +103,17 @@ class ActivationQuantizer:
         return (self._output, *inputs[1:])
 
     def fake_quantize(self, activations: Tensor) -> Tensor:
-        """Activations of shape (..., channels) after their round trip, each token by itself; same shape and dtype."""
+        """Activations of shape (..., channels) after their round trip, each token by itself; same shape and dtype.
+
+        Gradients pass the round trip unchanged, see `straight_through`.
+        """
+        if torch.is_grad_enabled() and activations.requires_grad:
+            with torch.no_grad():
+                value = self._round_trip(activations)
+            return straight_through(value, activations)
+        return self._round_trip(activations)
+
+    def _round_trip(self, activations: Tensor) -> Tensor:
         value = activations.float()  # scales in float32, as in the engines' kernels
         if self._group_size is not None:
             value = value.unflatten(-1, (-1, self._group_size))

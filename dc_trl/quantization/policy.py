@@ -5,13 +5,31 @@ import copy
 import torch
 from accelerate import Accelerator, init_empty_weights
 from peft import PeftModel
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def base_model(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """The transformers model of a policy, without the PEFT model around it."""
     return policy.get_base_model() if isinstance(policy, PeftModel) else policy
+
+
+def scaled_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
+    """Logits as a model makes them of its head's output: scaled and capped, under the names that models have.
+
+    Args:
+        logits: any shape.
+        config: of the text model.
+    """
+    values = config.to_dict()
+    scales = (values.get(name) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"))
+    scale = next((each for each in scales if each is not None), None)
+    if scale is None and (divisor := values.get("logits_scaling")) is not None:
+        scale = divisor if config.model_type == "hyperclovax" else 1 / divisor
+    if scale is not None:
+        logits = logits * scale
+    cap = values.get("final_logit_softcapping")
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def unwrapped(accelerator: Accelerator, model: nn.Module) -> PreTrainedModel | PeftModel:

@@ -73,12 +73,7 @@ def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, T
     """
     sharded = isinstance(policy, FSDPModule)
     if isinstance(policy, PeftModel):
-        adapter = policy.active_peft_config
-        if adapter.is_prompt_learning:
-            raise ValueError(
-                f"peft_config of type {adapter.peft_type} learns a prompt and cannot be merged into the "
-                "weights that are deployed: use LoRA or another adapter of the weights, or set deployment_scheme=None."
-            )
+        require_merged_form(policy)
         yield from _merged_tensors(policy.get_base_model(), "")
     elif sharded:
         # Its state holds the shards even where a forward pass left gathered weights behind, in its own precision, and
@@ -88,6 +83,28 @@ def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, T
     else:
         yield from policy.named_parameters(remove_duplicate=False)
         yield from policy.named_buffers(remove_duplicate=False)
+
+
+def require_merged_form(policy: PreTrainedModel | PeftModel) -> None:
+    """Refuses adapters that cannot be merged into the weights that are deployed.
+
+    Raises:
+        ValueError: names the adapter and what it adapts.
+    """
+    if not isinstance(policy, PeftModel):
+        return
+    adapter = policy.active_peft_config
+    if adapter.is_prompt_learning:
+        raise ValueError(
+            f"peft_config of type {adapter.peft_type} learns a prompt and cannot be merged into the "
+            "weights that are deployed: use LoRA or another adapter of the weights, or set deployment_scheme=None."
+        )
+    for name, module in policy.get_base_model().named_modules():
+        if isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(module, ModulesToSaveWrapper):
+            raise ValueError(
+                f"peft_config trains {name!r} through {type(module).__name__}, which has no merged form: "
+                "train it through target_modules or modules_to_save, or set deployment_scheme=None."
+            )
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -107,11 +124,6 @@ def _merged_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tenso
             module = module.base_layer
     elif isinstance(module, ModulesToSaveWrapper):
         module = module.modules_to_save[module.active_adapters[0]]
-    elif isinstance(module, AuxiliaryTrainingWrapper):
-        raise ValueError(
-            f"peft_config trains {prefix.rstrip('.')!r} through {type(module).__name__}, which has no merged form: "
-            "train it through target_modules or modules_to_save, or set deployment_scheme=None."
-        )
     for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         yield prefix + name, tensor
     for name, child in module.named_children():

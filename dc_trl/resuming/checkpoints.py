@@ -19,6 +19,7 @@ from ..records.runs import DEPLOYMENT_FOLDER
 
 TRAINER_STATE_FILE = "trainer_state.json"  # transformers writes it last
 STATE_FILE = "dc_grpo_state.json"
+SAMPLER_FOLDER = "sampler"  # the weights that sample, where they lag behind those that are trained
 ROLLOUTS_FILE = "rollouts_rank{rank}.safetensors"
 
 _STATE_FIELDS = (
@@ -201,4 +202,8 @@ def _missing_own_files(folder: Path, save_on_each_node: bool) -> str | None:
     if save_on_each_node:
         names = [name for name in names if name in ("rng_state.pth", "rng_state_0.pth", ROLLOUTS_FILE.format(rank=0))]
     missing = [name for name in names if not (folder / name).is_file()]
-    return f"holds no {missing[0]}: its save was cut short" if missing else None
+    if missing:
+        return f"holds no {missing[0]}: its save was cut short"
+    lags = not save_on_each_node and state.get("weight_sync", {}).get("kept", False)
+    defect = _missing_weights(folder / SAMPLER_FOLDER) if lags else None
+    return defect and f"holds {SAMPLER_FOLDER}, which {defect}"

@@ -1,14 +1,15 @@
 """Which settings of generation leave the sampled distribution the policy's.
 
-A constraint compares the engine's log-probability of a token with that of the whole policy at one temperature. What
-truncates, bends or restricts the engine's distribution, or has it report other numbers, would be constrained as if it
-were mismatch. So settings that cannot do that are listed here, and whatever is not listed counts as restricting.
+A constraint compares the engine's log-probability of a token with the policy's at one temperature. What bends or
+restricts the engine's distribution, or has it report other numbers, would be constrained as if it were mismatch. So
+settings that cannot do that are listed here, and whatever is not listed counts as restricting. Top-p, top-k and min-p
+restrict too; where the engine says which tokens they keep, `truncation` corrects for it.
 
 The names are those of transformers' `GenerationConfig` (5.17) and of vLLM's `SamplingParams` and completion requests
 (0.31): `generation_kwargs` go to one or the other, whichever samples.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 
@@ -67,16 +68,24 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "watermarking": (True, False),
 }
 _OF_SERVERS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+# What cuts a distribution off and leaves what it keeps as it is, with the value that keeps all.
+TRUNCATIONS = {"top_p": 1.0, "top_k": 0, "min_p": None}
 # What a vLLM server takes from the model's generation_config where a request leaves it open (Qwen3's truncates to 20
 # tokens), temperature apart, with the value that changes nothing.
 SERVER_DEFAULTS = {name: _NEUTRAL_VALUES[name][-1] for name in _OF_SERVERS}
 
 
-def restrictions(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def truncates(settings: Mapping[str, Any]) -> bool:
+    """Whether top-p, top-k or min-p keep some tokens only; `settings` as in `restrictions`."""
+    return any(settings[name] not in _NEUTRAL_VALUES[name] for name in TRUNCATIONS if name in settings)
+
+
+def restrictions(settings: Mapping[str, Any], corrected: Collection[str] = ()) -> Iterator[tuple[str, Any, str]]:
     """Settings that may make the engine sample, or report, another distribution than the policy's.
 
     Args:
         settings: generation settings by name; `temperature` apart, which both engines apply.
+        corrected: names of settings that are corrected for, of `TRUNCATIONS`.
 
     Yields:
         (name, value, what to do instead of setting this value).
@@ -84,5 +93,7 @@ def restrictions(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     for name, value in settings.items():
         neutral = _NEUTRAL_VALUES.get(name, ())
         if name in _ANY_VALUE or name == "temperature" or value in neutral:
+            continue
+        if name in corrected and value is not None:
             continue
         yield name, value, f"set {name}={neutral[-1]!r}" if neutral else f"leave {name} out"

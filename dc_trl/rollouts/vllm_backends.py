@@ -26,6 +26,7 @@ from ..serving.client import ServerClient, Weights
 from ..serving.connection import Deadline, Patience, Tries, is_local
 from ..serving.errors import ServerError
 from ..serving.fit import check_server
+from .truncation import named_by_vllm
 
 
 logger = get_logger(__name__)
@@ -37,7 +38,7 @@ def _folder_path(parent: str | None, run: str) -> Path:
 
 
 class _CheckpointFolder:
-    """Folder in shared memory (or where the user says) with the checkpoint that the engine reads, and nothing else.
+    """Folder in shared memory (or where the user says) with the checkpoints that the engine reads, and nothing else.
 
     It is locked as long as its process lives and removed with it; what a killed process left behind is removed by the
     next one on the same host. Other hosts may write to the same directory, and not see the locks of this one.
@@ -54,22 +55,38 @@ class _CheckpointFolder:
         stack = ExitStack()
         stack.enter_context(locked_folder(self.path, others=_folder_path(parent, "*").name))
         weakref.finalize(self, stack.close)
-        self.checkpoint: Path | None = None
 
-    def write(self, writer: CheckpointWriter, tensors: Iterator[tuple[str, Tensor]], version: str) -> None:
-        """Writes the next checkpoint. The one before is obsolete from here on, and its room may be needed."""
-        if self.checkpoint is not None:
-            shutil.rmtree(self.checkpoint, ignore_errors=True)
-            self.checkpoint = None
-        checkpoint = self.path / version
-        writer.write(tensors, checkpoint)
-        self.checkpoint = checkpoint
+    def write(
+        self, writer: CheckpointWriter, tensors: Iterator[tuple[str, Tensor]], version: str, kept: str | None
+    ) -> None:
+        """Writes the next checkpoint. Those before, but for the `kept` one, are obsolete: their room may be needed."""
+        self.remove_all_but(kept)
+        writer.write(tensors, self.path / version)
+
+    def remove_all_but(self, version: str | None) -> None:
+        for checkpoint in self.path.iterdir():
+            if checkpoint.name != version:
+                shutil.rmtree(checkpoint, ignore_errors=True)
 
 
-class _DeployedGeneration(VLLMGeneration):
+class Generation(VLLMGeneration):
+    """TRL's vLLM engine; with `logprobs` above 0, it says which tokens truncated sampling kept."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> tuple:
+        """See TRL's; where the kept tokens are known, log-probabilities are `KeptLogProb`, one for each token."""
+        prompt_ids, completion_ids, logprobs, token_ids = super().generate(*args, **kwargs)
+        if self.logprobs and self.temperature > 0:
+            logprobs = named_by_vllm(completion_ids, logprobs, token_ids)
+        return prompt_ids, completion_ids, logprobs, token_ids
+
+
+class _DeployedGeneration(Generation):
     """A vLLM engine of TRL whose weights arrive as the deployable checkpoint, in a new version each time."""
 
     _run: str  # a name that no other run has
+    _writes = False  # whether this process writes checkpoints; all take part in gathering
+    _kept: str | None = None  # version of the weights that the engine is to go back to
+    weight_version = ""  # of the weights that it is to hold
 
     def __init__(self, *, deployment_scheme: str | None, weight_sync_dir: str | None, **kwargs: Any):
         self.deployment_scheme = deployment_scheme
@@ -77,24 +94,60 @@ class _DeployedGeneration(VLLMGeneration):
         self._syncs = 0
         super().__init__(**kwargs)
 
+    def _begin_version(self, keep: bool = False) -> None:
+        """The weights of the next checkpoint are those that the engine is to hold; `keep`: see `sync_weights`."""
+        if not keep:
+            self._kept = None
+        elif self._kept is None:
+            self._kept = self.weight_version
+        self._syncs += 1
+        self.weight_version = f"{self._run}-{self._syncs}"
+
+    def go_back(self) -> None:
+        """Brings the weights to the engine again that `sync_weights` has kept."""
+        assert self._kept is not None
+        self.weight_version, self._kept = self._kept, None
+        self._load()
+        if self._writes:
+            self._folder.remove_all_but(self.weight_version)
+
+    def save_weights(self, directory: Path) -> None:
+        """Copies the checkpoint that the engine holds, or is to go back to, where this process has it."""
+        if self._writes:
+            shutil.copytree(self._folder.path / (self._kept or self.weight_version), directory)
+
+    def load_weights(self, directory: Path) -> None:
+        """Brings a checkpoint that `save_weights` has copied to the engine. Every process has to call it."""
+        self._begin_version()
+        if self._writes:
+            self._folder.remove_all_but(None)
+            shutil.copytree(directory, self.checkpoint)
+        self.accelerator.wait_for_everyone()
+        self._load()
+
     @property
-    def weight_version(self) -> str:
-        """What the engine is to call the present weights."""
-        return f"{self._run}-{self._syncs}"
+    def checkpoint(self) -> Path:
+        """Where the weights are that the engine is to hold."""
+        return _folder_path(self.weight_sync_dir, self._run) / self.weight_version
+
+    def _load(self) -> None:
+        """Has the engine load the weights that it is to hold."""
+        raise NotImplementedError
 
     def _prepare_checkpoints(self, writes: bool) -> None:
         """Makes the writer, and the folder on the processes that are to write."""
+        self._writes = writes
         policy = unwrapped(self.accelerator, self.model)
         self._writer = CheckpointWriter(policy, self.deployment_scheme or "bf16", self.processing_class)
         if writes:
             self._folder = _CheckpointFolder(self.weight_sync_dir, self._run)
 
-    def _write(self, writes: bool) -> None:
+    def _write(self) -> None:
         """Writes the present weights on the processes that are to; all processes take part in gathering them."""
         tensors = deployed_tensors(self.accelerator, self.model, self._iter_named_params)
         try:
-            if writes:
-                self._folder.write(self._writer, tensors, self.weight_version)
+            if self._writes:
+                self._folder.write(self._writer, tensors, self.weight_version, self._kept)
         finally:
             for _ in tensors:
                 pass  # take part in gathering what nobody writes any more
@@ -190,24 +243,35 @@ class ServerGeneration(_DeployedGeneration):
                 scheme=self.deployment_scheme,
                 config=unwrapped(self.accelerator, self.model).config,
                 max_length=max(self.max_completion_length + 1, self.max_model_length or 0),
+                logprobs=self.logprobs,
                 weight_sync=self.weight_sync,
                 routing_replay=self.routing_replay,
             )
             if self.weight_sync == "nccl":
                 client.init_communicator(device=self.accelerator.device)
 
-    def sync_weights(self) -> None:
-        """Brings the policy's present weights to the server, and makes sure that it serves them."""
-        self._syncs += 1
+    def sync_weights(self, keep: bool = False) -> None:
+        """Brings the policy's present weights to the server, and makes sure that it serves them.
+
+        `keep` leaves the checkpoint from before for `go_back`, until a synchronization that does not.
+        """
+        self._begin_version(keep)
         with _raised_together(ServerError):
             if self.weight_sync == "checkpoint":
                 self._write_checkpoint()
-                if self.accelerator.is_main_process:
-                    self.vllm_client.load(Weights(self.weight_version, self._folder.checkpoint))
+                self._bring()
             elif self.accelerator.is_main_process:
                 self._stream_weights()
             else:
                 super().sync_weights()
+
+    def _load(self) -> None:
+        with _raised_together(ServerError):
+            self._bring()
+
+    def _bring(self) -> None:
+        if self.accelerator.is_main_process:
+            self.vllm_client.load(Weights(self.weight_version, self.checkpoint))
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
         with _raised_together(ServerError):
@@ -255,7 +319,7 @@ class ServerGeneration(_DeployedGeneration):
         while True:
             failure = None
             try:
-                self._write(self.accelerator.is_main_process)
+                self._write()
             except OSError as error:
                 if not self.accelerator.is_main_process:
                     raise
@@ -282,10 +346,10 @@ class ColocateGeneration(_DeployedGeneration):
         self._run = f"{_agree(uuid.uuid4().hex[:12])}-{machine}"
         # One writer on each machine, since shared memory ends there.
         self._prepare_checkpoints(writes=self.accelerator.is_local_main_process)
-        checkpoint = self._write_checkpoint()
+        self._write_checkpoint()
         # TRL builds the engine on `model.name_or_path`.
         model: Any = self.model
-        self.model: Any = SimpleNamespace(name_or_path=str(checkpoint), named_modules=model.named_modules)
+        self.model: Any = SimpleNamespace(name_or_path=str(self.checkpoint), named_modules=model.named_modules)
         try:
             super()._init_vllm()
         finally:
@@ -296,19 +360,21 @@ class ColocateGeneration(_DeployedGeneration):
 
             self._reload = reload_checkpoint
 
-    def _write_checkpoint(self) -> Path:
-        self._syncs += 1
-        self._write(self.accelerator.is_local_main_process)
+    def _write_checkpoint(self, keep: bool = False) -> None:
+        self._begin_version(keep)
+        self._write()
         self.accelerator.wait_for_everyone()
-        return _folder_path(self.weight_sync_dir, self._run) / self.weight_version
 
-    def sync_weights(self) -> None:
-        """Brings the policy's present weights to the engine."""
+    def sync_weights(self, keep: bool = False) -> None:
+        """Brings the policy's present weights to the engine; `keep`: see `ServerGeneration.sync_weights`."""
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        checkpoint = self._write_checkpoint()
-        self.llm.collective_rpc(self._reload, kwargs={"weights_path": str(checkpoint)})
+        self._write_checkpoint(keep)
+        self._load()
+
+    def _load(self) -> None:
+        self.llm.collective_rpc(self._reload, kwargs={"weights_path": str(self.checkpoint)})
         self.llm.reset_prefix_cache()
 
 

@@ -22,6 +22,7 @@ def check_server(
     config: PretrainedConfig,
     max_length: int,
     weight_sync: str,
+    logprobs: int = 0,
     routing_replay: bool = False,
 ) -> None:
     """Refuses a server that would not sample what is trained.
@@ -33,12 +34,13 @@ def check_server(
         config: configuration of the model that is trained.
         max_length: shortest length, of prompt and completion together, that the server has to take, in tokens.
         weight_sync: "nccl", "checkpoint", or "none" where no weights are sent.
+        logprobs: most probable tokens whose log-probabilities are asked for.
         routing_replay: whether completions have to come with the experts that they were sampled with.
 
     Raises:
         ServerError: names what is wrong and the option of `vllm serve` to change.
     """
-    _check_sampling(info["model_config"], max_length)
+    _check_sampling(info["model_config"], max_length, logprobs)
     # Other versions of vLLM have no such entry.
     if routing_replay and not info.get("aux_output_config", {}).get("enable_return_routed_experts"):
         raise ServerError(
@@ -55,11 +57,16 @@ def check_server(
         )
 
 
-def _check_sampling(model: dict[str, Any], max_length: int) -> None:
+def _check_sampling(model: dict[str, Any], max_length: int, logprobs: int) -> None:
     if model["logprobs_mode"] != "processed_logprobs":
         raise ServerError(
             f"the server runs with --logprobs-mode {model['logprobs_mode']}, whose log-probabilities leave out the "
             "temperature: start it with --logprobs-mode processed_logprobs."
+        )
+    if -1 < model["max_logprobs"] < logprobs:
+        raise ServerError(
+            f"the server names at most {model['max_logprobs']} tokens, and top_k={logprobs} keeps more: start it with "
+            "--max-logprobs -1, or lower top_k."
         )
     if model["max_model_len"] < max_length:
         raise ServerError(

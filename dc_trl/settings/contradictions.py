@@ -26,6 +26,11 @@ def require_no_contradiction(config: Any) -> None:
 # may have one of.
 _LOSSES_BY_TOKEN = ("cispo", "vespo")
 
+
+def _two_sided(config: Any) -> bool:
+    return config.constraint_form.startswith("two_sided")
+
+
 RULES = (
     Rule(
         lambda c: c.lambda_min > c.lambda_max,
@@ -35,6 +40,11 @@ RULES = (
         lambda c: not c.lambda_min <= c.lambda_init <= c.lambda_max,
         "lambda_init={c.lambda_init!r} lies outside [lambda_min, lambda_max] = [{c.lambda_min!r}, {c.lambda_max!r}]: "
         "choose a value within the bounds or widen them.",
+    ),
+    Rule(
+        lambda c: c.train_through_quantization and c.fp16,
+        "fp16=True contradicts train_through_quantization=True, which computes in bfloat16 as engines do: set "
+        "bf16=True or train_through_quantization=False.",
     ),
     Rule(
         lambda c: c.fp16 and c.device.type == "cpu",
@@ -66,9 +76,79 @@ RULES = (
         "'token_mask'.",
     ),
     Rule(
+        lambda c: c.rollout_correction != "none" and c.vllm_importance_sampling_correction,
+        "vllm_importance_sampling_correction=True corrects the rollouts a second time beside "
+        "rollout_correction={c.rollout_correction!r}: set one of the two.",
+    ),
+    Rule(
+        lambda c: c.rollout_correction == "none" and c.rollout_correction_max is not None,
+        "rollout_correction_max={c.rollout_correction_max!r} has no effect with rollout_correction='none': unset it "
+        "or choose a correction.",
+    ),
+    Rule(
+        lambda c: c.rollout_correction in ("none", "tv_mask") and c.rollout_correction_min is not None,
+        "rollout_correction_min={c.rollout_correction_min!r} has no effect with "
+        "rollout_correction={c.rollout_correction!r}, which has no lower bound: unset it or choose another one.",
+    ),
+    Rule(
+        lambda c: c.rollout_correction == "tv_mask" and (c.rollout_correction_max or 0) >= 1,
+        "rollout_correction_max={c.rollout_correction_max!r} is a difference of probabilities with "
+        "rollout_correction='tv_mask', and none is larger than 1: use a number below 1, for example 0.2.",
+    ),
+    Rule(
+        lambda c: (c.rollout_correction_min or 0) > 1,
+        "rollout_correction_min={c.rollout_correction_min!r} shuts out the ratio of engines that agree, which is 1: "
+        "use a number of at most 1.",
+    ),
+    Rule(
+        lambda c: (
+            c.rollout_correction != "tv_mask" and c.rollout_correction_max is not None and c.rollout_correction_max < 1
+        ),
+        "rollout_correction_max={c.rollout_correction_max!r} shuts out the ratio of engines that agree, which is 1: "
+        "use a number of at least 1.",
+    ),
+    Rule(
+        lambda c: (
+            c.loss_type == "vespo" and c.rollout_correction not in ("none", "token_truncate", "token_mask", "icepop")
+        ),
+        "rollout_correction={c.rollout_correction!r} weighs a trajectory or goes by the advantage, and "
+        "loss_type='vespo' takes a ratio of each token: set rollout_correction='token_truncate', 'token_mask' or "
+        "'icepop'.",
+    ),
+    Rule(
         lambda c: c.constraint == "none" and c.discrepancy_margin > 0,
         "discrepancy_margin={c.discrepancy_margin!r} has no effect with constraint='none': set discrepancy_margin=0 "
         "or choose constraint='static' or 'lagrangian'.",
+    ),
+    Rule(
+        lambda c: c.constraint == "none" and c.constraint_form != "injected",
+        "constraint_form={c.constraint_form!r} has no effect with constraint='none': leave it out or choose "
+        "constraint='static', 'lagrangian' or 'balance'.",
+    ),
+    Rule(
+        lambda c: _two_sided(c) and c.deployment_scheme is None,
+        "constraint_form={c.constraint_form!r} compares the policy with its quantized self, and deployment_scheme is "
+        "not set: set deployment_scheme (for example 'fp8') or choose constraint_form='log_ratio'.",
+    ),
+    Rule(
+        lambda c: _two_sided(c) and c.discrepancy_margin > 0,
+        "discrepancy_margin={c.discrepancy_margin!r} has no effect with constraint_form={c.constraint_form!r}, which "
+        "leaves advantages alone: set discrepancy_margin=0 or choose another form.",
+    ),
+    Rule(
+        lambda c: _two_sided(c) and c.discrepancy_level != "token",
+        "discrepancy_level={c.discrepancy_level!r} has no effect with constraint_form={c.constraint_form!r}, which "
+        "leaves advantages alone: set discrepancy_level='token' or choose another form.",
+    ),
+    Rule(
+        lambda c: c.constraint != "balance" and c.balance_share != type(c).balance_share,
+        "balance_share={c.balance_share!r} has no effect with constraint={c.constraint!r}: leave it out or choose "
+        "constraint='balance'.",
+    ),
+    Rule(
+        lambda c: c.constraint != "balance" and c.balance_decay != type(c).balance_decay,
+        "balance_decay={c.balance_decay!r} has no effect with constraint={c.constraint!r}: leave it out or choose "
+        "constraint='balance'.",
     ),
     Rule(
         lambda c: c.constraint != "lagrangian" and c.dual_window > 1,
@@ -94,6 +174,37 @@ RULES = (
         "vllm_mode='server'.",
     ),
     Rule(
+        lambda c: c.weight_sync_steps > 1 and not c.use_vllm and c.deployment_scheme is None,
+        "weight_sync_steps={c.weight_sync_steps!r} has no effect without an engine that holds weights of its own: set "
+        "deployment_scheme (for example 'bf16') or use_vllm=True, or weight_sync_steps=1.",
+    ),
+    Rule(
+        lambda c: c.weight_sync_steps > 1 and c.weight_sync == "nccl",
+        "weight_sync='nccl' streams the present weights alone, and weight_sync_steps={c.weight_sync_steps!r} needs "
+        "older ones after an evaluation and in checkpoints: set weight_sync='auto' or weight_sync_steps=1.",
+    ),
+    Rule(
+        lambda c: c.weight_sync_steps > 1 and c.use_vllm and c.vllm_enable_sleep_mode,
+        "vllm_enable_sleep_mode=True drops the engine's weights after each rollout, and "
+        "weight_sync_steps={c.weight_sync_steps!r} needs them again: set vllm_enable_sleep_mode=False or "
+        "weight_sync_steps=1.",
+    ),
+    Rule(
+        lambda c: c.weight_sync_trigger == "discrepancy" and c.weight_sync_steps == 1,
+        "weight_sync_trigger='discrepancy' has no effect with weight_sync_steps=1, which brings new weights at every "
+        "step: raise weight_sync_steps, after which they go at the latest, or set weight_sync_trigger='steps'.",
+    ),
+    Rule(
+        lambda c: (
+            c.weight_sync_trigger == "discrepancy"
+            and c.discrepancy_tolerance == "auto"
+            and c.constraint != "lagrangian"
+        ),
+        "discrepancy_tolerance='auto' is found by constraint='lagrangian' alone, and "
+        "weight_sync_trigger='discrepancy' with constraint={c.constraint!r} would wait for it: set "
+        "discrepancy_tolerance to a number.",
+    ),
+    Rule(
         lambda c: c.hub_deployment == "repository" and c.deployment_scheme is None,
         "hub_deployment='repository' names the second repository by deployment_scheme, which is not set: set "
         "deployment_scheme (for example 'bf16') or hub_deployment='subfolder'.",
@@ -112,6 +223,31 @@ RULES = (
         lambda c: c.routing_replay and c.use_vllm and c.vllm_mode == "colocate",
         "routing_replay=True with vllm_mode='colocate': TRL builds that engine without the option that returns the "
         "chosen experts. Set vllm_mode='server', or use_vllm=False with deployment_scheme.",
+    ),
+    Rule(
+        lambda c: c.train_through_quantization and c.deployment_scheme is None,
+        "train_through_quantization=True computes as deployment_scheme says, which is not set: set deployment_scheme "
+        "(for example 'fp8') or train_through_quantization=False.",
+    ),
+    Rule(
+        lambda c: c.train_through_quantization and _two_sided(c),
+        "constraint_form={c.constraint_form!r} compares the policy with its quantized self, and "
+        "train_through_quantization=True makes them one: set one of the two.",
+    ),
+    Rule(
+        lambda c: c.train_through_quantization and c.cast_lm_head_to_fp32,
+        "cast_lm_head_to_fp32=True contradicts train_through_quantization=True: the deployed policy has its output "
+        "head in bfloat16. Set one of the two.",
+    ),
+    Rule(
+        lambda c: c.train_through_quantization and c.torch_compile,
+        "torch_compile=True contradicts train_through_quantization=True, whose hooks on every layer it would not "
+        "see: set one of the two.",
+    ),
+    Rule(
+        lambda c: c.train_through_quantization and bool((c.gradient_checkpointing_kwargs or {}).get("use_reentrant")),
+        "gradient_checkpointing_kwargs={c.gradient_checkpointing_kwargs!r} contradicts "
+        "train_through_quantization=True, which says how a layer is recomputed: leave use_reentrant out.",
     ),
 )
 
@@ -146,6 +282,7 @@ RULES_OF_A_CONSTRAINT = (
         ),
         "vllm_importance_sampling_mode={c.vllm_importance_sampling_mode!r} masks tokens where the engines differ "
         "most, and with them the penalty of constraint={c.constraint!r}: set "
+        "rollout_correction={c.vllm_importance_sampling_mode!r} in its place, which takes those tokens out of δ̄ too, "
         "vllm_importance_sampling_mode='token_truncate' or 'sequence_truncate', or constraint='none'.",
     ),
     Rule(

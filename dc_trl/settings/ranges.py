@@ -63,12 +63,14 @@ _NAMES: dict[Range, str] = {
     Range(least=-1, whole=True): "local_rank",
     replace(WHOLE, or_else=(-1, "(0 and -1: no truncation)")): "top_k",
     Range(least=0, infinite=True): "max_grad_norm epsilon_high",
-    Range(above=0, infinite=True): "vllm_importance_sampling_clip_max vllm_importance_sampling_cap",
+    Range(above=0, infinite=True): """
+        vllm_importance_sampling_clip_max vllm_importance_sampling_cap rollout_correction_max
+    """,
     COUNT: """
         per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps generation_batch_size
         steps_per_generation num_iterations num_generations_eval max_completion_length torch_empty_cache_steps
         eval_accumulation_steps save_total_limit dataloader_prefetch_factor ddp_bucket_cap_mb ddp_timeout
-        vllm_max_model_length vllm_tensor_parallel_size ref_model_sync_steps dual_window
+        vllm_max_model_length vllm_tensor_parallel_size ref_model_sync_steps dual_window weight_sync_steps
     """,
     WHOLE: "dataloader_num_workers max_tool_calling_iterations num_completions_to_print vllm_max_retries",
     SEED: "seed data_seed",
@@ -77,15 +79,15 @@ _NAMES: dict[Range, str] = {
         learning_rate weight_decay adam_epsilon warmup_steps logging_steps eval_steps eval_delay neftune_noise_alpha
         router_aux_loss_coef beta epsilon vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg entropy_coef_delta
         entropy_target vllm_importance_sampling_clip_min vllm_server_timeout discrepancy_margin lambda_init lambda_lr
-        lambda_min lambda_max
+        lambda_min lambda_max rollout_correction_min
     """,
     ABOVE_0: """
         num_train_epochs save_steps temperature repetition_penalty delta sapo_temperature_neg sapo_temperature_pos
-        off_policy_mask_threshold vllm_request_timeout
+        off_policy_mask_threshold vllm_request_timeout balance_share
     """,
     SHARE: "top_p vllm_gpu_memory_utilization",
     Range(least=0, most=1): "min_p label_smoothing_factor ref_model_mixup_alpha top_entropy_quantile",
-    BELOW_1: "adam_beta1 adam_beta2",
+    BELOW_1: "adam_beta1 adam_beta2 balance_decay",
     FINITE: "entropy_coef entropy_coef_min entropy_coef_max",
 }
 

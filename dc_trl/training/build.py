@@ -15,9 +15,9 @@ from ..evaluation import Benchmark
 from ..grading.rewards import get_reward
 from ..records.settings import changed_settings
 from ..resuming.checkpoints import on_main_process
-from ..rollouts.rewards import RewardFunction, require_callable
 from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import ADAPTER, require_numbers
+from ..settings.reward_functions import RewardFunction, require_callable
 from ..trainer import DCGRPOTrainer
 from .arguments import RunArguments
 from .output import open_output, require_space

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..config import DCGRPOConfig
 from ..files import lock_output
-from ..hub.push import require_pushable
+from ..hub.push import HubClient
 from ..records.runs import BASELINE_FILE, DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE
 from ..resuming.checkpoints import checkpoints, resumable_checkpoint
 from ..trainer import DCGRPOTrainer
@@ -40,7 +40,8 @@ def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
         _require_no_run(output_dir)
     _require_writable(output_dir)
     if args.push_to_hub:
-        require_pushable(args)
+        name = args.hub_model_id or output_dir.absolute().name
+        HubClient.of(args).create_repo(name, private=args.hub_private_repo)
     return checkpoint
 
 

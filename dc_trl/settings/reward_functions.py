@@ -1,4 +1,4 @@
-"""Reward functions as TRL calls them."""
+"""Reward functions that a user writes, called as TRL calls them."""
 
 import asyncio
 import inspect

@@ -1,0 +1,179 @@
+"""Corrections of the rollouts: how far each sampled token is trusted, by its two engines' probabilities.
+
+A correction is a value: a function of log-probabilities and advantages that returns the weight of each token. The
+trainer multiplies the token's advantage by it, after the form of the constraint has acted. A weight of 0 masks the
+token: it teaches nothing, and is not in δ̄. With r = π_train/π_inf of a token, all taken at the weights that sampled:
+
+===================== ======================================================= ========================================
+``token_truncate``    clip(r, lower, upper)                                   TIS, fengyao.notion.site/off-policy-rl
+``token_mask``        r within [lower, upper], else 0                         MIS, richardli.xyz/rl-collapse
+``sequence_truncate`` clip(Π_t r_t, lower, upper)                             sequence TIS, the same
+``sequence_mask``     Π_t r_t within [lower, upper], else 0                   sequence MIS, the same
+``geometric_mask``    1 where (Π_t r_t)^(1/|o|) is within the bounds, else 0  the same; arXiv 2512.23075
+``icepop``            r within [lower, upper], else 0; two-sided by default   IcePop, arXiv 2510.18855
+``tv_mask``           r, 0 where the token has moved past upper the way that  DPPO-Binary-TV, arXiv 2602.04879
+                      its advantage pushes it
+===================== ======================================================= ========================================
+
+Each function takes
+
+- ``train_logps``, ``infer_logps``: log π_train and log π_inf of the sampled tokens, shape (B, T), nats;
+- ``scored``: boolean, shape (B, T). Nothing is known of the other tokens: their r is 1, as in TRL;
+- ``advantages``: those that the weights will multiply, shape (B,) or (B, T);
+- ``lower`` and ``upper``, whose defaults are those of the settings,
+
+and returns weights ≥ 0, shape (B, T), float32 (float64 if an input is float64), detached. Ratios are bounded by e^±20.
+Engines that agree have weights of 1.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .discrepancy import LOG_RATIO_BOUND, trajectory_mean
+from .settings import ConstraintSettings
+
+
+# The bound that DPPO's authors set to r in their code: where a rare token has become less rare, r is large and
+# |π − q| so small that nothing masks it.
+TV_RATIO_BOUND = 20.0
+
+
+class Trust(Protocol):
+    """A correction with its bounds."""
+
+    def __call__(self, train_logps: Tensor, infer_logps: Tensor, scored: Tensor, advantages: Tensor) -> Tensor:
+        """The weight of each token, shape (B, T); arguments and result as at the top of this file."""
+
+
+def token_log_ratio(train_logps: Tensor, infer_logps: Tensor, scored: Tensor) -> Tensor:
+    """log π_train − log π_inf of each token, shape (B, T), nats, at least float32, detached; 0 where not scored."""
+    dtype = torch.promote_types(torch.promote_types(train_logps.dtype, infer_logps.dtype), torch.float32)
+    return (train_logps.detach().to(dtype) - infer_logps.detach().to(dtype)).where(scored, 0.0)
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def _within(ratio: Tensor, lower: float, upper: float) -> Tensor:
+    return (ratio >= lower) & (ratio <= upper)
+
+
+def token_truncate(
+    train_logps: Tensor,
+    infer_logps: Tensor,
+    scored: Tensor,
+    advantages: Tensor,
+    lower: float = 0.0,
+    upper: float = 2.0,
+) -> Tensor:
+    """Truncated importance sampling: clip(r, lower, upper). C = 2 as in arXiv 2602.01826."""
+    return _ratio(token_log_ratio(train_logps, infer_logps, scored)).clamp(lower, upper)
+
+
+def token_mask(
+    train_logps: Tensor,
+    infer_logps: Tensor,
+    scored: Tensor,
+    advantages: Tensor,
+    lower: float = 0.0,
+    upper: float = 2.0,
+) -> Tensor:
+    """Masked importance sampling: r where it is within the bounds, else 0. C = 2 as in arXiv 2602.01826."""
+    ratio = _ratio(token_log_ratio(train_logps, infer_logps, scored))
+    return ratio.where(_within(ratio, lower, upper), 0.0)
+
+
+def _sequence_ratio(train_logps: Tensor, infer_logps: Tensor, scored: Tensor) -> Tensor:
+    """Π_t r_t of each trajectory at all of its positions, shape (B, T)."""
+    log_ratio = token_log_ratio(train_logps, infer_logps, scored)
+    return _ratio(log_ratio.sum(-1, keepdim=True)).expand_as(log_ratio)
+
+
+def sequence_truncate(
+    train_logps: Tensor,
+    infer_logps: Tensor,
+    scored: Tensor,
+    advantages: Tensor,
+    lower: float = 0.0,
+    upper: float = 2.0,
+) -> Tensor:
+    """`token_truncate` with the ratio of the whole trajectory, which all of its tokens carry."""
+    return _sequence_ratio(train_logps, infer_logps, scored).clamp(lower, upper)
+
+
+def sequence_mask(
+    train_logps: Tensor,
+    infer_logps: Tensor,
+    scored: Tensor,
+    advantages: Tensor,
+    lower: float = 0.0,
+    upper: float = 2.0,
+) -> Tensor:
+    """`token_mask` with the ratio of the whole trajectory: it is masked whole."""
+    ratio = _sequence_ratio(train_logps, infer_logps, scored)
+    return ratio.where(_within(ratio, lower, upper), 0.0)
+
+
+def geometric_mask(
+    train_logps: Tensor,
+    infer_logps: Tensor,
+    scored: Tensor,
+    advantages: Tensor,
+    lower: float = 0.99,
+    upper: float = 1.01,
+) -> Tensor:
+    """Masks a trajectory whose geometric mean of r is out of bounds: `sequence_mask` without its bias by length.
+
+    A mask alone: what stays has a weight of 1. The bounds are SkyRL's. They suit long trajectories, in whose mean the
+    noise of single tokens cancels.
+    """
+    log_ratio = token_log_ratio(train_logps, infer_logps, scored)
+    mean = _ratio(trajectory_mean(log_ratio, scored).unsqueeze(-1))
+    return _within(mean, lower, upper).to(log_ratio.dtype).expand_as(log_ratio)
+
+
+def icepop(
+    train_logps: Tensor,
+    infer_logps: Tensor,
+    scored: Tensor,
+    advantages: Tensor,
+    lower: float = 0.5,
+    upper: float = 5.0,
+) -> Tensor:
+    """`token_mask` bounded on both sides (IcePop, arXiv 2510.18855; arXiv 2512.16144, eq. 1), by α = 0.5 and β = 5."""
+    return token_mask(train_logps, infer_logps, scored, advantages, lower, upper)
+
+
+def tv_mask(
+    train_logps: Tensor, infer_logps: Tensor, scored: Tensor, advantages: Tensor, upper: float = 0.2
+) -> Tensor:
+    """DPPO's mask by the total variation of the sampled token against all others (arXiv 2602.04879).
+
+    A token with Â > 0 is masked where π_train − π_inf > upper, one with Â < 0 where it is below −upper. A token that
+    its advantage pushes back to the sampler is never masked. What stays carries r, at most 20 as in the authors' code.
+    The bound of 0.2 is SkyRL's.
+    """
+    log_ratio = token_log_ratio(train_logps, infer_logps, scored)
+    train, infer = (logps.detach().to(log_ratio.dtype).where(scored, 0.0) for logps in (train_logps, infer_logps))
+    if advantages.dim() == 1:
+        advantages = advantages.unsqueeze(1)
+    masked = (train.exp() - infer.exp()) * advantages.sign() > upper
+    return _ratio(log_ratio).clamp(max=TV_RATIO_BOUND).masked_fill(masked, 0.0)
+
+
+_ALL = (token_truncate, token_mask, sequence_truncate, sequence_mask, geometric_mask, icepop, tv_mask)
+CORRECTIONS: dict[str, Callable[..., Tensor]] = {correction.__name__: correction for correction in _ALL}
+
+
+def trust_of(settings: ConstraintSettings) -> Trust | None:
+    """The correction that the settings ask for; None for `rollout_correction="none"`."""
+    if settings.rollout_correction == "none":
+        return None
+    bounds = {"lower": settings.rollout_correction_min, "upper": settings.rollout_correction_max}
+    given = {name: bound for name, bound in bounds.items() if bound is not None}
+    return partial(CORRECTIONS[settings.rollout_correction], **given)

@@ -1,0 +1,358 @@
+"""The policy computes as it is deployed, while it is trained: the aligned, quantization-aware forward.
+
+With W the master weights, Q the round trip through the scheme's number format and x the activations, each layer
+computes with Q(W) and Q(x), in bfloat16, as the replica and the checkpoint do. Gradients pass Q unchanged, to W and
+x, as if ∂Q/∂W = 1: the straight-through estimator (arXiv 1308.3432; QaRL, arXiv 2604.07853, trains policies so).
+"""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from peft import PeftModel
+from peft.tuners.lora import Embedding, Linear, ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from .fake_quantize import ActivationQuantizer, fake_quantize_weight, straight_through
+from .policy import base_model, empty_copy
+from .schemes import fused_experts, quantized_linears, quantized_weights, resolve_scheme
+from .tensors import require_merged_form
+
+
+class DeployedForward:
+    """Has a policy's own modules compute as its deployed form does, straight-through to the weights in training.
+
+    The modules, their names and their parameters stay as they are; hooks put the deployed weights in the parameters'
+    place while a module computes. Deployed weights are kept until the parameters move. Under FSDP2 they are computed
+    from the gathered parameters each time, which have to arrive unrounded (no `param_dtype`).
+
+    LoRA adapters are merged, as they are when the policy is deployed: the layer computes with Q(W + s·B·A), and the
+    gradient goes on to A and B. Dropout of an adapter has no part in that.
+
+    Args:
+        policy: transformers causal language model, or a PEFT model around one.
+        scheme: name of the deployment scheme, see `dc_trl.quantization.schemes`.
+        weights: compute with the deployed weights: quantized, adapters merged, rounded to bfloat16 numbers.
+        activations: compute with the deployed activations, where the scheme quantizes them.
+        compute: compute in bfloat16 without autocast, at the positions that engines count, and on a CPU with the
+            arithmetic of the replica's attention ("eager", whose memory grows with the square of the length).
+
+    Attributes:
+        enabled (`bool`): whether the policy computes so now; at first it does not. See `active`.
+
+    Raises:
+        ValueError: unknown scheme, a model that it does not fit, or adapters other than LoRA.
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedModel | PeftModel,
+        scheme: str,
+        *,
+        weights: bool = True,
+        activations: bool = True,
+        compute: bool = True,
+    ):
+        base, architecture = base_model(policy), empty_copy(policy)
+        quantization = resolve_scheme(scheme, architecture)
+        self.enabled = False
+        self._policy = policy
+        self._weights = weights
+        self._compute = compute
+        self._weight_args = quantization.weights if weights else None
+        args = quantization.input_activations if activations else None
+        self._quantizer = None if args is None else ActivationQuantizer(args)
+        self._cache: dict[tuple[int, ...], tuple[list[tuple[int, int]], Tensor]] = {}
+
+        quantized = set() if quantization.weights is None else set(quantized_weights(architecture))
+        reading_quantized = {*quantized_linears(architecture), *fused_experts(architecture)}
+        require_merged_form(policy)
+        layers = [
+            _Layer(name, module, adapters, {key for key in _own(module) if f"{name}.{key}" in quantized})
+            for name, module, adapters in _layers(base, "")
+        ]
+        _warn_of_dropout(layers)
+        head = base.get_output_embeddings()
+        in_head = set() if head is None else set(head.modules())
+        self._head = [layer for layer in layers if layer.module in in_head]
+        for layer in layers:
+            if layer.module not in in_head:
+                self._hook(layer, quantizes=self._quantizer is not None and layer.name in reading_quantized)
+            if weights:
+                for adapter in layer.adapters:
+                    self._merge(adapter)
+        self._hook_policy(base)
+        self._recompute_as_computed(base)
+        if compute and base.device.type == "cpu":
+            base.set_attn_implementation("eager")
+        if self._quantizer is not None and fused_experts(architecture):
+            base.set_experts_implementation("grouped_mm")  # which calls `_apply_gate`; "eager" does not
+
+    @contextmanager
+    def active(self, on: bool = True) -> Iterator[None]:
+        """The policy computes as it is deployed within, or, with ``on=False``, as it is."""
+        before, self.enabled = self.enabled, on
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    def forget(self) -> None:
+        """Drops the deployed weights that are kept, where something moves parameters behind PyTorch's back."""
+        self._cache.clear()
+
+    def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """`context_fn` of `torch.utils.checkpoint.checkpoint`: a layer is recomputed as it was computed."""
+        return nullcontext(), self._recomputation(self.enabled)
+
+    @contextmanager
+    def _recomputation(self, on: bool) -> Iterator[None]:
+        with self.active(on):
+            try:
+                yield
+            finally:
+                self._reset()
+
+    # Hooks are functions and not bound methods: a copy of a layer, which merging an adapter makes, would copy this
+    # object and with it the policy.
+
+    def _hook(self, layer: "_Layer", quantizes: bool) -> None:
+        forward = self
+
+        def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            if not forward.enabled:
+                return None
+            forward._place(layer)
+            return forward._quantizer(module, inputs) if quantizes and forward._quantizer is not None else None
+
+        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+            layer.take_back()
+
+        layer.module.register_forward_pre_hook(before)
+        layer.module.register_forward_hook(after, always_call=True)
+        if quantizes and not isinstance(layer.module, nn.Linear):
+            experts: Any = layer.module
+            gate = experts._apply_gate
+            assert self._quantizer is not None
+            quantize = self._quantizer.fake_quantize
+            experts._apply_gate = lambda both: quantize(gate(both)) if forward.enabled else gate(both)
+
+    def _hook_policy(self, base: PreTrainedModel) -> None:
+        """The output head for a whole forward pass, because TRL's fused one reads its weight from outside."""
+        forward = self
+        autocasts: list[torch.autocast] = []
+        backbone = base.base_model
+        # Multimodal models count the positions of images by themselves.
+        counts_positions = base.config.get_text_config() is base.config and (
+            "position_ids" in inspect.signature(backbone.forward).parameters
+        )
+
+        def before(module: nn.Module, inputs: Any) -> None:
+            if forward.enabled:
+                for layer in forward._head:
+                    forward._place(layer)
+
+        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+            for layer in forward._head:
+                layer.take_back()
+            forward._reset()
+
+        def before_backbone(module: nn.Module, inputs: Any, options: dict[str, Any]) -> tuple[Any, Any] | None:
+            if not forward.enabled or not forward._compute:
+                return None
+            # Here and not around the policy, whose forward accelerate makes autocast. The head computes in the dtype
+            # of its input, and that is what autocast would choose.
+            autocasts.append(torch.autocast(base.device.type, enabled=False))
+            autocasts[-1].__enter__()
+            return inputs, _with_positions(options) if counts_positions else options
+
+        def after_backbone(module: nn.Module, inputs: Any, output: Any) -> None:
+            while autocasts:
+                autocasts.pop().__exit__(None, None, None)
+
+        for model in dict.fromkeys((self._policy, base)):  # PEFT does not call the model within by its hooks
+            model.register_forward_pre_hook(before)
+            # Before FSDP2's own hook, which puts the shards in place of what was gathered.
+            model.register_forward_hook(after, prepend=True, always_call=True)
+        backbone.register_forward_pre_hook(before_backbone, with_kwargs=True)
+        backbone.register_forward_hook(after_backbone, always_call=True)
+
+    def _merge(self, adapter: Any) -> None:
+        """Leaves an adapter to the layer below, whose deployed weight contains it."""
+        forward, own = self, adapter.forward
+
+        @functools.wraps(own)
+        def merged(*args: Any, **kwargs: Any) -> Any:
+            return adapter.base_layer(*args, **kwargs) if forward.enabled else own(*args, **kwargs)
+
+        adapter.forward = merged
+
+    def _recompute_as_computed(self, base: Any) -> None:
+        forward, enable = self, base.gradient_checkpointing_enable
+
+        @functools.wraps(enable)
+        def enabled(gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any) -> None:
+            kwargs = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
+            if not kwargs["use_reentrant"]:
+                kwargs["context_fn"] = forward.checkpoint_contexts
+            enable(gradient_checkpointing_kwargs=kwargs, **options)
+
+        base.gradient_checkpointing_enable = enabled
+        if base.is_gradient_checkpointing:
+            enabled()
+
+    def _reset(self) -> None:
+        if self._quantizer is not None:
+            self._quantizer.reset()
+
+    def _place(self, layer: "_Layer") -> None:
+        if (self._weights or self._compute) and not layer.placed:
+            layer.place({key: self._deployed(layer, key, master) for key, master in _own(layer.module).items()})
+
+    def _deployed(self, layer: "_Layer", key: str, master: Tensor) -> Tensor:
+        """What a module computes with in place of a parameter, of its shape."""
+        adapters = list(layer.adapters_of(key)) if self._weights else []
+        tensors = [master, *(tensor for adapter in adapters for tensor in _tensors(adapter))]
+        needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        state = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+        found = self._cache.get(identity := tuple(map(id, tensors)))
+        value = None if found is None or found[0] != state else found[1]
+        deltas: list[Tensor] = []
+        if needed or value is None:
+            with torch.autocast(master.device.type, enabled=False):  # as merging computes them
+                deltas = [delta for adapter in adapters for delta in _deltas(adapter)]
+        if value is None:
+            # Whatever mode the caller is in: the value is kept, and a later forward may want gradients.
+            with torch.inference_mode(False), torch.no_grad():
+                merged = master.detach()
+                for delta in deltas:
+                    merged = merged + delta
+                value = self._value(merged, self._weight_args if key in layer.quantized else None)
+            # FSDP2 gathers into the same memory without moving the versions.
+            if not isinstance(self._policy, FSDPModule):
+                self._cache[identity] = state, value
+        return straight_through(value, master, *deltas) if needed else value
+
+    def _value(self, weight: Tensor, args: QuantizationArgs | None) -> Tensor:
+        rounded = (weight if args is None else fake_quantize_weight(weight, args)).to(torch.bfloat16)
+        return rounded if self._compute else rounded.to(weight.dtype)
+
+
+class _Layer:
+    """A module with parameters of its own, the adapters around it, and the parameters that the scheme quantizes."""
+
+    def __init__(self, name: str, module: nn.Module, adapters: tuple[Any, ...], quantized: set[str]):
+        self.name = name
+        self.module = module
+        self.adapters = adapters
+        self.quantized = quantized
+        self._masters: dict[str, nn.Parameter] = {}
+
+    @property
+    def placed(self) -> bool:
+        """Whether the deployed parameters stand in the module now."""
+        return bool(self._masters)
+
+    def place(self, deployed: dict[str, Tensor]) -> None:
+        self._masters = _own(self.module)
+        self._set(deployed)
+
+    def take_back(self) -> None:
+        self._set(self._masters)
+        self._masters = {}
+
+    def _set(self, tensors: Mapping[str, Tensor]) -> None:
+        for key, tensor in tensors.items():
+            delattr(self.module, key)  # a module takes no tensor for a parameter that it has
+            setattr(self.module, key, tensor)
+
+    def adapters_of(self, key: str) -> Iterator[Any]:
+        """Adapters of a parameter that are in use: PEFT's of a whole layer adapt its weight, others name theirs."""
+        for adapter in self.adapters:
+            adapted = adapter.parameter_name if isinstance(adapter, ParamWrapper) else "weight"
+            if adapted == key and not adapter.disable_adapters and not adapter.merged:
+                yield adapter
+
+
+def _with_positions(options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a model with the positions that engines count from each prompt's first token.
+
+    TRL counts from the padding. Rotary embeddings see distances alone, but in bfloat16 they round differently.
+    """
+    mask = options.get("attention_mask")
+    if mask is None or mask.ndim != 2 or options.get("position_ids") is not None:
+        return options
+    return options | {"position_ids": (mask.long().cumsum(1) - 1).masked_fill(mask == 0, 0)}
+
+
+def _own(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters(recurse=False))
+
+
+def _layers(module: nn.Module, name: str, adapters: tuple[Any, ...] = ()) -> Iterator[tuple[str, nn.Module, tuple]]:
+    """Modules with parameters of their own: the name in the base architecture, the module, and adapters around it.
+
+    A module that PEFT trains a copy of comes with each copy, under one name.
+    """
+    if isinstance(module, BaseTunerLayer):
+        _require_sum(module, name)
+        yield from _layers(module.base_layer, name, (*adapters, module))
+    elif isinstance(module, ModulesToSaveWrapper):
+        for copy in (module.original_module, *module.modules_to_save.values()):
+            yield from _layers(copy, name)
+    else:
+        if _own(module):
+            yield name, module, adapters
+        for key, child in module.named_children():
+            yield from _layers(child, f"{name}.{key}" if name else key)
+
+
+def _require_sum(adapter: BaseTunerLayer, name: str) -> None:
+    """Raises ValueError unless the merged weight is W + ΔW, with a ΔW that PEFT computes with its gradient."""
+    sum_of_two = isinstance(adapter, (Linear, Embedding, ParamWrapper))
+    if not sum_of_two or adapter.lora_variant or any(adapter.lora_bias.values()):
+        raise ValueError(
+            f"peft_config adapts {name!r} by {type(adapter).__module__}.{type(adapter).__name__}, whose merged weight "
+            "train_through_quantization=True cannot train through: use LoRA without variants (use_dora and the like) "
+            "and without lora_bias, or train_through_quantization=False."
+        )
+
+
+def _tensors(adapter: Any) -> Iterator[Tensor]:
+    """Parameters of the adapters of a layer that are in use."""
+    for parts in (adapter.lora_A, adapter.lora_B, adapter.lora_embedding_A, adapter.lora_embedding_B):
+        for name in adapter.active_adapters:
+            if name in parts:
+                yield from parts[name].parameters() if isinstance(parts, nn.ModuleDict) else (parts[name],)
+
+
+def _deltas(adapter: Any) -> Iterator[Tensor]:
+    """ΔW of the adapters of a layer that are in use, as merging adds them to W one after the other."""
+    for name in adapter.active_adapters:
+        if name in adapter.lora_A or name in adapter.lora_embedding_A:
+            yield adapter.get_delta_weight(name)
+
+
+def _warn_of_dropout(layers: list[_Layer]) -> None:
+    dropping = {
+        adapter
+        for layer in layers
+        for adapter in layer.adapters
+        for part in adapter.lora_dropout.values()
+        if isinstance(part, nn.Dropout) and part.p > 0
+    }
+    if dropping:
+        warnings.warn(
+            f"lora_dropout of {len(dropping)} adapted layers has no part in train_through_quantization=True: the "
+            "deployed weight contains the adapter. Set lora_dropout=0.",
+            stacklevel=3,
+        )

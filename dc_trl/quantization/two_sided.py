@@ -1,0 +1,121 @@
+"""How far a policy is from its quantized self, with the gradient of both.
+
+With θ the weights and θ + Δ their round trip through a scheme's number format, Δ held fixed, the divergence of π_{θ+Δ}
+from π_θ has a gradient by both policies: through θ, and straight-through, through Q(θ).
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from .deployed_forward import DeployedForward
+from .policy import base_model, scaled_logits
+
+
+# Logits that are held at a time, of each of the two policies: 256 MiB in float32.
+_TILE = 2**26
+
+
+class _Head(NamedTuple):
+    """What the logits of a forward pass are made of."""
+
+    hidden: Tensor  # (batch, length, channels)
+    weight: Tensor  # (vocabulary, channels)
+    bias: Tensor | None
+
+
+class TwoSidedDivergence:
+    """Divergence of a policy from its quantized self at the tokens of a forward pass.
+
+    It costs one more forward pass and its backward pass; `kl` computes the logits of both policies once more, tile by
+    tile, and again in the backward pass.
+
+    Args:
+        policy: transformers causal language model, or a PEFT model around one.
+        deployed: its deployed forward, inactive.
+        kind: ``"kl"``: KL(π_{θ+Δ} ‖ π_θ) over the vocabulary, in nats. ``"l1"``: |π_{θ+Δ} − π_θ| of the sampled
+            token.
+        temperature: of both policies.
+
+    Raises:
+        ValueError: ``kind="kl"`` with an adapter on the output head.
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedModel | PeftModel,
+        deployed: DeployedForward,
+        kind: Literal["kl", "l1"],
+        temperature: float = 1.0,
+    ):
+        self._deployed = deployed
+        self._kind = kind
+        self._temperature = temperature
+        self._model = base_model(policy)
+        self._head: _Head | None = None
+        if kind == "kl":
+            if isinstance(self._model.get_output_embeddings(), BaseTunerLayer):
+                raise ValueError(
+                    "constraint_form='two_sided_kl' reads the output head, which peft_config adapts: leave the head "
+                    "out of target_modules, or use constraint_form='two_sided_l1'."
+                )
+            self._model.base_model.register_forward_hook(self._listen)
+
+    def _listen(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        # Within the forward of the whole model, where the weights of the head are those that it computes with.
+        head = self._model.get_output_embeddings()
+        weight, bias = (each.full_tensor() if isinstance(each, DTensor) else each for each in (head.weight, head.bias))
+        self._head = _Head(output.last_hidden_state, weight, bias)
+
+    def __call__(self, train_logps: Tensor, forward: Callable[[], Tensor]) -> Tensor:
+        """The divergence at each token.
+
+        Args:
+            train_logps: log π_θ of the sampled tokens, shape (B, T), with a gradient, of the policy's latest forward.
+            forward: computes the same again.
+
+        Returns:
+            Shape (B, T), float32 or wider, with a gradient.
+        """
+        of_policy = self._head
+        with self._deployed.active():
+            deployed_logps = forward()
+        of_deployed, self._head = self._head, None
+        if self._kind == "l1":
+            return (deployed_logps.exp() - train_logps.exp()).abs()
+        assert of_policy is not None
+        assert of_deployed is not None
+        width = train_logps.shape[1]
+        hidden = [head.hidden[:, -width - 1 : -1].flatten(0, 1) for head in (of_policy, of_deployed)]
+        size = max(1, _TILE // of_policy.weight.shape[0])
+        tiles = zip(*(each.split(size) for each in hidden), strict=True)
+        divergences = [
+            checkpoint(self._kl, *tile, *of_policy[1:], *of_deployed[1:], use_reentrant=False) for tile in tiles
+        ]
+        return torch.cat(divergences).view(train_logps.shape)
+
+    def _kl(
+        self,
+        hidden: Tensor,
+        deployed_hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        deployed_weight: Tensor,
+        deployed_bias: Tensor | None,
+    ) -> Tensor:
+        train_logps = self._log_softmax(hidden, weight, bias)
+        deployed_logps = self._log_softmax(deployed_hidden, deployed_weight, deployed_bias)
+        return (deployed_logps.exp() * (deployed_logps - train_logps)).sum(-1)
+
+    def _log_softmax(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        logits = functional.linear(hidden.to(weight.dtype), weight, bias)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return (scaled_logits(logits, self._model.config.get_text_config()) / self._temperature).log_softmax(-1)

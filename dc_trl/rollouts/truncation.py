@@ -1,0 +1,280 @@
+"""Sampling that is cut off (top-p, top-k, min-p), and the trainer's log-probabilities among the same tokens.
+
+An engine that truncates samples from its distribution renormalised over the tokens that it kept, K. The policy that
+acts is then π(y | K) = exp(z_y) / Σ_{v ∈ K} exp(z_v), with z the logits over the temperature. Its log-probability is
+taken of both engines over the same K, so that their discrepancy has nothing of the truncation in it; the gradient is
+that of log π(y | K), with K as given. DeepSeek-V3.2 calls this "Keep Sampling Mask" (arXiv 2512.02556, section 3.1),
+prime-rl "sampling replay", vLLM "sampling distribution replay".
+"""
+
+import math
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+from ..quantization.policy import scaled_logits
+
+
+# Numbers of a tile of gathered hidden states, and of a tile of rows of the output head beside it.
+_TILE = 2**25
+# Kept tokens of a generation batch in one process: 1 GiB of ids.
+_MOST_KEPT = 2**28
+# What vLLM's server writes for minus infinity.
+_NEVER = -9999.0
+
+
+class KeptLogProb(float):
+    """Log-probability of a sampled token among those that the engine kept, in nats, with their ids.
+
+    TRL takes completions apart and together as lists of floats, in which it keeps its type.
+
+    Attributes:
+        kept: token ids, the sampled one among them, int32 of shape (kept,).
+    """
+
+    kept: Tensor
+
+    def __new__(cls, value: float, kept: Tensor) -> "KeptLogProb":
+        self = super().__new__(cls, value)
+        self.kept = kept
+        return self
+
+
+def named_by_vllm(
+    completion_ids: list[list[int]], logprobs: list[list[list[float | None]]], token_ids: list[list[list[int]]]
+) -> list[list[list[float]]]:
+    """Log-probabilities of sampled tokens among the ones that vLLM kept, from the most probable ones that it names.
+
+    vLLM says with `logprobs=k` which are the k most probable tokens; those that top-p or min-p dropped are minus
+    infinity in its `processed_logprobs`. Where several share the k-th place, it keeps all and names k and the sampled
+    one: the log-probability is taken among the named ones, which is the same conditional probability in both engines.
+
+    Args:
+        completion_ids: of each completion, the sampled tokens.
+        logprobs: of each completion and token, log-probabilities in nats; None is NaN.
+        token_ids: whose they are, likewise.
+
+    Returns:
+        Of each completion and token, one `KeptLogProb` (NaN without tokens where vLLM has NaN), as TRL's vLLM
+        returns the log-probability of the sampled token alone.
+    """
+    return [
+        [[_named(*token)] for token in zip(*completion, strict=True)]
+        for completion in zip(completion_ids, logprobs, token_ids, strict=True)
+    ]
+
+
+def _named(sampled: int, logprobs: list[float | None], token_ids: list[int]) -> float:
+    kept = {token: value for token, value in zip(token_ids, logprobs, strict=True) if value is None or value > _NEVER}
+    values = [value for value in kept.values() if value is not None]
+    if len(values) < len(kept):
+        return math.nan
+    mass = torch.tensor(values, dtype=torch.float64).logsumexp(0).item()
+    return KeptLogProb(values[list(kept).index(sampled)] - mass, torch.tensor(list(kept), dtype=torch.int32))
+
+
+class Kept(NamedTuple):
+    """The tokens that the engine kept, of a batch of completions."""
+
+    ids: Tensor  # (batch, width), int32: those of a completion, one position after the other, then -1
+    counts: Tensor  # (batch, positions), int32: how many of them are each position's; 0: nothing was cut off there
+
+    @classmethod
+    def of(cls, completion_ids: list[list[int]], logprobs: list[list[float]], device: torch.device) -> "Kept":
+        """The kept tokens that the log-probabilities of completions carry.
+
+        Raises:
+            ValueError: no log-probability is a `KeptLogProb`, one keeps other tokens than the sampled one, or they
+                keep too many.
+        """
+        none = torch.empty(0, dtype=torch.int32)
+        sets = [[value.kept if isinstance(value, KeptLogProb) else none for value in row] for row in logprobs]
+        counts = [torch.tensor([len(kept) for kept in row], dtype=torch.int32) for row in sets]
+        widest = max(int(row.sum()) for row in counts)
+        if widest == 0 and not all(math.isnan(value) for row in logprobs for value in row):
+            raise ValueError(
+                "The rollouts are of truncated sampling (top_p, top_k or min_p), and do not say which tokens were "
+                "kept: return logprobs of type dc_trl.rollouts.truncation.KeptLogProb from rollout_func, set "
+                "top_p=1.0, top_k=0 and min_p=None, or constraint='none'."
+            )
+        if widest * len(sets) > _MOST_KEPT:
+            mean = torch.cat(counts).float().mean()
+            raise ValueError(
+                f"top_p and min_p keep {mean:.0f} tokens at each position, and the trainer has room for {_MOST_KEPT} "
+                "of a generation batch: bound them by top_k (for example top_k=512)."
+            )
+        kept = cls(_padded([torch.cat(row) for row in sets], -1), _padded(counts, 0))
+        sampled_ids = _padded([torch.tensor(row) for row in completion_ids], 0)
+        positions, tokens = _flat(kept, sampled_ids.shape[1])
+        named = positions[tokens == sampled_ids.flatten()[positions]]
+        if not torch.equal(named, positions.unique()):
+            raise ValueError(
+                "A KeptLogProb of the rollouts does not have the sampled token among its kept tokens, once: return "
+                "those of the same position from rollout_func."
+            )
+        return cls(kept.ids.to(device), kept.counts.to(device))
+
+
+class KeptHead:
+    """Log-probabilities among the kept tokens, from the hidden states of forward passes that TRL makes.
+
+    TRL's fused head returns log-probabilities of the whole vocabulary, and no logits. This one listens to the
+    backbone below it, which every forward calls, also under PEFT, and applies the rows of the output head that
+    belong to kept tokens, in the head's precision: where all tokens are kept, the log-probabilities are TRL's.
+
+    Args:
+        model: the transformers model, without PEFT's around it.
+        kept: of the completions that the forward passes will score, in their order.
+        completion_ids: sampled tokens, shape (batch, positions).
+        temperature: by which the logits are divided.
+        in_float32: whether the output head runs in float32 (`cast_lm_head_to_fp32`).
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, kept: Kept, completion_ids: Tensor, temperature: float, in_float32: bool
+    ):
+        self._model = model
+        self._kept = kept
+        self._completion_ids = completion_ids
+        self._temperature = temperature
+        self._in_float32 = in_float32
+        self._scored: list[Tensor] = []
+
+    def __enter__(self) -> "KeptHead":
+        self._handle = self._model.base_model.register_forward_hook(self._score)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._handle.remove()
+
+    def log_probs(self, whole: Tensor) -> Tensor:
+        """Log-probabilities among the kept tokens, and where nothing was cut off those of the whole vocabulary.
+
+        Args:
+            whole: TRL's log-probabilities of the same tokens, shape (batch, positions), in nats.
+
+        Returns:
+            As `whole`, float32.
+        """
+        counts = functional.pad(self._kept.counts, (0, whole.shape[1] - self._kept.counts.shape[1]))
+        return torch.where(counts > 0, torch.cat(self._scored), whole)
+
+    def _score(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        # Within the forward of the whole model, where sharded weights are there and autocast is on.
+        hidden = output.last_hidden_state
+        start = sum(map(len, self._scored))
+        rows = slice(start, start + len(hidden))
+        sampled = self._completion_ids[rows]
+        head = self._model.get_output_embeddings()
+        hidden = hidden[:, -sampled.shape[1] - 1 : -1].to(head.weight.device)  # that predict the completion
+        weight, bias = (each.full_tensor() if isinstance(each, DTensor) else each for each in (head.weight, head.bias))
+        if self._in_float32:
+            hidden = hidden.float()
+        device = hidden.device.type
+        autocast = torch.is_autocast_enabled(device) and not self._in_float32
+        dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
+        positions, tokens = _flat(Kept(*(each[rows] for each in self._kept)), sampled.shape[1])
+        with maybe_gather_lm_head_ctx(weight, bias):
+            logits = _KeptLogits.apply(hidden.flatten(0, 1), weight, bias, positions, tokens, dtype)
+        logits = scaled_logits(logits, self._model.config.get_text_config()) / self._temperature
+        scored = _log_softmax(logits, positions, tokens, sampled.flatten())
+        self._scored.append(scored.view(sampled.shape))
+
+
+def _padded(rows: list[Tensor], value: int) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+
+
+def _flat(kept: Kept, width: int) -> tuple[Tensor, Tensor]:
+    """Position in the flattened batch, row · width + column, and id of every kept token: int64, shape (all kept,)."""
+    rows, columns = kept.counts.shape
+    starts = torch.arange(rows, device=kept.ids.device)[:, None] * width
+    positions = starts + torch.arange(columns, device=kept.ids.device)
+    return positions.flatten().repeat_interleave(kept.counts.flatten()), kept.ids[kept.ids >= 0].long()
+
+
+def _log_softmax(logits: Tensor, positions: Tensor, tokens: Tensor, sampled: Tensor) -> Tensor:
+    """Log-probability of each position's sampled token among its kept ones.
+
+    Args:
+        logits: of kept tokens, float32 of shape (all kept,).
+        positions, tokens: whose they are, see `_flat`.
+        sampled: token at each position, shape (positions,).
+
+    Returns:
+        In nats, shape (positions,); 0 at positions without kept tokens.
+    """
+    zeros = torch.zeros(len(sampled), dtype=logits.dtype, device=logits.device)
+    largest = zeros.scatter_reduce(0, positions, logits.detach(), "amax", include_self=False)
+    shifted = logits - largest[positions]
+    mass = zeros.index_add(0, positions, shifted.exp())
+    of_sampled = zeros.index_add(0, positions, shifted * (tokens == sampled[positions]))
+    return of_sampled - mass.where(mass > 0, 1.0).log()
+
+
+class _KeptLogits(torch.autograd.Function):
+    """hidden[position] · weight[token] + bias[token] of pairs of position and token, without the other logits.
+
+    Products are rounded to `dtype`, as a matrix product in it is, and gradients are summed up in float32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # (positions, channels)
+        weight: Tensor,  # (vocabulary, channels)
+        bias: Tensor | None,  # (vocabulary,)
+        positions: Tensor,  # (all kept,)
+        tokens: Tensor,  # (all kept,)
+        dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, positions, tokens)
+        ctx.dtype = dtype
+        logits = [
+            (hidden[at].to(dtype).float() * weight[of].to(dtype).float()).sum(1)
+            for at, of in _tiles(hidden.shape[1], positions, tokens)
+        ]
+        products = torch.cat(logits) if logits else hidden.new_zeros(0, dtype=torch.float32)
+        products = products if bias is None else products + bias[tokens].to(dtype).float()
+        return products.to(dtype).float()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, positions, tokens = ctx.saved_tensors
+        (gradient,) = gradients
+        with maybe_gather_lm_head_ctx(weight, bias):
+            sums = [
+                torch.zeros_like(each, dtype=torch.float32) if needed else None
+                for each, needed in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
+            ]
+            of_hidden, of_weight, of_bias = sums
+            for at, of, tile in _tiles(hidden.shape[1], positions, tokens, gradient[:, None]):
+                if of_hidden is not None:
+                    of_hidden.index_add_(0, at, tile * weight[of].to(ctx.dtype))
+                if of_weight is not None:
+                    of_weight.index_add_(0, of, tile * hidden[at].to(ctx.dtype))
+            if of_bias is not None:
+                of_bias.index_add_(0, tokens, gradient)
+        return (
+            *(
+                None if each is None else each.to(original.dtype)
+                for each, original in zip(sums, (hidden, weight, bias), strict=True)
+            ),
+            None,
+            None,
+            None,
+        )
+
+
+def _tiles(channels: int, *pairs: Tensor) -> Sequence[tuple[Tensor, ...]]:
+    size = max(1, _TILE // channels)
+    return list(zip(*(each.split(size) for each in pairs), strict=True)) if len(pairs[0]) else []

@@ -1,0 +1,356 @@
+"""The aligned forward against the replica's own samples, and its gradients against models written by hand."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GenerationConfig
+from trl.trainer.utils import add_fused_lm_head
+
+from dc_trl.data.arithmetic import arithmetic_dataset
+from dc_trl.quantization.deployed_forward import DeployedForward
+from dc_trl.quantization.policy import base_model
+from dc_trl.quantization.tensors import policy_tensors
+from dc_trl.rollouts.replica import Replica
+
+from .helpers import TINY_MODEL, make_experts, make_model, make_tokenizer
+from .test_replica import by_hand
+
+
+SCHEMES = ["bf16", "fp8", "fp8_block", "int8", "int4"]
+PROMPTS = [[20, 30, 40], [50], [60, 70, 80, 90, 100]]
+
+
+def tiny():
+    return AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+
+
+def arithmetic_prompts(count=96):
+    tokenizer = make_tokenizer()
+    template = {"add_generation_prompt": True, "return_dict": True}
+    problems = arithmetic_dataset(count, 0, "train")["prompt"]
+    return [tokenizer.apply_chat_template(problem, **template)["input_ids"] for problem in problems]
+
+
+def sampled(policy, scheme, prompts, new_tokens=40):
+    """A batch of the replica's samples as TRL lays it out, their log-probabilities, and which of these to count."""
+    sampling = GenerationConfig(max_new_tokens=new_tokens, do_sample=True, top_k=0, pad_token_id=0, eos_token_id=[1])
+    completions, logprobs = Replica(policy, scheme).generate(prompts, sampling, 1.0)
+    width, height = max(map(len, prompts)), max(map(len, completions))
+    input_ids = torch.zeros(len(prompts), width + height, dtype=torch.long)
+    attention_mask = torch.zeros_like(input_ids)
+    infer_logps = torch.zeros(len(prompts), height)
+    for row, (prompt, completion, values) in enumerate(zip(prompts, completions, logprobs, strict=True)):
+        span = slice(width - len(prompt), width + len(completion))
+        input_ids[row, span] = torch.tensor(prompt + completion)
+        attention_mask[row, span] = 1
+        infer_logps[row, : len(values)] = torch.tensor(values)
+    labels = input_ids.masked_fill(attention_mask == 0, -100)
+    labels[:, :width] = -100
+    batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+    return batch, infer_logps, labels[:, width:] != -100
+
+
+def logps(policy, batch, tokens):
+    return policy(**batch, fused_lm_head=True).log_probs[:, -tokens:]
+
+
+def mean_gap(policy, batch, infer_logps, counted):
+    with torch.no_grad():
+        train_logps = logps(policy, batch, infer_logps.shape[1])
+    return (train_logps.exp() - infer_logps.exp()).abs()[counted].mean().item()
+
+
+def gradients(policy, batch):
+    """Of the mean log-probability, by parameter."""
+    policy.zero_grad()
+    logps(policy, batch, 8).mean().backward()
+    return {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+
+
+def assert_same(ours, theirs, tolerance=0.0):
+    """Gradients are equal, to a share of each one's norm."""
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert ours[name].isfinite().all()
+        assert (ours[name].float() - gradient.float()).norm() <= tolerance * gradient.float().norm(), name
+
+
+def small_batch(vocabulary=262):
+    torch.manual_seed(3)
+    input_ids = torch.randint(2, vocabulary, (3, 14))
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[1, :4] = 0
+    labels = input_ids.masked_fill(attention_mask == 0, -100)
+    labels[:, :6] = -100
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_nothing_is_left_of_the_replicas_mismatch(scheme):
+    torch.manual_seed(0)
+    policy = tiny()
+    add_fused_lm_head(policy)
+    samples = sampled(policy, scheme, arithmetic_prompts())
+    apart = mean_gap(policy, *samples)
+    aligned = DeployedForward(policy, scheme)
+    assert mean_gap(policy, *samples) == pytest.approx(apart, rel=0.2)  # not yet active
+    with aligned.active():
+        assert mean_gap(policy, *samples) <= 1e-5
+    in_float32 = tiny()
+    add_fused_lm_head(in_float32)
+    with DeployedForward(in_float32, scheme, compute=False).active():
+        weights_and_activations = mean_gap(in_float32, *samples)
+    # Quantization alone removes most of INT4's mismatch and little of the others'.
+    assert 1e-4 < weights_and_activations < (0.4 if scheme == "int4" else 1.1) * apart
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8", "int8"])
+def test_nothing_is_left_of_the_mismatch_of_experts(scheme):
+    torch.manual_seed(0)
+    policy = make_experts(64)
+    add_fused_lm_head(policy)
+    samples = sampled(policy, scheme, PROMPTS * 8, new_tokens=12)
+    apart = mean_gap(policy, *samples)
+    with DeployedForward(policy, scheme).active():
+        assert mean_gap(policy, *samples) <= 1e-5 < 1e-4 < apart
+
+
+class HandLinear(torch.nn.Linear):
+    """Reads activations that make a round trip through FP8 by token; the gradient passes it unchanged."""
+
+    def forward(self, x):
+        scale = x.detach().float().abs().amax(-1, keepdim=True) / 448
+        rounded = ((x.detach().float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
+        passed = x * 1.0
+        passed.data.copy_(rounded)  # x + (rounded − x) would round once more in bfloat16
+        return torch.nn.functional.linear(passed, self.weight)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8", "int4"])
+def test_gradients_are_those_of_a_bf16_model_whose_weights_are_the_deployed_ones(scheme):
+    policy = make_model(128)
+    add_fused_lm_head(policy)
+    hand = make_model(128)
+    add_fused_lm_head(hand)
+    for parameter in hand.parameters():  # not the buffers, whose precision positions need
+        parameter.data = parameter.data.bfloat16()
+    hand.set_attn_implementation("eager")
+    for name, weight in policy.named_parameters():
+        if scheme != "bf16" and "_proj" in name:
+            hand.get_parameter(name).data.copy_(by_hand(weight.detach(), scheme))
+            if scheme == "fp8":
+                hand.get_submodule(name.removesuffix(".weight")).__class__ = HandLinear
+    batch = small_batch()
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    expected = gradients(hand, batch | {"position_ids": positions})
+    with DeployedForward(policy, scheme).active():
+        ours = gradients(policy, batch)
+    assert all(gradient.dtype == torch.float32 for gradient in ours.values())
+    # A tied matrix adds up the gradients of embedding and head, here in float32 and there in bfloat16.
+    tied = "model.embed_tokens.weight"
+    assert_same({tied: ours.pop(tied)}, {tied: expected.pop(tied)}, tolerance=5e-3)
+    assert_same(ours, expected)
+
+
+def test_in_full_precision_gradients_are_the_policys():
+    policy = make_model(128)
+    add_fused_lm_head(policy)
+    expected = gradients(policy, small_batch())
+    with DeployedForward(policy, "bf16").active():
+        ours = gradients(policy, small_batch())
+    assert_same(ours, expected, tolerance=0.05)  # bfloat16 has eight bits
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int4"])
+def test_follows_the_optimizer(scheme):
+    policy, batch = make_model(128), small_batch()
+    add_fused_lm_head(policy)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.05)
+    with DeployedForward(policy, scheme).active():
+        for _ in range(2):
+            gradients(policy, batch)
+            optimizer.step()
+            fresh = make_model(128)
+            fresh.load_state_dict(policy.state_dict())
+            add_fused_lm_head(fresh)
+            with DeployedForward(fresh, scheme).active(), torch.no_grad():
+                assert torch.equal(logps(policy, batch, 8), logps(fresh, batch, 8))
+
+
+def test_deployed_weights_are_kept_until_a_parameter_moves():
+    policy, seen = make_model(128), []
+    head, embedding = policy.lm_head, policy.model.embed_tokens
+    with DeployedForward(policy, "fp8").active():
+        embedding.register_forward_hook(lambda *_: seen.append((embedding.weight, head.weight)), prepend=True)
+        for _ in range(2):
+            with torch.no_grad():
+                policy(input_ids=torch.tensor([[5, 6]]))
+    assert {tensor.data_ptr() for pair in seen for tensor in pair} == {seen[0][0].data_ptr()}
+    assert seen[0][0].dtype == torch.bfloat16
+    assert head.weight is embedding.weight
+    assert isinstance(head.weight, torch.nn.Parameter)
+
+
+def test_kept_weights_of_inference_mode_can_be_trained_through():
+    policy, batch = make_model(128), small_batch()
+    add_fused_lm_head(policy)
+    with DeployedForward(policy, "fp8").active():
+        with torch.inference_mode():
+            logps(policy, batch, 8)
+        gradients(policy, batch)
+
+
+def test_parameters_come_back_after_an_error():
+    policy = make_model(128)
+    before = dict(policy.named_parameters())
+
+    def fail(*_):
+        raise RuntimeError("within a layer")
+
+    policy.model.layers[1].mlp.act_fn.register_forward_hook(fail)
+    with (
+        DeployedForward(policy, "fp8").active(),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(RuntimeError, match="within a layer"),
+    ):
+        policy(input_ids=torch.tensor([[5, 6]]))
+    assert not torch.is_autocast_enabled("cpu")
+    assert all(parameter is before[name] for name, parameter in policy.named_parameters())
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_layers_are_recomputed_as_they_were_computed(experts):
+    """One loss of two forwards, one aligned and one not, as a two-sided constraint has it."""
+    batch, results = small_batch(), []
+    for checkpointing in (False, True):
+        policy = make_experts(64) if experts else make_model(128)
+        add_fused_lm_head(policy)
+        policy.train()
+        aligned = DeployedForward(policy, "fp8")
+        if checkpointing:
+            policy.gradient_checkpointing_enable()
+        with aligned.active():
+            deployed = logps(policy, batch, 8)
+        (deployed.mean() - 0.5 * logps(policy, batch, 8).mean()).backward()
+        results.append({name: parameter.grad for name, parameter in policy.named_parameters()})
+    assert_same(results[1], results[0])
+
+
+def test_autocast_has_no_part_in_it():
+    policy, batch = make_model(128), small_batch()
+    add_fused_lm_head(policy)
+    aligned = DeployedForward(policy, "fp8")
+    with aligned.active():
+        expected = logps(policy, batch, 8)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(logps(policy, batch, 8), expected)
+        prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(policy)
+        assert torch.equal(logps(prepared, batch, 8), expected)
+
+
+LORA = {"r": 4, "init_lora_weights": False, "target_modules": ["q_proj", "down_proj"]}
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8", "int4"])
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["o_proj", "norm"]}, {"target_modules": "all-linear"}])
+def test_adapters_are_merged(scheme, options):
+    torch.manual_seed(0)
+    base = make_model(128)
+    add_fused_lm_head(base)
+    policy = get_peft_model(base, LoraConfig(**LORA | options))
+    samples = sampled(policy, scheme, PROMPTS * 8, new_tokens=12)
+    aligned = DeployedForward(policy, scheme)
+    with aligned.active():
+        assert mean_gap(policy, *samples) <= 2e-5
+        with policy.disable_adapter():
+            assert mean_gap(policy, *samples) > 1e-3
+
+
+def test_gradients_of_adapters_are_those_of_the_merged_weight():
+    torch.manual_seed(0)
+    policy = get_peft_model(make_model(128), LoraConfig(**LORA | {"lora_alpha": 6}))
+    add_fused_lm_head(policy.get_base_model())
+    whole = make_model(128)
+    whole.load_state_dict(dict(policy_tensors(policy)), strict=False)  # with buffers that are computed
+    add_fused_lm_head(whole)
+    batch = small_batch()
+    with DeployedForward(whole, "fp8").active():
+        of_weights = gradients(whole, batch)
+    with DeployedForward(policy, "fp8").active():
+        ours = gradients(policy, batch)
+    expected = {}
+    for name, parameter in policy.named_parameters():
+        if "lora_A" in name:
+            b_name = name.replace("lora_A", "lora_B")
+            gradient = of_weights[name.removeprefix("base_model.model.").replace("lora_A.default.", "")]
+            b = policy.get_parameter(b_name).detach()
+            expected[name] = 1.5 * b.T @ gradient
+            expected[b_name] = 1.5 * gradient @ parameter.detach().T
+    assert_same(ours, expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8"])
+def test_adapters_of_experts_are_merged(scheme):
+    torch.manual_seed(0)
+    targets = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    policy = get_peft_model(make_experts(64), LoraConfig(r=4, init_lora_weights=False, **targets))
+    add_fused_lm_head(policy.get_base_model())
+    samples = sampled(policy, scheme, PROMPTS * 8, new_tokens=12)
+    with DeployedForward(policy, scheme).active():
+        assert mean_gap(policy, *samples) <= 2e-5
+        found = gradients(policy, small_batch())
+    assert len(found) == sum(parameter.requires_grad for parameter in policy.parameters())
+    assert all(gradient.isfinite().all() and gradient.abs().max() > 0 for gradient in found.values())
+
+
+def test_dropout_of_adapters_is_left_out_with_a_warning():
+    policy = get_peft_model(make_model(128), LoraConfig(**LORA, lora_dropout=0.5))
+    with pytest.warns(UserWarning, match=r"lora_dropout of 4 adapted layers has no part"):
+        aligned = DeployedForward(policy, "fp8")
+    policy.train()
+    with aligned.active(), torch.no_grad():
+        first, second = (policy(input_ids=torch.tensor([[5, 6, 7]])).logits for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}])
+def test_adapters_that_are_no_sum_are_refused(options):
+    policy = get_peft_model(make_model(128), LoraConfig(**LORA, **options))
+    with pytest.raises(ValueError, match=r"peft_config adapts 'model\.layers\.0\.self_attn\.q_proj' by .*use_dora"):
+        DeployedForward(policy, "fp8")
+
+
+def test_a_merged_copy_does_not_copy_the_policy():
+    """The replica merges each layer in a copy, hooks and all."""
+    policy = get_peft_model(make_model(128), LoraConfig(**LORA))
+    expected = {name: tensor.clone() for name, tensor in policy_tensors(policy)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        aligned = DeployedForward(policy, "fp8")
+    with aligned.active():
+        layer = base_model(policy).model.layers[0].self_attn.q_proj
+        copied = {}
+        copy.deepcopy(layer, copied)
+        assert not {id(policy), id(base_model(policy)), id(aligned)} & copied.keys()
+        for name, tensor in policy_tensors(policy):
+            assert torch.equal(tensor, expected[name])
+
+
+@pytest.mark.parametrize(
+    ("switches", "smaller"),
+    [({"activations": False, "compute": False}, True), ({"weights": False, "compute": False}, False)],
+)
+def test_switches_are_apart(switches, smaller):
+    """Weights alone are what most of INT4's mismatch is made of; it has no quantized activations."""
+    torch.manual_seed(0)
+    policy = tiny()
+    add_fused_lm_head(policy)
+    samples = sampled(policy, "int4", arithmetic_prompts(16))
+    apart = mean_gap(policy, *samples)
+    with DeployedForward(policy, "int4", **switches).active():
+        gap = mean_gap(policy, *samples)
+    assert gap < apart / 2 if smaller else gap == apart

@@ -1,0 +1,294 @@
+"""Weights that lag: when new ones go to the engine, what an evaluation sees, what a checkpoint keeps."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl.callbacks.summary import BeforeAndAfter, summarize
+from dc_trl.constraint.forms import drift_warning
+from dc_trl.constraint.lagrangian import AUTO_BATCHES
+from dc_trl.resuming.checkpoints import checkpoint_defect
+from dc_trl.rollouts.replica import Replica
+from dc_trl.rollouts.sync_schedule import SyncSchedule
+
+from .helpers import Rollouts, distinct_characters, logged, make_config, make_model, make_prompts, make_tokenizer
+
+
+SCHEME = "fp8"
+
+
+def make_trainer(output_dir, *callbacks, **options):
+    options = {"deployment_scheme": SCHEME, "weight_sync_steps": 4, "max_steps": 10} | options
+    return DCGRPOTrainer(
+        make_model(),
+        distinct_characters,
+        make_config(output_dir, **options),
+        train_dataset=make_prompts(),
+        eval_dataset=make_prompts(2),
+        processing_class=make_tokenizer(),
+        callbacks=list(callbacks),
+    )
+
+
+def weights_of(replica):
+    return torch.cat([tensor.detach().double().flatten() for tensor in replica.model.state_dict().values()])
+
+
+class Weights(TrainerCallback):
+    """The policy at each step as a fresh replica would hold it, and what the run's replica sampled with there."""
+
+    trainer: DCGRPOTrainer
+
+    def __init__(self):
+        self.present, self.sampled, self.evaluated = {}, {}, {}
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self.present[state.global_step] = weights_of(Replica(model, SCHEME))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.sampled[state.global_step - 1] = weights_of(self.trainer.replica)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.evaluated[state.global_step] = weights_of(self.trainer.replica)
+
+    def sampled_by(self):
+        """For each step the one whose weights sampled in it."""
+        assert all(not torch.equal(self.present[0], tensor) for step, tensor in self.present.items() if step)
+        return [
+            next(step for step, present in self.present.items() if torch.equal(sampled, present))
+            for sampled in self.sampled.values()
+        ]
+
+
+def watched(output_dir, **options):
+    weights = Weights()
+    weights.trainer = make_trainer(output_dir, weights, **options)
+    weights.trainer.train()
+    return weights
+
+
+def rows(trainer, after=0):
+    """What was logged, but for what a clock says."""
+    timed = ("step_time", "num_tokens", "epoch")
+    return [
+        {name: value for name, value in row.items() if name not in timed}
+        for row in trainer.state.log_history
+        if "loss" in row and row["step"] > after
+    ]
+
+
+# --- the schedule ----------------------------------------------------------------------------------------------------
+
+
+def test_new_weights_come_every_so_many_steps(tmp_path):
+    weights = watched(tmp_path)
+    assert weights.sampled_by() == [0, 0, 0, 0, 4, 4, 4, 4, 8, 8]
+    trainer = weights.trainer
+    assert logged(trainer, "sync/age") == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+    assert logged(trainer, "sync/count") == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3]
+    assert trainer.weight_syncs == (3, 7)
+    # The lag is in δ: a replica in step differs from the policy by its format alone.
+    means = logged(trainer, "discrepancy/mean")
+    assert min(means[3], means[7]) > 1.5 * max(means[0], means[4], means[8])
+
+
+def test_without_a_lag_nothing_is_logged_of_it(tmp_path):
+    weights = watched(tmp_path, weight_sync_steps=1, max_steps=3)
+    assert weights.sampled_by() == [0, 1, 2]
+    assert weights.trainer.weight_syncs == (3, 0)
+    assert not [name for row in weights.trainer.state.log_history for name in row if name.startswith("sync/")]
+
+
+def test_several_steps_on_a_generation_batch(tmp_path):
+    """New weights are due after three steps, and come with the first batch that is sampled from there on."""
+    options = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "weight_sync_steps": 3, "max_steps": 8}
+    weights = watched(tmp_path, **options)
+    assert weights.sampled_by() == [0, 0, 0, 0, 4, 4, 4, 4]
+    assert logged(weights.trainer, "sync/age") == [0, 2, 0, 2]
+
+
+def ages(means, tolerance, most):
+    """Ages of the weights by the rule: new ones after a δ̄ above ε, and after so many steps."""
+    found = [0]
+    for mean in means[:-1]:
+        found.append(0 if mean > tolerance or found[-1] + 1 == most else found[-1] + 1)
+    return found
+
+
+@pytest.mark.parametrize("constraint", ["none", "static", "lagrangian"])
+def test_new_weights_come_when_the_discrepancy_has_passed_its_tolerance(tmp_path, constraint):
+    lagging = make_trainer(tmp_path / "lagging", constraint=constraint)
+    lagging.train()
+    tolerance = sorted(logged(lagging, "discrepancy/mean"))[5]
+    options = {"weight_sync_trigger": "discrepancy", "discrepancy_tolerance": tolerance, "constraint": constraint}
+    trainer = make_trainer(tmp_path / "triggered", **options)
+    trainer.train()
+    found = logged(trainer, "sync/age")
+    assert found == ages(logged(trainer, "discrepancy/mean"), tolerance, most=4)
+    assert found != [step % 4 for step in range(10)]
+    assert max(found) > 0
+
+
+def test_while_the_tolerance_is_looked_for_new_weights_come_at_every_step(tmp_path):
+    options = {"weight_sync_trigger": "discrepancy", "discrepancy_tolerance": "auto", "weight_sync_steps": 3}
+    trainer = make_trainer(tmp_path, max_steps=AUTO_BATCHES + 6, learning_rate=1e-6, **options)
+    trainer.train()
+    (tolerance,) = set(logged(trainer, "lagrangian/tolerance"))
+    means = logged(trainer, "discrepancy/mean")
+    found = logged(trainer, "sync/age")
+    assert found[: AUTO_BATCHES + 1] == [0] * (AUTO_BATCHES + 1)
+    assert found[AUTO_BATCHES:] == ages(means[AUTO_BATCHES:], tolerance, most=3)
+    assert max(found) > 0
+
+
+@given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=30))
+def test_weights_are_never_older_than_allowed(every, batches):
+    """Generation batches some steps apart, of which some ask for new weights: each has weights younger than that."""
+    schedule, step, generated = SyncSchedule(every), 0, set()
+    for steps, wanted in batches:
+        step += steps
+        asked = schedule.wanted
+        if not schedule.lags(step):
+            schedule.synced(step)
+        age = schedule.sampled(step)
+        generated.add(step)
+        assert age == 0 if asked or every == 1 else 0 <= age < every
+        assert schedule.syncs <= schedule.steps == len(generated)
+        schedule.wanted |= wanted
+        schedule.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+        assert schedule.due(step) == wanted
+
+
+def test_a_second_training_begins_with_present_weights(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=3)
+    trainer.train()
+    trainer.train()
+    assert logged(trainer, "sync/age") == [0, 1, 2]
+    assert trainer.weight_syncs == (1, 2)
+
+
+def test_the_table_of_completions_says_whose_weights_sampled(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=6, per_device_eval_batch_size=2, num_generations_eval=1)
+    trainer.train()
+    assert list(trainer._logs["extra"]["weights_of_step"]) == [4] * 4
+    trainer.evaluate()
+    assert list(trainer._logs["extra"]["weights_of_step"])[-2:] == [6, 6]
+    assert len(trainer._logs["extra"]["weights_of_step"]) == len(trainer._logs["prompt"])
+
+
+# --- evaluation and checkpoints --------------------------------------------------------------------------------------
+
+
+class Greedy(TrainerCallback):
+    """Measures the present policy after every step, without a random number."""
+
+    trainer: DCGRPOTrainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.deployed_completion_ids([[20, 21, 22]])
+
+
+def test_an_evaluation_sees_the_present_weights_and_training_goes_on_with_its_own(tmp_path):
+    plain = make_trainer(tmp_path / "plain")
+    plain.train()
+    greedy = Greedy()
+    greedy.trainer = make_trainer(tmp_path / "measured", greedy)
+    greedy.trainer.train()
+    assert rows(greedy.trainer) == rows(plain)
+
+    sampling = {"eval_strategy": "steps", "eval_steps": 3, "num_generations_eval": 1, "per_device_eval_batch_size": 2}
+    weights = watched(tmp_path / "evaluated", **sampling)
+    assert set(weights.evaluated) == {3, 6, 9, 10}
+    for step in (3, 6, 9):
+        assert torch.equal(weights.evaluated[step], weights.present[step])
+    assert weights.sampled_by() == [0, 0, 0, 0, 4, 4, 4, 4, 8, 8]
+    assert weights.trainer.weight_syncs == (3, 7)
+
+
+@pytest.mark.parametrize("step", [3, 4, 6])
+@pytest.mark.parametrize("trigger", ["steps", "discrepancy"])
+def test_a_resumed_run_samples_with_the_weights_of_the_one_that_was_killed(tmp_path, step, trigger):
+    """Bit for bit; also where the engine held the weights of an evaluation when the run was saved."""
+    options = {"save_strategy": "steps", "save_steps": 1, "weight_sync_trigger": trigger, "lambda_lr": 0.5}
+    greedy = Greedy()
+    greedy.trainer = whole = make_trainer(tmp_path, greedy, **options)
+    whole.train()
+    checkpoint = tmp_path / f"checkpoint-{step}"
+    kept = json.loads((checkpoint / "dc_grpo_state.json").read_text())["weight_sync"]["kept"]
+    assert kept == (checkpoint / "sampler").exists()
+    if trigger == "steps":
+        assert kept == (step % 4 != 0)  # where new ones are due, the checkpoint's own will do
+    resumed = make_trainer(tmp_path / "resumed", **options)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert rows(resumed, step) == rows(whole, step)
+    assert resumed.weight_syncs == whole.weight_syncs
+    ours, theirs = (
+        load_file(folder / "checkpoint-10" / "model.safetensors") for folder in (tmp_path, tmp_path / "resumed")
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_checkpoint_without_the_weights_that_sample_is_not_whole(tmp_path):
+    make_trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
+    checkpoint = tmp_path / "checkpoint-2"
+    assert checkpoint_defect(checkpoint) is None
+    weights = checkpoint / "sampler" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert checkpoint_defect(checkpoint) == "holds sampler/model.safetensors, which is cut short or damaged"
+    shutil.rmtree(weights.parent)
+    assert checkpoint_defect(checkpoint).startswith("holds sampler, which holds no weights")
+    assert checkpoint_defect(checkpoint, save_on_each_node=True) is None  # they may be on another machine
+
+
+def test_a_run_that_goes_on_in_another_scheme_gets_present_weights(tmp_path):
+    make_trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
+    other = make_trainer(tmp_path, deployment_scheme="bf16", max_steps=4)
+    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged(other, "sync/age") == [0, 1, 0, 1]
+
+
+def test_the_summary_tells_the_syncs_that_were_saved(tmp_path, capsys):
+    trainer = make_trainer(tmp_path, max_steps=6)
+    trainer.eval_dataset = None
+    trainer.add_callback(LambdaLoggingCallback())
+    trainer.add_callback(run := BeforeAndAfter(trainer))
+    trainer.train()
+    summarize(trainer, run)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["weight_syncs"], summary["weight_syncs_saved"]) == (2, 4)
+    assert "2 + 4" in next(line for line in capsys.readouterr().out.splitlines() if "weight syncs" in line)
+
+
+# --- the warning of the injected form --------------------------------------------------------------------------------
+
+
+def test_the_injected_form_far_from_the_sampler_by_hand():
+    assert drift_warning("injected", 0.01) is None
+    assert drift_warning("log_ratio", 5.0) is None
+    assert drift_warning("injected", float("nan")) is None
+    message = drift_warning("injected", 0.0123)
+    for words in ("constraint_form='injected'", "discrepancy/k3_kl=0.0123", "weight_sync_steps", "constraint='none'"):
+        assert words in message
+
+
+@pytest.mark.parametrize(("constraint", "warnings"), [("static", 1), ("none", 0)])
+def test_a_run_is_warned_once(tmp_path, caplog, constraint, warnings):
+    trainer = DCGRPOTrainer(
+        make_model(),
+        distinct_characters,
+        make_config(tmp_path, constraint=constraint),
+        train_dataset=make_prompts(),
+        processing_class=make_tokenizer(),
+        rollout_func=Rollouts(),  # random log-probabilities
+    )
+    trainer.train()
+    assert min(logged(trainer, "discrepancy/k3_kl")) > 0.01
+    assert sum("constraint_form='injected' meets" in record.message for record in caplog.records) == warnings

@@ -1,0 +1,491 @@
+"""Truncated sampling: both engines' log-probabilities are among the tokens that were kept, and so are gradients."""
+
+import json
+import math
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GenerationConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
+)
+from trl import GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from dc_trl import DCGRPOTrainer
+from dc_trl.rollouts import truncation
+from dc_trl.rollouts.replica import Replica
+from dc_trl.rollouts.truncation import Kept, KeptHead, KeptLogProb, named_by_vllm
+from dc_trl.serving.errors import ServerError
+from dc_trl.serving.fit import check_server
+
+from .helpers import (
+    ROOT,
+    TWO_PROCESSES,
+    Rollouts,
+    assert_finite,
+    distinct_characters,
+    logged,
+    make_config,
+    make_experts,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+)
+
+
+TRUNCATED = [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.8, "top_k": 20, "min_p": 0.01}]
+by_name = lambda settings: "-".join(settings)  # noqa: E731
+VOCABULARY = 262
+
+
+def kept_of(sets, device="cpu"):
+    """`Kept` of token ids, by completion and position; the first one of a position is its sampled token."""
+    logprobs = [[KeptLogProb(0.0, torch.tensor(ids).int()) if ids else math.nan for ids in row] for row in sets]
+    return Kept.of([[ids[0] if ids else 0 for ids in row] for row in sets], logprobs, torch.device(device))
+
+
+def dense(logits, sets, sampled):
+    """log π(y | K) by a softmax over the whole vocabulary, with -inf outside of K; K = ∅ keeps all."""
+    mask = torch.full(logits.shape, -math.inf, dtype=logits.dtype)
+    for row, positions in enumerate(sets):
+        for position, ids in enumerate(positions):
+            mask[row, position, ids if ids else slice(None)] = 0.0
+    return (logits + mask).log_softmax(-1).gather(2, sampled.unsqueeze(2)).squeeze(2)
+
+
+class Backbone(torch.nn.Module):
+    def forward(self, hidden):
+        return SimpleNamespace(last_hidden_state=hidden)
+
+
+class Headed(torch.nn.Module):
+    """What `KeptHead` reads of a model."""
+
+    def __init__(self, channels, vocabulary, bias, **config):
+        super().__init__()
+        self.base_model = Backbone()
+        self.head = torch.nn.Linear(channels, vocabulary, bias=bias)
+        values = SimpleNamespace(to_dict=lambda: config, model_type="plain")
+        self.config = SimpleNamespace(get_text_config=lambda: values)
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_log_probabilities_and_gradients_are_those_of_the_whole_vocabulary_with_the_rest_masked(data):
+    rows, positions, vocabulary = (data.draw(st.integers(1, most)) for most in (3, 4, 9))
+    ids = st.lists(st.integers(0, vocabulary - 1), max_size=vocabulary, unique=True)
+    sets = [[data.draw(ids) for _ in range(positions)] for _ in range(rows)]
+    temperature, tile = data.draw(st.sampled_from([0.5, 1.0, 1.7])), data.draw(st.sampled_from([1, 12, 2**20]))
+    torch.manual_seed(data.draw(st.integers(0, 100)))
+    model = Headed(4, vocabulary, data.draw(st.booleans()))
+    hidden = (3 * torch.randn(rows, positions + 2, 4)).requires_grad_()
+    sampled = torch.tensor([[ids[0] if ids else 0 for ids in row] for row in sets])
+    whole = torch.randn(rows, positions)
+
+    def scored():
+        with KeptHead(model, kept_of(sets), sampled, temperature, False) as head:
+            for first in range(0, rows, 2):  # in the batches that TRL makes
+                model.base_model(hidden[first : first + 2])
+        return head.log_probs(whole)
+
+    def reference():
+        values = dense(model.head(hidden[:, -positions - 1 : -1]) / temperature, sets, sampled)
+        nothing_cut = torch.tensor([[not ids for ids in row] for row in sets])
+        return torch.where(nothing_cut, whole, values)
+
+    weights = torch.randn(rows, positions)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(truncation, "_TILE", tile)
+        got, expected = (
+            (values, torch.autograd.grad((values * weights).sum(), [hidden, *model.parameters()]))
+            for values in (scored(), reference())
+        )
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_one_token_by_hand():
+    """Logits 0, ln 2, ln 5 and ln 7: among the first three, the third has 5/8, and a gradient of 1 - 5/8 on itself."""
+    model = Headed(1, 4, bias=False)
+    model.head.weight.data = torch.tensor([1.0, 2.0, 5.0, 7.0]).log().unsqueeze(1)
+    hidden = torch.ones(1, 2, 1)
+    with KeptHead(model, kept_of([[[2, 0, 1]]]), torch.tensor([[2]]), 1.0, False) as head:
+        model.base_model(hidden)
+    value = head.log_probs(torch.zeros(1, 1))
+    assert value.item() == pytest.approx(math.log(5 / 8))
+    value.sum().backward()
+    assert model.head.weight.grad.flatten().tolist() == pytest.approx([-1 / 8, -2 / 8, 3 / 8, 0.0])
+
+
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+MODELS = {
+    "qwen3": make_model,
+    "untied": lambda: make_model(tie_word_embeddings=False),
+    "experts": make_experts,
+    "softcap": lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, final_logit_softcapping=2.0)),
+    "multiplied": lambda: CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.25)),
+    "divided": lambda: GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=4.0)),
+    "peft": lambda: get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)),
+}
+
+
+def scored_by(model, kept, completion_ids, in_float32=False, autocast=False):
+    """(log-probabilities among the kept tokens, TRL's own) of a forward with TRL's fused head at temperature 0.7."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    add_fused_lm_head(base, temperature=0.7, cast_lm_head_to_fp32=in_float32)
+    ids = torch.cat([torch.full((len(completion_ids), 3), 7), completion_ids], dim=1)
+    labels = ids.clone()
+    labels[:, :3] = -100
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        KeptHead(base, kept, completion_ids, 0.7, in_float32) as head,
+    ):
+        whole = model(input_ids=ids, labels=labels, fused_lm_head=True).log_probs[:, 2:]
+    logits = model(input_ids=ids).logits[:, 2:-1].float() / 0.7
+    return head.log_probs(whole), whole, logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_logits_are_those_of_the_model(name):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    completion_ids = torch.randint(10, 200, (3, 5))
+    sets = [
+        [[token.item(), *(201, 230, 5, 261)[: position % 5]] for position, token in enumerate(row)]
+        for row in completion_ids
+    ]
+    among, _, logits = scored_by(model, kept_of(sets), completion_ids)
+    torch.testing.assert_close(among, dense(logits, sets, completion_ids), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"in_float32": True}, {"autocast": True}], ids=by_name)
+def test_where_all_tokens_are_kept_the_log_probabilities_are_trls(options):
+    completion_ids = torch.randint(10, 200, (2, 4), generator=torch.Generator().manual_seed(0))
+    everything = [
+        [[token.item(), *(set(range(VOCABULARY)) - {token.item()})] for token in row] for row in completion_ids
+    ]
+    among, whole, _ = scored_by(make_model(), kept_of(everything), completion_ids, **options)
+    torch.testing.assert_close(among, whole, atol=2e-6, rtol=1e-5)
+
+
+# --- the replica ----------------------------------------------------------------------------------------------------
+
+PROMPTS = [[20, 30, 40], [50], [60, 70, 80, 90, 100]] * 4
+
+
+@pytest.fixture(scope="module")
+def replica():
+    return Replica(make_model(), "bf16")
+
+
+def sample(replica, among_kept=True, temperature=1.0, **fields):
+    torch.manual_seed(0)
+    common = {"max_new_tokens": 12, "do_sample": True, "top_k": 0, "pad_token_id": 0, "eos_token_id": [1, 40, 41]}
+    config = GenerationConfig(**common | fields, temperature=temperature)
+    return replica.generate(PROMPTS, config, temperature, among_kept=among_kept)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("fields", TRUNCATED, ids=by_name)
+def test_the_replica_samples_from_what_it_says_it_keeps(replica, fields, temperature):
+    completions, logprobs = sample(replica, temperature=temperature, **fields)
+    sizes = []
+    for prompt, ids, values in zip(PROMPTS, completions, logprobs, strict=True):
+        with torch.no_grad():
+            logits = replica.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float() / temperature
+        for row, token, value in zip(logits, ids, values, strict=True):
+            kept = value.kept.long()
+            sizes.append(len(kept))
+            assert token in kept
+            # bf16 differs between a cached and a whole forward, here and below.
+            assert value == pytest.approx((row[token] - row[kept].logsumexp(0)).item(), abs=0.05)
+            probs = row.softmax(0)
+            dropped = torch.ones(VOCABULARY, dtype=torch.bool).index_fill(0, kept, False)
+            assert probs[dropped].max() <= 1.05 * probs[kept].min()
+            if fields == {"top_k": 5}:
+                assert len(kept) == 5 or row[kept].sort().values[: len(kept) - 4].std() < 0.05  # ties for the fifth
+            if fields == {"top_p": 0.9}:
+                assert 0.88 < probs[kept].sum() < 1.0
+                assert probs[kept].sum() - probs[kept].min() < 0.92
+            if fields == {"min_p": 0.1}:
+                assert 0.095 < (probs[kept].min() / probs.max()).item() <= 1.0
+    assert max(sizes) < 0.7 * VOCABULARY
+
+
+def test_without_truncation_the_replica_samples_as_ever(replica):
+    assert sample(replica) == sample(replica, among_kept=False)
+    assert not any(isinstance(value, KeptLogProb) for row in sample(replica)[1] for value in row)
+
+
+# --- vLLM -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_vllm_names_is_renormalised():
+    """Two kept tokens of three that are named; four that share the last places, of which three are named; NaN."""
+    logprobs = [
+        [math.log(0.75), math.log(0.25), -9999.0],
+        [math.log(0.5), math.log(0.25), math.log(0.125), -math.inf],
+        [None, -1.0],
+    ]
+    ((first,), (second,), (third,)) = named_by_vllm([[7, 3, 5]], [logprobs], [[[9, 7, 4], [2, 1, 3, 8], [5, 6]]])[0]
+    assert first == pytest.approx(math.log(0.25))
+    assert first.kept.tolist() == [9, 7]
+    assert second == pytest.approx(math.log(0.125 / 0.875))
+    assert second.kept.tolist() == [2, 1, 3]
+    assert math.isnan(third)
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def make_trainer(output_dir, kind=DCGRPOTrainer, model=None, **fields):
+    rollouts = fields.pop("rollouts", None)
+    scheme = "bf16" if rollouts is None else None
+    return kind(
+        model or make_model(),
+        distinct_characters,
+        make_config(output_dir, **{"deployment_scheme": scheme, "max_steps": 2} | fields),
+        train_dataset=make_prompts(),
+        eval_dataset=make_prompts(4),
+        processing_class=make_tokenizer(),
+        rollout_func=rollouts,
+    )
+
+
+class Watched(DCGRPOTrainer):
+    """Keeps (log π_train among the kept tokens, that of the whole vocabulary) of every forward."""
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        among = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        with torch.no_grad():
+            whole = GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
+        self.__dict__.setdefault("seen", []).append((among[0].detach(), whole[0]))
+        return among
+
+
+@pytest.mark.parametrize("fields", TRUNCATED, ids=by_name)
+def test_identical_engines_do_not_differ_by_the_truncation(tmp_path, seen_by_the_loss, fields):
+    """A policy in bf16 and its replica in bf16: what remains is rounding; before, it was the mass that was cut off."""
+    trainer = make_trainer(tmp_path, Watched, make_model().bfloat16(), max_steps=1, learning_rate=0.0, **fields)
+    trainer.train()
+    ((among, whole),) = trainer.seen
+    (inputs,) = seen_by_the_loss
+    mask = inputs["completion_mask"].bool()
+    corrected, before = ((logps - inputs["sampling_per_token_logps"])[mask].abs() for logps in (among, whole))
+    assert corrected.mean() < 0.02
+    assert before.mean() > 0.04
+    assert before.mean() > 4 * corrected.mean()
+    probability = (among.exp() - inputs["sampling_per_token_logps"].exp())[mask].abs().mean().item()
+    assert logged(trainer, "discrepancy/mean") == pytest.approx([probability], rel=1e-4)
+
+
+def test_the_gradient_is_that_of_the_truncated_policy(tmp_path, seen_by_the_loss):
+    """One GRPO step with λ = 0: Σ Â·∇log π(y | K) / |o| / N, by a softmax over the whole vocabulary."""
+    gradients = {}
+
+    class Caught(DCGRPOTrainer):
+        def training_step(self, *args):
+            loss = super().training_step(*args)
+            gradients.update({name: each.grad.clone() for name, each in self.model.named_parameters()})
+            return loss
+
+    fields = {"constraint": "static", "lambda_init": 0.0, "max_steps": 1, "top_k": 5, "temperature": 0.8}
+    make_trainer(tmp_path, Caught, **fields).train()
+    (inputs,) = seen_by_the_loss
+    model = make_model()
+    mask, sampled = inputs["completion_mask"], inputs["completion_ids"]
+    ids = torch.cat([inputs["prompt_ids"], sampled], dim=1)
+    seen = torch.cat([inputs["prompt_mask"], mask], dim=1)
+    logits = model(input_ids=ids, attention_mask=seen).logits[:, -sampled.shape[1] - 1 : -1] / 0.8
+    sets = [
+        [ids.tolist() for ids in row[row >= 0].split(counts.tolist())]
+        for row, counts in zip(inputs["kept_ids"], inputs["kept_counts"], strict=True)
+    ]
+    assert all(len(ids) >= 5 for row in sets for ids in row[:1])
+    logps = dense(logits, sets, sampled)
+    advantages = inputs["trajectory_advantages"].unsqueeze(1)
+    (-(advantages * logps * mask).sum(1) / mask.sum(1)).mean().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"loss_type": loss} for loss in ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")),
+        {"num_iterations": 2, "max_steps": 4},
+        {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_steps": 3, "num_iterations": 2},
+        {"bf16": True, "gradient_checkpointing": True},
+        {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
+        {"pad_to_multiple_of": 16},
+        {"cast_lm_head_to_fp32": True, "top_entropy_quantile": 0.5},
+        {"constraint": "static", "discrepancy_level": "sequence", "drop_zero_std_groups": True},
+    ],
+    ids=by_name,
+)
+def test_every_loss_trains_on_truncated_samples(tmp_path, fields):
+    trainer = make_trainer(tmp_path, top_p=0.9, top_k=10, **fields)
+    trainer.train()
+    assert_finite(trainer)
+    assert max(logged(trainer, "discrepancy/log_ppl_abs_diff")) < 0.05
+
+
+def test_several_passes_score_old_log_probabilities_among_the_same_tokens(tmp_path):
+    fields = {"num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 1, "top_k": 5}
+    trainer = make_trainer(tmp_path, Watched, max_steps=4, learning_rate=0.0, **fields)
+    trainer.train()
+    old, *passes = trainer.seen
+    assert len(passes) == 4
+    # The weights stand still, and the slices are shuffled: whole rows are found again.
+    rows = {tuple(round(value, 3) for value in row) for row in old[0].tolist()}
+    assert {tuple(round(value, 3) for value in row) for logps, _ in passes for row in logps.tolist()} == rows
+    assert (old[0] - old[1]).abs().mean() > 0.5
+
+
+def test_the_reference_is_scored_among_the_same_tokens(tmp_path):
+    """A reference that is the policy itself: both are truncated, so that KL is 0."""
+    model = make_model()
+    model.save_pretrained(tmp_path / "model")
+    trainer = make_trainer(tmp_path, model=str(tmp_path / "model"), beta=0.1, top_k=5, max_steps=1)
+    trainer.train()
+    assert logged(trainer, "kl") == pytest.approx([0.0], abs=1e-6)
+
+
+def test_without_a_constraint_nothing_is_renormalised(tmp_path, seen_by_the_loss):
+    trainer = make_trainer(tmp_path, Watched, constraint="none", top_p=0.5, max_steps=1)
+    trainer.train()
+    assert "kept_ids" not in seen_by_the_loss[0]
+    assert all(torch.equal(among, whole) for among, whole in trainer.seen)
+
+
+def test_truncation_of_the_models_own_is_corrected_too(tmp_path, seen_by_the_loss):
+    model = make_model()
+    model.generation_config.min_p = 0.2
+    trainer = make_trainer(tmp_path, model=model, generation_kwargs={"top_k": 7})
+    trainer.train()
+    counts = seen_by_the_loss[0]["kept_counts"]
+    assert 0 < counts.max() <= 8
+    assert max(logged(trainer, "discrepancy/log_ppl_abs_diff")) < 0.05
+
+
+# --- rollout functions ----------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_function_says_what_was_kept(tmp_path, seen_by_the_loss):
+    def keep(call, completions, logprobs):
+        for ids, values in zip(completions, logprobs, strict=True):
+            for position, (token, value) in enumerate(zip(ids, values, strict=True)):
+                values[position] = KeptLogProb(value, torch.tensor([3, token, 4], dtype=torch.int32))
+
+    make_trainer(tmp_path, rollouts=Rollouts(edit=keep), top_k=3).train()
+    inputs = seen_by_the_loss[0]
+    assert (inputs["kept_counts"] == 3 * inputs["completion_mask"]).all()
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (None, "do not say which tokens were kept"),
+        (
+            lambda call, completions, logprobs: logprobs[0].__setitem__(
+                0, KeptLogProb(-1.0, torch.tensor([5], dtype=torch.int32))
+            ),
+            "does not have the sampled token",
+        ),
+    ],
+    ids=["nothing", "another"],
+)
+def test_a_rollout_function_that_does_not_is_refused(tmp_path, edit, words):
+    with pytest.raises(ValueError, match=words):
+        make_trainer(tmp_path, rollouts=Rollouts(edit=edit), top_k=3).train()
+
+
+def test_more_tokens_than_there_is_room_for_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(truncation, "_MOST_KEPT", 100)
+    with pytest.raises(ValueError, match=r"keep \d+ tokens at each position.*top_k=512"):
+        make_trainer(tmp_path, top_p=0.99).train()
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_vllm_needs_a_bound_to_name_what_it_keeps(tmp_path):
+    vllm = {"use_vllm": True, "vllm_mode": "server"}
+    for fields in ({"top_p": 0.9}, {"min_p": 0.1}, {"generation_kwargs": {"top_p": 0.9}}):
+        with pytest.raises(ValueError, match=r"top_k=0 with .* leaves open how many.*set top_k too"):
+            make_config(tmp_path, **vllm, **fields)
+        make_config(tmp_path, **vllm, **fields, constraint="none")
+        assert make_config(tmp_path, **vllm, **{"top_k": 64} | fields).named_tokens == 64
+    assert make_config(tmp_path, **vllm).named_tokens == 0
+    assert make_config(tmp_path, deployment_scheme="fp8", top_p=0.9).named_tokens == 0
+    vllm["vllm_mode"] = "colocate"
+    assert make_config(tmp_path, **vllm, top_k=20).named_tokens == 20
+    with pytest.raises(ValueError, match=r"top_k=21 keeps more tokens .*\(20\).*vllm_mode='server'"):
+        make_config(tmp_path, **vllm, top_k=21)
+
+
+def test_a_server_that_names_too_few_tokens_is_refused():
+    model = {"logprobs_mode": "processed_logprobs", "max_logprobs": 20, "max_model_len": 64}
+    options = {"scheme": None, "config": make_model().config, "max_length": 32, "weight_sync": "none", "logprobs": 21}
+    info = {"model_config": model, "parallel_config": {"worker_extension_cls": ""}}
+    with pytest.raises(ServerError, match=r"at most 20 tokens, and top_k=21.*--max-logprobs -1"):
+        check_server(info, "", **options)
+
+
+# --- runs in processes of their own ---------------------------------------------------------------------------------
+
+
+def rows_of(trainer):
+    names = ("loss", "grad_norm", "discrepancy/mean", "lagrangian/lambda")
+    return [[row[name] for name in names if name in row] for row in trainer.state.log_history if "loss" in row]
+
+
+def test_a_run_resumed_within_a_generation_batch_goes_on_as_if_it_had_not_stopped(tmp_path):
+    options = {"deployment_scheme": "bf16", "steps_per_generation": 2, "gradient_accumulation_steps": 1}
+    options |= {"num_iterations": 2, "max_steps": 6, "save_strategy": "steps", "save_steps": 1}
+    whole = make_trainer(tmp_path / "whole", top_k=6, **options)
+    whole.train()
+    part = make_trainer(tmp_path / "part", top_k=6, **options | {"max_steps": 3})
+    part.train()
+    resumed = make_trainer(tmp_path / "part", top_k=6, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert rows_of(resumed) == rows_of(whole)
+
+
+def test_two_processes_train_on_truncated_samples(tmp_path):
+    options = {"deployment_scheme": "bf16", "max_steps": 2, "steps_per_generation": 2, "num_iterations": 2}
+    options |= {"output_dir": str(tmp_path), "top_k": 6, "top_p": 0.95}
+    command = [*TWO_PROCESSES, "-m", "tests.worker", json.dumps(options)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    logs = json.loads((tmp_path / "logs.json").read_text())
+    assert logs["kind"] == "DistributedType.MULTI_CPU"
+    assert logs["lambda"][0] == logs["lambda"][1]
+    values = [row["discrepancy/log_ppl_abs_diff"] for row in logs["rows"] if "discrepancy/mean" in row]
+    assert values
+    assert max(values) < 0.05

@@ -1,0 +1,361 @@
+"""Corrections of the rollouts: by hand, by their properties, and against TRL's own in TRL's own loss."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from trl import GRPOConfig, GRPOTrainer
+
+from dc_trl.constraint import trust
+from dc_trl.constraint.ratios import ratio_counts, ratio_quantiles
+from dc_trl.constraint.settings import ConstraintSettings
+from dc_trl.constraint.statistics import BatchStatistics
+
+from .helpers import Rollouts, assert_finite, distinct_characters, logged, make_config, make_model, make_prompts
+from .test_trainer import ALIGNED, MISALIGNED, ByStep, make_trainer
+
+
+MODES = sorted(trust.CORRECTIONS)
+OF_TRL = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+# Ratios 4, 0.25, 1.25 and 3 (not scored); 1.8, 0.9 and two tokens that are not scored.
+TRAIN = torch.tensor([[0.8, 0.1, 0.5, 0.9], [0.54, 0.45, 0.3, 0.3]]).log()
+INFER = torch.tensor([[0.2, 0.4, 0.4, 0.3], [0.3, 0.50, math.nan, 0.1]]).log()
+SCORED = torch.tensor([[True, True, True, False], [True, True, False, False]])
+ADVANTAGES = torch.tensor([1.0, -1.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds", "expected"),
+    [
+        ("token_truncate", {}, [[2, 0.25, 1.25, 1], [1.8, 0.9, 1, 1]]),
+        ("token_truncate", {"lower": 0.5, "upper": 3}, [[3, 0.5, 1.25, 1], [1.8, 0.9, 1, 1]]),
+        ("token_mask", {}, [[0, 0.25, 1.25, 1], [1.8, 0.9, 1, 1]]),
+        ("token_mask", {"lower": 0.5, "upper": math.inf}, [[4, 0, 1.25, 1], [1.8, 0.9, 1, 1]]),
+        # The products are 4 · 0.25 · 1.25 = 1.25 and 1.8 · 0.9 = 1.62.
+        ("sequence_truncate", {"upper": 1.5}, [[1.25] * 4, [1.5] * 4]),
+        ("sequence_mask", {"upper": 1.5}, [[1.25] * 4, [0] * 4]),
+        ("sequence_mask", {}, [[1.25] * 4, [1.62] * 4]),
+        # Their roots: 1.25^(1/3) = 1.077 and 1.62^(1/2) = 1.273.
+        ("geometric_mask", {}, [[0] * 4, [0] * 4]),
+        ("geometric_mask", {"lower": 0.9, "upper": 1.1}, [[1] * 4, [0] * 4]),
+        ("icepop", {}, [[4, 0, 1.25, 1], [1.8, 0.9, 1, 1]]),
+        # Differences 0.6, −0.3, 0.1 with Â > 0, and 0.24, −0.05 with Â < 0.
+        ("tv_mask", {}, [[0, 0.25, 1.25, 1], [1.8, 0.9, 1, 1]]),
+        ("tv_mask", {"upper": 0.04}, [[0, 0.25, 0, 1], [1.8, 0, 1, 1]]),
+    ],
+)
+def test_weights_by_hand(name, bounds, expected):
+    weights = trust.CORRECTIONS[name](TRAIN, INFER, SCORED, ADVANTAGES, **bounds)
+    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float32), atol=1e-6, rtol=1e-5)
+
+
+def test_a_token_goes_by_its_own_advantage():
+    """As the form of the constraint leaves it; without one, nothing pushes the token."""
+    advantages = torch.tensor([[-1.0, -1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0]])
+    weights = trust.tv_mask(TRAIN, INFER, SCORED, advantages, upper=0.04)
+    torch.testing.assert_close(weights, torch.tensor([[4, 0, 0, 1], [1.8, 0.9, 1, 1]], dtype=torch.float32))
+
+
+def test_a_token_that_was_too_rare_to_be_masked_has_a_bounded_ratio():
+    rare = torch.tensor([[-25.0]]), torch.tensor([[-5.0]])
+    everywhere = torch.tensor([[True]])
+    assert trust.tv_mask(rare[1], rare[0], everywhere, torch.ones(1)).item() == trust.TV_RATIO_BOUND
+    assert trust.token_mask(rare[1], rare[0], everywhere, torch.ones(1), upper=math.inf).isfinite().all()
+
+
+def test_the_settings_choose():
+    assert trust.trust_of(ConstraintSettings()) is None
+    settings = ConstraintSettings(rollout_correction="token_truncate", rollout_correction_max=3.0)
+    weights = trust.trust_of(settings)(TRAIN, INFER, SCORED, ADVANTAGES)
+    torch.testing.assert_close(weights[0], torch.tensor([3, 0.25, 1.25, 1]))
+
+
+log_probabilities = st.floats(-30, 0)
+tokens = st.lists(
+    st.tuples(log_probabilities, log_probabilities | st.just(math.nan), st.booleans()), min_size=1, max_size=6
+)
+
+
+@given(tokens, st.sampled_from(MODES), st.floats(-2, 2), st.floats(0, 1), st.floats(1, 4))
+def test_weights_stay_in_their_bounds(rows, mode, advantage, lower, upper):
+    train, infer, wanted = (torch.tensor([column]) for column in zip(*rows, strict=True))
+    train.requires_grad_()
+    scored = wanted & infer.isfinite()
+    bounds = {"upper": lower} if mode == "tv_mask" else {"lower": lower, "upper": upper}
+    weights = trust.CORRECTIONS[mode](train, infer, scored, torch.tensor([advantage]), **bounds)
+    assert weights.shape == train.shape
+    assert not weights.requires_grad
+    assert weights.isfinite().all()
+    highest = trust.TV_RATIO_BOUND if mode == "tv_mask" else upper
+    lowest = lower if mode != "tv_mask" else 0.0
+    within = (weights >= lowest - 1e-6) & (weights <= highest + 1e-6)
+    assert (within | (weights == 0)).all()
+    if mode.endswith("truncate"):
+        assert (weights[scored] >= math.exp(-20) * 0.999).all()  # nothing is masked
+    elsewhere = trust.CORRECTIONS[mode](
+        train.where(scored, -1.0), infer.where(scored, -9.0), scored, torch.tensor([advantage]), **bounds
+    )
+    torch.testing.assert_close(weights, elsewhere, atol=0, rtol=0)  # what stands at other positions has no part
+
+
+@given(st.lists(log_probabilities, min_size=1, max_size=6), st.sampled_from(MODES), st.floats(-2, 2))
+def test_engines_that_agree_are_trusted_whole(row, mode, advantage):
+    logps = torch.tensor([row])
+    weights = trust.CORRECTIONS[mode](logps, logps.clone(), torch.ones(1, len(row)).bool(), torch.tensor([advantage]))
+    assert (weights == 1).all()
+
+
+# --- statistics
+
+
+@given(
+    st.lists(st.lists(st.floats(-20, 20), min_size=1, max_size=40), min_size=1, max_size=3),
+    st.sampled_from([("min", 0), ("p01", 0.01), ("p50", 0.5), ("p99", 0.99), ("max", 1)]),
+)
+def test_quantiles_of_added_counts_are_those_of_all_tokens(parts, wanted):
+    name, share = wanted
+    counts = sum(
+        ratio_counts(torch.tensor([part], dtype=torch.float64), torch.ones(1, len(part)).bool(), torch.float64)
+        for part in parts
+    )
+    everything = sorted(value for part in parts for value in part)
+    exact = everything[max(math.ceil(share * len(everything)), 1) - 1]
+    found = math.log(ratio_quantiles(counts)[name])
+    assert found == pytest.approx(exact, rel=0.0051, abs=1.1e-8)
+
+
+def test_masked_tokens_leave_the_batch_discrepancy_and_the_penalty():
+    delta = (TRAIN.exp() - INFER.exp()).abs()  # 0.6, 0.3, 0.1; 0.24, 0.05
+    penalty = delta.where(SCORED, 0.0)
+    weights = trust.token_mask(TRAIN, INFER, SCORED, ADVANTAGES)  # masks the first token
+    ranks = [BatchStatistics(reduction) for reduction in ("sequence", "sequence", "token")]
+    for row, statistics in enumerate(ranks[:2]):
+        rows = slice(row, row + 1)
+        statistics.add(*(values[rows] for values in (TRAIN, INFER, SCORED, delta, penalty, weights)))
+    ranks[2].add(TRAIN, INFER, SCORED, delta, penalty, weights)
+    of_others: list[torch.Tensor] = []
+    ranks[1].reduce(lambda local: of_others.append(local) or local)
+    report = ranks[0].reduce(lambda local: torch.cat([local, *of_others]))
+    assert report.tokens == 5
+    assert report.mean_discrepancy == pytest.approx((0.4 / 2 + 0.29 / 2) / 2)
+    assert report.metrics()["mean_all"] == pytest.approx((1.0 / 3 + 0.29 / 2) / 2)
+    assert report.metrics()["probs_diff_max"] == pytest.approx(0.6)  # of all scored tokens
+    assert report.mean_penalty(2.0) == pytest.approx(2 * 0.69 / 5)
+    assert report.penalized_fraction == pytest.approx(4 / 5)
+    expected = {"masked_fraction": 1 / 5, "weight_mean": (0.25 + 1.25 + 1.8 + 0.9) / 5}
+    ratios = {"ratio_min": 0.25, "ratio_p01": 0.25, "ratio_p50": 1.25, "ratio_p99": 4, "ratio_max": 4}
+    assert report.trust_metrics() == pytest.approx(expected | ratios, rel=0.01)
+    by_token = ranks[2].reduce(lambda local: local)
+    assert by_token.mean_discrepancy == pytest.approx(0.69 / 4)
+    assert by_token.metrics()["mean_all"] == pytest.approx(1.29 / 5)
+
+
+def test_a_batch_that_is_masked_whole_has_no_mean():
+    statistics = BatchStatistics()
+    delta = (TRAIN.exp() - INFER.exp()).abs()
+    statistics.add(TRAIN, INFER, SCORED, delta, None, trust.geometric_mask(TRAIN, INFER, SCORED, ADVANTAGES))
+    report = statistics.reduce(lambda local: local)
+    assert report.mean_discrepancy is None
+    assert "mean" not in report.metrics()
+    assert report.trust_metrics()["masked_fraction"] == 1
+
+
+# --- against TRL's own
+
+
+def on_both_sides(call, completions, logprobs):
+    """Some tokens are rarer to the engine than to the random model, others less rare, and one it could not score."""
+    for row in logprobs:
+        row[:] = [value - 3.0 for value in row]
+    logprobs[0][0] = math.nan
+
+
+def in_trl(config, bounds, tokenizer):
+    """TRL's trainer after a training with its own importance sampling, on rollouts that it takes for vLLM's."""
+    trainer = GRPOTrainer(
+        make_model(),
+        distinct_characters,
+        config,
+        train_dataset=make_prompts(),
+        processing_class=tokenizer,
+        rollout_func=Rollouts(longest=2, edit=on_both_sides),
+    )
+    trainer.use_vllm, trainer._last_loaded_step = True, 0  # no engine has to be there: its weights are in place
+    trainer.vllm_importance_sampling_correction = True
+    for name, value in bounds.items():
+        setattr(trainer, f"vllm_importance_sampling_{name}", value)
+    trainer.train()
+    return trainer
+
+
+LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+
+
+@pytest.mark.parametrize("steps", [ALIGNED, MISALIGNED])
+@pytest.mark.parametrize(
+    ("loss_type", "mode"),
+    # VESPO takes a ratio of each token, in TRL too.
+    [(loss, mode) for loss in LOSSES for mode in OF_TRL if loss != "vespo" or mode.startswith("token")],
+)
+def test_loss_and_gradients_are_those_of_trls_own_correction(tmp_path, tokenizer, loss_type, mode, steps):
+    lower, upper = (0.2, 3.0) if mode.startswith("token") else (0.02, 20.0)
+    shared = {
+        "output_dir": str(tmp_path),
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 2 if steps is MISALIGNED else 1,
+        "learning_rate": 0.1,
+        "optim": "sgd",  # a step is the gradient
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "report_to": "none",
+        "loss_type": loss_type,
+        "epsilon": 0.24,
+        "epsilon_high": 5.0 if loss_type == "cispo" else None,
+        "beta": 0.0,
+        "importance_sampling_level": "sequence" if loss_type == "luspo" else "token",
+        **steps,
+    }
+    ours = make_trainer(
+        make_config(
+            **shared,
+            constraint="none",
+            rollout_correction=mode,
+            rollout_correction_max=upper,
+            rollout_correction_min=lower,
+        ),
+        tokenizer,
+        Rollouts(longest=2, edit=on_both_sides),
+    )
+    ours.train()
+    # TRL writes the bounds of its configuration to the trainer.
+    theirs = in_trl(GRPOConfig(**shared), {"mode": mode, "clip_max": upper, "clip_min": lower}, tokenizer)
+    assert logged(ours, "loss") == pytest.approx(logged(theirs, "loss"), rel=1e-4, abs=1e-6)
+    start = make_model()
+    for name, parameter in ours.model.named_parameters():
+        before, after = start.get_parameter(name), theirs.model.get_parameter(name)
+        torch.testing.assert_close(parameter - before, after - before, rtol=1e-3, atol=1e-6)
+    assert any(value > 0 for value in logged(theirs, "grad_norm"))
+    lowest, highest = min(logged(ours, "trust/ratio_min")), max(logged(ours, "trust/ratio_max"))
+    assert lowest < 0.2
+    assert highest > 3  # so that both bounds are met
+    assert (sum(logged(ours, "trust/masked_fraction")) > 0) == mode.endswith("mask")
+
+
+# --- in training
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("constraint", ["none", "lagrangian"])
+def test_each_correction_trains_against_a_replica(tmp_path, tokenizer, mode, constraint):
+    lower, upper = (0.3, 3.0) if mode.startswith("sequence") else (0.9, 1.1)
+    bounds = {} if mode == "tv_mask" else {"rollout_correction_min": lower, "rollout_correction_max": upper}
+    config = make_config(
+        tmp_path, deployment_scheme="fp8", constraint=constraint, rollout_correction=mode, lambda_lr=0.5, **bounds
+    )
+    trainer = make_trainer(config, tokenizer, model=make_model(128))
+    trainer.train()
+    assert_finite(trainer)
+    masked, weights = logged(trainer, "trust/masked_fraction"), logged(trainer, "trust/weight_mean")
+    assert len(masked) == config.max_steps
+    assert all(0 <= share < 1 for share in masked)
+    assert all(0 < weight < upper for weight in weights)
+    means, all_means = logged(trainer, "discrepancy/mean"), logged(trainer, "discrepancy/mean_all")
+    if mode.endswith("truncate"):
+        assert masked == [0.0] * config.max_steps
+        assert means == pytest.approx(all_means)
+    if mode in ("token_mask", "icepop"):
+        assert max(masked) > 0
+        assert [mean != whole for mean, whole in zip(means, all_means, strict=True)] == [share > 0 for share in masked]
+    for name in ("min", "p01", "p50", "p99", "max"):
+        assert len(logged(trainer, f"trust/ratio_{name}")) == config.max_steps
+    if constraint == "lagrangian":  # λ goes by the trusted tokens
+        values = [*logged(trainer, "lagrangian/lambda"), trainer.lagrange_multiplier.value]
+        for now, mean, after in zip(values, means, values[1:], strict=False):
+            assert after == pytest.approx(now + 0.5 * (mean - 0.0037))
+
+
+def test_the_correction_weighs_what_the_form_of_the_constraint_has_made(tmp_path, tokenizer, seen_by_the_loss):
+    seen = []
+    for correction in ("none", "token_mask"):
+        seen_by_the_loss.clear()
+        config = make_config(
+            tmp_path, max_steps=1, constraint="static", lambda_init=0.5, rollout_correction=correction, **MISALIGNED
+        )
+        make_trainer(config, tokenizer, Rollouts(edit=on_both_sides)).train()
+        seen.append(seen_by_the_loss[0])
+    plain, corrected = seen
+    mask = plain["completion_mask"].bool() & plain["sampling_per_token_logps"].isfinite()
+    ratio = (plain["old_per_token_logps"] - plain["sampling_per_token_logps"]).exp()
+    expected = plain["advantages"] * ratio * (ratio <= 2)
+    torch.testing.assert_close(corrected["advantages"][mask], expected[mask], rtol=1e-4, atol=1e-6)
+    assert (ratio[mask] > 2).any()
+    assert (ratio[mask] <= 2).any()
+
+
+def test_a_batch_that_is_masked_whole_teaches_nothing_and_leaves_lambda(tmp_path, tokenizer, caplog):
+    def unlike(call, completions, logprobs):
+        for row in logprobs:
+            row[:] = [-1e-3] * len(row)  # the engine was sure of all that the trainer finds rare
+
+    config = make_config(tmp_path, max_steps=2, rollout_correction="geometric_mask")
+    trainer = make_trainer(config, tokenizer, Rollouts(edit=unlike))
+    trainer.train()
+    assert logged(trainer, "lagrangian/lambda") == [0.1, 0.1]
+    assert logged(trainer, "trust/masked_fraction") == [1, 1]
+    assert not logged(trainer, "discrepancy/mean")
+    assert all(mean > 0.5 for mean in logged(trainer, "discrepancy/mean_all"))
+    assert logged(trainer, "grad_norm") == [0, 0]
+    assert "masked every token" in caplog.text
+
+
+def test_an_evaluation_is_corrected_and_measured_too(tmp_path, tokenizer):
+    config = make_config(tmp_path, rollout_correction="icepop", per_device_eval_batch_size=4)
+    trainer = make_trainer(config, tokenizer, Rollouts(edit=on_both_sides), eval_dataset=make_prompts(3))
+    metrics = trainer.evaluate()
+    assert 0 < metrics["eval_trust/masked_fraction"] < 1
+    assert metrics["eval_discrepancy/mean"] < metrics["eval_discrepancy/mean_all"]
+
+
+@pytest.mark.parametrize("fields", [{"loss_type": "grpo"}, {"loss_type": "vespo", "constraint": "none"}])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, tokenizer, fields):
+    """From a step within a generation batch, whose corrected rest is in the checkpoint."""
+    fields = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "max_steps": 3,
+        "lambda_lr": 0.5,
+        "rollout_correction": "token_mask",
+        **MISALIGNED,
+        **fields,
+    }
+    whole = make_trainer(make_config(tmp_path, **fields), tokenizer, ByStep())
+    whole.train()
+    resumed = make_trainer(make_config(tmp_path, **fields), tokenizer, ByStep())
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert logged(resumed, "loss") == logged(whole, "loss")
+    assert logged(resumed, "trust/masked_fraction") == logged(whole, "trust/masked_fraction")
+    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_correction_without_an_engine_is_refused(tmp_path, tokenizer):
+    config = make_config(tmp_path, constraint="none", rollout_correction="icepop")
+    with pytest.raises(ValueError, match=r"rollout_correction='icepop' needs the rollouts' log-prob.*or rollout_corr"):
+        make_trainer(config, tokenizer)
+
+    class Silent(Rollouts):
+        def __call__(self, prompts, trainer):
+            return super().__call__(prompts, trainer) | {"logprobs": None}
+
+    trainer = make_trainer(config, tokenizer, Silent())
+    with pytest.raises(ValueError, match=r"rollout_correction='icepop' needs .* the engine returned none"):
+        trainer.train()
