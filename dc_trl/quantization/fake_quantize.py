@@ -129,8 +129,8 @@ def scaled_product(
 ) -> Tensor:
     """Product of quantized activations and weights as engines compute it: scales go to the sums, not to the factors.
 
-    y = (numbers · weightᵀ) × scale × weight_scale + bias, all in float32. Scaling the factors first would round each of
-    them to bfloat16, which tips the next layers' activations into other numbers of the format.
+    y = (numbers · weightᵀ) × scale × weight_scale + bias, all in float32. Scaling the factors first would round
+    each of them to bfloat16, which tips the next layers' activations into other numbers of the format.
 
     Args:
         numbers: numbers of the format, shape (..., in_features), float32.

@@ -4,8 +4,8 @@ A decoding step has one query per sequence. PyTorch's fused attention takes four
 CPU, and transformers' eager attention spends most of its time on repeating each key and value for every query head of
 its group.
 
-Scores, weights and sums are float32, as in vLLM's CPU kernel; only the output is rounded. Eager attention rounds scores
-and weights too. FlashAttention, on a GPU, rounds the weights.
+Scores, weights and sums are float32, as in vLLM's CPU kernel; only the output is rounded. Eager attention rounds
+scores and weights too. FlashAttention, on a GPU, rounds the weights.
 """
 
 from typing import Any

@@ -49,8 +49,8 @@ class _SampledLogProbs(LogitsProcessor):
 class Replica:
     """Copy of the policy in a deployment scheme, in this process, that samples completions.
 
-    Weights and, where the scheme quantizes them, activations are numbers of the quantized format, and everything else is
-    bfloat16. Both are rounded where vLLM rounds them, which docs/engines_gap.md shows layer by layer. Sampling is
+    Weights and, where the scheme quantizes them, activations are numbers of the quantized format, and everything else
+    is bfloat16. Both are rounded where vLLM rounds them, which docs/engines_gap.md shows layer by layer. Sampling is
     transformers' `generate`, in batches with a KV cache.
 
     Args:

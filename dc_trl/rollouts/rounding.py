@@ -2,8 +2,9 @@
 
 transformers rounds after each operation. vLLM fuses two of them, in its CPU engine and in its compiled GPU engine:
 
-- A norm reads the sum of the residual stream and a layer's output before the sum is rounded.
-- Rotary embeddings are rounded once, not after each product and the sum.
+- A norm reads the sum of the residual stream and a layer's output before the sum is rounded
+  (vllm/ir/ops/layernorm.py, `fused_add_rms_norm`).
+- Rotary embeddings are rounded once, not after each product and the sum (csrc/pos_encoding_kernels.cu).
 """
 
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
 
 # What a decoder layer consists of in the families of Llama and Qwen. Others (Gemma, OLMo) add norms or move them.
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
