@@ -1,6 +1,6 @@
 """Sampling engines side by side, vLLM server and replica: do they agree, how fast are they, what do new weights cost?
 
-python scripts/engines.py layers        replica against vLLM by layer, and vLLM's runs against one another (vLLM for CPUs)
+python scripts/engines.py layers        replica against vLLM by layer, vLLM's runs against one another (CPU)
 python scripts/engines.py agreement     |Δp| to the policy, KL and accuracy of servers and replicas, on the same tokens
 python scripts/engines.py throughput    tokens/s on the same prompts: vLLM server, replica, model.generate
 python scripts/engines.py sync          seconds and bytes to bring new weights to a server, for three sizes of model

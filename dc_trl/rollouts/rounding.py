@@ -75,8 +75,8 @@ def rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return weight * value.to(weight.dtype)
 
 
-def _fuse_norms(decoder: nn.Module, layers: nn.ModuleList) -> None:
-    norms = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+def _fuse_norms(decoder: nn.Module, layers: Any) -> None:
+    norms: list[Any] = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
     norms += [module for name, module in decoder.named_children() if name == "norm"]
     if not all(map(_is_rms_norm, norms)):
         return
