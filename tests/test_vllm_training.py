@@ -88,6 +88,17 @@ def test_a_second_training_does_not_sample_with_the_weights_of_the_first(fp8_ser
     assert means[1] < 2 * means[0]
 
 
+def test_the_aligned_forward_is_nearer_to_the_server(fp8_server, tmp_path):
+    gaps = {}
+    for through in (True, False):
+        options = {"per_device_train_batch_size": 64, "learning_rate": 1e-4, "train_through_quantization": through}
+        trainer = make_trainer(fp8_server.url, tmp_path, **options)
+        trainer.train()
+        gaps[through] = sum(logged(trainer, "discrepancy/mean")) / 3
+    # What is left are the kernels: the same as between the server and the replica.
+    assert 0 < gaps[True] < 0.9 * gaps[False], gaps
+
+
 @pytest.mark.long
 def test_what_samples_is_what_ships(fp8_server, tmp_path):
     """The exported checkpoint in a fresh plain server says what the training server said, token for token."""
