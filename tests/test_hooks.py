@@ -24,7 +24,13 @@ from .vllm_server import requires_vllm
 
 LIBRARIES = {"accelerate", "compressed_tensors", "peft", "transformers", "trl", "vllm"}
 # Namespaces that their libraries' documentation imports from, beside each library's own.
-DOCUMENTED = {"accelerate.logging", "accelerate.utils", "compressed_tensors.quantization", "transformers.utils"}
+DOCUMENTED = {
+    "accelerate.logging",
+    "accelerate.utils",
+    "compressed_tensors.quantization",
+    "transformers.utils",
+    "vllm",
+}
 STANDARD_LIBRARY = {"_ActionsContainer", "_actions", "_asdict", "_exit", "_replace"}
 NEEDS_VLLM_ITSELF = {"dc_trl.serving.cpu_reload"}
 

@@ -106,7 +106,8 @@ class DeployedForward:
                     self._merge(adapter)
         self._hook_policy(base)
         self._recompute_as_computed(base)
-        self._residuals = round_as_vllm(base, lambda: self.enabled) if compute else []
+        if compute:
+            round_as_vllm(base, lambda: self.enabled)
         if compute and base.device.type == "cpu":
             base.set_attn_implementation(attention.NAME)
         if self._quantizer is not None and fused_experts(architecture):
@@ -127,12 +128,10 @@ class DeployedForward:
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """`context_fn` of `torch.utils.checkpoint.checkpoint`: a layer is recomputed as it was computed."""
-        return nullcontext(), self._recomputation(self.enabled, [residual.state for residual in self._residuals])
+        return nullcontext(), self._recomputation(self.enabled)
 
     @contextmanager
-    def _recomputation(self, on: bool, residuals: list[tuple[Tensor | None, Tensor | None]]) -> Iterator[None]:
-        for residual, state in zip(self._residuals, residuals, strict=True):
-            residual.state = state
+    def _recomputation(self, on: bool) -> Iterator[None]:
         with self.active(on):
             try:
                 yield
@@ -259,8 +258,6 @@ class DeployedForward:
     def _reset(self) -> None:
         """Frees what is kept for the next layer."""
         self._read = None
-        for residual in self._residuals:
-            residual.begin()
         if self._quantizer is not None:
             self._quantizer.reset()
 

@@ -14,14 +14,17 @@ from typing import Any
 import torch
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
+
+from .fake_quantize import straight_through
 
 
 # What a decoder layer consists of in the families of Llama and Qwen. Others (Gemma, OLMo) add norms or move them.
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 
 
-def round_as_vllm(model: PreTrainedModel, active: Callable[[], bool] = lambda: True) -> list["Residual"]:
+def round_as_vllm(model: PreTrainedModel, active: Callable[[], bool] = lambda: True) -> None:
     """Makes a model round as vLLM does, from its next forward pass on.
 
     Norms follow where the decoder layers are those of Llama and Qwen; other models keep transformers' rounding there.
@@ -29,47 +32,66 @@ def round_as_vllm(model: PreTrainedModel, active: Callable[[], bool] = lambda: T
 
     Args:
         model: causal language model with its weights.
-        active: whether it is to round so in the present forward pass.
-
-    Returns:
-        Its residual streams. Gradient checkpointing, which runs a layer by itself, has to bring back their `state`.
+        active: whether it is to round so now.
     """
-    residuals = []
     for name, layers in model.named_modules():
         if isinstance(layers, nn.ModuleList) and all(
             dict(layer.named_children()).keys() == _LAYER for layer in layers
         ):
-            residuals += _fuse_norms(model.get_submodule(name.rpartition(".")[0]), layers, active)
+            _fuse_norms(model.get_submodule(name.rpartition(".")[0]), layers, active)
     for module in model.modules():
         if type(module).__name__.endswith("RotaryEmbedding"):
             module.register_forward_hook(partial(_unrounded, active))
-    return residuals
 
 
-class Residual:
-    """The residual stream within one forward pass.
+class _Residual:
+    """The residual stream within one forward pass: the sums that norms read, before they were rounded.
 
-    Attributes:
-        state: what the last norm read, and what was added to it since; None before there is any.
+    Norms at the entry of a layer find their sum by the memory of the rounded one, because gradient checkpointing
+    computes a layer again by itself. Until the next forward pass two activations of each layer stay in memory for that.
     """
 
     def __init__(self) -> None:
-        self.state: tuple[Tensor | None, Tensor | None] = (None, None)
+        self._entries: dict[int, tuple[int, Tensor, Tensor]] = {}  # by layer; the first number is the memory's address
+        self._before: Tensor | None = None  # what the last norm read
+        self._added: Tensor | None = None  # what attention or MLP have made since
 
-    def begin(self, *_: Any) -> None:
-        """Hook before the first layer: whatever an interrupted forward pass left here is not ours."""
-        self.state = (None, None)
+    def begin(self) -> None:
+        """Before a forward pass: whatever another one left here is not ours."""
+        self._entries.clear()
+        self._before = self._added = None
 
-    def add(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Hook after attention and MLP."""
-        self.state = (self.state[0], output[0] if isinstance(output, tuple) else output)
+    def add(self, output: Any) -> None:
+        """After attention and MLP."""
+        self._added = (output[0] if isinstance(output, tuple) else output).detach()
 
-    def norm(self, norm: Any, hidden: Tensor) -> Tensor:
-        """RMS norm of the sum that ``hidden`` is once it is rounded; shape (..., channels) and dtype of ``hidden``."""
-        before, added = self.state
-        exact = hidden.float() if before is None or added is None else before.float() + added
-        self.state = (hidden, None)
-        return rms_norm(exact, norm.weight, norm.variance_epsilon)
+    def leave(self, number: int, output: Any) -> None:
+        """After a layer, which gives its sum to the one after it."""
+        if not torch.is_grad_enabled():  # no layer will be computed again
+            self._entries.clear()
+        if self._before is not None and self._added is not None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            self._entries[number + 1] = (hidden.data_ptr(), self._before, self._added)
+
+    def sum_at_entry(self, number: int, hidden: Tensor) -> Tensor:
+        """What ``hidden``, at the entry of a layer, is the rounded sum of; shape of ``hidden``, float32."""
+        address, before, added = self._entries.get(number, (None, None, None))
+        if address != hidden.data_ptr():
+            before = added = None
+        return self._sum(before, added, hidden)
+
+    def sum_within(self, hidden: Tensor) -> Tensor:
+        """The same between attention and MLP."""
+        return self._sum(self._before, self._added, hidden)
+
+    def _sum(self, before: Tensor | None, added: Tensor | None, hidden: Tensor) -> Tensor:
+        self._before, self._added = hidden.detach(), None
+        exact = hidden.float()
+        if before is None or added is None:
+            return exact
+        # Its gradient is that of the rounded sum, and goes there: FSDP2 has a layer's weights whole only once the
+        # gradient of the layer's own output is there.
+        return straight_through(before.float() + added, exact)
 
 
 def rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -84,20 +106,26 @@ def rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return weight * value.to(weight.dtype)
 
 
-def _fuse_norms(decoder: nn.Module, layers: Any, active: Callable[[], bool]) -> list[Residual]:
-    norms: list[Any] = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-    norms += [module for name, module in decoder.named_children() if name == "norm"]
-    norms = [copy for norm in norms for copy in _copies(norm)]
-    if not all(map(_is_rms_norm, norms)):
-        return []
-    residual = Residual()
-    layers[0].register_forward_pre_hook(residual.begin)
-    for layer in layers:
-        layer.self_attn.register_forward_hook(residual.add)
-        layer.mlp.register_forward_hook(residual.add)
-    for norm in norms:
-        _follow(norm, residual, active)
-    return [residual]
+def _fuse_norms(decoder: nn.Module, layers: Any, active: Callable[[], bool]) -> None:
+    entries = [layer.input_layernorm for layer in layers]
+    entries += [module for name, module in decoder.named_children() if name == "norm"]
+    inner = [layer.post_attention_layernorm for layer in layers]
+    if not all(_is_rms_norm(copy) for norm in (*entries, *inner) for copy in _copies(norm)):
+        return
+    residual = _Residual()
+
+    def when_active(step: Callable[[Any], None]) -> Callable[..., None]:
+        return lambda module, inputs, output=None: step(output) if active() else None
+
+    decoder.register_forward_pre_hook(when_active(lambda _: residual.begin()))
+    for number, layer in enumerate(layers):
+        layer.self_attn.register_forward_hook(when_active(residual.add))
+        layer.mlp.register_forward_hook(when_active(residual.add))
+        layer.register_forward_hook(when_active(partial(residual.leave, number)))
+    for number, norm in enumerate(entries):
+        _follow(norm, partial(residual.sum_at_entry, number), active)
+    for norm in inner:
+        _follow(norm, residual.sum_within, active)
 
 
 def _copies(norm: Any) -> list[Any]:
@@ -107,9 +135,20 @@ def _copies(norm: Any) -> list[Any]:
     return [norm]
 
 
-def _follow(norm: Any, residual: Residual, active: Callable[[], bool]) -> None:
-    own = norm.forward
-    norm.forward = lambda hidden: residual.norm(norm, hidden) if active() else own(hidden)
+def _follow(norm: Any, exact: Callable[[Tensor], Tensor], active: Callable[[], bool]) -> None:
+    """Has a norm read the exact sum in place of the rounded one."""
+    for copy in _copies(norm):
+        copy.forward = partial(_norm, copy, copy.forward, exact, active)
+
+
+def _norm(
+    norm: Any,
+    own: Callable[[Tensor], Tensor],
+    exact: Callable[[Tensor], Tensor],
+    active: Callable[[], bool],
+    hidden: Tensor,
+) -> Tensor:
+    return rms_norm(exact(hidden), norm.weight, norm.variance_epsilon) if active() else own(hidden)
 
 
 def _is_rms_norm(norm: Any) -> bool:
@@ -117,8 +156,10 @@ def _is_rms_norm(norm: Any) -> bool:
     if dict(norm.named_parameters()).keys() != {"weight"} or "variance_epsilon" not in vars(norm):
         return False
     value = torch.linspace(-3, 7, norm.weight.numel(), device=norm.weight.device).to(norm.weight.dtype)
+    weight = value.flip(0)  # its own may be sharded
     with torch.no_grad():
-        return torch.equal(norm(value), rms_norm(value.float(), norm.weight, norm.variance_epsilon))
+        theirs = functional_call(norm, {"weight": weight}, (value,))
+    return torch.equal(theirs, rms_norm(value.float(), weight, norm.variance_epsilon))
 
 
 class _Unrounded(Tensor):
