@@ -10,7 +10,7 @@ from .constraint.balance import BalancedMultiplier
 from .constraint.lagrangian import LagrangeMultiplier
 from .constraint.settings import Constraint, ConstraintForm, ConstraintSettings, Correction, Level, Measure, Reduction
 from .files import parse_object
-from .quantization.schemes import require_scheme
+from .quantization.schemes import require_scheme, require_served_scheme
 from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncates
 from .serving.preflight import require_waits_that_fit
 from .settings.contradictions import require_no_contradiction
@@ -112,10 +112,20 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         drop_zero_std_groups (`bool`, defaults to `False`):
             Completions of a prompt that all got the same reward enter neither the loss nor δ̄, and the loss is the
             mean over the others (arXiv 2602.01826). In training only.
+        routing_replay (`bool`, defaults to `False`):
+            In a mixture of experts, the trainer's forward takes the experts that the engine chose for each token, with
+            the weights of its own router (R3, arXiv 2510.11370). For routers like Qwen3-MoE's, and rollouts of the
+            replica, or of a vLLM server with `--enable-return-routed-experts` (on a GPU).
         deployment_scheme (`str`, *optional*):
             Number format that the policy is deployed in, and therefore sampled in: `"bf16"`, `"fp8"`, `"fp8_block"`,
             `"int8"`, `"int4"` or `"int4_g32"`. With `use_vllm=False` an in-process replica of the policy samples,
-            with `use_vllm=True` a vLLM engine that runs in this format.
+            with `use_vllm=True` a vLLM engine that runs in this format. For research on a large mismatch the replica
+            also has `"int3"` and `"int2"`, which no engine serves.
+        train_through_quantization (`bool`, defaults to `False`):
+            Train through the deployed forward: the policy's layers compute with the weights and activations of
+            `deployment_scheme`, in bfloat16, as the engine does, and gradients pass the rounding unchanged to the
+            weights in training (straight-through). What is then left of δ is the kernels' own gap, see
+            docs/aligned.md. The reference model of `beta` computes so with an adapter alone, where it is the policy.
         weight_sync (`str`, defaults to `"auto"`):
             How new weights reach a vLLM server. `"checkpoint"`: as the deployable checkpoint in shared memory or in
             `weight_sync_dir`, which the server reloads in place; what samples is what is exported. `"nccl"`: TRL's
@@ -157,6 +167,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
 
     advantage_estimator: AdvantageEstimator = "grpo"
     drop_zero_std_groups: bool = False
+    train_through_quantization: bool = False
+    routing_replay: bool = False
     weight_sync: WeightSync = "auto"
     weight_sync_dir: str | None = None
     weight_sync_steps: int = 1
@@ -255,7 +267,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             require_number("reward_weights", weight, FINITE)
         self._check_dicts()
         if self.deployment_scheme is not None:
-            require_scheme(self.deployment_scheme)
+            written = self.use_vllm or (self.push_to_hub and self.hub_deployment != "none")
+            (require_served_scheme if written else require_scheme)(self.deployment_scheme)
 
     def _check_dicts(self) -> None:
         for name in self._VALID_DICT_FIELDS:

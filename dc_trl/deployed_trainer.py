@@ -11,8 +11,10 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate import DistributedType
 from torch import Tensor
-from transformers import GenerationConfig, ProcessorMixin
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import GenerationConfig, ProcessorMixin, TrainerCallback
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.generation.vllm_generation import VLLMGeneration
@@ -32,6 +34,7 @@ from .settings.reward_functions import RewardFunction, call_reward
 # Imported where a run samples or writes in a deployment scheme: compressed-tensors and what it needs take 0.15 s.
 if TYPE_CHECKING:
     from .quantization.checkpoint import CheckpointWriter
+    from .quantization.deployed_forward import DeployedForward
     from .rollouts.replica import Replica
 
 _COLUMNS_OF_TRL = ("prompt", "completion", "completion_ids")  # which it passes by itself, or not at all
@@ -51,6 +54,8 @@ class DeployedPolicyTrainer(GRPOTrainer):
 
     Attributes:
         replica (`Replica` or `None`): the engine that samples, when `deployment_scheme` is set without vLLM.
+        deployed_forward (`DeployedForward` or `None`): what has the policy compute as it is deployed, when
+            `train_through_quantization` is set; enabled throughout.
     """
 
     _last_loaded_step: int  # TRL's: the step whose weights vLLM holds
@@ -58,6 +63,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
     def __init__(self, model, reward_funcs, args: DCGRPOConfig, *positional, **kwargs):
         # Set before TRL's constructor, which may already call hooks of this class.
         self.replica: Replica | None = None
+        self.deployed_forward: DeployedForward | None = None
         self._deployment_writer: CheckpointWriter | None = None
         self._schedule = SyncSchedule(args.weight_sync_steps)
         self._held: int | None = None  # the step whose weights the engine holds
@@ -74,6 +80,27 @@ class DeployedPolicyTrainer(GRPOTrainer):
             self.vllm_generation = self._build_vllm()
         elif args.deployment_scheme is not None:
             self.replica = self._build_replica(args.deployment_scheme)
+        if args.train_through_quantization and args.deployment_scheme is not None:
+            self.deployed_forward = self._align_forward(args.deployment_scheme)
+
+    def _align_forward(self, scheme: str) -> DeployedForward:
+        from .quantization.deployed_forward import DeployedForward
+
+        sharding = self.accelerator.distributed_type
+        if sharding == DistributedType.DEEPSPEED or (
+            sharding == DistributedType.FSDP and not self.accelerator.is_fsdp2
+        ):
+            raise ValueError(
+                f"train_through_quantization=True reads whole parameters, which {sharding.value} does not give: "
+                "launch with FSDP2 (fsdp_version: 2) or without sharding, or set train_through_quantization=False."
+            )
+        if sharding == DistributedType.FSDP:
+            # Quantized from what is gathered, which has to arrive unrounded; the forward sees to its own precision.
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
+        forward = DeployedForward(self.model, scheme)
+        forward.enabled = True
+        self.add_callback(_ParametersMove(forward))
+        return forward
 
     def _build_replica(self, scheme: str) -> Replica:
         from .rollouts.replica import Replica
@@ -121,6 +148,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
                 vllm_request_timeout=args.vllm_request_timeout,
                 vllm_time_limit=args.vllm_time_limit,
                 vllm_max_retries=args.vllm_max_retries,
+                routing_replay=args.routing_replay,
                 **of_trl,
             )
         if args.deployment_scheme is not None or weight_sync == "checkpoint":
@@ -171,7 +199,8 @@ class DeployedPolicyTrainer(GRPOTrainer):
         prompt_ids, completion_ids, tool_mask, completions, logprobs, *others = super()._generate(prompts)
         if self._engine is not None:
             self._tell_age(training, len(prompts))
-        self._kept = Kept.of(completion_ids, logprobs, self.accelerator.device) if self._truncated else None
+        truncated = self._truncated and logprobs is not None
+        self._kept = Kept.of(completion_ids, logprobs, self.accelerator.device) if truncated else None
         return prompt_ids, completion_ids, sampled_only(completion_ids, tool_mask), completions, logprobs, *others
 
     # --- truncated sampling: all log-probabilities are among the tokens that the engine kept ------------------------
@@ -403,6 +432,16 @@ class DeployedPolicyTrainer(GRPOTrainer):
             self._deployment_writer.write(tensors, directory)
         for _ in tensors:
             pass  # take part in gathering
+
+
+class _ParametersMove(TrainerCallback):
+    """Some optimizers write parameters behind PyTorch's back, those of bitsandbytes for example."""
+
+    def __init__(self, forward: DeployedForward):
+        self._forward = forward
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self._forward.forget()
 
 
 def _no_log(*args: Any) -> None:

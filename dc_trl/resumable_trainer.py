@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
+from peft import PeftModel
 from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .deployed_trainer import DeployedPolicyTrainer
 from .files import lock_output, read_object, write_text
+from .quantization.policy import unwrapped
 from .resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE, on_main_process, resumable_checkpoint
 from .resuming.interruption import RunInterrupted
 from .rollouts.buffer import load_rollouts, save_rollouts
 from .rollouts.sync_schedule import SyncSchedule
+from .routing_trainer import RoutingTrainer
 from .serving.errors import ServerError
 
 
@@ -31,7 +33,7 @@ torch.serialization.register_package(
 logger = get_logger(__name__)
 
 
-class ResumableTrainer(DeployedPolicyTrainer):
+class ResumableTrainer(RoutingTrainer):
     """A trainer that locks its output directory, resumes from whole checkpoints, and saves before it is stopped."""
 
     # TRL's own
@@ -149,6 +151,16 @@ class ResumableTrainer(DeployedPolicyTrainer):
             write_text(Path(folder, STATE_FILE), json.dumps(state, indent=2))
         super()._save_checkpoint(model, trial)
         self._saved_at = self.state.global_step
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        policy = unwrapped(self.accelerator, self.model if model is None else model)
+        if self.is_fsdp_enabled or isinstance(policy, PeftModel) or "router_logits" not in policy.can_record_outputs:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        # transformers saves the experts of a layer one by one, looks here for their name in memory, and goes on with
+        # those of the initial model (its issue 48805, open with 5.17). from_pretrained reads what was saved.
+        saved = type(policy).from_pretrained(resume_from_checkpoint, dtype="auto")
+        policy.load_state_dict(saved.state_dict())
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -132,6 +132,11 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
     def _check_arguments(args: DCGRPOConfig, rollout_func: Any) -> None:
         if not isinstance(args, DCGRPOConfig):
             raise TypeError(f"args is a {type(args).__name__}: DCGRPOTrainer needs a DCGRPOConfig.")
+        if args.routing_replay and rollout_func is not None:
+            raise ValueError(
+                "routing_replay=True needs the experts that the engine chose, and a rollout_func does not pass them "
+                "on: leave it out, or set routing_replay=False."
+            )
         scheme, needy = args.deployment_scheme, _in_need_of_logps(args)
         sharding = args.distributed_state.distributed_type.value
         for name, own_gradients in {"constraint": ["balance"], "constraint_form": TWO_SIDED}.items():

@@ -1,8 +1,11 @@
 """What DC-GRPO costs over GRPO, the replica over model.generate, and graders: ratios within one run, medians.
 
+And what routing replay removes of the mismatch of a mixture of experts.
+
 python scripts/benchmark.py overhead    step time and peak memory on identical, replayed rollouts
 python scripts/benchmark.py replica     wall time on the same prompts, one row for each scheme
 python scripts/benchmark.py grading     completions graded in this process, and in worker processes
+python scripts/benchmark.py routing     KL, |Δp| and flipped experts of random mixtures, without and with replay
 """
 
 import argparse
@@ -14,18 +17,30 @@ import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PrinterCallback, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PrinterCallback,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    TrainerCallback,
+)
 from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
+from dc_trl.constraint.settings import ConstraintForm
+from dc_trl.constraint.statistics import mismatch_metrics
+from dc_trl.constraint.trust import CORRECTIONS
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.grading import Gold, Grader, grade
 from dc_trl.quantization.schemes import SCHEMES
 from dc_trl.records.tables import print_table
 from dc_trl.rollouts.replica import Replica
+from dc_trl.rollouts.routing import RoutesRecorder, RoutingReplay, Turn, batch_routes
 from dc_trl.settings.command_line import OptionParser
 
 
@@ -90,7 +105,9 @@ def reward(completions: list[Any], **kwargs: Any) -> list[float]:
     return [float(len(str(completion)) % 7) for completion in completions]
 
 
-def make_trainer(kind: type[GRPOTrainer], args: argparse.Namespace, output_dir: str, **options: Any) -> GRPOTrainer:
+def make_trainer(
+    kind: type[GRPOTrainer], args: argparse.Namespace, output_dir: str, replay: bool = True, **options: Any
+) -> GRPOTrainer:
     config = (DCGRPOConfig if kind is DCGRPOTrainer else GRPOConfig)(
         output_dir,
         loss_type="grpo",
@@ -114,7 +131,7 @@ def make_trainer(kind: type[GRPOTrainer], args: argparse.Namespace, output_dir: 
         config,
         train_dataset=arithmetic_dataset(256, 0, "train"),
         processing_class=AutoTokenizer.from_pretrained(args.model, padding_side="left"),
-        rollout_func=Replay(args.completion_length),
+        rollout_func=Replay(args.completion_length) if replay else None,
         callbacks=[clock := StepClock()],
     )
     trainer.remove_callback(PrinterCallback)
@@ -175,6 +192,52 @@ def overhead(args: argparse.Namespace) -> None:
     tokens = 2 * args.batch_size * args.completion_length
     title = f"DC-GRPO as a multiple, {args.repetitions} repetitions, {tokens:,} completion tokens per batch"
     print_table(["route", "over", "step time", "quartiles", "memory", "its growth"], rows, title)
+    overhead_of_methods(args)
+
+
+# What is switched on, beside GRPO on the same rollouts.
+METHODS: dict[str, dict[str, Any]] = {
+    **{
+        f"constraint_form={form}": {"constraint": "static", "constraint_form": form}
+        for form in get_args(ConstraintForm)
+    },
+    "constraint=balance": {"constraint": "balance", "constraint_form": "log_ratio"},
+    **{f"rollout_correction={name}": {"rollout_correction": name} for name in CORRECTIONS},
+    "train_through_quantization": {"train_through_quantization": True},
+}
+
+
+class ReplayedReplica:
+    """Stands for the replica: random completions and log-probabilities, the same at every call, in no time."""
+
+    def __init__(self, length: int):
+        self._length = length
+
+    def sync(self, policy: Any, keep: bool = False) -> None:
+        """No engine is there."""
+
+    def generate(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list, list]:
+        rng = random.Random(0)
+        ids = [[rng.randrange(10, 200) for _ in range(self._length)] for _ in prompt_ids]
+        return ids, [[-rng.uniform(0, 8) for _ in row] for row in ids]
+
+
+def overhead_of_methods(args: argparse.Namespace) -> None:
+    """Each form of the constraint, each correction and the deployed forward over GRPO, in one optimizer step."""
+    with tempfile.TemporaryDirectory() as output_dir:
+        of_step = {"deployment_scheme": "fp8", "gradient_accumulation_steps": 2, "max_steps": 1, "replay": False}
+        trainers = {}
+        for name, settings in {"GRPO": {}, **METHODS}.items():
+            trainer = make_trainer(DCGRPOTrainer, args, output_dir, **of_step, **({"constraint": "none"} | settings))
+            trainer.replica = ReplayedReplica(args.completion_length)
+            trainers[name] = trainer
+        seconds, peaks = train_in_turns(trainers, args.repetitions)
+    rows = [
+        [name, *ratios(seconds[name], seconds["GRPO"], 3), f"{peaks[name] / peaks['GRPO']:.3f}" if peaks[name] else ""]
+        for name in METHODS
+    ]
+    title = f"One optimizer step as a multiple of GRPO's, FP8, {args.repetitions} repetitions"
+    print_table(["method", "step time", "quartiles", "memory"], rows, title)
 
 
 def replica(args: argparse.Namespace) -> None:
@@ -211,6 +274,68 @@ def replica(args: argparse.Namespace) -> None:
         rows.append([label, f"{median:.3f}", f"{tokens / median:,.0f}", *ratios(values, seconds["generate"])])
     title = f"{args.batch_size} prompts, {args.completion_length} tokens each, {args.repetitions} repetitions"
     print_table(["engine", "seconds", "tokens/s", "× generate", "quartiles"], rows, title)
+
+
+def tiny_experts(seed: int) -> Qwen3MoeForCausalLM:
+    """A random mixture: 4 layers of 16 experts, of which a token takes 2."""
+    torch.manual_seed(seed)
+    width, shape = 64, {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": width // 2}
+    sizes = {"hidden_size": width, "intermediate_size": width, "moe_intermediate_size": width, "vocab_size": 262}
+    tokens = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    # Wide, so that probabilities differ.
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **shape, **heads, **tokens, initializer_range=0.1)).eval()
+
+
+@torch.no_grad()
+def replayed(policy: Qwen3MoeForCausalLM, scheme: str, batch_size: int, length: int) -> list[dict[str, float]]:
+    """KL (k3), mean |Δp| and share of tokens with a flipped expert, without and with replay of the same rollouts."""
+    engine = Replica(policy, scheme)
+    # The last one sees what the policy uses, replayed or not.
+    of_engine, replay, of_policy = RoutesRecorder(engine.model), RoutingReplay(policy), RoutesRecorder(policy)
+    prompts = [[20 + (7 * row + column) % 100 for column in range(5 + row % 8)] for row in range(batch_size)]
+    size = {"min_new_tokens": length, "max_new_tokens": length}
+    config = GenerationConfig(**size, do_sample=True, top_k=0, pad_token_id=0, eos_token_id=[1], disable_compile=True)
+    with of_engine.recording(batch_size):
+        completions, logps = engine.generate(prompts, config, 1.0)
+    routes = of_engine.routes(prompts, completions)
+    width = max(map(len, prompts))
+    input_ids = torch.zeros(batch_size, width + length, dtype=torch.long)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        input_ids[row, width - len(prompt) :] = torch.tensor(prompt + completion)
+        attention_mask[row, width - len(prompt) :] = 1
+    figures = []
+    for replaying in (False, True):
+        if replaying:
+            replay.start(batch_routes([Turn(prompts, routes)], prompts, completions, None))
+        with of_policy.recording(batch_size):
+            logits = policy(input_ids=input_ids, attention_mask=attention_mask).logits[:, width - 1 : -1]
+        scored = logits.log_softmax(-1).gather(2, input_ids[:, width:, None]).squeeze(2)
+        metrics = mismatch_metrics(scored, torch.tensor(logps), torch.ones_like(scored))
+        pairs = zip(routes, of_policy.routes(prompts, completions), strict=True)
+        flipped = torch.cat([(a.sort(-1).values != b.sort(-1).values).flatten(1).any(1) for a, b in pairs])
+        figures.append(
+            {"k3": metrics["k3_kl"], "p": metrics["probs_diff_mean"], "flipped": flipped.float().mean().item()}
+        )
+    replay.stop()
+    return figures
+
+
+def routing(args: argparse.Namespace) -> None:
+    rows = []
+    for scheme in ("fp8", "bf16"):
+        seeds = [
+            replayed(tiny_experts(seed), scheme, args.batch_size, args.completion_length) for seed in range(args.seeds)
+        ]
+        for replaying, name in enumerate(("no", "yes")):
+            cells = []
+            for figure, digits in (("k3", ".1e"), ("p", ".1e"), ("flipped", ".1%")):
+                values = [of_seed[replaying][figure] for of_seed in seeds]
+                cells.append(" ".join(format(value, digits) for value in values))
+            rows.append([scheme, name, *cells])
+    title = f"{args.batch_size} rollouts of {args.completion_length} tokens, one figure for each of {args.seeds} seeds"
+    print_table(["replica", "replay", "KL (k3), nats", "mean |Δp|", "tokens with a flipped expert"], rows, title)
 
 
 def grading(args: argparse.Namespace) -> None:
@@ -251,17 +376,18 @@ def grading(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = OptionParser(__doc__)
-    parser.add_argument("what", choices=["overhead", "replica", "grading"])
+    parser.add_argument("what", choices=["overhead", "replica", "grading", "routing"])
     parser.add_argument("--model", default="dc_trl/assets/tiny_qwen3")
     parser.add_argument("--repetitions", type=int, default=30)
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--completions", type=int, default=2000, help="answers that grading grades")
     parser.add_argument("--completion_length", type=int, default=48)
+    parser.add_argument("--seeds", type=int, default=3, help="models of routing")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore")
-    {"overhead": overhead, "replica": replica, "grading": grading}[args.what](args)
+    {"overhead": overhead, "replica": replica, "grading": grading, "routing": routing}[args.what](args)
 
 
 if __name__ == "__main__":

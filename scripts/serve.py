@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dc_trl.quantization.schemes import SCHEMES
 from dc_trl.serving.errors import ServerError
+from dc_trl.serving.fit import ROUTES_OPTION
 from dc_trl.serving.server import serve
 from dc_trl.settings.command_line import OptionParser, add_model, leave_on_sigterm, refused_in_one_line, say
 
@@ -30,6 +31,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max_model_len", type=int, help="longest prompt and completion together, in tokens")
     parser.add_argument("--start_timeout", type=float, default=600.0, help="seconds to wait for the server")
     parser.add_argument("--log", type=Path, help="file for the server's output")
+    parser.add_argument("--routing_replay", action="store_true", help="return the experts that were chosen")
     parser.add_argument("--require_api_key", action="store_true", help="refuse to start without VLLM_API_KEY")
     parser.add_argument("options", nargs="*", help="options of `vllm serve`, after --")
     return parser.parse_args()
@@ -46,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
         max_model_len=args.max_model_len,
         start_timeout=args.start_timeout,
         log_path=args.log,
-        options=args.options,
+        options=[*([ROUTES_OPTION] if args.routing_replay else []), *args.options],
         report=say,
     ) as server:
         say(

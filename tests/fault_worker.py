@@ -107,6 +107,7 @@ def sharded_generation(accelerator, weight_sync: str) -> ServerGeneration:
         vllm_request_timeout=None,
         vllm_time_limit=60.0,
         vllm_max_retries=0,
+        routing_replay=False,
     )
     # Accelerate has no FSDP on a CPU; the gathering of each tensor by all processes is real.
     generation._dist = SimpleNamespace(is_fsdp=True, fsdp_version=2, is_zero3=False)

@@ -1,9 +1,14 @@
 """The outside of a vLLM server for tests of what happens before and after vLLM's work, and when it never answers."""
 
+import base64
+import io
 import json
 import threading
+from collections.abc import Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
 
 from dc_trl.serving.fit import CPU_EXTENSION
 
@@ -24,6 +29,7 @@ class StubServer(ThreadingHTTPServer):
         self.says: dict[str, tuple[int, str]] = {}
         self.asked: list[str] = []
         self.version = "default"
+        self.routes = False  # whether it returns the experts of its mixture
         self.ended = threading.Event()
 
     def answer(self, path: str, body: dict) -> tuple[int, str] | None:
@@ -54,6 +60,7 @@ class StubServer(ThreadingHTTPServer):
                     "parallel_config": {"worker_extension_cls": CPU_EXTENSION},
                     "device_config": {"device": "cpu"},
                     "weight_transfer_config": {"backend": "nccl"},
+                    "aux_output_config": {"enable_return_routed_experts": self.routes},
                 }
             },
             "/collective_rpc": {"results": [""]},
@@ -98,3 +105,19 @@ def stub_server():
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def completions(
+    prompts: list[list[int]], tokens: list[list[int]], routes: Sequence[np.ndarray] | None
+) -> dict[str, list[dict]]:
+    """What vLLM answers at /v1/completions: token ids, log-probabilities, routes as NumPy files in base64."""
+    choices = []
+    for index, (prompt, ids) in enumerate(zip(prompts, tokens, strict=True)):
+        names = [f"token_id:{token}" for token in ids]
+        tops = [{name: -1.0} for name in names]
+        logprobs = {"token_logprobs": [-1.0] * len(ids), "top_logprobs": tops, "tokens": names}
+        choices.append({"prompt_token_ids": prompt, "token_ids": ids, "logprobs": logprobs})
+        if routes is not None:
+            np.save(file := io.BytesIO(), routes[index])
+            choices[-1]["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+    return {"choices": choices}

@@ -166,16 +166,19 @@ def test_metrics_are_those_that_a_run_logs(tmp_path, tokenizer):
     from dc_trl import DCGRPOTrainer
 
     names = {name for cell in documented_metrics() for name in re.findall(r"[\w/]+", cell)}
-    trainer = DCGRPOTrainer(
-        make_model(),
-        lambda completions, **kwargs: [len(set(text)) / 10 for text in completions],
-        make_config(tmp_path, max_steps=1, rollout_correction="token_mask"),
-        train_dataset=make_prompts(),
-        processing_class=tokenizer,
-        rollout_func=Rollouts(),
-    )
-    trainer.train()
-    logged = set().union(*trainer.state.log_history)
+    logged = set()
+    by_replica = {"deployment_scheme": "bf16", "constraint": "balance", "constraint_form": "two_sided_l1"}
+    for settings, rollouts in [({"rollout_correction": "token_mask"}, Rollouts()), (by_replica, None)]:
+        trainer = DCGRPOTrainer(
+            make_model(),
+            lambda completions, **kwargs: [len(set(text)) / 10 for text in completions],
+            make_config(tmp_path, max_steps=1, **settings),
+            train_dataset=make_prompts(),
+            processing_class=tokenizer,
+            rollout_func=rollouts,
+        )
+        trainer.train()
+        logged = logged.union(*trainer.state.log_history)
     for prefix in ("discrepancy/", "trust/", "lagrangian/"):
         assert {name for name in names if name.startswith(prefix)} == {n for n in logged if n.startswith(prefix)}
     source = (ROOT / "dc_trl" / "callbacks" / "length_decay.py").read_text()
@@ -185,7 +188,9 @@ def test_metrics_are_those_that_a_run_logs(tmp_path, tokenizer):
     source = (ROOT / "dc_trl" / "deployed_trainer.py").read_text()
     assert {name for name in names if name.startswith("sync/")} == set(re.findall(r'"(sync/\w+)"', source))
     assert {name for name in names if name.startswith("collapse/")} == {f"collapse/{signal}" for signal in ADVICE}
-    ours = ("discrepancy/", "trust/", "lagrangian/", "length_decay/", "sync/", "collapse/")
+    source = (ROOT / "dc_trl" / "routing_trainer.py").read_text()
+    assert {name for name in names if name.startswith("routing/")} == set(re.findall(r'"(routing/\w+)"', source))
+    ours = ("discrepancy/", "trust/", "lagrangian/", "length_decay/", "sync/", "routing/", "collapse/")
     trls = {name for name in names if not name.startswith(ours)}
     of_verl = {"kl", "k3_kl"} | {name for name in trls if f"discrepancy/{name}" in names}
     theirs = Path(trl.__file__).with_name("trainer").joinpath("grpo_trainer.py").read_text()

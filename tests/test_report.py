@@ -1,12 +1,17 @@
 """The report of runs: what it says against the files it was made of, and what it leaves alone."""
 
+import io
 import json
 import math
 import subprocess
 import sys
 from dataclasses import fields
+from itertools import pairwise
 
+import numpy as np
 import pytest
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 from peft import LoraConfig
 from PIL import Image
 from trl import GRPOConfig
@@ -255,6 +260,44 @@ def test_a_curve_that_explodes_is_drawn_so_that_both_ends_are_seen(tmp_path):
     scales = {panel.name: panel.figure(run_lines([run])).axes[0].get_yscale() for panel in panels_of([run])}
     assert scales["k3_kl"] == "log"
     assert scales["discrepancy"] == scales["reward"] == "linear"
+
+
+@pytest.mark.parametrize("count", [1, 2, 12])
+@pytest.mark.parametrize(
+    "reward",
+    [
+        lambda step: 0.1 * step,
+        lambda step: -1.25e-4 * step,
+        lambda step: 3e-9 * step,  # an exponent
+        lambda step: -4.5e8 * step,
+        lambda step: 1 + 1e-7 * step,  # an offset
+        lambda step: 123456.0,
+    ],
+)
+def test_all_of_a_figure_is_within_it_and_nothing_covers_another(tmp_path, count, reward):
+    rows = [row | {"step": 2503 * row["step"]} for row in make_rows(reward=reward)]
+    runs = [read_run(make_run(tmp_path / f"run-{i}-with-a-long-name", rows)) for i in range(count)]
+    figure = panels_of(runs)[0].figure(run_lines(runs))
+    drawn = io.BytesIO()
+    figure.savefig(drawn)
+    pixels = np.asarray(Image.open(drawn).convert("L"))
+    for edge in (pixels[:2], pixels[-2:], pixels[:, :2], pixels[:, -2:]):
+        assert edge.min() == 255  # nothing is cut off
+    assert pixels[:, : figure.dpi // 10].min() < 255  # and no room is wasted on the left
+
+    (axes,) = figure.axes
+    inner = axes.get_window_extent()
+    low, high = axes.get_xlim()
+    numbers = [
+        tick.label1.get_window_extent() for tick in axes.xaxis.get_major_ticks() if low <= tick.get_loc() <= high
+    ]
+    (title,) = (text for text in axes.get_children() if isinstance(text, Text) and text.get_text() == "mean reward")
+    exponent = axes.yaxis.get_offset_text()
+    legends = [legend.get_window_extent() for legend in figure.legends]
+    column = [*legends, axes.xaxis.label.get_window_extent(), Bbox.union(numbers), inner]  # upwards
+    column += [text.get_window_extent() for text in (exponent, title) if text.get_text()]
+    assert all(lower.y1 <= upper.y0 + 1 for lower, upper in pairwise(column))
+    assert inner.height > 0.6 * 2.8 * figure.dpi  # of the height of a figure without a legend
 
 
 HOSTILE = ["<script>alert(1)<∕script>", "_hidden $\\frac{1", "x" * 120, "日本 & ünï"]

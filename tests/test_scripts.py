@@ -475,6 +475,19 @@ def test_the_benchmark_compares_what_it_says(what, monkeypatch, capsys):
     assert len(rows) == {"overhead": 4, "replica": 7, "grading": 1}[what]
 
 
+def test_the_benchmark_of_routing_shows_flips_and_none(monkeypatch, capsys):
+    script = load_script("benchmark")
+    arguments = ["--seeds", "2", "--batch_size", "8", "--completion_length", "8", "--threads", "1"]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "routing", *arguments])
+    script.main()
+    rows = re.findall(r"(fp8|bf16) +│ (no|yes) +│ .*│ +(\S+%) (\S+%)", capsys.readouterr().out)
+    assert [row[:2] for row in rows] == [("fp8", "no"), ("fp8", "yes"), ("bf16", "no"), ("bf16", "yes")]
+    assert rows[1][2:] == rows[3][2:] == ("0.0%", "0.0%")
+    assert min(float(share[:-1]) for share in rows[0][2:]) > 10
+
+
 @pytest.mark.long
 @requires_vllm
 @pytest.mark.parametrize("what", ["agreement", "throughput", "sync", "evaluation"])

@@ -51,9 +51,7 @@ VOCABULARY = 262
 
 def kept_of(sets, device="cpu"):
     """`Kept` of token ids, by completion and position; the first one of a position is its sampled token."""
-    logprobs = [
-        [KeptLogProb(0.0, torch.tensor(ids, dtype=torch.int32)) if ids else 0.0 for ids in row] for row in sets
-    ]
+    logprobs = [[KeptLogProb(0.0, torch.tensor(ids).int()) if ids else math.nan for ids in row] for row in sets]
     return Kept.of([[ids[0] if ids else 0 for ids in row] for row in sets], logprobs, torch.device(device))
 
 
@@ -91,7 +89,6 @@ def test_log_probabilities_and_gradients_are_those_of_the_whole_vocabulary_with_
     rows, positions, vocabulary = (data.draw(st.integers(1, most)) for most in (3, 4, 9))
     ids = st.lists(st.integers(0, vocabulary - 1), max_size=vocabulary, unique=True)
     sets = [[data.draw(ids) for _ in range(positions)] for _ in range(rows)]
-    sets[0][0] = sets[0][0] or [0]
     temperature, tile = data.draw(st.sampled_from([0.5, 1.0, 1.7])), data.draw(st.sampled_from([1, 12, 2**20]))
     torch.manual_seed(data.draw(st.integers(0, 100)))
     model = Headed(4, vocabulary, data.draw(st.booleans()))
@@ -121,7 +118,7 @@ def test_log_probabilities_and_gradients_are_those_of_the_whole_vocabulary_with_
 
 
 def test_one_token_by_hand():
-    """Logits 0, ln 2, ln 5 and ln 7: among the first three, the third has 5/8, and its gradient is 1 - 5/8 on itself."""
+    """Logits 0, ln 2, ln 5 and ln 7: among the first three, the third has 5/8, and a gradient of 1 - 5/8 on itself."""
     model = Headed(1, 4, bias=False)
     model.head.weight.data = torch.tensor([1.0, 2.0, 5.0, 7.0]).log().unsqueeze(1)
     hidden = torch.ones(1, 2, 1)
@@ -179,10 +176,7 @@ def test_the_logits_are_those_of_the_model(name):
     model = MODELS[name]()
     completion_ids = torch.randint(10, 200, (3, 5))
     sets = [
-        [
-            [token.item(), *(other for other in (201, 230, 5, 261)[: position % 5])]
-            for position, token in enumerate(row)
-        ]
+        [[token.item(), *(201, 230, 5, 261)[: position % 5]] for position, token in enumerate(row)]
         for row in completion_ids
     ]
     among, _, logits = scored_by(model, kept_of(sets), completion_ids)

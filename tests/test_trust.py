@@ -82,6 +82,7 @@ tokens = st.lists(
 @given(tokens, st.sampled_from(MODES), st.floats(-2, 2), st.floats(0, 1), st.floats(1, 4))
 def test_weights_stay_in_their_bounds(rows, mode, advantage, lower, upper):
     train, infer, wanted = (torch.tensor([column]) for column in zip(*rows, strict=True))
+    train.requires_grad_()
     scored = wanted & infer.isfinite()
     bounds = {"upper": lower} if mode == "tv_mask" else {"lower": lower, "upper": upper}
     weights = trust.CORRECTIONS[mode](train, infer, scored, torch.tensor([advantage]), **bounds)

@@ -5,6 +5,7 @@ from pathlib import Path
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..quantization.schemes import require_served_scheme
 from ..records.runs import DEPLOYMENT_FOLDER
 from ..trainer import DCGRPOTrainer
 from .collapse import CollapseAlarmCallback
@@ -18,9 +19,13 @@ class DeploymentCheckpointCallback(TrainerCallback):
 
     Args:
         alarm (`CollapseAlarmCallback`, *optional*): when it stopped the run, there is no policy to deploy at its end.
+
+    Raises:
+        ValueError: no engine serves `deployment_scheme`.
     """
 
     def __init__(self, trainer: DCGRPOTrainer, alarm: CollapseAlarmCallback | None = None):
+        require_served_scheme(trainer.args.deployment_scheme or "bf16")
         self._trainer = trainer
         self._alarm = alarm
 

@@ -28,7 +28,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ..files import locked_folder
 from .fake_quantize import weight_qparams
 from .policy import base_model, empty_copy
-from .schemes import quantized_weights, resolve_scheme
+from .schemes import quantized_weights, require_served_scheme, resolve_scheme
 from .tensors import policy_tensors
 
 
@@ -46,7 +46,7 @@ class CheckpointWriter:
         max_shard_bytes: size at which a new file is begun; a single tensor may exceed it.
 
     Raises:
-        ValueError: unknown scheme, or one that the model's layers do not fit.
+        ValueError: unknown scheme, one that no engine serves, or one that the model's layers do not fit.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class CheckpointWriter:
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         max_shard_bytes: int = 4 * 2**30,
     ):
+        require_served_scheme(scheme)
         self.scheme = scheme
         self._processing_class = processing_class
         self._max_shard_bytes = max_shard_bytes

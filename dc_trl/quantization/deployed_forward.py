@@ -8,7 +8,7 @@ x, as if ∂Q/∂W = 1: the straight-through estimator (arXiv 1308.3432; QaRL, a
 import functools
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -269,12 +269,16 @@ class _Layer:
 
     def place(self, deployed: dict[str, Tensor]) -> None:
         self._masters = _own(self.module)
-        # Not by setattr, which takes parameters alone: those are leaves, and no gradient would go on from them.
-        self.module._parameters.update(deployed)  # type: ignore[arg-type]
+        self._set(deployed)
 
     def take_back(self) -> None:
-        self.module._parameters.update(self._masters)
+        self._set(self._masters)
         self._masters = {}
+
+    def _set(self, tensors: Mapping[str, Tensor]) -> None:
+        for key, tensor in tensors.items():
+            delattr(self.module, key)  # a module takes no tensor for a parameter that it has
+            setattr(self.module, key, tensor)
 
     def adapters_of(self, key: str) -> Iterator[Any]:
         """Adapters of a parameter that are in use: PEFT's of a whole layer adapt its weight, others name theirs."""

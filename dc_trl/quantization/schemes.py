@@ -25,14 +25,29 @@ _PRESETS: dict[str, tuple[str, int | None]] = {
     "int4_g32": ("W4A16", 32),
 }
 SCHEMES = tuple(_PRESETS)
+# Formats that no engine serves, for the in-process replica alone: symmetric weights of so many bits, in groups of 32.
+RESEARCH_BITS = {"int3": 3, "int2": 2}
 # Linear layers beside the experts of a block that choose between them, or weigh them.
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 def require_scheme(name: str) -> None:
     """Raises ValueError unless ``name`` is a deployment scheme."""
-    if name not in _PRESETS:
-        raise ValueError(f"deployment_scheme={name!r} is unknown: choose one of {', '.join(map(repr, SCHEMES))}.")
+    if name not in _PRESETS and name not in RESEARCH_BITS:
+        raise ValueError(
+            f"deployment_scheme={name!r} is unknown: choose one of {', '.join(map(repr, SCHEMES))}, or for the "
+            f"in-process replica alone {' or '.join(map(repr, RESEARCH_BITS))}."
+        )
+
+
+def require_served_scheme(name: str) -> None:
+    """Raises ValueError unless ``name`` is a scheme that engines serve, and checkpoints are written in."""
+    require_scheme(name)
+    if name in RESEARCH_BITS:
+        raise ValueError(
+            f"deployment_scheme={name!r} is for the in-process replica alone, and no engine serves a checkpoint of "
+            f"it: use one of {', '.join(map(repr, SCHEMES))}, or use_vllm=False and hub_deployment='none'."
+        )
 
 
 def quantized_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
@@ -70,7 +85,8 @@ def quantized_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
     """The compressed-tensors scheme called ``name``, for the Linear layers and experts of ``model``.
 
-    It has the ``format`` of its checkpoints; that of ``bf16`` has neither ``weights`` nor ``format``.
+    It has the ``format`` of its checkpoints, if engines serve any; that of ``bf16`` has neither ``weights`` nor
+    ``format``.
 
     Raises:
         ValueError: unknown name, layers whose width the scheme's groups do not divide, or experts in a layout that is
@@ -81,10 +97,12 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
     from compressed_tensors.quantization import preset_name_to_scheme
 
     require_scheme(name)
-    preset, group_size = _PRESETS[name]
+    preset, group_size = _PRESETS.get(name, ("W4A16", 32))
     scheme = preset_name_to_scheme(preset, targets=["Linear"])
     if scheme.weights is None:
         return scheme
+    if name in RESEARCH_BITS:
+        scheme.weights.num_bits = RESEARCH_BITS[name]
     for layer, experts in fused_experts(model).items():
         _require_known_layout(name, layer, experts)
     widths = {key.removesuffix(".weight"): weight.shape[-1] for key, weight in quantized_weights(model).items()}
@@ -99,7 +117,8 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
                     f"deployment_scheme={name!r} quantizes in groups of {args.group_size}, which do not divide the "
                     f"{width} inputs of layer {layer!r}: use 'fp8' or 'int8', which have no groups."
                 )
-    scheme.format = infer_module_format(nn.Linear, scheme)
+    if name not in RESEARCH_BITS:
+        scheme.format = infer_module_format(nn.Linear, scheme)
     return scheme
 
 

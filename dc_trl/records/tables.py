@@ -2,9 +2,6 @@
 
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-
 from .estimators import Difference, Estimate
 
 
@@ -39,6 +36,9 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
     """Prints a table to the terminal."""
+    from rich.console import Console  # takes a while to load, and the page of a run prints no table
+    from rich.table import Table
+
     table = Table(*head, title=title or None, title_justify="left")
     for row in rows:
         table.add_row(*row)

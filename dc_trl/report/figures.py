@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
 
 INK, MUTED, ACCENT = "#1f3b5c", "#9aa7b4", "#c8553d"
@@ -23,6 +25,13 @@ LINE_STYLES: tuple[LineStyle, ...] = (
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 PANEL_WIDTH = 4.8  # inches: text stays readable where a phone shows it 360 px wide
+
+# Inches.
+_PAD = 3 / 72
+_ABOVE = 0.26  # a title
+_EXPONENT = 0.14  # between a title and the axes
+_BELOW = 0.445  # numbers and label of the x axis
+_LABEL = 0.278  # from the axes down to the top of the label
 
 
 class Style(NamedTuple):
@@ -55,25 +64,42 @@ def new_figure(
     The width is that of the whole figure, the height that of each row, both in inches; `dpi` is that of a PNG.
     """
     figure = Figure(figsize=(width, height * rows), dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)  # measures text; without it, matplotlib begins to save a file for each measurement
     all_axes = list(figure.subplots(rows, columns, sharex=share_x, squeeze=False).flat)
     for axes in all_axes:
         finish_axes(axes)
     return figure, all_axes
 
 
-def fix_layout(figure: Figure) -> None:
-    """Finds the places of axes and legends once and for all; `savefig` would do it again for every file."""
-    engine = figure.get_layout_engine()
-    if engine is not None:
-        engine.execute(figure)
-        figure.set_layout_engine(None)
+def place_axes(figure: Figure) -> None:
+    """Places the only axes of a figure and their x label, for good, above the figure's legend if it has one.
+
+    Constrained layout finds the same places, but measures every text twice. Here only the legend and the axes' numbers
+    are measured; the rest has a known height: titles of one line, an exponent, an x label, and no y label.
+
+    Args:
+        figure: with everything in it but the titles, whose place `has_exponent` decides.
+    """
+    figure.set_layout_engine(None)
+    (axes,) = figure.axes
+    width, height = figure.get_size_inches()
+    bottom = _BELOW + sum(legend.get_window_extent().y1 for legend in figure.legends) / figure.dpi
+    for above in (_ABOVE, _ABOVE + _EXPONENT):
+        tall = height - bottom - above
+        axes.set_position((0.1, bottom / height, 0.88, tall / height))
+        axes.xaxis.set_label_coords(0.5, -_LABEL / tall)
+        axes.yaxis.set_label_coords(0, 0.5)  # of an empty label; else matplotlib measures all numbers to place it
+        frame = axes.get_window_extent()
+        outer = Bbox.union([frame, *filter(None, (axis.get_tightbbox() for axis in (axes.xaxis, axes.yaxis)))])
+        if not has_exponent(axes):
+            break
+    left, right = (_PAD + beyond / figure.dpi for beyond in (frame.x0 - outer.x0, outer.x1 - frame.x1))
+    axes.set_position((left / width, bottom / height, 1 - (left + right) / width, tall / height))
 
 
 def has_exponent(axes: Axes) -> bool:
-    """Whether a factor that all numbers of the y axis share (1e-5) stands above it."""
-    formatter = axes.yaxis.get_major_formatter()
-    formatter.format_ticks(axes.get_yticks().tolist())
-    return bool(formatter.get_offset())
+    """Whether a factor that all numbers of the y axis share (1e-5) stands above it; known once they are measured."""
+    return bool(axes.yaxis.get_offset_text().get_text())
 
 
 def finish_axes(axes: Axes) -> None:

@@ -24,7 +24,7 @@ from .drawing import (
     draw_length,
     draw_multiplier,
 )
-from .figures import INK, fix_layout, has_exponent, new_figure, say_empty, series_style
+from .figures import INK, has_exponent, new_figure, place_axes, say_empty, series_style
 
 
 BENCHMARK_PREFIX = "benchmark_"  # of the names of panels that benchmarks have
@@ -66,8 +66,6 @@ class Panel(NamedTuple):
         legend_rows = -(-len(names) // columns)
         figure, (axes,) = new_figure(height=_HEIGHT + _LEGEND_ROW * legend_rows)
         self.draw(axes, drawn)
-        # Titles stand at 1, unless an exponent is there: matplotlib's search for a place is a fourth of the drawing.
-        axes.set_title(self.label, loc="left", fontsize=10.5, color=INK, y=None if has_exponent(axes) else 1.0)
         axes.set_xlabel("optimizer step", fontsize=9)
         axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
         axes.tick_params(labelsize=9)
@@ -77,11 +75,13 @@ class Panel(NamedTuple):
                 for _, style in drawn
             ]
             legend = figure.legend(
-                handles, names, loc="outside lower left", ncols=columns, frameon=False, fontsize=9, handlelength=3.4
+                handles, names, loc="lower left", ncols=columns, frameon=False, fontsize=9, handlelength=3.4
             )
             for text in legend.get_texts():
                 text.set_parse_math(False)  # a name may hold dollars
-        fix_layout(figure)
+        place_axes(figure)
+        # Titles stand at 1, unless an exponent is there: matplotlib's search for a place is a fourth of the drawing.
+        axes.set_title(self.label, loc="left", fontsize=10.5, color=INK, y=None if has_exponent(axes) else 1.0)
         return figure
 
     def text(self, lines: Sequence[Line]) -> str:

@@ -3,7 +3,7 @@
 import re
 from typing import Literal, NamedTuple
 
-from ..quantization.schemes import SCHEMES
+from ..quantization.schemes import RESEARCH_BITS, SCHEMES
 
 
 # What `--help` says of an option that takes engines.
@@ -30,9 +30,10 @@ class EngineSpec(NamedTuple):
         if re.match(r"https?://[^/]", word):
             return cls(word.rstrip("/"), "url", None)
         scheme = word.removeprefix("replica:")
-        if scheme not in SCHEMES:
+        in_process = scheme != word
+        if scheme not in SCHEMES and not (in_process and scheme in RESEARCH_BITS):
             raise ValueError(
                 f"engine={word!r} is unknown: use a scheme ({', '.join(SCHEMES)}) for a vLLM server that is started, "
                 "replica:SCHEME for a replica in this process, or the URL of a running vLLM server."
             )
-        return cls(word, "vllm" if scheme == word else "replica", scheme)
+        return cls(word, "replica" if in_process else "vllm", scheme)

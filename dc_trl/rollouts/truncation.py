@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+from ..quantization.policy import scaled_logits
 
 
 # Numbers of a tile of gathered hidden states, and of a tile of rows of the output head beside it.
@@ -96,23 +98,22 @@ class Kept(NamedTuple):
         sets = [[value.kept if isinstance(value, KeptLogProb) else none for value in row] for row in logprobs]
         counts = [torch.tensor([len(kept) for kept in row], dtype=torch.int32) for row in sets]
         widest = max(int(row.sum()) for row in counts)
-        if widest == 0:
+        if widest == 0 and not all(math.isnan(value) for row in logprobs for value in row):
             raise ValueError(
                 "The rollouts are of truncated sampling (top_p, top_k or min_p), and do not say which tokens were "
                 "kept: return logprobs of type dc_trl.rollouts.truncation.KeptLogProb from rollout_func, set "
                 "top_p=1.0, top_k=0 and min_p=None, or constraint='none'."
             )
         if widest * len(sets) > _MOST_KEPT:
-            tokens = sum(map(len, sets))
+            mean = torch.cat(counts).float().mean()
             raise ValueError(
-                f"top_p and min_p keep {sum(int(row.sum()) for row in counts) / tokens:.0f} tokens at each position, "
-                f"and the trainer has room for {_MOST_KEPT} of a generation batch: bound them by top_k (for example "
-                "top_k=512)."
+                f"top_p and min_p keep {mean:.0f} tokens at each position, and the trainer has room for {_MOST_KEPT} "
+                "of a generation batch: bound them by top_k (for example top_k=512)."
             )
         kept = cls(_padded([torch.cat(row) for row in sets], -1), _padded(counts, 0))
-        sampled = _padded([torch.tensor(row) for row in completion_ids], 0)
-        positions, tokens = _flat(kept, sampled.shape[1])
-        named = positions[tokens == sampled.flatten()[positions]]
+        sampled_ids = _padded([torch.tensor(row) for row in completion_ids], 0)
+        positions, tokens = _flat(kept, sampled_ids.shape[1])
+        named = positions[tokens == sampled_ids.flatten()[positions]]
         if not torch.equal(named, positions.unique()):
             raise ValueError(
                 "A KeptLogProb of the rollouts does not have the sampled token among its kept tokens, once: return "
@@ -184,7 +185,7 @@ class KeptHead:
         positions, tokens = _flat(Kept(*(each[rows] for each in self._kept)), sampled.shape[1])
         with maybe_gather_lm_head_ctx(weight, bias):
             logits = _KeptLogits.apply(hidden.flatten(0, 1), weight, bias, positions, tokens, dtype)
-        logits = _scaled(logits, self._model.config.get_text_config()) / self._temperature
+        logits = scaled_logits(logits, self._model.config.get_text_config()) / self._temperature
         scored = _log_softmax(logits, positions, tokens, sampled.flatten())
         self._scored.append(scored.view(sampled.shape))
 
@@ -199,19 +200,6 @@ def _flat(kept: Kept, width: int) -> tuple[Tensor, Tensor]:
     starts = torch.arange(rows, device=kept.ids.device)[:, None] * width
     positions = starts + torch.arange(columns, device=kept.ids.device)
     return positions.flatten().repeat_interleave(kept.counts.flatten()), kept.ids[kept.ids >= 0].long()
-
-
-def _scaled(logits: Tensor, config: PreTrainedConfig) -> Tensor:
-    """Logits as the model makes them of its head's output: scaled and capped, under the names that models have."""
-    values = config.to_dict()
-    scales = (values.get(name) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"))
-    scale = next((each for each in scales if each is not None), None)
-    if scale is None and (divisor := values.get("logits_scaling")) is not None:
-        scale = divisor if config.model_type == "hyperclovax" else 1 / divisor
-    if scale is not None:
-        logits = logits * scale
-    cap = values.get("final_logit_softcapping")
-    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def _log_softmax(logits: Tensor, positions: Tensor, tokens: Tensor, sampled: Tensor) -> Tensor:

@@ -164,7 +164,11 @@ class ServerGeneration(_DeployedGeneration):
     Args:
         weight_sync, vllm_request_timeout, vllm_time_limit, vllm_max_retries, and in **kwargs deployment_scheme and
             weight_sync_dir: see [`~dc_trl.DCGRPOConfig`].
+        routing_replay: the completions have to come with the experts that they were sampled with.
         server_timeout, **kwargs: see [`~trl.generation.vllm_generation.VLLMGeneration`].
+
+    Attributes:
+        routed_experts: of the last completions of this process, see `ServerClient`; where `routing_replay` is set.
 
     Raises:
         ServerError: the server is not there or does not fit; the message names the option to change.
@@ -177,10 +181,12 @@ class ServerGeneration(_DeployedGeneration):
         vllm_request_timeout: float | None,
         vllm_time_limit: float,
         vllm_max_retries: int,
+        routing_replay: bool,
         server_timeout: float,
         **kwargs: Any,
     ):
         self.weight_sync = weight_sync
+        self.routing_replay = routing_replay
         self._patience = Patience(
             request_timeout=3600.0 if vllm_request_timeout is None else vllm_request_timeout,
             server_timeout=server_timeout,
@@ -239,6 +245,7 @@ class ServerGeneration(_DeployedGeneration):
                 max_length=max(self.max_completion_length + 1, self.max_model_length or 0),
                 logprobs=self.logprobs,
                 weight_sync=self.weight_sync,
+                routing_replay=self.routing_replay,
             )
             if self.weight_sync == "nccl":
                 client.init_communicator(device=self.accelerator.device)
@@ -266,13 +273,21 @@ class ServerGeneration(_DeployedGeneration):
         if self.accelerator.is_main_process:
             self.vllm_client.load(Weights(self.weight_version, self.checkpoint))
 
-    def generate(self, *args: Any, **kwargs: Any) -> tuple:
+    def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
         with _raised_together(ServerError):
             try:
-                return super().generate(*args, **kwargs)
+                output = super().generate(prompts, *args, **kwargs)
             except ServerError:  # on the main process, while the others wait for what it sends them
                 broadcast_object_list([([], [], None, None)], from_process=0)
                 raise
+            if self.routing_replay and self.accelerator.is_main_process:
+                self.vllm_client.require_routes()
+        if self.routing_replay:
+            # TRL sends the other processes what it knows of; these go the same way.
+            everyones = _agree(self.vllm_client.routed_experts if self.accelerator.is_main_process else None)
+            first = self.accelerator.process_index * len(prompts)
+            self.routed_experts = everyones[first : first + len(prompts)]
+        return output
 
     def _stream_weights(self) -> None:
         """TRL's stream of the weights, on the main process; the others take part in gathering them."""

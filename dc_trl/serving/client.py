@@ -1,16 +1,19 @@
 """TRL's client of a vLLM server, with the weights that the server is to hold, and with requests that end."""
 
+import base64
+import io
 import time
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from trl.generation.vllm_client import VLLMClient
 
 from .connection import ONE_TRY, Connection, Deadline, Patience
 from .errors import ServerError, ServerUnavailableError
-from .fit import is_cpu
+from .fit import ROUTES_OPTION, is_cpu
 
 
 class Weights(NamedTuple):
@@ -37,6 +40,8 @@ class ServerClient(VLLMClient):
     Attributes:
         connection: what the requests go through.
         weights: what the server has to hold for a rollout; None: whatever it holds.
+        routed_experts: experts that the last completions were sampled with, each of shape (tokens of prompt and
+            completion less one, decoder layers, k), unsigned; None where the server does not return them.
 
     Raises:
         ServerUnavailableError: the server is not up within `start_timeout`.
@@ -55,6 +60,7 @@ class ServerClient(VLLMClient):
     ):
         self.connection = Connection(base_url, patience, report)
         self.weights: Weights | None = None
+        self.routed_experts: list[np.ndarray | None] = []
         connect = super().__init__
         with self.connection.task(deadline) as end:
             self.check_server(min(start_timeout, end.left))
@@ -74,7 +80,10 @@ class ServerClient(VLLMClient):
         return self.connection.get(url.removeprefix(self.base_url), **kwargs)
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        return self.connection.request("POST", url.removeprefix(self.base_url), **kwargs)
+        answer = self.connection.request("POST", url.removeprefix(self.base_url), **kwargs)
+        if "choices" in answer:  # TRL passes on no more than tokens and log-probabilities
+            self.routed_experts = [_array(choice.get("routed_experts")) for choice in answer["choices"]]
+        return answer
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
@@ -101,6 +110,18 @@ class ServerClient(VLLMClient):
         if any(value is None for logps in output["logprobs"] for token in logps for value in token):
             raise ServerUnavailableError(f"vLLM at {self.base_url} returned log-probabilities that are NaN")
         return output
+
+    def require_routes(self) -> None:
+        """Refuses the last completions where they came without the experts that they were sampled with.
+
+        Raises:
+            ServerError: the server does not return them any more.
+        """
+        if not self.routed_experts or any(routes is None for routes in self.routed_experts):
+            raise ServerError(
+                f"vLLM at {self.base_url} did not return the experts that routing_replay=True replays: start it with "
+                f"{ROUTES_OPTION}."
+            )
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -175,3 +196,8 @@ class ServerClient(VLLMClient):
     def _collective_rpc(self, method: str, **kwargs: Any) -> list:
         body = {"method": method, "kwargs": kwargs}
         return self.connection.request("POST", "/collective_rpc", json=body)["results"]
+
+
+def _array(text: str | None) -> np.ndarray | None:
+    """An array as vLLM sends it: its .npy file in base64."""
+    return None if text is None else np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)

@@ -9,6 +9,7 @@ from .errors import ServerError
 
 
 CPU_EXTENSION = "dc_trl.serving.cpu_reload.CPUReloadExtension"
+ROUTES_OPTION = "--enable-return-routed-experts"
 # What vLLM calls the layers that hold a scheme's weights.
 _LAYERS = {"bf16": None, "fp8": "Fp8", "fp8_block": "Fp8", "int8": "Int8", "int4": "WNA16", "int4_g32": "WNA16"}
 
@@ -22,6 +23,7 @@ def check_server(
     max_length: int,
     weight_sync: str,
     logprobs: int = 0,
+    routing_replay: bool = False,
 ) -> None:
     """Refuses a server that would not sample what is trained.
 
@@ -33,11 +35,17 @@ def check_server(
         max_length: shortest length, of prompt and completion together, that the server has to take, in tokens.
         weight_sync: "nccl", "checkpoint", or "none" where no weights are sent.
         logprobs: most probable tokens whose log-probabilities are asked for.
+        routing_replay: whether completions have to come with the experts that they were sampled with.
 
     Raises:
         ServerError: names what is wrong and the option of `vllm serve` to change.
     """
     _check_sampling(info["model_config"], max_length, logprobs)
+    if routing_replay and not info["aux_output_config"]["enable_return_routed_experts"]:
+        raise ServerError(
+            f"the server does not return the experts that routing_replay=True replays: start it with {ROUTES_OPTION}, "
+            "which vLLM has on GPUs only."
+        )
     _check_model(layers, config.get_text_config())
     _check_format(info["model_config"]["quantization"], layer_kinds(layers), scheme, weight_sync)
     extension = info["parallel_config"]["worker_extension_cls"]

@@ -26,7 +26,7 @@ from ..settings.ranges import ABOVE_0, COUNT, PORT, require_number
 from ..settings.secrets import HIDDEN, hide_in_options, is_secret_name, secrets_in_options, without_secrets
 from .connection import LOOPBACK, Connection
 from .errors import ServerError
-from .fit import CPU_EXTENSION
+from .fit import CPU_EXTENSION, ROUTES_OPTION
 from .preflight import free_port, require_model
 
 
@@ -81,7 +81,7 @@ class VLLMServer:
 
     Raises:
         ImportError: vLLM is not installed.
-        ValueError: a number out of range, or an address that cannot be listened on.
+        ValueError: a number out of range, an address that cannot be listened on, or an option for GPUs on a CPU.
     """
 
     def __init__(
@@ -106,6 +106,12 @@ class VLLMServer:
         self.host = host
         self.port = free_port(host, port)
         on_cpu = "cpu" in vllm_version()
+        if on_cpu and ROUTES_OPTION in options:
+            # "AuxOutput Connector requires Model Runner V2", which asks for Triton (vLLM 0.31).
+            raise ValueError(
+                f"{ROUTES_OPTION} is for GPUs: vLLM's CPU engine cannot return the experts that it chose. For "
+                "routing_replay=True without a GPU sample by the in-process replica (use_vllm=False)."
+            )
         shown_host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         self.url = f"http://[{shown_host}]:{self.port}" if ":" in shown_host else f"http://{shown_host}:{self.port}"
         self.log_path = Path(log_path or Path(tempfile.gettempdir(), f"vllm-{self.port}-{os.getpid()}.log"))

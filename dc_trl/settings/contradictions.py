@@ -42,6 +42,11 @@ RULES = (
         "choose a value within the bounds or widen them.",
     ),
     Rule(
+        lambda c: c.train_through_quantization and c.fp16,
+        "fp16=True contradicts train_through_quantization=True, which computes in bfloat16 as engines do: set "
+        "bf16=True or train_through_quantization=False.",
+    ),
+    Rule(
         lambda c: c.fp16 and c.device.type == "cpu",
         "fp16=True has no effect on a CPU, where accelerate computes in float32: train on a GPU or set fp16=False.",
     ),
@@ -208,6 +213,41 @@ RULES = (
         lambda c: c.deployment_scheme is not None and c.use_transformers_continuous_batching and not c.use_vllm,
         "deployment_scheme={c.deployment_scheme!r} samples from the in-process replica and contradicts "
         "use_transformers_continuous_batching=True: set one of the two.",
+    ),
+    Rule(
+        lambda c: c.routing_replay and not c.use_vllm and c.deployment_scheme is None,
+        "routing_replay=True needs an engine that says which experts it chose, and model.generate does not: set "
+        "deployment_scheme (for example 'bf16'), or use_vllm=True with vllm_mode='server'.",
+    ),
+    Rule(
+        lambda c: c.routing_replay and c.use_vllm and c.vllm_mode == "colocate",
+        "routing_replay=True with vllm_mode='colocate': TRL builds that engine without the option that returns the "
+        "chosen experts. Set vllm_mode='server', or use_vllm=False with deployment_scheme.",
+    ),
+    Rule(
+        lambda c: c.train_through_quantization and c.deployment_scheme is None,
+        "train_through_quantization=True computes as deployment_scheme says, which is not set: set deployment_scheme "
+        "(for example 'fp8') or train_through_quantization=False.",
+    ),
+    Rule(
+        lambda c: c.train_through_quantization and _two_sided(c),
+        "constraint_form={c.constraint_form!r} compares the policy with its quantized self, and "
+        "train_through_quantization=True makes them one: set one of the two.",
+    ),
+    Rule(
+        lambda c: c.train_through_quantization and c.cast_lm_head_to_fp32,
+        "cast_lm_head_to_fp32=True contradicts train_through_quantization=True: the deployed policy has its output "
+        "head in bfloat16. Set one of the two.",
+    ),
+    Rule(
+        lambda c: c.train_through_quantization and c.torch_compile,
+        "torch_compile=True contradicts train_through_quantization=True, whose hooks on every layer it would not "
+        "see: set one of the two.",
+    ),
+    Rule(
+        lambda c: c.train_through_quantization and bool((c.gradient_checkpointing_kwargs or {}).get("use_reentrant")),
+        "gradient_checkpointing_kwargs={c.gradient_checkpointing_kwargs!r} contradicts "
+        "train_through_quantization=True, which says how a layer is recomputed: leave use_reentrant out.",
     ),
 )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ..config import DCGRPOConfig
+from ..serving.fit import ROUTES_OPTION
 from ..serving.server import serve
 from ..settings.command_line import say
 from ..settings.described import described
@@ -68,7 +69,11 @@ def start_server(server: ServerArguments, args: DCGRPOConfig, model: str, revisi
             log_path=Path(args.output_dir, SERVER_LOG),
             environment={"CUDA_VISIBLE_DEVICES": server.serve_devices} if server.serve_devices else {},
             restarts=args.vllm_max_retries,
-            options=[*(gpu_options if torch.cuda.is_available() else []), *server.serve_options],
+            options=[
+                *(gpu_options if torch.cuda.is_available() else []),
+                *([ROUTES_OPTION] if args.routing_replay else []),
+                *server.serve_options,
+            ],
             report=say,
         )
     )

@@ -1,0 +1,310 @@
+"""Routing replay: the trainer's mixture of experts takes the experts that the engine chose (R3, arXiv 2510.11370).
+
+A router scores all experts of a token, p = softmax(logits), and takes the k best. Where two are nearly equal, a
+rounding decides, and the trainer may take another expert than the engine did. With replay, the trainer's experts of a
+token are the engine's, e, and their weights are the trainer's own:
+
+    w_i = p[e_i] / Σ_j p[e_j]    (without the sum where the model does not normalise)
+
+so that the gradient flows into the router, and nothing but the choice is foreign (arXiv 2510.11370, section 3.2).
+A route is the experts of one token in each layer that has a router, as int16; -1 where the engine chose none.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
+from trl.trainer.utils import pad
+
+from ..quantization.policy import base_model
+
+
+OWN_CHOICE = -1  # in place of an expert: the engine chose none for this token
+
+
+class Turn(NamedTuple):
+    """What an engine sampled in one call.
+
+    Attributes:
+        prompt_ids: token ids of each prompt.
+        routes: for each prompt with its completion, without the last token, which no engine reads: int16, shape
+            (tokens, layers, k).
+    """
+
+    prompt_ids: list[list[int]]
+    routes: list[Tensor]
+
+
+# --- routers of a model ---------------------------------------------------------------------------------------------
+
+
+class Routers:
+    """The routers of a model.
+
+    A router is supported by what it does, not by its name: it is the module whose logits transformers records for the
+    auxiliary loss, and gives (logits, scores, experts), where the scores are those of `expert_scores`. So do
+    Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, OLMoE and Mixtral.
+
+    Args:
+        policy: mixture of experts, or a PEFT model around one.
+
+    Attributes:
+        layers: numbers of the decoder layers that have a router, ascending.
+        modules: pairs of a router and its position in `layers`. PEFT's copy of a router that is trained
+            (`modules_to_save`) and its original have the same.
+        normalised: whether the scores of a token add up to 1.
+
+    Raises:
+        ValueError: the model has no such routers.
+    """
+
+    def __init__(self, policy: PreTrainedModel | PeftModel):
+        model = base_model(policy)
+        recorder = model.can_record_outputs.get("router_logits")
+        found: list[tuple[int, nn.Module]] = []
+        if isinstance(recorder, OutputRecorder) and recorder.index == 0:
+            for name, module in model.named_modules():
+                layer = re.search(r"\blayers\.(\d+)\.", name)
+                if layer is not None and isinstance(module, recorder.target_class):
+                    found.append((int(layer[1]), module))
+        if not found:
+            raise ValueError(
+                f"routing_replay=True: {type(model).__name__} has no router whose choice can be replayed, as mixtures "
+                "of experts like Qwen3-MoE have: set routing_replay=False."
+            )
+        self.layers = sorted({layer for layer, _ in found})
+        self.modules = [(self.layers.index(layer), module) for layer, module in found]
+        self.normalised = _normalises(found[0][1])
+
+
+def expert_scores(logits: Tensor, experts: Tensor, normalised: bool, dtype: torch.dtype) -> Tensor:
+    """Weights of given experts: w_i = p[e_i] of p = softmax(logits), divided by their sum if `normalised`.
+
+    Bit for bit what a router of transformers gives for the experts of its own choice.
+
+    Args:
+        logits: shape (tokens, experts of the layer).
+        experts: shape (tokens, k), integer.
+        dtype: of the weights, which are computed in float32.
+
+    Returns:
+        Shape (tokens, k).
+    """
+    scores = logits.softmax(-1, dtype=torch.float32).gather(-1, experts)
+    if normalised:
+        scores = scores / scores.sum(-1, keepdim=True)
+    return scores.to(dtype)
+
+
+def _normalises(router: nn.Module) -> bool:
+    """Whether the scores of a router are normalised, by trying it at random weights.
+
+    Raises:
+        ValueError: they are not those of `expert_scores`.
+    """
+    weight = dict(router.named_parameters()).get("weight")
+    if (
+        list(inspect.signature(router.forward).parameters) == ["hidden_states"]
+        and weight is not None
+        and weight.ndim == 2
+    ):
+        generator = torch.Generator().manual_seed(0)
+        matrix, tokens = (torch.randn(rows, weight.shape[-1], generator=generator) for rows in (len(weight), 8))
+        with torch.no_grad():
+            logits, scores, experts = functional_call(router, {"weight": matrix}, (tokens,))
+        if logits.shape == (8, len(weight)) and not experts.is_floating_point():
+            for normalised in (True, False):
+                if torch.equal(scores, expert_scores(logits, experts, normalised, scores.dtype)):
+                    return normalised
+    raise ValueError(
+        f"routing_replay=True: the weights that a {type(router).__name__} gives to its experts are not their softmax, "
+        "and cannot be computed for the engine's choice: set routing_replay=False."
+    )
+
+
+# --- the engine's choice --------------------------------------------------------------------------------------------
+
+
+class RoutesRecorder:
+    """Records the experts that a model chooses while it generates.
+
+    Args:
+        model: mixture of experts that samples.
+
+    Raises:
+        ValueError: see `Routers`.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._rows: int | None = None  # sequences of the batch that is being recorded
+        routers = Routers(model)
+        self._calls: list[list[Tensor]] = [[] for _ in routers.layers]
+        for position, module in routers.modules:
+            module.register_forward_hook(partial(self._record, position))
+
+    def _record(self, position: int, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        if self._rows is not None:
+            self._calls[position].append(output[2].unflatten(0, (self._rows, -1)).to(torch.int16))
+
+    @contextmanager
+    def recording(self, rows: int) -> Iterator[None]:
+        """Records one call of `generate` with prompts padded on the left, so many of them."""
+        self._rows = rows
+        for calls in self._calls:
+            calls.clear()
+        try:
+            yield
+        finally:
+            self._rows = None
+
+    def routes(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[Tensor]:
+        """What was recorded last, as in `Turn`, on the CPU."""
+        # Each call read the columns that follow those of the one before.
+        routes = torch.stack([torch.cat(calls, dim=1) for calls in self._calls], dim=2).cpu()
+        width = max(map(len, prompt_ids))
+        return [
+            row[width - len(prompt) : width + len(completion) - 1]
+            for row, prompt, completion in zip(routes, prompt_ids, completion_ids, strict=True)
+        ]
+
+
+def join_turns(turns: Sequence[Turn], prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[Tensor]:
+    """The routes of conversations that an engine sampled turn by turn, with what tools wrote in between.
+
+    The engine read a tool's text as part of the next turn's prompt. What it read twice counts as it was sampled.
+
+    Args:
+        turns: of each conversation the first, and then of those that went on, in the same order.
+        prompt_ids, completion_ids: of the whole conversations.
+
+    Returns:
+        Of each conversation int16, shape (tokens of prompt and completion, layers, k), `OWN_CHOICE` at the last token
+        and wherever else the engine chose none.
+    """
+    conversations = [[*prompt, *completion] for prompt, completion in zip(prompt_ids, completion_ids, strict=True)]
+    joined = [
+        turns[0].routes[0].new_full((len(ids), *turns[0].routes[0].shape[1:]), OWN_CHOICE) for ids in conversations
+    ]
+    known = [0] * len(conversations)
+    for turn in turns:
+        rows = iter(range(len(conversations)))
+        for prompt, routes in zip(turn.prompt_ids, turn.routes, strict=True):
+            row = next((row for row in rows if conversations[row][: len(prompt)] == list(prompt)), None)
+            if row is None:
+                break  # TRL has dropped what came of this turn
+            end = min(len(routes), len(joined[row]))
+            joined[row][known[row] : end] = routes[known[row] : end]
+            known[row] = max(known[row], end)
+    return joined
+
+
+def batch_routes(
+    turns: Sequence[Turn], prompt_ids: list[list[int]], completion_ids: list[list[int]], multiple: int | None
+) -> Tensor:
+    """The routes of a batch, padded as TRL pads its tokens: prompts on the left, completions on the right.
+
+    Args:
+        turns, prompt_ids, completion_ids: see `join_turns`.
+        multiple: TRL's `pad_to_multiple_of`.
+
+    Returns:
+        int16, shape (batch, tokens, layers, k), `OWN_CHOICE` at padding.
+    """
+    prompts, completions = [], []
+    for routes, prompt in zip(join_turns(turns, prompt_ids, completion_ids), prompt_ids, strict=True):
+        prompts.append(routes[: len(prompt)])
+        completions.append(routes[len(prompt) :])
+    return torch.cat(
+        [
+            pad(part, padding_value=OWN_CHOICE, padding_side=side, pad_to_multiple_of=multiple)
+            for part, side in ((prompts, "left"), (completions, "right"))
+        ],
+        dim=1,
+    )
+
+
+def routes_of_vllm(arrays: Sequence[np.ndarray], layers: Sequence[int]) -> list[Tensor]:
+    """Routes as vLLM returns them, as in `Turn`.
+
+    Args:
+        arrays: `routed_experts` of each completion, unsigned, shape (tokens, decoder layers, k); 0 in layers without
+            experts.
+        layers: numbers of the decoder layers that have a router.
+    """
+    return [torch.from_numpy(array[:, list(layers)].astype(np.int16)) for array in arrays]
+
+
+# --- the trainer's forward ------------------------------------------------------------------------------------------
+
+
+class RoutingReplay:
+    """Has a policy take given experts, from `start` to `stop`.
+
+    The hooks are on the routers alone, which see nothing but a row of tokens. Each counts the tokens that it has seen,
+    and begins again after the last one: that fits forwards of a few sequences each, one of all of them and its
+    recomputation for the gradient, and adapters, DDP and FSDP2 around the layers.
+
+    Args:
+        policy: mixture of experts, or a PEFT model around one.
+
+    Raises:
+        ValueError: see `Routers`.
+    """
+
+    def __init__(self, policy: PreTrainedModel | PeftModel):
+        routers = Routers(policy)
+        self.layers = routers.layers
+        self._normalised = routers.normalised
+        self._routes: Tensor | None = None
+        for position, module in routers.modules:
+            module.register_forward_hook(partial(self._replay, position))
+
+    def start(self, routes: Tensor) -> None:
+        """Replays routes in the forwards that follow, which have to be of these tokens, in this order.
+
+        Args:
+            routes: int16, shape (batch, tokens, layers, k).
+        """
+        self._routes = routes.flatten(0, 1)
+        self._seen = [0] * len(self.layers)
+        self._flipped = torch.zeros(len(self._routes), dtype=torch.bool, device=routes.device)
+
+    def stop(self) -> None:
+        """Has the policy choose by itself again."""
+        self._routes = None
+
+    def counts(self) -> Tensor:
+        """Tokens with a route, and those of them for which the trainer itself would choose another expert somewhere.
+
+        Returns:
+            Shape (2,), int64.
+        """
+        assert self._routes is not None, "counts() comes between start() and stop()"
+        return torch.stack([(self._routes[:, 0, 0] != OWN_CHOICE).sum(), self._flipped.sum()])
+
+    def _replay(
+        self, position: int, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        if self._routes is None:
+            return None
+        logits, scores, own = output
+        begin, total = self._seen[position], len(self._routes)
+        end = begin + len(own)
+        # Parts of a batch are recomputed for the gradient from the last to the first.
+        if end > total or (torch.is_grad_enabled() and len(own) != total):
+            raise RuntimeError(f"a router reads {len(own)} tokens after {begin} of {total} whose routes are replayed")
+        self._seen[position] = end % total
+        engines = self._routes[begin:end, position].to(own.dtype)
+        experts = torch.where(engines == OWN_CHOICE, own, engines)
+        self._flipped[begin:end] |= (experts.sort(-1).values != own.sort(-1).values).any(-1)
+        return logits, expert_scores(logits, experts, self._normalised, scores.dtype), experts

@@ -1,0 +1,116 @@
+"""The trainer's mixture of experts takes the experts that the engine chose: `rollouts.routing` in TRL's hooks.
+
+The routes of a generation batch are one of its tensors, `routed_experts`, shape (B, P+T, layers, k): TRL shuffles,
+splits and buffers it with the tokens, and a checkpoint within the batch keeps it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .config import DCGRPOConfig
+from .deployed_trainer import DeployedPolicyTrainer
+from .quantization.policy import unwrapped
+
+
+# Imported where a run replays routes.
+if TYPE_CHECKING:
+    from .rollouts.routing import RoutesRecorder, RoutingReplay, Turn
+
+
+class RoutingTrainer(DeployedPolicyTrainer):
+    """A trainer that replays the engine's routes where `routing_replay` is set, and is its base class elsewhere.
+
+    Raises:
+        ValueError: the model has no routers that can be replayed.
+    """
+
+    # Of the policy, and of the reference model where there is one: the KL term compares them at the same experts.
+    _replays: tuple[RoutingReplay, ...] = ()
+    _recorder: RoutesRecorder | None = None  # of the replica
+    # Between hooks of TRL: what the engine has sampled for the present batch, and the routes of the batch at hand.
+    _turns: list[Turn]
+    _routes: Tensor | None = None
+
+    def __init__(self, model, reward_funcs, args: DCGRPOConfig, *positional, **kwargs):
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        if args.routing_replay:
+            from .rollouts.routing import RoutesRecorder, RoutingReplay
+
+            models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
+            self._replays = tuple(RoutingReplay(unwrapped(self.accelerator, model)) for model in models)
+            if self.replica is not None:
+                self._recorder = RoutesRecorder(self.replica.model)
+
+    # --- the engine's choice ----------------------------------------------------------------------------------------
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if not self._replays:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        from .rollouts.routing import Turn, routes_of_vllm
+
+        if self._recorder is None:
+            completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            routes = routes_of_vllm(self.vllm_generation.routed_experts, self._replays[0].layers)
+        else:
+            with self._recorder.recording(len(prompt_ids)):
+                completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            routes = self._recorder.routes(prompt_ids, completion_ids)
+        self._turns.append(Turn(prompt_ids, routes))
+        return completion_ids, logprobs
+
+    def _generate(self, prompts):
+        self._turns = []
+        prompt_ids, completion_ids, *others = super()._generate(prompts)
+        if self._replays:
+            from .rollouts.routing import batch_routes
+
+            routes = batch_routes(self._turns, prompt_ids, completion_ids, self.pad_to_multiple_of)
+            self._routes = routes.to(self.accelerator.device)
+        return prompt_ids, completion_ids, *others
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        if self._routes is not None:
+            batch["routed_experts"] = self._routes
+            self._stop_replay()
+        return batch
+
+    # --- the trainer's forward --------------------------------------------------------------------------------------
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        if self._routes is not None:
+            for replay in self._replays:
+                replay.start(self._routes)
+        return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+
+    def _compute_loss(self, model, inputs):
+        self._routes = inputs.get("routed_experts")
+        loss = super()._compute_loss(model, inputs)
+        if self._routes is not None:
+            self._log_routing(inputs)
+            if not torch.is_grad_enabled():
+                self._stop_replay()
+        return loss
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        try:
+            return super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self._stop_replay()  # not earlier: gradient checkpointing computes the forward again
+
+    def _stop_replay(self) -> None:
+        self._routes = None
+        for replay in self._replays:
+            replay.stop()
+
+    def _log_routing(self, inputs: dict[str, Any]) -> None:
+        tokens = inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()
+        counts = torch.cat([tokens.view(1), self._replays[0].counts()])
+        tokens, replayed, flipped = self.accelerator.gather(counts.unsqueeze(0)).sum(0).tolist()
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["routing/replayed_fraction"].append(replayed / max(tokens, 1))
+        metrics["routing/flipped_fraction"].append(flipped / max(replayed, 1))

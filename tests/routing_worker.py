@@ -1,0 +1,116 @@
+"""Routing replay in two processes: `-m tests.routing_worker FOLDER`. Each writes what it saw into the folder."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+
+from dc_trl import DCGRPOTrainer
+from dc_trl.rollouts.routing import RoutingReplay
+
+from .helpers import distinct_characters, logged, make_config, make_experts, make_prompts, make_tokenizer
+from .stub_server import completions, stub_server
+
+
+def shard(model):
+    """As accelerate's FSDP2, which runs on no CPU; recomputes the layers' activations."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = fully_shard(checkpoint_wrapper(layer), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    router = model.model.layers[0].mlp.gate.weight
+    assert router.to_local().numel() < router.numel()
+
+
+def foreign(model, folder: Path, sharded: bool) -> None:
+    """A forward and a backward pass at experts that nobody would choose."""
+    replay = RoutingReplay(model)
+    if sharded:
+        shard(model)
+    ids = torch.arange(10, 34).view(2, 12)
+    routes = torch.stack(
+        [torch.arange(2 * 12 * 2).view(2, 12, 2) % 8, torch.arange(2 * 12 * 2).view(2, 12, 2) % 7], -1
+    )
+    routes[..., 1] += routes[..., 1] >= routes[..., 0]  # two experts of a token are not the same
+    replay.start(routes.to(torch.int16))
+    logits = model(input_ids=ids).logits
+    logits.log_softmax(-1)[..., 20].mean().backward()
+    gradient = model.model.layers[0].mlp.gate.weight.grad
+    values = {"logits": logits.detach(), "gradient": gradient.full_tensor() if sharded else gradient}
+    torch.save(values, folder / ("sharded.pt" if sharded else "whole.pt"))
+
+
+def train(folder: Path, routing_replay: bool) -> dict[str, list[float]]:
+    """Under DDP, with micro-batches and chunks of them, and log π_train of before the optimizer steps."""
+    fields = {"per_device_train_batch_size": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 1}
+    fields |= {"gradient_checkpointing": True, "ddp_find_unused_parameters": True, "max_steps": 2}
+    config = make_config(
+        folder, deployment_scheme="fp8", routing_replay=routing_replay, learning_rate=0.0, constraint="none", **fields
+    )
+    trainer = DCGRPOTrainer(
+        make_experts(), distinct_characters, config, train_dataset=make_prompts(), processing_class=make_tokenizer()
+    )
+    trainer.train()
+    assert trainer.accelerator.num_processes == 2
+    names = ("discrepancy/k3_kl", "routing/flipped_fraction", "routing/replayed_fraction", "num_tokens")
+    return {name: logged(trainer, name) for name in names}
+
+
+class Checked(DCGRPOTrainer):
+    """Each completion begins with its number."""
+
+    routes: torch.Tensor
+    checked = 0
+
+    def _compute_loss(self, model, inputs):
+        for row, ids in zip(inputs["routed_experts"], inputs["completion_ids"], strict=True):
+            assert torch.equal(row[:-1], self.routes[ids[0] - 40])
+            self.checked += 1
+        return super()._compute_loss(model, inputs)
+
+
+def served(accelerator, folder: Path) -> None:
+    """The main process asks the server for all completions; each process gets the routes of its own ones."""
+    tokens = [[40 + number, 50, 51, 52, 53, 54, 55, 1] for number in range(8)]
+    routes = torch.arange(8 * 11 * 2).view(8, 11, 2, 1) % 7 + torch.arange(2)
+    with stub_server() as server:
+        server.routes = True
+        prompts = [[5, 6, 7, 8]] * 8
+        server.says = {"/v1/completions": (200, json.dumps(completions(prompts, tokens, routes.byte().numpy())))}
+        url = broadcast_object_list([server.url])[0]
+        options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 10.0}
+        config = make_config(folder, routing_replay=True, deployment_scheme="bf16", max_steps=1, **options)
+        trainer = Checked(
+            make_experts(),
+            distinct_characters,
+            config,
+            train_dataset=make_prompts(8),
+            processing_class=make_tokenizer(),
+        )
+        trainer.routes = routes
+        trainer.train()
+        assert trainer.checked == 4
+        accelerator.wait_for_everyone()  # the server is the main process's
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    accelerator = Accelerator(cpu=True)
+    foreign(make_experts(32), folder, sharded=False)
+    foreign(make_experts(32), folder, sharded=True)
+    served(accelerator, folder / "served")
+    logs = {str(replay): train(folder / f"run-{replay}", replay) for replay in (False, True)}
+    folder.joinpath(f"logs-{accelerator.process_index}.json").write_text(json.dumps(logs))
+    time.sleep(1)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

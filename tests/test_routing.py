@@ -1,0 +1,541 @@
+"""Routing replay: the experts that sampled are the experts that are trained."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GptOssConfig,
+    GraniteMoeConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
+
+import dc_trl.rollouts.replica
+from dc_trl import DCGRPOTrainer
+from dc_trl.constraint.statistics import mismatch_metrics
+from dc_trl.rollouts.replica import Replica
+from dc_trl.rollouts.routing import OWN_CHOICE, RoutesRecorder, RoutingReplay, Turn, batch_routes, expert_scores
+from dc_trl.serving.errors import ServerError
+from dc_trl.serving.server import VLLMServer
+
+from .helpers import (
+    ROOT,
+    Rollouts,
+    distinct_characters,
+    logged,
+    make_config,
+    make_experts,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+)
+from .stub_server import completions, stub_server
+from .vllm_server import requires_vllm
+
+
+PROMPTS = [[20 + (7 * row + column) % 100 for column in range(5 + row % 8)] for row in range(32)]
+SHAPE = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 262}
+SHAPE |= {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+
+
+def choices(model, forward):
+    """The experts that a model uses in a forward pass of two dimensions, as `RoutingReplay.start` takes them."""
+    seen = {}
+    routers = [(n, m) for n, m in model.named_modules() if type(m).__name__.endswith("Router")]
+    hooks = [m.register_forward_hook(lambda _, __, out, n=n: seen.__setitem__(n, out[2])) for n, m in routers]
+    output = forward()
+    for hook in hooks:
+        hook.remove()
+    routes = torch.stack([seen[name] for name, _ in routers], 1)
+    return output, routes.unflatten(0, output.logits.shape[:2]).to(torch.int16)
+
+
+def random_routes(batch, tokens, layers=2, experts=8, k=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(batch, tokens, layers, experts, generator=generator).argsort(-1)
+    return order[..., :k].to(torch.int16)
+
+
+# --- the weights of given experts
+
+
+def test_weights_by_hand():
+    logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]]).log()
+    experts = torch.tensor([[0, 2]])
+    torch.testing.assert_close(expert_scores(logits, experts, False, torch.float32), torch.tensor([[0.1, 0.3]]))
+    torch.testing.assert_close(expert_scores(logits, experts, True, torch.float32), torch.tensor([[0.25, 0.75]]))
+    assert expert_scores(logits, experts, True, torch.bfloat16).dtype == torch.bfloat16
+
+
+@given(st.lists(st.floats(-3, 3), min_size=6, max_size=6), st.permutations(range(6)), st.booleans())
+def test_the_gradient_of_weights_is_that_of_finite_differences(values, order, normalised):
+    """Of Σ c_i w_i; in closed form for normalised ones, which are a softmax over the experts alone."""
+    logits = torch.tensor([values], requires_grad=True)
+    experts, costs = torch.tensor([order[:3]]), torch.tensor([0.3, -0.7, 1.1])
+
+    def objective(at):
+        return (expert_scores(at, experts, normalised, torch.float32) * costs).sum()
+
+    objective(logits).backward()
+    for index in range(6):
+        step = torch.zeros(1, 6)
+        step[0, index] = 1e-2
+        difference = (objective(logits + step) - objective(logits - step)).item() / 2e-2
+        assert logits.grad[0, index].item() == pytest.approx(difference, abs=2e-4)
+    if normalised:
+        torch.testing.assert_close(
+            expert_scores(logits, experts, True, torch.float32), logits.gather(1, experts).softmax(-1)
+        )
+
+
+# --- a forward pass at given experts
+
+
+FAMILIES = {
+    "qwen3": Qwen3MoeConfig(**SHAPE, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, head_dim=16),
+    "qwen3, normalised, some layers dense": Qwen3MoeConfig(
+        **SHAPE,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        head_dim=16,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "qwen2": Qwen2MoeConfig(
+        **SHAPE, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=8, num_experts_per_tok=2
+    ),
+    "qwen3_next": Qwen3NextConfig(
+        **SHAPE,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        head_dim=16,
+        layer_types=["full_attention"] * 3,
+    ),
+    "olmoe": OlmoeConfig(**SHAPE, num_experts=8, num_experts_per_tok=2),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=8, num_experts_per_tok=2),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replaying_its_own_choice_is_the_plain_forward_bit_for_bit(family, dtype):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family]).to(dtype)
+    ids = torch.randint(10, 200, (3, 9))
+    plain, routes = choices(model, lambda: model(input_ids=ids))
+    plain.logits.square().mean().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    replay = RoutingReplay(model)
+    assert replay.layers == ([0, 2] if "dense" in family else [0, 1, 2])
+    for replayed in (routes, torch.full_like(routes, OWN_CHOICE)):
+        replay.start(replayed)
+        output = model(input_ids=ids)
+        assert torch.equal(output.logits, plain.logits)
+        output.logits.square().mean().backward()
+        assert replay.counts().tolist() == [27 if replayed is routes else 0, 0]
+        for name, gradient in gradients.items():
+            assert torch.equal(model.get_parameter(name).grad, gradient), name
+        model.zero_grad()
+
+
+def test_a_forward_at_foreign_experts_by_hand():
+    """Token by token and expert by expert; where no expert is given, the two best."""
+    model = make_experts(32)
+    routes = random_routes(1, 6)
+    routes[0, 4] = OWN_CHOICE
+    block = model.model.layers[1].mlp
+    replay = RoutingReplay(model)
+    replay.start(routes)
+    seen = {}
+    block.register_forward_hook(lambda _, args, output: seen.update(read=args[0][0], wrote=output[0]))
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[20, 21, 22, 23, 24, 25]]))
+        for position, (token, wrote) in enumerate(zip(seen["read"], seen["wrote"], strict=True)):
+            scores = block.gate.weight @ token
+            chosen = scores.topk(2).indices if position == 4 else routes[0, position, 1].long()
+            expected = torch.zeros(32)
+            for weight, expert in zip(scores[chosen].softmax(-1), chosen, strict=True):
+                gate, up = (block.experts.gate_up_proj[expert] @ token).chunk(2)
+                expected += weight * (block.experts.down_proj[expert] @ (torch.nn.functional.silu(gate) * up))
+            torch.testing.assert_close(wrote, expected)
+    known, flipped = replay.counts().tolist()
+    assert known == 5
+    assert 0 < flipped <= 5
+
+
+def test_the_gradient_reaches_the_router():
+    """Against finite differences along a random direction: at given experts the policy is smooth."""
+    model = make_experts(32).double()
+    model.set_experts_implementation("eager")  # torch has the other one in no double precision
+    ids, routes = torch.arange(10, 34).view(2, 12), random_routes(2, 12)
+    replay = RoutingReplay(model)
+    replay.start(routes)
+
+    def log_probability():
+        return model(input_ids=ids).logits.log_softmax(-1)[..., 20].sum()
+
+    log_probability().backward()
+    for layer in model.model.layers:
+        weight = layer.mlp.gate.weight
+        direction = torch.randn(weight.shape, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+        slope = (weight.grad * direction).sum().item()
+        ends = []
+        with torch.no_grad():
+            for step in (1e-4, -2e-4):
+                weight += step * direction
+                ends.append(log_probability().item())
+            weight += 1e-4 * direction
+        assert abs(slope) > 1e-3
+        assert slope == pytest.approx((ends[0] - ends[1]) / 2e-4, rel=1e-2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_computes_the_same_again(reentrant):
+    ids, routes = torch.arange(10, 34).view(2, 12), random_routes(2, 12)
+    gradients = []
+    for checkpointing in (False, True):
+        model = make_experts(32).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        replay = RoutingReplay(model)
+        for step in range(2):  # two micro-batches that accumulate
+            replay.start(routes.roll(step, 0))
+            model(input_ids=ids.roll(step, 0)).logits.log_softmax(-1)[..., 20].mean().backward()
+        replay.stop()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+def test_a_batch_may_be_read_in_parts():
+    model = make_experts(32)
+    ids, routes = torch.arange(10, 70).view(5, 12), random_routes(5, 12)
+    replay = RoutingReplay(model)
+    replay.start(routes)
+    with torch.no_grad():
+        for _ in range(2):  # and again
+            whole = model(input_ids=ids).logits
+            parts = torch.cat([model(input_ids=part).logits for part in ids.split(2)])
+            torch.testing.assert_close(parts, whole)
+    with pytest.raises(RuntimeError, match="reads 24 tokens after 0 of 60 whose routes are replayed"):
+        model(input_ids=ids[:2])
+    with torch.no_grad(), pytest.raises(RuntimeError, match="reads 72 tokens after"):
+        model(input_ids=torch.arange(10, 82).view(6, 12))
+    replay.stop()
+    model(input_ids=ids[:2])
+
+
+def test_the_auxiliary_loss_is_of_the_routers_own_scores():
+    """The first layer reads the same whatever it replays, so that its loss is the same."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        Qwen3MoeConfig(**SHAPE | {"num_hidden_layers": 1}, moe_intermediate_size=32, num_experts=8, head_dim=16)
+    )
+    ids = torch.arange(10, 34).view(2, 12)
+    plain = model(input_ids=ids, output_router_logits=True)
+    replay = RoutingReplay(model)
+    replay.start(random_routes(2, 12, layers=1, k=8))
+    assert torch.equal(model(input_ids=ids, output_router_logits=True).aux_loss, plain.aux_loss)
+    replay.start(random_routes(2, 12, layers=1, k=2).repeat(1, 1, 1, 4))
+    replayed = model(input_ids=ids, output_router_logits=True)
+    assert torch.equal(replayed.aux_loss, plain.aux_loss)
+    assert not torch.equal(replayed.logits, plain.logits)
+
+
+def test_a_trained_copy_of_a_router_is_replayed_too():
+    base = make_experts(32)
+    policy = get_peft_model(base, LoraConfig(target_modules=["q_proj"], modules_to_save=["gate"], r=2))
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "modules_to_save" in name or "lora_B" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    ids, routes = torch.arange(10, 34).view(2, 12), random_routes(2, 12)
+    replay = RoutingReplay(policy)
+    assert replay.layers == [0, 1]
+    replay.start(routes)
+    adapted = policy(input_ids=ids).logits
+    adapted.log_softmax(-1)[..., 20].mean().backward()
+    trained = [parameter for name, parameter in policy.named_parameters() if "modules_to_save" in name]
+    assert len(trained) == 2
+    assert all(parameter.grad.abs().max() > 0 for parameter in trained)
+    replay.stop()
+    merged = policy.merge_and_unload()
+    replay = RoutingReplay(merged)
+    replay.start(routes)
+    torch.testing.assert_close(merged(input_ids=ids).logits, adapted)
+
+
+# --- the engine's choice
+
+
+def generate(replica, recorder, length=16):
+    sampling = GenerationConfig(
+        max_new_tokens=length, do_sample=True, top_k=0, pad_token_id=0, eos_token_id=[1, *range(200, 208)]
+    )
+    with recorder.recording(len(PROMPTS)):
+        completion_ids, logps = replica.generate(PROMPTS, sampling, 1.0)
+    return completion_ids, logps, recorder.routes(PROMPTS, completion_ids)
+
+
+@pytest.mark.parametrize("chunk", [128, 3])
+def test_the_replica_says_what_it_chose(monkeypatch, chunk):
+    """Against one forward pass over each sequence, without padding. Float32 leaves no choice to rounding."""
+    monkeypatch.setattr(dc_trl.rollouts.replica, "_PREFILL_CHUNK", chunk)
+    torch.manual_seed(0)
+    replica = Replica(make_experts(), "bf16")
+    replica.model.float()
+    completion_ids, _, routes = generate(replica, RoutesRecorder(replica.model))
+    assert len(set(map(len, completion_ids))) > 5
+    for prompt, completion, recorded in zip(PROMPTS, completion_ids, routes, strict=True):
+        ids = torch.tensor([[*prompt, *completion][:-1]])
+        with torch.no_grad():
+            _, expected = choices(replica.model, lambda ids=ids: replica.model(input_ids=ids))
+        assert torch.equal(recorded, expected[0])
+
+
+def test_conversations_of_several_turns_by_hand():
+    """The second of three conversations called a tool, and the third one is empty."""
+
+    def numbered(first, count):
+        return torch.arange(first, first + count, dtype=torch.int16).view(-1, 1, 1)
+
+    first = Turn([[5, 6], [5, 6], [5, 6]], [numbered(100, 3), numbered(200, 4), numbered(300, 1)])
+    second = Turn([[5, 6, 7, 8, 9, 50, 51]], [numbered(400, 8)])
+    completion_ids = [[7, 1], [7, 8, 9, 50, 51, 60, 1], [1]]
+    routes = batch_routes([first, second], [[5, 6]] * 3, completion_ids, None)
+    assert routes[:, :, 0, 0].tolist() == [
+        [100, 101, 102, -1, -1, -1, -1, -1, -1],
+        [200, 201, 202, 203, 404, 405, 406, 407, -1],
+        [300, -1, -1, -1, -1, -1, -1, -1, -1],
+    ]
+
+
+def test_routes_are_padded_as_tokens_are():
+    routes = [torch.arange(4, dtype=torch.int16).view(4, 1, 1), torch.arange(2, dtype=torch.int16).view(2, 1, 1)]
+    turns = [Turn([[5, 6, 7], [5]], routes)]
+    padded = batch_routes(turns, [[5, 6, 7], [5]], [[8, 9], [8, 9]], 4)
+    assert padded[:, :, 0, 0].tolist() == [[-1, 0, 1, 2, 3, -1, -1, -1], [-1, -1, -1, 0, 1, -1, -1, -1]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("scheme", ["bf16", "fp8"])
+def test_replay_removes_flips_and_most_of_the_mismatch(scheme, seed):
+    torch.manual_seed(seed)
+    policy = make_experts(seed=seed)
+    replica = Replica(policy, scheme)
+    completion_ids, logps, routes = generate(replica, RoutesRecorder(replica.model), length=32)
+    replay = RoutingReplay(policy)
+    kl, flips = [], []
+    for replayed in (False, True):
+        rows, flipped = [], 0
+        for prompt, completion, route in zip(PROMPTS, completion_ids, routes, strict=True):
+            ids = torch.tensor([[*prompt, *completion][:-1]])
+            if replayed:
+                replay.start(route.unsqueeze(0))
+            with torch.no_grad():
+                output, used = choices(policy, lambda ids=ids: policy(input_ids=ids))
+            replay.stop()
+            flipped += (used[0].sort(-1).values != route.sort(-1).values).flatten(1).any(1).sum().item()
+            scored = output.logits[0, len(prompt) - 1 :].log_softmax(-1)
+            rows.append(scored.gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1))
+        train, infer = torch.cat(rows), torch.tensor([value for values in logps for value in values])
+        kl.append(mismatch_metrics(train[None], infer[None], torch.ones(1, len(train)))["k3_kl"])
+        flips.append(flipped / sum(map(len, routes)))
+    assert flips[0] > (0.005 if scheme == "bf16" else 0.05)
+    assert flips[1] == 0
+    assert kl[1] < kl[0] / 2
+
+
+# --- training
+
+
+def make_trainer(tmp_path, model=None, callbacks=None, **fields):
+    fields = {"deployment_scheme": "fp8", "routing_replay": True} | fields
+    return DCGRPOTrainer(
+        model or make_experts(),
+        distinct_characters,
+        make_config(tmp_path, **fields),
+        train_dataset=make_prompts(),
+        eval_dataset=make_prompts(4),
+        processing_class=make_tokenizer(),
+        callbacks=callbacks,
+    )
+
+
+@pytest.mark.parametrize("route", ["loss", "old log-probs"])
+def test_training_takes_the_engines_experts(tmp_path, route):
+    """Both ways to log π_train; no learning rate, so that both runs have the same rollouts."""
+    fields = {"learning_rate": 0.0, "max_steps": 4, "per_device_train_batch_size": 8, "eval_strategy": "steps"}
+    fields |= {"eval_steps": 4, "pad_to_multiple_of": 8, "gradient_checkpointing": True}
+    fields |= {"num_iterations": 2} if route == "old log-probs" else {}
+    runs = []
+    for replay in (False, True):
+        trainer = make_trainer(tmp_path, routing_replay=replay, **fields)
+        trainer.train()
+        runs.append(trainer)
+    plain, replayed = (sum(logged(trainer, "discrepancy/k3_kl")) for trainer in runs)
+    assert replayed < plain / 2
+    assert logged(runs[1], "eval_discrepancy/k3_kl")[0] < logged(runs[0], "eval_discrepancy/k3_kl")[0]
+    assert not logged(runs[0], "routing/flipped_fraction")
+    assert all(0.05 < value < 0.4 for value in logged(runs[1], "routing/flipped_fraction"))
+    # 8 completions of 8 tokens after prompts of 4 or 6 ("10+10="): all but the last token of each.
+    assert all(11 / 12 <= value <= 13 / 14 for value in logged(runs[1], "routing/replayed_fraction"))
+    assert logged(runs[1], "eval_routing/flipped_fraction")
+    assert runs[1]._routes is None
+
+
+def test_a_reference_model_is_compared_at_the_same_experts(tmp_path):
+    """Without a step, the policy is its reference, and KL is 0 to the last bit."""
+    trainer = make_trainer(tmp_path, beta=0.1, learning_rate=0.0, max_steps=2, model=save(make_experts(), tmp_path))
+    assert trainer.ref_model is not None
+    trainer.train()
+    assert logged(trainer, "kl") == [0.0, 0.0]
+
+
+def save(model, folder):
+    model.save_pretrained(folder / "model")
+    return str(folder / "model")
+
+
+def test_a_resumed_run_goes_on_with_the_same_experts(tmp_path):
+    """Within a generation batch, whose routes are in the checkpoint."""
+    fields = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "num_iterations": 4, "learning_rate": 1e-3}
+    whole = make_trainer(tmp_path, **fields)
+    whole.train()
+    resumed = make_trainer(tmp_path, **fields)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for name in ("loss", "grad_norm", "routing/flipped_fraction", "routing/replayed_fraction"):
+        assert logged(resumed, name)[-2:] == logged(whole, name)[-2:], name
+    assert logged(whole, "routing/replayed_fraction")[-1] > 0.9
+    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.long
+def test_two_processes(tmp_path):
+    """DDP, and FSDP2 with recomputed layers against the whole model."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    command += ["-m", "tests.routing_worker", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    whole, sharded = (torch.load(tmp_path / f"{name}.pt") for name in ("whole", "sharded"))
+    for name, value in whole.items():
+        torch.testing.assert_close(sharded[name], value, rtol=1e-4, atol=1e-6)
+    logs = [json.loads((tmp_path / f"logs-{rank}.json").read_text()) for rank in range(2)]
+    assert logs[0] == logs[1]
+    plain, replayed = logs[0]["False"], logs[0]["True"]
+    assert replayed["discrepancy/k3_kl"][0] < 0.75 * plain["discrepancy/k3_kl"][0]
+    # 8 sequences of 12 tokens, of each of which the last one has no route.
+    assert replayed["routing/replayed_fraction"] == pytest.approx([11 / 12] * 2)
+    assert all(0 < value < 0.4 for value in replayed["routing/flipped_fraction"])
+
+
+# --- what is refused
+
+
+def from_config(kind, **fields):
+    return AutoModelForCausalLM.from_config(kind(**SHAPE | fields))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (make_model, "routing_replay=True: Qwen3ForCausalLM has no router.*set routing_replay=False"),
+        (
+            lambda: from_config(GptOssConfig, num_local_experts=4, num_experts_per_tok=2, head_dim=16),
+            "weights that a GptOssTopKRouter gives.*set routing_replay=False",
+        ),
+        (lambda: from_config(GraniteMoeConfig, num_local_experts=4), "GraniteMoe.*set routing_replay=False"),
+    ],
+    ids=["dense", "gpt_oss", "granite"],
+)
+def test_a_model_without_such_a_router_is_refused(tmp_path, make, words):
+    with pytest.raises(ValueError, match=words):
+        make_trainer(tmp_path, make(), deployment_scheme="bf16")
+
+
+def test_a_rollout_function_is_refused(tmp_path):
+    config = make_config(tmp_path, use_vllm=True, vllm_mode="server", routing_replay=True)
+    with pytest.raises(ValueError, match=r"routing_replay=True needs the experts.*rollout_func"):
+        DCGRPOTrainer(make_experts(), distinct_characters, config, rollout_func=Rollouts())
+
+
+# --- a vLLM server
+
+
+def served(url, tmp_path, **fields):
+    fields = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "max_steps": 1} | fields
+    return make_trainer(tmp_path, deployment_scheme="bf16", vllm_server_timeout=10.0, vllm_max_retries=0, **fields)
+
+
+def test_a_server_that_returns_no_routes_is_refused_when_the_trainer_is_built(tmp_path):
+    with stub_server() as server:
+        with pytest.raises(
+            ServerError, match=r"routing_replay=True replays: start it with --enable-return-routed-exp"
+        ):
+            served(server.url, tmp_path)
+        served(server.url, tmp_path, routing_replay=False)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_routes_of_a_server_are_replayed(tmp_path, there):
+    routes = random_routes(4, 11).numpy().astype(np.uint8)
+    with stub_server() as server:
+        server.routes = True
+        trainer = served(server.url, tmp_path)
+        prompts = make_tokenizer()([make_prompts()[0]["prompt"]])["input_ids"] * 4
+        said = completions(prompts, [[40, 41, 42, 43, 44, 45, 46, 1]] * 4, routes if there else None)
+        server.says = {"/v1/completions": (200, json.dumps(said))}
+        if not there:
+            with pytest.raises(ServerError, match=r"did not return the experts that routing_replay=True replays"):
+                trainer.train()
+            return
+        seen = []
+        replay = trainer._replays[0]
+        start = replay.start
+        replay.start = lambda given: (seen.append(given.clone()), start(given))
+        trainer.train()
+    assert torch.equal(seen[0][:, :11].sort(0).values, torch.tensor(routes.astype(np.int16)).sort(0).values)
+    assert (seen[0][:, 11] == OWN_CHOICE).all()
+    assert logged(trainer, "routing/replayed_fraction") == pytest.approx([11 / 12])
+
+
+@requires_vllm
+def test_vllms_own_encoding_is_read():
+    from vllm.utils.serial_utils import numpy2base64
+
+    from dc_trl.serving.client import _array
+
+    routes = random_routes(2, 5).numpy().astype(np.uint16)
+    assert np.array_equal(_array(numpy2base64(routes)), routes)
+
+
+@requires_vllm
+def test_vllm_on_a_cpu_is_not_started_in_vain():
+    if "cpu" not in __import__("importlib.metadata").metadata.version("vllm"):
+        pytest.skip("vLLM runs on a GPU")
+    with pytest.raises(ValueError, match=r"--enable-return-routed-experts is for GPUs.*use_vllm=False"):
+        VLLMServer("model", options=["--enable-return-routed-experts"])

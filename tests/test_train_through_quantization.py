@@ -1,0 +1,157 @@
+"""`train_through_quantization` in the real trainer: what is left of δ̄, and that training is otherwise as it was."""
+
+import json
+import subprocess
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from dc_trl import DCGRPOTrainer
+from dc_trl.callbacks.deployment import DeploymentCheckpointCallback
+from dc_trl.data.arithmetic import arithmetic_dataset
+from dc_trl.quantization.checkpoint import CheckpointWriter
+from dc_trl.rollouts.engines import EngineSpec
+
+from .helpers import (
+    ROOT,
+    TINY_MODEL,
+    TWO_PROCESSES,
+    distinct_characters,
+    logged,
+    make_config,
+    make_experts,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+)
+
+
+def train(tmp_path, model=None, peft_config=None, callbacks=(), resume=None, **options):
+    options = {"deployment_scheme": "fp8", "train_through_quantization": True} | options
+    trainer = DCGRPOTrainer(
+        make_model(128) if model is None else model,
+        distinct_characters,
+        make_config(tmp_path, **options),
+        train_dataset=make_prompts(),
+        processing_class=make_tokenizer(),
+        peft_config=peft_config,
+        callbacks=list(callbacks),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def of_conversations(completions, **kwargs):
+    return distinct_characters([completion[0]["content"] for completion in completions])
+
+
+def weights(trainer):
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def assert_equal(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8", "fp8_block", "int8", "int4", "int3"])
+def test_nothing_is_left_of_the_replicas_mismatch(tmp_path, scheme):
+    """The target of every scheme, over some optimizer steps; without the field it is a hundred times as much."""
+    trainer = DCGRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32),
+        of_conversations,
+        make_config(
+            tmp_path,
+            deployment_scheme=scheme,
+            train_through_quantization=True,
+            bf16=scheme == "int8",  # autocast, which TRL's default asks for, has no part in it
+            per_device_train_batch_size=96,
+            max_completion_length=24,
+            learning_rate=1e-4,
+        ),
+        train_dataset=arithmetic_dataset(96, 0, "train"),
+        processing_class=make_tokenizer(),
+    )
+    trainer.train()
+    assert len(logged(trainer, "discrepancy/mean")) == 3
+    assert sum(logged(trainer, "discrepancy/mean")) / 3 <= 1e-5
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8"])
+def test_experts(tmp_path, scheme):
+    trainer = train(tmp_path, make_experts(64), deployment_scheme=scheme, per_device_train_batch_size=32)
+    assert max(logged(trainer, "discrepancy/mean")) <= 1e-5
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+
+
+def test_adapters(tmp_path):
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    trainer = train(tmp_path, peft_config=lora, per_device_train_batch_size=16, beta=0.1)
+    assert max(logged(trainer, "discrepancy/mean")) <= 1e-4  # of a random policy, whose probabilities are wide apart
+    assert max(logged(trainer, "kl")) > 0  # the policy without its adapter, through the same forward
+
+
+@pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"bf16": True}])
+def test_training_is_the_same(tmp_path, options):
+    assert_equal(weights(train(tmp_path / "with", **options)), weights(train(tmp_path / "without")))
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path):
+    options = {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}
+    whole = weights(train(tmp_path / "whole", per_device_train_batch_size=8, **options))
+    parts = train(tmp_path / "parts", per_device_train_batch_size=4, gradient_accumulation_steps=2, **options)
+    start = dict(make_model(128).named_parameters())
+    for name, weight in weights(parts).items():
+        step = whole[name] - start[name]
+        assert (weight - whole[name]).norm() <= 0.02 * step.norm(), name  # bfloat16
+
+
+def test_masters_are_saved_and_a_resumed_run_goes_on_exactly(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "gradient_checkpointing": True}
+    whole = train(tmp_path, **options)
+    saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+    assert_equal(saved, {name: weight for name, weight in weights(whole).items() if name in saved})
+    assert any((weight != weight.bfloat16()).any() for weight in saved.values())
+    resumed = train(tmp_path, resume=str(tmp_path / "checkpoint-2"), **options)
+    assert_equal(weights(resumed), weights(whole))
+
+
+def test_what_is_deployed_is_the_same_with_and_without(tmp_path):
+    trainer = train(tmp_path)
+    trainer.save_deployment(tmp_path / "with")
+    tensors = list(trainer.deployed_tensors())
+    CheckpointWriter(make_model(128), "fp8", make_tokenizer()).write(tensors, tmp_path / "without")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("with", "without"))
+    assert all(torch.equal(ours[name].view(torch.uint8), theirs[name].view(torch.uint8)) for name in theirs)
+
+
+def test_evaluation_computes_so_too(tmp_path):
+    trainer = train(tmp_path, per_device_eval_batch_size=16)
+    assert trainer.evaluate(make_prompts(16))["eval_discrepancy/mean"] <= 1e-4
+
+
+def test_two_processes(tmp_path):
+    command = [*TWO_PROCESSES, "-m", "tests.aligned_worker", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    gaps = json.loads((tmp_path / "gaps.json").read_text())
+    assert gaps.keys() == {f"{kind}, experts={experts}" for kind in ("FSDP2", "DDP") for experts in (False, True)}
+    assert max(gaps.values()) <= 1e-6, gaps
+
+
+def test_schemes_for_research_are_of_the_replica_alone(tmp_path):
+    assert EngineSpec.parse("replica:int3").kind == "replica"
+    with pytest.raises(ValueError, match="engine='int3' is unknown"):
+        EngineSpec.parse("int3")
+    for options in ({"use_vllm": True}, {"push_to_hub": True}):
+        with pytest.raises(ValueError, match=r"'int2' is for the in-process replica alone, .* use one of 'bf16'"):
+            make_config(tmp_path, deployment_scheme="int2", **options)
+    with pytest.raises(ValueError, match="'int3' is for the in-process replica alone"):
+        CheckpointWriter(make_model(128), "int3")
+    trainer = train(tmp_path, deployment_scheme="int2", max_steps=1)
+    with pytest.raises(ValueError, match="'int2' is for the in-process replica alone"):
+        DeploymentCheckpointCallback(trainer)
