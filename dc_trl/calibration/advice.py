@@ -27,7 +27,7 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
     parts = {
         "the number format and the arithmetic": (
             sum(shares.get(cause, 0.0) for cause in _ALIGNED),
-            "train_through_quantization: true. The training forward is then the deployed one, which removes this part.",
+            "train_through_quantization: true. The training forward is then the deployed one, without this part.",
         ),
         "routing": (
             shares.get("routing", 0.0),

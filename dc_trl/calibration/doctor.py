@@ -115,7 +115,7 @@ def diagnose(case: Case, train: Sequence[Tensor], found: EngineMismatch) -> Diag
     Raises:
         ValueError: the engine's scheme does not fit the model, or the policy has adapters other than LoRA.
     """
-    settings, seed = case.settings, case.settings.seed
+    settings = case.settings
     scheme = case.scheme()
     causes = case.causes(scheme)
     every = frozenset(causes)

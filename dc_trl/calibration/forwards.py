@@ -1,4 +1,4 @@
-"""The policy's forward against its deployed form's on the same contexts: over the vocabulary, by layer and by router."""
+"""The policy's forward against its deployed form's on the same contexts: by vocabulary, by layer and by router."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -76,19 +76,21 @@ def compare_forwards(
             theirs, their_experts = served.read(rows, settings.bf16, partial(compare, ours=read[0]))
         for number, (h, other) in enumerate(zip(ours, theirs, strict=True)):
             h, other = h.float(), other.float()
-            add(f"layer {number}", (other - h).norm(dim=-1) / h.norm(dim=-1))
+            add(f"layer {number}", (other - h).norm(dim=-1))
+            add(f"size {number}", h.norm(dim=-1))
         for number, chosen in our_experts.items():
             add(f"router {number}", (chosen != their_experts[number]).any(-1))
         sums["tokens"] += np.bincount(prompt_of, minlength=len(prompts))
 
-    def mean(name: str) -> Estimate:
-        return ratio_estimate(sums[name], sums["tokens"], settings.seed)
+    def mean(name: str, over: str = "tokens") -> Estimate:
+        return ratio_estimate(sums[name], sums[over], settings.seed)
 
-    layers = [
+    layers = []
+    for number in range(sum(name.startswith("layer") for name in sums)):
         # The hidden state behind decoder layer n is the n + 1st; the first is the embedding's.
-        LayerDifference(mean(f"layer {number}"), mean(name) if (name := f"router {number - 1}") in sums else None)
-        for number in range(sum(name.startswith("layer") for name in sums))
-    ]
+        router = f"router {number - 1}"
+        relative = mean(f"layer {number}", over=f"size {number}")
+        layers.append(LayerDifference(relative, mean(router) if router in sums else None))
     return {name: mean(name) for name in ("kl", "total_variation", "top1_flips")}, layers
 
 

@@ -89,8 +89,8 @@ def _require_same_architecture(model: Policy, sampler: Policy) -> None:
         name = min(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
         raise ValueError(
             f"sampler={sampler.name_or_path!r} is no older version of {model.name_or_path}: {name} has shape "
-            f"{_words(shapes[1].get(name))} there and {_words(shapes[0].get(name))} in the model. Give a checkpoint of "
-            "the same run."
+            f"{_words(shapes[1].get(name))} there and {_words(shapes[0].get(name))} in the model. Give a checkpoint "
+            "of the same run."
         )
 
 

@@ -75,7 +75,7 @@ class LayerDifference(NamedTuple):
     """How far the hidden states behind a layer are apart in the policy's forward and in its deployed form's.
 
     Attributes:
-        relative: mean over tokens of ‖h_deployed − h_policy‖ / ‖h_policy‖.
+        relative: Σ ‖h_deployed − h_policy‖ / Σ ‖h_policy‖ over tokens.
         flipped: share of tokens that go to another set of experts there; None for a layer without a router.
     """
 

@@ -4,9 +4,10 @@ With v(S) the discrepancy δ̄ that is left when the causes S are removed, the s
 
     φ_i = Σ_{S ∌ i} |S|! (n − |S| − 1)! / n! · (v(S) − v(S ∪ {i}))
 
-which is the mean, over all orders of removing the causes one after another, of what removing i takes away (L. S. Shapley,
-1953). δ is an absolute difference and does not add up, so that what a cause takes away depends on what is gone before;
-the mean over all orders prefers none. The shares and what no cause explains, v(N), add up to v(∅) = δ̄ by construction.
+which is the mean, over all orders of removing the causes one after another, of what removing i takes away (Shapley,
+"A Value for n-Person Games", 1953). δ is an absolute difference and does not add up, so that what a cause takes away
+depends on what is gone before; the mean over all orders prefers none. The shares and what no cause explains, v(N), add
+up to v(∅) = δ̄ by construction.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
