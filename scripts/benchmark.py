@@ -6,6 +6,7 @@ python scripts/benchmark.py overhead    step time and peak memory on identical, 
 python scripts/benchmark.py replica     wall time on the same prompts, one row for each scheme
 python scripts/benchmark.py grading     completions graded in this process, and in worker processes
 python scripts/benchmark.py routing     KL, |Δp| and flipped experts of random mixtures, without and with replay
+python scripts/benchmark.py aligned     what train_through_quantization leaves of the mismatch, costs, and earns
 """
 
 import argparse
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -29,16 +31,24 @@ from transformers import (
     Qwen3MoeForCausalLM,
     TrainerCallback,
 )
+from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
+from dc_trl.calibration.rollouts import sample_rollouts
+from dc_trl.calibration.scoring import train_logps
+from dc_trl.calibration.settings import CalibrationSettings
+from dc_trl.callbacks.benchmarks import greedy_accuracy
 from dc_trl.constraint.settings import ConstraintForm
 from dc_trl.constraint.statistics import mismatch_metrics
 from dc_trl.constraint.trust import CORRECTIONS
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.grading import Gold, Grader, grade
-from dc_trl.quantization.schemes import SCHEMES
-from dc_trl.records.tables import print_table
+from dc_trl.grading.rewards import arithmetic_reward
+from dc_trl.quantization.deployed_forward import DeployedForward
+from dc_trl.quantization.schemes import RESEARCH_BITS, SCHEMES
+from dc_trl.records.tables import percent, print_table
+from dc_trl.rollouts.engines import EngineSpec
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.routing import RoutesRecorder, RoutingReplay, Turn, batch_routes
 from dc_trl.settings.command_line import OptionParser
@@ -374,20 +384,145 @@ def grading(args: argparse.Namespace) -> None:
     print_table(head, [[*seconds, *ratios(alone, together)]], title)
 
 
+# What the policy computes with, next to the replica that samples: switches of `DeployedForward`.
+FORWARDS = {"policy, float32": None, "quantized, float32": {"compute": False}, "quantized, bfloat16": {}}
+
+
+def aligned(args: argparse.Namespace) -> None:
+    remaining_mismatch(args)
+    aligned_cost(args)
+    if args.steps > 0:
+        aligned_reward(args)
+
+
+def remaining_mismatch(args: argparse.Namespace) -> None:
+    """Mean |Δp| of the replica's own samples by scheme, forward and seed."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    template = {"add_generation_prompt": True, "return_dict": True}
+    rows = []
+    for scheme in (*SCHEMES, *RESEARCH_BITS):
+        gaps: dict[str, list[str]] = {name: [] for name in FORWARDS}
+        for seed in range(args.seeds):
+            problems = arithmetic_dataset(args.batch_size, seed, "train")["prompt"]
+            prompts = [tokenizer.apply_chat_template(problem, **template)["input_ids"] for problem in problems]
+            settings = CalibrationSettings(
+                samples=1, max_tokens=args.completion_length, bf16=False, seed=seed, progress=False
+            )
+            policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+            engine = EngineSpec.parse(f"replica:{scheme}")
+            rollouts = sample_rollouts(engine, policy, tokenizer, prompts, settings).rollouts
+            infer = torch.cat([torch.tensor(rollout.logps) for rollout in rollouts])
+            for name, switches in FORWARDS.items():
+                policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+                forward = nullcontext() if switches is None else DeployedForward(policy, scheme, **switches).active()
+                with forward:
+                    train = torch.cat(train_logps(policy, prompts, rollouts, settings))
+                gaps[name].append(f"{(train.exp() - infer.exp()).abs().mean():.1e}")
+        rows.append([scheme, *(", ".join(values) for values in gaps.values())])
+    title = f"Mean |Δp| of the replica's samples, {args.batch_size} completions a seed, {args.seeds} seeds"
+    print_table(["scheme", *FORWARDS], rows, title)
+
+
+def aligned_trainer(args: argparse.Namespace, output_dir: str, through: bool, **options: Any) -> DCGRPOTrainer:
+    """A trainer like the quickstart's."""
+    config = DCGRPOConfig(
+        output_dir,
+        **{
+            "deployment_scheme": args.scheme,
+            "train_through_quantization": through,
+            "constraint": "none",
+            "bf16": torch.cuda.is_available(),
+            "gradient_checkpointing": False,
+            "per_device_train_batch_size": args.batch_size,
+            "num_generations": 8,
+            "max_completion_length": args.completion_length,
+            "learning_rate": 1e-4,
+            "lr_scheduler_type": "constant",
+            "adam_beta2": 0.95,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "logging_steps": 1,
+        }
+        | options,
+    )
+    trainer = DCGRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
+        arithmetic_reward,
+        config,
+        train_dataset=arithmetic_dataset(4096, config.seed, "train"),
+        processing_class=AutoTokenizer.from_pretrained(args.model, padding_side="left"),
+        callbacks=[clock := StepClock()],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.clock = clock
+    return trainer
+
+
+def aligned_cost(args: argparse.Namespace) -> None:
+    """Step time and memory with and without, on identical completions that cost nothing to sample."""
+    rng = random.Random(0)
+
+    def replay(prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], list[list[float]]]:
+        ids = [[rng.randrange(10, 200) for _ in range(args.completion_length)] for _ in prompt_ids]
+        return ids, [[-1.0] * args.completion_length for _ in prompt_ids]
+
+    baseline = peak_memory()
+    with tempfile.TemporaryDirectory() as output_dir:
+        trainers = {
+            through: aligned_trainer(args, output_dir, through, max_steps=2, learning_rate=1e-6)
+            for through in (True, False)
+        }
+        for trainer in trainers.values():
+            trainer.replica.generate = replay
+        seconds, peaks = train_in_turns(trainers, args.repetitions)
+    growth = (peaks[True] - baseline) / (peaks[False] - baseline) if peaks[False] else float("nan")
+    row = [*ratios(seconds[True], seconds[False], 3), f"{peaks[True] / max(peaks[False], 1):.3f}", f"{growth:.3f}"]
+    title = f"train_through_quantization, {args.scheme}, as a multiple of without, {args.repetitions} repetitions"
+    print_table(["step time", "quartiles", "memory", "its growth"], [row], title)
+
+
+def aligned_reward(args: argparse.Namespace) -> None:
+    """Greedy accuracy of the deployed policy on held-out problems, before and after training with and without."""
+    held_out = arithmetic_dataset(512, 0, "held_out")
+    rows = []
+    for seed in range(args.seeds):
+        cells = [str(seed)]
+        for through in (False, True):
+            with tempfile.TemporaryDirectory() as output_dir:
+                trainer = aligned_trainer(args, output_dir, through, max_steps=args.steps, seed=seed)
+                if not through:
+                    cells.append(percent(greedy_accuracy(trainer, held_out, arithmetic_reward, 256)))
+                trainer.train()
+                cells.append(percent(greedy_accuracy(trainer, held_out, arithmetic_reward, 256)))
+                logs = trainer.state.log_history
+                gaps = [row["discrepancy/mean"] for row in logs if "discrepancy/mean" in row]
+                cells.append(f"{statistics.mean(gaps):.1e}")
+        rows.append(cells)
+    title = f"Deployed greedy accuracy in %, {args.scheme}, {args.steps} steps, 512 held-out problems"
+    print_table(["seed", "before", "without", "its δ̄", "with", "its δ̄"], rows, title)
+
+
+BENCHMARKS = {"overhead": overhead, "replica": replica, "grading": grading, "routing": routing, "aligned": aligned}
+
+
 def main() -> None:
     parser = OptionParser(__doc__)
-    parser.add_argument("what", choices=["overhead", "replica", "grading", "routing"])
+    parser.add_argument("what", choices=list(BENCHMARKS))
     parser.add_argument("--model", default="dc_trl/assets/tiny_qwen3")
     parser.add_argument("--repetitions", type=int, default=30)
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--completions", type=int, default=2000, help="answers that grading grades")
     parser.add_argument("--completion_length", type=int, default=48)
-    parser.add_argument("--seeds", type=int, default=3, help="models of routing")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--scheme", default="fp8", choices=(*SCHEMES, *RESEARCH_BITS), help="of aligned training")
+    parser.add_argument("--seeds", type=int, default=3, help="of aligned; models of routing")
+    parser.add_argument("--steps", type=int, default=60, help="of training that aligned compares; 0 compares none")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore")
-    {"overhead": overhead, "replica": replica, "grading": grading, "routing": routing}[args.what](args)
+    disable_progress_bar()
+    BENCHMARKS[args.what](args)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Sampling engines side by side, vLLM server and replica: do they agree, how fast are they, what do new weights cost?
 
+python scripts/engines.py layers        replica against vLLM by layer, vLLM's runs against one another (CPU)
 python scripts/engines.py agreement     |Δp| to the policy, KL and accuracy of servers and replicas, on the same tokens
 python scripts/engines.py throughput    tokens/s on the same prompts: vLLM server, replica, model.generate
 python scripts/engines.py sync          seconds and bytes to bring new weights to a server, for three sizes of model
@@ -8,6 +9,8 @@ python scripts/engines.py evaluation    tokens/s of an evaluation, grading and s
 
 import argparse
 import asyncio
+import multiprocessing
+import os
 import shutil
 import statistics
 import tempfile
@@ -21,7 +24,7 @@ from typing import Any
 import httpx
 import torch
 from datasets import Dataset
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -126,6 +129,116 @@ def agreement(args: argparse.Namespace) -> None:
     head = ["engine", "greedy accuracy", "mean |Δp|", "p99", "max", "KL (k3)", "mean |Δp| to vLLM"]
     title = f"Against the policy in float32, {args.problems} held-out problems, about {tokens:,} tokens each"
     print_table(head, rows, title)
+
+
+def layers(args: argparse.Namespace) -> None:
+    policy, tokenizer, _, prompts = load_problems(args)
+    columns: dict[str, dict[str, str]] = {}
+    for scheme in args.schemes:
+        with tempfile.TemporaryDirectory(prefix="dc_trl-engines-") as folder:
+            CheckpointWriter(policy, scheme, tokenizer).write(policy_tensors(policy), folder)
+            # An engine of its own process for each scheme: vLLM has one in a process.
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                engine = pool.apply(run_vllm, (folder, prompts, args.completion_length, args.max_model_len, args.seed))
+        columns[scheme] = gap_by_layer(Replica(policy, scheme).model, prompts, engine)
+    names = next(iter(columns.values()))
+    rows = [[name, *(column[name] for column in columns.values())] for name in names]
+    title = (
+        f"Replica against vLLM, {args.problems} held-out problems: relative differences by module, then of the tokens"
+    )
+    print_table(["", *columns], rows, title)
+
+
+def record_states(model: nn.Module, states: dict[str, list[Tensor]]) -> None:
+    """Hooks that add to ``states`` what each part of a model put out, shape (tokens, channels), by its name.
+
+    The names are the same in transformers and vLLM: embedding, attention and MLP of each layer, last norm.
+    """
+    for name, module in model.named_modules():
+        if name.endswith((".embed_tokens", ".self_attn", ".mlp", "model.norm")):
+
+            def record(module: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
+                first = output[0] if isinstance(output, tuple) else output
+                states.setdefault(name, []).append(first.detach().float().flatten(0, -2).clone())
+
+            module.register_forward_hook(record)
+
+
+def run_vllm(
+    checkpoint: str, prompts: list[list[int]], length: int, max_model_len: int, seed: int
+) -> tuple[list[list[int]], dict[str, list[Tensor]], dict[str, list[Tensor]]]:
+    """Samples with vLLM in this process, and scores what it sampled in several ways.
+
+    Returns:
+        Prompts with their completions. States by the name of a module, one tensor for each prompt; see
+        `record_states`. Log-probabilities of the completions' tokens, by how they were computed: "prefill" (each
+        sequence alone, in one go; of which the states are), "again", "batch" (all at once) and "decode" (as sampled).
+    """
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    from vllm import LLM, SamplingParams  # reads the environment
+
+    engine = LLM(
+        checkpoint,
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=max_model_len,
+        enable_prefix_caching=False,
+        enable_chunked_prefill=False,
+        logprobs_mode="processed_logprobs",
+    )
+
+    def run(sequences: list[list[int]], **options: Any) -> list[Any]:
+        requests: Any = [{"prompt_token_ids": ids} for ids in sequences]
+        return engine.generate(requests, SamplingParams(**options), use_tqdm=False)
+
+    def score(batches: list[list[list[int]]]) -> list[Tensor]:
+        outputs = [output for batch in batches for output in run(batch, max_tokens=1, prompt_logprobs=0)]
+        logps = []
+        for output, prompt, ids in zip(outputs, prompts, sequences, strict=True):
+            scored = [
+                position[token].logprob for position, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)
+            ]
+            logps.append(torch.tensor(scored[len(prompt) - 1 :]))
+        return logps
+
+    sampled = [output.outputs[0] for output in run(prompts, max_tokens=length, logprobs=0, seed=seed)]
+    sequences = [prompt + list(output.token_ids) for prompt, output in zip(prompts, sampled, strict=True)]
+    one_by_one = [[ids] for ids in sequences]
+    logps = {"again": score(one_by_one), "batch": score([sequences])}
+    logps["decode"] = [
+        torch.tensor(
+            [position[token].logprob for position, token in zip(output.logprobs, output.token_ids, strict=True)]
+        )
+        for output in sampled
+    ]
+    states: dict[str, list[Tensor]] = {}
+    engine.apply_model(lambda model: record_states(model, states))
+    logps["prefill"] = score(one_by_one)
+    return sequences, states, logps
+
+
+def gap_by_layer(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    engine: tuple[list[list[int]], dict[str, list[Tensor]], dict[str, list[Tensor]]],
+) -> dict[str, str]:
+    """Relative differences ‖replica − vLLM‖ / ‖vLLM‖ by module, and mismatch of the log-probabilities."""
+    sequences, theirs, logps = engine
+    mine: dict[str, list[Tensor]] = {}
+    record_states(model, mine)
+    completions = [ids[len(prompt) :] for ids, prompt in zip(sequences, prompts, strict=True)]
+    by_replica = logps_of(model, prompts, completions)
+    column = {}
+    for name, states in theirs.items():
+        expected = torch.cat(states)
+        column[name] = f"{((torch.cat(mine[name]) - expected).norm() / expected.norm()).item():.1e}"
+    metrics = compare(by_replica, logps["prefill"])
+    column["mean |Δp|"] = f"{metrics['probs_diff_mean']:.1e}"
+    column["KL (k3)"] = f"{metrics['k3_kl']:.1e}"
+    for name in ("again", "batch", "decode"):
+        gap = compare(logps["prefill"], logps[name])["probs_diff_mean"]
+        column[f"mean |Δp| of vLLM, {name}"] = f"{gap:.1e}"
+    return column
 
 
 def medians(actions: dict[str, Callable[[], Any]], repetitions: int) -> dict[str, float]:
@@ -262,7 +375,7 @@ async def bare_loop(url: str, bodies: list[dict[str, Any]]) -> int:
 
 def main() -> None:
     parser = OptionParser(__doc__)
-    parser.add_argument("what", choices=["agreement", "throughput", "sync", "evaluation"])
+    parser.add_argument("what", choices=["layers", "agreement", "throughput", "sync", "evaluation"])
     parser.add_argument("--model", default="dc_trl/assets/tiny_qwen3")
     parser.add_argument("--schemes", nargs="+", default=["bf16", "fp8"])
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES, help="models of sync")
@@ -276,7 +389,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore")
-    {"agreement": agreement, "throughput": throughput, "sync": sync, "evaluation": evaluation}[args.what](args)
+    actions = {
+        "layers": layers,
+        "agreement": agreement,
+        "throughput": throughput,
+        "sync": sync,
+        "evaluation": evaluation,
+    }
+    actions[args.what](args)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ class StubServer(ThreadingHTTPServer):
                     "model_config": {
                         "logprobs_mode": "processed_logprobs",
                         "max_model_len": 4096,
+                        "max_logprobs": -1,
                         "quantization": None,
                         "revision": None,
                     },

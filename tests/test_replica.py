@@ -17,11 +17,19 @@ from transformers import (
     GptOssConfig,
     Qwen3Config,
 )
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from dc_trl.quantization.fake_quantize import ActivationQuantizer, fake_quantize_weight, round_to_float8
+from dc_trl.quantization import attention
+from dc_trl.quantization.fake_quantize import (
+    ActivationQuantizer,
+    QuantizedLinear,
+    fake_quantize_weight,
+    round_to_float8,
+    scaled_product,
+)
+from dc_trl.quantization.rounding import _unrounded
 from dc_trl.quantization.schemes import SCHEMES, resolve_scheme
 from dc_trl.quantization.tensors import policy_tensors
-from dc_trl.rollouts import attention
 from dc_trl.rollouts.replica import Replica
 
 from .helpers import make_experts, make_model
@@ -70,18 +78,78 @@ def test_weights_by_hand(scheme):
     torch.testing.assert_close(fake_quantize_weight(weight, args), by_hand(weight, scheme), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("preset", ["FP8_DYNAMIC", "FP8_BLOCK", "W8A8"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_activations_are_bit_for_bit_those_of_the_library(preset, dtype):
+def awkward_activations(dtype):
     torch.manual_seed(0)
-    args = preset_name_to_scheme(preset, ["Linear"]).input_activations
     value = (torch.randn(5, 7, 256) * torch.randn(5, 7, 1).exp() * 10).to(dtype)
     value[0, 0] = 0
     value[1, 1] *= 1e-9
+    return value
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_activations_by_group_are_bit_for_bit_those_of_the_library(dtype):
+    value = awkward_activations(dtype)
+    args = preset_name_to_scheme("FP8_BLOCK", ["Linear"]).input_activations
     scale, zero_point = compute_dynamic_scales_and_zp(value.float(), args, None)
     expected = fake_quantize(value.float(), scale, zero_point, args).to(dtype)
     (quantized,) = ActivationQuantizer(args)(None, (value,))
     assert torch.equal(quantized, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("preset", "largest"), [("FP8_DYNAMIC", 448), ("W8A8", 127)])
+def test_activations_by_token_are_bit_for_bit_those_of_vllm(preset, largest, dtype):
+    value = awkward_activations(dtype)
+    numbers, scale = ActivationQuantizer(preset_name_to_scheme(preset, ["Linear"]).input_activations).quantize(value)
+    # As in vLLM's QuantFP8.forward_native and dynamic_scaled_int8_quant.
+    expected = value.float().abs().amax(-1, keepdim=True) / largest
+    if preset == "W8A8":
+        assert torch.equal(numbers, (value * expected.clamp(min=1e-37).reciprocal()).round())
+    else:
+        expected = expected.clamp(min=1 / (448 * 512))
+        exact = (value.float() * expected.reciprocal()).clamp(-448, 448)
+        assert torch.equal(numbers, exact.to(torch.float8_e4m3fn).float())
+    assert torch.equal(scale, expected.clamp(min=torch.finfo(torch.float32).tiny))
+
+
+def test_a_product_is_scaled_after_it_is_summed_up():
+    torch.manual_seed(0)
+    numbers, weight = torch.randint(-127, 128, (3, 5, 64)).float(), torch.randint(-127, 128, (8, 64)).float()
+    scale, weight_scale, bias = torch.rand(3, 5, 1), torch.rand(8), torch.randn(8)
+    expected = numbers.double() * scale @ (weight.double() * weight_scale[:, None]).t() + bias
+    torch.testing.assert_close(scaled_product(numbers, scale, weight, weight_scale, bias), expected.float())
+
+
+def test_queries_and_keys_are_rounded_once():
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 4, 9, 64).bfloat16(), torch.randn(2, 2, 9, 64).bfloat16()
+    angles = torch.outer(torch.arange(9.0), 10000.0 ** (-torch.arange(0, 64, 2) / 64))
+    plain = [value.bfloat16().double() for value in (angles.cos(), angles.sin())]
+    cos, sin = _unrounded(
+        lambda: True, None, None, tuple(torch.cat([value.bfloat16()] * 2, -1)[None] for value in plain)
+    )
+    for mine, value in zip(apply_rotary_pos_emb(query, key, cos, sin), (query, key), strict=True):
+        first, second = value.double().chunk(2, -1)
+        expected = torch.cat([first * plain[0] - second * plain[1], second * plain[0] + first * plain[1]], -1)
+        assert type(mine) is torch.Tensor
+        assert torch.equal(mine, expected.bfloat16())
+
+
+def test_norms_read_the_sum_before_it_is_rounded():
+    replica = Replica(make_model(128), "bf16")
+    seen, layer = {}, replica.model.model.layers[1]
+    layer.register_forward_pre_hook(lambda module, inputs: seen.update(before=inputs[0]))
+    layer.self_attn.register_forward_hook(lambda module, inputs, output: seen.update(added=output[0]))
+    layer.post_attention_layernorm.register_forward_hook(lambda module, inputs, output: seen.update(norm=output))
+    for prompt in PROMPTS:
+        with torch.no_grad():
+            replica.model(torch.tensor([prompt]))
+        total = seen["before"].double() + seen["added"].double()
+        expected = (total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt()).bfloat16()
+        assert (seen["norm"] != expected * layer.post_attention_layernorm.weight).float().mean() < 0.01
+        rounded = total.bfloat16().double()
+        rounded = (rounded / (rounded.square().mean(-1, keepdim=True) + 1e-6).sqrt()).bfloat16()
+        assert (seen["norm"] != rounded * layer.post_attention_layernorm.weight).float().mean() > 0.02
 
 
 def test_rounding_to_float8_is_bit_for_bit_the_cast():
@@ -99,14 +167,21 @@ def test_rounding_to_float8_is_bit_for_bit_the_cast():
 def test_what_is_quantized_and_what_is_not(scheme):
     policy = make_model(128)
     replica = Replica(policy, scheme)
+    layers = {name: layer for name, layer in replica.model.named_modules() if isinstance(layer, QuantizedLinear)}
     for name, weight in policy.named_parameters():
         mine = replica.model.get_parameter(name)
+        layer = layers.get(name.removesuffix(".weight"))
+        if layer is not None:
+            assert torch.equal(mine, mine.bfloat16()), "numbers of the format, which bfloat16 holds"
+            torch.testing.assert_close(mine * layer.weight_scale[:, None], by_hand(weight.detach(), scheme))
+            continue
         assert mine.dtype == torch.bfloat16
         untouched = scheme == "bf16" or weight.ndim == 1 or "embed" in name
         assert torch.equal(mine, weight.bfloat16()) == untouched, name
     assert replica.model.lm_head.weight is replica.model.model.embed_tokens.weight
-    quantized = [m for m in replica.model.modules() if m._forward_pre_hooks]
-    assert len(quantized) == (14 if scheme in ("fp8", "fp8_block", "int8") else 0)
+    assert len(layers) == (14 if scheme in ("fp8", "int8") else 0)
+    hooked = [m for m in replica.model.modules() if isinstance(m, torch.nn.Linear) and m._forward_pre_hooks]
+    assert len(hooked) == (14 if scheme == "fp8_block" else 0)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -261,7 +336,7 @@ def test_experts_by_hand(scheme):
     quantized = 0
     for name, weight in policy.named_parameters():
         mine = replica.model.get_parameter(name)
-        quantized += weight.numel() * (not torch.equal(mine, weight.bfloat16()))
+        quantized += weight.numel() * (mine.dtype == torch.float32 or not torch.equal(mine, weight.bfloat16()))
         if "experts" in name:
             for expert, of in zip(mine, weight.detach(), strict=True):
                 # Gates and ups lie one under the other; they are two matrices, of 256 rows each.

@@ -407,6 +407,18 @@ def test_training_takes_the_engines_experts(tmp_path, route):
     assert runs[1]._routes is None
 
 
+def test_it_works_together_with_the_deployed_forward(tmp_path):
+    """Which is the replica's own, so that nothing is left to replay, and replay changes nothing."""
+    fields = {"learning_rate": 0.0, "max_steps": 2, "train_through_quantization": True, "gradient_checkpointing": True}
+    runs = []
+    for replay in (False, True):  # one after the other: a trainer seeds what samples when it is built
+        runs.append(make_trainer(tmp_path, routing_replay=replay, **fields))
+        runs[-1].train()
+    assert max(logged(runs[1], "discrepancy/k3_kl")) < 1e-6
+    assert logged(runs[1], "routing/flipped_fraction") == [0.0, 0.0]
+    assert logged(runs[1], "grad_norm") == pytest.approx(logged(runs[0], "grad_norm"), rel=1e-3)
+
+
 def test_a_reference_model_is_compared_at_the_same_experts(tmp_path):
     """Without a step, the policy is its reference, and KL is 0 to the last bit."""
     trainer = make_trainer(tmp_path, beta=0.1, learning_rate=0.0, max_steps=2, model=save(make_experts(), tmp_path))

@@ -17,6 +17,9 @@ STEPS = {
     # The checkpoint falls between two optimizer steps of one generation batch, as with the paper's mini-batches.
     "misaligned": {"steps_per_generation": 4, "gradient_accumulation_steps": 1},
     "reused": {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "num_iterations": 2},
+    # The checkpoint that is gone on from, of step 3, holds the weights that sample.
+    "lagging": {"weight_sync_steps": 5},
+    "lagging, misaligned": {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "weight_sync_steps": 6},
 }
 COMPARED = ("loss", "grad_norm", "reward", "discrepancy/mean", "lagrangian/lambda", "learning_rate")
 
@@ -59,6 +62,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path, steps):
     # Neither the checkpoint that the kill cut short nor an empty folder is the newest one to go on from.
     assert (tmp_path / "resumed" / "checkpoint-6" / "model.safetensors").is_file()
     (tmp_path / "resumed" / "checkpoint-99").mkdir()
+    assert (tmp_path / "resumed" / "checkpoint-3" / "sampler").exists() == ("weight_sync_steps" in options)
     logs = finished(resumed | {"resume_from_checkpoint": "true"})
 
     assert compared(logs["rows"]) == compared(whole["rows"])

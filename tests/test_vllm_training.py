@@ -115,6 +115,50 @@ def test_a_second_training_does_not_sample_with_the_weights_of_the_first(fp8_ser
     assert means[1] < 2 * means[0]
 
 
+def test_weights_that_lag_come_back_after_an_evaluation_and_after_a_kill(fp8_server, tmp_path):
+    options = {"weight_sync_steps": 8, "learning_rate": 3e-3, "constraint": "none"}
+    trainer = make_trainer(fp8_server.url, tmp_path, max_steps=3, save_strategy="steps", save_steps=2, **options)
+    first = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    versions = []
+
+    def served_by(model):
+        """Whether the server holds the weights of the first step, or those of a model that has moved on."""
+        choices = complete(fp8_server.url, PROMPTS, max_tokens=16)
+        lagging, present = (mean_gap(choices, each, "fp8") for each in (first, model))
+        assert max(lagging, present) > 3 * min(lagging, present)
+        versions.append(trainer.vllm_generation.vllm_client.weight_version())
+        return "first" if lagging < present else "present"
+
+    seen = []
+
+    class Evaluation(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append(served_by(trainer.model))
+            trainer.deployed_completion_ids(PROMPTS)
+            seen.append(served_by(trainer.model))
+
+    trainer.add_callback(Evaluation())
+    trainer.train()
+    assert seen == ["first", "present"] * 3
+    assert versions[0] == versions[2] == versions[4]
+    assert len(set(versions)) == 4
+    assert logged(trainer, "sync/age") == [0, 1, 2]
+    folder = trainer.vllm_generation.checkpoint.parent
+    assert sorted(path.name for path in folder.iterdir()) == sorted([versions[0], versions[5]])  # no room for more
+
+    checkpoint = tmp_path / "checkpoint-2"
+    held = folder / versions[0]
+    assert {file.name: file.read_bytes() for file in (checkpoint / "sampler").iterdir()} == {
+        file.name: file.read_bytes() for file in held.iterdir()
+    }
+    resumed = make_trainer(fp8_server.url, tmp_path, max_steps=4, **options)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert logged(resumed, "sync/age") == [0, 1, 2, 3]
+    assert resumed.weight_syncs == (1, 3)
+    trainer = resumed
+    assert served_by(resumed.model) == "first"
+
+
 @pytest.mark.long
 def test_what_samples_is_what_ships(fp8_server, tmp_path):
     """The exported checkpoint in a fresh plain server says what the training server said, token for token."""

@@ -22,8 +22,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from .fake_quantize import ActivationQuantizer, fake_quantize_weight, straight_through
+from . import attention
+from .fake_quantize import (
+    ActivationQuantizer,
+    fake_quantize_weight,
+    quantized_product,
+    straight_through,
+    weight_numbers,
+)
 from .policy import base_model, empty_copy
+from .rounding import round_as_vllm
 from .schemes import fused_experts, quantized_linears, quantized_weights, resolve_scheme
 from .tensors import require_merged_form
 
@@ -73,7 +81,8 @@ class DeployedForward:
         self._weight_args = quantization.weights if weights else None
         args = quantization.input_activations if activations else None
         self._quantizer = None if args is None else ActivationQuantizer(args)
-        self._cache: dict[tuple[int, ...], tuple[list[tuple[int, int]], Tensor]] = {}
+        self._cache: dict[tuple[int, ...], tuple[list[tuple[int, int]], Tensor, Tensor | None]] = {}
+        self._read: tuple[Tensor, Tensor, Tensor] | None = None  # activations, their numbers, their scales
 
         quantized = set() if quantization.weights is None else set(quantized_weights(architecture))
         reading_quantized = {*quantized_linears(architecture), *fused_experts(architecture)}
@@ -85,18 +94,24 @@ class DeployedForward:
             for name, module, merged in _layers(base, "")
         ]
         _warn_of_dropout(layers)
+        by_token = args is not None and args.group_size is None
         head = base.get_output_embeddings()
         in_head = set() if head is None else set(head.modules())
         self._head = [layer for layer in layers if layer.module in in_head]
         for layer in layers:
             if layer.module not in in_head:
-                self._hook(layer, quantizes=self._quantizer is not None and layer.name in reading_quantized)
+                quantizes = self._quantizer is not None and layer.name in reading_quantized
+                layer.multiplies_numbers = (
+                    quantizes and by_token and weights and compute and isinstance(layer.module, nn.Linear)
+                )
+                self._hook(layer, quantizes)
             for adapter in layer.adapters:
                 self._merge(adapter)
         self._hook_policy(base)
         self._recompute_as_computed(base)
+        self._residuals = round_as_vllm(base, lambda: self.enabled) if compute else []
         if compute and base.device.type == "cpu":
-            base.set_attn_implementation("eager")
+            base.set_attn_implementation(attention.NAME)
         if self._quantizer is not None and fused_experts(architecture):
             base.set_experts_implementation("grouped_mm")  # which calls `_apply_gate`; "eager" does not
 
@@ -115,10 +130,12 @@ class DeployedForward:
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """`context_fn` of `torch.utils.checkpoint.checkpoint`: a layer is recomputed as it was computed."""
-        return nullcontext(), self._recomputation(self.enabled)
+        return nullcontext(), self._recomputation(self.enabled, [residual.state for residual in self._residuals])
 
     @contextmanager
-    def _recomputation(self, on: bool) -> Iterator[None]:
+    def _recomputation(self, on: bool, residuals: list[tuple[Tensor | None, Tensor | None]]) -> Iterator[None]:
+        for residual, state in zip(self._residuals, residuals, strict=True):
+            residual.state = state
         with self.active(on):
             try:
                 yield
@@ -135,19 +152,48 @@ class DeployedForward:
             if not forward.enabled:
                 return None
             forward._place(layer)
-            return forward._quantizer(module, inputs) if quantizes and forward._quantizer is not None else None
+            if not quantizes or layer.multiplies_numbers or forward._quantizer is None:
+                return None
+            return forward._quantizer(module, inputs)
 
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
             layer.take_back()
 
         layer.module.register_forward_pre_hook(before)
         layer.module.register_forward_hook(after, always_call=True)
+        if layer.multiplies_numbers:
+            self._multiply_numbers(layer)
         if quantizes and not isinstance(layer.module, nn.Linear):
             experts: Any = layer.module
             gate = experts._apply_gate
             assert self._quantizer is not None
             quantize = self._quantizer.fake_quantize
             experts._apply_gate = lambda both: quantize(gate(both)) if forward.enabled else gate(both)
+
+    def _multiply_numbers(self, layer: "_Layer") -> None:
+        """Has a layer multiply the numbers of both formats and scale the sums, as engines do."""
+        forward = self
+        linear: Any = layer.module
+        own = linear.forward
+
+        @functools.wraps(own)
+        def product(activations: Tensor) -> Tensor:
+            if not forward.enabled:
+                return own(activations)
+            numbers, scale = forward._numbers(activations)
+            assert layer.weight_scale is not None
+            return quantized_product(activations, numbers, scale, linear.weight, layer.weight_scale, linear.bias)
+
+        linear.forward = product
+
+    @torch.no_grad()
+    def _numbers(self, activations: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers in bfloat16 and scales of activations, once for layers that read the same tensor."""
+        assert self._quantizer is not None
+        if self._read is None or self._read[0] is not activations:
+            numbers, scale = self._quantizer.quantize(activations)
+            self._read = activations, numbers.to(torch.bfloat16), scale
+        return self._read[1:]
 
     def _hook_policy(self, base: PreTrainedModel) -> None:
         """The output head for a whole forward pass, because TRL's fused one reads its weight from outside."""
@@ -214,6 +260,10 @@ class DeployedForward:
             enabled()
 
     def _reset(self) -> None:
+        """Frees what is kept for the next layer."""
+        self._read = None
+        for residual in self._residuals:
+            residual.begin()
         if self._quantizer is not None:
             self._quantizer.reset()
 
@@ -228,7 +278,7 @@ class DeployedForward:
         needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         state = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
         found = self._cache.get(identity := tuple(map(id, tensors)))
-        value = None if found is None or found[0] != state else found[1]
+        value, scale = (None, None) if found is None or found[0] != state else found[1:]
         deltas: list[Tensor] = []
         if needed or value is None:
             with torch.autocast(master.device.type, enabled=False):  # as merging computes them
@@ -239,10 +289,17 @@ class DeployedForward:
                 merged = master.detach()
                 for delta in deltas:
                     merged = merged + delta
-                value = self._value(merged, self._weight_args if key in layer.quantized else None)
+                if layer.multiplies_numbers and key in layer.quantized:
+                    assert self._weight_args is not None
+                    numbers, scale = weight_numbers(merged, self._weight_args)
+                    value = numbers.to(torch.bfloat16)  # exactly
+                else:
+                    value = self._value(merged, self._weight_args if key in layer.quantized else None)
             # FSDP2 gathers into the same memory without moving the versions.
             if not isinstance(self._policy, FSDPModule):
-                self._cache[identity] = state, value
+                self._cache[identity] = state, value, scale
+        if scale is not None:
+            layer.weight_scale = scale
         return straight_through(value, master, *deltas) if needed else value
 
     def _value(self, weight: Tensor, args: QuantizationArgs | None) -> Tensor:
@@ -260,6 +317,8 @@ class _Layer:
         self.module = module
         self.adapters = adapters
         self.quantized = quantized
+        self.multiplies_numbers = False  # the weight that is placed holds numbers of the format, to go with:
+        self.weight_scale: Tensor | None = None
         self._masters: dict[str, nn.Parameter] = {}
 
     @property

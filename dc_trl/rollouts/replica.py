@@ -19,11 +19,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ..quantization.fake_quantize import fake_quantize_weight, quantize_activations
+from ..quantization import attention
+from ..quantization.fake_quantize import QuantizedLinear, fake_quantize_weight, quantize_activations
 from ..quantization.policy import base_model, empty_copy
+from ..quantization.rounding import round_as_vllm
 from ..quantization.schemes import quantized_weights, resolve_scheme
 from ..quantization.tensors import policy_tensors
-from . import attention
 from .end_tokens import declared_end_tokens
 from .neutral_sampling import TRUNCATIONS, truncates
 from .truncation import KeptLogProb
@@ -77,8 +78,8 @@ class _SampledLogProbs(LogitsProcessor):
 class Replica:
     """Copy of the policy in a deployment scheme, in this process, that samples completions.
 
-    Weights and, where the scheme quantizes them, activations make a round trip through the quantized format
-    (compressed-tensors fake quantization); everything else runs in bfloat16, as vLLM runs it. Sampling is
+    Weights and, where the scheme quantizes them, activations are numbers of the quantized format, and everything else
+    is bfloat16. Both are rounded where vLLM rounds them, which docs/engines_gap.md shows layer by layer. Sampling is
     transformers' `generate`, in batches with a KV cache.
 
     Args:
@@ -104,14 +105,16 @@ class Replica:
             self.model.set_attn_implementation(attention.NAME)
         # The caller of `generate` says how to sample; the policy says what ends a completion.
         self.model.generation_config = GenerationConfig(eos_token_id=declared_end_tokens(base) or None)
-        self._tensors = dict(self.model.named_parameters(remove_duplicate=False))
-        self._tensors |= dict(self.model.named_buffers(remove_duplicate=False))
         self._weight_args = quantization.weights
         self._quantized = set() if self._weight_args is None else set(quantized_weights(self.model))
         args = quantization.input_activations
         self._activations = None if args is None else quantize_activations(self.model, args)
         self._kept: dict[str, Tensor] | None = None
+        self._layers = {f"{n}.weight": m for n, m in self.model.named_modules() if isinstance(m, QuantizedLinear)}
+        self._tensors = dict(self.model.named_parameters(remove_duplicate=False))
+        self._tensors |= dict(self.model.named_buffers(remove_duplicate=False))
         self.sync(policy)
+        round_as_vllm(self.model)
 
     @torch.no_grad()
     def sync(self, policy: PreTrainedModel | PeftModel, keep: bool = False) -> None:
@@ -124,6 +127,9 @@ class Replica:
         elif self._kept is None:
             self._kept = {name: tensor.clone() for name, tensor in self._own_tensors().items()}
         for name, tensor in policy_tensors(policy):
+            if name in self._layers:
+                self._layers[name].quantize_weight(tensor, self._weight_args)
+                continue
             quantized = name in self._quantized
             self._tensors[name].copy_(fake_quantize_weight(tensor, self._weight_args) if quantized else tensor)
 

@@ -41,7 +41,8 @@ def check_server(
         ServerError: names what is wrong and the option of `vllm serve` to change.
     """
     _check_sampling(info["model_config"], max_length, logprobs)
-    if routing_replay and not info["aux_output_config"]["enable_return_routed_experts"]:
+    # Other versions of vLLM have no such entry.
+    if routing_replay and not info.get("aux_output_config", {}).get("enable_return_routed_experts"):
         raise ServerError(
             f"the server does not return the experts that routing_replay=True replays: start it with {ROUTES_OPTION}, "
             "which vLLM has on GPUs only."

@@ -3,6 +3,9 @@
 A decoding step has one query per sequence. PyTorch's fused attention takes four times as long for it in bfloat16 on a
 CPU, and transformers' eager attention spends most of its time on repeating each key and value for every query head of
 its group.
+
+Scores, weights and sums are float32, as in vLLM's CPU kernel; only the output is rounded. Eager attention rounds
+scores and weights too. FlashAttention, on a GPU, rounds the weights.
 """
 
 from typing import Any
@@ -15,6 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 NAME = "dc_trl_grouped"
 # Scores that are held at a time: those of a long prompt do not fit into memory, those of a batch not into the cache.
 _BLOCK = 2**19
+# Keys and values that are held in float32 at a time.
+_CONVERTED = 2**22
 
 
 def grouped_attention(
@@ -28,7 +33,7 @@ def grouped_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with the arithmetic of transformers' eager attention, block by block; see `AttentionInterface`.
+    """Attention in float32, block by block; see `AttentionInterface`.
 
     Args:
         query: shape (batch, heads, queries, width).
@@ -42,16 +47,17 @@ def grouped_attention(
         Shape (batch, queries, heads, width), and no attention weights.
     """
     batch, heads, queries, width = query.shape
-    keys = key.shape[2]
-    sequences_at_a_time = max(1, _BLOCK // (heads * queries * keys))
+    groups, keys = key.shape[1:3]
+    sequences_at_a_time = max(1, min(_BLOCK // (heads * queries), _CONVERTED // (2 * groups * width)) // keys)
     queries_at_a_time = max(1, _BLOCK // (heads * keys))
     output = query.new_empty(batch, queries, heads, width)
     for first in range(0, batch, sequences_at_a_time):
         b = slice(first, first + sequences_at_a_time)
+        k, v = key[b].float(), value[b].float()
         for start in range(0, queries, queries_at_a_time):
             q = slice(start, start + queries_at_a_time)
             mask = None if attention_mask is None else attention_mask[b, :, q]
-            output[b, q] = _attend(query[b, :, q], key[b], value[b], mask, scaling, softcap, s_aux).transpose(1, 2)
+            output[b, q] = _attend(query[b, :, q].float(), k, v, mask, scaling, softcap, s_aux).transpose(1, 2)
     return output, None
 
 
@@ -64,7 +70,7 @@ def _attend(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """Attention of a block of queries, shape (batch, heads, queries, width)."""
+    """Attention of a block of queries, shape (batch, heads, queries, width); all in float32."""
     batch, heads, queries, width = query.shape
     groups = key.shape[1]
     scores = query.reshape(batch, groups, -1, width) @ key.transpose(2, 3) * scaling
@@ -75,7 +81,7 @@ def _attend(
         scores = scores + mask
     if s_aux is not None:
         scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(batch, -1, queries, 1)], dim=-1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    weights = scores.softmax(-1)
     if s_aux is not None:
         weights = weights[..., :-1]
     return (weights.reshape(batch, groups, -1, weights.shape[-1]) @ value).view(query.shape)
