@@ -56,14 +56,12 @@ def split_figure(calibration: Calibration) -> Figure:
     """δ̄ of each engine, piled up from the shares of its causes and what none explains; negative shares go left."""
     diagnosed = [engine for engine in calibration.engines if engine.diagnosis is not None]
     figure, (axes,) = new_figure(height=1.3 + 0.45 * len(diagnosed))
-    causes: list[str] = []
-    for row, engine in enumerate(diagnosed):
-        assert engine.diagnosis is not None
-        split = engine.diagnosis.split
+    splits = [engine.diagnosis.split for engine in diagnosed if engine.diagnosis is not None]
+    longest_first = sorted(splits, key=lambda split: -len(split.shares))
+    causes = [*dict.fromkeys(cause for split in longest_first for cause in split.shares), UNEXPLAINED]
+    for row, split in enumerate(splits):
         ends = {True: 0.0, False: 0.0}  # of what is piled up to the right, and to the left
         for cause, share in (*split.shares.items(), (UNEXPLAINED, split.unexplained)):
-            if cause not in causes:
-                causes.append(cause)
             end = ends[share.value >= 0]
             colour, _, _ = series_style(causes.index(cause))
             axes.barh(row, share.value, left=end, height=0.6, color=colour)
@@ -72,7 +70,7 @@ def split_figure(calibration: Calibration) -> Figure:
     axes.set_yticks(range(len(diagnosed)), [label(engine.engine) for engine in diagnosed])
     axes.set_ylim(len(diagnosed) - 0.5, -0.5)
     axes.set_xlabel("share of δ̄")
-    axes.legend(handles=handles, frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
+    axes.legend(handles=handles, frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
     return figure
 
 

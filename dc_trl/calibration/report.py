@@ -94,15 +94,15 @@ def split_table(diagnosis: Diagnosis) -> TableRows:
     """Shares of δ̄ with their 95 % intervals, and δ̄ where nothing but the cause is removed."""
     split = diagnosis.split
 
-    def row(cause: str, share: Estimate, alone: str, removal: str) -> list[str]:
+    def row(cause: str, share: Estimate, alone: str) -> list[str]:
         interval = f"[{share.low:.2e}, {share.high:.2e}]"
         part = f"{share.value / split.whole.value:.0%}" if split.whole.value else "–"
-        return [cause, f"{share.value:.2e}", interval, part, alone, removal]
+        return [cause, f"{share.value:.2e}", interval, part, alone]
 
-    rows = [row(name, share, f"{split.left[name].value:.2e}", REMOVALS[name]) for name, share in split.shares.items()]
-    rows.append(row(UNEXPLAINED, split.unexplained, "–", "nothing here"))
-    rows.append(row("δ̄", split.whole, "–", "–"))
-    return ["cause", "share", "95 %", "of δ̄", "δ̄ without it alone", "removed by"], rows
+    rows = [row(name, share, f"{split.left[name].value:.2e}") for name, share in split.shares.items()]
+    rows.append(row(UNEXPLAINED, split.unexplained, "–"))
+    rows.append(row("δ̄", split.whole, "–"))
+    return ["cause", "share", "95 %", "of δ̄", "δ̄ without it alone"], rows
 
 
 def rule(calibration: Calibration) -> str:
@@ -221,6 +221,9 @@ def _add_diagnoses(page: Page, calibration: Calibration) -> None:
         "add up: what a cause takes away depends on what is gone before. So a share is the mean over all orders "
         "(Shapley). Shares and the unexplained rest add up to δ̄."
     )
+    diagnosed = [engine.diagnosis for engine in calibration.engines if engine.diagnosis is not None]
+    found = {cause for diagnosis in diagnosed for cause in diagnosis.split.shares}
+    page.table(["cause", "removed by"], [[cause, how] for cause, how in REMOVALS.items() if cause in found])
     for engine in calibration.engines:
         diagnosis = engine.diagnosis
         if diagnosis is None:
