@@ -563,6 +563,8 @@ def test_script_measures_a_running_fp8_server(script, tmp_path, fp8_server, caps
     assert 0.0005 < server.estimates["discrepancy"].value < 0.01
     assert server.estimates["discrepancy"].value > replica.estimates["discrepancy"].value
     assert server.metrics["probs_pearson"] > 0.99
+    assert server.diagnosis.scheme == "fp8"
+    assert server.diagnosis.split.unexplained.value < 0.25 * server.estimates["discrepancy"].value
     assert server.tolerance.low <= server.tolerance.value <= server.tolerance.high
     assert server.tolerance.config_line in capsys.readouterr().out
 

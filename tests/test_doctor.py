@@ -230,6 +230,8 @@ def test_of_several_schemes_the_nearest_is_taken(tokenizer):
         assert Case(unsure, policy, policy, prompts, settings).scheme() == scheme
     # Widths of 32 are in no blocks of 128.
     assert Case(unsure, make_model(32), make_model(32), prompts, settings).scheme() == "fp8"
+    with pytest.raises(ValueError, match="engine='http://host:1' is in no scheme"):
+        Case(unsure._replace(schemes=[]), policy, policy, prompts, settings).scheme()
 
 
 # --- what cannot be, and what is said --------------------------------------------------------------------------------

@@ -76,6 +76,8 @@ class Case(NamedTuple):
         if len(self.sample.schemes) == 1:
             return self.sample.schemes[0]
         fitting = list(self._fitting())
+        if not fitting:
+            raise ValueError(f"engine={self.sample.engine!r} is in no scheme that is known here.")
         return fitting[0] if len(fitting) == 1 else min(fitting, key=self._distance)
 
     def _fitting(self) -> Iterator[str]:

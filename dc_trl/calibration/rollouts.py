@@ -85,12 +85,13 @@ def sample_rollouts(
         return tqdm(total=len(prompts), unit="prompt", desc=f"{engine.name}: sampling", disable=not settings.progress)
 
     if engine.kind == "url":
-        client, precision, limit = _connect(engine.name, policy, longest)
+        client, kinds, limit = _connect(engine.name, policy, longest)
+        precision = f"{', '.join(kinds) or 'not quantized'}, served as {client.model}"
         require_room(prompts, limit, engine.name)
         settings.report(f"{engine.name}: {precision}, taken for the weights of {policy.name_or_path}")
         with bar() as shown:
             rollouts = _from_server(client, ends, prompts, limit, settings, shown)
-        return EngineSample(engine.name, precision, rollouts, schemes_of(layer_kinds(client.layers())))
+        return EngineSample(engine.name, precision, rollouts, schemes_of(kinds))
     assert engine.scheme is not None
     require_room(prompts, own_limit, engine.name)
     if engine.kind == "replica":
@@ -203,8 +204,8 @@ def _from_server(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClient, str, int]:
-    """Client of a running server that fits the policy, what its layers are, and the tokens that it takes."""
+def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClient, list[str], int]:
+    """Client of a running server that fits the policy, the kinds of its layers, and the tokens that it takes."""
     try:
         client = ServerClient(url, start_timeout=5.0, patience=_PATIENCE)
     except ServerUnavailableError as error:
@@ -219,8 +220,7 @@ def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClien
         check_server(info, layers, scheme=None, config=policy.config, max_length=needed, weight_sync="none")
     except ServerError as error:
         raise ServerError(f"engine={url!r}: {error}") from error
-    precision = f"{', '.join(layer_kinds(layers)) or 'not quantized'}, served as {client.model}"
-    return client, precision, info["model_config"]["max_model_len"]
+    return client, layer_kinds(layers), info["model_config"]["max_model_len"]
 
 
 @contextmanager
