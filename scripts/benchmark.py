@@ -31,7 +31,6 @@ from transformers import (
     Qwen3MoeForCausalLM,
     TrainerCallback,
 )
-from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
@@ -521,7 +520,6 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore")
-    disable_progress_bar()
     BENCHMARKS[args.what](args)
 
 

@@ -115,6 +115,17 @@ def test_a_second_training_does_not_sample_with_the_weights_of_the_first(fp8_ser
     assert means[1] < 2 * means[0]
 
 
+def test_the_aligned_forward_is_nearer_to_the_server(fp8_server, tmp_path):
+    gaps = {}
+    for through in (True, False):
+        options = {"per_device_train_batch_size": 64, "learning_rate": 1e-4, "train_through_quantization": through}
+        trainer = make_trainer(fp8_server.url, tmp_path, **options)
+        trainer.train()
+        gaps[through] = sum(logged(trainer, "discrepancy/mean")) / 3
+    # What is left are the kernels: the same as between the server and the replica.
+    assert 0 < gaps[True] < 0.9 * gaps[False], gaps
+
+
 def test_weights_that_lag_come_back_after_an_evaluation_and_after_a_kill(fp8_server, tmp_path):
     options = {"weight_sync_steps": 8, "learning_rate": 3e-3, "constraint": "none"}
     trainer = make_trainer(fp8_server.url, tmp_path, max_steps=3, save_strategy="steps", save_steps=2, **options)

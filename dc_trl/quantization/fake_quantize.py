@@ -241,8 +241,8 @@ def quantized_product(
     Args:
         activations: what was quantized, shape (..., in_features); they get its gradient.
         numbers, scale: what it was quantized to; the numbers in bfloat16, which holds them exactly.
-        weight: numbers of the format in bfloat16, shape (out_features, in_features). Its gradient is that of the scaled
-            weight, for `straight_through`.
+        weight: numbers of the format in bfloat16, shape (out_features, in_features). Its gradient is that of the
+            scaled weight, for `straight_through`.
         weight_scale, bias: see `scaled_product`.
 
     Returns:

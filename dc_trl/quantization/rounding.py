@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -86,6 +87,7 @@ def rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def _fuse_norms(decoder: nn.Module, layers: Any, active: Callable[[], bool]) -> list[Residual]:
     norms: list[Any] = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
     norms += [module for name, module in decoder.named_children() if name == "norm"]
+    norms = [copy for norm in norms for copy in _copies(norm)]
     if not all(map(_is_rms_norm, norms)):
         return []
     residual = Residual()
@@ -96,6 +98,13 @@ def _fuse_norms(decoder: nn.Module, layers: Any, active: Callable[[], bool]) -> 
     for norm in norms:
         _follow(norm, residual, active)
     return [residual]
+
+
+def _copies(norm: Any) -> list[Any]:
+    """A norm, and what PEFT trains in its place."""
+    if isinstance(norm, ModulesToSaveWrapper):
+        return [norm.original_module, *norm.modules_to_save.values()]
+    return [norm]
 
 
 def _follow(norm: Any, residual: Residual, active: Callable[[], bool]) -> None:
