@@ -40,7 +40,8 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
         ),
         "what no switch removes (kernels, decoding with a KV cache)": (
             split.unexplained.value + shares.get("decoding", 0.0),
-            "constraint_form: log_ratio or quadratic with constraint: lagrangian, or rollout_correction: "
+            "if the engine is a server, see first that its checkpoint was written from these weights, in this dtype. "
+            "Then constraint_form: log_ratio or quadratic with constraint: lagrangian, or rollout_correction: "
             "token_truncate. They need the sampled tokens only, whatever the engine does.",
         ),
     }
