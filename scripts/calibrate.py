@@ -8,15 +8,18 @@ An engine is a scheme (fp8: a vLLM server with the model in it is started and en
 process, no vLLM), or the URL of a vLLM server that runs the model already; several are compared on the same prompts.
 Sampling is from the whole distribution, so there is no top-p, top-k or min-p. The terminal shows a table; the output
 directory gets calibration.json, report.html and the figures.
+
+Where an engine's scheme is known, its δ̄ is split into causes. For CI, --fail_above ends with exit code 1.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from dc_trl.calibration import CalibrationSettings, calibrate
+from dc_trl.calibration import Calibration, CalibrationSettings, calibrate
 from dc_trl.calibration.report import REPORT_FILE, print_calibration, write_report
 from dc_trl.calibration.result import CALIBRATION_FILE
 from dc_trl.data.benchmarks import BENCHMARKS
@@ -34,7 +37,7 @@ from dc_trl.settings.command_line import (
     say,
 )
 from dc_trl.settings.pretrained import load_config_and_tokenizer
-from dc_trl.settings.ranges import COUNT, Range, require_numbers
+from dc_trl.settings.ranges import AT_LEAST_0, COUNT, Range, require_numbers
 from dc_trl.training.problems import DataArguments, draw_prompts
 
 
@@ -47,7 +50,7 @@ SETTINGS = {
     "the tolerance": ("measure", "reduction", "batch_prompts"),
     "the machine": ("device", "batch_tokens", "replica_batch"),
 }
-RANGES = {"prompts": Range(least=2, whole=True), "max_prompt_length": COUNT}
+RANGES = {"prompts": Range(least=2, whole=True), "max_prompt_length": COUNT, "fail_above": AT_LEAST_0}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -80,7 +83,24 @@ def parse_arguments() -> argparse.Namespace:
         add_fields(parser.add_argument_group(title), CalibrationSettings, *names)
     parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu", replica_batch=256)
 
+    doctor = parser.add_argument_group("the causes")
+    doctor.add_argument(
+        "--no_split",
+        dest="split",
+        action="store_false",
+        help="leave out where δ̄ comes from, which takes a scoring pass for each set of causes: 2 for bf16, 4 for "
+        "int4, 8 for fp8 and int8; twice that for a mixture of experts, and with --sampler_model",
+    )
+    doctor.add_argument(
+        "--sampler_model",
+        metavar="DIR",
+        help="an older checkpoint of the model, which the engines run in its place: how much of δ̄ is staleness",
+    )
+
     output = parser.add_argument_group("the results")
+    output.add_argument(
+        "--fail_above", type=float, metavar="X", help="exit code 1 if δ̄ of an engine, as measured, is above X; for CI"
+    )
     output.add_argument("--output", type=Path, default=Path("runs", "calibration"), help="directory of the results")
     output.add_argument("--overwrite", action="store_true", help="replace the calibration that is there")
     return parser.parse_args()
@@ -93,6 +113,12 @@ def require_output(output: Path, overwrite: bool) -> None:
             f"output='{output}' holds a calibration already: choose another --output, or replace it with --overwrite."
         )
     make_folder("output", output)
+
+
+def require_trained(option: str, name: str, config: PretrainedConfig) -> None:
+    """Refuses a checkpoint that is quantized."""
+    if hasattr(config, "quantization_config"):
+        raise ValueError(f"{option}={name!r} is quantized: give the model that is trained, and --engine its scheme.")
 
 
 def require_device(name: str) -> None:
@@ -112,6 +138,7 @@ def run(args: argparse.Namespace) -> None:
     dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
     settings = CalibrationSettings(
         **{name: getattr(args, name) for names in SETTINGS.values() for name in names},
+        split=args.split,
         serve_options=args.serve_options,
         bf16=bf16,
         chat_template_kwargs=parse_template_kwargs(args.chat_template_kwargs),
@@ -127,18 +154,34 @@ def run(args: argparse.Namespace) -> None:
         EngineSpec.parse(word)
     require_device(args.device)
     config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
-    if hasattr(config, "quantization_config"):
-        raise ValueError(
-            f"model={args.model!r} is quantized: give the model that is trained, and --engine its scheme."
-        )
+    require_trained("model", args.model, config)
+    if args.sampler_model is not None:
+        older, _ = load_config_and_tokenizer(args.sampler_model, "sampler_model")
+        require_trained("sampler_model", args.sampler_model, older)
     require_output(args.output, args.overwrite)
     data = DataArguments(dataset_name=args.dataset_name, **{name: getattr(args, name) for name in DATA_FIELDS})
     prompts = draw_prompts(data, tokenizer, args.prompts, args.seed, args.benchmark)
     model = AutoModelForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=dtype)
-    calibration = calibrate(model, tokenizer, args.engine, prompts, **vars(settings))
+    sampler = None
+    if args.sampler_model is not None:
+        sampler = AutoModelForCausalLM.from_pretrained(args.sampler_model, dtype=dtype)
+    calibration = calibrate(model, tokenizer, args.engine, prompts, sampler=sampler, **vars(settings))
     write_report(calibration, args.output)
     print_calibration(calibration)
     print(f"{REPORT_FILE}, {CALIBRATION_FILE} and the figures are in {args.output}")
+    if args.fail_above is not None:
+        require_below(calibration, args.fail_above)
+
+
+def require_below(calibration: Calibration, bound: float) -> None:
+    """Ends the program with exit code 1 and a line if δ̄ of an engine is above a bound."""
+    above = [
+        f"{engine.engine}: {delta.value:.3g} [{delta.low:.3g}, {delta.high:.3g}]"
+        for engine in calibration.engines
+        if (delta := engine.estimates["discrepancy"]).value > bound
+    ]
+    if above:
+        sys.exit(f"failed: δ̄ is above --fail_above {bound:g} for {'; '.join(above)}")
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from ..report.figures import ACCENT, INK, MUTED, PANEL_WIDTH, LineStyle, new_figure, series_style
@@ -19,6 +20,7 @@ MEASURES = {
     "prob_ratio": "|π_train / π_inf − 1|",
     "log_prob": "|log π_train − log π_inf|",
 }
+UNEXPLAINED = "unexplained"
 FEW_TOKENS = 20  # a mean over fewer is left out
 _SHADES = LinearSegmentedColormap.from_list("tokens", ["#cfdbe8", INK])
 
@@ -47,6 +49,28 @@ def comparison_figure(calibration: Calibration) -> Figure:
     axes.set_xlim(left=0)
     axes.set_xlabel("discrepancy, with 95 % intervals over prompts")
     axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    return figure
+
+
+def split_figure(calibration: Calibration) -> Figure:
+    """δ̄ of each engine, piled up from the shares of its causes and what none explains; negative shares go left."""
+    diagnosed = [engine for engine in calibration.engines if engine.diagnosis is not None]
+    figure, (axes,) = new_figure(height=1.3 + 0.45 * len(diagnosed))
+    splits = [engine.diagnosis.split for engine in diagnosed if engine.diagnosis is not None]
+    longest_first = sorted(splits, key=lambda split: -len(split.shares))
+    causes = [*dict.fromkeys(cause for split in longest_first for cause in split.shares), UNEXPLAINED]
+    for row, split in enumerate(splits):
+        ends = {True: 0.0, False: 0.0}  # of what is piled up to the right, and to the left
+        for cause, share in (*split.shares.items(), (UNEXPLAINED, split.unexplained)):
+            end = ends[share.value >= 0]
+            colour, _, _ = series_style(causes.index(cause))
+            axes.barh(row, share.value, left=end, height=0.6, color=colour)
+            ends[share.value >= 0] = end + share.value
+    handles = [Patch(color=series_style(number)[0], label=cause) for number, cause in enumerate(causes)]
+    axes.set_yticks(range(len(diagnosed)), [label(engine.engine) for engine in diagnosed])
+    axes.set_ylim(len(diagnosed) - 0.5, -0.5)
+    axes.set_xlabel("share of δ̄")
+    axes.legend(handles=handles, frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
     return figure
 
 

@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt, tokenize
+from ..quantization.tensors import policy_tensors
 from ..rollouts.engines import EngineSpec
+from .doctor import Case, diagnose
 from .mismatch import compare_engines, measure_engine
-from .result import Calibration
+from .result import Calibration, EngineMismatch
 from .rollouts import EngineSample, Policy, require_engines, sample_rollouts
 from .scoring import train_logps
 from .settings import CalibrationSettings
@@ -20,6 +23,7 @@ def calibrate(
     tokenizer: PreTrainedTokenizerBase,
     engines: Sequence[str],
     prompts: Sequence[Prompt],
+    sampler: Policy | None = None,
     **settings: Any,
 ) -> Calibration:
     """Measures how far engines are from the model that is trained, and proposes the tolerance ε.
@@ -27,6 +31,7 @@ def calibrate(
     Each engine samples completions of the same prompts, from the whole distribution; the model scores their tokens as
     TRL's trainer would. With one engine's δ̄ over generation batches of the run's size (prompts drawn again from those
     given, each with all its completions), ε follows by the rule of `dc_trl.constraint.lagrangian.proposed_tolerance`.
+    Where an engine's scheme is known, `dc_trl.calibration.doctor` splits its δ̄ into causes.
 
     Args:
         model: the model that is trained, in its training precision.
@@ -34,6 +39,7 @@ def calibrate(
         engines: `"fp8"` (any scheme) starts a vLLM server with the model's present weights and ends it,
             `"replica:fp8"` is the replica in this process, a URL a vLLM server that runs the model already.
         prompts: texts, or conversations that the chat template is applied to; at least two.
+        sampler: the model that the engines run in the policy's place, with older weights; for staleness.
         **settings: fields of `dc_trl.calibration.CalibrationSettings`, which describes them.
 
     Returns:
@@ -51,34 +57,65 @@ def calibrate(
     specs = list(dict.fromkeys(EngineSpec.parse(word) for word in engines))
     if not specs:
         raise ValueError("engines is empty: give at least one, 'fp8' for example.")
-    require_engines(specs, model)
+    if sampler is not None:
+        _require_same_architecture(model, sampler)
+    require_engines(specs, sampler or model)
     ids = tokenize(prompts, tokenizer, **(how.chat_template_kwargs or {}))
-    samples = _sample(specs, model, tokenizer, ids, how)
+    samples = _sample(specs, model, sampler or model, tokenizer, ids, how)
     longest = max(len(rollout.ids) for sample in samples for rollout in sample.rollouts)
-    measured = [
-        measure_engine(sample, train_logps(model, ids, sample.rollouts, how), ids, tokenizer, how, longest)
-        for sample in samples
-    ]
+    measured = [_measure(Case(sample, model, sampler or model, ids, how), tokenizer, longest) for sample in samples]
     differences = {other.engine: compare_engines(measured[0], other, how.seed) for other in measured[1:]}
-    return Calibration(_record(model, len(prompts), how), measured, differences)
+    record = _record(model, len(prompts), how)
+    if sampler is not None:
+        record["sampler"] = sampler.name_or_path
+    return Calibration(record, measured, differences)
+
+
+def _measure(case: Case, tokenizer: PreTrainedTokenizerBase, longest: int) -> EngineMismatch:
+    train = train_logps(case.policy, case.prompts, case.sample.rollouts, case.settings)
+    found = measure_engine(case.sample, train, case.prompts, tokenizer, case.settings, longest)
+    if not case.settings.split:
+        return found
+    try:
+        return found._replace(diagnosis=diagnose(case, train, found))
+    except ValueError as error:  # the policy cannot compute as this engine does
+        return found._replace(notes=[*found.notes, f"δ̄ is not split into its causes: {error}"])
+
+
+def _require_same_architecture(model: Policy, sampler: Policy) -> None:
+    """Raises ValueError unless both have the same tensors."""
+    shapes = [{name: tensor.shape for name, tensor in policy_tensors(each)} for each in (model, sampler)]
+    if shapes[0] != shapes[1]:
+        name = min(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
+        raise ValueError(
+            f"sampler={sampler.name_or_path!r} is no older version of {model.name_or_path}: {name} has shape "
+            f"{_words(shapes[1].get(name))} there and {_words(shapes[0].get(name))} in the model. Give a checkpoint "
+            "of the same run."
+        )
+
+
+def _words(shape: torch.Size | None) -> str:
+    return "none" if shape is None else str(tuple(shape))
 
 
 def _sample(
     specs: Sequence[EngineSpec],
     model: Policy,
+    sampler: Policy,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[list[int]],
     settings: CalibrationSettings,
 ) -> list[EngineSample]:
-    """What each engine samples; then the model is on its device."""
+    """What each engine samples; then both models are on their device."""
     sampled = {}
     # Servers first: where there is one GPU, they need it for themselves.
     for spec in sorted(specs, key=lambda spec: spec.kind == "replica"):
         if spec.kind == "replica" and settings.device is not None:
-            model.to(settings.device)
-        sampled[spec] = sample_rollouts(spec, model, tokenizer, prompts, settings)
+            sampler.to(settings.device)
+        sampled[spec] = sample_rollouts(spec, sampler, tokenizer, prompts, settings)
     if settings.device is not None:
         model.to(settings.device)
+        sampler.to(settings.device)
     return [sampled[spec] for spec in specs]
 
 

@@ -77,7 +77,7 @@ def measure_engine(
         unscored=sum(lengths) - len(d),
         empty=lengths.count(0),
         truncated=sum(rollout.truncated for rollout in rollouts),
-        estimates={name: _ratio_estimate(*ratio, seed) for name, ratio in ratios.items()},
+        estimates={name: ratio_estimate(*ratio, seed) for name, ratio in ratios.items()},
         percentiles=_percentiles(tokens.delta, PERCENTILES),
         maximum=float(tokens.delta.max()),
         histogram=_histogram(tokens.delta),
@@ -101,16 +101,21 @@ def measure_engine(
 def _ratios(tokens: ScoredTokens, reduction: Reduction) -> dict[str, Ratio]:
     """What the estimates are means of, by name; the batch discrepancy δ̄ is `discrepancy`."""
     d, gap = tokens.train - tokens.infer, tokens.trajectory_means(tokens.infer - tokens.train)
-    of_tokens = tokens.mean_of_tokens(tokens.delta)
-    of_trajectories = tokens.mean_of_trajectories(tokens.trajectory_means(tokens.delta))
     return {
-        "discrepancy": of_trajectories if reduction == "sequence" else of_tokens,
-        "delta": of_tokens,
+        "discrepancy": batch_discrepancy(tokens, reduction),
+        "delta": tokens.mean_of_tokens(tokens.delta),
         "kl": tokens.mean_of_tokens(-d),
         "k3_kl": tokens.mean_of_tokens(np.expm1(d) - d),
         "log_ppl_diff": tokens.mean_of_trajectories(gap),
         "log_ppl_abs_diff": tokens.mean_of_trajectories(np.abs(gap)),
     }
+
+
+def batch_discrepancy(tokens: ScoredTokens, reduction: Reduction) -> Ratio:
+    """δ̄, by prompt."""
+    if reduction == "sequence":
+        return tokens.mean_of_trajectories(tokens.trajectory_means(tokens.delta))
+    return tokens.mean_of_tokens(tokens.delta)
 
 
 def _require_spread(engine: str, denominators: Array) -> None:
@@ -191,7 +196,11 @@ def _resampled_ratio(numerators: Array, denominators: Array, seed: int) -> tuple
         return float(numerators.sum() / denominators.sum()), (counts @ numerators) / (counts @ denominators)
 
 
-def _ratio_estimate(numerators: Array, denominators: Array, seed: int) -> Estimate:
+def ratio_estimate(numerators: Array, denominators: Array, seed: int) -> Estimate:
+    """Σ numerators / Σ denominators, each of shape (prompts,), with its errors.
+
+    Two estimates with one seed draw the same prompts.
+    """
     value, draws = _resampled_ratio(numerators, denominators, seed)
     low, high = np.nanquantile(draws, [0.025, 0.975])
     error = _clustered_error((numerators - value * denominators) / denominators.sum())

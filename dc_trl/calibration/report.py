@@ -7,23 +7,27 @@ from pathlib import Path
 from ..records.estimators import Estimate
 from ..records.tables import TableRows, print_table, verdict
 from ..report.html import Page
+from .doctor import REMOVALS
 from .figures import (
     FEW_TOKENS,
     MEASURES,
+    UNEXPLAINED,
     comparison_figure,
     confidence_figure,
     histogram_figure,
     label,
     position_figure,
     probability_figure,
+    split_figure,
     weight_figure,
 )
 from .mismatch import RESAMPLES
-from .result import CALIBRATION_FILE, Calibration, EngineMismatch, Tolerance
+from .result import CALIBRATION_FILE, Calibration, Diagnosis, EngineMismatch, Tolerance
 
 
 REPORT_FILE = "report.html"
 _SHOWN = ("50", "90", "99", "99.9")
+_SPLIT = (split_figure, "δ̄ by its causes: the mean over all orders of removing them.")
 # How each figure is drawn, and what stands below it; by the name of its PNG.
 _COMPARISON = (comparison_figure, "δ̄ of each engine and the ε that follows, on the same prompts.")
 _FIGURES = {
@@ -86,6 +90,21 @@ def difference_table(calibration: Calibration) -> TableRows:
     return head, rows
 
 
+def split_table(diagnosis: Diagnosis) -> TableRows:
+    """Shares of δ̄ with their 95 % intervals, and δ̄ where nothing but the cause is removed."""
+    split = diagnosis.split
+
+    def row(cause: str, share: Estimate, alone: str) -> list[str]:
+        interval = f"[{share.low:.2e}, {share.high:.2e}]"
+        part = f"{share.value / split.whole.value:.0%}" if split.whole.value else "–"
+        return [cause, f"{share.value:.2e}", interval, part, alone]
+
+    rows = [row(name, share, f"{split.left[name].value:.2e}") for name, share in split.shares.items()]
+    rows.append(row(UNEXPLAINED, split.unexplained, "–"))
+    rows.append(row("δ̄", split.whole, "–"))
+    return ["cause", "share", "95 %", "of δ̄", "δ̄ without it alone"], rows
+
+
 def rule(calibration: Calibration) -> str:
     """How ε was found, in words."""
     settings = calibration.settings
@@ -119,6 +138,11 @@ def print_calibration(calibration: Calibration) -> None:
     print_table(head, rows, f"{_trained(calibration)}, δ = {MEASURES[settings['measure']]}")
     if calibration.differences:
         print_table(*difference_table(calibration))
+    for engine in calibration.engines:
+        if engine.diagnosis is not None:
+            print_table(*split_table(engine.diagnosis), f"{label(engine.engine)}: where δ̄ comes from")
+            for advice in engine.diagnosis.advice:
+                print(f"ADVICE, {label(engine.engine)}: {advice}")
     print(rule(calibration))
     for engine in calibration.engines:
         for note in engine.notes:
@@ -148,7 +172,8 @@ def write_report(calibration: Calibration, directory: str | os.PathLike[str]) ->
     directory = Path(directory)
     calibration.save(directory / CALIBRATION_FILE)
     probability_figure(calibration.engines).savefig(directory / "probabilities.png")
-    for name, (draw, _) in {"comparison": _COMPARISON, **_FIGURES}.items():
+    split = {"split": _SPLIT} if any(engine.diagnosis for engine in calibration.engines) else {}
+    for name, (draw, _) in {"comparison": _COMPARISON, **split, **_FIGURES}.items():
         draw(calibration).savefig(directory / f"{name}.png")
     report_page(calibration).save(directory / REPORT_FILE)
 
@@ -180,9 +205,61 @@ def report_page(calibration: Calibration) -> Page:
     page.table(*summary_table(calibration), "In brackets: 95 % intervals of a bootstrap over prompts.")
     if calibration.differences:
         page.table(*difference_table(calibration), "Paired by prompt; p is two-sided.")
+    if any(engine.diagnosis for engine in calibration.engines):
+        _add_diagnoses(page, calibration)
     _add_figures(page, calibration)
     _add_details(page, calibration)
     return page
+
+
+def _add_diagnoses(page: Page, calibration: Calibration) -> None:
+    page.heading("Where it comes from")
+    draw, caption = _SPLIT
+    page.figure(draw(calibration), caption)
+    page.text(
+        "The policy scored the same tokens with each set of causes removed. δ is an absolute difference and does not "
+        "add up: what a cause takes away depends on what is gone before. So a share is the mean over all orders "
+        "(Shapley). Shares and the unexplained rest add up to δ̄."
+    )
+    diagnosed = [engine.diagnosis for engine in calibration.engines if engine.diagnosis is not None]
+    found = {cause for diagnosis in diagnosed for cause in diagnosis.split.shares}
+    page.table(["cause", "removed by"], [[cause, how] for cause, how in REMOVALS.items() if cause in found])
+    for engine in calibration.engines:
+        diagnosis = engine.diagnosis
+        if diagnosis is None:
+            continue
+        name = label(engine.engine)
+        page.table(*split_table(diagnosis), f"{name}, taken for {diagnosis.scheme}. Intervals draw whole prompts.")
+        for advice in diagnosis.advice:
+            page.text(f"Advice for {name}: {advice}")
+        words = {
+            "kl": "KL(deployed ‖ policy), nats",
+            "total_variation": "total variation",
+            "top1_flips": "top-1 flips",
+        }
+        page.table(
+            ["over the vocabulary", "mean of a token", "95 %"],
+            [[words[key], *_value_and_range(estimate)] for key, estimate in diagnosis.vocabulary.items()],
+            f"{name}: the policy against its own deployed form, each context in one pass.",
+        )
+        routed = any(layer.flipped is not None for layer in diagnosis.layers)
+        page.table(
+            [
+                "layer",
+                "difference of hidden states",
+                "95 %",
+                *(["tokens with other experts", "95 %"] if routed else []),
+            ],
+            [
+                [
+                    "embedding" if number == 0 else str(number),
+                    *_value_and_range(layer.relative),
+                    *(("–", "–") if layer.flipped is None else _value_and_range(layer.flipped))[: 2 * routed],
+                ]
+                for number, layer in enumerate(diagnosis.layers)
+            ],
+            f"{name}: ‖deployed − policy‖ / ‖policy‖ behind each layer, both with their own choice of experts.",
+        )
 
 
 def _add_figures(page: Page, calibration: Calibration) -> None:

@@ -71,6 +71,53 @@ class Tolerance(NamedTuple):
         return f"discrepancy_tolerance: {self.value:#.3g}"
 
 
+class LayerDifference(NamedTuple):
+    """How far the hidden states behind a layer are apart in the policy's forward and in its deployed form's.
+
+    Attributes:
+        relative: Σ ‖h_deployed − h_policy‖ / Σ ‖h_policy‖ over tokens.
+        flipped: share of tokens that go to another set of experts there; None for a layer without a router.
+    """
+
+    relative: Estimate
+    flipped: Estimate | None
+
+
+class Split(NamedTuple):
+    """δ̄ by its causes; see `dc_trl.calibration.split`.
+
+    Attributes:
+        whole: δ̄.
+        shares: by cause, what of δ̄ goes away with it, on average over all orders of removal.
+        unexplained: δ̄ where all causes are removed; the shares and it add up to the whole.
+        left: δ̄ where the named causes are removed, joined by " + "; "" where none is.
+    """
+
+    whole: Estimate
+    shares: dict[str, Estimate]
+    unexplained: Estimate
+    left: dict[str, Estimate]
+
+
+class Diagnosis(NamedTuple):
+    """Where an engine's δ̄ comes from; see `dc_trl.calibration.doctor`.
+
+    Attributes:
+        scheme: that the engine was taken for.
+        split: of δ̄.
+        vocabulary: KL(deployed ‖ policy) in nats, total variation and share of flipped argmaxes as `kl`,
+            `total_variation` and `top1_flips`: means over tokens of comparisons of the whole vocabulary.
+        layers: from the embedding's output to that of the last layer.
+        advice: what to do, and why.
+    """
+
+    scheme: str
+    split: Split
+    vocabulary: dict[str, Estimate]
+    layers: list[LayerDifference]
+    advice: list[str]
+
+
 class EngineMismatch(NamedTuple):
     """What was measured of one engine."""
 
@@ -99,6 +146,7 @@ class EngineMismatch(NamedTuple):
     tolerance: Tolerance
     per_prompt: list[list[float]]  # numerator and denominator of δ̄, for each prompt
     notes: list[str]  # what a reader has to know before believing the numbers
+    diagnosis: Diagnosis | None = None  # where the engine's scheme is known, and the split was asked for
 
 
 class Calibration(NamedTuple):

@@ -4,25 +4,29 @@ import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import torch
 from peft import PeftModel
+from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..quantization.checkpoint import CheckpointWriter
+from ..quantization.policy import base_model
+from ..quantization.schemes import fused_experts
 from ..quantization.tensors import policy_tensors
 from ..rollouts.end_tokens import end_tokens, pad_token
 from ..rollouts.engines import EngineSpec
 from ..rollouts.replica import Replica
+from ..rollouts.routing import Routers, RoutesRecorder
 from ..rollouts.sampling import sample_seed
 from ..serving.client import ServerClient
 from ..serving.connection import Patience
 from ..serving.errors import ServerError, ServerUnavailableError
-from ..serving.fit import check_server, layer_kinds
+from ..serving.fit import check_server, layer_kinds, schemes_of
 from ..serving.server import VLLMServer, vllm_version
 from .settings import CalibrationSettings
 
@@ -40,6 +44,7 @@ class Rollout(NamedTuple):
     ids: list[int]
     logps: list[float]
     truncated: bool  # by the limit of tokens
+    routes: Tensor | None = None  # experts that the engine chose: int16, shape (prompt and completion − 1, layers, k)
 
 
 class EngineSample(NamedTuple):
@@ -48,6 +53,7 @@ class EngineSample(NamedTuple):
     engine: str
     precision: str  # the scheme, or what a running server says of its layers
     rollouts: list[Rollout]
+    schemes: Sequence[str] = ()  # that it may be in; where it does not say which, more than one
 
 
 def sample_rollouts(
@@ -79,11 +85,13 @@ def sample_rollouts(
         return tqdm(total=len(prompts), unit="prompt", desc=f"{engine.name}: sampling", disable=not settings.progress)
 
     if engine.kind == "url":
-        client, precision, limit = _connect(engine.name, policy, longest)
+        client, kinds, limit = _connect(engine.name, policy, longest)
+        precision = f"{', '.join(kinds) or 'not quantized'}, served as {client.model}"
         require_room(prompts, limit, engine.name)
         settings.report(f"{engine.name}: {precision}, taken for the weights of {policy.name_or_path}")
         with bar() as shown:
-            return EngineSample(engine.name, precision, _from_server(client, ends, prompts, limit, settings, shown))
+            rollouts = _from_server(client, ends, prompts, limit, settings, shown)
+        return EngineSample(engine.name, precision, rollouts, schemes_of(kinds))
     assert engine.scheme is not None
     require_room(prompts, own_limit, engine.name)
     if engine.kind == "replica":
@@ -95,7 +103,7 @@ def sample_rollouts(
         with _serving(policy, engine.scheme, tokenizer, limit, settings) as server, bar() as shown:
             client = ServerClient(server.url, patience=_PATIENCE, report=settings.report)
             rollouts = _from_server(client, ends, prompts, limit, settings, shown)
-    return EngineSample(engine.name, engine.scheme, rollouts)
+    return EngineSample(engine.name, engine.scheme, rollouts, [engine.scheme])
 
 
 def require_room(prompts: Sequence[list[int]], limit: int, name: str) -> None:
@@ -119,7 +127,8 @@ def _from_replica(
     device = replica.model.device
     limit = replica.model.config.get_text_config().max_position_embeddings
     order = [number for number in range(len(prompts)) for _ in range(settings.samples)]
-    rollouts = []
+    rollouts: list[Rollout] = []
+    recorder = RoutesRecorder(replica.model) if settings.split and routes_are_known(replica.model) else None
     # The random state of the caller, who may be about to train, is left as it was.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(settings.seed)
@@ -134,11 +143,25 @@ def _from_replica(
                 pad_token_id=pad_token(tokenizer, ends),
                 eos_token_id=ends,
             )
-            ids_and_logps = replica.generate([prompts[number] for number in batch], config, settings.temperature)
-            for number, ids, logps in zip(batch, *ids_and_logps, strict=True):
-                rollouts.append(Rollout(number, ids, logps, ids[-1] not in ends))
+            asked = [prompts[number] for number in batch]
+            with nullcontext() if recorder is None else recorder.recording(len(batch)):
+                completions, logps = replica.generate(asked, config, settings.temperature)
+            routes = [None] * len(batch) if recorder is None else recorder.routes(asked, completions)
+            for number, ids, values, chosen in zip(batch, completions, logps, routes, strict=True):
+                rollouts.append(Rollout(number, ids, values, ids[-1] not in ends, chosen))
             bar.update(round(len(rollouts) / settings.samples, 1) - bar.n)
     return rollouts
+
+
+def routes_are_known(model: PreTrainedModel | PeftModel) -> bool:
+    """Whether a model is a mixture of experts whose choices can be recorded and replayed."""
+    if not fused_experts(base_model(model)):
+        return False
+    try:
+        Routers(model)
+    except ValueError:  # routers of another kind
+        return False
+    return True
 
 
 def _from_server(
@@ -181,8 +204,8 @@ def _from_server(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClient, str, int]:
-    """Client of a running server that fits the policy, what its layers are, and the tokens that it takes."""
+def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClient, list[str], int]:
+    """Client of a running server that fits the policy, the kinds of its layers, and the tokens that it takes."""
     try:
         client = ServerClient(url, start_timeout=5.0, patience=_PATIENCE)
     except ServerUnavailableError as error:
@@ -197,8 +220,7 @@ def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClien
         check_server(info, layers, scheme=None, config=policy.config, max_length=needed, weight_sync="none")
     except ServerError as error:
         raise ServerError(f"engine={url!r}: {error}") from error
-    precision = f"{', '.join(layer_kinds(layers)) or 'not quantized'}, served as {client.model}"
-    return client, precision, info["model_config"]["max_model_len"]
+    return client, layer_kinds(layers), info["model_config"]["max_model_len"]
 
 
 @contextmanager

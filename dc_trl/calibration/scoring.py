@@ -1,6 +1,7 @@
 """Log-probabilities of completions under the model that is trained, as TRL computes them."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from peft import PeftModel
@@ -8,13 +9,20 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from trl.trainer.utils import add_fused_lm_head
 
+from ..rollouts.routing import OWN_CHOICE, RoutingReplay
 from .rollouts import Policy, Rollout
 from .settings import CalibrationSettings
 
 
 @torch.no_grad()
 def train_logps(
-    policy: Policy, prompts: Sequence[list[int]], rollouts: Sequence[Rollout], settings: CalibrationSettings
+    policy: Policy,
+    prompts: Sequence[list[int]],
+    rollouts: Sequence[Rollout],
+    settings: CalibrationSettings,
+    *,
+    as_engine: bool = False,
+    replay: RoutingReplay | None = None,
 ) -> list[Tensor]:
     """log π_train of each rollout's tokens, as TRL's trainer computes it.
 
@@ -27,6 +35,8 @@ def train_logps(
         policy: in its training precision.
         prompts, rollouts: token ids, and completions of them.
         settings: temperature, autocast, tokens of a forward.
+        as_engine: without autocast, and with positions that count from each prompt's first token.
+        replay: of the policy, for the experts that the engine chose.
 
     Returns:
         A float32 tensor of shape (tokens,) for each rollout, on the CPU.
@@ -41,9 +51,9 @@ def train_logps(
     policy.eval()
     try:
         with tqdm(total=total, unit="token", desc="scoring", disable=not settings.progress) as bar:
-            for batch in _batches(order, prompts, rollouts, settings.batch_tokens):
-                parts = [(prompts[rollouts[i].prompt], rollouts[i].ids) for i in batch]
-                for i, values in zip(batch, _forward(policy, parts, settings.bf16), strict=True):
+            for batch in batches(order, prompts, rollouts, settings.batch_tokens):
+                rows = Rows.of(prompts, [rollouts[i] for i in batch])
+                for i, values in zip(batch, _forward(policy, rows, settings, as_engine, replay), strict=True):
                     logps[i] = values
                     bar.update(len(values))
     finally:
@@ -54,9 +64,10 @@ def train_logps(
     return logps
 
 
-def _batches(
+def batches(
     order: Sequence[int], prompts: Sequence[list[int]], rollouts: Sequence[Rollout], batch_tokens: int
 ) -> Iterator[list[int]]:
+    """Numbers of the rollouts that share a forward of at most so many tokens, padding included."""
     batch: list[int] = []
     prompt = completion = 0
     for i in order:
@@ -70,20 +81,59 @@ def _batches(
         yield batch
 
 
-def _forward(policy: Policy, parts: list[tuple[list[int], list[int]]], bf16: bool) -> list[Tensor]:
-    width = max(len(prompt) for prompt, _ in parts)
-    height = max(len(completion) for _, completion in parts)
-    input_ids = torch.zeros(len(parts), width + height, dtype=torch.long)
-    attention_mask = torch.zeros_like(input_ids)
-    for row, (prompt, completion) in enumerate(parts):
-        span = slice(width - len(prompt), width + len(completion))
-        input_ids[row, span] = torch.tensor(prompt + completion)
-        attention_mask[row, span] = 1
-    labels = input_ids.masked_fill(attention_mask == 0, -100)
-    labels[:, :width] = -100
+class Rows(NamedTuple):
+    """Rollouts as TRL lays out a batch: prompts padded on the left, completions on the right."""
+
+    rollouts: Sequence[Rollout]
+    input_ids: Tensor  # int64, shape (rollouts, width + height)
+    attention_mask: Tensor  # int64, the same shape
+    width: int  # of the prompts
+    height: int  # of the completions
+
+    @classmethod
+    def of(cls, prompts: Sequence[list[int]], rollouts: Sequence[Rollout]) -> "Rows":
+        width = max(len(prompts[rollout.prompt]) for rollout in rollouts)
+        height = max(len(rollout.ids) for rollout in rollouts)
+        input_ids = torch.zeros(len(rollouts), width + height, dtype=torch.long)
+        attention_mask = torch.zeros_like(input_ids)
+        for row, rollout in enumerate(rollouts):
+            span = slice(width - len(prompts[rollout.prompt]), width + len(rollout.ids))
+            input_ids[row, span] = torch.tensor(prompts[rollout.prompt] + rollout.ids)
+            attention_mask[row, span] = 1
+        return cls(rollouts, input_ids, attention_mask, width, height)
+
+    def labels(self) -> Tensor:
+        """The completions, and -100 elsewhere."""
+        labels = self.input_ids.masked_fill(self.attention_mask == 0, -100)
+        labels[:, : self.width] = -100
+        return labels
+
+    def positions(self) -> Tensor:
+        """Of each token in its own sequence, as engines count."""
+        return (self.attention_mask.cumsum(1) - 1).clamp(min=0)
+
+    def routes(self) -> Tensor:
+        """The experts that the engine chose, shape (rollouts, width + height, layers, k)."""
+        known = [rollout.routes for rollout in self.rollouts if rollout.routes is not None]
+        routes = known[0].new_full((*self.input_ids.shape, *known[0].shape[1:]), OWN_CHOICE)
+        for row, chosen in enumerate(known):
+            first = int(self.attention_mask[row].argmax())
+            routes[row, first : first + len(chosen)] = chosen
+        return routes
+
+
+def _forward(
+    policy: Policy, rows: Rows, settings: CalibrationSettings, as_engine: bool, replay: RoutingReplay | None
+) -> list[Tensor]:
     device = policy.device
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
+    inputs = {"input_ids": rows.input_ids, "attention_mask": rows.attention_mask, "labels": rows.labels()}
+    if as_engine:
+        inputs["position_ids"] = rows.positions()
+    if replay is not None:
+        replay.start(rows.routes().to(device))
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.bf16 and not as_engine):
         output = policy(**{name: tensor.to(device) for name, tensor in inputs.items()}, fused_lm_head=True)
-    values = output.log_probs[:, -height:].float().cpu()
-    return [values[row, : len(completion)].clone() for row, (_, completion) in enumerate(parts)]
+    if replay is not None:
+        replay.stop()
+    values = output.log_probs[:, -rows.height :].float().cpu()
+    return [values[row, : len(rollout.ids)].clone() for row, rollout in enumerate(rows.rollouts)]

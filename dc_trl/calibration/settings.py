@@ -37,6 +37,8 @@ class CalibrationSettings:
     batch_tokens: int = setting(
         16384, "tokens of one forward, padding included; a longer completion has a forward of its own"
     )
+    # A scoring pass for each set of causes: 2, 4 or 8, and twice that for experts, adapters, a sampler model each.
+    split: bool = setting(True, "whether δ̄ is split into its causes, where the engine's scheme is known")
     replica_batch: int = setting(64, "completions that a replica samples at a time")
     chat_template_kwargs: Mapping[str, Any] | None = None  # `{"enable_thinking": False}` for example
     serve_options: Sequence[str] = ()  # further options of `vllm serve`, for servers that are started

@@ -49,10 +49,11 @@ class DeployedForward:
     Args:
         policy: transformers causal language model, or a PEFT model around one.
         scheme: name of the deployment scheme, see `dc_trl.quantization.schemes`.
-        weights: compute with the deployed weights: quantized, adapters merged, rounded to bfloat16 numbers.
+        weights: compute with the deployed weights: quantized, rounded to bfloat16 numbers.
         activations: compute with the deployed activations, where the scheme quantizes them.
         compute: compute in bfloat16 without autocast, at the positions that engines count, and on a CPU with the
             arithmetic of the replica's attention ("eager", whose memory grows with the square of the length).
+        adapters: compute with LoRA adapters merged; else they compute beside their layers, as they do in training.
 
     Attributes:
         enabled (`bool`): whether the policy computes so now; at first it does not. See `active`.
@@ -69,6 +70,7 @@ class DeployedForward:
         weights: bool = True,
         activations: bool = True,
         compute: bool = True,
+        adapters: bool = True,
     ):
         base, architecture = base_model(policy), empty_copy(policy)
         quantization = resolve_scheme(scheme, architecture)
@@ -86,8 +88,10 @@ class DeployedForward:
         reading_quantized = {*quantized_linears(architecture), *fused_experts(architecture)}
         require_merged_form(policy)
         layers = [
-            _Layer(name, module, adapters, {key for key in _own(module) if f"{name}.{key}" in quantized})
-            for name, module, adapters in _layers(base, "")
+            _Layer(
+                name, module, merged if adapters else (), {key for key in _own(module) if f"{name}.{key}" in quantized}
+            )
+            for name, module, merged in _layers(base, "")
         ]
         _warn_of_dropout(layers)
         by_token = args is not None and args.group_size is None
@@ -101,9 +105,8 @@ class DeployedForward:
                     quantizes and by_token and weights and compute and isinstance(layer.module, nn.Linear)
                 )
                 self._hook(layer, quantizes)
-            if weights:
-                for adapter in layer.adapters:
-                    self._merge(adapter)
+            for adapter in layer.adapters:
+                self._merge(adapter)
         self._hook_policy(base)
         self._recompute_as_computed(base)
         if compute:
@@ -262,12 +265,12 @@ class DeployedForward:
             self._quantizer.reset()
 
     def _place(self, layer: "_Layer") -> None:
-        if (self._weights or self._compute) and not layer.placed:
+        if (self._weights or self._compute or layer.adapters) and not layer.placed:
             layer.place({key: self._deployed(layer, key, master) for key, master in _own(layer.module).items()})
 
     def _deployed(self, layer: "_Layer", key: str, master: Tensor) -> Tensor:
         """What a module computes with in place of a parameter, of its shape."""
-        adapters = list(layer.adapters_of(key)) if self._weights else []
+        adapters = list(layer.adapters_of(key))
         tensors = [master, *(tensor for adapter in adapters for tensor in _tensors(adapter))]
         needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         state = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
@@ -297,8 +300,10 @@ class DeployedForward:
         return straight_through(value, master, *deltas) if needed else value
 
     def _value(self, weight: Tensor, args: QuantizationArgs | None) -> Tensor:
-        rounded = (weight if args is None else fake_quantize_weight(weight, args)).to(torch.bfloat16)
-        return rounded if self._compute else rounded.to(weight.dtype)
+        value = weight if args is None else fake_quantize_weight(weight, args)
+        if self._weights or self._compute:
+            value = value.to(torch.bfloat16)
+        return value if self._compute else value.to(weight.dtype)
 
 
 class _Layer:

@@ -110,9 +110,7 @@ def _check_format(method: str | None, kinds: list[str], scheme: str | None, weig
             "that weight_sync='checkpoint' writes: leave --quantization out and serve a checkpoint in the scheme "
             "(scripts/serve.py --scheme), or set weight_sync='nccl'."
         )
-    expected = _LAYERS[scheme or "bf16"]
-    fits = any(expected in kind for kind in kinds) if expected else not kinds
-    if not fits and (scheme is not None or weight_sync == "checkpoint"):
+    if (scheme or "bf16") not in schemes_of(kinds) and (scheme is not None or weight_sync == "checkpoint"):
         raise ServerError(
             f"the server's layers are {', '.join(kinds) or 'not quantized'}, and deployment_scheme={scheme!r} is "
             f"trained for: start it with scripts/serve.py --scheme {scheme or 'bf16'}, or set deployment_scheme to "
@@ -123,6 +121,15 @@ def _check_format(method: str | None, kinds: list[str], scheme: str | None, weig
 def layer_kinds(layers: str) -> list[str]:
     """How vLLM's linear layers are quantized, from the text of the engine's layers; empty where they are not."""
     return sorted(set(re.findall(r"Linear\(quant=(\w+)", layers)))
+
+
+def schemes_of(kinds: list[str]) -> list[str]:
+    """Schemes that vLLM's linear layers may be in, from `layer_kinds`: vLLM does not tell the block sizes apart."""
+    return [
+        scheme
+        for scheme, expected in _LAYERS.items()
+        if (any(expected in kind for kind in kinds) if expected else not kinds)
+    ]
 
 
 def is_cpu(info: dict[str, Any]) -> bool:

@@ -1,0 +1,53 @@
+"""What to do about a discrepancy, by where it comes from."""
+
+from ..records.estimators import Estimate
+from .result import Split
+
+
+SMALL_KL = (
+    1e-4  # nats; the tiny model's BF16 server, which runs the trained weights, has 2e-5, and its FP8 server 4e-4
+)
+_LARGE = 0.25  # of δ̄: a part from which on a cause is worth a setting
+_ALIGNED = ("weights", "activations", "precision", "adapter")
+
+
+def recommend(split: Split, kl: Estimate) -> list[str]:
+    """Settings for the parts of δ̄ that are large, the largest first, each with its reason.
+
+    Args:
+        split: of δ̄.
+        kl: KL(π_inf ‖ π_train) of the engine, in nats.
+    """
+    if kl.high < SMALL_KL:
+        return [
+            f"Nothing is needed: KL(π_inf ‖ π_train) is {kl.value:.1e} nats, at most {kl.high:.1e}, and below "
+            f"{SMALL_KL:.0e}. A constraint would answer to noise."
+        ]
+    shares = {cause: share.value for cause, share in split.shares.items()}
+    parts = {
+        "the number format and the arithmetic": (
+            sum(shares.get(cause, 0.0) for cause in _ALIGNED),
+            "train_through_quantization: true. The training forward is then the deployed one, without this part.",
+        ),
+        "routing": (
+            shares.get("routing", 0.0),
+            "routing_replay: true. The trainer then takes the experts that the engine chose.",
+        ),
+        "staleness": (
+            shares.get("staleness", 0.0),
+            "a smaller weight_sync_steps. Where the lag has to stay: constraint_form: log_ratio or quadratic, whose "
+            "sign pulls from both sides. In our runs with a lag, the injected form made the reward worse.",
+        ),
+        "what no switch removes (kernels, decoding with a KV cache)": (
+            split.unexplained.value + shares.get("decoding", 0.0),
+            "if the engine is a server, see first that its checkpoint was written from these weights, in this dtype. "
+            "Then constraint_form: log_ratio or quadratic with constraint: lagrangian, or rollout_correction: "
+            "token_truncate. They need the sampled tokens only, whatever the engine does.",
+        ),
+    }
+    ordered = sorted(parts.items(), key=lambda part: -part[1][0])
+    return [
+        f"{size / split.whole.value:.0%} of δ̄ is {name}: {what}"
+        for name, (size, what) in ordered
+        if size >= _LARGE * split.whole.value
+    ]

@@ -1,0 +1,346 @@
+"""The split of a discrepancy: Shapley values by brute force, causes that are known because the test put them there."""
+
+import itertools
+import math
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import IA3Config, LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from dc_trl.calibration import Calibration, calibrate
+from dc_trl.calibration.advice import recommend
+from dc_trl.calibration.doctor import Case, diagnose, view_of
+from dc_trl.calibration.mismatch import measure_engine
+from dc_trl.calibration.report import report_page
+from dc_trl.calibration.result import Split
+from dc_trl.calibration.rollouts import sample_rollouts
+from dc_trl.calibration.scoring import train_logps
+from dc_trl.calibration.settings import CalibrationSettings
+from dc_trl.calibration.split import shapley_weights, split_discrepancy, subsets
+from dc_trl.data.arithmetic import arithmetic_dataset
+from dc_trl.records.estimators import Estimate
+from dc_trl.rollouts.engines import EngineSpec
+from dc_trl.rollouts.replica import Replica
+from dc_trl.serving.fit import schemes_of
+
+from .helpers import ROOT, TINY_MODEL, load_script, make_experts, make_model
+
+
+QUIET = {"progress": False, "report": lambda line: None}
+
+
+def tiny(dtype=torch.bfloat16):
+    return AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=dtype)
+
+
+def diagnosis_of(model, tokenizer, engine, prompts=None, **settings):
+    prompts = prompts or arithmetic_dataset(12, 0, "train")["prompt"][:]
+    options = {"samples": 2, "max_tokens": 24, "batch_prompts": 4, **QUIET} | settings
+    found = calibrate(model, tokenizer, [engine], prompts, **options).engines[0]
+    assert found.diagnosis is not None, found.notes
+    split = found.diagnosis.split
+    assert split.whole == found.estimates["discrepancy"]
+    total = sum(share.value for share in split.shares.values()) + split.unexplained.value
+    assert total == pytest.approx(split.whole.value, rel=1e-12)
+    return found.diagnosis
+
+
+# --- the mathematics -------------------------------------------------------------------------------------------------
+
+
+def by_permutations(values, causes, cause):
+    """Mean over all orders of what removing a cause takes away when its turn comes."""
+    taken = []
+    for order in itertools.permutations(causes):
+        before = frozenset(order[: order.index(cause)])
+        taken.append(values[before] - values[before | {cause}])
+    return math.fsum(taken) / len(taken)
+
+
+@given(st.integers(1, 5), st.data())
+def test_shares_are_means_over_all_orders_and_add_up(count, data):
+    causes = list("abcde"[:count])
+    values = {removed: data.draw(st.floats(0, 1)) for removed in subsets(causes)}
+    ratios = {removed: (np.array([value, 2 * value]), np.array([1.0, 2.0])) for removed, value in values.items()}
+    split = split_discrepancy(ratios, causes, seed=0)
+    for cause in causes:
+        assert split.shares[cause].value == pytest.approx(by_permutations(values, causes, cause), abs=1e-12)
+    total = sum(share.value for share in split.shares.values()) + split.unexplained.value
+    assert total == pytest.approx(values[frozenset()], abs=1e-12)
+    assert split.left[" + ".join(causes)] == split.unexplained
+    assert len(split.left) == 2**count
+
+
+def test_a_cause_that_changes_nothing_has_no_share_and_two_alike_have_the_same():
+    left = {(): 3.0, "a": 2.0, "b": 2.0, "ab": 0.5}
+    values = {frozenset(key): value for key, value in left.items()}
+    values |= {removed | {"idle"}: value for removed, value in values.items()}
+    ratios = {removed: (np.array([value] * 3), np.ones(3)) for removed, value in values.items()}
+    split = split_discrepancy(ratios, ["a", "b", "idle"], seed=0)
+    # a goes first or second: 3 − 2 = 1, or 2 − 0.5 = 1.5
+    found = {cause: share.value for cause, share in split.shares.items()}
+    assert found == pytest.approx({"a": 1.25, "b": 1.25, "idle": 0.0})
+    assert split.unexplained.value == 0.5
+
+
+def test_intervals_hold_the_true_shares():
+    """300 samples of 60 prompts with skewed discrepancies, whose mean shares are known."""
+    causes, rng, held = ["a", "b"], np.random.default_rng(0), 0
+    sizes = {"": 1.0, "a": 0.7, "b": 0.6, "ab": 0.1}
+    truth = by_permutations({frozenset(key): size for key, size in sizes.items()}, causes, "a")
+    for seed in range(300):
+        own = {frozenset(key): size * rng.gamma(4, 0.25, 60) for key, size in sizes.items()}
+        split = split_discrepancy({key: (value, np.ones(60)) for key, value in own.items()}, causes, seed)
+        held += split.shares["a"].low <= truth <= split.shares["a"].high
+    assert 0.90 <= held / 300 <= 0.98
+
+
+def test_the_weights_of_a_share_cancel():
+    weights = shapley_weights(["a", "b", "c", "d"], "a")
+    assert len(weights) == 16
+    assert math.fsum(weights.values()) == pytest.approx(0, abs=1e-15)
+    assert math.fsum(weight for removed, weight in weights.items() if "a" not in removed) == pytest.approx(1)
+
+
+# --- known causes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "causes"),
+    [
+        ("fp8", torch.bfloat16, ["weights", "activations", "precision", "decoding"]),
+        ("int4", torch.float32, ["weights", "precision", "decoding"]),
+        ("bf16", torch.bfloat16, ["precision", "decoding"]),
+        ("bf16", torch.float32, ["weights", "precision", "decoding"]),
+    ],
+)
+def test_the_replicas_discrepancy_is_explained(tokenizer, scheme, dtype, causes):
+    found = diagnosis_of(tiny(dtype), tokenizer, f"replica:{scheme}")
+    split = found.split
+    assert list(split.shares) == causes
+    assert found.scheme == scheme
+    assert split.unexplained.value <= 1e-5 < 1e-4 < split.whole.value
+    if scheme == "int4":
+        assert max(split.shares, key=lambda cause: split.shares[cause].value) == "weights"
+        assert split.shares["weights"].low > split.shares["precision"].high
+    assert len(found.layers) == 1 + tiny().config.num_hidden_layers
+    assert all(layer.flipped is None and 0 <= layer.relative.value < 0.2 for layer in found.layers)
+    # A bfloat16 embedding is looked up alike on both sides.
+    assert (found.layers[0].relative.value == 0) == (dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "bf16"])
+def test_routing_is_a_cause_in_a_mixture_of_experts(tokenizer, scheme):
+    prompts = [f"{n}+{n}=" for n in range(12)]
+    found = diagnosis_of(make_experts(64).bfloat16(), tokenizer, f"replica:{scheme}", prompts, samples=4)
+    assert "routing" in found.split.shares
+    assert found.split.shares["routing"].value > 0
+    assert found.split.unexplained.value <= 1e-5 < found.split.whole.value
+    assert [layer.flipped is not None for layer in found.layers] == [False, True, True]
+    assert all(0 < layer.flipped.value < 1 for layer in found.layers[1:])
+
+
+def test_older_weights_are_a_cause(tokenizer):
+    older, model = make_model(32), make_model(32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    found = diagnosis_of(model, tokenizer, "replica:fp8", [f"{n}+{n}=" for n in range(12)], sampler=older)
+    shares = found.split.shares
+    assert shares["staleness"].value > 0.5 * found.split.whole.value
+    assert found.split.unexplained.value <= 1e-5
+    assert any("weight_sync_steps" in advice for advice in found.advice)
+    # Behind the embedding already, the weights differ.
+    assert found.layers[0].relative.low > 0.01
+
+
+def test_merging_an_adapter_is_a_cause(tokenizer):
+    policy = get_peft_model(make_model(32).bfloat16(), LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    found = diagnosis_of(policy, tokenizer, "replica:bf16", [f"{n}+{n}=" for n in range(12)])
+    assert list(found.split.shares) == ["precision", "adapter", "decoding"]
+    # The weights are bfloat16, so that nothing but merging rounds them.
+    assert found.split.shares["adapter"].low > 0
+    assert found.split.unexplained.value <= 1e-5
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
+
+
+def test_the_policy_is_left_as_it_was(tokenizer):
+    model = make_model(32)
+    tokens = torch.tensor([[20, 30, 40, 50]])
+    before = model(tokens).logits
+    diagnosis_of(model, tokenizer, "replica:fp8", [f"{n}+{n}=" for n in range(4)], max_tokens=8)
+    assert torch.equal(model(tokens).logits, before)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert model.config._attn_implementation == make_model(32).config._attn_implementation
+
+
+def test_a_view_has_the_tensors_of_its_policy():
+    model = make_model(32)
+    view = view_of(model)
+    assert all(a is b for a, b in zip(model.parameters(), view.parameters(), strict=True))
+    view.model.layers[0].register_forward_hook(lambda *_: None)
+    assert not model.model.layers[0]._forward_hooks
+
+
+def test_the_vocabulary_is_compared_with_what_the_replica_computes(tokenizer):
+    """Against plain forwards of the policy and of a replica, one sequence at a time."""
+    policy, prompts = make_model(128), [[20, 30, 40], [50, 60]]
+    settings = CalibrationSettings(samples=2, max_tokens=6, temperature=0.7, bf16=False, **QUIET)
+    sample = sample_rollouts(EngineSpec.parse("replica:fp8"), policy, tokenizer, prompts, settings)
+    train = train_logps(policy, prompts, sample.rollouts, settings)
+    found = measure_engine(sample, train, prompts, tokenizer, settings)
+    diagnosis = diagnose(Case(sample, policy, policy, prompts, settings), train, found)
+    replica, sums, tokens = Replica(policy, "fp8").model, torch.zeros(3), 0
+    for rollout in sample.rollouts:
+        ids = torch.tensor([prompts[rollout.prompt] + rollout.ids])
+        part = slice(len(prompts[rollout.prompt]) - 1, -1)
+        with torch.no_grad():
+            p, q = ((model(ids).logits[0, part].float() / 0.7).softmax(-1) for model in (policy, replica))
+        flips = (p.argmax(-1) != q.argmax(-1)).float()
+        sums += torch.stack([(q * (q / p).log()).sum(), (p - q).abs().sum() / 2, flips.sum()])
+        tokens += len(rollout.ids)
+    expected = dict(zip(("kl", "total_variation", "top1_flips"), (sums / tokens).tolist(), strict=True))
+    assert {name: estimate.value for name, estimate in diagnosis.vocabulary.items()} == pytest.approx(
+        expected, rel=0.02
+    )
+
+
+def test_of_several_schemes_the_nearest_is_taken(tokenizer):
+    """As of a server whose layers are FP8 in one of two ways: by channel or by block."""
+    assert schemes_of(["CompressedTensorsW8A8Fp8"]) == ["fp8", "fp8_block"]
+    assert schemes_of([]) == ["bf16"]
+    policy, prompts = make_model(128), [[20, 30, 40], [50, 60], [70], [80]]
+    settings = CalibrationSettings(samples=4, max_tokens=12, **QUIET)
+    for scheme in ("fp8", "fp8_block"):
+        sample = sample_rollouts(EngineSpec.parse(f"replica:{scheme}"), policy, tokenizer, prompts, settings)
+        unsure = sample._replace(engine="http://host:1", schemes=["fp8", "fp8_block"])
+        assert Case(unsure, policy, policy, prompts, settings).scheme() == scheme
+    # Widths of 32 are in no blocks of 128.
+    assert Case(unsure, make_model(32), make_model(32), prompts, settings).scheme() == "fp8"
+    with pytest.raises(ValueError, match="engine='http://host:1' is in no scheme"):
+        Case(unsure._replace(schemes=[]), policy, policy, prompts, settings).scheme()
+
+
+# --- what cannot be, and what is said --------------------------------------------------------------------------------
+
+
+def test_adapters_that_cannot_compute_so_are_a_note(tokenizer):
+    policy = get_peft_model(make_model(32), IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
+    options = {"samples": 2, "max_tokens": 4, **QUIET}
+    found = calibrate(policy, tokenizer, ["replica:bf16"], ["1+1=", "2+2="], **options).engines[0]
+    assert found.diagnosis is None
+    assert any(note.startswith("δ̄ is not split into its causes: peft_config") for note in found.notes)
+
+
+def test_a_sampler_of_another_shape_is_refused(tokenizer):
+    message = "lm_head.weight has shape (262, 64) there and (262, 32) in the model"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        calibrate(make_model(32), tokenizer, ["replica:fp8"], ["1", "2"], sampler=make_model(64), **QUIET)
+
+
+def test_without_the_split_nothing_is_diagnosed(tokenizer):
+    options = {"samples": 2, "max_tokens": 4, "split": False, **QUIET}
+    found = calibrate(make_model(32), tokenizer, ["replica:fp8"], ["1+1=", "2+2="], **options).engines[0]
+    assert found.diagnosis is None
+    assert not any("split" in note for note in found.notes)
+
+
+def estimate(value):
+    return Estimate(value, 0.0, value, value, 8)
+
+
+@pytest.mark.parametrize(
+    ("shares", "unexplained", "setting"),
+    [
+        ({"weights": 5e-3, "activations": 4e-3, "precision": 1e-3}, 0.0, "train_through_quantization: true"),
+        ({"weights": 1e-3, "routing": 5e-3}, 0.0, "routing_replay: true"),
+        ({"weights": 1e-3, "staleness": 9e-3}, 0.0, "weight_sync_steps"),
+        ({"weights": 1e-3}, 9e-3, "constraint_form: log_ratio"),
+        ({"weights": 1e-3, "decoding": 9e-3}, 0.0, "constraint_form: log_ratio"),
+    ],
+)
+def test_advice_follows_the_largest_cause(shares, unexplained, setting):
+    whole = estimate(sum(shares.values()) + unexplained)
+    split = Split(whole, {name: estimate(value) for name, value in shares.items()}, estimate(unexplained), {})
+    (first, *others) = recommend(split, estimate(1e-3))
+    assert setting in first
+    assert not others
+    (only,) = recommend(split, estimate(1e-5))
+    assert only.startswith("Nothing is needed")
+
+
+def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path):
+    model = make_experts(64).bfloat16()
+    options = {"samples": 2, "max_tokens": 6, **QUIET}
+    calibration = calibrate(model, tokenizer, ["replica:fp8", "replica:bf16"], ["1+1=", "2+2=", "3"], **options)
+    calibration.save(tmp_path / "a.json")
+    loaded = Calibration.load(tmp_path / "a.json")
+    assert [each.diagnosis for each in loaded.engines] == [each.diagnosis for each in calibration.engines]
+    page = report_page(loaded).html()
+    assert page == report_page(calibration).html()
+    for words in (
+        "Where it comes from",
+        "routing",
+        "KL(deployed ‖ policy)",
+        "tokens with other experts",
+        "Advice for",
+    ):
+        assert words in page
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path):
+    """Runs scripts/calibrate.py in this process, with the tiny model and a small sample."""
+    module = load_script("calibrate")
+
+    def run(*words):
+        command = f"--model {TINY_MODEL} --prompts 4 --samples 2 --max_tokens 12 --overwrite --output {tmp_path}/out"
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(sys, "argv", ["calibrate.py", *command.split(), *words])
+        module.main()
+        return Calibration.load(tmp_path / "out" / "calibration.json").engines
+
+    return run
+
+
+def test_script_splits_and_fails_above_a_bound(script, tmp_path, capsys):
+    (engine,) = script("--engine", "replica:fp8", "--fail_above", "0.5")
+    shown = capsys.readouterr().out
+    assert "where δ̄ comes from" in shown
+    assert all(cause in shown for cause in (*engine.diagnosis.split.shares, "unexplained"))
+    assert "ADVICE, replica fp8: " in shown
+    assert (tmp_path / "out" / "split.png").is_file()
+    assert "Where it comes from" in (tmp_path / "out" / "report.html").read_text()
+    with pytest.raises(SystemExit) as stop:
+        script("--engine", "replica:fp8", "--no_split", "--fail_above", "1e-6")
+    delta = engine.estimates["discrepancy"].value
+    assert stop.value.code.startswith(f"failed: δ̄ is above --fail_above 1e-06 for replica:fp8: {delta:.3g} [")
+    assert Calibration.load(tmp_path / "out" / "calibration.json").engines[0].diagnosis is None
+    with pytest.raises(SystemExit, match="fail_above=-1"):
+        script("--engine", "replica:fp8", "--fail_above", "-1")
+
+
+def test_script_takes_the_weights_that_the_engine_runs(script, tokenizer, tmp_path):
+    older = tiny()
+    with torch.no_grad():
+        for parameter in older.parameters():
+            parameter.mul_(1.03)
+    older.save_pretrained(tmp_path / "older")
+    tokenizer.save_pretrained(tmp_path / "older")
+    (engine,) = script("--engine", "replica:bf16", "--sampler_model", str(tmp_path / "older"))
+    assert engine.diagnosis.split.shares["staleness"].value > 0.5 * engine.diagnosis.split.whole.value
+    with pytest.raises(SystemExit, match="sampler_model='nowhere/at_all'"):
+        script("--engine", "replica:bf16", "--sampler_model", "nowhere/at_all")
