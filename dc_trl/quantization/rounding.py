@@ -48,7 +48,7 @@ class _Residual:
     """The residual stream within one forward pass: the sums that norms read, before they were rounded.
 
     Norms at the entry of a layer find their sum by the memory of the rounded one, because gradient checkpointing
-    computes a layer again by itself. Until the next forward pass two activations of each layer stay in memory for that.
+    computes a layer again by itself. For that, two activations of each layer stay until the next forward pass.
     """
 
     def __init__(self) -> None:
