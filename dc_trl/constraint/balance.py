@@ -34,16 +34,19 @@ class BalancedMultiplier:
         share: of the reward's gradient norm, above 0.
         decay: of the moving average, in [0, 1): about 1 / (1 − decay) iterations count.
         minimum, maximum: bounds of λ, 0 ≤ minimum ≤ maximum.
-
-    Attributes:
-        tolerance: None; the batch discrepancy does not move this λ.
+        tolerance: ε, which this λ does not follow; for who compares δ̄ with it. None where there is none.
     """
 
-    tolerance = None
-
     def __init__(
-        self, init: float = 0.1, share: float = 0.3, decay: float = 0.9, minimum: float = 0.0, maximum: float = 1.0
+        self,
+        init: float = 0.1,
+        share: float = 0.3,
+        decay: float = 0.9,
+        minimum: float = 0.0,
+        maximum: float = 1.0,
+        tolerance: float | None = None,
     ):
+        self.tolerance = tolerance
         self.share = share
         self.decay = decay
         self.minimum = minimum

@@ -150,10 +150,11 @@ def with_results(known: Sequence[EvalResult] | None, new: Sequence[EvalResult]) 
 
 
 def constraint_settings(args: DCGRPOConfig) -> dict[str, Any]:
-    """The fields that DC-GRPO adds to GRPO, without those that say how to reach a server or the Hub."""
-    inherited = {field.name for field in fields(GRPOConfig)}
-    names = [field.name for field in fields(args) if field.name not in inherited]
-    return {name: getattr(args, name) for name in names if not name.startswith(("weight_sync", "vllm_", "hub_"))}
+    """The fields that DC-GRPO adds to GRPO and that are set, without those that say how to reach a server or the Hub."""
+    not_shown = {field.name for field in fields(GRPOConfig)} | {"weight_sync", "weight_sync_dir"}
+    names = [field.name for field in fields(args) if field.name not in not_shown]
+    values = {name: getattr(args, name) for name in names if not name.startswith(("vllm_", "hub_"))}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def quoted(name: str) -> str:
