@@ -14,7 +14,7 @@ LAUNCH = $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_pre
 .PHONY: help install vllm vllm-cpu quickstart quickstart-vllm test test-all coverage notebooks docs lint format benchmark tiny-model
 
 help:
-	@echo "make quickstart  train the tiny model with FP8 rollouts (a minute and a half once installed)"
+	@echo "make quickstart  train the tiny model with FP8 rollouts (two and a half minutes once installed)"
 	@echo "make quickstart-vllm  the same against a vLLM server in FP8, which it starts and stops"
 	@echo "make test        run the tests, except those that take long (7 minutes)"
 	@echo "make test-all    run those that make test leaves out (half an hour)"

@@ -122,8 +122,8 @@ def test_the_aligned_forward_is_nearer_to_the_server(fp8_server, tmp_path):
         trainer = make_trainer(fp8_server.url, tmp_path, **options)
         trainer.train()
         gaps[through] = sum(logged(trainer, "discrepancy/mean")) / 3
-    # What is left are the kernels: the same as between the server and the replica.
-    assert 0 < gaps[True] < 0.9 * gaps[False], gaps
+    # Both round in the same places; what is left are sums in another order.
+    assert gaps[True] < 0.1 * gaps[False], gaps
 
 
 def test_weights_that_lag_come_back_after_an_evaluation_and_after_a_kill(fp8_server, tmp_path):

@@ -4,10 +4,10 @@ A decoding step has one query per sequence. PyTorch's fused attention takes four
 CPU, and transformers' eager attention spends most of its time on repeating each key and value for every query head of
 its group.
 
-Weights and sums are float32, as in vLLM's CPU kernel; only the output is rounded. Eager attention rounds scores and
-weights too. FlashAttention, on a GPU, rounds the weights. Scores and their softmax are float64: a float32 product is
-summed up in another order for one query than for many, and then decoding token by token differs from reading all
-tokens at once, as training does.
+Only the output is rounded, as in vLLM's CPU kernel. Eager attention rounds scores and weights too. FlashAttention, on a
+GPU, rounds the weights. All is computed in float64, where vLLM has float32: a float32 product is summed up in another
+order for one query than for many, and then decoding token by token differs from reading all tokens at once, as
+training does.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 NAME = "dc_trl_grouped"
 # Scores that are held at a time: those of a long prompt do not fit into memory, those of a batch not into the cache.
 _BLOCK = 2**19
-# Keys and values that are held in float32 at a time.
+# Keys and values that are held in float64 at a time.
 _CONVERTED = 2**22
 
 
@@ -35,7 +35,7 @@ def grouped_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in float32 with scores in float64, block by block; see `AttentionInterface`.
+    """Attention in float64, block by block; see `AttentionInterface`.
 
     Args:
         query: shape (batch, heads, queries, width).
@@ -55,7 +55,7 @@ def grouped_attention(
     output = query.new_empty(batch, queries, heads, width)
     for first in range(0, batch, sequences_at_a_time):
         b = slice(first, first + sequences_at_a_time)
-        k, v = key[b].double(), value[b].float()
+        k, v = key[b].double(), value[b].double()
         for start in range(0, queries, queries_at_a_time):
             q = slice(start, start + queries_at_a_time)
             mask = None if attention_mask is None else attention_mask[b, :, q]
@@ -72,10 +72,7 @@ def _attend(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """Attention of a block of queries, shape (batch, heads, queries, width).
-
-    ``query`` and ``key`` are float64, ``value`` and the result float32.
-    """
+    """Attention of a block of queries, shape (batch, heads, queries, width); all in float64."""
     batch, heads, queries, width = query.shape
     groups = key.shape[1]
     scores = query.reshape(batch, groups, -1, width) @ key.transpose(2, 3) * scaling
@@ -86,7 +83,7 @@ def _attend(
         scores = scores + mask
     if s_aux is not None:
         scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(batch, -1, queries, 1)], dim=-1)
-    weights = scores.softmax(-1).to(value.dtype)
+    weights = scores.softmax(-1)
     if s_aux is not None:
         weights = weights[..., :-1]
     return (weights.reshape(batch, groups, -1, weights.shape[-1]) @ value).view(query.shape)
