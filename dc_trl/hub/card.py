@@ -150,7 +150,7 @@ def with_results(known: Sequence[EvalResult] | None, new: Sequence[EvalResult]) 
 
 
 def constraint_settings(args: DCGRPOConfig) -> dict[str, Any]:
-    """The fields that DC-GRPO adds to GRPO, where they are set; not those that say how to reach a server or the Hub."""
+    """The fields that DC-GRPO adds to GRPO, where they are set; not those that say how to reach a server or Hub."""
     not_shown = {field.name for field in fields(GRPOConfig)} | {"weight_sync", "weight_sync_dir"}
     names = [field.name for field in fields(args) if field.name not in not_shown]
     values = {name: getattr(args, name) for name in names if not name.startswith(("vllm_", "hub_"))}

@@ -4,9 +4,9 @@ A decoding step has one query per sequence. PyTorch's fused attention takes four
 CPU, and transformers' eager attention spends most of its time on repeating each key and value for every query head of
 its group.
 
-Only the output is rounded, as in vLLM's CPU kernel. Eager attention rounds scores and weights too. FlashAttention, on a
-GPU, rounds the weights. All is computed in float64, where vLLM has float32: a float32 product is summed up in another
-order for one query than for many, and then decoding token by token differs from reading all tokens at once, as
+Only the output is rounded, as in vLLM's CPU kernel. Eager attention rounds scores and weights too. FlashAttention, on
+a GPU, rounds the weights. All is computed in float64, where vLLM has float32: a float32 product is summed up in
+another order for one query than for many, and then decoding token by token differs from reading all tokens at once, as
 training does.
 """
 
