@@ -16,7 +16,7 @@ LAUNCH = $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_pre
 help:
 	@echo "make quickstart  train the tiny model with FP8 rollouts (two and a half minutes once installed)"
 	@echo "make quickstart-vllm  the same against a vLLM server in FP8, which it starts and stops"
-	@echo "make test        run the tests, except those that take long (7 minutes)"
+	@echo "make test        run the tests, except those that take long (10 minutes)"
 	@echo "make test-all    run those that make test leaves out (half an hour)"
 	@echo "make notebooks   run the notebooks and keep their outputs"
 	@echo "make docs        build the documentation into build/docs"
