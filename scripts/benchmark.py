@@ -91,6 +91,13 @@ def peak_memory() -> int:
     return int(status["VmHWM"].split()[0]) * 1024
 
 
+def random_completions(count: int, length: int) -> tuple[list[list[int]], list[list[float]]]:
+    """Token ids and log-probabilities, the same at every call."""
+    rng = random.Random(0)
+    completion_ids = [[rng.randrange(10, 200) for _ in range(length)] for _ in range(count)]
+    return completion_ids, [[-rng.uniform(0, 8) for _ in range(length)] for _ in range(count)]
+
+
 class Replay:
     """Rollout function: the same random completions and log-probabilities at every call."""
 
@@ -100,13 +107,13 @@ class Replay:
         self._length = length
 
     def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list]:
-        rng = random.Random(0)
+        completion_ids, logprobs = random_completions(len(prompts), self._length)
         tokenizer = trainer.processing_class
         template = {"add_generation_prompt": True, "return_dict": True}
         return {
             "prompt_ids": [tokenizer.apply_chat_template(prompt, **template)["input_ids"] for prompt in prompts],
-            "completion_ids": [[rng.randrange(10, 200) for _ in range(self._length)] for _ in prompts],
-            "logprobs": [[-rng.uniform(0, 8) for _ in range(self._length)] for _ in prompts],
+            "completion_ids": completion_ids,
+            "logprobs": logprobs,
         }
 
 
@@ -226,9 +233,7 @@ class ReplayedReplica:
         """No engine is there."""
 
     def generate(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list, list]:
-        rng = random.Random(0)
-        ids = [[rng.randrange(10, 200) for _ in range(self._length)] for _ in prompt_ids]
-        return ids, [[-rng.uniform(0, 8) for _ in row] for row in ids]
+        return random_completions(len(prompt_ids), self._length)
 
 
 def overhead_of_methods(args: argparse.Namespace) -> None:

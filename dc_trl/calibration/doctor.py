@@ -22,7 +22,7 @@ from .advice import recommend
 from .forwards import compare_forwards
 from .mismatch import batch_discrepancy
 from .result import Diagnosis, EngineMismatch
-from .rollouts import EngineSample, Policy
+from .rollouts import EngineSample, Policy, sampled_logps
 from .scoring import train_logps
 from .settings import CalibrationSettings
 from .split import Causes, split_discrepancy, subsets
@@ -90,7 +90,7 @@ class Case(NamedTuple):
 
     def _distance(self, scheme: str) -> float:
         scored = self.score(scheme, frozenset(self.causes(scheme)))
-        numerator, denominator = self.discrepancy(scored, sampled_logps(self.sample))
+        numerator, denominator = self.discrepancy(scored, sampled_logps(self.sample.rollouts))
         return float(numerator.sum() / denominator.sum())
 
     def discrepancy(self, train: Sequence[Tensor], infer: Sequence[Tensor]) -> tuple[Array, Array]:
@@ -99,11 +99,6 @@ class Case(NamedTuple):
         rollouts = [rollout._replace(logps=logps.tolist()) for rollout, logps in pairs]
         tokens = ScoredTokens.of(rollouts, train, len(self.prompts), self.settings.measure)
         return batch_discrepancy(tokens, self.settings.reduction)
-
-
-def sampled_logps(sample: EngineSample) -> list[Tensor]:
-    """log π_inf of each rollout's tokens as the engine gave it, float64, shape (tokens,)."""
-    return [torch.tensor(rollout.logps, dtype=torch.float64) for rollout in sample.rollouts]
 
 
 def diagnose(case: Case, train: Sequence[Tensor], found: EngineMismatch) -> Diagnosis:
@@ -123,7 +118,7 @@ def diagnose(case: Case, train: Sequence[Tensor], found: EngineMismatch) -> Diag
     every = frozenset(causes)
     settings.report(f"{case.sample.engine}: {2 ** len(causes)} scoring passes split δ̄ into its causes")
     passes = {removed: case.score(scheme, removed) if removed else list(train) for removed in subsets(causes)}
-    targets: dict[Causes, list[Tensor]] = {frozenset(): sampled_logps(case.sample)}
+    targets: dict[Causes, list[Tensor]] = {frozenset(): sampled_logps(case.sample.rollouts)}
     if case.sample.engine.startswith("replica:"):
         targets[frozenset({"decoding"})] = _in_one_pass(case, scheme)
         causes.append("decoding")

@@ -22,7 +22,7 @@ from ..constraint.statistics import combine_sums, mismatch_from_sums, mismatch_s
 from ..records.estimators import Difference, Estimate, bootstrap_p_value
 from .contexts import token_contexts
 from .result import GRID, HISTOGRAM_EDGES, Bin, EngineMismatch, Growth, Tolerance, Weights
-from .rollouts import EngineSample
+from .rollouts import EngineSample, sampled_logps
 from .settings import CalibrationSettings
 from .tokens import Array, Ratio, ScoredTokens
 
@@ -85,7 +85,7 @@ def measure_engine(
         by_probability=_bins(tokens, np.exp(tokens.infer), np.linspace(0, 1, _PROBABILITY_BINS + 1)),
         joint=_joint(np.exp(tokens.infer), np.exp(tokens.train)),
         worst=token_contexts(worst, tokens, prompts, rollouts, tokenizer),
-        metrics=_metrics(train, [torch.tensor(rollout.logps, dtype=torch.float64) for rollout in rollouts]),
+        metrics=_metrics(train, sampled_logps(rollouts)),
         train_perplexity=math.exp(-tokens.train.mean()),
         infer_perplexity=math.exp(-tokens.infer.mean()),
         sequence_weights=_weights(np.exp(_bounded(tokens.trajectory_sums(d)))),

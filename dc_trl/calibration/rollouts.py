@@ -47,6 +47,11 @@ class Rollout(NamedTuple):
     routes: Tensor | None = None  # experts that the engine chose: int16, shape (prompt and completion − 1, layers, k)
 
 
+def sampled_logps(rollouts: Sequence[Rollout]) -> list[Tensor]:
+    """log π_inf of each rollout's tokens as the engine gave it, float64, shape (tokens,)."""
+    return [torch.tensor(rollout.logps, dtype=torch.float64) for rollout in rollouts]
+
+
 class EngineSample(NamedTuple):
     """What one engine sampled: rollouts by prompt, the samples of each in a row."""
 

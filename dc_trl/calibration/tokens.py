@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..constraint.discrepancy import token_discrepancy
 from ..constraint.settings import Measure
-from .rollouts import Rollout
+from .rollouts import Rollout, sampled_logps
 
 
 Array = NDArray[np.float64]
@@ -37,7 +37,7 @@ class ScoredTokens:
     ) -> "ScoredTokens":
         """The tokens of rollouts; `train` is log π_train of each rollout's tokens, shape (tokens,)."""
         a = torch.cat([logps.double() for logps in train])
-        b = torch.cat([torch.tensor(rollout.logps, dtype=torch.float64) for rollout in rollouts])
+        b = torch.cat(sampled_logps(rollouts))
         lengths = np.array([len(rollout.ids) for rollout in rollouts])
         trajectory = np.repeat(np.arange(len(rollouts)), lengths)
         position = np.arange(len(a)) - np.repeat(lengths.cumsum() - lengths, lengths)

@@ -30,10 +30,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from .discrepancy import LOG_RATIO_BOUND, trajectory_mean
+from .discrepancy import LOG_RATIO_BOUND, detached, trajectory_mean
 from .settings import ConstraintSettings
 
 
@@ -51,8 +50,8 @@ class Trust(Protocol):
 
 def token_log_ratio(train_logps: Tensor, infer_logps: Tensor, scored: Tensor) -> Tensor:
     """log π_train − log π_inf of each token, shape (B, T), nats, at least float32, detached; 0 where not scored."""
-    dtype = torch.promote_types(torch.promote_types(train_logps.dtype, infer_logps.dtype), torch.float32)
-    return (train_logps.detach().to(dtype) - infer_logps.detach().to(dtype)).where(scored, 0.0)
+    train, infer = detached(train_logps, infer_logps)
+    return (train - infer).where(scored, 0.0)
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
@@ -159,7 +158,7 @@ def tv_mask(
     The bound of 0.2 is SkyRL's.
     """
     log_ratio = token_log_ratio(train_logps, infer_logps, scored)
-    train, infer = (logps.detach().to(log_ratio.dtype).where(scored, 0.0) for logps in (train_logps, infer_logps))
+    train, infer = (logps.where(scored, 0.0) for logps in detached(train_logps, infer_logps))
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)
     masked = (train.exp() - infer.exp()) * advantages.sign() > upper

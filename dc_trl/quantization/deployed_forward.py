@@ -52,7 +52,7 @@ class DeployedForward:
         weights: compute with the deployed weights: quantized, rounded to bfloat16 numbers.
         activations: compute with the deployed activations, where the scheme quantizes them.
         compute: compute in bfloat16 without autocast, at the positions that engines count, and on a CPU with the
-            arithmetic of the replica's attention ("eager", whose memory grows with the square of the length).
+            arithmetic of the replica's attention, whose memory grows with the square of the length.
         adapters: compute with LoRA adapters merged; else they compute beside their layers, as they do in training.
 
     Attributes:

@@ -96,7 +96,7 @@ def straight_through(value: Tensor, *sources: Tensor) -> Tensor:
         value: any floating dtype; no gradient flows to it.
         sources: of the same shape, any floating dtype, in which their gradients arrive.
     """
-    return _StraightThrough.apply(value, *sources)
+    return _StraightThrough.apply(value, *sources) if torch.is_grad_enabled() else value
 
 
 class ActivationQuantizer:
@@ -133,15 +133,10 @@ class ActivationQuantizer:
 
         Gradients pass the round trip unchanged, see `straight_through`.
         """
-        if torch.is_grad_enabled() and activations.requires_grad:
-            with torch.no_grad():
-                value = self._round_trip(activations)
-            return straight_through(value, activations)
-        return self._round_trip(activations)
-
-    def _round_trip(self, activations: Tensor) -> Tensor:
-        numbers, scale = self.quantize(activations)
-        return numbers.mul_(scale).to(activations.dtype).view_as(activations)
+        with torch.no_grad():
+            numbers, scale = self.quantize(activations)
+            value = numbers.mul_(scale).to(activations.dtype).view_as(activations)
+        return straight_through(value, activations)
 
     def shared(self, activations: Tensor) -> tuple[Tensor, ...]:
         """`quantize`, once for layers that read the same tensor one after the other."""

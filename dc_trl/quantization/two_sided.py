@@ -11,7 +11,6 @@ import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -39,7 +38,7 @@ class TwoSidedDivergence:
     tile, and again in the backward pass.
 
     Args:
-        policy: transformers causal language model, or a PEFT model around one.
+        policy: transformers causal language model, or a PEFT model around one; not sharded.
         deployed: its deployed forward, inactive.
         kind: ``"kl"``: KL(π_{θ+Δ} ‖ π_θ) over the vocabulary, in nats. ``"l1"``: |π_{θ+Δ} − π_θ| of the sampled
             token.
@@ -72,8 +71,7 @@ class TwoSidedDivergence:
     def _listen(self, module: nn.Module, inputs: Any, output: Any) -> None:
         # Within the forward of the whole model, where the weights of the head are those that it computes with.
         head = self._model.get_output_embeddings()
-        weight, bias = (each.full_tensor() if isinstance(each, DTensor) else each for each in (head.weight, head.bias))
-        self._head = _Head(output.last_hidden_state, weight, bias)
+        self._head = _Head(output.last_hidden_state, head.weight, head.bias)
 
     def __call__(self, train_logps: Tensor, forward: Callable[[], Tensor]) -> Tensor:
         """The divergence at each token.
