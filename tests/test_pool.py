@@ -313,7 +313,7 @@ def test_a_server_that_takes_too_long_for_the_weights_is_left_out_until_it_has_t
     assert "has not taken the weights" in lines[0]
     generate(pool)
     assert stubs[1].bodies == []
-    # What it goes on to load is old when it is done; it is asked for the present ones, and they are loaded in any case.
+    # What it goes on to load is old when it is done. Then it is asked for the present ones, and loads them.
     pool.load(weights[2])
     released.set()
     while not pool.servers[1].task.done():

@@ -214,8 +214,8 @@ class ServerGeneration(_DeployedGeneration):
                 self._connect()
 
     def _choose_weight_sync(self) -> str:
-        # NCCL wants CUDA, refuses two ranks on one GPU, and streams what is trained, not what is deployed. TRL's client
-        # has one server in the stream; with several, one that is lost would have all the others wait in it.
+        # NCCL wants CUDA, refuses two ranks on one GPU, and streams what is trained, not what is deployed. The stream
+        # of TRL's client goes to one server; were there several in it, all would wait in it for one that is lost.
         shares_gpu = is_local(self._urls[0]) and torch.cuda.device_count() == 1
         quantized = self.deployment_scheme not in (None, "bf16")
         no_stream = self.accelerator.device.type != "cuda" or shares_gpu or quantized or len(self._urls) > 1
