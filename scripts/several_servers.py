@@ -83,9 +83,7 @@ class Table:
         same = sum(one == other for one, other in zip(ids, self._first, strict=True))
         shares = [str(server.answered - count) for server, count in zip(servers, before, strict=True)]
         lost = [str(number) for number, server in enumerate(servers, 1) if server.lost is not None]
-        self.rows.append(
-            [name, *shares, ", ".join(lost), str(len(ids)), f"{100 * same / len(ids):.1f} %", f"{seconds:.1f}"]
-        )
+        self.rows.append([name, *shares, ", ".join(lost), str(len(ids)), f"{100 * same / len(ids):.1f} %"])
         return seconds
 
 
@@ -143,10 +141,10 @@ def main() -> None:
         table.sample("started again")
     head = ["batch", *(f"server {number}" for number in range(1, args.servers + 1))]
     title = (
-        f"{args.problems} prompts, {args.samples} completions each: the prompts that each server answered, and how many "
-        "completions are those of the first batch"
+        f"{args.problems} prompts, {args.samples} completions each: the prompts that each server answered, and how "
+        "many completions are those of the first batch"
     )
-    print_table([*head, "lost", "completions", "same tokens", "seconds"], table.rows, title)
+    print_table([*head, "lost", "completions", "same tokens"], table.rows, title)
 
 
 if __name__ == "__main__":
