@@ -41,9 +41,9 @@ class WriteCost(NamedTuple):
 
     bytes_written: int  # of all files that were made
     bytes_reused: int  # of those of frozen weights that were there already
-    gather: float  # seconds until the tensors came: gathered from shards, adapters merged
-    quantize: float  # seconds to quantize or round them, and to bring them to the CPU
-    write: float  # seconds to write them
+    gather_seconds: float  # until the tensors came: gathered from shards, adapters merged
+    quantize_seconds: float  # to quantize or round them, and to bring them to the CPU
+    write_seconds: float  # to write them
 
 
 class CheckpointWriter:
@@ -187,18 +187,18 @@ class CheckpointWriter:
         self, tensors: Iterable[tuple[str, Tensor]], files: Mapping[str, TensorFile], left_out: Container[str]
     ) -> dict[str, float]:
         """Writes what the files hold; returns the seconds that each part of it took."""
-        seconds = {"gather": 0.0, "quantize": 0.0, "write": 0.0}
+        seconds = dict.fromkeys(WriteCost._fields[2:], 0.0)
         missing = set(self._names)
-        for name, tensor in _timed(tensors, seconds, "gather"):
+        for name, tensor in _timed(tensors, seconds, "gather_seconds"):
             if name not in missing:
                 continue
             missing.remove(name)
             if name in left_out:
                 continue
-            for part, piece in _timed(self._pieces(name, tensor), seconds, "quantize"):
+            for part, piece in _timed(self._pieces(name, tensor), seconds, "quantize_seconds"):
                 start = time.perf_counter()
                 files[part].append(part, piece)
-                seconds["write"] += time.perf_counter() - start
+                seconds["write_seconds"] += time.perf_counter() - start
         if missing:
             listed = ", ".join(sorted(missing)[:3])
             raise KeyError(f"{len(missing)} weights of the policy did not come, {listed} among them")

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -81,10 +82,11 @@ class KeptFiles:
         self._names = names
 
     def keep(self, directory: Path) -> bool:
-        """Keeps the files of a directory; False where the file system has no hard links."""
-        self._store.mkdir(exist_ok=True)
-        for kept in self._store.iterdir():
-            kept.unlink()
+        """Keeps the files of a directory in place of others; False where the file system has no hard links."""
+        if self._store.is_dir():
+            shutil.rmtree(self._store)
+        if self._names:
+            self._store.mkdir()
         return all(_link(directory / name, self._store / name) for name in self._names)
 
     def bring(self, directory: Path) -> int:

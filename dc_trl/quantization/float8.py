@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 
-# Numbers that a thread computes with at a time: three buffers of them stay in a core's own cache.
-_NUMBERS = 1 << 16
+# Numbers that a thread computes with at a time: their buffers stay in its cache, and operations are few.
+_NUMBERS = 1 << 18
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
 
