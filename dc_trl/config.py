@@ -12,7 +12,7 @@ from .constraint.settings import Constraint, ConstraintForm, ConstraintSettings,
 from .files import parse_object
 from .quantization.schemes import require_scheme, require_served_scheme
 from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncates
-from .serving.preflight import require_waits_that_fit
+from .serving.preflight import require_addresses, require_waits_that_fit
 from .settings.contradictions import require_no_contradiction
 from .settings.described import described
 from .settings.ranges import AT_LEAST_0, COUNT, FINITE, TRAINING, require_choice, require_number, require_numbers
@@ -141,6 +141,10 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         weight_sync_trigger (`str`, defaults to `"steps"`):
             `"steps"`: new weights go every `weight_sync_steps`. `"discrepancy"`: also earlier, at the generation batch
             after one whose δ̄ was above `discrepancy_tolerance`; at every one while `"auto"` still looks for it.
+        vllm_server_base_urls (`list[str]`, *optional*):
+            Addresses of several vLLM servers that sample together, in place of TRL's `vllm_server_base_url`: prompts
+            are spread over them, all hold the same weights, and the prompts of one that fails go to the others (see
+            docs/fast_loop.md). The weights go as checkpoints.
         vllm_request_timeout (`float`, *optional*):
             Seconds that any one request to the vLLM server may take: a generation batch, a reload of the weights. By
             default 3600. With several processes the others wait for the one that asks the server, no longer than
@@ -173,6 +177,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     weight_sync_dir: str | None = None
     weight_sync_steps: int = 1
     weight_sync_trigger: SyncTrigger = "steps"
+    vllm_server_base_urls: list[str] | None = None
     vllm_request_timeout: float | None = None
     vllm_max_retries: int = 3
     hub_deployment: HubDeployment = "subfolder"
@@ -266,6 +271,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             require_number("pad_to_multiple_of", int(number) if number.isdecimal() else number, COUNT)
         for weight in self.reward_weights or []:
             require_number("reward_weights", weight, FINITE)
+        if self.vllm_server_base_urls is not None:
+            require_addresses("vllm_server_base_urls", self.vllm_server_base_urls)
         self._check_dicts()
         if self.deployment_scheme is not None:
             written = self.use_vllm or (self.push_to_hub and self.hub_deployment != "none")

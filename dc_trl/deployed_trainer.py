@@ -148,6 +148,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
                 vllm_request_timeout=args.vllm_request_timeout,
                 vllm_time_limit=args.vllm_time_limit,
                 vllm_max_retries=args.vllm_max_retries,
+                server_base_urls=args.vllm_server_base_urls,
                 routing_replay=args.routing_replay,
                 **of_trl,
             )

@@ -4,7 +4,7 @@ import base64
 import io
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -14,7 +14,7 @@ from dc_trl.serving.fit import CPU_EXTENSION
 
 
 class StubServer(ThreadingHTTPServer):
-    """Answers as a vLLM server in bf16 on a CPU would; never to a rollout.
+    """Answers as a vLLM server in bf16 on a CPU would; to a rollout never, or what `completes` makes of its body.
 
     A POST to /fail with {"path": …, "times": …} has it fail at a path so many times. `says` has other answers, status
     and text, by path. `asked` has the paths in the order of the requests.
@@ -29,6 +29,9 @@ class StubServer(ThreadingHTTPServer):
         self.says: dict[str, tuple[int, str]] = {}
         self.asked: list[str] = []
         self.version = "default"
+        self.completes: Callable[[dict], dict] | None = None
+        self.bodies: list[dict] = []  # of the rollouts that were asked for
+        self.sequences = 256  # that it says it runs at a time
         self.routes = False  # whether it returns the experts of its mixture
         self.ended = threading.Event()
 
@@ -40,9 +43,13 @@ class StubServer(ThreadingHTTPServer):
         if self.failures.get(path, 0) > 0:
             self.failures[path] -= 1
             return None
+        if path == "/v1/completions":
+            self.bodies.append(body)
         if path in self.says:
             return self.says[path]
         if path == "/v1/completions":
+            if self.completes is not None:
+                return 200, json.dumps(self.completes(body))
             self.ended.wait()
             return None
         if path == "/update_weight_version":
@@ -58,7 +65,8 @@ class StubServer(ThreadingHTTPServer):
                         "quantization": None,
                         "revision": None,
                     },
-                    "parallel_config": {"worker_extension_cls": CPU_EXTENSION},
+                    "parallel_config": {"worker_extension_cls": CPU_EXTENSION, "data_parallel_size": 1},
+                    "scheduler_config": {"max_num_seqs": self.sequences},
                     "device_config": {"device": "cpu"},
                     "weight_transfer_config": {"backend": "nccl"},
                     "aux_output_config": {"enable_return_routed_experts": self.routes},
@@ -97,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
 @contextmanager
 def stub_server():
     server = StubServer()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield server

@@ -11,6 +11,9 @@ from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from .helpers import Rollouts, distinct_characters, make_config
 
 
+SEVERAL = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_urls": ["http://a:1", "http://b:1"]}
+
+
 def test_defaults_are_the_dense_recipe(tmp_path):
     config = DCGRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
     assert (config.constraint, config.discrepancy_measure, config.discrepancy_level) == (
@@ -55,6 +58,17 @@ def test_nothing_else_differs_from_trl(tmp_path):
             ["multi_objective_aggregation='normalize_then_sum'", "rloo"],
         ),
         ({"vllm_importance_sampling_correction": True}, ["no effect", "use_vllm=True"]),
+        ({"vllm_server_base_urls": []}, ["vllm_server_base_urls=[]", "http://HOST:PORT"]),
+        ({"vllm_server_base_urls": "http://a:1"}, ["vllm_server_base_urls='http://a:1'", "no list"]),
+        ({"vllm_server_base_urls": ["http://a:1,http://b:1"]}, ["http://a:1,http://b:1", "no list"]),
+        ({"vllm_server_base_urls": ["a:1", "b:1"]}, ["['a:1', 'b:1']", "http://HOST:PORT"]),
+        ({"vllm_server_base_urls": ["http://a:1", "http://a:1/"]}, ["names http://a:1 twice"]),
+        ({"vllm_server_base_urls": ["http://a:1"], "use_vllm": True}, ["vllm_mode='colocate'", "vllm_mode='server'"]),
+        (
+            SEVERAL | {"vllm_server_base_url": "http://c:1"},
+            ["vllm_server_base_url='http://c:1'", "vllm_server_base_urls=['http://a:1', 'http://b:1']"],
+        ),
+        (SEVERAL | {"weight_sync": "nccl"}, ["weight_sync='nccl'", "weight_sync='auto'", "--data-parallel-size"]),
         ({"discrepancy_margin": -1}, ["discrepancy_margin=-1", "at least 0"]),
         ({"lambda_lr": math.inf}, ["lambda_lr=inf", "finite"]),
         ({"lambda_init": True}, ["lambda_init=True", "number"]),
@@ -168,6 +182,13 @@ def test_every_field_can_be_set_from_the_command_line(tmp_path):
     assert (multiplier.value, multiplier.lr, multiplier.tolerance) == (0.3, 2.0, 0.01)
     assert (multiplier.minimum, multiplier.maximum) == (0.1, 0.9)
     assert (config.discrepancy_level, config.deployment_scheme) == ("sequence", "int8")
+
+
+def test_several_servers_are_words_of_a_command_line(tmp_path):
+    command = f"--output_dir {tmp_path} --use_cpu true --bf16 false --use_vllm true --vllm_mode server "
+    command += "--vllm_server_base_urls http://a:1 http://b:1 --weight_sync checkpoint"
+    (config,) = HfArgumentParser(DCGRPOConfig).parse_args_into_dataclasses(command.split())
+    assert config.vllm_server_base_urls == ["http://a:1", "http://b:1"]
 
 
 def test_the_tolerance_may_be_found_by_the_run(tmp_path):

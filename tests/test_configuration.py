@@ -38,6 +38,10 @@ def parse(tmp_path):
         ("reward_weights: 2", {"reward_weights": [2]}),
         ("generation_kwargs: {top_k: 0}", {"generation_kwargs": {"top_k": 0}}),
         ("model_revision: 'no'", {"model_revision": "no"}),
+        (
+            "use_vllm: true\nvllm_mode: server\nvllm_server_base_urls: ['http://a:1', 'http://b:1']",
+            {"vllm_server_base_urls": ["http://a:1", "http://b:1"]},
+        ),
         ("max_steps: 3\nenv: {DC_TRL_TEST: 1}", {"max_steps": 3}),
     ],
 )

@@ -24,6 +24,7 @@ from ..serving.client import ServerClient, Weights
 from ..serving.connection import Deadline, Patience, Tries, is_local
 from ..serving.errors import ServerError
 from ..serving.fit import check_server
+from ..serving.pool import ServerPool
 from .checkpoint_folder import CheckpointFolder, folder_path
 from .truncation import named_by_vllm
 
@@ -146,10 +147,12 @@ class ServerGeneration(_DeployedGeneration):
     Args:
         weight_sync, vllm_request_timeout, vllm_time_limit, vllm_max_retries, and in **kwargs deployment_scheme and
             weight_sync_dir: see [`~dc_trl.DCGRPOConfig`].
+        server_base_urls: addresses of several servers, which sample together; None for the one of **kwargs.
         routing_replay: the completions have to come with the experts that they were sampled with.
         server_timeout, **kwargs: see [`~trl.generation.vllm_generation.VLLMGeneration`].
 
     Attributes:
+        vllm_client: what asks the server, or all of them; on the main process.
         routed_experts: of the last completions of this process, see `ServerClient`; where `routing_replay` is set.
 
     Raises:
@@ -163,11 +166,13 @@ class ServerGeneration(_DeployedGeneration):
         vllm_request_timeout: float | None,
         vllm_time_limit: float,
         vllm_max_retries: int,
+        server_base_urls: list[str] | None,
         routing_replay: bool,
         server_timeout: float,
         **kwargs: Any,
     ):
         self.weight_sync = weight_sync
+        self.server_base_urls = server_base_urls
         self.routing_replay = routing_replay
         self._patience = Patience(
             request_timeout=3600.0 if vllm_request_timeout is None else vllm_request_timeout,
@@ -179,7 +184,8 @@ class ServerGeneration(_DeployedGeneration):
         super().__init__(server_timeout=server_timeout, **kwargs)
 
     def _init_vllm(self) -> None:
-        self._url = (self.server_base_url or f"http://{self.server_host}:{self.server_port}").rstrip("/")
+        one = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+        self._urls = [url.rstrip("/") for url in self.server_base_urls or [one]]
         self._run = _agree(uuid.uuid4().hex[:12])
         if self.weight_sync == "auto":
             # What each process sees of the server and of the GPUs may differ, and what follows is collective.
@@ -190,47 +196,57 @@ class ServerGeneration(_DeployedGeneration):
                 self._connect()
 
     def _choose_weight_sync(self) -> str:
-        # NCCL wants CUDA, refuses two ranks on one GPU, and streams what is trained, not what is deployed.
-        shares_gpu = is_local(self._url) and torch.cuda.device_count() == 1
+        # NCCL wants CUDA, refuses two ranks on one GPU, and streams what is trained, not what is deployed. The stream
+        # of TRL's client goes to one server; were there several in it, all would wait in it for one that is lost.
+        shares_gpu = is_local(self._urls[0]) and torch.cuda.device_count() == 1
         quantized = self.deployment_scheme not in (None, "bf16")
-        return "checkpoint" if self.accelerator.device.type != "cuda" or shares_gpu or quantized else "nccl"
+        no_stream = self.accelerator.device.type != "cuda" or shares_gpu or quantized or len(self._urls) > 1
+        return "checkpoint" if no_stream else "nccl"
 
     def _connect(self) -> None:
-        """Meets a server that fits the policy.
+        """Meets servers that fit the policy.
 
         Raises:
-            ServerError: there is none.
+            ServerError: there are none.
         """
         if self.weight_sync == "checkpoint":
-            if self.weight_sync_dir is None and not is_local(self._url):
+            away = [url for url in self._urls if not is_local(url)]
+            if self.weight_sync_dir is None and away:
+                stream = ", or weight_sync='nccl'" if len(self._urls) == 1 else ""
                 raise ServerError(
-                    f"weight_sync_dir=None: the server at {self._url} is on another machine, which does not see this "
-                    "one's shared memory. Set weight_sync_dir to a directory that both see, or weight_sync='nccl'."
+                    f"weight_sync_dir=None: the server at {' and '.join(away)} is on another machine, which does not "
+                    f"see this one's shared memory. Set weight_sync_dir to a directory that both see{stream}."
                 )
             self._prepare_checkpoints(writes=True)
         deadline = Deadline(self._patience.time_limit)
-        self.vllm_client = client = ServerClient(
-            self._url,
-            group_port=self.group_port,
-            start_timeout=self.server_timeout,
-            patience=self._patience,
-            deadline=deadline,
-            report=logger.warning,
-        )
+        waits = {"start_timeout": self.server_timeout, "patience": self._patience, "deadline": deadline}
+        if len(self._urls) > 1:
+            self.vllm_client: Any = ServerPool(self._urls, fits=self._require_fit, report=logger.warning, **waits)
+            return
+        client = ServerClient(self._urls[0], group_port=self.group_port, report=logger.warning, **waits)
+        self.vllm_client = client
         with client.connection.task(deadline):
-            info, layers = client.connection.persist(lambda first: (client.get_server_info(), client.layers()))
-            check_server(
-                info,
-                layers,
-                scheme=self.deployment_scheme,
-                config=unwrapped(self.accelerator, self.model).config,
-                max_length=max(self.max_completion_length + 1, self.max_model_length or 0),
-                logprobs=self.logprobs,
-                weight_sync=self.weight_sync,
-                routing_replay=self.routing_replay,
-            )
+            self._require_fit(client)
             if self.weight_sync == "nccl":
                 client.init_communicator(device=self.accelerator.device)
+
+    def _require_fit(self, client: ServerClient) -> None:
+        """Refuses a server that would not sample what is trained.
+
+        Raises:
+            ServerError: names what is wrong and the option of `vllm serve` to change.
+        """
+        info, layers = client.connection.persist(lambda first: (client.get_server_info(), client.layers()))
+        check_server(
+            info,
+            layers,
+            scheme=self.deployment_scheme,
+            config=unwrapped(self.accelerator, self.model).config,
+            max_length=max(self.max_completion_length + 1, self.max_model_length or 0),
+            logprobs=self.logprobs,
+            weight_sync=self.weight_sync,
+            routing_replay=self.routing_replay,
+        )
 
     def sync_weights(self, keep: bool = False) -> None:
         """Brings the policy's present weights to the server, and makes sure that it serves them.

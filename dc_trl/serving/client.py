@@ -82,7 +82,7 @@ class ServerClient(VLLMClient):
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
         answer = self.connection.request("POST", url.removeprefix(self.base_url), **kwargs)
         if "choices" in answer:  # TRL passes on no more than tokens and log-probabilities
-            self.routed_experts = [_array(choice.get("routed_experts")) for choice in answer["choices"]]
+            self.routed_experts = routes_of(answer["choices"])
         return answer
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
@@ -99,29 +99,15 @@ class ServerClient(VLLMClient):
     def _generate(self, first: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
         if self.weights is None:
             return super().generate(*args, **kwargs)
-        self._ensure_weights(self.weights, reload=not first)
+        self.hold(self.weights, reload=not first)
         output = super().generate(*args, **kwargs)
-        if self.weight_version() != self.weights.version:
-            raise ServerUnavailableError(f"vLLM at {self.base_url} lost or changed its weights during a rollout")
-        if output["logprobs"] is None:
-            raise ServerError(
-                f"vLLM at {self.base_url} returned no log-probabilities: leave `logprobs` to the trainer."
-            )
-        if any(value is None for logps in output["logprobs"] for token in logps for value in token):
-            raise ServerUnavailableError(f"vLLM at {self.base_url} returned log-probabilities that are NaN")
+        self.require_version(self.weight_version(), self.weights)
+        require_log_probs(output["logprobs"], self.base_url)
         return output
 
     def require_routes(self) -> None:
-        """Refuses the last completions where they came without the experts that they were sampled with.
-
-        Raises:
-            ServerError: the server does not return them any more.
-        """
-        if not self.routed_experts or any(routes is None for routes in self.routed_experts):
-            raise ServerError(
-                f"vLLM at {self.base_url} did not return the experts that routing_replay=True replays: start it with "
-                f"{ROUTES_OPTION}."
-            )
+        """See the function of this name, of the last completions."""
+        require_routes(self.routed_experts, self.base_url)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -132,10 +118,15 @@ class ServerClient(VLLMClient):
             ServerError: the server cannot load them, or failed for good.
         """
         self.weights = weights
-        self.connection.persist(lambda first: self._ensure_weights(weights, reload=not first))
+        self.connection.persist(lambda first: self.hold(weights, reload=not first))
 
-    def _ensure_weights(self, weights: Weights, reload: bool) -> None:
-        """Loads the weights into a server that does not hold them, or where they are in doubt (`reload`)."""
+    def hold(self, weights: Weights, reload: bool) -> None:
+        """Loads the weights into a server that does not hold them, or where they are in doubt (`reload`); one try.
+
+        Raises:
+            ServerUnavailableError: it failed, or holds others in the end.
+            ServerError: there is nothing to load them from.
+        """
         if self.weight_version() == weights.version and not (reload and weights.checkpoint is not None):
             return
         if weights.checkpoint is None:
@@ -150,6 +141,15 @@ class ServerClient(VLLMClient):
                 f"vLLM at {self.base_url} serves weights {served!r} where {weights.version!r} were loaded: does "
                 "another run use it?"
             )
+
+    def require_version(self, served: str, weights: Weights) -> None:
+        """Refuses completions after which the server held another version than that of their weights.
+
+        Raises:
+            ServerUnavailableError: it did.
+        """
+        if served != weights.version:
+            raise ServerUnavailableError(f"vLLM at {self.base_url} lost or changed its weights during a rollout")
 
     def layers(self) -> str:
         """The engine's layers, as text."""
@@ -196,6 +196,41 @@ class ServerClient(VLLMClient):
     def _collective_rpc(self, method: str, **kwargs: Any) -> list:
         body = {"method": method, "kwargs": kwargs}
         return self.connection.request("POST", "/collective_rpc", json=body)["results"]
+
+
+def require_log_probs(logprobs: list[list[list[float | None]]] | None, where: str) -> None:
+    """Refuses completions that cannot be trained on.
+
+    Args:
+        logprobs: as TRL's client returns them, (completions, tokens, named tokens).
+        where: the server's address, for the message.
+
+    Raises:
+        ServerUnavailableError: some are NaN, which TRL's client calls None.
+        ServerError: there are none.
+    """
+    if logprobs is None:
+        raise ServerError(f"vLLM at {where} returned no log-probabilities: leave `logprobs` to the trainer.")
+    if any(value is None for logps in logprobs for token in logps for value in token):
+        raise ServerUnavailableError(f"vLLM at {where} returned log-probabilities that are NaN")
+
+
+def require_routes(routed_experts: list[np.ndarray | None], where: str) -> None:
+    """Refuses completions that came without the experts that they were sampled with.
+
+    Raises:
+        ServerError: the server does not return them any more.
+    """
+    if not routed_experts or any(routes is None for routes in routed_experts):
+        raise ServerError(
+            f"vLLM at {where} did not return the experts that routing_replay=True replays: start it with "
+            f"{ROUTES_OPTION}."
+        )
+
+
+def routes_of(choices: list[dict[str, Any]]) -> list[np.ndarray | None]:
+    """The experts of each completion in the answer of a server; see `ServerClient.routed_experts`."""
+    return [_array(choice.get("routed_experts")) for choice in choices]
 
 
 def _array(text: str | None) -> np.ndarray | None:

@@ -5,7 +5,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlparse
@@ -206,28 +206,10 @@ class Connection:
     # --- tries ------------------------------------------------------------------------------------------------------
 
     def persist(self, action: Callable[[bool], T], patience: Patience | None = None) -> T:
-        """Result of an action on the server, tried again where it fails with a `ServerUnavailableError`.
-
-        Args:
-            action: is told whether this is the first try.
-            patience: the connection's own by default.
-
-        Raises:
-            ServerUnavailableError: no try is left.
-            ServerError: trying again would not help.
-        """
+        """`persist` with this server, and with the connection's own patience by default."""
         patience = patience or self.patience
         with self.task() as deadline:
-            tries = Tries(patience, deadline)
-            while True:
-                try:
-                    if tries.made > 0:
-                        self.wait_until_up(min(patience.server_timeout, deadline.left))
-                    return action(tries.made == 0)
-                except ServerUnavailableError as error:
-                    pause = tries.pause(error)
-                    self._report(f"{error}; {tries} follows")
-                time.sleep(pause)
+            return persist(action, patience, deadline, self.wait_until_up, self._report)
 
     async def apersist(self, http: httpx.AsyncClient, action: Callable[[], Awaitable[T]]) -> T:
         """`persist` in an event loop, and silent: many requests fail at once there."""
@@ -254,24 +236,65 @@ class Connection:
         return None if status == 200 else f"HTTP {status}"
 
     def wait_until_up(self, timeout: float, interval: float = 1.0) -> None:
-        """Waits until the server is up, with `interval` seconds between two looks, and says that it waits.
+        """See `wait_until_one_is_up`, of this server."""
+        wait_until_one_is_up([self], timeout, interval, self._report)
 
-        Raises:
-            ServerUnavailableError: it is not up within `timeout` seconds.
-        """
-        begin = time.monotonic()
-        reported = begin - 10
-        while (reason := self.why_down(min(5.0, timeout + 1))) is not None:
-            waited = time.monotonic() - begin
-            if waited >= timeout:
-                raise ServerUnavailableError(
-                    f"no vLLM server answers at {self.url} after {timeout:g} s ({reason}): start one with "
-                    "scripts/serve.py, correct vllm_server_base_url, or raise vllm_server_timeout."
-                )
-            if time.monotonic() - reported >= 10:
-                reported = time.monotonic()
-                self._report(f"waiting for vLLM at {self.url} ({reason}): {waited:.0f} of {timeout:g} s")
-            time.sleep(interval)
+
+def wait_until_one_is_up(
+    servers: Sequence[Connection], timeout: float, interval: float, report: Callable[[str], None]
+) -> None:
+    """Waits until one of the servers is up, with `interval` seconds between two looks, and says that it waits.
+
+    Raises:
+        ServerUnavailableError: none is up within `timeout` seconds.
+    """
+    begin = time.monotonic()
+    reported = begin - 10
+    setting = "vllm_server_base_url" if len(servers) == 1 else "vllm_server_base_urls"
+    while None not in (reasons := dict.fromkeys(server.why_down(min(5.0, timeout + 1)) for server in servers)):
+        waited = time.monotonic() - begin
+        urls, reason = " and ".join(server.url for server in servers), ", ".join(map(str, reasons))
+        if waited >= timeout:
+            raise ServerUnavailableError(
+                f"no vLLM server answers at {urls} after {timeout:g} s ({reason}): start one with "
+                f"scripts/serve.py, correct {setting}, or raise vllm_server_timeout."
+            )
+        if time.monotonic() - reported >= 10:
+            reported = time.monotonic()
+            report(f"waiting for vLLM at {urls} ({reason}): {waited:.0f} of {timeout:g} s")
+        time.sleep(interval)
+
+
+def persist(
+    action: Callable[[bool], T],
+    patience: Patience,
+    deadline: Deadline,
+    wait_until_up: Callable[[float], None],
+    report: Callable[[str], None],
+) -> T:
+    """Result of an action on servers, tried again where it fails with a `ServerUnavailableError`.
+
+    Args:
+        action: is told whether this is the first try.
+        patience: how often it is tried.
+        deadline: of all tries and the waits between them.
+        wait_until_up: waits, so many seconds at most, for what has to be there before the next try.
+        report: takes a line about what is happening.
+
+    Raises:
+        ServerUnavailableError: no try is left.
+        ServerError: trying again would not help.
+    """
+    tries = Tries(patience, deadline)
+    while True:
+        try:
+            if tries.made > 0:
+                wait_until_up(min(patience.server_timeout, deadline.left))
+            return action(tries.made == 0)
+        except ServerUnavailableError as error:
+            pause = tries.pause(error)
+            report(f"{error}; {tries} follows")
+        time.sleep(pause)
 
 
 def is_local(url: str) -> bool:

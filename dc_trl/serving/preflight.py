@@ -1,8 +1,12 @@
 """What is wrong with a vLLM server before it is started or asked: found in a moment, where vLLM takes a minute."""
 
+import re
 import socket
 
 from transformers import PretrainedConfig
+
+
+_ADDRESS = re.compile(r"https?://[^/\s,]+(/\S*)?$")
 
 
 def free_port(host: str, port: int) -> int:
@@ -41,6 +45,22 @@ def require_model(model: str, revision: str) -> None:
             f"model={model!r} (revision {revision!r}) cannot be loaded: {reason.rstrip('.')}. Give the Hub id of "
             "a model, or a directory with one."
         )
+
+
+def require_addresses(name: str, urls: object) -> None:
+    """Refuses what is no list of addresses of different servers.
+
+    Raises:
+        ValueError: names the field, its value and the remedy.
+    """
+    if not (isinstance(urls, list) and urls and all(isinstance(url, str) and _ADDRESS.match(url) for url in urls)):
+        raise ValueError(
+            f"{name}={urls!r} is no list of addresses of vLLM servers: use ['http://HOST:PORT', 'http://HOST:PORT'] "
+            f"(in YAML the same, on a command line --{name} http://HOST:PORT http://HOST:PORT)."
+        )
+    places = [url.rstrip("/") for url in urls]
+    if twice := [url for number, url in enumerate(places) if url in places[:number]]:
+        raise ValueError(f"{name}={urls!r} names {twice[0]} twice: each server stands once.")
 
 
 def require_waits_that_fit(limit: float, ddp_timeout: int, processes: int, **waits: float | None) -> None:

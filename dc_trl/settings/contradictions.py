@@ -174,6 +174,21 @@ RULES = (
         "vllm_mode='server'.",
     ),
     Rule(
+        lambda c: c.vllm_server_base_urls is not None and not (c.use_vllm and c.vllm_mode == "server"),
+        "vllm_server_base_urls={c.vllm_server_base_urls!r} has no effect with use_vllm={c.use_vllm!r} and "
+        "vllm_mode={c.vllm_mode!r}: set use_vllm=True and vllm_mode='server', or unset it.",
+    ),
+    Rule(
+        lambda c: c.vllm_server_base_urls is not None and c.vllm_server_base_url is not None,
+        "vllm_server_base_url={c.vllm_server_base_url!r} and vllm_server_base_urls={c.vllm_server_base_urls!r} both "
+        "name servers: put all of them into vllm_server_base_urls.",
+    ),
+    Rule(
+        lambda c: c.weight_sync == "nccl" and len(c.vllm_server_base_urls or []) > 1,
+        "weight_sync='nccl' is TRL's stream to one server, and vllm_server_base_urls={c.vllm_server_base_urls!r} are "
+        "several: set weight_sync='auto' or 'checkpoint', or use one server on several GPUs (--data-parallel-size).",
+    ),
+    Rule(
         lambda c: c.weight_sync_steps > 1 and not c.use_vllm and c.deployment_scheme is None,
         "weight_sync_steps={c.weight_sync_steps!r} has no effect without an engine that holds weights of its own: set "
         "deployment_scheme (for example 'bf16') or use_vllm=True, or weight_sync_steps=1.",

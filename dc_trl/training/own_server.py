@@ -50,10 +50,9 @@ def require_servable(server: ServerArguments, args: DCGRPOConfig) -> None:
             f"serve={server.serve!r} with use_vllm={args.use_vllm} and vllm_mode={args.vllm_mode!r} starts a server "
             "that nothing uses: set use_vllm=true and vllm_mode=server, or leave serve out."
         )
-    if args.vllm_server_base_url is not None:
-        raise ValueError(
-            f"vllm_server_base_url={args.vllm_server_base_url!r} and serve={server.serve!r} name two servers: set one."
-        )
+    for name in ("vllm_server_base_url", "vllm_server_base_urls"):
+        if (urls := getattr(args, name)) is not None:
+            raise ValueError(f"{name}={urls!r} and serve={server.serve!r} name several servers: set one of the two.")
 
 
 def start_server(server: ServerArguments, args: DCGRPOConfig, model: str, revision: str, stack: ExitStack) -> None:

@@ -1,0 +1,449 @@
+"""Several servers in place of one: how prompts are spread, and what becomes of them when a server fails."""
+
+import random
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dc_trl import DCGRPOTrainer
+from dc_trl.serving import pool as pool_module
+from dc_trl.serving import shared_batch
+from dc_trl.serving.client import Weights
+from dc_trl.serving.connection import Deadline, Patience
+from dc_trl.serving.errors import ServerError
+from dc_trl.serving.pool import ServerPool
+from dc_trl.serving.spread import ExpectedLengths, spread
+
+from .helpers import distinct_characters, make_config, make_model, make_prompts, make_tokenizer
+from .stub_server import completions, stub_server
+
+
+# --- spreading: pure functions
+
+COSTS = st.lists(st.integers(0, 1000).map(float), min_size=1, max_size=40)
+
+
+def shares_of(costs, chosen, servers):
+    return [sum(cost for cost, of in zip(costs, chosen, strict=True) if of == server) for server in range(servers)]
+
+
+@given(COSTS, st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 12)), min_size=1, max_size=6))
+def test_each_prompt_goes_to_one_server_that_has_room_and_none_waits_beside_room(costs, servers):
+    loads, rooms = zip(*servers, strict=True)
+    chosen = spread(costs, loads, rooms)
+    assert len(chosen) == len(costs)
+    taken = Counter(server for server in chosen if server is not None)
+    assert all(taken[server] <= room for server, room in enumerate(rooms))
+    assert sum(taken.values()) == min(len(costs), sum(rooms))
+    # Those that wait are the shortest.
+    waiting = [cost for cost, server in zip(costs, chosen, strict=True) if server is None]
+    given_out = [cost for cost, server in zip(costs, chosen, strict=True) if server is not None]
+    assert not waiting or not given_out or max(waiting) <= min(given_out)
+    assert spread(costs, loads, rooms) == chosen
+
+
+@given(COSTS, st.lists(st.integers(0, 2000), min_size=1, max_size=6))
+def test_what_the_servers_have_to_do_differs_by_one_prompt_at_most(costs, loads):
+    chosen = spread(costs, loads, [len(costs)] * len(loads))
+    totals = [load + share for load, share in zip(loads, shares_of(costs, chosen, len(loads)), strict=True)]
+    assert max(totals) - min(totals) <= max(max(costs), max(loads) - min(loads))
+
+
+@given(st.lists(st.integers(1, 50).map(float), min_size=1, max_size=7), st.integers(1, 3))
+def test_the_fullest_server_has_no_more_than_grahams_bound_over_the_best_division(costs, servers):
+    chosen = spread(costs, [0.0] * servers, [len(costs)] * servers)
+    best = min(max(shares_of(costs, each, servers)) for each in product(range(servers), repeat=len(costs)))
+    assert max(shares_of(costs, chosen, servers)) <= (4 / 3 - 1 / (3 * servers)) * best + 1e-9
+
+
+def test_the_longest_goes_first_and_each_to_the_server_with_least_to_do():
+    # 9 → 0; 7 → 1; 6 → 1 (7 < 9); 5 → 0 (9 < 13); 2 → 1 (13 < 14)
+    assert spread([5, 9, 2, 7, 6], [0, 0], [9, 9]) == [0, 0, 1, 1, 1]
+    assert spread([5, 9, 2, 7, 6], [0, 100], [9, 9]) == [0] * 5
+    assert spread([5, 9, 2, 7, 6], [0, 100], [2, 9]) == [1, 0, 1, 0, 1]
+    assert spread([5, 9, 2], [0, 0], [1, 1]) == [1, 0, None]
+
+
+def test_a_completion_is_expected_to_be_as_long_as_the_last_ones_of_its_prompt():
+    expected = ExpectedLengths()
+    assert expected.cost([1, 2, 3], 4, 100) == 3 + 4 * 100
+    expected.learn([[1, 2, 3], [4]], [[10, 20], [30, 60]])
+    assert expected.cost([1, 2, 3], 4, 100) == 3 + 4 * 15
+    assert expected.cost([4], 1, 100) == 1 + 45
+    assert expected.cost([4], 1, 40) == 1 + 40
+    assert expected.cost([5, 6], 2, 100) == 2 + 2 * 30  # new: the mean of the last batch
+    expected.learn([[4]], [[8]])
+    assert expected.cost([5, 6], 2, 100) == 2 + 2 * 8
+    assert expected.cost([1, 2, 3], 2, 100) == 3 + 2 * 15
+
+
+# --- the pool, against servers whose completions are a function of prompt and seed
+
+PROMPTS = [[3, 4], [5], [6, 7, 8], [9, 9, 9, 9], [10, 11], [12]]
+
+
+def answer(body):
+    """As vLLM: completions that hang on the prompt and the seed alone."""
+    (prompt,) = body["prompt"]
+    tokens = []
+    for index in range(body["n"]):
+        draw = random.Random(f"{prompt} {body.get('seed', 0) + index}")
+        tokens.append([draw.randrange(20, 200) for _ in range(draw.randrange(1, body["max_tokens"] + 1))])
+    return completions([prompt] * body["n"], tokens, None)
+
+
+@pytest.fixture
+def stubs():
+    with ExitStack() as stack:
+        servers = [stack.enter_context(stub_server()) for _ in range(3)]
+        for server in servers:
+            server.completes = answer
+        yield servers
+
+
+@pytest.fixture
+def lines():
+    return []
+
+
+@pytest.fixture
+def no_pauses(monkeypatch):
+    """Nothing waits between two tries."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+
+def make_pool(stubs, lines, fits=lambda client: None, **patience):
+    waits = Patience(**{"server_timeout": 5.0, "prefix": "vllm_"} | patience)
+    urls = [stub.url for stub in stubs]
+    return ServerPool(urls, fits=fits, start_timeout=2.0, patience=waits, deadline=Deadline(60), report=lines.append)
+
+
+@pytest.fixture
+def weights(tmp_path):
+    return [Weights(f"run-{number}", tmp_path / f"run-{number}") for number in range(5)]
+
+
+def generate(pool, seed=0, **options):
+    torch.manual_seed(seed)
+    return pool.generate(PROMPTS, **{"n": 3, "max_tokens": 8, "logprobs": 0} | options)
+
+
+def expected_rollout(seed=0):
+    """What a single server says, by TRL's own client, to the same seeds."""
+    with stub_server() as one, stub_server() as other:
+        one.completes = other.completes = answer
+        pool = make_pool([one, other], [])
+        other.failures = {"/v1/completions": 10**6, "/health": 10**6}
+        return generate(pool, seed)
+
+
+def test_a_rollout_comes_whole_and_in_order_whoever_sampled_it(stubs, lines, weights):
+    pool = make_pool(stubs, lines)
+    pool.load(weights[0])
+    output = generate(pool)
+    assert output["prompt_ids"] == PROMPTS
+    assert len(output["completion_ids"]) == 3 * len(PROMPTS)
+    assert output == expected_rollout()
+    asked = [[body["prompt"][0] for body in stub.bodies] for stub in stubs]
+    assert sorted(prompt for of in asked for prompt in of) == sorted(PROMPTS)
+    assert all(len(of) == 2 for of in asked)  # nothing is known yet: 24 tokens each and the prompt's own
+    assert [server.answered for server in pool.servers] == [2, 2, 2]
+    assert lines == []
+
+
+def test_seeds_belong_to_the_prompts_of_a_batch_and_differ(stubs, lines):
+    pool = make_pool(stubs, lines)
+    seeds = []
+    for seed in (0, 0, 1):
+        generate(pool, seed)
+        of = {tuple(body["prompt"][0]): body["seed"] for stub in stubs for body in stub.bodies}
+        assert len(set(of.values())) == len(PROMPTS)
+        seeds.append(of)
+        for stub in stubs:
+            stub.bodies.clear()
+    assert seeds[0] == seeds[1]
+    assert not set(seeds[0].values()) & set(seeds[2].values())
+    before = torch.get_rng_state()
+    pool.generate(PROMPTS, temperature=0.0)  # greedy: nothing is drawn
+    pool.generate(PROMPTS, generation_kwargs={"seed": 7})  # the user's word
+    assert torch.equal(torch.get_rng_state(), before)
+    said = [body.get("seed") for stub in stubs for body in stub.bodies]
+    assert Counter(said) == {None: len(PROMPTS), 7: len(PROMPTS)}
+
+
+def test_all_servers_hold_the_weights_before_the_first_prompt_goes_out(stubs, lines, weights):
+    pool = make_pool(stubs, lines)
+    for each in weights[:3]:
+        pool.load(each)
+        assert {stub.version for stub in stubs} == {each.version}
+        stubs[1].version = "another run's"  # somebody loads other weights in between
+        generate(pool)
+        assert {stub.version for stub in stubs} == {each.version}
+    for stub in stubs:
+        loads = [number for number, path in enumerate(stub.asked) if path == "/update_weight_version"]
+        first_prompt = stub.asked.index("/v1/completions")
+        assert loads[0] < first_prompt
+    # Each answer is followed by a look at the version that it was sampled with.
+    assert all(stub.asked.count("/weight_info") > stub.asked.count("/v1/completions") for stub in stubs)
+
+
+def test_the_prompts_of_a_server_that_fails_go_to_the_others_with_their_seeds(stubs, lines, weights):
+    pool = make_pool(stubs, lines)
+    pool.load(weights[0])
+    stubs[0].failures = {"/v1/completions": 10**6}
+    assert generate(pool) == expected_rollout()
+    assert [server.lost is not None for server in pool.servers] == [True, False, False]
+    assert len(lines) == 1
+    assert stubs[0].url in lines[0]
+    assert "broke during /v1/completions" in lines[0]
+    seeds = {}
+    for stub in stubs:
+        for body in stub.bodies:
+            assert seeds.setdefault(tuple(body["prompt"][0]), body["seed"]) == body["seed"]
+
+
+def test_a_lost_server_takes_prompts_again_once_it_has_loaded_the_present_weights(stubs, lines, weights):
+    fits = []
+    pool = make_pool(stubs, lines, fits=lambda client: fits.append(client.base_url))
+    pool.load(weights[0])
+    away = stubs[2]
+    away.failures = {"/health": 3}
+    generate(pool)
+    pool.load(weights[1])
+    generate(pool)  # still away
+    assert away.failures == {"/health": 0}
+    assert away.version == weights[0].version
+    assert Counter(fits) == {stub.url: 1 for stub in stubs}
+    away.failures, away.asked = {}, []
+    for stub in stubs:
+        stub.bodies.clear()
+    assert generate(pool, 3) == expected_rollout(3)
+    assert away.version == weights[1].version
+    assert away.asked.index("/collective_rpc") < away.asked.index("/v1/completions")
+    assert Counter(fits)[away.url] == 2  # it may have been started anew, with other options
+    assert len(away.bodies) > 0
+    assert len(lines) == 2  # once each
+    assert f"vLLM at {away.url} is given no prompts" in lines[0]
+    assert f"vLLM at {away.url} is back" in lines[1]
+
+
+def test_a_server_that_came_back_and_does_not_fit_stays_out(stubs, lines, weights):
+    unfit = []
+
+    def fits(client):
+        if client.base_url in unfit:
+            raise ServerError("the server's model has 3 layers")
+
+    pool = make_pool(stubs, lines, fits=fits)
+    pool.load(weights[0])
+    stubs[0].failures = {"/v1/completions": 1}
+    generate(pool)
+    unfit.append(stubs[0].url)
+    for _ in range(3):
+        assert len(generate(pool)["completion_ids"]) == 3 * len(PROMPTS)
+    assert len(lines) == 2  # lost, then why it is not taken up; once each
+    assert "3 layers" in lines[1]
+
+
+def test_weights_that_change_in_a_rollout_make_its_completions_void(stubs, lines, weights):
+    pool = make_pool(stubs, lines)
+    pool.load(weights[0])
+    changed = stubs[1]
+
+    def steal(body):
+        changed.version = "another run's"
+        changed.completes = answer
+        return answer(body)
+
+    changed.completes = steal
+    assert generate(pool) == expected_rollout()
+    assert "lost or changed its weights" in lines[0]
+    assert pool.servers[1].answered == 0
+    generate(pool)
+    assert changed.version == weights[0].version  # it was loaded again
+    assert pool.servers[1].lost is None
+
+
+@pytest.mark.parametrize("works", [True, False], ids=["slow", "silent"])
+def test_prompts_of_a_slow_server_go_to_the_others_too(stubs, lines, weights, monkeypatch, works):
+    monkeypatch.setattr(shared_batch, "_SLOW_SECONDS", 0.3)
+    pool = make_pool(stubs, lines)
+    pool.load(weights[0])
+    released = threading.Event()
+
+    def slow(body):
+        released.wait(30)
+        return answer(body)
+
+    stubs[0].completes = slow if works else None
+    begin = time.monotonic()
+    assert generate(pool) == expected_rollout()
+    assert time.monotonic() - begin < 15
+    assert len(lines) == 1
+    assert f"{stubs[0].url} is slow: 2 of its prompts go to the others too" in lines[0]
+    # It has the weights and says that it is up: it is not lost, and is asked again.
+    assert pool.servers[0].lost is None
+    released.set()
+    stubs[0].completes = answer
+    generate(pool)
+    assert pool.servers[0].answered == 2
+
+
+def test_a_server_that_takes_too_long_for_the_weights_is_left_out_until_it_has_them(
+    stubs, lines, weights, monkeypatch
+):
+    monkeypatch.setattr(pool_module, "_SLOW_LOAD_SECONDS", 0.5)
+    pool = make_pool(stubs, lines)
+    pool.load(weights[0])
+    released = threading.Event()
+    answers = stubs[1].answer
+    monkeypatch.setattr(
+        stubs[1],
+        "answer",
+        lambda path, body: (path == "/collective_rpc" and released.wait(30), answers(path, body))[1],
+    )
+    pool.load(weights[1])
+    assert "has not taken the weights" in lines[0]
+    generate(pool)
+    assert stubs[1].bodies == []
+    # What it goes on to load is old when it is done. Then it is asked for the present ones, and loads them.
+    pool.load(weights[2])
+    released.set()
+    while not pool.servers[1].task.done():
+        time.sleep(0.01)
+    generate(pool)
+    assert stubs[1].version == weights[2].version
+    assert len(stubs[1].bodies) == 2
+
+
+def test_no_more_prompts_go_to_a_server_than_it_runs_at_once(stubs, lines):
+    for stub in stubs:
+        stub.sequences = 3  # one prompt's completions; one more prompt may wait
+    pool = make_pool(stubs[:2], lines)
+    together, most, lock = Counter(), Counter(), threading.Lock()
+
+    def counted(stub):
+        def complete(body):
+            with lock:
+                together[stub] += 1
+                most[stub] = max(most[stub], together[stub])
+            time.sleep(0.05)
+            with lock:
+                together[stub] -= 1
+            return answer(body)
+
+        return complete
+
+    for number, stub in enumerate(stubs):
+        stub.completes = counted(number)
+    generate(pool)
+    assert max(most.values()) == 2
+    assert sum(server.answered for server in pool.servers) == len(PROMPTS)
+
+
+def test_when_all_are_lost_they_are_tried_again_and_answers_are_kept(stubs, lines, weights, no_pauses):
+    pool = make_pool(stubs, lines, max_retries=2)
+    pool.load(weights[0])
+    for stub in stubs[1:]:
+        stub.failures = {"/v1/completions": 3}
+
+    def once(body):
+        """The only prompt that is answered in the first try."""
+        stubs[0].completes = answer
+        stubs[0].failures = {"/v1/completions": 1}
+        return answer(body)
+
+    stubs[0].completes = once
+    assert generate(pool) == expected_rollout()
+    assert any("try 2 of 3 follows" in line for line in lines)
+    counts = Counter(tuple(body["prompt"][0]) for body in stubs[0].bodies)
+    assert min(counts.values()) == 1
+
+
+def test_when_all_stay_lost_the_error_names_them(stubs, lines, weights, no_pauses):
+    pool = make_pool(stubs, lines, max_retries=1)
+    pool.load(weights[0])
+    for stub in stubs:
+        stub.failures = {"/v1/completions": 10**6}
+    with pytest.raises(ServerError, match=r"tried 2 times: vllm_max_retries") as error:
+        generate(pool)
+    assert all(stub.url in str(error.value) for stub in stubs)
+
+
+def test_a_prompt_that_is_refused_is_not_asked_for_elsewhere(stubs, lines):
+    pool = make_pool(stubs, lines)
+    for stub in stubs:
+        stub.says = {"/v1/completions": (400, "too long")}
+    with pytest.raises(ServerError, match=r"refused /v1/completions \(HTTP 400\): too long"):
+        generate(pool)
+
+
+def test_a_server_that_does_not_see_the_checkpoint_is_named_with_the_directory(stubs, lines, weights):
+    pool = make_pool(stubs, lines)
+    stubs[1].says = {"/collective_rpc": (500, "no such directory")}
+    with pytest.raises(ServerError) as error:
+        pool.load(weights[0])
+    message = str(error.value)
+    assert message.startswith(f"{stubs[1].url} did not load the weights from {weights[0].checkpoint}, which")
+    for word in ("weight_sync_dir", "vllm_server_base_urls", "no such directory", stubs[0].url, stubs[2].url):
+        assert word in message
+    # Once it has loaded one it is known to see them, and may be lost.
+    stubs[1].says = {}
+    pool.load(weights[1])
+    stubs[1].says = {"/collective_rpc": (500, "out of memory")}
+    pool.load(weights[2])
+    assert "out of memory" in pool.servers[1].lost
+
+
+# --- the trainer
+
+
+def make_trainer(output_dir, urls, **options):
+    fields = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_urls": urls, "vllm_server_timeout": 2.0}
+    config = make_config(output_dir, **fields | {"deployment_scheme": "bf16", "max_completion_length": 8} | options)
+    return DCGRPOTrainer(
+        make_model(64), distinct_characters, config, train_dataset=make_prompts(), processing_class=make_tokenizer()
+    )
+
+
+def test_training_samples_from_all_servers_and_so_do_its_evaluations(stubs, tmp_path):
+    trainer = make_trainer(tmp_path, [stub.url for stub in stubs], max_steps=2, generation_batch_size=16)
+    trainer.train()
+    assert all(stub.bodies for stub in stubs)
+    assert {stub.version for stub in stubs} == {trainer.vllm_generation.weight_version}
+    for stub in stubs:
+        stub.bodies.clear()
+    assert len(trainer.deployed_completions(["1+1=", "2+2=", "3+3="])) == 3
+    assert [len(stub.bodies) for stub in stubs] == [1, 1, 1]
+
+
+def test_a_list_of_one_is_one_server(stubs, tmp_path):
+    trainer = make_trainer(tmp_path, [stubs[0].url])
+    assert trainer.vllm_generation.vllm_client.base_url == stubs[0].url
+    assert not isinstance(trainer.vllm_generation.vllm_client, ServerPool)
+
+
+def test_each_server_that_does_not_fit_or_is_not_up_is_named_when_the_trainer_is_built(stubs, tmp_path):
+    text = stubs[1].answer("/server_info", {})[1].replace("processed_logprobs", "raw_logprobs")
+    stubs[1].says = {"/server_info": (200, text)}
+    with pytest.raises(ServerError) as error:
+        make_trainer(tmp_path, [*(stub.url for stub in stubs), "http://127.0.0.1:9"])
+    message = str(error.value)
+    assert f"vLLM at {stubs[1].url}: the server runs with --logprobs-mode raw_logprobs" in message
+    assert "no vLLM server answers at http://127.0.0.1:9" in message
+    assert stubs[0].url not in message
+
+
+def test_servers_on_other_machines_are_named_where_they_need_a_shared_directory(tmp_path):
+    away = ["http://203.0.113.1:8000", "http://203.0.113.2:8000"]  # nobody's (RFC 5737)
+    with pytest.raises(ServerError) as error:
+        make_trainer(tmp_path, ["http://127.0.0.1:9", *away])
+    assert f"weight_sync_dir=None: the server at {away[0]} and {away[1]} is on another machine" in str(error.value)
+    assert "nccl" not in str(error.value)
