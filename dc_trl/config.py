@@ -15,6 +15,7 @@ from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncates
 from .serving.preflight import require_addresses, require_waits_that_fit
 from .settings.contradictions import require_no_contradiction
 from .settings.described import described
+from .settings.distribution import require_division
 from .settings.ranges import AT_LEAST_0, COUNT, FINITE, TRAINING, require_choice, require_number, require_numbers
 
 
@@ -186,6 +187,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         self._check_values()
         # Parses the JSON strings that dict fields hold when they come from a command line.
         super().__post_init__()
+        require_division(self)
         require_no_contradiction(self)
         self._check_waits()
         self._check_sampling()

@@ -28,6 +28,7 @@ from .rollouts.buffer import fill_empty, sampled_only
 from .rollouts.neutral_sampling import SERVER_DEFAULTS, TRUNCATIONS, restrictions, truncates
 from .rollouts.sync_schedule import SyncSchedule
 from .rollouts.truncation import Kept, KeptHead
+from .settings.distribution import require_as_asked
 from .settings.reward_functions import RewardFunction, call_reward
 
 
@@ -75,6 +76,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         finally:
             args.use_vllm = use_vllm
+        require_as_asked(args, self.accelerator)
         if use_vllm:
             self.use_vllm = True
             self.vllm_generation = self._build_vllm()
@@ -111,7 +113,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
                 "use use_vllm=True for this model."
             )
         self._complete_generation_config()
-        return Replica(self.model, scheme)
+        return Replica(self.model, scheme, self.accelerator.device)
 
     def _build_vllm(self) -> VLLMGeneration:
         """The vLLM engine that samples, with the arguments that TRL's constructor passes to its own."""

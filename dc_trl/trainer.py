@@ -34,6 +34,7 @@ from .constraint.trust import trust_of
 from .hub.trainer import HubMixin
 from .resumable_trainer import ResumableTrainer
 from .rollouts.buffer import with_nonempty_completions
+from .settings.distribution import sharding_of
 
 
 # Imported where a form compares the policy with its quantized self: compressed-tensors takes 0.15 s.
@@ -138,12 +139,13 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
                 "on: leave it out, or set routing_replay=False."
             )
         scheme, needy = args.deployment_scheme, _in_need_of_logps(args)
-        sharding = args.distributed_state.distributed_type.value
+        sharding = sharding_of(args)
         for name, own_gradients in {"constraint": ["balance"], "constraint_form": TWO_SIDED}.items():
-            if sharding in ("FSDP", "DEEPSPEED") and getattr(args, name) in own_gradients:
+            if sharding.kind is not None and getattr(args, name) in own_gradients:
                 raise ValueError(
-                    f"{name}={getattr(args, name)!r} takes gradients of its own, which {sharding} sharding rules out: "
-                    "use constraint_form='log_ratio' or 'quadratic' with constraint='static' or 'lagrangian'."
+                    f"{name}={getattr(args, name)!r} takes gradients of its own, which {sharding} rules out: use "
+                    "constraint_form='log_ratio' or 'quadratic' with constraint='static' or 'lagrangian', or launch "
+                    "without sharding (DDP)."
                 )
         if needy is not None and not args.use_vllm and scheme is None and rollout_func is None:
             raise ValueError(
@@ -158,10 +160,10 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
                 f"deployment_scheme={scheme!r} samples from the in-process replica and contradicts rollout_func: pass "
                 "one of the two."
             )
-        if sharding in ("FSDP", "DEEPSPEED"):
+        if sharding.divides_parameters and not sharding.is_fsdp2:
             raise ValueError(
-                f"deployment_scheme={scheme!r} keeps a whole replica in each process, which {sharding} sharding rules "
-                "out: use use_vllm=True, or launch without sharding."
+                f"deployment_scheme={scheme!r} copies the policy into a replica, and {sharding} gives no whole "
+                "parameters to copy: launch with FSDP2 (fsdp_version: 2) or without sharding, or set use_vllm=True."
             )
 
     # --- rollouts and their advantages ------------------------------------------------------------------------------
