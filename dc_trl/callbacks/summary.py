@@ -19,6 +19,7 @@ from ..records.runs import (
 )
 from ..records.sync import sync_facts
 from ..records.tables import print_table, with_error
+from ..records.time_parts import time_cells
 from ..trainer import DCGRPOTrainer
 from .benchmarks import greedy_accuracy
 
@@ -116,6 +117,9 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     rows.append(("training seconds", "", f"{run.seconds:.0f}"))
     title = f"Deployed policy ({engine}), {trainer.state.global_step} steps, {args.constraint}"
     print_table(("", "before", "after"), rows, title)
+    seconds = trainer.parts_clock.seconds()
+    parts = [(label, *cells) for label, cells in time_cells(seconds, tokens).items()]
+    print_table(("part", "seconds", "share", "tokens/s"), parts, "Where the time went")
     summary = {
         "engine": engine,
         "constraint": args.constraint,
@@ -130,6 +134,7 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
         "weight_sync": cost,
         "tokens": tokens,
         "seconds": run.seconds,
+        "seconds_of_parts": seconds,
     }
     write_text(Path(args.output_dir, SUMMARY_FILE), json.dumps(summary, indent=2) + "\n")
     print(f"Model, {HISTORY_FILE} and {FIGURE_FILE} are in {args.output_dir}")
