@@ -116,6 +116,11 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             In a mixture of experts, the trainer's forward takes the experts that the engine chose for each token, with
             the weights of its own router (R3, arXiv 2510.11370). For routers like Qwen3-MoE's, and rollouts of the
             replica, or of a vLLM server with `--enable-return-routed-experts` (on a GPU).
+        padding_free (`bool`, defaults to `False`):
+            Forward passes of training compute real tokens alone: the sequences of a micro-batch stand in one row, and
+            the attention implementation keeps them apart. Loss and gradient are those of padded rows to rounding. For
+            text models without recurrent layers, with `attn_implementation` `"flash_attention_2"`, `_3`,
+            `"flex_attention"` or `"sdpa"`; see docs/fast_loop.md.
         deployment_scheme (`str`, *optional*):
             Number format that the policy is deployed in, and therefore sampled in: `"bf16"`, `"fp8"`, `"fp8_block"`,
             `"int8"`, `"int4"` or `"int4_g32"`. With `use_vllm=False` an in-process replica of the policy samples,
@@ -169,6 +174,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     drop_zero_std_groups: bool = False
     train_through_quantization: bool = False
     routing_replay: bool = False
+    padding_free: bool = False
     weight_sync: WeightSync = "auto"
     weight_sync_dir: str | None = None
     weight_sync_steps: int = 1

@@ -126,7 +126,8 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
 
             deployed = DeployedForward(self.model, args.deployment_scheme)
             kind = args.constraint_form.removeprefix("two_sided_")
-            self._two_sided = TwoSidedDivergence(self.model, deployed, kind, self.temperature)
+            padded = None if self.padding_free is None else self.padding_free.padded
+            self._two_sided = TwoSidedDivergence(self.model, deployed, kind, self.temperature, padded)
 
     @staticmethod
     def _check_arguments(args: DCGRPOConfig, rollout_func: Any) -> None:
