@@ -154,6 +154,14 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             How often a rollout or a synchronization that failed is tried again, each time once a server is up within
             `vllm_server_timeout` seconds. With several processes all tries together, and the waits between them, take
             no longer than nine tenths of `ddp_timeout`. Then the run saves a checkpoint and stops.
+        length_aware_batches (`bool`, defaults to `True`):
+            Within an optimizer step completions of like length share a forward, and every forward reads no more than
+            its own longest prompt and completion. Loss and gradient of the step are TRL's, to rounding. Losses that
+            are a mean over the micro-batch keep their completions together, and are only cut; see docs/batching.md.
+        max_tokens_per_micro_batch (`int`, *optional*):
+            The most tokens, prompts, completions and their padding, that a forward of training reads in each process.
+            Then `per_device_train_batch_size` times `gradient_accumulation_steps` says how many completions share an
+            optimizer step, and no longer how many share a forward. A completion that is longer is alone in its own.
         hub_deployment (`str`, defaults to `"subfolder"`):
             Where a push puts the deployment checkpoint: in the `"subfolder"` `deployment/` of `hub_model_id`, in a
             second `"repository"` `{hub_model_id}-{deployment_scheme}`, or nowhere (`"none"`).
@@ -182,6 +190,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     vllm_request_timeout: float | None = None
     vllm_max_retries: int = 3
     hub_deployment: HubDeployment = "subfolder"
+    length_aware_batches: bool = True
+    max_tokens_per_micro_batch: int | None = None
 
     def __post_init__(self):
         self._check_values()

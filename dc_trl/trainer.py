@@ -23,6 +23,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from trl.trainer.utils import get_config_model_id
 
+from .batching_trainer import MEAN_OVER_COMPLETIONS
 from .config import DCGRPOConfig
 from .constraint.advantages import leave_one_out_advantages, total_rewards, zero_std_groups
 from .constraint.balance import BalancedMultiplier, gradient_norm
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
     from .quantization.two_sided import TwoSidedDivergence
 
 logger = get_logger(__name__)
-
-# Losses that are a mean over completions; the others divide by the tokens that enter them.
-MEAN_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
 
 
 class DCGRPOTrainer(HubMixin, ResumableTrainer):
