@@ -173,6 +173,7 @@ def test_a_row_of_sequences_gives_what_each_gives_alone(accelerator, name, imple
     assert computed == [(1, mask.sum())]  # no token of padding
 
 
+@pytest.mark.long
 def test_flex_attention(accelerator):
     """Without a gradient, which it does not have on a CPU."""
     model = make_model()
@@ -263,9 +264,9 @@ def train(tmp_path, ours=None, model=None, rollouts=True, peft_config=None, **fi
     return trainer, gradients.steps
 
 
-def assert_same(ours, theirs):
+def assert_same(ours, theirs, logs=("loss", "entropy")):
     """Losses and gradients of two runs are equal to float32 rounding of the largest gradient."""
-    for name in ("loss", "entropy"):
+    for name in logs:
         assert logged(ours[0], name) == pytest.approx(logged(theirs[0], name), rel=1e-4, abs=1e-6), name
     assert len(ours[1]) == len(theirs[1]) > 0
     for mine, other in zip(ours[1], theirs[1], strict=True):
@@ -276,7 +277,7 @@ def assert_same(ours, theirs):
             torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=2e-5 * largest, msg=name)
 
 
-PADDING_FREE = {"constraint": "none", "padding_free": True}
+PADDING_FREE = {"constraint": "none", "padding_free": True, "length_aware_batches": False}
 LOSSES = ["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]
 
 
@@ -294,6 +295,15 @@ LOSSES = ["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]
 )
 def test_training_is_trls(tmp_path, fields):
     assert_same(train(tmp_path, PADDING_FREE, **fields), train(tmp_path, **fields))
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_iterations": 2, "steps_per_generation": 4}, {"loss_type": "dapo"}])
+def test_training_in_batches_by_length_is_trls(tmp_path, fields):
+    """The mean entropy of a micro-batch is that of other completions."""
+    ours = PADDING_FREE | {"length_aware_batches": True}
+    assert_same(train(tmp_path, ours, **fields), train(tmp_path, **fields), logs=["loss"])
+    budget = ours | {"max_tokens_per_micro_batch": 40}
+    assert_same(train(tmp_path, budget, **fields), train(tmp_path, **fields), logs=["loss"])
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
