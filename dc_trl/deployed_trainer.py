@@ -26,6 +26,7 @@ from .quantization.tensors import deployed_tensors
 from .resuming.checkpoints import SAMPLER_FOLDER
 from .rollouts.buffer import fill_empty, sampled_only
 from .rollouts.neutral_sampling import SERVER_DEFAULTS, TRUNCATIONS, restrictions, truncates
+from .rollouts.padding_free import PaddingFree, prepared
 from .rollouts.sync_schedule import SyncSchedule
 from .rollouts.truncation import Kept, KeptHead
 from .settings.distribution import require_as_asked
@@ -57,6 +58,8 @@ class DeployedPolicyTrainer(GRPOTrainer):
         replica (`Replica` or `None`): the engine that samples, when `deployment_scheme` is set without vLLM.
         deployed_forward (`DeployedForward` or `None`): what has the policy compute as it is deployed, when
             `train_through_quantization` is set; enabled throughout.
+        padding_free (`PaddingFree` or `None`): what has forward passes compute real tokens alone, when `padding_free`
+            is set.
     """
 
     _last_loaded_step: int  # TRL's: the step whose weights vLLM holds
@@ -65,6 +68,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
         # Set before TRL's constructor, which may already call hooks of this class.
         self.replica: Replica | None = None
         self.deployed_forward: DeployedForward | None = None
+        self.padding_free: PaddingFree | None = None
         self._deployment_writer: CheckpointWriter | None = None
         self._schedule = SyncSchedule(args.weight_sync_steps)
         self._held: int | None = None  # the step whose weights the engine holds
@@ -77,6 +81,9 @@ class DeployedPolicyTrainer(GRPOTrainer):
         finally:
             args.use_vllm = use_vllm
         require_as_asked(args, self.accelerator)
+        if args.padding_free:
+            models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
+            self.padding_free = prepared([unwrapped(self.accelerator, model) for model in models], self.accelerator)
         if use_vllm:
             self.use_vllm = True
             self.vllm_generation = self._build_vllm()
@@ -225,12 +232,15 @@ class DeployedPolicyTrainer(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         score = super()._get_per_token_logps_and_entropies
+        policy = base_model(unwrapped(self.accelerator, model))
+        padded = None
+        if self.padding_free is not None:
+            model, padded = self.padding_free.around(model), self.padding_free.padded
         if self._kept is None:
             return score(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-        policy = base_model(unwrapped(self.accelerator, model))
         completion_ids = input_ids[:, -logits_to_keep:]
         in_float32 = self.args.cast_lm_head_to_fp32
-        with KeptHead(policy, self._kept, completion_ids, self.temperature, in_float32) as head:
+        with KeptHead(policy, self._kept, completion_ids, self.temperature, in_float32, padded) as head:
             logps, *others = score(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
         return head.log_probs(logps), *others
 

@@ -14,13 +14,13 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from .batching_trainer import LengthAwareTrainer
 from .files import lock_output, read_object, write_text
 from .quantization.policy import unwrapped
 from .resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE, on_main_process, resumable_checkpoint
 from .resuming.interruption import RunInterrupted
 from .rollouts.buffer import load_rollouts, save_rollouts
 from .rollouts.sync_schedule import SyncSchedule
-from .routing_trainer import RoutingTrainer
 from .serving.errors import ServerError
 
 
@@ -33,12 +33,8 @@ torch.serialization.register_package(
 logger = get_logger(__name__)
 
 
-class ResumableTrainer(RoutingTrainer):
+class ResumableTrainer(LengthAwareTrainer):
     """A trainer that locks its output directory, resumes from whole checkpoints, and saves before it is stopped."""
-
-    # TRL's own
-    _step: int  # micro-batches that this object has trained on
-    _buffered_inputs: Any  # the generation batch in slices, or None
 
     _saved_at: int | None = None  # step of the last checkpoint that the present training saved or resumed from
 
@@ -77,7 +73,7 @@ class ResumableTrainer(RoutingTrainer):
 
     def _start_again(self) -> None:
         """Forgets what an earlier training of this object has left, save the weights."""
-        self._step, self._buffered_inputs = 0, None
+        self._step, self._buffered_inputs, self._accumulated = 0, None, 0
         self._metrics["train"].clear()
         # The engine holds the weights of another training's step.
         self._schedule, self._held = SyncSchedule(self.args.weight_sync_steps), None

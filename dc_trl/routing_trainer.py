@@ -14,6 +14,7 @@ from torch import Tensor
 from .config import DCGRPOConfig
 from .deployed_trainer import DeployedPolicyTrainer
 from .quantization.policy import unwrapped
+from .rollouts.padding_free import Packing
 
 
 # Imported where a run replays routes.
@@ -81,11 +82,13 @@ class RoutingTrainer(DeployedPolicyTrainer):
 
     # --- the trainer's forward --------------------------------------------------------------------------------------
 
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
         if self._routes is not None:
+            # The routers read the row of real tokens where there is no padding.
+            routes = self._routes if self.padding_free is None else Packing(attention_mask).pack(self._routes)
             for replay in self._replays:
-                replay.start(self._routes)
-        return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+                replay.start(routes)
+        return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
 
     def _compute_loss(self, model, inputs):
         self._routes = inputs.get("routed_experts")

@@ -24,6 +24,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from trl.trainer.utils import get_config_model_id
 
+from .batching_trainer import MEAN_OVER_COMPLETIONS
 from .config import DCGRPOConfig
 from .constraint.advantages import leave_one_out_advantages, total_rewards, zero_std_groups
 from .constraint.balance import BalancedMultiplier, gradient_norm
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
     from .quantization.two_sided import TwoSidedDivergence
 
 logger = get_logger(__name__)
-
-# Losses that are a mean over completions; the others divide by the tokens that enter them.
-MEAN_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
 
 
 class DCGRPOTrainer(HubMixin, TimedTrainer):
@@ -129,7 +127,8 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
 
             deployed = DeployedForward(self.model, args.deployment_scheme)
             kind = args.constraint_form.removeprefix("two_sided_")
-            self._two_sided = TwoSidedDivergence(self.model, deployed, kind, self.temperature)
+            padded = None if self.padding_free is None else self.padding_free.padded
+            self._two_sided = TwoSidedDivergence(self.model, deployed, kind, self.temperature, padded)
 
     @staticmethod
     def _check_arguments(args: DCGRPOConfig, rollout_func: Any) -> None:

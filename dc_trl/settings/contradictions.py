@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from .micro_batches import MEANS_OF_MICRO_BATCHES
+
 
 class Rule(NamedTuple):
     """A contradiction: whether it applies to a config, and its message, a format string in which `c` is the config."""
@@ -29,6 +31,14 @@ _LOSSES_BY_TOKEN = ("cispo", "vespo")
 
 def _two_sided(config: Any) -> bool:
     return config.constraint_form.startswith("two_sided")
+
+
+def _budget_rule(name: str, applies: Callable[[Any], bool]) -> Rule:
+    return Rule(
+        lambda c: c.max_tokens_per_micro_batch is not None and applies(c),
+        "max_tokens_per_micro_batch={c.max_tokens_per_micro_batch!r} decides which completions share a micro-batch, "
+        f"and {name}={{c.{name}!r}} has a term of the loss that is a mean over it: leave one of the two out.",
+    )
 
 
 RULES = (
@@ -219,6 +229,12 @@ RULES = (
         "weight_sync_trigger='discrepancy' with constraint={c.constraint!r} would wait for it: set "
         "discrepancy_tolerance to a number.",
     ),
+    Rule(
+        lambda c: c.max_tokens_per_micro_batch is not None and not c.length_aware_batches,
+        "max_tokens_per_micro_batch={c.max_tokens_per_micro_batch!r} groups completions by length, and "
+        "length_aware_batches=False does not: set one of the two.",
+    ),
+    *(_budget_rule(name, applies) for name, applies in MEANS_OF_MICRO_BATCHES.items()),
     Rule(
         lambda c: c.hub_deployment == "repository" and c.deployment_scheme is None,
         "hub_deployment='repository' names the second repository by deployment_scheme, which is not set: set "
