@@ -141,6 +141,10 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         weight_sync_trigger (`str`, defaults to `"steps"`):
             `"steps"`: new weights go every `weight_sync_steps`. `"discrepancy"`: also earlier, at the generation batch
             after one whose δ̄ was above `discrepancy_tolerance`; at every one while `"auto"` still looks for it.
+        rollout_overlap (`bool`, defaults to `False`):
+            While a generation batch trains, a vLLM server samples the next one, with the weights from before the
+            batch's steps: one batch ahead, never more. Its log-probabilities are the sampler's own, so δ contains the
+            lag. With `vllm_mode="server"` only; see docs/fast_loop.md.
         vllm_request_timeout (`float`, *optional*):
             Seconds that any one request to the vLLM server may take: a generation batch, a reload of the weights. By
             default 3600. With several processes the others wait for the one that asks the server, no longer than
@@ -173,6 +177,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     weight_sync_dir: str | None = None
     weight_sync_steps: int = 1
     weight_sync_trigger: SyncTrigger = "steps"
+    rollout_overlap: bool = False
     vllm_request_timeout: float | None = None
     vllm_max_retries: int = 3
     hub_deployment: HubDeployment = "subfolder"

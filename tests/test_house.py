@@ -24,6 +24,7 @@ FLOORS = [
     ["trainer"],
     ["resumable_trainer"],
     ["routing_trainer"],
+    ["overlap_trainer"],
     ["deployed_trainer"],
     ["evaluation"],
     ["hub", "report", "resuming"],

@@ -205,6 +205,12 @@ RULES = (
         "discrepancy_tolerance to a number.",
     ),
     Rule(
+        lambda c: c.rollout_overlap and not (c.use_vllm and c.vllm_mode == "server"),
+        "rollout_overlap=True has a server sample while this process trains, and use_vllm={c.use_vllm!r} with "
+        "vllm_mode={c.vllm_mode!r} samples in the process that trains: set use_vllm=True and vllm_mode='server', or "
+        "rollout_overlap=False.",
+    ),
+    Rule(
         lambda c: c.hub_deployment == "repository" and c.deployment_scheme is None,
         "hub_deployment='repository' names the second repository by deployment_scheme, which is not set: set "
         "deployment_scheme (for example 'bf16') or hub_deployment='subfolder'.",
