@@ -368,6 +368,8 @@ class DeployedPolicyTrainer(GRPOTrainer):
                     self.vllm_generation.sync_weights(keep=True)
                 else:
                     self.vllm_generation.sync_weights()
+            for name, value in self.vllm_generation.last_sync.items():
+                self._metrics["train"][f"sync/{name}"].append(value)
         self._held = self.state.global_step
 
     def _tell_age(self, training: bool, completions: int) -> None:

@@ -17,6 +17,7 @@ from ..records.runs import (
     read_baseline,
     read_history,
 )
+from ..records.sync import sync_facts
 from ..records.tables import print_table, with_error
 from ..trainer import DCGRPOTrainer
 from .benchmarks import greedy_accuracy
@@ -108,6 +109,8 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     syncs, saved = trainer.weight_syncs
     if args.weight_sync_steps > 1:
         rows.append(("weight syncs, and those that were saved", "", f"{syncs} + {saved}"))
+    cost = dict(trainer.vllm_generation.syncs) if args.use_vllm else {}
+    rows += ((label, "", text) for label, text in sync_facts(cost).items())
     tokens = trainer.state.num_input_tokens_seen
     rows.append(("tokens sampled and read", "", f"{tokens:,}"))
     rows.append(("training seconds", "", f"{run.seconds:.0f}"))
@@ -124,6 +127,7 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
         "tolerance": multiplier.tolerance,
         "weight_syncs": syncs,
         "weight_syncs_saved": saved,
+        "weight_sync": cost,
         "tokens": tokens,
         "seconds": run.seconds,
     }

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..records.runs import NAME_SETTINGS, Run, is_number, setting
+from ..records.sync import sync_facts
 from ..records.tables import with_error
 
 
@@ -109,6 +110,7 @@ def _facts(run: Run) -> dict[str, str]:
         "tokens sampled and read": _number(run.summary.get("tokens", run.last("num_tokens")), "{:,.0f}"),
         "training seconds": _number(run.summary.get("seconds", run.last("train_runtime")), "{:,.0f}"),
     }
+    facts |= sync_facts(run.summary.get("weight_sync", {}))
     return {name: _text(value) for name, value in facts.items() if value is not None}
 
 
