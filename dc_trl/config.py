@@ -151,6 +151,10 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             Addresses of several vLLM servers that sample together, in place of TRL's `vllm_server_base_url`: prompts
             are spread over them, all hold the same weights, and the prompts of one that fails go to the others (see
             docs/fast_loop.md). The weights go as checkpoints.
+        rollout_overlap (`bool`, defaults to `False`):
+            While a generation batch trains, a vLLM server samples the next one, with the weights from before the
+            batch's steps: one batch ahead, never more. Its log-probabilities are the sampler's own, so δ contains the
+            lag. With `vllm_mode="server"` only; see docs/fast_loop.md.
         vllm_request_timeout (`float`, *optional*):
             Seconds that any one request to the vLLM server may take: a generation batch, a reload of the weights. By
             default 3600. With several processes the others wait for the one that asks the server, no longer than
@@ -193,6 +197,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     weight_sync_steps: int = 1
     weight_sync_trigger: SyncTrigger = "steps"
     vllm_server_base_urls: list[str] | None = None
+    rollout_overlap: bool = False
     vllm_request_timeout: float | None = None
     vllm_max_retries: int = 3
     hub_deployment: HubDeployment = "subfolder"

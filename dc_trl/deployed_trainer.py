@@ -124,6 +124,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
 
     def _build_vllm(self) -> VLLMGeneration:
         """The vLLM engine that samples, with the arguments that TRL's constructor passes to its own."""
+        from .rollouts.overlap import OverlappedGeneration
         from .rollouts.vllm_backends import ColocateGeneration, Generation, ServerGeneration
 
         args, model = self.args, self.model
@@ -150,7 +151,8 @@ class DeployedPolicyTrainer(GRPOTrainer):
                 reason="a server of this model has one for both",
                 remedy="Use vllm_mode='colocate' with deployment_scheme, or the in-process replica (use_vllm=False)",
             )
-            return ServerGeneration(
+            server_mode = OverlappedGeneration if args.rollout_overlap else ServerGeneration
+            return server_mode(
                 deployment_scheme=args.deployment_scheme,
                 weight_sync=weight_sync,
                 weight_sync_dir=args.weight_sync_dir,
@@ -384,15 +386,23 @@ class DeployedPolicyTrainer(GRPOTrainer):
         self._held = self.state.global_step
 
     def _tell_age(self, training: bool, completions: int) -> None:
-        """Counts a generation batch of training, and logs whose weights have sampled these completions."""
-        schedule, step = self._schedule, self.state.global_step
-        age = schedule.sampled(step) if training else 0
-        if schedule.every == 1:
+        """Logs whose weights have sampled these completions."""
+        age = self._age_of_rollout() if training else 0
+        if not self._may_lag:
             return
-        self._pending_extra_logs["weights_of_step"].extend([step - age] * completions)
+        self._pending_extra_logs["weights_of_step"].extend([self.state.global_step - age] * completions)
         if training:
             self._metrics["train"]["sync/age"].append(age)
-            self._metrics["train"]["sync/count"].append(schedule.syncs)
+            self._metrics["train"]["sync/count"].append(self._schedule.syncs)
+
+    @property
+    def _may_lag(self) -> bool:
+        """Whether the settings let rollouts of training have weights from before the present step."""
+        return self._schedule.every > 1
+
+    def _age_of_rollout(self) -> int:
+        """Counts a generation batch of training; returns the age of its weights in optimizer steps."""
+        return self._schedule.sampled(self.state.global_step)
 
     def _save_weights(self, folder: str) -> dict[str, Any]:
         """Saves the weights that go on to sample, unless new ones are due; returns what `_load_weights` needs."""

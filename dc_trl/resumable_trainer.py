@@ -77,6 +77,7 @@ class ResumableTrainer(LengthAwareTrainer):
         self._metrics["train"].clear()
         # The engine holds the weights of another training's step.
         self._schedule, self._held = SyncSchedule(self.args.weight_sync_steps), None
+        self._drop_ahead()
 
     def _save_before_stopping(self) -> str:
         """Saves what the run has reached, all processes together; says where, and how to go on."""
@@ -97,10 +98,6 @@ class ResumableTrainer(LengthAwareTrainer):
         return f"The run is saved: go on with resume_from_checkpoint={self._checkpoint_folder(trial=None)!r}"
 
     # --- where the run stands in its generation batch ---------------------------------------------------------------
-
-    @property
-    def _micro_batches_per_iteration(self) -> int:
-        return self.args.steps_per_generation * self.num_iterations
 
     def _completed_passes(self) -> int:
         """Passes over the present generation batch that are behind us; below `num_iterations`."""
@@ -137,9 +134,11 @@ class ResumableTrainer(LengthAwareTrainer):
             rollouts = os.path.join(folder, ROLLOUTS_FILE.format(rank=self.accelerator.process_index))
             save_rollouts(self._buffered_inputs, rollouts)
         weight_sync = self._save_weights(folder)
+        ahead = self._save_ahead(folder)
         if self.args.should_save:
             state = self._iteration_state() | {
                 "weight_sync": weight_sync,
+                "rollout_ahead": ahead,
                 "micro_batches_done": done,
                 "micro_batches_per_iteration": self._micro_batches_per_iteration,
                 "num_processes": self.accelerator.num_processes,
@@ -179,6 +178,8 @@ class ResumableTrainer(LengthAwareTrainer):
         self._load_iteration_state(state, within_batch)
         if "weight_sync" in state:  # saved since there is one
             self._load_weights(checkpoint, state["weight_sync"])
+        if state.get("rollout_ahead") is not None:  # likewise
+            self._load_ahead(checkpoint, state["rollout_ahead"])
         if within_batch:
             rollouts = os.path.join(checkpoint, ROLLOUTS_FILE.format(rank=self.accelerator.process_index))
             self._buffered_inputs = load_rollouts(rollouts, self.accelerator.device)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .config import DCGRPOConfig
-from .deployed_trainer import DeployedPolicyTrainer
+from .overlap_trainer import OverlapTrainer
 from .quantization.policy import unwrapped
 from .rollouts.padding_free import Packing
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .rollouts.routing import RoutesRecorder, RoutingReplay, Turn
 
 
-class RoutingTrainer(DeployedPolicyTrainer):
+class RoutingTrainer(OverlapTrainer):
     """A trainer that replays the engine's routes where `routing_replay` is set, and is its base class elsewhere.
 
     Raises:
