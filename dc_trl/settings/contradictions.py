@@ -235,6 +235,7 @@ RULES = (
         "length_aware_batches=False does not: set one of the two.",
     ),
     *(_budget_rule(name, applies) for name, applies in MEANS_OF_MICRO_BATCHES.items()),
+    Rule(
         lambda c: c.rollout_overlap and not (c.use_vllm and c.vllm_mode == "server"),
         "rollout_overlap=True has a server sample while this process trains, and use_vllm={c.use_vllm!r} with "
         "vllm_mode={c.vllm_mode!r} samples in the process that trains: set use_vllm=True and vllm_mode='server', or "
