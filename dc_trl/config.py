@@ -15,6 +15,7 @@ from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncates
 from .serving.preflight import require_addresses, require_waits_that_fit
 from .settings.contradictions import require_no_contradiction
 from .settings.described import described
+from .settings.distribution import require_division
 from .settings.ranges import AT_LEAST_0, COUNT, FINITE, TRAINING, require_choice, require_number, require_numbers
 
 
@@ -116,6 +117,11 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             In a mixture of experts, the trainer's forward takes the experts that the engine chose for each token, with
             the weights of its own router (R3, arXiv 2510.11370). For routers like Qwen3-MoE's, and rollouts of the
             replica, or of a vLLM server with `--enable-return-routed-experts` (on a GPU).
+        padding_free (`bool`, defaults to `False`):
+            Forward passes of training compute real tokens alone: the sequences of a micro-batch stand in one row, and
+            the attention implementation keeps them apart. Loss and gradient are those of padded rows to rounding. For
+            text models without recurrent layers, with `attn_implementation` `"flash_attention_2"`, `_3`,
+            `"flex_attention"` or `"sdpa"`; see docs/fast_loop.md.
         deployment_scheme (`str`, *optional*):
             Number format that the policy is deployed in, and therefore sampled in: `"bf16"`, `"fp8"`, `"fp8_block"`,
             `"int8"`, `"int4"` or `"int4_g32"`. With `use_vllm=False` an in-process replica of the policy samples,
@@ -145,6 +151,10 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             Addresses of several vLLM servers that sample together, in place of TRL's `vllm_server_base_url`: prompts
             are spread over them, all hold the same weights, and the prompts of one that fails go to the others (see
             docs/fast_loop.md). The weights go as checkpoints.
+        rollout_overlap (`bool`, defaults to `False`):
+            While a generation batch trains, a vLLM server samples the next one, with the weights from before the
+            batch's steps: one batch ahead, never more. Its log-probabilities are the sampler's own, so δ contains the
+            lag. With `vllm_mode="server"` only; see docs/fast_loop.md.
         vllm_request_timeout (`float`, *optional*):
             Seconds that any one request to the vLLM server may take: a generation batch, a reload of the weights. By
             default 3600. With several processes the others wait for the one that asks the server, no longer than
@@ -153,6 +163,14 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             How often a rollout or a synchronization that failed is tried again, each time once a server is up within
             `vllm_server_timeout` seconds. With several processes all tries together, and the waits between them, take
             no longer than nine tenths of `ddp_timeout`. Then the run saves a checkpoint and stops.
+        length_aware_batches (`bool`, defaults to `True`):
+            Within an optimizer step completions of like length share a forward, and every forward reads no more than
+            its own longest prompt and completion. Loss and gradient of the step are TRL's, to rounding. Losses that
+            are a mean over the micro-batch keep their completions together, and are only cut; see docs/batching.md.
+        max_tokens_per_micro_batch (`int`, *optional*):
+            The most tokens, prompts, completions and their padding, that a forward of training reads in each process.
+            Then `per_device_train_batch_size` times `gradient_accumulation_steps` says how many completions share an
+            optimizer step, and no longer how many share a forward. A completion that is longer is alone in its own.
         hub_deployment (`str`, defaults to `"subfolder"`):
             Where a push puts the deployment checkpoint: in the `"subfolder"` `deployment/` of `hub_model_id`, in a
             second `"repository"` `{hub_model_id}-{deployment_scheme}`, or nowhere (`"none"`).
@@ -173,19 +191,24 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     drop_zero_std_groups: bool = False
     train_through_quantization: bool = False
     routing_replay: bool = False
+    padding_free: bool = False
     weight_sync: WeightSync = "auto"
     weight_sync_dir: str | None = None
     weight_sync_steps: int = 1
     weight_sync_trigger: SyncTrigger = "steps"
     vllm_server_base_urls: list[str] | None = None
+    rollout_overlap: bool = False
     vllm_request_timeout: float | None = None
     vllm_max_retries: int = 3
     hub_deployment: HubDeployment = "subfolder"
+    length_aware_batches: bool = True
+    max_tokens_per_micro_batch: int | None = None
 
     def __post_init__(self):
         self._check_values()
         # Parses the JSON strings that dict fields hold when they come from a command line.
         super().__post_init__()
+        require_division(self)
         require_no_contradiction(self)
         self._check_waits()
         self._check_sampling()

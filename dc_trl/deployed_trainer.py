@@ -26,8 +26,10 @@ from .quantization.tensors import deployed_tensors
 from .resuming.checkpoints import SAMPLER_FOLDER
 from .rollouts.buffer import fill_empty, sampled_only
 from .rollouts.neutral_sampling import SERVER_DEFAULTS, TRUNCATIONS, restrictions, truncates
+from .rollouts.padding_free import PaddingFree, prepared
 from .rollouts.sync_schedule import SyncSchedule
 from .rollouts.truncation import Kept, KeptHead
+from .settings.distribution import require_as_asked
 from .settings.reward_functions import RewardFunction, call_reward
 
 
@@ -56,6 +58,8 @@ class DeployedPolicyTrainer(GRPOTrainer):
         replica (`Replica` or `None`): the engine that samples, when `deployment_scheme` is set without vLLM.
         deployed_forward (`DeployedForward` or `None`): what has the policy compute as it is deployed, when
             `train_through_quantization` is set; enabled throughout.
+        padding_free (`PaddingFree` or `None`): what has forward passes compute real tokens alone, when `padding_free`
+            is set.
     """
 
     _last_loaded_step: int  # TRL's: the step whose weights vLLM holds
@@ -64,6 +68,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
         # Set before TRL's constructor, which may already call hooks of this class.
         self.replica: Replica | None = None
         self.deployed_forward: DeployedForward | None = None
+        self.padding_free: PaddingFree | None = None
         self._deployment_writer: CheckpointWriter | None = None
         self._schedule = SyncSchedule(args.weight_sync_steps)
         self._held: int | None = None  # the step whose weights the engine holds
@@ -75,6 +80,10 @@ class DeployedPolicyTrainer(GRPOTrainer):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         finally:
             args.use_vllm = use_vllm
+        require_as_asked(args, self.accelerator)
+        if args.padding_free:
+            models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
+            self.padding_free = prepared([unwrapped(self.accelerator, model) for model in models], self.accelerator)
         if use_vllm:
             self.use_vllm = True
             self.vllm_generation = self._build_vllm()
@@ -111,10 +120,11 @@ class DeployedPolicyTrainer(GRPOTrainer):
                 "use use_vllm=True for this model."
             )
         self._complete_generation_config()
-        return Replica(self.model, scheme)
+        return Replica(self.model, scheme, self.accelerator.device)
 
     def _build_vllm(self) -> VLLMGeneration:
         """The vLLM engine that samples, with the arguments that TRL's constructor passes to its own."""
+        from .rollouts.overlap import OverlappedGeneration
         from .rollouts.vllm_backends import ColocateGeneration, Generation, ServerGeneration
 
         args, model = self.args, self.model
@@ -141,7 +151,8 @@ class DeployedPolicyTrainer(GRPOTrainer):
                 reason="a server of this model has one for both",
                 remedy="Use vllm_mode='colocate' with deployment_scheme, or the in-process replica (use_vllm=False)",
             )
-            return ServerGeneration(
+            server_mode = OverlappedGeneration if args.rollout_overlap else ServerGeneration
+            return server_mode(
                 deployment_scheme=args.deployment_scheme,
                 weight_sync=weight_sync,
                 weight_sync_dir=args.weight_sync_dir,
@@ -223,12 +234,15 @@ class DeployedPolicyTrainer(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         score = super()._get_per_token_logps_and_entropies
+        policy = base_model(unwrapped(self.accelerator, model))
+        padded = None
+        if self.padding_free is not None:
+            model, padded = self.padding_free.around(model), self.padding_free.padded
         if self._kept is None:
             return score(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-        policy = base_model(unwrapped(self.accelerator, model))
         completion_ids = input_ids[:, -logits_to_keep:]
         in_float32 = self.args.cast_lm_head_to_fp32
-        with KeptHead(policy, self._kept, completion_ids, self.temperature, in_float32) as head:
+        with KeptHead(policy, self._kept, completion_ids, self.temperature, in_float32, padded) as head:
             logps, *others = score(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
         return head.log_probs(logps), *others
 
@@ -367,18 +381,28 @@ class DeployedPolicyTrainer(GRPOTrainer):
                     self.vllm_generation.sync_weights(keep=True)
                 else:
                     self.vllm_generation.sync_weights()
+            for name, value in self.vllm_generation.last_sync.items():
+                self._metrics["train"][f"sync/{name}"].append(value)
         self._held = self.state.global_step
 
     def _tell_age(self, training: bool, completions: int) -> None:
-        """Counts a generation batch of training, and logs whose weights have sampled these completions."""
-        schedule, step = self._schedule, self.state.global_step
-        age = schedule.sampled(step) if training else 0
-        if schedule.every == 1:
+        """Logs whose weights have sampled these completions."""
+        age = self._age_of_rollout() if training else 0
+        if not self._may_lag:
             return
-        self._pending_extra_logs["weights_of_step"].extend([step - age] * completions)
+        self._pending_extra_logs["weights_of_step"].extend([self.state.global_step - age] * completions)
         if training:
             self._metrics["train"]["sync/age"].append(age)
-            self._metrics["train"]["sync/count"].append(schedule.syncs)
+            self._metrics["train"]["sync/count"].append(self._schedule.syncs)
+
+    @property
+    def _may_lag(self) -> bool:
+        """Whether the settings let rollouts of training have weights from before the present step."""
+        return self._schedule.every > 1
+
+    def _age_of_rollout(self) -> int:
+        """Counts a generation batch of training; returns the age of its weights in optimizer steps."""
+        return self._schedule.sampled(self.state.global_step)
 
     def _save_weights(self, folder: str) -> dict[str, Any]:
         """Saves the weights that go on to sample, unless new ones are due; returns what `_load_weights` needs."""

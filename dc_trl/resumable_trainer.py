@@ -14,13 +14,13 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from .batching_trainer import LengthAwareTrainer
 from .files import lock_output, read_object, write_text
 from .quantization.policy import unwrapped
 from .resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE, on_main_process, resumable_checkpoint
 from .resuming.interruption import RunInterrupted
 from .rollouts.buffer import load_rollouts, save_rollouts
 from .rollouts.sync_schedule import SyncSchedule
-from .routing_trainer import RoutingTrainer
 from .serving.errors import ServerError
 
 
@@ -33,12 +33,8 @@ torch.serialization.register_package(
 logger = get_logger(__name__)
 
 
-class ResumableTrainer(RoutingTrainer):
+class ResumableTrainer(LengthAwareTrainer):
     """A trainer that locks its output directory, resumes from whole checkpoints, and saves before it is stopped."""
-
-    # TRL's own
-    _step: int  # micro-batches that this object has trained on
-    _buffered_inputs: Any  # the generation batch in slices, or None
 
     _saved_at: int | None = None  # step of the last checkpoint that the present training saved or resumed from
 
@@ -77,10 +73,11 @@ class ResumableTrainer(RoutingTrainer):
 
     def _start_again(self) -> None:
         """Forgets what an earlier training of this object has left, save the weights."""
-        self._step, self._buffered_inputs = 0, None
+        self._step, self._buffered_inputs, self._accumulated = 0, None, 0
         self._metrics["train"].clear()
         # The engine holds the weights of another training's step.
         self._schedule, self._held = SyncSchedule(self.args.weight_sync_steps), None
+        self._drop_ahead()
 
     def _save_before_stopping(self) -> str:
         """Saves what the run has reached, all processes together; says where, and how to go on."""
@@ -101,10 +98,6 @@ class ResumableTrainer(RoutingTrainer):
         return f"The run is saved: go on with resume_from_checkpoint={self._checkpoint_folder(trial=None)!r}"
 
     # --- where the run stands in its generation batch ---------------------------------------------------------------
-
-    @property
-    def _micro_batches_per_iteration(self) -> int:
-        return self.args.steps_per_generation * self.num_iterations
 
     def _completed_passes(self) -> int:
         """Passes over the present generation batch that are behind us; below `num_iterations`."""
@@ -141,9 +134,11 @@ class ResumableTrainer(RoutingTrainer):
             rollouts = os.path.join(folder, ROLLOUTS_FILE.format(rank=self.accelerator.process_index))
             save_rollouts(self._buffered_inputs, rollouts)
         weight_sync = self._save_weights(folder)
+        ahead = self._save_ahead(folder)
         if self.args.should_save:
             state = self._iteration_state() | {
                 "weight_sync": weight_sync,
+                "rollout_ahead": ahead,
                 "micro_batches_done": done,
                 "micro_batches_per_iteration": self._micro_batches_per_iteration,
                 "num_processes": self.accelerator.num_processes,
@@ -183,6 +178,8 @@ class ResumableTrainer(RoutingTrainer):
         self._load_iteration_state(state, within_batch)
         if "weight_sync" in state:  # saved since there is one
             self._load_weights(checkpoint, state["weight_sync"])
+        if state.get("rollout_ahead") is not None:  # likewise
+            self._load_ahead(checkpoint, state["rollout_ahead"])
         if within_batch:
             rollouts = os.path.join(checkpoint, ROLLOUTS_FILE.format(rank=self.accelerator.process_index))
             self._buffered_inputs = load_rollouts(rollouts, self.accelerator.device)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from .config import DCGRPOConfig
-from .deployed_trainer import DeployedPolicyTrainer
+from .overlap_trainer import OverlapTrainer
 from .quantization.policy import unwrapped
+from .rollouts.padding_free import Packing
 
 
 # Imported where a run replays routes.
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from .rollouts.routing import RoutesRecorder, RoutingReplay, Turn
 
 
-class RoutingTrainer(DeployedPolicyTrainer):
+class RoutingTrainer(OverlapTrainer):
     """A trainer that replays the engine's routes where `routing_replay` is set, and is its base class elsewhere.
 
     Raises:
@@ -81,11 +82,13 @@ class RoutingTrainer(DeployedPolicyTrainer):
 
     # --- the trainer's forward --------------------------------------------------------------------------------------
 
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
         if self._routes is not None:
+            # The routers read the row of real tokens where there is no padding.
+            routes = self._routes if self.padding_free is None else Packing(attention_mask).pack(self._routes)
             for replay in self._replays:
-                replay.start(self._routes)
-        return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+                replay.start(routes)
+        return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
 
     def _compute_loss(self, model, inputs):
         self._routes = inputs.get("routed_experts")

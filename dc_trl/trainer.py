@@ -2,7 +2,8 @@
 
 Read from top to bottom it is the paper's algorithm: rollouts, penalised advantages, the loss, the statistics of the
 generation batch, one step of dual ascent. What samples is in deployed_trainer.py, what is saved in
-resumable_trainer.py. Nothing of TRL is copied; docs/hooks.md lists the private hooks that these files lean on.
+resumable_trainer.py, where the time goes in timed_trainer.py. Nothing of TRL is copied; docs/hooks.md lists the
+private hooks that these files lean on.
 
 - `_generate_and_score_completions` returns the rollouts with their advantages (B,); per-token advantages (B, T) are
   the shape that TRL supports for subclasses, and the buffer's shuffle and split keep them aligned with the tokens.
@@ -23,17 +24,20 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from trl.trainer.utils import get_config_model_id
 
+from .batching_trainer import MEAN_OVER_COMPLETIONS
 from .config import DCGRPOConfig
 from .constraint.advantages import leave_one_out_advantages, total_rewards, zero_std_groups
 from .constraint.balance import BalancedMultiplier, gradient_norm
 from .constraint.discrepancy import scored_tokens, token_discrepancy
 from .constraint.forms import Constrained, drift_warning, form_of
+from .constraint.report import batch_metrics
 from .constraint.settings import TWO_SIDED
 from .constraint.statistics import BatchStatistics
 from .constraint.trust import trust_of
 from .hub.trainer import HubMixin
-from .resumable_trainer import ResumableTrainer
 from .rollouts.buffer import with_nonempty_completions
+from .settings.distribution import sharding_of
+from .timed_trainer import TimedTrainer, timed
 
 
 # Imported where a form compares the policy with its quantized self: compressed-tensors takes 0.15 s.
@@ -42,11 +46,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Losses that are a mean over completions; the others divide by the tokens that enter them.
-MEAN_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
 
-
-class DCGRPOTrainer(HubMixin, ResumableTrainer):
+class DCGRPOTrainer(HubMixin, TimedTrainer):
     r"""GRPO under a constraint on the discrepancy between the training and the sampling engine (DC-GRPO).
 
     Takes everything that [`~trl.GRPOTrainer`] takes, with [`DCGRPOConfig`] in place of `GRPOConfig`. The rollouts must
@@ -126,7 +127,8 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
 
             deployed = DeployedForward(self.model, args.deployment_scheme)
             kind = args.constraint_form.removeprefix("two_sided_")
-            self._two_sided = TwoSidedDivergence(self.model, deployed, kind, self.temperature)
+            padded = None if self.padding_free is None else self.padding_free.padded
+            self._two_sided = TwoSidedDivergence(self.model, deployed, kind, self.temperature, padded)
 
     @staticmethod
     def _check_arguments(args: DCGRPOConfig, rollout_func: Any) -> None:
@@ -138,12 +140,13 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
                 "on: leave it out, or set routing_replay=False."
             )
         scheme, needy = args.deployment_scheme, _in_need_of_logps(args)
-        sharding = args.distributed_state.distributed_type.value
+        sharding = sharding_of(args)
         for name, own_gradients in {"constraint": ["balance"], "constraint_form": TWO_SIDED}.items():
-            if sharding in ("FSDP", "DEEPSPEED") and getattr(args, name) in own_gradients:
+            if sharding.kind is not None and getattr(args, name) in own_gradients:
                 raise ValueError(
-                    f"{name}={getattr(args, name)!r} takes gradients of its own, which {sharding} sharding rules out: "
-                    "use constraint_form='log_ratio' or 'quadratic' with constraint='static' or 'lagrangian'."
+                    f"{name}={getattr(args, name)!r} takes gradients of its own, which {sharding} rules out: use "
+                    "constraint_form='log_ratio' or 'quadratic' with constraint='static' or 'lagrangian', or launch "
+                    "without sharding (DDP)."
                 )
         if needy is not None and not args.use_vllm and scheme is None and rollout_func is None:
             raise ValueError(
@@ -158,10 +161,10 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
                 f"deployment_scheme={scheme!r} samples from the in-process replica and contradicts rollout_func: pass "
                 "one of the two."
             )
-        if sharding in ("FSDP", "DEEPSPEED"):
+        if sharding.divides_parameters and not sharding.is_fsdp2:
             raise ValueError(
-                f"deployment_scheme={scheme!r} keeps a whole replica in each process, which {sharding} sharding rules "
-                "out: use use_vllm=True, or launch without sharding."
+                f"deployment_scheme={scheme!r} copies the policy into a replica, and {sharding} gives no whole "
+                "parameters to copy: launch with FSDP2 (fsdp_version: 2) or without sharding, or set use_vllm=True."
             )
 
     # --- rollouts and their advantages ------------------------------------------------------------------------------
@@ -178,6 +181,7 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         elif "old_per_token_logps" in batch:
             self._constrain(batch, batch["old_per_token_logps"])
             if self.model.training:
+                self._wait_for_device("logps")
                 self._report("train")
         return batch
 
@@ -215,6 +219,7 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
 
     # --- the constraint on a micro-batch ----------------------------------------------------------------------------
 
+    @timed("metrics")
     def _constrain(self, batch: dict[str, Any], train_logps: Tensor) -> None:
         """Measures a batch, penalises its advantages, and counts its tokens; `train_logps` as in `Form`."""
         infer_logps = batch["sampling_per_token_logps"]
@@ -233,6 +238,7 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
             train_logps, infer_logps, scored, delta, penalty, weights
         )
 
+    @timed("constraint")
     def _apply_form(
         self, batch: dict[str, Any], train_logps: Tensor, scored: Tensor, advantages: Tensor
     ) -> Constrained | None:
@@ -251,6 +257,7 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         with self.accelerator.autocast():
             return self._two_sided(self._loss_inputs["train_logps"], self._loss_inputs["forward"])
 
+    @timed("constraint")
     def _apply_trust(self, batch: dict[str, Any], train_logps: Tensor, scored: Tensor) -> Tensor | None:
         """Weighs the advantages of a batch by the correction; returns the weights, shape (B, T)."""
         if self.trust is None:
@@ -345,6 +352,7 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
                 tolerance = f"{multiplier.tolerance:.4g}"
                 logger.info(f"discrepancy_tolerance='auto' is {tolerance} after step {self.state.global_step}.")
 
+    @timed("constraint")
     def _measure_gradients(self, inputs: dict[str, Any], loss: Tensor) -> list[float] | None:
         """Norms of the reward's gradient and of the constraint's at λ = 1, root mean squares over the processes.
 
@@ -378,6 +386,7 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
             self._metrics["train"][f"lagrangian/{name}_grad_norm"].append(norm)
         return norms
 
+    @timed("metrics")
     def _report(self, mode: str) -> None:
         """Reduces the statistics over all processes and hands them to TRL's metrics."""
         report = self._statistics[mode].reduce(self.accelerator.gather)
@@ -395,18 +404,7 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
                 f"rollout_correction={self.args.rollout_correction!r} has masked every token of this batch: it "
                 "teaches nothing, and λ stays as it is."
             )
-        metrics = {f"discrepancy/{name}": value for name, value in report.metrics().items()}
-        metrics |= {f"trust/{name}": value for name, value in report.trust_metrics().items()}
-        if self.form is not None:
-            value = self.lagrange_multiplier.value
-            metrics["lagrangian/lambda"] = value
-            if (tolerance := self.lagrange_multiplier.tolerance) is not None:
-                metrics["lagrangian/tolerance"] = tolerance
-                if mean is not None:
-                    metrics["lagrangian/violation"] = mean - tolerance
-            if report.penalizes:
-                metrics["lagrangian/penalty_mean"] = report.mean_penalty(value)
-                metrics["lagrangian/penalized_fraction"] = report.penalized_fraction
+        metrics = batch_metrics(report, None if self.form is None else self.lagrange_multiplier)
         for name, metric in metrics.items():
             self._metrics[mode][name].append(metric)
         if mode == "train":
@@ -451,13 +449,14 @@ class DCGRPOTrainer(HubMixin, ResumableTrainer):
         self._warned_of_drift = False
 
     def _iteration_state(self):
-        return {
+        return super()._iteration_state() | {
             "lagrange_multiplier": self.lagrange_multiplier.state_dict(),
             "batch_discrepancy": self._mean_discrepancy,
             "gradient_norms": self._gradient_norms,
         }
 
     def _load_iteration_state(self, state, within_batch):
+        super()._load_iteration_state(state, within_batch)
         self.lagrange_multiplier.load_state_dict(state["lagrange_multiplier"])
         if within_batch:
             self._mean_discrepancy = state["batch_discrepancy"]

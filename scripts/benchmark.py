@@ -3,10 +3,12 @@
 And what routing replay removes of the mismatch of a mixture of experts.
 
 python scripts/benchmark.py overhead    step time and peak memory on identical, replayed rollouts
+python scripts/benchmark.py time        where the time of a step goes, and what the clock of that costs itself
 python scripts/benchmark.py replica     wall time on the same prompts, one row for each scheme
 python scripts/benchmark.py grading     completions graded in this process, and in worker processes
 python scripts/benchmark.py routing     KL, |Δp| and flipped experts of random mixtures, without and with replay
 python scripts/benchmark.py aligned     what train_through_quantization leaves of the mismatch, costs, and earns
+python scripts/benchmark.py lengths     what length-aware batches and padding-free forwards save on TRL's padding
 """
 
 import argparse
@@ -16,12 +18,13 @@ import sys
 import tempfile
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import torch
+from benchmarks.lengths import SIZES, lengths
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -38,6 +41,7 @@ from dc_trl.calibration.rollouts import sample_rollouts
 from dc_trl.calibration.scoring import train_logps
 from dc_trl.calibration.settings import CalibrationSettings
 from dc_trl.callbacks.benchmarks import greedy_accuracy
+from dc_trl.clock import PartsClock
 from dc_trl.constraint.settings import ConstraintForm
 from dc_trl.constraint.statistics import mismatch_metrics
 from dc_trl.constraint.trust import CORRECTIONS
@@ -252,6 +256,51 @@ def overhead_of_methods(args: argparse.Namespace) -> None:
     ]
     title = f"One optimizer step as a multiple of GRPO's, FP8, {args.repetitions} repetitions"
     print_table(["method", "step time", "quartiles", "memory"], rows, title)
+
+
+def time_of_parts(args: argparse.Namespace) -> None:
+    """Median share of each part of training on replayed rollouts, logged at every step, and of the clock itself."""
+    cost = cost_of_a_part()
+    rows = []
+    with tempfile.TemporaryDirectory() as output_dir:
+        for route, steps in ROUTES.items():
+            trainer = make_trainer(DCGRPOTrainer, args, output_dir, **steps, max_steps=10)
+            trainer.args.logging_steps = 1
+            trainer.parts_clock = CountingClock()
+            shares: dict[str, list[float]] = {}
+            for _ in range(args.repetitions + 1):
+                trainer.parts_clock.entered = 0
+                trainer.train()
+                seconds = trainer.parts_clock.seconds()
+                total = sum(seconds.values())
+                for part, spent in [*seconds.items(), ("the clock itself", trainer.parts_clock.entered * cost)]:
+                    shares.setdefault(part, []).append(spent / total)
+            for part, values in sorted(shares.items(), key=lambda found: -statistics.median(found[1])):
+                low, middle, high = statistics.quantiles(values[1:], n=4)  # the first one warms up
+                rows.append([route, part, f"{middle:.2%}", f"{low:.2%} – {high:.2%}"])
+    title = f"Shares of 10 optimizer steps, {args.repetitions} repetitions, {1e6 * cost:.1f} µs a part"
+    print_table(["route", "part", "share", "quartiles"], rows, title)
+
+
+class CountingClock(PartsClock):
+    """Counts the parts that it has been in."""
+
+    entered = 0
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        self.entered += 1
+        return super().part(name)
+
+
+def cost_of_a_part(times: int = 10_000) -> float:
+    """Seconds that entering and leaving a part takes."""
+    clock = PartsClock()
+    clock.start()
+    start = time.perf_counter()
+    for _ in range(times):
+        with clock.part("loss"):
+            pass
+    return (time.perf_counter() - start) / times
 
 
 def replica(args: argparse.Namespace) -> None:
@@ -507,14 +556,22 @@ def aligned_reward(args: argparse.Namespace) -> None:
     print_table(["seed", "before", "without", "its δ̄", "with", "its δ̄"], rows, title)
 
 
-BENCHMARKS = {"overhead": overhead, "replica": replica, "grading": grading, "routing": routing, "aligned": aligned}
+BENCHMARKS = {
+    "overhead": overhead,
+    "time": time_of_parts,
+    "replica": replica,
+    "grading": grading,
+    "routing": routing,
+    "aligned": aligned,
+    "lengths": lengths,
+}
 
 
 def main() -> None:
     parser = OptionParser(__doc__)
     parser.add_argument("what", choices=list(BENCHMARKS))
     parser.add_argument("--model", default="dc_trl/assets/tiny_qwen3")
-    parser.add_argument("--repetitions", type=int, default=30)
+    parser.add_argument("--repetitions", type=int, help="by default 30, of lengths 3")
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--completions", type=int, default=2000, help="answers that grading grades")
     parser.add_argument("--completion_length", type=int, default=48)
@@ -522,7 +579,17 @@ def main() -> None:
     parser.add_argument("--scheme", default="fp8", choices=(*SCHEMES, *RESEARCH_BITS), help="of aligned training")
     parser.add_argument("--seeds", type=int, default=3, help="of aligned; models of routing")
     parser.add_argument("--steps", type=int, default=60, help="of training that aligned compares; 0 compares none")
+    parser.add_argument("--responses", type=int, default=512, help="of the step of lengths; a multiple of 8")
+    parser.add_argument("--scale", type=float, default=32, help="lengths divides a reasoning run's lengths by it")
+    parser.add_argument("--sigmas", type=float, nargs="+", default=[0.4, 0.6, 0.8], help="of log lengths")
+    parser.add_argument("--micro_batches", type=int, nargs="+", default=[1, 4, 16], help="of lengths")
+    parser.add_argument("--size", choices=SIZES, help="of lengths: a random Qwen3 in place of the model")
+    parser.add_argument("--attn_implementation", default="sdpa", help="of lengths")
+    parser.add_argument("--gradient_checkpointing", action="store_true", help="of lengths")
+    parser.add_argument("--output", type=Path, help="of lengths: a new .jsonl file; a figure goes beside it")
     args = parser.parse_args()
+    if args.repetitions is None:
+        args.repetitions = 3 if args.what == "lengths" else 30
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore")
     BENCHMARKS[args.what](args)

@@ -152,7 +152,9 @@ class Rollouts:
 
 
 def load_script(name: str) -> ModuleType:
-    """A script of the project, as a module."""
+    """A script of the project, as a module; as Python does, it finds what lies beside it."""
+    if str(ROOT / "scripts") not in sys.path:
+        sys.path.append(str(ROOT / "scripts"))
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up

@@ -24,6 +24,7 @@ from trl import TrlParser
 import dc_trl
 from dc_trl import DCGRPOConfig
 from dc_trl.callbacks.collapse_monitor import ADVICE
+from dc_trl.records.time_parts import PARTS
 from dc_trl.settings.contradictions import RULES, RULES_OF_A_CONSTRAINT
 from dc_trl.training.arguments import ARGUMENTS
 
@@ -190,7 +191,8 @@ def test_metrics_are_those_that_a_run_logs(tmp_path, tokenizer):
     assert {name for name in names if name.startswith("collapse/")} == {f"collapse/{signal}" for signal in ADVICE}
     source = (ROOT / "dc_trl" / "routing_trainer.py").read_text()
     assert {name for name in names if name.startswith("routing/")} == set(re.findall(r'"(routing/\w+)"', source))
-    ours = ("discrepancy/", "trust/", "lagrangian/", "length_decay/", "sync/", "routing/", "collapse/")
+    assert {name for name in names if name.startswith("time/")} == {f"time/{part}" for part in PARTS}
+    ours = ("discrepancy/", "trust/", "lagrangian/", "length_decay/", "sync/", "routing/", "collapse/", "time/")
     trls = {name for name in names if not name.startswith(ours)}
     of_verl = {"kl", "k3_kl"} | {name for name in trls if f"discrepancy/{name}" in names}
     theirs = Path(trl.__file__).with_name("trainer").joinpath("grpo_trainer.py").read_text()

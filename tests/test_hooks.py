@@ -47,6 +47,7 @@ HOOKS: dict[str, str] = {
         "(advantages, log_ratio_per_token, mask, importance_sampling_ratio, k_pos, lambda_pos, k_neg, lambda_neg)"
     ),
     "trl.GRPOTrainer._calculate_rewards": "(self, inputs, prompts, completions, completion_ids_list)",
+    "trl.GRPOTrainer._prepare_inputs": "(self, generation_batch)",
     "trl.GRPOTrainer._step": "= 0",
     "trl.GRPOTrainer._buffered_inputs": "= None",
     "trl.GRPOTrainer._metrics": "= {'train': defaultdict(list), 'eval': defaultdict(list)}",

@@ -170,6 +170,42 @@ def test_weights_that_lag_come_back_after_an_evaluation_and_after_a_kill(fp8_ser
     assert served_by(resumed.model) == "first"
 
 
+def rows(trainer, after):
+    """What was logged, but for what a clock says."""
+    timed = ("step_time", "num_tokens", "epoch", "overlap/", "train_")
+    return [
+        {name: value for name, value in row.items() if not name.startswith(timed)}
+        for row in trainer.state.log_history
+        if "loss" in row and row["step"] > after
+    ]
+
+
+def test_the_next_batch_is_sampled_beside_training_and_comes_back_after_a_kill(fp8_server, tmp_path):
+    # The server draws the same numbers for each request, so that two runs can be compared.
+    options = {"rollout_overlap": True, "learning_rate": 1e-3, "generation_kwargs": {"seed": 3}, "max_steps": 5}
+    whole = make_trainer(fp8_server.url, tmp_path / "whole", save_strategy="steps", save_steps=1, **options)
+    client, sampled_by = whole.vllm_generation.vllm_client, []
+    generate = client.generate
+
+    def spy(**request):
+        output = generate(**request)
+        sampled_by.append((threading.current_thread().name, client.weight_version().rpartition("-")[2]))
+        return output
+
+    client.generate = spy
+    whole.train()
+    ahead = "dc_trl-rollout-ahead"
+    assert sampled_by == [("MainThread", "1"), *((ahead, version) for version in "1234")]
+    assert logged(whole, "sync/age") == [0, 1, 1, 1, 1]
+    resumed = make_trainer(fp8_server.url, tmp_path / "resumed", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert rows(resumed, 2) == rows(whole, 2)
+    # The lag is in δ: the same run in step differs from its sampler by the format alone.
+    in_step = make_trainer(fp8_server.url, tmp_path / "in_step", **options | {"rollout_overlap": False})
+    in_step.train()
+    assert min(logged(whole, "discrepancy/mean")[1:]) > 2 * max(logged(in_step, "discrepancy/mean"))
+
+
 @pytest.mark.long
 def test_what_samples_is_what_ships(fp8_server, tmp_path):
     """The exported checkpoint in a fresh plain server says what the training server said, token for token."""
@@ -549,6 +585,45 @@ def test_a_server_that_stays_away_ends_the_run_in_time_with_a_checkpoint_that_re
     assert resumed.state.global_step == 4
     assert logged(resumed, "lagrangian/lambda")[2] == trainer.lagrange_multiplier.value
     assert_finite(resumed)
+
+
+@pytest.mark.long
+def test_a_server_killed_while_it_samples_ahead_gets_the_weights_of_that_batch_again(own_server, tmp_path, caplog):
+    options = {"rollout_overlap": True, "learning_rate": 3e-3, "vllm_max_retries": 1}
+    trainer = faulty_trainer(own_server, tmp_path, **options)
+    client, threads, versions = trainer.vllm_generation.vllm_client, [], []
+
+    def restart(engine):
+        kill(own_server)
+        for process in engine:
+            process.resume()
+        own_server.start()
+
+    def note():
+        trainer.vllm_generation.wait()
+        versions.append(client.weight_version())
+
+    trainer.add_callback(At(1, lambda: threads.append(in_next_rollout(trainer, own_server, restart))))
+    trainer.add_callback(At(2, note))
+    trainer.train()
+    threads[0].join()
+    assert "broke during /v1/completions" in caplog.text
+    assert [version.rpartition("-")[2] for version in versions] == ["2"]  # not those that it was restarted with
+    assert logged(trainer, "sync/age") == [0, 1, 1, 1]
+
+    # Lost for good, the run is saved when it comes to the batch, after the step that trained meanwhile.
+    options |= {"vllm_server_timeout": 3.0, "vllm_max_retries": 0}
+    trainer = faulty_trainer(own_server, tmp_path / "lost", **options)
+    trainer.add_callback(
+        At(1, lambda: threads.append(in_next_rollout(trainer, own_server, lambda _: kill(own_server))))
+    )
+    with pytest.raises(ServerError, match=r"/v1/completions.*resume_from_checkpoint=.*checkpoint-2'"):
+        trainer.train()
+    threads[1].join()
+    own_server.start()
+    resumed = faulty_trainer(own_server, tmp_path / "lost", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "lost" / "checkpoint-2"))
+    assert logged(resumed, "sync/age") == [0, 1, 0, 1]
 
 
 def test_a_server_on_another_machine_needs_a_directory_that_both_see(tmp_path):

@@ -17,7 +17,9 @@ from ..records.runs import (
     read_baseline,
     read_history,
 )
+from ..records.sync import sync_facts
 from ..records.tables import print_table, with_error
+from ..records.time_parts import time_cells
 from ..trainer import DCGRPOTrainer
 from .benchmarks import greedy_accuracy
 
@@ -108,11 +110,16 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     syncs, saved = trainer.weight_syncs
     if args.weight_sync_steps > 1:
         rows.append(("weight syncs, and those that were saved", "", f"{syncs} + {saved}"))
+    cost = dict(trainer.vllm_generation.syncs) if args.use_vllm else {}
+    rows += ((label, "", text) for label, text in sync_facts(cost).items())
     tokens = trainer.state.num_input_tokens_seen
     rows.append(("tokens sampled and read", "", f"{tokens:,}"))
     rows.append(("training seconds", "", f"{run.seconds:.0f}"))
     title = f"Deployed policy ({engine}), {trainer.state.global_step} steps, {args.constraint}"
     print_table(("", "before", "after"), rows, title)
+    seconds = trainer.parts_clock.seconds()
+    parts = [(label, *cells) for label, cells in time_cells(seconds, tokens).items()]
+    print_table(("part", "seconds", "share", "tokens/s"), parts, "Where the time went")
     summary = {
         "engine": engine,
         "constraint": args.constraint,
@@ -124,8 +131,10 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
         "tolerance": multiplier.tolerance,
         "weight_syncs": syncs,
         "weight_syncs_saved": saved,
+        "weight_sync": cost,
         "tokens": tokens,
         "seconds": run.seconds,
+        "seconds_of_parts": seconds,
     }
     write_text(Path(args.output_dir, SUMMARY_FILE), json.dumps(summary, indent=2) + "\n")
     print(f"Model, {HISTORY_FILE} and {FIGURE_FILE} are in {args.output_dir}")

@@ -1,18 +1,18 @@
 """The deployable checkpoint: the policy in its deployment scheme, as `vllm serve` and transformers load it."""
 
 import ctypes
-import json
 import os
+import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
 
 import torch
-from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
 from peft import PeftModel
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -23,13 +23,27 @@ from transformers import (
     ProcessorMixin,
 )
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..files import locked_folder
-from .fake_quantize import weight_qparams
+from .file_plan import KeptFiles, plan_files
 from .policy import base_model, empty_copy
 from .schemes import quantized_weights, require_served_scheme, resolve_scheme
+from .stored import StoredWeights
+from .tensor_file import Spec, TensorFile
 from .tensors import policy_tensors
+
+
+T = TypeVar("T")
+
+
+class WriteCost(NamedTuple):
+    """What a checkpoint cost."""
+
+    bytes_written: int  # of all files that were made
+    bytes_reused: int  # of those of frozen weights that were there already
+    gather_seconds: float  # until the tensors came: gathered from shards, adapters merged
+    quantize_seconds: float  # to quantize or round them, and to bring them to the CPU
+    write_seconds: float  # to write them
 
 
 class CheckpointWriter:
@@ -37,7 +51,7 @@ class CheckpointWriter:
 
     The directory holds a compressed-tensors checkpoint (`bf16`: a plain one) under the tensor names of the model's own
     published checkpoints, with configuration and tokenizer: `vllm serve DIR` and `from_pretrained(DIR)` take it
-    unchanged. Tensors are quantized and written as they come; no more than one shard is held at any time.
+    unchanged. Tensors are quantized and written as they come, some rows at a time; none is held.
 
     Args:
         policy: transformers causal language model, or a PEFT model around one; only its architecture is read.
@@ -45,9 +59,14 @@ class CheckpointWriter:
         processing_class: tokenizer or processor that goes with the model, or None.
         max_shard_bytes: size at which a new file is begun; a single tensor may exceed it.
 
+    Attributes:
+        cost: of the last checkpoint that was written.
+
     Raises:
         ValueError: unknown scheme, one that no engine serves, or one that the model's layers do not fit.
     """
+
+    cost: WriteCost
 
     def __init__(
         self,
@@ -66,13 +85,19 @@ class CheckpointWriter:
         self._model.config.dtype = torch.bfloat16
         self._model.config.use_cache = base.config.use_cache
         self._generation_config = base.generation_config or GenerationConfig()
-        # A tensor that modules share has one name here, as in published checkpoints.
-        persistent = self._model.state_dict().keys()
-        self._names = {name for name, _ in self._model.named_parameters()}
-        self._names |= {name for name, _ in self._model.named_buffers() if name in persistent}
         self._quantization = resolve_scheme(scheme, self._model)
         self._quantized = set(quantized_weights(self._model)) if self._quantization.weights is not None else set()
         self._check_published_layout()
+        self._storage = StoredWeights(self._quantization)
+        # A tensor that modules share has one name here, as in published checkpoints.
+        persistent = self._model.state_dict().keys()
+        names: dict[str, Tensor] = dict(self._model.named_parameters())
+        names |= {name: buffer for name, buffer in self._model.named_buffers() if name in persistent}
+        self._names = names.keys()
+        self._stored = {name: self._plan(name, tensor) for name, tensor in names.items()}
+        self._held: tuple[Path | None, dict[str, Hashable]] | None = (
+            None  # a store, and of which weights its files are
+        )
 
     def _check_published_layout(self) -> None:
         """Refuses to quantize experts that the model's published checkpoints hold in one tensor."""
@@ -86,13 +111,23 @@ class CheckpointWriter:
                 )
 
     @torch.no_grad()
-    def write(self, tensors: Iterable[tuple[str, Tensor]], directory: str | os.PathLike[str]) -> int:
+    def write(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        directory: str | os.PathLike[str],
+        frozen: Mapping[str, Hashable] = MappingProxyType({}),
+        store: Path | None = None,
+    ) -> int:
         """Writes the checkpoint; a directory that is there already is replaced in one step once all is written.
 
         Args:
             tensors: see `policy_tensors`; any floating dtype. Names that are no part of a checkpoint (tied copies,
                 buffers that are computed) are passed over.
             directory: where the checkpoint goes. Its parent must exist.
+            frozen: tensors that training leaves alone, each with a stamp that is another one when its values are; see
+                `frozen_tensors`. They get files of their own, which the next checkpoint has too if the stamps are the
+                same then: as hard links, where the file system has them.
+            store: directory on the same file system where these files stay; without it, they are written each time.
 
         Returns:
             Bytes of the files.
@@ -106,10 +141,12 @@ class CheckpointWriter:
         partial = directory.parent / f".{directory.name}-{uuid.uuid4().hex}.partial"
         with locked_folder(partial, others=f".{directory.name}-*.partial", mode=0o700):
             self._write_configuration(partial)
-            self._write_shards(tensors, partial)
+            named = {name: stamp for name, stamp in frozen.items() if name in self._names}
+            cost = self._write_tensors(tensors, partial, named, store)
             partial.chmod(0o755)
             size = sum(file.stat().st_size for file in partial.iterdir())
             _move_into_place(partial, directory)
+        self.cost = cost._replace(bytes_written=size - cost.bytes_reused)
         return size
 
     def _write_configuration(self, directory: Path) -> None:
@@ -121,51 +158,71 @@ class CheckpointWriter:
         if self._processing_class is not None:
             self._processing_class.save_pretrained(directory)
 
-    def _write_shards(self, tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:
-        # By hand because huggingface_hub's and transformers' helpers plan their shards from a whole state dict.
-        contents: list[list[str]] = []
-        total = 0
-        for shard in _shards(self._deployed(tensors), self._max_shard_bytes):
-            file = directory / f"{len(contents)}.safetensors"
-            try:
-                save_file(shard, file, metadata={"format": "pt"})
-            except SafetensorError as error:  # how safetensors reports the file system's errors
-                raise OSError(f"{file} cannot be written: {error}") from error
-            contents.append(list(shard))
-            total += sum(tensor.nbytes for tensor in shard.values())
-        if len(contents) == 1:
-            (directory / "0.safetensors").rename(directory / SAFE_WEIGHTS_NAME)
-            return
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(contents):
-            name = f"model-{number + 1:05d}-of-{len(contents):05d}.safetensors"
-            (directory / f"{number}.safetensors").rename(directory / name)
-            weight_map |= dict.fromkeys(names, name)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    def _write_tensors(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        directory: Path,
+        frozen: dict[str, Hashable],
+        store: Path | None,
+    ) -> WriteCost:
+        plan, index = plan_files(self._stored, frozen, self._max_shard_bytes)
+        for name, text in index.items():
+            (directory / name).write_text(text)
+        kept = None if store is None else KeptFiles(store, [file.name for file in plan if file.frozen])
+        reused = kept is not None and self._held == (store, frozen)
+        bytes_reused = kept.bring(directory) if kept is not None and reused else 0
+        with ExitStack() as stack:
+            files: dict[str, TensorFile] = {}
+            for file in plan:
+                if not (reused and file.frozen):
+                    opened = stack.enter_context(TensorFile(directory / file.name, file.tensors))
+                    files |= dict.fromkeys(file.tensors, opened)
+            seconds = self._write_values(tensors, files, frozen if reused else ())
+        if kept is not None and not reused:
+            self._held = None  # in case that this fails
+            self._held = (store, frozen) if kept.keep(directory) else None
+        return WriteCost(0, bytes_reused, **seconds)
 
-    def _deployed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """What the checkpoint holds, tensor by tensor, on the CPU."""
+    def _write_values(
+        self, tensors: Iterable[tuple[str, Tensor]], files: Mapping[str, TensorFile], left_out: Container[str]
+    ) -> dict[str, float]:
+        """Writes what the files hold; returns the seconds that each part of it took."""
+        seconds = dict.fromkeys(WriteCost._fields[2:], 0.0)
         missing = set(self._names)
-        for name, tensor in tensors:
+        for name, tensor in _timed(tensors, seconds, "gather_seconds"):
             if name not in missing:
                 continue
             missing.remove(name)
-            for key, value in self._published(name, tensor):
-                parts = self._compressed(key, value) if name in self._quantized else [(key, _rounded(value))]
-                for part, stored in parts:
-                    yield part, stored.cpu().contiguous()
+            if name in left_out:
+                continue
+            for part, piece in _timed(self._pieces(name, tensor), seconds, "quantize_seconds"):
+                start = time.perf_counter()
+                files[part].append(part, piece)
+                seconds["write_seconds"] += time.perf_counter() - start
         if missing:
             listed = ", ".join(sorted(missing)[:3])
             raise KeyError(f"{len(missing)} weights of the policy did not come, {listed} among them")
+        return seconds
 
-    def _compressed(self, name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """The tensors that stand for a quantized weight: its codes, perhaps packed, and its scales."""
-        scale, zero_point = weight_qparams(weight, self._quantization.weights)
-        of_layer = {"weight": weight.float(), "weight_scale": scale, "weight_zero_point": zero_point}
-        compressor = BaseCompressor.get_value_from_registry(self._quantization.format.value)
-        layer = name.removesuffix("weight")
-        return ((layer + part, value) for part, value in compressor.compress(of_layer, self._quantization).items())
+    def _pieces(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What the checkpoint holds of a weight, piece by piece, on the CPU; see `StoredWeights`."""
+        for key, value in self._published(name, tensor):
+            if name not in self._quantized:
+                yield from ((key, piece) for piece in self._storage.round(value))
+                continue
+            layer = key.removesuffix("weight")
+            yield from ((layer + part, piece) for part, piece in self._storage.quantize(value))
+
+    def _plan(self, name: str, tensor: Tensor) -> dict[str, Spec]:
+        """The tensors that stand for a weight, for one on the meta device."""
+        plan: dict[str, Spec] = {}
+        for key, value in self._published(name, tensor):
+            if name in self._quantized:
+                layer = key.removesuffix("weight")
+                plan |= {layer + part: spec for part, spec in self._storage.quantized(value.shape).items()}
+            else:
+                plan[key] = self._storage.plain(value)
+        return plan
 
     def _published(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         """A weight under the names of the model's published checkpoints, fused experts one by one.
@@ -202,22 +259,18 @@ def write_deployable(model: str, scheme: str, directory: str | os.PathLike[str],
     return CheckpointWriter(policy, scheme, tokenizer).write(policy_tensors(policy), directory)
 
 
-def _shards(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Tensors in dicts of at most ``max_bytes``, or of one tensor; asking for the next dict empties the one before."""
-    shard: dict[str, Tensor] = {}
-    shard_bytes = 0
-    for name, tensor in tensors:
-        if shard and shard_bytes + tensor.nbytes > max_bytes:
-            yield shard
-            shard.clear()
-            shard_bytes = 0
-        shard[name] = tensor
-        shard_bytes += tensor.nbytes
-    yield shard
-
-
-def _rounded(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+def _timed(items: Iterable[T], seconds: dict[str, float], name: str) -> Iterator[T]:
+    """Adds up the seconds that making the items takes, under a name."""
+    iterator = iter(items)
+    while True:
+        start = time.perf_counter()
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        finally:
+            seconds[name] += time.perf_counter() - start
+        yield item
 
 
 def _move_into_place(source: Path, target: Path) -> None:

@@ -43,6 +43,7 @@ class TwoSidedDivergence:
         kind: ``"kl"``: KL(π_{θ+Δ} ‖ π_θ) over the vocabulary, in nats. ``"l1"``: |π_{θ+Δ} − π_θ| of the sampled
             token.
         temperature: of both policies.
+        padded: makes of the backbone's hidden states those of padded rows, where it reads others (`padding_free`).
 
     Raises:
         ValueError: ``kind="kl"`` with an adapter on the output head.
@@ -54,7 +55,9 @@ class TwoSidedDivergence:
         deployed: DeployedForward,
         kind: Literal["kl", "l1"],
         temperature: float = 1.0,
+        padded: Callable[[Tensor], Tensor] | None = None,
     ):
+        self._padded = padded
         self._deployed = deployed
         self._kind = kind
         self._temperature = temperature
@@ -71,7 +74,8 @@ class TwoSidedDivergence:
     def _listen(self, module: nn.Module, inputs: Any, output: Any) -> None:
         # Within the forward of the whole model, where the weights of the head are those that it computes with.
         head = self._model.get_output_embeddings()
-        self._head = _Head(output.last_hidden_state, head.weight, head.bias)
+        hidden = output.last_hidden_state
+        self._head = _Head(hidden if self._padded is None else self._padded(hidden), head.weight, head.bias)
 
     def __call__(self, train_logps: Tensor, forward: Callable[[], Tensor]) -> Tensor:
         """The divergence at each token.

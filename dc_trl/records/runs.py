@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ..files import read_object, read_text
 from .settings import training_defaults
+from .time_parts import PARTS, PREFIX
 
 
 HISTORY_FILE = "history.jsonl"
@@ -32,8 +33,10 @@ _SUMMARY: Types = {
     "lambda": (int, float),
     "tokens": (int, float),
     "seconds": (int, float),
+    "seconds_of_parts": dict,
 }
 _MEASURED: Types = dict.fromkeys(("greedy", "greedy_se", "problems", "reward", "discrepancy"), (int, float, NoneType))
+_PARTS: Types = dict.fromkeys(PARTS, (int, float))
 _SETTINGS: Types = dict.fromkeys(("lambda_min", "lambda_max"), (int, float))
 
 # What a run is called and where it stands, and with that what else may differ between seeds of one setting.
@@ -94,6 +97,15 @@ class Run:
         steps = [step for step in means if step in above]
         # Rounded, because the subtraction is.
         return Series(steps, [float(f"{means[step] - above[step]:.6g}") for step in steps])
+
+    def seconds_of_parts(self) -> dict[str, float]:
+        """Seconds of each part of the work, see `records.time_parts`; {} for runs of before they were measured.
+
+        From the summary, and of a run that has none from what its history has logged so far.
+        """
+        if "seconds_of_parts" in self.summary:
+            return dict(self.summary["seconds_of_parts"])
+        return {part: sum(values) for part in PARTS if (values := self.series(f"{PREFIX}{part}").values)}
 
     def not_finite(self, metric: str) -> int:
         """How many rows have the metric as NaN or infinity."""
@@ -201,6 +213,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     summary = _read_checked(path, _SUMMARY, required=("steps", "after"))
     for when in ("before", "after"):
         _require_types(path, summary.get(when, {}), _MEASURED)
+    _require_types(path, summary.get("seconds_of_parts", {}), _PARTS)
     return summary
 
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 
 from ..records.runs import Run, Series, is_number
-from .figures import ACCENT, MUTED, Style, draw_curve, moving_average, series_style
+from ..records.time_parts import OTHER, PARTS, PREFIX
+from .figures import ACCENT, MUTED, SERIES, Style, draw_curve, moving_average, series_style
 
 
 _SHARED = "black"  # what belongs to all runs
@@ -163,3 +164,61 @@ def draw_clipping(axes: Axes, lines: Sequence[Line]) -> None:
     draw_curves(axes, lines, "clip_ratio/region_mean", from_zero=True)
     if len(lines) == 1:
         axes.legend(frameon=False, fontsize=8)
+
+
+def draw_time_shares(axes: Axes, lines: Sequence[Line]) -> None:
+    """Shares of the parts of a single run's time, one on the other."""
+    ((run, _),) = lines
+    steps, shares = time_shares(run)
+    # From the step of the log before to its own; the first one as long as the second.
+    edges = [steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1), *steps]
+    below = [0.0] * len(edges)
+    for index, (label, of_steps) in enumerate(shares.items()):
+        above = [low + height for low, height in zip(below, [of_steps[0], *of_steps], strict=True)]
+        colour, _, _ = series_style(index)
+        alpha = 0.85 if index < len(SERIES) else 0.4  # colours come back
+        axes.fill_between(edges, below, above, step="pre", color=colour, linewidth=0, label=label, alpha=alpha)
+        below = above
+    axes.set_ylim(0, 1.45)  # the legend stands above
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.legend(frameon=False, fontsize=7.5, loc="upper left", ncols=3, columnspacing=1, handlelength=1)
+
+
+def named_share(run: Run) -> Series:
+    """Share of the time that went to named parts: all but `other`."""
+    steps, shares = time_shares(run, least=0.0)
+    other = shares.get(PARTS[OTHER], [0.0] * len(steps))
+    return Series(steps, [1 - share for share in other])
+
+
+def time_shares(run: Run, least: float = 0.01) -> tuple[list[int], dict[str, list[float]]]:
+    """Shares of each part in the time since the log before.
+
+    Args:
+        run: with a history that has timed parts.
+        least: parts with a smaller share of the whole run are added up as one.
+
+    Returns:
+        Optimizer steps, and by label the part's share at each; the shares of a step add up to 1.
+    """
+    by_part: dict[str, dict[int, float]] = {}
+    for part in PARTS:
+        steps, seconds = run.series(f"{PREFIX}{part}")
+        for step, spent in zip(steps, seconds, strict=True):  # a step may have several logs
+            of_part = by_part.setdefault(part, {})
+            of_part[step] = of_part.get(step, 0.0) + spent
+    totals = dict.fromkeys(sorted({step for of_part in by_part.values() for step in of_part}), 0.0)
+    for of_part in by_part.values():
+        for step, spent in of_part.items():
+            totals[step] += spent
+    shares: dict[str, list[float]] = {}
+    small = [0.0] * len(totals)
+    for part, of_part in by_part.items():
+        heights = [of_part.get(step, 0.0) / total for step, total in totals.items()]
+        if sum(of_part.values()) < least * sum(totals.values()):
+            small = [low + height for low, height in zip(small, heights, strict=True)]
+        else:
+            shares[PARTS[part]] = heights
+    if any(small):
+        shares["smaller parts"] = small
+    return list(totals), shares

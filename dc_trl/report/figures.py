@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cbook import strip_math
 from matplotlib.figure import Figure
-from matplotlib.transforms import Bbox
 
 
 INK, MUTED, ACCENT = "#1f3b5c", "#9aa7b4", "#c8553d"
@@ -27,11 +27,13 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 PANEL_WIDTH = 4.8  # inches: text stays readable where a phone shows it 360 px wide
 
 # Inches.
-_PAD = 3 / 72
 _ABOVE = 0.26  # a title
 _EXPONENT = 0.14  # between a title and the axes
 _BELOW = 0.445  # numbers and label of the x axis
 _LABEL = 0.278  # from the axes down to the top of the label
+_TICK = 0.14  # from a number of the y axis to the axes, and a margin
+_CHARACTER, _CHARACTERS = 0.075, 6  # width of one of 9 points, and how many fit in any case
+_RIGHT = 0.17  # half a number of the x axis
 
 
 class Style(NamedTuple):
@@ -74,8 +76,9 @@ def new_figure(
 def place_axes(figure: Figure) -> None:
     """Places the only axes of a figure and their x label, for good, above the figure's legend if it has one.
 
-    Constrained layout finds the same places, but measures every text twice. Here only the legend and the axes' numbers
-    are measured; the rest has a known height: titles of one line, an exponent, an x label, and no y label.
+    Constrained layout measures every text twice. Here only the legend is measured; the rest has a known height: titles
+    of one line, an exponent, an x label, and no y label. The left margin holds six characters and is the same in all
+    figures, so that those of one column line up, unless a number is longer.
 
     Args:
         figure: with everything in it but the titles, whose place `has_exponent` decides.
@@ -84,22 +87,19 @@ def place_axes(figure: Figure) -> None:
     (axes,) = figure.axes
     width, height = figure.get_size_inches()
     bottom = _BELOW + sum(legend.get_window_extent().y1 for legend in figure.legends) / figure.dpi
-    for above in (_ABOVE, _ABOVE + _EXPONENT):
-        tall = height - bottom - above
-        axes.set_position((0.1, bottom / height, 0.88, tall / height))
-        axes.xaxis.set_label_coords(0.5, -_LABEL / tall)
-        axes.yaxis.set_label_coords(0, 0.5)  # of an empty label; else matplotlib measures all numbers to place it
-        frame = axes.get_window_extent()
-        outer = Bbox.union([frame, *filter(None, (axis.get_tightbbox() for axis in (axes.xaxis, axes.yaxis)))])
-        if not has_exponent(axes):
-            break
-    left, right = (_PAD + beyond / figure.dpi for beyond in (frame.x0 - outer.x0, outer.x1 - frame.x1))
-    axes.set_position((left / width, bottom / height, 1 - (left + right) / width, tall / height))
+    axes.set_position((0.1, bottom / height, 0.88, 1 - (bottom + _ABOVE) / height))
+    axis = axes.yaxis
+    numbers = axis.get_major_formatter().format_ticks(axis.get_majorticklocs())
+    left = _TICK + _CHARACTER * max([_CHARACTERS, *(len(strip_math(number)) for number in numbers)])
+    tall = height - bottom - _ABOVE - _EXPONENT * has_exponent(axes)
+    axes.set_position((left / width, bottom / height, 1 - (left + _RIGHT) / width, tall / height))
+    axes.xaxis.set_label_coords(0.5, -_LABEL / tall)
+    axes.yaxis.set_label_coords(0, 0.5)  # of an empty label; else matplotlib measures all numbers to place it
 
 
 def has_exponent(axes: Axes) -> bool:
-    """Whether a factor that all numbers of the y axis share (1e-5) stands above it; known once they are measured."""
-    return bool(axes.yaxis.get_offset_text().get_text())
+    """Whether a factor that all numbers of the y axis share (1e-5) stands above it; known once they are formatted."""
+    return bool(axes.yaxis.get_major_formatter().get_offset())
 
 
 def finish_axes(axes: Axes) -> None:

@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from ..records.runs import Run, Series, group_seeds
+from ..records.time_parts import OTHER, PREFIX
 from .drawing import (
     Line,
     accuracy,
@@ -23,6 +24,8 @@ from .drawing import (
     draw_learning_rate,
     draw_length,
     draw_multiplier,
+    draw_time_shares,
+    named_share,
 )
 from .figures import INK, has_exponent, new_figure, place_axes, say_empty, series_style
 
@@ -112,10 +115,12 @@ def run_lines(runs: Sequence[Run]) -> list[Line]:
 
 
 def panels_of(runs: Sequence[Run]) -> list[Panel]:
-    """The panels for which some run has a value, in the order of the report."""
+    """The panels for which some run has a value, in the order of the report; shares of the time need a single run."""
     names = sorted({name for run in runs for row in run.history for name in row})
     benchmarks = [_benchmark_panel(found) for name in names if (found := re.fullmatch(r"eval_(.+)/(avg@\d+)", name))]
     panels = [REWARD, ACCURACY, *benchmarks, DISCREPANCY, MULTIPLIER, *_MISMATCH, LENGTH, LEARNING_RATE, *_TRAINING]
+    if len(runs) == 1:
+        panels.append(TIME_SHARES)
     return [panel for panel in panels if any(panel.series(run).steps for run in runs)]
 
 
@@ -252,6 +257,14 @@ _TRAINING = (
     _curve(_COURSE, "grad_norm", "gradient norm", "Gradient norm before clipping.", from_zero=True, log=True),
     _curve(_COURSE, "step_time", "step time, seconds", "Seconds per step.", from_zero=True),
 )
-PANEL_NAMES = frozenset(
-    panel.name for panel in (REWARD, ACCURACY, DISCREPANCY, MULTIPLIER, LENGTH, LEARNING_RATE, *_MISMATCH, *_TRAINING)
+TIME_SHARES = Panel(
+    "time_shares",
+    _COURSE,
+    "shares of the time",
+    "Where the time of the training went, from one log to the next.",
+    f"{PREFIX}{OTHER}",
+    draw_time_shares,
+    named_share,
 )
+_ALL = (REWARD, ACCURACY, DISCREPANCY, MULTIPLIER, LENGTH, LEARNING_RATE, *_MISMATCH, *_TRAINING, TIME_SHARES)
+PANEL_NAMES = frozenset(panel.name for panel in _ALL)

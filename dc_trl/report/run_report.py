@@ -9,7 +9,7 @@ from ..records.runs import Run, group_seeds, read_run
 from ..version import __version__
 from .html import Page, page_generator
 from .panels import BENCHMARK_PREFIX, PANEL_NAMES, Panel, panels_of, run_lines
-from .tables import seeds_table, settings_tables, summary_table
+from .tables import seeds_table, settings_tables, summary_table, time_table
 
 
 GENERATOR = "dc_trl run report"
@@ -45,6 +45,8 @@ def write_report(
     groups = [group for group in group_seeds(runs) if len(group) > 1]
     if groups:
         page.table(*seeds_table(groups))
+    if any(run.seconds_of_parts() for run in runs):
+        page.table(*time_table(runs))
     figures = {}
     section = ""
     for panel in panels:

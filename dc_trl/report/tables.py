@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..records.runs import NAME_SETTINGS, Run, is_number, setting
+from ..records.sync import sync_facts
 from ..records.tables import with_error
+from ..records.time_parts import PARTS, time_cells
 
 
 HtmlTable = tuple[list[str], list[list[str]], str]  # header, rows, caption: what `Page.table` takes
@@ -36,6 +38,21 @@ def seeds_table(groups: Sequence[Sequence[Run]]) -> HtmlTable:
         rows.append([", ".join(run.name for run in group), str(len(after)), greedy, gap])
     header = ["seeds of one setting", "finished runs", "greedy reward after, %", "δ̄ after"]
     return header, rows, "Mean ± standard error over the runs that are finished."
+
+
+def time_table(runs: Sequence[Run]) -> HtmlTable:
+    """A row for each part of the work, a column for each run."""
+    columns = [time_cells(run.seconds_of_parts(), _tokens(run)) for run in runs]
+    labels = [label for label in (*PARTS.values(), "all") if any(label in column for column in columns)]
+    rows = [
+        [label, *("{} s, {}, {}".format(*column[label]) if label in column else _NOTHING for column in columns)]
+        for label in labels
+    ]
+    caption = (
+        "Where the time of the training went: seconds, share, and all tokens of the run per second of this part "
+        "alone. The parts are disjoint."
+    )
+    return ["", *(run.name for run in runs)], rows, caption
 
 
 def settings_tables(runs: Sequence[Run]) -> list[HtmlTable]:
@@ -106,9 +123,10 @@ def _facts(run: Run) -> dict[str, str]:
         "tolerance ε": "".join(f"{value:.4g}" for value in run.tolerance().values[-1:]) or None,
         "multiplier λ before": _number(run.first("lagrangian/lambda"), "{:.4g}"),
         "multiplier λ after": _number(multiplier, "{:.4g}"),
-        "tokens sampled and read": _number(run.summary.get("tokens", run.last("num_tokens")), "{:,.0f}"),
+        "tokens sampled and read": _number(_tokens(run), "{:,.0f}"),
         "training seconds": _number(run.summary.get("seconds", run.last("train_runtime")), "{:,.0f}"),
     }
+    facts |= sync_facts(run.summary.get("weight_sync", {}))
     return {name: _text(value) for name, value in facts.items() if value is not None}
 
 
@@ -121,6 +139,10 @@ def _ends(run: Run) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
             before.setdefault(key, series.values[0])
             after.setdefault(key, series.values[-1])
     return before, after
+
+
+def _tokens(run: Run) -> float | None:
+    return run.summary.get("tokens", run.last("num_tokens"))
 
 
 def _over_seeds(values: Sequence[float], form: str) -> str:

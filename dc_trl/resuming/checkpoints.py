@@ -21,6 +21,7 @@ TRAINER_STATE_FILE = "trainer_state.json"  # transformers writes it last
 STATE_FILE = "dc_grpo_state.json"
 SAMPLER_FOLDER = "sampler"  # the weights that sample, where they lag behind those that are trained
 ROLLOUTS_FILE = "rollouts_rank{rank}.safetensors"
+AHEAD_FILE = "rollouts_ahead.safetensors"  # of all processes: the batch that was sampled beside training
 
 _STATE_FIELDS = (
     "lagrange_multiplier",
@@ -199,6 +200,8 @@ def _missing_own_files(folder: Path, save_on_each_node: bool) -> str | None:
     names = ["rng_state.pth"] if count == 1 else [f"rng_state_{rank}.pth" for rank in range(count)]
     if state["micro_batches_done"] > 0:
         names += [ROLLOUTS_FILE.format(rank=rank) for rank in range(count)]
+    if state.get("rollout_ahead") is not None:
+        names.append(AHEAD_FILE)
     if save_on_each_node:
         names = [name for name in names if name in ("rng_state.pth", "rng_state_0.pth", ROLLOUTS_FILE.format(rank=0))]
     missing = [name for name in names if not (folder / name).is_file()]

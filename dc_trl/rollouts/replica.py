@@ -83,25 +83,28 @@ class Replica:
     transformers' `generate`, in batches with a KV cache.
 
     Args:
-        policy: transformers causal language model, or a PEFT model around one, whole on one device.
+        policy: transformers causal language model, or a PEFT model around one; without adapters it may be sharded by
+            FSDP2 later, and each process then has a whole replica. One on the meta device is copied by `sync` alone.
         scheme: name of the deployment scheme, one of `dc_trl.quantization.schemes.SCHEMES`.
+        device: where the replica computes; by default where the policy is.
 
     Raises:
         ValueError: unknown scheme, or a model that the scheme cannot represent.
     """
 
-    def __init__(self, policy: PreTrainedModel | PeftModel, scheme: str):
+    def __init__(self, policy: PreTrainedModel | PeftModel, scheme: str, device: torch.device | None = None):
         base = base_model(policy)
+        device = base.device if device is None else device
         self.scheme = scheme
         self.model: PreTrainedModel = empty_copy(policy)
         quantization = resolve_scheme(scheme, self.model)
         for module in self.model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                empty = torch.empty_like(parameter, dtype=torch.bfloat16, device=base.device)
+                empty = torch.empty_like(parameter, dtype=torch.bfloat16, device=device)
                 setattr(module, name, nn.Parameter(empty, requires_grad=False))
         self.model.tie_weights()
-        self.model.to(base.device).eval()
-        if base.device.type == "cpu":
+        self.model.to(device).eval()
+        if device.type == "cpu":
             self.model.set_attn_implementation(attention.NAME)
         # The caller of `generate` says how to sample; the policy says what ends a completion.
         self.model.generation_config = GenerationConfig(eos_token_id=declared_end_tokens(base) or None)
@@ -113,7 +116,8 @@ class Replica:
         self._layers = {f"{n}.weight": m for n, m in self.model.named_modules() if isinstance(m, QuantizedLinear)}
         self._tensors = dict(self.model.named_parameters(remove_duplicate=False))
         self._tensors |= dict(self.model.named_buffers(remove_duplicate=False))
-        self.sync(policy)
+        if base.device.type != "meta":  # as accelerate loads a model in all processes but one, to shard it
+            self.sync(policy)
         round_as_vllm(self.model)
 
     @torch.no_grad()

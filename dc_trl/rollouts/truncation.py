@@ -8,7 +8,7 @@ prime-rl "sampling replay", vLLM "sampling distribution replay".
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -135,16 +135,24 @@ class KeptHead:
         completion_ids: sampled tokens, shape (batch, positions).
         temperature: by which the logits are divided.
         in_float32: whether the output head runs in float32 (`cast_lm_head_to_fp32`).
+        padded: makes of the backbone's hidden states those of padded rows, where it reads others (`padding_free`).
     """
 
     def __init__(
-        self, model: PreTrainedModel, kept: Kept, completion_ids: Tensor, temperature: float, in_float32: bool
+        self,
+        model: PreTrainedModel,
+        kept: Kept,
+        completion_ids: Tensor,
+        temperature: float,
+        in_float32: bool,
+        padded: Callable[[Tensor], Tensor] | None = None,
     ):
         self._model = model
         self._kept = kept
         self._completion_ids = completion_ids
         self._temperature = temperature
         self._in_float32 = in_float32
+        self._padded = padded
         self._scored: list[Tensor] = []
 
     def __enter__(self) -> "KeptHead":
@@ -171,6 +179,8 @@ class KeptHead:
     def _score(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         # Within the forward of the whole model, where sharded weights are there and autocast is on.
         hidden = output.last_hidden_state
+        if self._padded is not None:
+            hidden = self._padded(hidden)
         start = sum(map(len, self._scored))
         rows = slice(start, start + len(hidden))
         sampled = self._completion_ids[rows]

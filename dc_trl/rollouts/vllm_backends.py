@@ -2,12 +2,11 @@
 
 import math
 import shutil
-import socket
 import time
 import uuid
-import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,60 +17,34 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..files import locked_folder
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
-from ..quantization.tensors import deployed_tensors
+from ..quantization.tensors import deployed_tensors, frozen_tensors
 from ..serving.client import ServerClient, Weights
 from ..serving.connection import Deadline, Patience, Tries, is_local
 from ..serving.errors import ServerError
 from ..serving.fit import check_server
 from ..serving.pool import ServerPool
+from .checkpoint_folder import CheckpointFolder, folder_path
 from .truncation import named_by_vllm
 
 
 logger = get_logger(__name__)
 
 
-def _folder_path(parent: str | None, run: str) -> Path:
-    # No host has "_" in its name.
-    return Path("/dev/shm" if parent is None else parent, f"dc_trl-sync-{socket.gethostname()}_{run}")
+class Generation(VLLMGeneration):
+    """TRL's vLLM engine; with `logprobs` above 0, it says which tokens truncated sampling kept.
 
-
-class _CheckpointFolder:
-    """Folder in shared memory (or where the user says) with the checkpoints that the engine reads, and nothing else.
-
-    It is locked as long as its process lives and removed with it; what a killed process left behind is removed by the
-    next one on the same host. Other hosts may write to the same directory, and not see the locks of this one.
+    Attributes:
+        last_sync: bytes and seconds of the last synchronization, see `WriteCost`, and `reload_seconds` of the engine;
+            empty on processes that write no checkpoint.
+        syncs: the sums of all synchronizations, and their `count`.
     """
 
-    def __init__(self, parent: str | None, run: str):
-        self.path = _folder_path(parent, run)
-        root = self.path.parent
-        if not root.is_dir():
-            raise ServerError(
-                f"weight_sync_dir={parent!r}: {root} is no directory on this machine. Set weight_sync_dir to one that "
-                "the trainer and the vLLM server both see."
-            )
-        stack = ExitStack()
-        stack.enter_context(locked_folder(self.path, others=_folder_path(parent, "*").name))
-        weakref.finalize(self, stack.close)
-
-    def write(
-        self, writer: CheckpointWriter, tensors: Iterator[tuple[str, Tensor]], version: str, kept: str | None
-    ) -> None:
-        """Writes the next checkpoint. Those before, but for the `kept` one, are obsolete: their room may be needed."""
-        self.remove_all_but(kept)
-        writer.write(tensors, self.path / version)
-
-    def remove_all_but(self, version: str | None) -> None:
-        for checkpoint in self.path.iterdir():
-            if checkpoint.name != version:
-                shutil.rmtree(checkpoint, ignore_errors=True)
-
-
-class Generation(VLLMGeneration):
-    """TRL's vLLM engine; with `logprobs` above 0, it says which tokens truncated sampling kept."""
+    def __init__(self, **kwargs: Any):
+        self.last_sync: dict[str, float] = {}
+        self.syncs: Counter[str] = Counter()
+        super().__init__(**kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         """See TRL's; where the kept tokens are known, log-probabilities are `KeptLogProb`, one for each token."""
@@ -129,11 +102,19 @@ class _DeployedGeneration(Generation):
     @property
     def checkpoint(self) -> Path:
         """Where the weights are that the engine is to hold."""
-        return _folder_path(self.weight_sync_dir, self._run) / self.weight_version
+        return folder_path(self.weight_sync_dir, self._run) / self.weight_version
 
     def _load(self) -> None:
         """Has the engine load the weights that it is to hold."""
         raise NotImplementedError
+
+    def _timed(self, load: Callable[[], None]) -> None:
+        """Loads what was written last, and adds up what the synchronization has cost."""
+        start = time.perf_counter()
+        load()
+        if self._writes:
+            self.last_sync["reload_seconds"] = time.perf_counter() - start
+            self.syncs.update(self.last_sync, count=1)
 
     def _prepare_checkpoints(self, writes: bool) -> None:
         """Makes the writer, and the folder on the processes that are to write."""
@@ -141,14 +122,15 @@ class _DeployedGeneration(Generation):
         policy = unwrapped(self.accelerator, self.model)
         self._writer = CheckpointWriter(policy, self.deployment_scheme or "bf16", self.processing_class)
         if writes:
-            self._folder = _CheckpointFolder(self.weight_sync_dir, self._run)
+            self._folder = CheckpointFolder(self.weight_sync_dir, self._run)
 
     def _write(self) -> None:
         """Writes the present weights on the processes that are to; all processes take part in gathering them."""
         tensors = deployed_tensors(self.accelerator, self.model, self._iter_named_params)
         try:
             if self._writes:
-                self._folder.write(self._writer, tensors, self.weight_version, self._kept)
+                frozen = frozen_tensors(self.accelerator, self.model)
+                self.last_sync = self._folder.write(self._writer, tensors, frozen, self.weight_version, self._kept)
         finally:
             for _ in tensors:
                 pass  # take part in gathering what nobody writes any more
@@ -275,7 +257,7 @@ class ServerGeneration(_DeployedGeneration):
         with _raised_together(ServerError):
             if self.weight_sync == "checkpoint":
                 self._write_checkpoint()
-                self._bring()
+                self._timed(self._bring)
             elif self.accelerator.is_main_process:
                 self._stream_weights()
             else:
@@ -387,7 +369,7 @@ class ColocateGeneration(_DeployedGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
         self._write_checkpoint(keep)
-        self._load()
+        self._timed(self._load)
 
     def _load(self) -> None:
         self.llm.collective_rpc(self._reload, kwargs={"weights_path": str(self.checkpoint)})

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from .micro_batches import MEANS_OF_MICRO_BATCHES
+
 
 class Rule(NamedTuple):
     """A contradiction: whether it applies to a config, and its message, a format string in which `c` is the config."""
@@ -29,6 +31,14 @@ _LOSSES_BY_TOKEN = ("cispo", "vespo")
 
 def _two_sided(config: Any) -> bool:
     return config.constraint_form.startswith("two_sided")
+
+
+def _budget_rule(name: str, applies: Callable[[Any], bool]) -> Rule:
+    return Rule(
+        lambda c: c.max_tokens_per_micro_batch is not None and applies(c),
+        "max_tokens_per_micro_batch={c.max_tokens_per_micro_batch!r} decides which completions share a micro-batch, "
+        f"and {name}={{c.{name}!r}} has a term of the loss that is a mean over it: leave one of the two out.",
+    )
 
 
 RULES = (
@@ -218,6 +228,18 @@ RULES = (
         "discrepancy_tolerance='auto' is found by constraint='lagrangian' alone, and "
         "weight_sync_trigger='discrepancy' with constraint={c.constraint!r} would wait for it: set "
         "discrepancy_tolerance to a number.",
+    ),
+    Rule(
+        lambda c: c.max_tokens_per_micro_batch is not None and not c.length_aware_batches,
+        "max_tokens_per_micro_batch={c.max_tokens_per_micro_batch!r} groups completions by length, and "
+        "length_aware_batches=False does not: set one of the two.",
+    ),
+    *(_budget_rule(name, applies) for name, applies in MEANS_OF_MICRO_BATCHES.items()),
+    Rule(
+        lambda c: c.rollout_overlap and not (c.use_vllm and c.vllm_mode == "server"),
+        "rollout_overlap=True has a server sample while this process trains, and use_vllm={c.use_vllm!r} with "
+        "vllm_mode={c.vllm_mode!r} samples in the process that trains: set use_vllm=True and vllm_mode='server', or "
+        "rollout_overlap=False.",
     ),
     Rule(
         lambda c: c.hub_deployment == "repository" and c.deployment_scheme is None,

@@ -71,6 +71,7 @@ _NAMES: dict[Range, str] = {
         steps_per_generation num_iterations num_generations_eval max_completion_length torch_empty_cache_steps
         eval_accumulation_steps save_total_limit dataloader_prefetch_factor ddp_bucket_cap_mb ddp_timeout
         vllm_max_model_length vllm_tensor_parallel_size ref_model_sync_steps dual_window weight_sync_steps
+        max_tokens_per_micro_batch
     """,
     WHOLE: "dataloader_num_workers max_tool_calling_iterations num_completions_to_print vllm_max_retries",
     SEED: "seed data_seed",

@@ -1,0 +1,259 @@
+"""Length-aware batches in TRL's hooks: within an optimizer step completions of like length share a forward.
+
+TRL pads a generation batch to its longest completion, shuffles it and splits it into the slices of its buffer. After
+that the rows of the slices that share an optimizer step are grouped anew and cut to the longest of their own forward;
+with several processes they are dealt out so that all read as many tokens. The step's loss and gradient are a sum over
+its completions, and stay what they are. Which losses are none: `dc_trl.settings.micro_batches`; their slices keep
+their rows and are only cut. The pure functions are in `dc_trl.rollouts.batching`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import DistributedType
+from accelerate.logging import get_logger
+from torch import Tensor
+
+from .config import DCGRPOConfig
+from .rollouts.batching import Forward, Length, join, lengths_of, micro_batches, runs, segments, take, trimmed
+from .rollouts.exchange import exchanged
+from .rollouts.truncation import Kept
+from .routing_trainer import RoutingTrainer
+from .settings.micro_batches import mean_of_micro_batch
+
+
+logger = get_logger(__name__)
+
+# Losses that are a mean over completions; the others divide by the tokens that enter them.
+MEAN_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
+# Rows of each forward of a slice that has several.
+_ROWS = "micro_batch_rows"
+
+# Log-probabilities and entropies, both of shape (rows, T), and the auxiliary loss, as TRL's hook returns them.
+Scores = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+class LengthAwareTrainer(RoutingTrainer):
+    """A trainer whose forwards read little padding where `length_aware_batches` is set, as it is by default.
+
+    Raises:
+        ValueError: `max_tokens_per_micro_batch` cannot be kept with this model or launch.
+    """
+
+    # TRL's own
+    _step: int  # micro-batches that this object has trained on
+    _buffered_inputs: Any  # the generation batch in slices, or None
+
+    _accumulated = 0  # micro-batches since the last optimizer step
+
+    def __init__(self, model, reward_funcs, args: DCGRPOConfig, *positional, **kwargs):
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        fixed = mean_of_micro_batch(args)
+        if fixed is None and self.aux_loss_enabled:
+            fixed = f"router_aux_loss_coef={self.router_aux_loss_coef!r}"
+        self._regroups = args.length_aware_batches and fixed is None
+        if args.length_aware_batches and fixed is not None:
+            logger.info(f"{fixed} is a mean over the micro-batch: completions are not grouped by length.")
+        if args.max_tokens_per_micro_batch is None:
+            return
+        budget = f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch}"
+        if fixed is not None:
+            raise ValueError(
+                f"{budget} groups completions by length, and {fixed} is a mean over the micro-batch: leave "
+                "max_tokens_per_micro_batch out, or set router_aux_loss_coef=0.0."
+            )
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise ValueError(
+                f"{budget} makes several backward passes in one micro-step, which DeepSpeed counts: leave it out, or "
+                "launch with FSDP2 or DDP."
+            )
+
+    # --- the generation batch ---------------------------------------------------------------------------------------
+
+    def _prepare_inputs(self, generation_batch):
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if not self.args.length_aware_batches:
+            return inputs
+        if not self.model.training:
+            return trimmed(inputs, self.pad_to_multiple_of)
+        if self._buffered_inputs is not before:
+            self._buffered_inputs = self._length_aware(self._buffered_inputs)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _length_aware(self, slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        padded = sum(slice_["prompt_ids"].numel() + slice_["completion_ids"].numel() for slice_ in slices)
+        if self._regroups:
+            steps, accumulation = self.args.steps_per_generation, self.args.gradient_accumulation_steps
+            parts = segments(steps, self.num_iterations, accumulation, self._accumulated % accumulation)
+            slices = [new for part in parts for new in self._regrouped(slices[part.start : part.stop])]
+        else:
+            slices = [trimmed(slice_, self.pad_to_multiple_of) for slice_ in slices]
+        self._log_padding(slices, padded)
+        return slices
+
+    def _regrouped(self, slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rows of slices that share an optimizer step, by length, in as many slices."""
+        args, processes, rank = self.args, self.accelerator.num_processes, self.accelerator.process_index
+        batch = join(slices)
+        share = len(batch["prompt_ids"])
+        plan, exchange = self._plan(batch, share // len(slices), least=len(slices), exchange=processes > 1)
+        wanted = [[row for forward in plan for row in forward[process]] for process in range(processes)]
+        if exchange:
+            batch, order = exchanged(batch, wanted, self.accelerator), list(range(share))
+        else:
+            order = [row - rank * share for row in wanted[rank]]
+        regrouped = []
+        for run in runs(len(plan), len(slices)):
+            sizes = [len(plan[index][rank]) for index in run]
+            start = sum(len(forward[rank]) for forward in plan[: run.start])
+            part = trimmed(take(batch, order[start : start + sum(sizes)]), self.pad_to_multiple_of)
+            if args.max_tokens_per_micro_batch is not None:
+                part[_ROWS] = sizes
+            regrouped.append(part)
+        return regrouped
+
+    def _plan(self, batch: dict[str, Any], rows: int, least: int, exchange: bool) -> tuple[list[Forward], bool]:
+        """The forwards of the rows of all processes, and whether rows are exchanged: those with images are not."""
+        budget = self.args.max_tokens_per_micro_batch
+        lengths = lengths_of(batch, self.pad_to_multiple_of)
+        images = torch.full_like(lengths[:, :1], "num_images" in batch)
+        gathered = self.accelerator.gather(torch.cat([lengths, images], dim=1))
+        exchange = exchange and not gathered[:, 2].any()
+        plan = micro_batches(
+            [Length(*each) for each in gathered[:, :2].tolist()],
+            self.accelerator.num_processes,
+            rows=rows if budget is None else None,
+            budget=budget,
+            exchange=exchange,
+            least=least,
+        )
+        return plan, exchange
+
+    def _log_padding(self, slices: list[dict[str, Any]], padded: int) -> None:
+        read = sum(
+            forward["prompt_ids"].numel() + forward["completion_ids"].numel()
+            for slice_ in slices
+            for forward in self._forwards(slice_)
+        )
+        real = sum(slice_["prompt_mask"].sum() + slice_["completion_mask"].sum() for slice_ in slices)
+        counts = torch.tensor([[read, padded, int(real)]], device=self.accelerator.device)
+        read, padded, real = self.accelerator.gather(counts).sum(0).tolist()
+        self._metrics["train"]["batching/read_per_real_token"].append(read / max(real, 1))
+        self._metrics["train"]["batching/padded_per_real_token"].append(padded / max(real, 1))
+
+    # --- several forwards in a slice --------------------------------------------------------------------------------
+
+    def _forwards(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+        """The inputs of each forward of a slice."""
+        if _ROWS not in inputs:
+            return [inputs]
+        batch, forwards, start = {name: value for name, value in inputs.items() if name != _ROWS}, [], 0
+        for rows in inputs[_ROWS]:
+            forwards.append(trimmed(take(batch, range(start, start + rows)), self.pad_to_multiple_of))
+            start += rows
+        return forwards
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if _ROWS not in inputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        *others, last = self._forwards(inputs)
+        sync_gradients = self.accelerator.sync_gradients
+        self.accelerator.gradient_state._set_sync_gradients(False)
+        total = torch.zeros((), device=self.accelerator.device)
+        try:
+            for forward in others:
+                with self.accelerator.no_sync(model):
+                    loss = self._weighted_loss(model, forward)
+                    self.accelerator.backward(loss)
+                total = total + loss.detach()
+        finally:
+            self.accelerator.gradient_state._set_sync_gradients(sync_gradients)
+        return self._weighted_loss(model, last) + total
+
+    def _weighted_loss(self, model, inputs: dict[str, Any]) -> Tensor:
+        # TRL's mean over the completions of a slice divides by as many as a slice has without a budget.
+        loss = super().compute_loss(model, inputs)
+        if self.loss_type not in MEAN_OVER_COMPLETIONS:
+            return loss
+        return loss * (len(inputs["prompt_ids"]) / self.args.per_device_train_batch_size)
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._accumulated = 0 if self.accelerator.sync_gradients else self._accumulated + 1
+        return loss
+
+    # --- forwards of a whole generation batch: old and reference log-probabilities ----------------------------------
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
+    ):
+        score = super()._get_per_token_logps_and_entropies
+        if batch_size is None or not self.args.length_aware_batches:
+            return score(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **kwargs)
+        whole = self._rows_to_score(input_ids, attention_mask, logits_to_keep, kwargs)
+        options = {name: value for name, value in kwargs.items() if name not in whole}
+        kept, routes = self._kept, self._routes
+        scores = []
+        try:
+            for rows in self._forwards_to_score(whole, batch_size):
+                part = trimmed(take(whole, rows), self.pad_to_multiple_of)
+                scores.append((rows, self._score_rows(score, model, part, options)))
+        finally:
+            self._kept, self._routes = kept, routes
+        return _assembled(scores, len(input_ids), logits_to_keep)
+
+    def _rows_to_score(self, input_ids, attention_mask, logits_to_keep: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Everything of these rows that a forward reads, by the names of a generation batch."""
+        batch = {name: value for name, value in kwargs.items() if isinstance(value, Tensor | list)}
+        for part, columns in {"prompt": slice(-logits_to_keep), "completion": slice(-logits_to_keep, None)}.items():
+            batch |= {f"{part}_ids": input_ids[:, columns], f"{part}_mask": attention_mask[:, columns]}
+        if self._kept is not None:
+            batch |= {"kept_ids": self._kept.ids, "kept_counts": self._kept.counts}
+        if self._routes is not None:
+            batch["routed_experts"] = self._routes
+        return batch
+
+    def _forwards_to_score(self, batch: dict[str, Any], batch_size: int) -> list[list[int]]:
+        """The rows of each forward; as many forwards in every process."""
+        if self.args.max_tokens_per_micro_batch is None or not self.model.training:
+            lengths = [Length(*each) for each in lengths_of(batch, self.pad_to_multiple_of).tolist()]
+            return [rows for (rows,) in micro_batches(lengths, rows=batch_size)]
+        share, rank = len(batch["prompt_ids"]), self.accelerator.process_index
+        plan, _ = self._plan(batch, batch_size, least=1, exchange=False)
+        return [[row - rank * share for row in forward[rank]] for forward in plan]
+
+    def _score_rows(self, score, model, batch: dict[str, Any], options: dict[str, Any]):
+        self._kept = Kept(batch.pop("kept_ids"), batch.pop("kept_counts")) if "kept_ids" in batch else None
+        self._routes = batch.pop("routed_experts", None)
+        width = batch["completion_ids"].shape[1]
+        ids, mask = (
+            torch.cat([batch.pop(f"prompt_{kind}"), batch.pop(f"completion_{kind}")], dim=1)
+            for kind in ("ids", "mask")
+        )
+        return score(model, ids, mask, width, **batch, **options)
+
+
+def _assembled(scores: list[tuple[list[int], Scores]], rows: int, width: int) -> Scores:
+    """TRL's log-probabilities, entropies and auxiliary loss of all rows, from those of each forward.
+
+    Args:
+        scores: of each forward its rows, and what TRL's hook returned of them.
+        rows, width: shape of the whole; what is padding in a forward is 0.
+    """
+    logps, entropies, losses = zip(*(outputs for _, outputs in scores), strict=True)
+
+    def whole(parts: Sequence[Tensor]) -> Tensor:
+        table = parts[0].new_zeros(rows, width)
+        for (own, _), part in zip(scores, parts, strict=True):
+            table[own, : part.shape[1]] = part
+        return table
+
+    return (
+        whole(logps),
+        None if entropies[0] is None else whole(entropies),
+        None if losses[0] is None else torch.stack(losses).mean(),
+    )

@@ -1,0 +1,124 @@
+"""Rollouts that a server samples while something else is done, and that survive a kill."""
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+
+class BackgroundRollout:
+    """Completions of one request, which a client samples in a thread of its own.
+
+    Args:
+        request: keyword arguments of the client's `generate`: `prompts`, and settings that JSON can hold.
+
+    Attributes:
+        output: what `generate` returned; None as long as it has not, or where it failed.
+        routed_experts: the client's, of these completions.
+        seconds: that `generate` took.
+        waited: seconds of these that `wait` has waited for it.
+    """
+
+    def __init__(self, request: dict[str, Any]):
+        self.request = request
+        self.output: dict[str, Any] | None = None
+        self.routed_experts: list[np.ndarray | None] = []
+        self.seconds = 0.0
+        self.waited = 0.0
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, client: Any) -> None:
+        """Begins. Until `wait` has returned, nobody else may use the client."""
+        self._thread = threading.Thread(target=self._run, args=(client,), name="dc_trl-rollout-ahead", daemon=True)
+        self._thread.start()
+
+    def _run(self, client: Any) -> None:
+        begin = time.perf_counter()
+        try:
+            self.output = client.generate(**self.request)
+            self.routed_experts = client.routed_experts
+        except BaseException as error:  # raised where the completions are taken up
+            self._error = error
+        self.seconds = time.perf_counter() - begin
+
+    def wait(self) -> None:
+        """Waits until `generate` has returned or failed."""
+        if self._thread is not None:
+            begin = time.perf_counter()
+            self._thread.join()
+            self._thread = None
+            self.waited += time.perf_counter() - begin
+
+    def result(self) -> dict[str, Any]:
+        """What `generate` returned; waits for it.
+
+        Raises:
+            ServerError: whatever `generate` raised.
+        """
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        assert self.output is not None
+        return self.output
+
+    def answers(self, request: dict[str, Any]) -> bool:
+        """Whether these are completions of the same prompts with the same settings."""
+        return self.request["prompts"] == request["prompts"] and _settings(self.request) == _settings(request)
+
+    def save(self, path: Path) -> None:
+        """Writes what was sampled as safetensors, for `load`; log-probabilities in float64, as JSON had them."""
+        output = self.result()
+        arrays = _packed("prompts", self.request["prompts"], np.int64)
+        arrays |= _packed("completion_ids", output["completion_ids"], np.int64)
+        for name, dtype in _OF_TOKENS.items():
+            # Several values for each token: as many as the server has named.
+            arrays[f"{name}.tokens"] = np.array([len(completion) for completion in output[name]], np.int64)
+            arrays |= _packed(name, [token for completion in output[name] for token in completion], dtype)
+        for index, routes in enumerate(self.routed_experts):
+            if routes is not None:
+                arrays[f"routed_experts.{index}"] = np.ascontiguousarray(routes)
+        values = {"seconds": self.seconds, "waited": self.waited, "routes": len(self.routed_experts)}
+        save_file(arrays, path, metadata={"settings": _settings(self.request), "values": json.dumps(values)})
+
+    @classmethod
+    def load(cls, path: Path) -> "BackgroundRollout":
+        """Reads what `save` wrote."""
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata()
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        prompts, values = _unpacked("prompts", arrays), json.loads(metadata["values"])
+        rollout = cls({"prompts": prompts} | json.loads(metadata["settings"]))
+        rollout.output = {"prompt_ids": prompts, "completion_ids": _unpacked("completion_ids", arrays)}
+        for name in _OF_TOKENS:
+            rollout.output[name] = _split(_unpacked(name, arrays), arrays[f"{name}.tokens"])
+        rollout.routed_experts = [arrays.get(f"routed_experts.{index}") for index in range(values["routes"])]
+        rollout.seconds, rollout.waited = values["seconds"], values["waited"]
+        return rollout
+
+
+_OF_TOKENS = {"logprobs": np.float64, "logprob_token_ids": np.int64}
+
+
+def _settings(request: dict[str, Any]) -> str:
+    return json.dumps({name: value for name, value in request.items() if name != "prompts"}, sort_keys=True)
+
+
+def _packed(name: str, rows: list[list[Any]], dtype: DTypeLike) -> dict[str, np.ndarray]:
+    lengths = np.array([len(row) for row in rows], np.int64)
+    return {name: np.array([value for row in rows for value in row], dtype), f"{name}.lengths": lengths}
+
+
+def _unpacked(name: str, arrays: dict[str, np.ndarray]) -> list[list[Any]]:
+    return _split(arrays[name].tolist(), arrays[f"{name}.lengths"])
+
+
+def _split(values: list[Any], lengths: np.ndarray) -> list[list[Any]]:
+    ends = np.cumsum(lengths)
+    return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]

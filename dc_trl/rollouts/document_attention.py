@@ -1,0 +1,71 @@
+"""PyTorch's fused attention over several sequences in one row, each by itself: no pair of two sequences is computed.
+
+transformers has such rows in FlashAttention and flex attention. Its `sdpa` computes all pairs of the row and masks
+those of different sequences: as many times the scores as there are sequences.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+
+NAME = "dc_trl_documents"
+_sdpa_mask = AttentionMaskInterface()["sdpa"]
+
+
+def document_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    document_lengths: tuple[int, ...] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`sdpa` of each sequence of a row; see `AttentionInterface`.
+
+    Args:
+        query: shape (1, heads, tokens, width); any batch where `document_lengths` is not given.
+        key, value: shape (1, groups, tokens, width).
+        attention_mask: boolean, shape (1, 1, tokens, tokens), of layers that see a window; None where each token sees
+            all before it in its sequence.
+        document_lengths: tokens of each sequence, in the order of the row. Without them the call is `sdpa`'s own.
+
+    Returns:
+        Shape (1, tokens, heads, width), and no attention weights.
+    """
+    if document_lengths is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    outputs, start = [], 0
+    for length in document_lengths:
+        part = slice(start, start + length)
+        mask = None if attention_mask is None else attention_mask[..., part, part]
+        of_part = (each[:, :, part] for each in (query, key, value))
+        outputs.append(sdpa_attention_forward(module, *of_part, mask, **kwargs)[0])
+        start += length
+    return torch.cat(outputs, dim=1), None
+
+
+def _document_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    local_size: int | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """`sdpa`'s mask, and None of a row of sequences without a window, whose mask would be as large as all pairs."""
+    packed = attention_mask is None and not allow_is_causal_skip and not use_vmap and q_length == kv_length > 1
+    if packed and local_size is None:
+        return None
+    options = {"allow_is_causal_skip": allow_is_causal_skip, "use_vmap": use_vmap, "local_size": local_size}
+    return _sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **options, **kwargs)
+
+
+AttentionInterface.register(NAME, document_attention)
+AttentionMaskInterface.register(NAME, _document_mask)

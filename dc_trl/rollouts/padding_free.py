@@ -1,0 +1,215 @@
+"""A padding-free forward: the real tokens of a micro-batch in one row, and no padding computed.
+
+TRL scores a micro-batch of B sequences as B padded rows. Here their real tokens stand in one row, one sequence after
+the other, with positions that begin again at each. Every token still sees its own sequence alone, by what the
+attention implementation has for that:
+
+| `attn_implementation` | what keeps the sequences apart |
+|---|---|
+| `flash_attention_2`, `_3`, `_4` | kernels for sequences of different lengths (`cu_seq_lens`) |
+| `flex_attention` | a block mask of the sequences |
+| `sdpa` | one call for each sequence (`document_attention`) |
+| `eager` | a mask of all pairs of the row, which costs more than padding: for comparisons |
+
+The masks of `flex_attention` and `eager` are transformers' own, which finds the sequences by their positions.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.generic import is_flash_attention_requested
+
+from ..quantization import attention as deployed_attention
+from ..quantization.policy import base_model
+from . import document_attention
+
+
+# By transformers' mask of the row; flash attention and `document_attention` get their lengths.
+_BY_MASK = ("eager", "flex_attention", deployed_attention.NAME)
+_IGNORED = -100  # a label that is not scored
+# What rounding may make of hidden states, relative to their norm: float32, also computed as TF32; and half precision,
+# where a mixture's routers may choose other experts.
+_ROUNDING, _ROUNDING_OF_HALF = 1e-3, 0.2
+
+
+class Packing:
+    """Padded rows, shape (B, L), and their real tokens in one row, shape (1, N), row by row.
+
+    Args:
+        attention_mask: shape (B, L), 1 at real tokens, of which every row has one at least.
+
+    Attributes:
+        lengths: real tokens of each row.
+        position_ids: of the one row, int64, shape (1, N); they begin at 0 in each sequence.
+    """
+
+    def __init__(self, attention_mask: Tensor):
+        mask = attention_mask.bool()
+        self._shape = mask.shape
+        self._places = mask.flatten().nonzero().squeeze(1)
+        self.lengths = tuple(mask.sum(1).tolist())
+        self.position_ids = self.pack(mask.cumsum(1) - 1)
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """Shape (B, L, …) to (1, N, …)."""
+        return rows.flatten(0, 1)[self._places].unsqueeze(0)
+
+    def unpack(self, row: Tensor) -> Tensor:
+        """Shape (1, N, …) to (B, L, …), with zeros at padding."""
+        rows = row.new_zeros(self._shape.numel(), *row.shape[2:])
+        return rows.index_copy(0, self._places.to(row.device), row.squeeze(0)).unflatten(0, self._shape)
+
+    def options(self, implementation: str) -> dict[str, Any]:
+        """What an attention implementation has to be told besides the positions."""
+        if implementation == document_attention.NAME:
+            return {"document_lengths": self.lengths}
+        if not is_flash_attention_requested(requested_attention_implementation=implementation):
+            return {}
+        # transformers would find them from the positions once more in each layer.
+        ends = torch.tensor((0, *self.lengths), device=self._places.device).cumsum(0, dtype=torch.int32)
+        longest = max(self.lengths)
+        return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+class PaddingFree:
+    """A padding-free forward in TRL's `_get_per_token_logps_and_entropies`, into which padded rows go, and come out.
+
+    Args:
+        config: of the transformers model, which `prepared` has seen.
+    """
+
+    def __init__(self, config: PreTrainedConfig):
+        self._config = config
+        self._packing: Packing | None = None  # of the forward that is being made
+
+    def around(self, model: nn.Module) -> Callable[..., Any]:
+        """What stands for a model with TRL's fused head: its own forward is called, with all that is around it."""
+        return partial(self._forward, model)
+
+    def _forward(
+        self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **options: Any
+    ) -> Any:
+        """One forward of the fused head.
+
+        Args:
+            input_ids, attention_mask, labels: shape (B, L).
+            options: passed on.
+
+        Returns:
+            TRL's output with `log_probs` and `entropy` of shape (B, L − 1), 0 where the label is ignored.
+        """
+        self._packing = packing = Packing(attention_mask)
+        # The label of a token is the one that follows it in its own row.
+        shifted = functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+        try:
+            outputs = model(
+                input_ids=packing.pack(input_ids),
+                position_ids=packing.position_ids,
+                shift_labels=packing.pack(shifted),
+                **packing.options(self._config._attn_implementation),
+                **options,
+            )
+        finally:
+            self._packing = None
+        entropy = None if outputs.entropy is None else packing.unpack(outputs.entropy)[:, :-1]
+        return replace(outputs, log_probs=packing.unpack(outputs.log_probs)[:, :-1], entropy=entropy)
+
+    def padded(self, hidden: Tensor) -> Tensor:
+        """Hidden states as hooks expect them: (1, N, channels) of a padding-free forward as (B, L, channels)."""
+        return hidden if self._packing is None else self._packing.unpack(hidden)
+
+
+def prepared(models: Sequence[PreTrainedModel | PeftModel], accelerator: Accelerator) -> PaddingFree:
+    """Makes models ready for padding-free forwards.
+
+    Args:
+        models: the policy, and a reference model where there is one, without what accelerate puts around them. Their
+            `sdpa` becomes `document_attention`, which is `sdpa` wherever else it is called.
+        accelerator: of the trainer. Each model is tried, unless it is sharded.
+
+    Raises:
+        ValueError: a model cannot keep the sequences of one row apart.
+    """
+    for model in models:
+        _prepare(model, accelerator)
+    return PaddingFree(base_model(models[0]).config)
+
+
+def _prepare(model: PreTrainedModel | PeftModel, accelerator: Accelerator) -> None:
+    base = base_model(model)
+    if reason := _hindrance(model):
+        raise ValueError(f"padding_free=True: {type(base).__name__} {reason}: set padding_free=False.")
+    implementation = base.config._attn_implementation
+    if implementation == "sdpa":
+        base.set_attn_implementation(implementation := document_attention.NAME)
+    flash = is_flash_attention_requested(requested_attention_implementation=implementation)
+    if not flash and implementation not in (document_attention.NAME, *_BY_MASK):
+        raise ValueError(
+            f"padding_free=True: attn_implementation={implementation!r} does not keep the sequences of one row apart. "
+            "Load the model with 'flash_attention_2', 'flash_attention_3', 'flex_attention' or 'sdpa', or set "
+            "padding_free=False."
+        )
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        return
+    with accelerator.autocast():
+        difference, bound = _difference(base, implementation)
+    if not difference <= bound:
+        raise ValueError(
+            f"padding_free=True: transformers' {type(base).__name__} with attn_implementation={implementation!r} does "
+            f"not keep the sequences of one row apart (hidden states differ from those of each alone by "
+            f"{difference:.1e} of their norm): load the model with 'flash_attention_2' or 'flash_attention_3', or set "
+            "padding_free=False."
+        )
+
+
+def _hindrance(model: PreTrainedModel | PeftModel) -> str | None:
+    """What of a model rules a padding-free forward out, as it follows its name; None if nothing does."""
+    base = base_model(model)
+    kinds = set(base.config.to_dict().get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if base.config.get_text_config() is not base.config:
+        return "is multimodal, and counts the positions of images and text by itself"
+    if base._is_stateful or kinds:
+        what = ", ".join(sorted(kinds)) or "a recurrent state"
+        return f"has layers with {what}, through which one sequence of a row would reach the next"
+    if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+        return f"has an adapter of type {model.active_peft_config.peft_type.value}, which puts tokens before each row"
+    return None
+
+
+@torch.no_grad()
+def _difference(base: PreTrainedModel, implementation: str) -> tuple[float, float]:
+    """How far hidden states of two short sequences in one row are from those of each alone; and what rounding may do.
+
+    Both are relative to the norm of a sequence's hidden states; of the two sequences the larger one counts.
+    """
+    training = base.training
+    base.eval()
+    embedding = base.get_input_embeddings().weight
+    mask = torch.ones(2, 5, dtype=torch.long, device=embedding.device)
+    mask[1, 3:] = 0
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(len(embedding), mask.shape, generator=generator).to(mask.device)
+
+    def hidden_states(ids: Tensor, mask: Tensor) -> Tensor:
+        packing = Packing(mask)
+        tokens = {"input_ids": packing.pack(ids), "position_ids": packing.position_ids, "use_cache": False}
+        return base.base_model(**tokens, **packing.options(implementation)).last_hidden_state.squeeze(0)
+
+    try:
+        together = hidden_states(input_ids, mask)
+        alone = [hidden_states(input_ids[row : row + 1], mask[row : row + 1]) for row in range(2)]
+    finally:
+        base.train(training)
+    differences = [
+        ((found - expected).norm() / expected.norm()).item()
+        for found, expected in zip(together.float().split([5, 3]), (each.float() for each in alone), strict=True)
+    ]
+    return max(differences), _ROUNDING if together.dtype == torch.float32 else _ROUNDING_OF_HALF

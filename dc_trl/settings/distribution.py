@@ -1,0 +1,136 @@
+"""How a run is divided among processes: what its launch and its fields ask for, and whether they get it.
+
+accelerate passes over what it cannot give and says nothing. Asked for FSDP on a CPU it makes DDP (MULTI_CPU), and
+processes that find no device each train by themselves. A run that is not divided as it was asked to be ends here,
+before anything is loaded. FSDP2 on a CPU is given: PyTorch has it, and accelerate only does not turn it on.
+"""
+
+import os
+import warnings
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+
+# Settings are read where no engine is needed, and these take seconds.
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+class Sharding(NamedTuple):
+    """What divides parameters, gradients or optimizer states among processes.
+
+    Attributes:
+        kind: accelerate's name for it; `None`: nothing does, each process has all of them (DDP, or one process).
+        level: version of FSDP, 1 or 2, or stage of DeepSpeed's ZeRO, 0 to 3; 0 for no sharding.
+    """
+
+    kind: Literal["FSDP", "DEEPSPEED"] | None
+    level: int
+
+    def __str__(self) -> str:
+        return {"FSDP": f"FSDP{self.level}", "DEEPSPEED": f"DeepSpeed ZeRO-{self.level}", None: "none"}[self.kind]
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether no process has the parameters whole."""
+        return self.kind == "FSDP" or self.level == 3
+
+    @property
+    def is_fsdp2(self) -> bool:
+        return self.kind == "FSDP" and self.level == 2
+
+
+def sharding_of(args: Any) -> Sharding:
+    """What `accelerate launch` (its environment) or the fields `fsdp` and `deepspeed` ask for.
+
+    Not what `args.distributed_state` says: that is MULTI_GPU for FSDP too, until the accelerator is built.
+
+    Args:
+        args: transformers' training arguments.
+    """
+    if args.fsdp:
+        return Sharding("FSDP", args.fsdp_plugin_args["fsdp_version"])
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        return Sharding("FSDP", int(os.environ.get("FSDP_VERSION", "1")))
+    if args.deepspeed_plugin is not None:
+        return Sharding("DEEPSPEED", args.deepspeed_plugin.zero_stage)
+    return Sharding(None, 0)
+
+
+def require_division(args: Any) -> None:
+    """Refuses processes that would not train together, or not sharded as asked; turns FSDP2 on where it can run.
+
+    Args:
+        args: transformers' training arguments, whose `distributed_state` is set.
+
+    Raises:
+        ValueError: names what was asked for, what accelerate would make of it, and the remedy.
+    """
+    from accelerate import DistributedType
+
+    state, sharding = args.distributed_state, sharding_of(args)
+    started, made = int(os.environ.get("WORLD_SIZE", "1")), state.distributed_type
+    if started > state.num_processes:
+        remedy = "ddp_backend=gloo" if sharding.kind == "DEEPSPEED" else "use_cpu=true"
+        raise ValueError(
+            f"num_processes={started} were started, and accelerate found no device that joins them "
+            f"(distributed_type: {made.value}): each would train by itself. Without a GPU set {remedy}."
+        )
+    if sharding.kind == "DEEPSPEED" and made == DistributedType.MULTI_CPU:
+        raise ValueError(
+            f"distributed_type: DEEPSPEED with use_cpu={args.use_cpu!r}: accelerate would train without {sharding} "
+            f"({made.value}). Set use_cpu=false and ddp_backend=gloo, which DeepSpeed takes on a CPU, or launch with "
+            "configs/accelerate/two_cpu_processes.yaml (DDP)."
+        )
+    if sharding.kind == "FSDP" and made in (DistributedType.NO, DistributedType.MULTI_CPU):
+        _require_fsdp_on_a_cpu(sharding, made)
+        # PyTorch's FSDP2 runs with gloo as with NCCL. accelerate builds it for this type and not for MULTI_CPU, and
+        # nothing that it then does with the type needs a GPU.
+        state.distributed_type = DistributedType.MULTI_GPU
+    if sharding.kind is None and made == DistributedType.NO and _launched_for_several():
+        warnings.warn(
+            "accelerate launch was asked for several processes and started one (distributed_type: NO), as its --cpu "
+            "does: launch with configs/accelerate/two_cpu_processes.yaml, or with --num_processes 1.",
+            stacklevel=2,
+        )
+
+
+def _require_fsdp_on_a_cpu(sharding: Sharding, made: Any) -> None:
+    asked = f"distributed_type: FSDP with fsdp_version: {sharding.level}"
+    if made.value == "NO":
+        raise ValueError(
+            f"{asked}: accelerate would train in one process without sharding (distributed_type: NO). Launch it with "
+            "`accelerate launch --config_file configs/accelerate/fsdp2.yaml`, and without a GPU with "
+            "configs/accelerate/two_cpu_processes_fsdp2.yaml and use_cpu=true."
+        )
+    if sharding.level != 2:
+        raise ValueError(
+            f"{asked} on a CPU: accelerate would train without sharding (distributed_type: {made.value}). Set "
+            "fsdp_version: 2, or launch with configs/accelerate/two_cpu_processes.yaml (DDP)."
+        )
+    if torch.accelerator.is_available():
+        raise ValueError(
+            f"{asked} and use_cpu=true: FSDP2 would take the GPU of this machine. Hide it (CUDA_VISIBLE_DEVICES=''), "
+            "or set use_cpu=false."
+        )
+
+
+def _launched_for_several() -> bool:
+    """Whether accelerate's launcher of one process was given a number above one: it sets the address to meet at."""
+    return "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "RANK" not in os.environ
+
+
+def require_as_asked(args: Any, accelerator: "Accelerator") -> None:
+    """Refuses an accelerator that does not divide what it was asked to divide.
+
+    Raises:
+        ValueError: another accelerate configuration was made in between, or accelerate took another way.
+    """
+    sharding, made = sharding_of(args), accelerator.distributed_type.value
+    if sharding.kind is not None and made != sharding.kind:
+        raise ValueError(
+            f"distributed_type: {sharding.kind} was asked for, and the accelerator is {made}: make no other training "
+            "arguments or Accelerator between this configuration and its trainer, and set ACCELERATE_USE_FSDP or "
+            "ACCELERATE_USE_DEEPSPEED before both."
+        )

@@ -1,0 +1,26 @@
+"""Settings whose term of the loss is a mean over a micro-batch: it depends on which completions share one.
+
+A mean over the tokens of a micro-batch, and then over the micro-batches of a step, weighs a token by what it shares
+its micro-batch with. All other losses are sums over the completions of the step, however they are grouped.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+
+MEANS_OF_MICRO_BATCHES: dict[str, Callable[[Any], bool]] = {
+    "loss_type": lambda c: c.loss_type == "bnpo",
+    # A quantile of the entropies of a micro-batch.
+    "top_entropy_quantile": lambda c: c.top_entropy_quantile < 1.0,
+    "use_adaptive_entropy": lambda c: c.use_adaptive_entropy,
+    "entropy_coef": lambda c: c.entropy_coef != 0.0,
+    # Norms of two gradients of the first micro-batch.
+    "constraint": lambda c: c.constraint == "balance",
+    "constraint_form": lambda c: c.constraint != "none" and c.constraint_form.startswith("two_sided"),
+}
+
+
+def mean_of_micro_batch(config: Any) -> str | None:
+    """The first of these settings that a config has, as `name=value`; None where there is none."""
+    names = (name for name, applies in MEANS_OF_MICRO_BATCHES.items() if applies(config))
+    return next((f"{name}={getattr(config, name)!r}" for name in names), None)

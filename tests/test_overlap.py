@@ -1,0 +1,427 @@
+"""Sampling beside training: which batch is sampled when, by which weights, and what is left of it after a kill."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from dc_trl import DCGRPOTrainer
+from dc_trl.resuming.checkpoints import checkpoint_defect
+from dc_trl.rollouts.background import BackgroundRollout
+from dc_trl.rollouts.look_ahead import LookAhead
+from dc_trl.serving.errors import ServerError
+
+from .helpers import distinct_characters, load_script, logged, make_config, make_model, make_prompts, make_tokenizer
+from .vllm_server import requires_vllm
+
+
+standing_in = load_script("standin_server").standing_in
+TIMED = ("step_time", "num_tokens", "epoch", "overlap/", "train_")
+
+
+def make_trainer(url, output_dir, *callbacks, prompts=16, **options):
+    options = {"rollout_overlap": True, "max_steps": 4} | options
+    return DCGRPOTrainer(
+        make_model(64),
+        distinct_characters,
+        make_config(
+            output_dir,
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_server_base_url=url,
+            vllm_server_timeout=2.0,
+            deployment_scheme="bf16",
+            **options,
+        ),
+        train_dataset=make_prompts(prompts),
+        eval_dataset=make_prompts(52).select([50, 51]),  # none of training
+        processing_class=make_tokenizer(),
+        callbacks=list(callbacks),
+    )
+
+
+def rows(trainer, after=0):
+    """What was logged, but for what a clock says."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith(TIMED)}
+        for row in trainer.state.log_history
+        if "loss" in row and row["step"] > after
+    ]
+
+
+def rollouts(server):
+    return [request for request in server.asked if request.path == "/v1/completions"]
+
+
+# --- the batch that follows -----------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 40), st.integers(1, 8), st.lists(st.integers(1, 6), min_size=1, max_size=20), st.integers(0, 12))
+def test_what_follows_is_known_and_nothing_is_lost(size, distance, counts, other):
+    """Beside the same iterator read plainly; a second one begins anew, though the first was not read to its end."""
+    ahead = LookAhead(distance)
+    for length in (size, other):
+        whole = list(range(length))
+        iterator, handed_out = iter(whole), []
+        for count in counts:
+            first = len(handed_out)
+            taken = ahead.take(iterator, count)
+            assert taken == whole[first : first + count]
+            for index in range(len(taken) + distance):
+                assert ahead[index] == (whole[first + index] if first + index < length else None)
+            handed_out += taken
+        assert handed_out == whole[: sum(counts)]
+
+
+class Order(TrainerCallback):
+    """Prompts of the generation batches in the order in which they are trained on."""
+
+    def __init__(self):
+        self.trained = []
+
+    def wrap(self, trainer):
+        score = trainer._generate_and_score_completions
+
+        def spy(inputs):
+            if trainer.model.training:
+                self.trained.append([row["prompt"] for row in inputs])
+            return score(inputs)
+
+        trainer._generate_and_score_completions = spy
+
+
+@requires_vllm
+@pytest.mark.parametrize(
+    ("options", "ages", "batches"),
+    [
+        # 16 prompts, one a batch: an epoch has 16.
+        ({"max_steps": 4}, [0, 1, 1, 1], 4),
+        # 3 prompts, so that an epoch ends after 3 batches, and the next begins without one ahead.
+        ({"max_steps": 7, "prompts": 3}, [0, 1, 1, 0, 1, 1, 0], 7),
+        ({"num_train_epochs": 2, "max_steps": -1, "prompts": 3}, [0, 1, 1, 0, 1, 1], 6),
+        # Each batch lasts for two optimizer steps, or four.
+        ({"max_steps": 6, "steps_per_generation": 2, "gradient_accumulation_steps": 1}, [0, 2, 2], 3),
+        ({"max_steps": 5, "steps_per_generation": 2, "gradient_accumulation_steps": 1}, [0, 2, 2], 3),
+        ({"max_steps": 8, "steps_per_generation": 1, "num_iterations": 4}, [0, 4], 2),
+        # Two batches an optimizer step, of which the first one was begun in the step before; the log has their mean.
+        ({"max_steps": 3, "steps_per_generation": 1, "gradient_accumulation_steps": 2}, [0, 0.5, 0.5], 6),
+        # Steps and batches out of line: 4 micro-batches a batch, 3 a step.
+        ({"max_steps": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 3}, [0, 1, 1], 3),
+        ({"max_steps": 6, "weight_sync_steps": 2}, [0, 1, 2, 1, 2, 1], 6),
+    ],
+    ids=["plain", "epochs", "no-max", "two-steps", "odd-end", "iterations", "two-batches", "out-of-line", "lag"],
+)
+def test_each_batch_is_sampled_once_one_ahead_in_the_order_of_training(tmp_path, options, ages, batches):
+    plain, order = Order(), Order()
+    with standing_in(shortest=1) as server:
+        without = make_trainer(server.url, tmp_path / "without", **options | {"rollout_overlap": False})
+        plain.wrap(without)
+        without.train()
+        server.asked.clear()
+        trainer = make_trainer(server.url, tmp_path / "with", **options)
+        order.wrap(trainer)
+        trainer.train()
+        # Nothing is sampled that is not trained on; all of it in the order of a run that samples when it trains.
+        decode = trainer.processing_class.decode
+        sampled = [[decode(prompt) for prompt in request.prompts] for request in rollouts(server)]
+    assert order.trained == plain.trained
+    assert sampled == [list(dict.fromkeys(batch)) for batch in order.trained]
+    assert len(sampled) == batches
+    assert max(request.others for request in server.asked) == 0  # neither a rollout nor a load beside another rollout
+    assert logged(trainer, "sync/age") == ages
+
+
+@requires_vllm
+def test_the_server_samples_with_the_weights_from_before_the_batch_that_trains(tmp_path):
+    with standing_in(shortest=1) as server:
+        trainer = make_trainer(server.url, tmp_path, max_steps=5)
+        trainer.train()
+        prefix = trainer.vllm_generation._run
+    # Batch 0 and 1 by the first weights, batch 2 by those of step 1, and so on; the last step has none to begin.
+    assert [request.version for request in rollouts(server)] == [f"{prefix}-{n}" for n in (1, 1, 2, 3, 4)]
+    assert trainer.weight_syncs == (4, 0)
+    assert list(trainer._logs["extra"]["weights_of_step"]) == [3] * 4
+    assert logged(trainer, "sync/count") == [1, 2, 3, 4, 4]
+
+
+@requires_vllm
+def test_without_a_lag_the_samples_are_those_of_a_synchronous_run(tmp_path):
+    """With a learning rate of 0 all weights are the same, and so is everything that is logged."""
+    options = {"learning_rate": 0.0, "constraint": "none", "max_steps": 6}
+    with standing_in(shortest=1) as server:
+        logs = []
+        for overlap in (False, True):
+            trainer = make_trainer(server.url, tmp_path / str(overlap), rollout_overlap=overlap, **options)
+            trainer.train()
+            logs.append([{k: v for k, v in row.items() if not k.startswith("sync/")} for row in rows(trainer)])
+    assert logs[0] == logs[1]
+
+
+class Evaluate(TrainerCallback):
+    """Asks the engine after every step."""
+
+    trainer: DCGRPOTrainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.deployed_completion_ids([[20, 21, 22]])
+
+
+@requires_vllm
+@pytest.mark.parametrize("every", [1, 3])
+def test_an_evaluation_waits_for_the_batch_ahead_and_leaves_it_as_it_was(tmp_path, every):
+    options = {"max_steps": 6, "weight_sync_steps": every}
+    with standing_in(shortest=1, seconds=0.1) as server:
+        plain = make_trainer(server.url, tmp_path / "plain", **options)
+        plain.train()
+        server.asked.clear()
+        evaluate = Evaluate()
+        evaluate.trainer = make_trainer(server.url, tmp_path / "evaluated", evaluate, **options)
+        evaluate.trainer.train()
+        evaluations = [request for request in rollouts(server) if request.prompts == [[20, 21, 22]]]
+    assert max(request.others for request in server.asked) == 0
+    assert len({request.version for request in evaluations}) == 6  # the present weights of each step
+    assert rows(evaluate.trainer) == rows(plain)
+
+
+@requires_vllm
+def test_trl_evaluates_with_the_present_weights_beside_it(tmp_path):
+    sampling = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "eval_on_start": True}
+    with standing_in(shortest=1, seconds=0.1) as server:
+        trainer = make_trainer(server.url, tmp_path, max_steps=5, **sampling)
+        trainer.train()
+        evaluated = {tuple(trainer.processing_class(row["prompt"])["input_ids"]) for row in trainer.eval_dataset}
+        versions = [
+            [int(request.version.rpartition("-")[2]) for request in rollouts(server) if kind(request)]
+            for kind in (
+                lambda request: tuple(request.prompts[0]) in evaluated,
+                lambda request: tuple(request.prompts[0]) not in evaluated,
+            )
+        ]
+    assert max(request.others for request in server.asked) == 0
+    # Evaluations of two prompts at steps 0, 2, 4 and 5; after one the next batch is begun with the same weights.
+    assert versions == [[1, 1, 3, 3, 5, 5, 6, 6], [1, 1, 2, 3, 4]]
+    assert logged(trainer, "sync/age") == [0, 1, 1, 1, 1]
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+@requires_vllm
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [
+        ({}, 1),
+        ({}, 3),
+        ({"weight_sync_steps": 3}, 2),
+        ({"steps_per_generation": 2, "gradient_accumulation_steps": 1}, 3),  # within a generation batch
+        ({"num_iterations": 2, "gradient_accumulation_steps": 1}, 2),
+    ],
+    ids=["first", "third", "lag", "within", "iterations"],
+)
+def test_a_resumed_run_goes_on_with_the_batch_that_was_sampled_ahead(tmp_path, options, step):
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "lambda_lr": 0.5} | options
+    with standing_in(shortest=1, seconds=0.05) as server:
+        whole = make_trainer(server.url, tmp_path / "whole", **options)
+        whole.train()
+        checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
+        assert checkpoint_defect(checkpoint) is None
+        asked = len(rollouts(server))
+        resumed = make_trainer(server.url, tmp_path / "resumed", **options)
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        asked_again = len(rollouts(server)) - asked
+    assert rows(resumed, step) == rows(whole, step)
+    assert resumed.weight_syncs == whole.weight_syncs
+    per_batch = resumed._micro_batches_per_iteration // resumed.args.gradient_accumulation_steps
+    started = (step - 1) // per_batch + 2  # batches that were sampled by then, the one ahead among them
+    assert asked_again == asked - started
+    weights = [load_file(tmp_path / run / "checkpoint-6" / "model.safetensors") for run in ("whole", "resumed")]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    (checkpoint / "rollouts_ahead.safetensors").unlink()
+    assert "rollouts_ahead.safetensors" in checkpoint_defect(checkpoint)
+
+
+@requires_vllm
+def test_a_batch_ahead_that_does_not_fit_is_dropped_with_a_word(tmp_path, caplog):
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    with standing_in(shortest=1) as server:
+        make_trainer(server.url, tmp_path, **options).train()
+        checkpoint = str(tmp_path / "checkpoint-2")
+        for changed, words in (
+            ({"temperature": 0.7}, "other prompts or settings"),
+            ({"max_completion_length": 6}, "other prompts or settings"),
+            ({"seed": 3}, "other prompts or settings"),
+            ({"rollout_overlap": False}, "rollout_overlap=True, which this run does not have"),
+        ):
+            caplog.clear()
+            server.asked.clear()
+            trainer = make_trainer(server.url, tmp_path / "other", **{"max_steps": 4} | changed)
+            trainer.train(resume_from_checkpoint=checkpoint)
+            assert words in caplog.text
+            assert len(rollouts(server)) == 2
+            # Of weights that no run holds any more, none sampled.
+            assert all(request.version.startswith(trainer.vllm_generation._run) for request in rollouts(server))
+
+
+def test_what_was_sampled_is_read_as_it_was_written(tmp_path):
+    request = {
+        "prompts": [[1, 2, 3], [4]],
+        "features": None,
+        "n": 2,
+        "generation_kwargs": {"stop": ["a"]},
+        "min_p": 0.0,
+    }
+    output = {
+        "prompt_ids": request["prompts"],
+        "completion_ids": [[5, 6], [7], [], [8, 9, 10]],
+        "logprobs": [[[-0.1, -2.5], [-1 / 3]], [[-0.7]], [], [[-1e-9], [-20.0, -0.5, -0.25], [-3.0]]],
+        "logprob_token_ids": [[[5, 50], [6]], [[7]], [], [[8], [9, 90, 91], [10]]],
+    }
+    routes = [np.arange(12, dtype=np.uint16).reshape(3, 2, 2), None]
+
+    class Client:
+        routed_experts = routes
+
+        def generate(self, **asked):
+            assert asked == request
+            return output
+
+    rollout = BackgroundRollout(request)
+    rollout.start(Client())
+    rollout.save(tmp_path / "file.safetensors")
+    read = BackgroundRollout.load(tmp_path / "file.safetensors")
+    assert read.result() == output
+    assert read.request == request
+    assert read.answers(dict(request, generation_kwargs={"stop": ("a",)}))
+    assert not read.answers(request | {"prompts": [[1, 2, 3], [5]]})
+    assert not read.answers(request | {"n": 1})
+    assert np.array_equal(read.routed_experts[0], routes[0])
+    assert read.routed_experts[0].dtype == np.uint16
+    assert read.routed_experts[1] is None
+    assert read.seconds == rollout.seconds
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+
+class GoDown(TrainerCallback):
+    """The server is lost while it samples the batch ahead."""
+
+    def __init__(self, server, step):
+        self._server, self._step = server, step
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step == self._step:
+            self._server.down = True
+
+
+@requires_vllm
+def test_a_server_lost_while_it_samples_ahead_ends_the_run_as_when_it_is_asked(tmp_path):
+    options = {"vllm_max_retries": 0, "max_steps": 6, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
+    with standing_in(shortest=1, seconds=0.3) as server:
+        trainer = make_trainer(server.url, tmp_path, GoDown(server, 2), **options)
+        with pytest.raises(ServerError, match=r"broke during /v1/completions.*resume_from_checkpoint=.*checkpoint-3'"):
+            trainer.train()
+        # The step on the batch at hand was made; the lost batch is sampled again, with the weights of now.
+        state = json.loads((tmp_path / "checkpoint-3" / "dc_grpo_state.json").read_text())
+        assert state["rollout_ahead"] is None
+        server.down = False
+        resumed = make_trainer(server.url, tmp_path, **options)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert logged(resumed, "sync/age") == [0, 1, 1, 0, 1, 1]
+
+
+@requires_vllm
+def test_a_sync_that_fails_before_the_next_batch_keeps_the_one_that_was_sampled(tmp_path, monkeypatch):
+    options = {"vllm_max_retries": 0, "max_steps": 5}
+    with standing_in(shortest=1) as server:
+        whole = make_trainer(server.url, tmp_path / "whole", **options)
+        whole.train()
+        broken = make_trainer(server.url, tmp_path / "broken", **options)
+        sync = broken.vllm_generation.sync_weights
+
+        def fail(keep=False):
+            if broken.state.global_step == 2:
+                raise ServerError("no vLLM server answers")
+            sync(keep)
+
+        monkeypatch.setattr(broken.vllm_generation, "sync_weights", fail)
+        with pytest.raises(ServerError, match=r"resume_from_checkpoint=.*checkpoint-2'"):
+            broken.train()
+        resumed = make_trainer(server.url, tmp_path / "broken", **options)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "broken" / "checkpoint-2"))
+    assert logged(resumed, "sync/age") == [0, 1, 1, 1, 1]
+    assert rows(resumed, 2) == rows(whole, 2)
+
+
+@requires_vllm
+def test_a_training_that_stops_early_leaves_nothing_to_the_next(tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 2
+
+    with standing_in(shortest=1, seconds=0.1) as server:
+        trainer = make_trainer(server.url, tmp_path, stop := Stop(), max_steps=4)
+        trainer.train()
+        assert trainer._ahead_of == 1
+        trainer.remove_callback(stop)
+        trainer.vllm_generation.wait()
+        server.asked.clear()
+        trainer.train()
+        assert len(rollouts(server)) == 4
+    assert logged(trainer, "sync/age") == [0, 1, 1, 1]
+
+
+# --- what it gains, and what it refuses -----------------------------------------------------------------------------
+
+
+class Slow(TrainerCallback):
+    """Training that takes a while."""
+
+    def __init__(self, seconds):
+        self._seconds = seconds
+
+    def on_step_end(self, args, state, control, **kwargs):
+        time.sleep(self._seconds)
+
+
+@requires_vllm
+def test_the_hidden_share_is_what_training_had_no_need_to_wait_for(tmp_path):
+    with standing_in(seconds=0.3) as server:
+        trainer = make_trainer(server.url, tmp_path, Slow(1.0), max_steps=4)
+        trainer.train()
+        hidden = logged(trainer, "overlap/hidden_fraction")
+        # The first batch is waited for whole; the others are ready when training comes to them.
+        assert hidden[0] == 0
+        assert min(hidden[1:]) > 0.9
+        assert min(logged(trainer, "overlap/sampling_seconds")) >= 0.3
+        waited = sum(logged(trainer, "overlap/waiting_seconds"))
+        assert trainer.waiting_seconds == pytest.approx(waited)
+        eager = make_trainer(server.url, tmp_path, max_steps=1)
+        eager.train()
+        assert logged(eager, "overlap/hidden_fraction") == [0]
+
+
+@pytest.mark.parametrize("options", [{}, {"use_vllm": True, "vllm_mode": "colocate"}])
+def test_it_is_refused_where_the_process_that_trains_samples(tmp_path, options):
+    with pytest.raises(ValueError, match=r"rollout_overlap=True.*set use_vllm=True and vllm_mode='server'"):
+        make_config(tmp_path, rollout_overlap=True, **options)
+
+
+@requires_vllm
+@pytest.mark.parametrize("turns", [{"tools": [max]}, {"rollout_func": lambda prompts, trainer: {}}])
+def test_turns_are_refused_before_a_server_is_asked(tmp_path, turns):
+    with pytest.raises(ValueError, match=r"rollout_overlap=True.*leave (tools|rollout_func) out"):
+        DCGRPOTrainer(
+            make_model(64),
+            distinct_characters,
+            make_config(tmp_path, use_vllm=True, vllm_mode="server", rollout_overlap=True),
+            train_dataset=make_prompts(),
+            processing_class=make_tokenizer(),
+            **turns,
+        )

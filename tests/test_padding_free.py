@@ -1,0 +1,422 @@
+"""Padding-free forwards: a row of sequences gives what each alone gives, and training what TRL does with padding."""
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
+from torch import nn
+from transformers import Qwen3ForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from dc_trl import DCGRPOConfig, DCGRPOTrainer
+from dc_trl.rollouts import document_attention
+from dc_trl.rollouts.padding_free import Packing, prepared
+
+from .helpers import (
+    Rollouts,
+    distinct_characters,
+    logged,
+    make_experts,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+)
+
+
+@pytest.fixture(scope="module")
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+def padded_batch(rows=4, prompt=5, completion=7, seed=0):
+    """Token ids with prompts padded on the left and completions on the right, mask, and TRL's labels."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 100, (rows, prompt + completion), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : row % prompt] = 0
+        mask[row, prompt + completion - (2 * row) % completion :] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :prompt] = -100
+    return ids, mask, labels
+
+
+def alone(model, ids, mask, labels):
+    """Log-probabilities of labelled tokens, one sequence after the other and without padding: (B, L − 1)."""
+    scores = torch.zeros(ids.shape[0], ids.shape[1] - 1)
+    for row in range(len(ids)):
+        real = mask[row].nonzero().squeeze(1)
+        logits = model(input_ids=ids[row, real][None]).logits[0, :-1].log_softmax(-1)
+        found = logits.gather(1, ids[row, real[1:]].unsqueeze(1)).squeeze(1)
+        scores[row, real[1:] - 1] = torch.where(labels[row, real[1:]] >= 0, found, 0.0)
+    return scores
+
+
+# --- one forward
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_packing_and_unpacking(data):
+    shape = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
+    rows = st.lists(st.booleans(), min_size=shape[1], max_size=shape[1]).filter(any)
+    mask = torch.tensor(data.draw(st.lists(rows, min_size=shape[0], max_size=shape[0])))
+    values = torch.randn(*shape, 2, dtype=torch.float64)
+    packing = Packing(mask.long())
+    row = packing.pack(values)
+    assert torch.equal(row[0], values[mask])
+    assert torch.equal(packing.unpack(row), values * mask.unsqueeze(2))
+    positions = [position for count in mask.sum(1).tolist() for position in range(count)]
+    assert packing.position_ids.tolist() == [positions]
+    assert packing.lengths == tuple(mask.sum(1).tolist())
+
+
+def test_flash_attention_gets_the_bounds_of_the_sequences():
+    mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 1, 0]])
+    for name in ("flash_attention_2", "flash_attention_3", "kernels-community/vllm-flash-attn3"):
+        options = Packing(mask).options(name)
+        for side in "qk":
+            assert options[f"cu_seq_lens_{side}"].tolist() == [0, 2, 6, 7]
+            assert options[f"cu_seq_lens_{side}"].dtype == torch.int32
+            assert options[f"max_length_{side}"] == 4
+    assert Packing(mask).options("eager") == Packing(mask).options("flex_attention") == {}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    window=st.none() | st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_attention_of_sequences_in_a_row_is_that_of_each(lengths, window, seed):
+    """By hand: softmax over the scores of each token's own sequence, up to itself, within its window."""
+    module = nn.Module()
+    module.num_key_value_groups = 2
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (
+        torch.randn(1, heads, sum(lengths), 3, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)
+    )
+    place = torch.arange(sum(lengths))
+    document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    seen = (document[:, None] == document) & (place[:, None] >= place)
+    if window is not None:
+        seen &= place[:, None] - place < window
+    mask = None if window is None else seen[None, None]
+    found, _ = document_attention.document_attention(
+        module, query, key, value, mask, document_lengths=tuple(lengths), scaling=0.5
+    )
+    for head in range(4):
+        scores = 0.5 * query[0, head] @ key[0, head // 2].T
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        torch.testing.assert_close(found[0, :, head], weights @ value[0, head // 2])
+
+
+TINY = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# Families by what their attention has: windows, a bound on scores, learned positions, no rotation, experts.
+ARCHITECTURES = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 3},
+    "Qwen2": WINDOWS | {"use_sliding_window": True},
+    "Gemma2": WINDOWS | {"query_pre_attn_scalar": 16},
+    "Gemma3": WINDOWS | {"query_pre_attn_scalar": 16},
+    "Phi3": {},
+    "Olmo2": {},
+    "SmolLM3": {"no_rope_layers": [1, 0]},
+    "Mixtral": EXPERTS,
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
+}
+
+
+def tiny(name, **overrides):
+    config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    model_class = getattr(transformers, f"{name}ForCausalLM", None) or transformers.GPT2LMHeadModel
+    torch.manual_seed(0)
+    return model_class(config_class(**TINY | ARCHITECTURES.get(name, {}) | overrides)).eval()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_row_of_sequences_gives_what_each_gives_alone(accelerator, name, implementation):
+    model = tiny(name)
+    model.set_attn_implementation(implementation)
+    ids, mask, labels = padded_batch()
+    with torch.no_grad():
+        expected = alone(model, ids, mask, labels)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    computed = []
+    model.base_model.register_forward_hook(lambda *call: computed.append(call[2].last_hidden_state.shape[:2]))
+    forward = prepared([model], accelerator).around(model)
+    computed.clear()
+    with torch.no_grad():
+        output = forward(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+    assert output.log_probs.shape == output.entropy.shape == (4, 11)
+    torch.testing.assert_close(output.log_probs, expected, rtol=1e-4, atol=2e-5)
+    assert computed == [(1, mask.sum())]  # no token of padding
+
+
+@pytest.mark.long
+def test_flex_attention(accelerator):
+    """Without a gradient, which it does not have on a CPU."""
+    model = make_model()
+    ids, mask, labels = padded_batch()
+    with torch.no_grad():
+        expected = alone(model, ids, mask, labels)
+        add_fused_lm_head(model)
+        model.set_attn_implementation("flex_attention")
+        forward = prepared([model.eval()], accelerator).around(model)
+        found = forward(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+
+
+def test_other_forwards_of_a_prepared_model_are_its_own(accelerator):
+    """Those of generation, of a replica, of a user: padded, with a cache, with windows."""
+    for name in ("Llama", "Mistral", "Gemma2"):
+        model, changed = tiny(name), tiny(name)
+        prepared([changed], accelerator)
+        ids, mask, _ = padded_batch()
+        with torch.no_grad():
+            for options in ({"attention_mask": mask}, {}):
+                ours, theirs = (each(input_ids=ids, **options).logits for each in (changed, model))
+                assert torch.equal(ours, theirs)
+            sampling = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+            ours, theirs = (each.generate(input_ids=ids, **sampling) for each in (changed, model))
+        assert torch.equal(ours, theirs)
+
+
+def test_the_setting_is_not_saved_with_the_model(accelerator, tmp_path):
+    model = make_model()
+    prepared([model], accelerator)
+    model.save_pretrained(tmp_path)
+    assert document_attention.NAME not in (tmp_path / "config.json").read_text()
+    assert Qwen3ForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+
+
+# --- training
+
+
+class Gradients(TrainerCallback):
+    """Gradients of each optimizer step, by parameter."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        parameters = model.named_parameters()
+        self.steps.append({name: each.grad.clone() for name, each in parameters if each.grad is not None})
+
+
+# Of both trainers; the paper's objective has other defaults than TRL.
+BASE = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "loss_type": "grpo",
+    "epsilon": 0.24,
+    "beta": 0.0,
+    "vllm_importance_sampling_correction": False,
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "gradient_accumulation_steps": 2,
+    "max_completion_length": 13,
+    "max_steps": 2,
+    "optim": "sgd",
+    "learning_rate": 1e-2,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "logging_steps": 1,
+}
+
+
+def train(tmp_path, ours=None, model=None, rollouts=True, peft_config=None, **fields):
+    """TRL's trainer, or ours with these settings."""
+    fields = {"output_dir": str(tmp_path)} | BASE | fields
+    trainer = (GRPOTrainer if ours is None else DCGRPOTrainer)(
+        model if model is not None else make_model(),
+        distinct_characters,
+        GRPOConfig(**fields) if ours is None else DCGRPOConfig(**fields | ours),
+        train_dataset=make_prompts(),
+        processing_class=make_tokenizer(),
+        rollout_func=Rollouts(longest=12) if rollouts else None,
+        peft_config=peft_config,
+        callbacks=[gradients := Gradients()],
+    )
+    trainer.train()
+    return trainer, gradients.steps
+
+
+def assert_same(ours, theirs, logs=("loss", "entropy")):
+    """Losses and gradients of two runs are equal to float32 rounding of the largest gradient."""
+    for name in logs:
+        assert logged(ours[0], name) == pytest.approx(logged(theirs[0], name), rel=1e-4, abs=1e-6), name
+    assert len(ours[1]) == len(theirs[1]) > 0
+    for mine, other in zip(ours[1], theirs[1], strict=True):
+        assert mine.keys() == other.keys()
+        largest = max(gradient.abs().max() for gradient in other.values()).item()
+        assert largest > 1e-4
+        for name, gradient in other.items():
+            torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=2e-5 * largest, msg=name)
+
+
+PADDING_FREE = {"constraint": "none", "padding_free": True, "length_aware_batches": False}
+LOSSES = ["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"loss_type": loss} for loss in LOSSES),
+        {"num_iterations": 2, "steps_per_generation": 4},
+        {"mask_truncated_completions": True, "max_completion_length": 6},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"pad_to_multiple_of": 8, "top_entropy_quantile": 0.5, "importance_sampling_level": "sequence"},
+    ],
+    ids=lambda fields: "-".join(map(str, fields.values())),
+)
+def test_training_is_trls(tmp_path, fields):
+    assert_same(train(tmp_path, PADDING_FREE, **fields), train(tmp_path, **fields))
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_iterations": 2, "steps_per_generation": 4}, {"loss_type": "dapo"}])
+def test_training_in_batches_by_length_is_trls(tmp_path, fields):
+    """The mean entropy of a micro-batch is that of other completions."""
+    ours = PADDING_FREE | {"length_aware_batches": True}
+    assert_same(train(tmp_path, ours, **fields), train(tmp_path, **fields), logs=["loss"])
+    budget = ours | {"max_tokens_per_micro_batch": 40}
+    assert_same(train(tmp_path, budget, **fields), train(tmp_path, **fields), logs=["loss"])
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_training_is_trls_by_attention(tmp_path, implementation):
+    runs = []
+    for ours in (PADDING_FREE, None):
+        model = make_model(sliding_window=4, use_sliding_window=True, layer_types=WINDOWS["layer_types"])
+        model.set_attn_implementation(implementation)
+        runs.append(train(tmp_path, ours, model=model))
+    assert_same(*runs)
+
+
+def test_training_with_a_reference_is_trls(tmp_path):
+    make_model().save_pretrained(tmp_path / "model")
+    name = str(tmp_path / "model")
+    runs = [train(tmp_path, ours, model=name, beta=0.1) for ours in (PADDING_FREE, None)]
+    assert_same(*runs)
+    assert logged(runs[0][0], "kl") == pytest.approx(logged(runs[1][0], "kl"), rel=1e-3, abs=1e-6)
+    assert logged(runs[0][0], "kl")[1] > 1e-6
+
+
+def test_training_an_adapter_is_trls(tmp_path):
+    lora = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+    runs = []
+    for ours in (PADDING_FREE, None):
+        torch.manual_seed(0)
+        runs.append(train(tmp_path, ours, peft_config=LoraConfig(task_type="CAUSAL_LM", **lora), beta=0.1))
+    assert_same(*runs)
+
+
+def test_training_experts_is_trls(tmp_path):
+    """The auxiliary loss too: TRL counts real tokens alone, as a row without padding does."""
+    runs = []
+    for ours in (PADDING_FREE, None):
+        model = make_experts()
+        model.config.output_router_logits = True
+        model.config.router_aux_loss_coef = 0.5
+        runs.append(train(tmp_path, ours, model=model))
+    assert_same(*runs)
+    assert logged(runs[0][0], "aux_loss") == pytest.approx(logged(runs[1][0], "aux_loss"), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "fields"),
+    [
+        (make_model, {"constraint": "lagrangian"}),
+        (make_model, {"constraint": "lagrangian", "top_k": 20, "top_p": 0.9}),
+        (make_model, {"constraint": "static", "constraint_form": "two_sided_kl"}),
+        (make_model, {"train_through_quantization": True, "gradient_checkpointing": True}),
+        (make_experts, {"routing_replay": True, "gradient_checkpointing": True}),
+        (make_experts, {"routing_replay": True, "num_iterations": 2}),
+    ],
+    ids=["constraint", "truncated sampling", "two-sided", "through quantization", "routes", "routes of old log-probs"],
+)
+def test_it_goes_with_what_else_reads_the_forward(tmp_path, make, fields):
+    """No learning rate, so that both runs sample the same."""
+    fields = {"learning_rate": 0.0, "deployment_scheme": "fp8"} | fields
+    runs = [train(tmp_path, fields | {"padding_free": on}, make(), rollouts=False) for on in (True, False)]
+    assert_same(*runs)
+    for name in ("discrepancy/mean", "lagrangian/constraint_loss", "routing/replayed_fraction"):
+        assert logged(runs[0][0], name) == pytest.approx(logged(runs[1][0], name), rel=1e-3, abs=1e-6), name
+
+
+# --- what is refused
+
+
+class MixesByItself(Qwen3ForCausalLM):
+    """A model whose code reads the token before, whatever sequence it is of."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.embed_tokens.register_forward_hook(lambda *call: call[2] + call[2].roll(1, dims=1))
+
+
+def with_prompt_tuning():
+    config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
+    return get_peft_model(make_model(), config)
+
+
+def with_attention(name):
+    model = make_model()
+    model.config._attn_implementation = name
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: tiny("Qwen3Next", num_experts=4, layer_types=["linear_attention", "full_attention"]), "linear_atten"),
+        (lambda: tiny("Mamba", state_size=4), "recurrent state"),
+        (lambda: tiny("Lfm2", layer_types=["conv", "full_attention"]), "layers with conv"),
+        (lambda: MixesByItself(make_model().config), "attn_implementation='dc_trl_documents' does not keep"),
+        # Its mask in transformers 5.17 knows no positions; its FlashAttention does not need them.
+        (lambda: tiny("GptOss", **WINDOWS, **EXPERTS), "attn_implementation='eager' does not keep"),
+        (with_prompt_tuning, "PROMPT_TUNING, which puts tokens before each row"),
+        (lambda: with_attention("dc_trl_unknown"), "attn_implementation='dc_trl_unknown'"),
+    ],
+)
+def test_models_that_mix_the_sequences_of_a_row_are_refused(accelerator, make, words):
+    with pytest.raises(ValueError, match=rf"padding_free=True.*{words}.*padding_free=False"):
+        prepared([make().eval()], accelerator)
+
+
+def test_multimodal_models_are_refused(accelerator):
+    config = transformers.Qwen2VLConfig(
+        text_config=TINY | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+        vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 1},
+    )
+    with pytest.raises(ValueError, match=r"Qwen2VL.* is multimodal.*padding_free=False"):
+        prepared([transformers.Qwen2VLForConditionalGeneration(config)], accelerator)
+
+
+def test_the_trainer_refuses_before_anything_is_sampled(tmp_path):
+    model = tiny("Mamba", vocab_size=262, state_size=4)
+    with pytest.raises(ValueError, match="padding_free=True: MambaForCausalLM"):
+        train(tmp_path, PADDING_FREE, model=model)

@@ -1,0 +1,335 @@
+"""Where the time of a run goes: disjoint parts that add up to the time of the training, in trainer and report."""
+
+import json
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl.callbacks.summary import BeforeAndAfter, summarize
+from dc_trl.clock import PartsClock
+from dc_trl.records.runs import read_run
+from dc_trl.records.time_parts import PARTS, PREFIX, time_cells
+from dc_trl.report import write_report
+from dc_trl.report.drawing import time_shares
+
+from .helpers import Rollouts, distinct_characters, logged, make_config, make_model, make_prompts
+
+
+class FakeTime:
+    """A clock that goes on only when it is told to."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+    def spend(self, seconds):
+        self.now += seconds
+
+
+# --- the clock
+
+NAMED = ["generation", "sync", "loss", "evaluation"]
+# A program: seconds that pass, or a part with a program in it.
+programs = st.recursive(
+    st.integers(0, 9).map(float),
+    lambda inner: st.tuples(st.sampled_from(NAMED), st.lists(inner, max_size=4)),
+    max_leaves=20,
+)
+
+
+def run_program(clock, fake, program):
+    if isinstance(program, float):
+        fake.spend(program)
+        return
+    name, steps = program
+    with clock.part(name):
+        for step in steps:
+            run_program(clock, fake, step)
+
+
+def own_seconds(program, part="other"):
+    """Pairs of part and seconds, by the definition: what passes within a part and within no part in it."""
+    if isinstance(program, float):
+        yield part, program
+        return
+    name, steps = program
+    for step in steps:
+        yield from own_seconds(step, part if part == "evaluation" else name)
+
+
+@given(st.lists(programs, max_size=6))
+def test_parts_are_disjoint_and_add_up(steps):
+    fake = FakeTime()
+    clock = PartsClock(fake)
+    fake.spend(3.0)  # before the start nothing counts
+    clock.start()
+    start = fake.now
+    for step in steps:
+        run_program(clock, fake, step)
+    clock.stop()
+    wall = fake.now - start
+    fake.spend(5.0)
+    expected = {}
+    for step in steps:
+        for part, seconds in own_seconds(step):
+            expected[part] = expected.get(part, 0.0) + seconds
+    found = clock.seconds()
+    assert {part: seconds for part, seconds in found.items() if seconds} == {p: s for p, s in expected.items() if s}
+    assert sum(found.values()) == wall
+
+
+def test_a_part_that_fails_gives_the_time_back():
+    fake = FakeTime()
+    clock = PartsClock(fake)
+    clock.start()
+
+    @clock.part("reward")
+    def fail():
+        fake.spend(2)
+        raise ValueError("no reward")
+
+    with pytest.raises(ValueError, match="no reward"):
+        fail()
+    fake.spend(3)
+    assert clock.seconds() == {"reward": 2, "other": 3}
+
+
+def test_laps_add_up_and_earlier_sessions_are_told_once():
+    fake = FakeTime()
+    clock = PartsClock(fake)
+    clock.start()
+    clock.carry({"loss": 10.0})
+    with clock.part("loss"):
+        fake.spend(1)
+    assert clock.lap() == {"loss": 1}
+    with clock.part("loss"):
+        fake.spend(2)
+        assert clock.lap() == {"loss": 2}  # within the part
+        fake.spend(4)
+    assert clock.lap() == {"loss": 4}
+    assert clock.seconds()["loss"] == 17
+    clock.start()
+    assert clock.seconds() == {"other": 0}
+
+
+def test_other_threads_spend_none_of_the_time():
+    fake = FakeTime()
+    clock = PartsClock(fake)
+    clock.start()
+
+    def sample():
+        with clock.part("generation"):
+            fake.spend(7)
+
+    with clock.part("loss"):
+        thread = threading.Thread(target=sample)
+        thread.start()
+        thread.join()
+    clock.stop()
+    assert clock.seconds()["loss"] == 7
+    assert clock.beside == {"generation": 7}
+
+
+# --- the trainer
+
+
+def make_trainer(tmp_path, tokenizer, fake=None, reward=distinct_characters, rollouts=None, **fields):
+    trainer = DCGRPOTrainer(
+        make_model(),
+        reward,
+        make_config(tmp_path, **fields),
+        train_dataset=make_prompts(),
+        eval_dataset=make_prompts(4) if "eval_strategy" in fields else None,
+        processing_class=tokenizer,
+        rollout_func=None if "deployment_scheme" in fields else rollouts or Rollouts(),
+        callbacks=[LambdaLoggingCallback()],
+    )
+    if fake is not None:
+        trainer.parts_clock = PartsClock(fake)
+    return trainer
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])  # with 1, TRL computes old log-probs
+def test_each_part_gets_what_was_spent_in_it(tmp_path, tokenizer, accumulation):
+    fake = FakeTime()
+
+    def reward(completions, **kwargs):
+        fake.spend(5)
+        return distinct_characters(completions)
+
+    class SlowRollouts(Rollouts):
+        def __call__(self, prompts, trainer):
+            fake.spend(7)
+            return super().__call__(prompts, trainer)
+
+    trainer = make_trainer(
+        tmp_path,
+        tokenizer,
+        fake,
+        reward,
+        SlowRollouts(),
+        max_steps=4,
+        steps_per_generation=2,
+        gradient_accumulation_steps=accumulation,
+        save_strategy="steps",
+        save_steps=4,
+    )
+    forwards = []
+
+    def forward(module, args, output):
+        forwards.append(trainer.parts_clock.present)
+        fake.spend(11)
+
+    trainer.model.register_forward_hook(forward)
+    optimizer = trainer.create_optimizer()
+    optimizer.register_step_pre_hook(lambda *_: fake.spend(13))
+    trainer.train()
+    batches = 4 * accumulation // 2
+    expected = {"reward": 5 * batches, "generation": 7 * batches, "optimizer": 13 * 4}
+    # The two micro-batches of a generation batch are scored one by one before the loss.
+    expected |= {"loss": 11 * 4 * accumulation} | ({"logps": 11 * 2 * batches} if accumulation == 1 else {})
+    found = {part: seconds for part, seconds in trainer.parts_clock.seconds().items() if seconds}
+    assert found == expected
+    assert set(forwards) == ({"loss", "logps"} if accumulation == 1 else {"loss"})
+    # The log says the same, step by step.
+    for part, seconds in expected.items():
+        assert sum(logged(trainer, f"{PREFIX}{part}")) == seconds
+
+
+def test_parts_add_up_to_the_wall_time_with_an_engine_evaluation_and_checkpoints(tmp_path, tokenizer):
+    slept = 0.05
+
+    def reward(completions, **kwargs):
+        time.sleep(slept)
+        return distinct_characters(completions)
+
+    trainer = make_trainer(
+        tmp_path,
+        tokenizer,
+        reward=reward,
+        deployment_scheme="bf16",
+        save_strategy="steps",
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=3,
+    )
+    readings = []
+
+    def now():
+        readings.append(time.perf_counter())
+        return readings[-1]
+
+    trainer.parts_clock = PartsClock(now)
+    start = time.perf_counter()
+    trainer.train()
+    end = time.perf_counter()
+    seconds = trainer.parts_clock.seconds()
+    assert sum(seconds.values()) == pytest.approx(readings[-1] - readings[0])
+    # It runs throughout: nothing of the training is before its first reading or after its last.
+    assert readings[0] - start < 0.1 * (end - start)
+    assert end - readings[-1] < 0.1 * (end - start)
+    assert seconds["reward"] >= 3 * slept  # those of the evaluation are the evaluation's
+    assert seconds["evaluation"] >= slept
+    parts = {"generation", "sync", "reward", "loss", "constraint", "optimizer", "metrics", "evaluation", "saving"}
+    assert {part for part in parts if seconds.get(part, 0) > 0} == parts
+    assert seconds.keys() <= PARTS.keys()
+
+
+def test_a_resumed_run_goes_on_counting(tmp_path, tokenizer):
+    trainer = make_trainer(tmp_path, tokenizer, max_steps=2, save_strategy="steps", save_steps=1)
+    trainer.train()
+    saved = json.loads((tmp_path / "checkpoint-1" / "dc_grpo_state.json").read_text())["seconds"]
+    assert saved["loss"] > 0
+    fake = FakeTime()
+    resumed = make_trainer(tmp_path, tokenizer, fake, max_steps=2)
+    resumed.add_callback(BeforeAndAfter(resumed))
+    resumed.model.register_forward_hook(lambda *_: fake.spend(11))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    seconds = resumed.parts_clock.seconds()
+    assert seconds["loss"] == pytest.approx(saved["loss"] + 11)
+    assert sum(seconds.values()) == pytest.approx(sum(saved.values()) + 11)
+    # The history of the first step stays, and the second one's is of this session.
+    assert [row[f"{PREFIX}loss"] for row in read_run(tmp_path).history if row["step"] == 2 and "loss" in row] == [11]
+    # Called again without a checkpoint it is a new run.
+    resumed.train()
+    assert resumed.parts_clock.seconds()["loss"] == 11 * 2
+
+
+# --- summary and report
+
+
+def test_summary_and_report_say_where_the_time_went(tmp_path, tokenizer, capsys):
+    fake = FakeTime()
+
+    def reward(completions, **kwargs):
+        fake.spend(30)
+        return distinct_characters(completions)
+
+    trainer = make_trainer(tmp_path / "run", tokenizer, fake, reward)
+    trainer.model.register_forward_hook(lambda *_: fake.spend(10))
+    trainer.add_callback(run := BeforeAndAfter(trainer))
+    trainer.train()
+    tokens = trainer.state.num_input_tokens_seen
+    page, *figures = write_report([tmp_path / "run"], tmp_path / "unfinished.html")
+    summarize(trainer, run)
+    printed = capsys.readouterr().out
+    row = next(line for line in printed.splitlines() if "loss, forward" in line)
+    assert row.replace("│", " ").split()[-3:] == ["30.0", "25.0%", f"{tokens / 30:,.0f}"]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["seconds_of_parts"]["reward"] == 90
+    finished, *_ = write_report([tmp_path / "run"], tmp_path / "finished.html")
+    for html in (page, finished):
+        text = html.read_text(encoding="utf-8")
+        assert f"90.0 s, 75.0%, {tokens / 90:,.0f}" in text
+        assert f"30.0 s, 25.0%, {tokens / 30:,.0f}" in text
+    assert "time_shares" in {figure.stem for figure in figures}
+
+
+def test_shares_of_a_history():
+    from dc_trl.records.runs import Run
+
+    rows = [
+        {"step": 5, "time/loss": 6.0, "time/other": 2.0},
+        {"step": 10, "time/loss": 4.0, "time/reward": 4.0},
+        {"step": 10, "time/reward": 2.0, "time/metrics": 0.01},
+    ]
+    run = Run("run", rows)
+    steps, shares = time_shares(run)
+    assert steps == [5, 10]
+    assert shares["loss, forward and backward"] == pytest.approx([0.75, 4 / 10.01])
+    assert shares["reward"] == pytest.approx([0, 6 / 10.01])
+    assert shares["smaller parts"] == pytest.approx([0, 0.01 / 10.01])
+    assert [sum(values) for values in zip(*shares.values(), strict=True)] == pytest.approx([1, 1])
+    assert run.seconds_of_parts() == pytest.approx({"loss": 10, "reward": 6, "metrics": 0.01, "other": 2})
+
+
+def test_cells_of_a_table():
+    assert time_cells({"reward": 30.0, "loss": 90.0, "sync": 0.0}, 1200) == {
+        "reward": ("30.0", "25.0%", "40"),
+        "loss, forward and backward": ("90.0", "75.0%", "13"),
+        "all": ("120.0", "100.0%", "10"),
+    }
+    assert time_cells({"loss": 2.0}, None)["all"] == ("2.0", "100.0%", "–")
+    assert time_cells({}, 10) == {}
+
+
+def test_runs_of_before_there_was_a_clock_are_read(tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "history.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}) + "\n")
+    page, *figures = write_report([tmp_path / "old"], tmp_path / "report.html")
+    assert "Where the time" not in page.read_text(encoding="utf-8")
+    assert "time_shares" not in {figure.stem for figure in figures}
+
+
+def test_a_summary_with_another_thing_for_seconds_is_refused(tmp_path):
+    (tmp_path / "history.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}) + "\n")
+    summary = {"steps": 1, "after": {}, "seconds_of_parts": {"loss": "long"}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(ValueError, match="loss='long'"):
+        read_run(tmp_path)
