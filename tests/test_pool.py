@@ -178,6 +178,15 @@ def test_seeds_belong_to_the_prompts_of_a_batch_and_differ(stubs, lines):
     assert Counter(said) == {None: len(PROMPTS), 7: len(PROMPTS)}
 
 
+def test_the_seed_of_a_rollout_may_be_drawn_before_it(stubs, lines):
+    pool = make_pool(stubs, lines)
+    usual = generate(pool)
+    torch.manual_seed(0)
+    pool.draw_seed()
+    assert generate(pool, seed=1) == usual
+    assert generate(pool, seed=1) != usual
+
+
 def test_all_servers_hold_the_weights_before_the_first_prompt_goes_out(stubs, lines, weights):
     pool = make_pool(stubs, lines)
     for each in weights[:3]:
@@ -422,6 +431,26 @@ def test_training_samples_from_all_servers_and_so_do_its_evaluations(stubs, tmp_
         stub.bodies.clear()
     assert len(trainer.deployed_completions(["1+1=", "2+2=", "3+3="])) == 3
     assert [len(stub.bodies) for stub in stubs] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_two_runs_sample_the_same(stubs, tmp_path, overlap):
+    runs = []
+    for number in range(2):
+        trainer = make_trainer(
+            tmp_path / str(number),
+            [stub.url for stub in stubs],
+            max_steps=3,
+            per_device_train_batch_size=16,
+            rollout_overlap=overlap,
+        )
+        trainer.train()
+        assert [server.lost for server in trainer.vllm_generation.vllm_client.servers] == [None] * 3
+        runs.append(sorted((body["prompt"][0], body["seed"]) for stub in stubs for body in stub.bodies))
+        for stub in stubs:
+            stub.bodies.clear()
+    assert runs[0] == runs[1]
+    assert len({seed for _, seed in runs[0]}) == len(runs[0]) == 12
 
 
 def test_a_list_of_one_is_one_server(stubs, tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..serving.errors import ServerError
+from ..serving.pool import ServerPool
 from .background import BackgroundRollout
 from .vllm_backends import Generation, ServerGeneration, _agree, _raised_together
 
@@ -42,6 +43,8 @@ class OverlappedGeneration(ServerGeneration):
         """
         request = self._request(prompts, num_generations)
         if request is not None:
+            if isinstance(self.vllm_client, ServerPool):
+                self.vllm_client.draw_seed()  # in this thread, which also draws for training
             self._ahead = BackgroundRollout(request)
             self._ahead.start(self.vllm_client)
 

@@ -67,6 +67,7 @@ class ServerPool(VLLMClient):
         self.weights: Weights | None = None
         self.routed_experts: list[np.ndarray | None] = []
         self._lengths = ExpectedLengths()
+        self._seed: int | None = None  # of the next rollout, once it is drawn
 
         def meet(url: str) -> PooledServer:
             client = ServerClient(
@@ -193,6 +194,14 @@ class ServerPool(VLLMClient):
             require_log_probs(output["logprobs"], self.base_url)
         return output
 
+    def draw_seed(self) -> None:
+        """Draws the seed of the next rollout now, from PyTorch's generator, which a resumed run has as it was.
+
+        `generate` draws it by itself. Where that runs in another thread, beside training, which draws from the same
+        generator, it has to be drawn before: the order would be another one each time.
+        """
+        self._seed = int(torch.randint(2**62, ()).item())
+
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
         """The request that TRL writes for all prompts, answered by all servers together."""
         choices = self._complete(kwargs["json"])
@@ -203,8 +212,11 @@ class ServerPool(VLLMClient):
         prompts, n, longest = body["prompt"], body["n"], body["max_tokens"]
         requests = [body | {"prompt": [prompt]} for prompt in prompts]
         if body["temperature"] > 0 and body.get("seed") is None:
-            for request, seed in zip(requests, _seeds(len(prompts)), strict=True):
+            if self._seed is None:
+                self.draw_seed()
+            for request, seed in zip(requests, _seeds(self._seed, len(prompts)), strict=True):
                 request["seed"] = seed
+            self._seed = None
         costs = [self._lengths.cost(prompt, n, longest) for prompt in prompts]
         batch = SharedBatch(requests, costs, n, self.weights, lose=self.lose, report=self._report)
         deadline = Deadline(self._patience.time_limit)
@@ -238,13 +250,9 @@ def _finite(seconds: float) -> float | None:
     return None if seconds == math.inf else seconds
 
 
-def _seeds(count: int) -> list[int]:
-    """A seed for each prompt of a batch, by PyTorch's generator, which a resumed run has as it was.
-
-    vLLM counts on from it for the further completions of a prompt, so that they are far apart.
-    """
-    start = int(torch.randint(2**62, ()).item())
-    return [int(seed) >> 2 for seed in np.random.SeedSequence(start).generate_state(count, np.uint64)]
+def _seeds(of_batch: int | None, count: int) -> list[int]:
+    """A seed for each prompt of a batch. vLLM counts on from it for a prompt's completions, so they are far apart."""
+    return [int(seed) >> 2 for seed in np.random.SeedSequence(of_batch).generate_state(count, np.uint64)]
 
 
 def _raise_failures(failures: dict[str, BaseException | None]) -> None:
