@@ -52,7 +52,7 @@ def main() -> None:
         options |= {"eval_strategy": "steps", "eval_steps": options["max_steps"]}
     server, colocate = options.pop("server", None), options.pop("colocate", None)
     if server is not None:
-        options |= {"vllm_mode": "server", "vllm_server_base_url": server, "deployment_scheme": "fp8"}
+        options = {"deployment_scheme": "fp8"} | options | {"vllm_mode": "server", "vllm_server_base_url": server}
     if colocate is not None:
         options |= {"vllm_mode": "colocate", "vllm_max_model_length": 64, "deployment_scheme": colocate}
     options["use_vllm"] = bool(server or colocate)
