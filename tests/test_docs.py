@@ -191,14 +191,10 @@ def test_metrics_are_those_that_a_run_logs(tmp_path, tokenizer):
     assert {name for name in names if name.startswith("collapse/")} == {f"collapse/{signal}" for signal in ADVICE}
     source = (ROOT / "dc_trl" / "routing_trainer.py").read_text()
     assert {name for name in names if name.startswith("routing/")} == set(re.findall(r'"(routing/\w+)"', source))
-<<<<<<< HEAD
     assert {name for name in names if name.startswith("time/")} == {f"time/{part}" for part in PARTS}
-    ours = ("discrepancy/", "trust/", "lagrangian/", "length_decay/", "sync/", "routing/", "collapse/", "time/")
-=======
     source = (ROOT / "dc_trl" / "overlap_trainer.py").read_text()
     assert {name for name in names if name.startswith("overlap/")} == set(re.findall(r'"(overlap/\w+)"', source))
-    ours = ("discrepancy/", "trust/", "lagrangian/", "length_decay/", "sync/", "overlap/", "routing/", "collapse/")
->>>>>>> 82514033add40ccf247ac27ed3c60cde2a6ed5e9
+    ours = ("discrepancy/", "trust/", "lagrangian/", "length_decay/", "sync/", "overlap/", "routing/", "time/", "collapse/")
     trls = {name for name in names if not name.startswith(ours)}
     of_verl = {"kl", "k3_kl"} | {name for name in trls if f"discrepancy/{name}" in names}
     theirs = Path(trl.__file__).with_name("trainer").joinpath("grpo_trainer.py").read_text()
