@@ -1,19 +1,21 @@
-"""Runs whose completions are known, in one process or in several: `-m tests.distribution_worker FOLDER NAME …`.
+"""Runs in one process or in several, which compute the same: `-m tests.distribution_worker FOLDER NAME … [OPTION …]`.
 
-Completions follow from the prompt, so that a global batch is the same however it is divided. Everything else is real:
-accelerate's processes and sharding, TRL's loop, the optimizer, the replica. The main process writes `NAME.json` with
-what each run logged.
+Completions follow from the prompt, so that a global batch is the same however it is divided. With `--server URL` a
+vLLM server samples, and `rollouts.json` keeps what it sampled; `--replay FILE` samples that again. Everything else is
+real: accelerate's processes and sharding, TRL's loop, the optimizer, the replica. The main process writes what the
+runs logged into `logs.json`.
 """
 
+import argparse
 import json
 import os
 import random
-import sys
 import time
 from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
+from transformers import AutoModelForCausalLM
 
 from dc_trl import DCGRPOTrainer
 
@@ -47,6 +49,30 @@ class Known(DCGRPOTrainer):
             if first <= number < first + len(completions):
                 spoil(completions[number - first])
         return completions, logprobs
+
+
+class Recorded(DCGRPOTrainer):
+    """Keeps what the engine sampled."""
+
+    def __init__(self, *args, **kwargs):
+        self.rollouts: dict[str, tuple] = {}
+        super().__init__(*args, **kwargs)
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        sampled = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        for number, (prompt, *completion) in enumerate(zip(prompt_ids, *sampled, strict=True)):
+            self.rollouts[f"{self.state.global_step} {prompt} {number % GROUP}"] = completion
+        return sampled
+
+
+class Replayed(DCGRPOTrainer):
+    """Samples what another run has kept."""
+
+    rollouts: dict[str, tuple]
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        keys = [f"{self.state.global_step} {prompt} {number % GROUP}" for number, prompt in enumerate(prompt_ids)]
+        return tuple(map(list, zip(*(self.rollouts[key] for key in keys), strict=True)))
 
 
 def truncate(ids):
@@ -83,14 +109,14 @@ RUNS: dict[str, tuple[dict, tuple]] = {
     "balance of the last group": (BALANCE | {"max_steps": 1}, (truncate, FIRST)),
     "experts": ({}, ()),
     "through the deployed forward": ({"train_through_quantization": True}, ()),
-    "rollouts": ({"deployment_scheme": None, "ddp_backend": "gloo"}, ()),  # the one that DeepSpeed's ZeRO-3 can make
+    "rollouts": ({"deployment_scheme": None}, ()),  # the one that DeepSpeed's ZeRO-3 can make
 }
 
 
-def train(folder: Path, name: str) -> dict:
+def train(folder: Path, name: str, options: argparse.Namespace) -> dict:
     fields, spoiled = RUNS[name]
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    options = {
+    fields = {
         "max_steps": 3,
         "lambda_lr": 0.5,
         "learning_rate": 1e-3,
@@ -98,16 +124,27 @@ def train(folder: Path, name: str) -> dict:
         "per_device_train_batch_size": GLOBAL // processes,
         "per_device_eval_batch_size": 4 // processes,
         "num_generations_eval": 1,
-        "deployment_scheme": "fp8",
-        "use_cpu": os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true",  # without a GPU it wants ddp_backend
-    }
-    model = make_experts(64) if name == "experts" else make_model(64)
+        "deployment_scheme": options.scheme,
+    } | fields
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        fields |= {"use_cpu": False, "ddp_backend": "gloo"}  # as it runs without a GPU
+    if options.server is not None:
+        fields |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": options.server}
+    kind: type[DCGRPOTrainer] = DCGRPOTrainer if name == "rollouts" else Known
+    if options.server is not None:
+        kind = Recorded
+    elif options.replay is not None:
+        kind = Replayed
+    if options.model is not None:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    else:
+        model = make_experts(64) if name == "experts" else make_model(64)
     if name == "experts":
         model.config.router_aux_loss_coef = 0.0  # a loss of each process by itself
-    trainer = (DCGRPOTrainer if name == "rollouts" else Known)(
+    trainer = kind(
         model,
         reward,
-        make_config(folder / name, **options | fields),
+        make_config(folder / name, **fields),
         train_dataset=make_prompts(),
         eval_dataset=make_prompts(5),  # which no number of processes divides
         processing_class=make_tokenizer(),
@@ -115,13 +152,21 @@ def train(folder: Path, name: str) -> dict:
     )
     if spoiled:
         trainer.spoiled = spoiled
+    if options.replay is not None:
+        trainer.rollouts = json.loads(options.replay.read_text())
     trainer.train()
     logs = {
         "kind": trainer.accelerator.distributed_type.value,
         "lambda": gather_object([trainer.lagrange_multiplier.value]),
         "rows": [row for row in trainer.state.log_history if "loss" in row],
     }
-    if name in ("steps", "experts"):
+    if options.server is not None:
+        rollouts: dict[str, tuple] = {}
+        for part in gather_object([trainer.rollouts]):
+            rollouts |= part
+        if trainer.accelerator.is_main_process:
+            (folder / "rollouts.json").write_text(json.dumps(rollouts))
+    elif name in ("steps", "experts") and options.replay is None:
         logs["evaluation"] = trainer.evaluate()
         trainer.save_model(str(folder / name / "model"))
         trainer.save_deployment(folder / name / "deployment")
@@ -129,12 +174,18 @@ def train(folder: Path, name: str) -> dict:
 
 
 def main() -> None:
-    folder, *names = sys.argv[1:]
-    logs = {}
-    for name in names:
-        logs[name] = train(Path(folder), name)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="+")
+    parser.add_argument("--server")
+    parser.add_argument("--replay", type=Path)
+    parser.add_argument("--model")
+    parser.add_argument("--scheme", default="fp8")
+    options = parser.parse_args()
+    options.folder.mkdir(exist_ok=True)
+    logs = {name: train(options.folder, name, options) for name in options.names}
     if int(os.environ.get("RANK", "0")) == 0:
-        Path(folder, "logs.json").write_text(json.dumps(logs))
+        (options.folder / "logs.json").write_text(json.dumps(logs))
     time.sleep(1)  # see scripts/train.py: gloo's thread lets go of the last gather
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

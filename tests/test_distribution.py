@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -18,13 +19,16 @@ from dc_trl.settings.distribution import Sharding
 from .distribution_worker import RUNS
 from .helpers import (
     ROOT,
+    TINY_MODEL,
     TWO_PROCESSES,
     distinct_characters,
     make_config,
+    make_experts,
     make_model,
     make_prompts,
     make_tokenizer,
 )
+from .vllm_server import requires_vllm, serving
 
 
 ACCELERATE = TWO_PROCESSES[:3]
@@ -139,6 +143,40 @@ def test_what_two_processes_deploy_is_what_one_would_of_their_weights(two, launc
         assert all(not torch.equal(weight, start[key]) for key, weight in trained.items())
 
 
+@pytest.mark.long
+def test_a_sharded_run_that_lost_a_process_goes_on_with_as_many_and_with_fewer(tmp_path):
+    options = {"deployment_scheme": "fp8", "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lambda_lr": 5.0}
+
+    def run(folder, *launch_options, **more):
+        fields = options | {"output_dir": str(tmp_path / folder)} | more
+        command = [*LAUNCHERS["FSDP"], *launch_options, "-m", "tests.worker", json.dumps(fields)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+    def rows(folder):
+        logs = json.loads((tmp_path / folder / "logs.json").read_text())
+        assert logs["kind"] == "DistributedType.FSDP"
+        names = ("step", "loss", "grad_norm", "discrepancy/mean", "lagrangian/lambda")
+        return [{name: row[name] for name in names} for row in logs["rows"] if "loss" in row]
+
+    # The launcher ends the process that waits for the lost one.
+    assert run("run", kill_at=3, kill_rank=1).returncode != 0
+    assert not (tmp_path / "run" / "logs.json").exists()
+    shutil.copytree(tmp_path / "run", tmp_path / "fewer")
+    for folder, more in (
+        ("run", {"resume_from_checkpoint": "true"}),
+        ("whole", {}),
+    ):
+        done = run(folder, **more)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert rows("run") == rows("whole")
+    fewer = run("fewer", "--num_processes", "1", resume_from_checkpoint="true", per_device_train_batch_size=8)
+    assert fewer.returncode == 0, fewer.stderr[-3000:]
+    # The step after the checkpoint has its λ and its weights; what they sample is drawn anew.
+    assert rows("fewer")[:2] == rows("whole")[:2]
+    assert rows("fewer")[2]["lagrangian/lambda"] == rows("whole")[2]["lagrangian/lambda"]
+    assert [row["step"] for row in rows("fewer")] == [1, 2, 3, 4]
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
@@ -237,3 +275,41 @@ def test_a_launch_whose_processes_would_not_be_divided_is_refused(tmp_path, laun
     )
     assert done.returncode != 0
     assert message in done.stderr
+
+
+# --- with a real vLLM server ----------------------------------------------------------------------------------------
+
+
+def check_against_a_replay(tmp_path, name, options):
+    """Two sharded processes sample from a server; one process samples the same again and computes the same."""
+    command = [*LAUNCHERS["FSDP"], "-m", "tests.distribution_worker", str(tmp_path / "two"), name, *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    replay = [option for option in options if "http" not in option and option != "--server"]
+    kept = str(tmp_path / "two" / "rollouts.json")
+    single = runs_of(tmp_path / "one", [name, *replay, "--replay", kept])[name]
+    double = json.loads((tmp_path / "two" / "logs.json").read_text())[name]
+    assert double["kind"] == "FSDP"
+    assert double["lambda"][0] == double["lambda"][1] == pytest.approx(single["lambda"][0], rel=1e-4)
+    for expected, found in zip(single["rows"], double["rows"], strict=True):
+        assert 0 < found["discrepancy/mean"] < 0.05  # the server has the weights of this step
+        for metric in ("loss", "grad_norm", "reward", "discrepancy/mean", "discrepancy/k3_kl"):
+            assert found[metric] == pytest.approx(expected[metric], rel=1e-3, abs=1e-6), metric
+
+
+@pytest.mark.long
+@requires_vllm
+def test_sharded_processes_train_on_one_server(fp8_server, tmp_path):
+    check_against_a_replay(tmp_path, "steps", ["--server", fp8_server.url, "--model", str(TINY_MODEL)])
+
+
+@pytest.mark.long
+@requires_vllm
+def test_sharded_experts_train_on_one_server(tmp_path):
+    """In bf16, the only format in which vLLM's CPU engine runs a mixture of experts."""
+    model = tmp_path / "model"
+    make_experts(64).save_pretrained(model)
+    make_tokenizer().save_pretrained(model)
+    with serving(tmp_path, "--scheme", "bf16", "--max_model_len", "256", model=str(model)) as server:
+        options = ["--server", server.url(), "--model", str(model), "--scheme", "bf16"]
+        check_against_a_replay(tmp_path, "experts", options)
