@@ -161,7 +161,9 @@ def architecture_of(config: PreTrainedConfig, name: str) -> Architecture:
         for weight in (*rows["gate_up_proj"].chunk(2, 1), rows["down_proj"]):
             shapes[weight.shape[1], weight.shape[2]] += count
         assert columns == text.hidden_size
-    layers = [each for each in model.modules() if type(each).__name__ in (model._no_split_modules or ())]
+    layers = next(
+        each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == text.num_hidden_layers
+    )
     dense = len(experts) < text.num_hidden_layers
     return Architecture(
         name=name,

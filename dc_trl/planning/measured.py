@@ -1,6 +1,5 @@
 """The formulas against runs on this machine: a real model's sizes, operations, memory and steps."""
 
-import copy
 import json
 import struct
 import sys
@@ -11,11 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from accelerate.utils import compute_module_sizes
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PrinterCallback,
+    TrainerCallback,
+)
 from trl import GRPOTrainer
 
 from ..config import DCGRPOConfig
@@ -24,7 +31,7 @@ from ..files import read_object
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.tensors import policy_tensors
 from ..trainer import DCGRPOTrainer
-from .architecture import architecture_of
+from .architecture import Architecture, architecture_of
 from .deployed import checkpoint_bytes
 from .flops import forward_flops, training_flops
 from .lengths import Moments
@@ -96,11 +103,11 @@ def written(checkpoint: Path) -> int:
 
 
 def flop_rows(model: PreTrainedModel, batch: int, tokens: int) -> list[Row]:
-    """Operations that PyTorch counts, with attention that computes the scores of all pairs."""
-    model = copy.deepcopy(model)
-    model.set_attn_implementation("eager")
-    if architecture_of(model.config, "").has_experts:
-        model.set_experts_implementation("eager")  # its fused products are not counted
+    """Operations that PyTorch counts, with attention that computes the scores of all pairs.
+
+    Afterwards the model has no gradients, and transformers' default attention and experts.
+    """
+    _set_implementations(model, "eager", "eager")
     sizes = architecture_of(model.config, "")
     ids = torch.zeros(batch, tokens, dtype=torch.long)
     sequence = Moments(tokens, tokens**2)
@@ -109,6 +116,8 @@ def flop_rows(model: PreTrainedModel, batch: int, tokens: int) -> list[Row]:
     forward = counter.get_total_flops()
     with FlopCounterMode(display=False) as counter:
         loss.backward()
+    model.zero_grad()
+    _set_implementations(model, "sdpa", "grouped_mm")
     both = training_flops(sizes, sequence, tokens, checkpointing=False, fused_head=False, causal=False).total
     predicted = forward_flops(sizes, sequence, tokens, causal=False).total
     return [
@@ -117,18 +126,28 @@ def flop_rows(model: PreTrainedModel, batch: int, tokens: int) -> list[Row]:
     ]
 
 
+def _set_implementations(model: PreTrainedModel, attention: str, experts: str) -> None:
+    """PyTorch's counter sees neither fused attention on a CPU nor grouped products of experts."""
+    model.set_attn_implementation(attention)
+    if architecture_of(model.config, "").has_experts:
+        model.set_experts_implementation(experts)
+
+
 def activation_rows(model: PreTrainedModel, batch: int, tokens: int, dtype: torch.dtype) -> list[Row]:
-    """Bytes that autograd keeps for the layers of a model, in float32 or BF16."""
-    model = copy.deepcopy(model).to(dtype)
+    """Bytes that autograd keeps for the layers of a model and the norm behind them, in float32 or BF16.
+
+    Afterwards the model has this dtype.
+    """
+    model.to(dtype)
     sizes = architecture_of(model.config, "")
     held: dict[int, int] = {}
-    own = {weight.untyped_storage()._cdata for weight in model.parameters()}
+    own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     kept: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            held[storage._cdata] = storage.nbytes()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage.nbytes()
             kept.append(tensor)  # so that no other storage takes its address
         return tensor
 
@@ -253,6 +272,7 @@ def run_steps(
             num_generations=4,
             max_completion_length=length,
             max_steps=steps,
+            constraint="none",
             learning_rate=1e-6,
             save_strategy="no",
             report_to="none",
@@ -268,6 +288,7 @@ def run_steps(
             rollout_func=Replay(length),
             callbacks=[clock],
         )
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
     timed = sorted(clock.seconds[1:])
     prompts = tokenizer.apply_chat_template(rows["prompt"][:], add_generation_prompt=True)["input_ids"]
@@ -280,6 +301,14 @@ def predicted_seconds(model: PreTrainedModel, batch: int, tokens: int, speed: Sp
     sizes = architecture_of(model.config, "")
     flops = training_flops(sizes, Moments(tokens, tokens**2), tokens, checkpointing=False, causal=False).total
     return batch * flops / speed.flops + 7 * 4 * sizes.parameters / speed.bandwidth
+
+
+def missing_memory(sizes: Architecture, batch: int, tokens: int) -> str:
+    """Why a run of some steps would not fit this machine's memory now; empty where it would."""
+    micro = MicroBatch(batch, tokens, tokens, accumulated=False)
+    needed = 1.1 * trainer_memory(sizes, "ddp", 1, micro, precision=FLOAT32, checkpointing=False).total + 1e9
+    free = psutil.virtual_memory().available
+    return "" if needed < free else f"steps need {needed / 1e9:.0f} GB, and {free / 1e9:.0f} are free"
 
 
 def run_rows(make: Callable[[], PreTrainedModel], batch: int, length: int, steps: int) -> list[Row]:

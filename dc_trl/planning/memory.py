@@ -171,5 +171,5 @@ def _zero(model: Architecture, devices: int, stage: int) -> _States:
     """DeepSpeed's BF16 engine: weights and gradients in 2 bytes; float32 weights and moments, which are sharded."""
     count = model.parameters
     weights = 2 * count / (1 if stage == 2 else devices) + 4 * count / devices
-    live = model.layer_parameters if stage == 2 else min(count, _ZERO3_LIVE)
+    live = model.layer_parameters if stage == 2 else max(model.layer_parameters, min(count, _ZERO3_LIVE))
     return _States(weights, 2 * count / devices, 8 * count / devices, 2 * live, 4 * count / devices)

@@ -8,16 +8,16 @@ from .devices import USABLE, Assumptions
 from .flops import forward_flops, generation_flops, training_flops
 from .memory import TrainerMemory
 from .plan import NoPlan, Plan, memory_table
-from .step import Parts, computed_lengths, micro_batches, sync_bytes
+from .step import computed_lengths, micro_batches, sync_bytes
 
 
-PART_NAMES = dict(
-    zip(
-        Parts._fields,
-        ("generation", "old log-probabilities", "loss and backward", "optimizer", "weight sync"),
-        strict=True,
-    )
-)
+PART_NAMES = {
+    "generation": "generation",
+    "old_logps": "old log-probabilities",
+    "loss": "loss and backward",
+    "optimizer": "optimizer",
+    "sync": "weight sync",
+}
 _MEMORY = {
     "weights": "weights",
     "gradients": "gradients",

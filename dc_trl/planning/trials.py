@@ -19,12 +19,15 @@ from transformers import PreTrainedModel
 
 from ..files import write_text
 from ..records.tables import TableRows
+from .architecture import architecture_of
 from .measured import (
     Measured,
     Row,
+    Speed,
     activation_rows,
     flop_rows,
     measure_speed,
+    missing_memory,
     predicted_seconds,
     random_model,
     run_rows,
@@ -55,9 +58,13 @@ def check_tables() -> Iterator[tuple[str, TableRows]]:
         rows = size_rows(model) + flop_rows(model, 2, 64)
         for dtype in (torch.float32, torch.bfloat16):
             rows += activation_rows(model, 2, 64, dtype)
+        sizes = architecture_of(model.config, name)
         del model
-        rows += run_rows(make, batch, length, steps)
-        title = f"{name}: predicted and measured; steps of {batch} completions of {length} tokens, float32"
+        lacking = missing_memory(sizes, batch, length + 32)
+        if not lacking:
+            rows += run_rows(make, batch, length, steps)
+        what = lacking or f"steps of {batch} completions of {length} tokens, float32"
+        title = f"{name}: predicted and measured; {what}"
         yield title, (["", "predicted", "measured", "error"], [_cells(row) for row in rows])
 
 
@@ -70,8 +77,8 @@ def _cells(row: Row) -> list[str]:
 def growth_table() -> tuple[str, TableRows]:
     """Seconds of a real step against its size, beside the formula.
 
-    The formula is at the speed of this machine's matrix products, and once more scaled to agree in the first row: the
-    factor stands for everything but matrix products.
+    The formula is at the speed of this machine's matrix products in the first row's shape, and again scaled to agree
+    in the first row: the factor stands for everything but matrix products.
     """
     shapes = [(16, 64), (32, 64), (64, 64), (16, 128), (16, 256)]
     runs = [("tiny", tiny_model, *shape) for shape in shapes]
@@ -80,16 +87,19 @@ def growth_table() -> tuple[str, TableRows]:
         ("tiny, twice as wide", lambda: random_model(tiny, hidden_size=256, intermediate_size=512), *_BASE),
         ("tiny, 4 times as deep", lambda: _deeper(tiny, 16), *_BASE),
     ]
-    rows, factor = [], None
+    rows: list[list[str]] = []
+    speed, factor = Speed(1.0, 1.0), 1.0  # both of the first row
     for name, make, batch, length in runs:
         measured, model = run_steps(make, batch, length, _STEPS)
-        predicted = _at_this_speed(model, batch, measured)
-        factor = factor or measured.seconds / predicted
+        if not rows:
+            hidden, intermediate = model.config.hidden_size, model.config.intermediate_size
+            speed = measure_speed(hidden, intermediate, batch * measured.tokens)
+            factor = measured.seconds / predicted_seconds(model, batch, measured.tokens, speed)
+        predicted = predicted_seconds(model, batch, measured.tokens, speed)
         rows.append(_growth_cells([name, str(batch), str(length), "1"], predicted, measured, factor))
     batch, length = _BASE
     measured = _two_processes(batch, length)
-    predicted = _at_this_speed(tiny_model(), batch // 2, measured)
-    assert factor is not None
+    predicted = predicted_seconds(tiny_model(), batch // 2, measured.tokens, speed)
     rows.append(_growth_cells(["tiny", str(batch), str(length), "2"], predicted, measured, factor))
     head = ["model", "completions", "tokens", "processes", "measured, s", "formula, s", "scaled, s", "error"]
     return "Seconds of an optimizer step on this machine", (head, rows)
@@ -103,12 +113,6 @@ def _growth_cells(what: list[str], predicted: float, measured: Measured, factor:
 
 def _deeper(path: Path, layers: int) -> PreTrainedModel:
     return random_model(path, num_hidden_layers=layers, layer_types=["full_attention"] * layers)
-
-
-def _at_this_speed(model: PreTrainedModel, batch: int, measured: Measured) -> float:
-    config = model.config
-    speed = measure_speed(config.hidden_size, config.intermediate_size, batch * measured.tokens)
-    return predicted_seconds(model, batch, measured.tokens, speed)
 
 
 def _two_processes(batch: int, length: int) -> Measured:
