@@ -20,7 +20,7 @@ from .helpers import ROOT
 # From the top floor to the cellar. A room may import rooms of lower floors, and none of its own floor.
 FLOORS = [
     ["training", "ablation"],
-    ["callbacks", "calibration"],
+    ["callbacks", "calibration", "planning"],
     ["trainer"],
     ["timed_trainer"],
     ["resumable_trainer"],
