@@ -115,6 +115,8 @@ HOOKS: dict[str, str] = {
     "transformers.trainer.TRAINING_ARGS_NAME": "str",
     "transformers.trainer_utils.PREFIX_CHECKPOINT_DIR": "str",
     "transformers.utils.output_capturing.OutputRecorder": "class",
+    "transformers.PreTrainedConfig._attn_implementation": "property",
+    "transformers.PreTrainedModel._is_stateful": "bool",
     "transformers.core_model_loading.revert_weight_conversion": "(model, state_dict)",
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts._apply_gate": "(self, gate_up_out)",
     "peft.tuners.tuners_utils.BaseTunerLayer": "class",

@@ -1,14 +1,14 @@
 """What padding costs a training step: TRL's trainer and ours on replayed rollouts of log-normal length, in turns.
 
 A step reads one generation batch: so many responses, in micro-batches, for one optimizer step. Sampling takes no time.
-Every run has a trainer of its own, which is gone before the next one begins, so that its memory is its own.
+Every run has a trainer of its own and, on a CPU, a process of its own, so that its memory is its own.
 """
 
 import argparse
-import ctypes
 import gc
 import json
 import math
+import multiprocessing
 import random
 import statistics
 import sys
@@ -120,13 +120,29 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def release() -> None:
-    """Gives freed memory back, so that the next run's is not the last one's."""
-    gc.collect()
+def warm_up(model: Any) -> None:
+    """Loads what a first forward and backward load, so that it counts as nobody's time and memory."""
+    model(input_ids=torch.tensor([[5, 6, 7]], device=model.device)).logits.sum().backward()
+
+
+def apart(function: Callable[..., dict[str, float]], *args: Any) -> dict[str, float]:
+    """What a function returns; on a CPU from a new process, because freed memory stays with the one that freed it."""
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
-    else:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        return function(*args)
+    context = multiprocessing.get_context("fork")  # of a process that has computed nothing, and so has no threads
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: sender.send(function(*args)))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        sys.exit(f"error: the run's process ended with exit status {process.exitcode}; see above.")
+    finally:
+        process.join()
 
 
 def resident() -> int:
@@ -164,7 +180,7 @@ def make_model(args: argparse.Namespace) -> Any:
 
 def run(args: argparse.Namespace, arm: str, micro_batch: int, sigma: float) -> dict[str, float]:
     """One step of a new trainer."""
-    release()
+    warm_up(make_model(args))
     meter, settings = Meter(), ARMS[arm]
     replay = Replay(response_lengths(args.responses, sigma, args.scale))
     micro_batches = args.responses // micro_batch
@@ -207,15 +223,16 @@ def run(args: argparse.Namespace, arm: str, micro_batch: int, sigma: float) -> d
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each σ, micro-batch and arm, with the figures of its repetitions in the order they were made."""
-    for arm in ARMS:  # to warm up
-        run(args, arm, max(args.micro_batches), args.sigmas[0])
+    if torch.cuda.is_available():
+        for arm in ARMS:  # kernels are chosen and compiled at their first call
+            run(args, arm, max(args.micro_batches), args.sigmas[0])
     rows = []
     for sigma, micro_batch in product(args.sigmas, args.micro_batches):
         runs: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
         for repetition in range(args.repetitions):
             # The order changes, so that none of them always runs after the same one.
             for arm in random.Random(repetition).sample(list(ARMS), len(ARMS)):
-                runs[arm].append(run(args, arm, micro_batch, sigma))
+                runs[arm].append(apart(run, args, arm, micro_batch, sigma))
         for arm, measured in runs.items():
             figures = {name: [each[name] for each in measured] for name in measured[0]}
             rows.append({"sigma": sigma, "micro_batch": micro_batch, "arm": arm, **figures})
