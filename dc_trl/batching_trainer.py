@@ -166,6 +166,8 @@ class LengthAwareTrainer(RoutingTrainer):
             for forward in self._forwards(slice_)
         )
         real = sum(slice_["prompt_mask"].sum() + slice_["completion_mask"].sum() for slice_ in slices)
+        if self.padding_free is not None:
+            read = int(real)
         counts = torch.tensor([[read, padded, int(real)]], device=self.accelerator.device)
         read, padded, real = self.accelerator.gather(counts).sum(0).tolist()
         self._metrics["train"]["batching/computed_per_real_token"].append(read / max(real, 1))
