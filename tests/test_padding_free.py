@@ -302,6 +302,13 @@ def test_training_is_trls(tmp_path, fields):
     assert_same(train(tmp_path, PADDING_FREE, **fields), train(tmp_path, **fields))
 
 
+def test_training_in_bfloat16_is_trls_to_its_rounding(tmp_path):
+    ours, theirs = (train(tmp_path, kind, bf16=True)[1][0] for kind in (PADDING_FREE, None))
+    for name, gradient in theirs.items():
+        distance = (ours[name] - gradient).norm() / gradient.norm()
+        assert 0 < distance < 0.02, name
+
+
 @pytest.mark.parametrize("fields", [{}, {"num_iterations": 2, "steps_per_generation": 4}, {"loss_type": "dapo"}])
 def test_training_in_batches_by_length_is_trls(tmp_path, fields):
     """The mean entropy of a micro-batch is that of other completions."""

@@ -26,7 +26,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.data.arithmetic import arithmetic_dataset
-from dc_trl.records.tables import print_table
+from dc_trl.records.tables import markdown_table, print_table
 from dc_trl.report.figures import new_figure, series_style
 
 
@@ -181,7 +181,8 @@ def make_model(args: argparse.Namespace) -> Any:
 
 def run(args: argparse.Namespace, arm: str, micro_batch: int, sigma: float) -> dict[str, float]:
     """One step of a new trainer."""
-    warm_up(make_model(args))
+    if not torch.cuda.is_available():
+        warm_up(make_model(args))
     meter, settings = Meter(), ARMS[arm]
     replay = Replay(response_lengths(args.responses, sigma, args.scale))
     micro_batches = args.responses // micro_batch
@@ -248,30 +249,25 @@ def multiples(rows: Sequence[dict[str, Any]], row: dict[str, Any], name: str) ->
 
 
 def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: medians, with the least and the greatest multiple of the training part."""
-    head = ["σ", "micro-batch", "trainer", "computed per real token", "training part, s", "× TRL", "least – greatest"]
+    """Head and rows, one for each σ and micro-batch; cells hold the medians of our arms, in the order of `ARMS`."""
+    ours = [arm for arm in ARMS if ARMS[arm] is not None]
+    head = ["σ", "micro-batch", "computed per real token: TRL", *ours, "training part: TRL, s"]
     lines = []
-    for row in rows:
-        training, step, memory = (multiples(rows, row, name) for name in FIGURES)
-        lines.append(
-            [
-                f"{row['sigma']:g}",
-                str(row["micro_batch"]),
-                row["arm"],
-                f"{statistics.median(row['computed_per_real']):.3f}",
-                f"{statistics.median(row['training']):.2f}",
-                f"{statistics.median(training):.2f}",
-                f"{min(training):.2f} – {max(training):.2f}",
-                f"{statistics.median(step):.2f}",
-                f"{statistics.median(memory):.2f}",
-            ]
-        )
-    return [*head, "whole step × TRL", "peak memory × TRL"], lines
+    for cell in dict.fromkeys((row["sigma"], row["micro_batch"]) for row in rows):
+        arms = {row["arm"]: row for row in rows if (row["sigma"], row["micro_batch"]) == cell}
+        computed = [f"{statistics.median(arms[arm]['computed_per_real']):.2f}" for arm in ARMS]
+        compared = [
+            " · ".join(f"{statistics.median(multiples(rows, arms[arm], name)):.2f}" for arm in ours)
+            for name in FIGURES
+        ]
+        seconds = f"{statistics.median(arms['TRL']['training']):.1f}"
+        lines.append([f"{cell[0]:g}", str(cell[1]), *computed, seconds, *compared])
+    return [*head, *(f"{heading}, × TRL" for heading in FIGURES.values())], lines
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """A column for each σ: tokens computed, training part and peak memory by micro-batch."""
-    sigmas = list(dict.fromkeys(row["sigma"] for row in rows))
+    sigmas, micro_batches = (sorted({row[name] for row in rows}) for name in ("sigma", "micro_batch"))
     value: dict[str, Callable[[dict[str, Any]], float]] = {
         "tokens computed per real token": lambda row: statistics.median(row["computed_per_real"]),
         "training part, × TRL": lambda row: statistics.median(multiples(rows, row, "training")),
@@ -284,7 +280,8 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             colour, line, marker = series_style(index)
             axes.plot(*zip(*points, strict=True), color=colour, linestyle=line, marker=marker, markersize=4, label=arm)
         axes.set_xscale("log", base=2)
-        axes.set_xticks([row["micro_batch"] for row in rows], [str(row["micro_batch"]) for row in rows])
+        axes.set_xticks(micro_batches, map(str, micro_batches))
+        axes.minorticks_off()
         axes.set_ylim(bottom=0)
         if label == next(iter(value)):
             axes.set_title(f"σ = {sigma:g}", fontsize=10, loc="left")
@@ -314,5 +311,6 @@ def lengths(args: argparse.Namespace) -> None:
         names = ("responses", "scale", "repetitions", "size", "attn_implementation", "gradient_checkpointing")
         settings = {"device": device} | {name: getattr(args, name) for name in names}
         args.output.write_text("".join(json.dumps(settings | row, ensure_ascii=False) + "\n" for row in rows))
+        args.output.with_suffix(".md").write_text(f"{title}.\n\n{markdown_table(*table(rows))}")
         draw(rows, args.output.with_suffix(".png"))
-        print(f"wrote {args.output} and {args.output.with_suffix('.png')}")
+        print(f"wrote {args.output}, and beside it the table (.md) and the figure (.png)")
