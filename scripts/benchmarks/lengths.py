@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Qwen3Config, TrainerCallback
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
@@ -301,7 +301,7 @@ def lengths(args: argparse.Namespace) -> None:
     for micro_batch in args.micro_batches:
         if args.responses % micro_batch or args.responses % 8:
             sys.exit(f"error: responses={args.responses} is no multiple of 8 and of micro_batches={micro_batch}.")
-    disable_progress_bar()
+    logging.disable_progress_bar()
     rows = measure(args)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {args.threads} threads"
     of_lengths = f"mean {MEAN / args.scale:.0f}, cap {CAP / args.scale:.0f} tokens"
