@@ -30,8 +30,9 @@ logger = get_logger(__name__)
 
 # Losses that are a mean over completions; the others divide by the tokens that enter them.
 MEAN_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
-# Beside the tensors of a slice whose rows were grouped: of each of its forwards the rows, and the weights of metrics.
-_ROWS, _WEIGHTS = "micro_batch_rows", "metric_weights"
+# Beside the tensors of a slice whose rows were grouped: of each of its forwards the rows, and the weights of its
+# metrics and, last, of its loss.
+_ROWS, _WEIGHTS = "forward_rows", "forward_weights"
 # Means over the tokens of a forward that TRL and this package log, and average over the forwards of a step: which of a
 # forward's weights makes that the mean over the step's tokens, those of the loss (0) or those of the prompts too (1).
 _TOKEN_MEANS = {
@@ -116,7 +117,8 @@ class LengthAwareTrainer(RoutingTrainer):
             order = [row - rank * share for row in wanted[rank]]
         sizes = [len(forward[rank]) for forward in plan]
         ends = list(accumulate(sizes))
-        weights = self._metric_weights(take(batch, order), sizes)
+        masks = {name: value for name, value in batch.items() if name.endswith("_mask")}
+        weights = self._weights(take(masks, order), sizes, share // len(slices))
         regrouped = []
         for run in runs(len(plan), len(slices)):
             rows = order[ends[run.start] - sizes[run.start] : ends[run.stop - 1]]
@@ -124,14 +126,22 @@ class LengthAwareTrainer(RoutingTrainer):
             regrouped.append(trimmed(take(batch, rows), self.pad_to_multiple_of) | of_forwards)
         return regrouped
 
-    def _metric_weights(self, batch: dict[str, Any], sizes: list[int]) -> list[list[float]]:
-        """Of each forward's rows their share of the tokens of all, over an equal share; see `_TOKEN_MEANS`."""
+    def _weights(self, batch: dict[str, Any], sizes: list[int], rows: int) -> list[list[float]]:
+        """Of each forward the weights of its metrics, its share of all tokens over an equal share, and of its loss.
+
+        A loss that is a mean over completions divides by those of a forward, where TRL's divides by `rows`.
+        """
         completion = batch["completion_mask"]
         of_loss = (completion * batch["tool_mask"] if "tool_mask" in batch else completion).sum(1)
         read = batch["prompt_mask"].sum(1) + completion.sum(1)
         tokens = torch.stack([each.sum(0) for each in torch.stack([of_loss, read], dim=1).split(sizes)])
         tokens = self.accelerator.gather(tokens.unsqueeze(0)).sum(0).float()
-        return (tokens * len(sizes) / tokens.sum(0).clamp(min=1)).tolist()
+        shares = tokens * len(sizes) / tokens.sum(0).clamp(min=1)
+        over_completions = self.loss_type in MEAN_OVER_COMPLETIONS
+        return [
+            [*share, size / rows if over_completions else 1.0]
+            for share, size in zip(shares.tolist(), sizes, strict=True)
+        ]
 
     def _plan(self, batch: dict[str, Any], rows: int, least: int, exchange: bool) -> tuple[list[Forward], bool]:
         """The forwards of the rows of all processes, and whether rows are exchanged: those with images are not."""
@@ -160,11 +170,10 @@ class LengthAwareTrainer(RoutingTrainer):
         return torch.cat([lengths, images.unsqueeze(1)], dim=1)
 
     def _log_padding(self, slices: list[dict[str, Any]], padded: int) -> None:
-        read = sum(
-            forward["prompt_ids"].numel() + forward["completion_ids"].numel()
-            for slice_ in slices
-            for forward in self._forwards(slice_)
-        )
+        read = 0
+        for slice_ in slices:
+            lengths = lengths_of(slice_, self.pad_to_multiple_of)
+            read += sum(len(rows) * int(rows.amax(0).sum()) for rows in lengths.split(slice_.get(_ROWS, len(lengths))))
         real = sum(slice_["prompt_mask"].sum() + slice_["completion_mask"].sum() for slice_ in slices)
         if self.padding_free is not None:
             read = int(real)
@@ -190,17 +199,12 @@ class LengthAwareTrainer(RoutingTrainer):
         if _ROWS not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         *others, last = zip(self._forwards(inputs), inputs[_WEIGHTS], strict=True)
-        sync_gradients = self.accelerator.sync_gradients
-        self.accelerator.gradient_state._set_sync_gradients(sync_gradients and not others)
         total = torch.zeros((), device=self.accelerator.device)
-        try:
-            for forward in others:
-                with self.accelerator.no_sync(model):
-                    loss = self._weighted_loss(model, *forward)
-                    self.accelerator.backward(loss)
-                total = total + loss.detach()
-        finally:
-            self.accelerator.gradient_state._set_sync_gradients(sync_gradients)
+        for forward in others:
+            with self.accelerator.no_sync(model):
+                loss = self._weighted_loss(model, *forward)
+                self.accelerator.backward(loss)
+            total = total + loss.detach()
         return self._weighted_loss(model, *last) + total
 
     def _weighted_loss(self, model, inputs: dict[str, Any], weights: list[float]) -> Tensor:
@@ -208,10 +212,7 @@ class LengthAwareTrainer(RoutingTrainer):
         metrics = self._metrics["train"]
         for name in _TOKEN_MEANS.keys() & metrics.keys():
             metrics[name][-1] *= weights[_TOKEN_MEANS[name]]
-        if self.loss_type not in MEAN_OVER_COMPLETIONS:
-            return loss
-        # TRL's mean over the completions of a slice divides by as many as a slice has without a budget.
-        return loss * (len(inputs["prompt_ids"]) / self.args.per_device_train_batch_size)
+        return loss * weights[-1]
 
     def training_step(self, model, inputs, num_items_in_batch):
         loss = super().training_step(model, inputs, num_items_in_batch)

@@ -216,6 +216,11 @@ def test_a_longest_row_is_found_without_sorting_the_mask():
     assert lengths_of(batch).tolist() == [[2, 5]]
 
 
+def test_rows_that_must_stay_in_order_do():
+    lengths = [Length(1, length) for length in (3, 9, 1, 5, 2, 8)]
+    assert micro_batches(lengths, 2, rows=2, exchange=False, in_order=True) == [[[0, 1], [3, 4]], [[2], [5]]]
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_rows_of_one_length_stay_in_their_order(rows):
     lengths = [Length(3, 7)] * 6

@@ -190,7 +190,9 @@ def test_metrics_are_those_that_a_run_logs(tmp_path, tokenizer):
     assert {name for name in names if name.startswith("collapse/")} == {f"collapse/{signal}" for signal in ADVICE}
     source = (ROOT / "dc_trl" / "routing_trainer.py").read_text()
     assert {name for name in names if name.startswith("routing/")} == set(re.findall(r'"(routing/\w+)"', source))
-    ours = ("discrepancy/", "trust/", "lagrangian/", "length_decay/", "sync/", "routing/", "collapse/")
+    source = (ROOT / "dc_trl" / "batching_trainer.py").read_text()
+    assert {name for name in names if name.startswith("batching/")} == set(re.findall(r'"(batching/\w+)"', source))
+    ours = ("batching/", "discrepancy/", "trust/", "lagrangian/", "length_decay/", "sync/", "routing/", "collapse/")
     trls = {name for name in names if not name.startswith(ours)}
     of_verl = {"kl", "k3_kl"} | {name for name in trls if f"discrepancy/{name}" in names}
     theirs = Path(trl.__file__).with_name("trainer").joinpath("grpo_trainer.py").read_text()

@@ -47,6 +47,8 @@ HOOKS: dict[str, str] = {
         "(advantages, log_ratio_per_token, mask, importance_sampling_ratio, k_pos, lambda_pos, k_neg, lambda_neg)"
     ),
     "trl.GRPOTrainer._calculate_rewards": "(self, inputs, prompts, completions, completion_ids_list)",
+    "trl.GRPOTrainer._prepare_inputs": "(self, generation_batch)",
+    "trl.GRPOTrainer.compute_loss": "(self, model, inputs, return_outputs, num_items_in_batch)",
     "trl.GRPOTrainer._step": "= 0",
     "trl.GRPOTrainer._buffered_inputs": "= None",
     "trl.GRPOTrainer._metrics": "= {'train': defaultdict(list), 'eval': defaultdict(list)}",
@@ -99,6 +101,8 @@ HOOKS: dict[str, str] = {
     "trl.TrlParser.set_defaults_with_config": "(self, **kwargs)",
     "trl.GRPOConfig._VALID_DICT_FIELDS": "list",
     "trl.trainer.utils.get_config_model_id": "(config)",
+    "trl.trainer.utils.split_pixel_values_by_grid": "(batch)",
+    "trl.trainer.utils.unsplit_pixel_values_by_grid": "(batch)",
     "trl.trainer.utils.pad": "(tensors, padding_value, padding_side, pad_to_multiple_of)",
     "trl.trainer.utils.add_fused_lm_head": "(model, temperature, cast_lm_head_to_fp32, outputs)",
     "trl.trainer.utils.maybe_gather_lm_head_ctx": "(*params)",

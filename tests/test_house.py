@@ -23,6 +23,7 @@ FLOORS = [
     ["callbacks", "calibration"],
     ["trainer"],
     ["resumable_trainer"],
+    ["batching_trainer"],
     ["routing_trainer"],
     ["deployed_trainer"],
     ["evaluation"],
