@@ -194,7 +194,10 @@ def test_metrics_are_those_that_a_run_logs(tmp_path, tokenizer):
     assert {name for name in names if name.startswith("time/")} == {f"time/{part}" for part in PARTS}
     source = (ROOT / "dc_trl" / "overlap_trainer.py").read_text()
     assert {name for name in names if name.startswith("overlap/")} == set(re.findall(r'"(overlap/\w+)"', source))
-    ours = ("discrepancy/", "trust/", "lagrangian/", "length_decay/", "sync/", "overlap/", "routing/", "time/", "collapse/")
+    source = (ROOT / "dc_trl" / "batching_trainer.py").read_text()
+    assert {name for name in names if name.startswith("batching/")} == set(re.findall(r'"(batching/\w+)"', source))
+    ours = ("batching/", "discrepancy/", "trust/", "lagrangian/", "length_decay/", "sync/", "overlap/", "routing/")
+    ours += ("time/", "collapse/")
     trls = {name for name in names if not name.startswith(ours)}
     of_verl = {"kl", "k3_kl"} | {name for name in trls if f"discrepancy/{name}" in names}
     theirs = Path(trl.__file__).with_name("trainer").joinpath("grpo_trainer.py").read_text()

@@ -24,6 +24,7 @@ FLOORS = [
     ["trainer"],
     ["timed_trainer"],
     ["resumable_trainer"],
+    ["batching_trainer"],
     ["routing_trainer"],
     ["overlap_trainer"],
     ["deployed_trainer"],
