@@ -69,6 +69,16 @@ HOOKS: dict[str, str] = {
     "trl.GRPOTrainer._tokenize_prompts": "(self, prompts)",
     "trl.GRPOTrainer._tokenizer": "= processing_class.tokenizer or = processing_class",
     "trl.GRPOTrainer._last_loaded_step": "= -1",
+    "trl.experimental.async_grpo.AsyncGRPOTrainer": "class",
+    "trl.experimental.async_grpo.AsyncGRPOConfig": "class",
+    "trl.experimental.async_grpo.AsyncGRPOTrainer.compute_loss": (
+        "(self, model, inputs, return_outputs, num_items_in_batch)"
+    ),
+    "trl.experimental.async_grpo.AsyncGRPOTrainer._metrics": (
+        "= {'train': defaultdict(list), 'eval': defaultdict(list)}"
+    ),
+    "trl.experimental.async_grpo.AsyncGRPOTrainer._tag_names": "list",
+    "trl.experimental.async_grpo.AsyncGRPOTrainer._save_checkpoint": "(self, model, trial)",
     "trl.extras.profiling.profiling_context": "(trainer, name)",
     "trl.generation.vllm_generation.VLLMGeneration": "class",
     "trl.generation.vllm_generation.VLLMGeneration.__init__": (

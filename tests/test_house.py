@@ -21,7 +21,7 @@ from .helpers import ROOT
 FLOORS = [
     ["training", "ablation"],
     ["callbacks", "calibration", "planning"],
-    ["trainer"],
+    ["async_grpo", "trainer"],
     ["timed_trainer"],
     ["resumable_trainer"],
     ["batching_trainer"],
