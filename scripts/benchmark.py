@@ -41,7 +41,6 @@ from dc_trl.calibration.rollouts import sample_rollouts
 from dc_trl.calibration.scoring import train_logps
 from dc_trl.calibration.settings import CalibrationSettings
 from dc_trl.callbacks.benchmarks import greedy_accuracy
-from dc_trl.clock import PartsClock
 from dc_trl.constraint.settings import ConstraintForm
 from dc_trl.constraint.statistics import mismatch_metrics
 from dc_trl.constraint.trust import CORRECTIONS
@@ -55,6 +54,7 @@ from dc_trl.rollouts.engines import EngineSpec
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.routing import RoutesRecorder, RoutingReplay, Turn, batch_routes
 from dc_trl.settings.command_line import OptionParser
+from dc_trl.trainers.clock import PartsClock
 
 
 # Where log π_train comes from, see dc_trl/trainer.py: the loss's own forward, or TRL's old log-probs.

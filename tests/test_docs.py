@@ -186,15 +186,15 @@ def test_metrics_are_those_that_a_run_logs(tmp_path, tokenizer):
     assert {name for name in names if name.startswith("length_decay/")} == set(
         re.findall(r'"(length_decay/\w+)"', source)
     )
-    source = (ROOT / "dc_trl" / "deployed_trainer.py").read_text()
+    source = (ROOT / "dc_trl" / "trainers" / "deployed.py").read_text()
     assert {name for name in names if name.startswith("sync/")} == set(re.findall(r'"(sync/\w+)"', source))
     assert {name for name in names if name.startswith("collapse/")} == {f"collapse/{signal}" for signal in ADVICE}
-    source = (ROOT / "dc_trl" / "routing_trainer.py").read_text()
+    source = (ROOT / "dc_trl" / "trainers" / "routing.py").read_text()
     assert {name for name in names if name.startswith("routing/")} == set(re.findall(r'"(routing/\w+)"', source))
     assert {name for name in names if name.startswith("time/")} == {f"time/{part}" for part in PARTS}
-    source = (ROOT / "dc_trl" / "overlap_trainer.py").read_text()
+    source = (ROOT / "dc_trl" / "trainers" / "overlap.py").read_text()
     assert {name for name in names if name.startswith("overlap/")} == set(re.findall(r'"(overlap/\w+)"', source))
-    source = (ROOT / "dc_trl" / "batching_trainer.py").read_text()
+    source = (ROOT / "dc_trl" / "trainers" / "batching.py").read_text()
     assert {name for name in names if name.startswith("batching/")} == set(re.findall(r'"(batching/\w+)"', source))
     ours = ("batching/", "discrepancy/", "trust/", "lagrangian/", "length_decay/", "sync/", "overlap/", "routing/")
     ours += ("time/", "collapse/")

@@ -413,7 +413,7 @@ def test_the_search_finds_hooks_in_each_form():
     for use in (
         ("_compute_loss", "trainer.py"),
         ("_custom_ops", "serving/cpu_reload.py"),
-        ("_buffered_inputs", "resumable_trainer.py"),
+        ("_buffered_inputs", "trainers/resumable.py"),
         ("_last_loaded_step", "scripts/benchmark.py"),
         ("hf_api", "hub/push.py"),
         ("create_onednn_scaled_mm", "serving/cpu_reload.py"),

@@ -18,12 +18,12 @@ from accelerate import DistributedType
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from .config import DCGRPOConfig
-from .rollouts.batching import Forward, Length, join, lengths_of, micro_batches, runs, segments, take, trimmed
-from .rollouts.exchange import exchanged
-from .rollouts.truncation import Kept
-from .routing_trainer import RoutingTrainer
-from .settings.micro_batches import mean_of_micro_batch
+from ..config import DCGRPOConfig
+from ..rollouts.batching import Forward, Length, join, lengths_of, micro_batches, runs, segments, take, trimmed
+from ..rollouts.exchange import exchanged
+from ..rollouts.truncation import Kept
+from ..settings.micro_batches import mean_of_micro_batch
+from .routing import RoutingTrainer
 
 
 logger = get_logger(__name__)
