@@ -1,9 +1,8 @@
 """`DCGRPOTrainer`: TRL's GRPO trainer with the discrepancy measured token by token, and constrained.
 
 Read from top to bottom it is the paper's algorithm: rollouts, penalised advantages, the loss, the statistics of the
-generation batch, one step of dual ascent. What samples is in deployed_trainer.py, what is saved in
-resumable_trainer.py, where the time goes in timed_trainer.py. Nothing of TRL is copied; docs/hooks.md lists the
-private hooks that these files lean on.
+generation batch, one step of dual ascent. What samples, what is saved and where the time goes is in `trainers/`.
+Nothing of TRL is copied; docs/hooks.md lists the private hooks that these files lean on.
 
 - `_generate_and_score_completions` returns the rollouts with their advantages (B,); per-token advantages (B, T) are
   the shape that TRL supports for subclasses, and the buffer's shuffle and split keep them aligned with the tokens.
@@ -24,7 +23,6 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from trl.trainer.utils import get_config_model_id
 
-from .batching_trainer import MEAN_OVER_COMPLETIONS
 from .config import DCGRPOConfig
 from .constraint.advantages import leave_one_out_advantages, total_rewards, zero_std_groups
 from .constraint.balance import BalancedMultiplier, gradient_norm
@@ -37,7 +35,8 @@ from .constraint.trust import trust_of
 from .hub.trainer import HubMixin
 from .rollouts.buffer import with_nonempty_completions
 from .settings.distribution import sharding_of
-from .timed_trainer import TimedTrainer, timed
+from .trainers.batching import MEAN_OVER_COMPLETIONS
+from .trainers.timed import TimedTrainer, timed
 
 
 # Imported where a form compares the policy with its quantized self: compressed-tensors takes 0.15 s.

@@ -41,7 +41,6 @@ from dc_trl.calibration.rollouts import sample_rollouts
 from dc_trl.calibration.scoring import train_logps
 from dc_trl.calibration.settings import CalibrationSettings
 from dc_trl.callbacks.benchmarks import greedy_accuracy
-from dc_trl.clock import PartsClock
 from dc_trl.constraint.settings import ConstraintForm
 from dc_trl.constraint.statistics import mismatch_metrics
 from dc_trl.constraint.trust import CORRECTIONS
@@ -55,6 +54,7 @@ from dc_trl.rollouts.engines import EngineSpec
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.routing import RoutesRecorder, RoutingReplay, Turn, batch_routes
 from dc_trl.settings.command_line import OptionParser
+from dc_trl.trainers.clock import PartsClock
 
 
 # Where log π_train comes from, see dc_trl/trainer.py: the loss's own forward, or TRL's old log-probs.
@@ -266,6 +266,7 @@ def time_of_parts(args: argparse.Namespace) -> None:
         for route, steps in ROUTES.items():
             trainer = make_trainer(DCGRPOTrainer, args, output_dir, **steps, max_steps=10)
             trainer.args.logging_steps = 1
+            trainer.remove_callback(StepClock)  # which measures memory, and takes its time
             trainer.parts_clock = CountingClock()
             shares: dict[str, list[float]] = {}
             for _ in range(args.repetitions + 1):
@@ -571,7 +572,7 @@ def main() -> None:
     parser = OptionParser(__doc__)
     parser.add_argument("what", choices=list(BENCHMARKS))
     parser.add_argument("--model", default="dc_trl/assets/tiny_qwen3")
-    parser.add_argument("--repetitions", type=int, help="by default 30, of lengths 3")
+    parser.add_argument("--repetitions", type=int, help="by default 30, of lengths 2")
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--completions", type=int, default=2000, help="answers that grading grades")
     parser.add_argument("--completion_length", type=int, default=48)
@@ -579,17 +580,19 @@ def main() -> None:
     parser.add_argument("--scheme", default="fp8", choices=(*SCHEMES, *RESEARCH_BITS), help="of aligned training")
     parser.add_argument("--seeds", type=int, default=3, help="of aligned; models of routing")
     parser.add_argument("--steps", type=int, default=60, help="of training that aligned compares; 0 compares none")
-    parser.add_argument("--responses", type=int, default=512, help="of the step of lengths; a multiple of 8")
-    parser.add_argument("--scale", type=float, default=32, help="lengths divides a reasoning run's lengths by it")
+    parser.add_argument("--responses", type=int, default=256, help="of the step of lengths; a multiple of 8")
+    parser.add_argument("--scale", type=float, default=64, help="lengths divides a reasoning run's lengths by it")
     parser.add_argument("--sigmas", type=float, nargs="+", default=[0.4, 0.6, 0.8], help="of log lengths")
     parser.add_argument("--micro_batches", type=int, nargs="+", default=[1, 4, 16], help="of lengths")
     parser.add_argument("--size", choices=SIZES, help="of lengths: a random Qwen3 in place of the model")
     parser.add_argument("--attn_implementation", default="sdpa", help="of lengths")
     parser.add_argument("--gradient_checkpointing", action="store_true", help="of lengths")
-    parser.add_argument("--output", type=Path, help="of lengths: a new .jsonl file; a figure goes beside it")
+    parser.add_argument(
+        "--output", type=Path, help="of lengths: a new .jsonl file; the table and a figure go beside it"
+    )
     args = parser.parse_args()
     if args.repetitions is None:
-        args.repetitions = 3 if args.what == "lengths" else 30
+        args.repetitions = 2 if args.what == "lengths" else 30
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore")
     BENCHMARKS[args.what](args)

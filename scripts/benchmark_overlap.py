@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--completion_length", type=int, default=64)
     parser.add_argument("--steps", type=int, default=8, help="of each training")
     parser.add_argument("--repetitions", type=int, default=3, help="of each training, in turns")
-    parser.add_argument("--halves", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="sampling over training")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="sampling over training")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -113,23 +113,30 @@ def main() -> None:
     with server() as url, tempfile.TemporaryDirectory() as output_dir:
         waits, overlaps = (make_trainer(args, url, output_dir, overlap) for overlap in (False, True))
         steps_of(waits)  # warms up
-        for share in args.halves:
-            training, synchronous, overlapped, sampled, waited = [], [], [], 0.0, 0.0
-            for _ in range(args.repetitions):
-                sleep(url, 0.0)
-                training += steps_of(waits)
-                sleep(url, share * statistics.median(training))
-                synchronous += steps_of(waits)
-                overlapped += steps_of(overlaps)
-                sampled += overlaps.sampling_seconds
-                waited += overlaps.waiting_seconds
-            alone, before, after = (statistics.median(each) for each in (training, synchronous, overlapped))
+        for share in args.shares:
+            turns = [turn(waits, overlaps, url, share) for _ in range(args.repetitions)]
+            alone, before, after, hidden = (statistics.median(column) for column in zip(*turns, strict=True))
+            ratios = sorted(overlapped / synchronous for _, synchronous, overlapped, _ in turns)
+            cells = [f"{share:g}", f"{alone:.2f}", f"{before:.2f}", f"{after:.2f}", f"{statistics.median(ratios):.2f}"]
             best = max(share, 1) / (1 + share)
-            cells = [f"{share:g}", f"{alone:.2f}", f"{before:.2f}", f"{after:.2f}", f"{after / before:.2f}"]
-            rows.append([*cells, f"{best:.2f}", f"{100 * (1 - waited / sampled):.0f} %"])
-    title = f"rollout_overlap, {args.repetitions} x {args.steps} steps, medians without each training's first step"
-    head = ["sampling / training", "training s", "step s", "overlapped s", "ratio", "at best", "sampling hidden"]
+            rows.append([*cells, f"{ratios[0]:.2f} – {ratios[-1]:.2f}", f"{best:.2f}", f"{hidden:.0%}"])
+    title = (
+        f"rollout_overlap, {args.repetitions} x {args.steps} steps, medians, without the first step of each training"
+    )
+    head = ["sampling / training", "training s", "step s", "overlapped s", "ratio", "range", "at best", "hidden"]
     print_table(head, rows, title)
+
+
+def turn(waits: DCGRPOTrainer, overlaps: DCGRPOTrainer, url: str, share: float) -> tuple[float, ...]:
+    """Seconds of a step without sampling, with it, and with it beside training; the hidden share of sampling.
+
+    The server sleeps as long as a step took just before: the machine may be busy with something else.
+    """
+    sleep(url, 0.0)
+    training = statistics.median(steps_of(waits))
+    sleep(url, share * training)
+    synchronous, overlapped = (statistics.median(steps_of(trainer)) for trainer in (waits, overlaps))
+    return training, synchronous, overlapped, 1 - overlaps.waiting_seconds / overlaps.sampling_seconds
 
 
 def sleep(url: str, seconds: float) -> None:

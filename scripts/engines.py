@@ -3,7 +3,7 @@
 python scripts/engines.py layers        replica against vLLM by layer, vLLM's runs against one another (CPU)
 python scripts/engines.py agreement     |Δp| to the policy, KL and accuracy of servers and replicas, on the same tokens
 python scripts/engines.py throughput    tokens/s on the same prompts: vLLM server, replica, model.generate
-python scripts/engines.py sync          seconds and bytes to bring new weights to a server, for three sizes of model
+python scripts/engines.py sync          seconds and bytes to bring new weights to a server, whole and of an adapter
 python scripts/engines.py evaluation    tokens/s of an evaluation, grading and storing, over a bare client's loop
 """
 
@@ -23,7 +23,9 @@ from typing import Any
 
 import httpx
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -39,7 +41,7 @@ from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.evaluation import Benchmark, evaluate, tokenize_prompts
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.quantization.checkpoint import CheckpointWriter
-from dc_trl.quantization.tensors import policy_tensors
+from dc_trl.quantization.tensors import frozen_tensors, policy_tensors
 from dc_trl.records.tables import print_table
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.sampling import Sampling, sample_seed
@@ -290,32 +292,70 @@ def sync(args: argparse.Namespace) -> None:
         config = Qwen3Config(tie_word_embeddings=True, eos_token_id=1, pad_token_id=0, bos_token_id=None, **shape)
         policy = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="dc_trl-engines-") as folder:
-            model, checkpoint, copy = (Path(folder, name) for name in ("model", "checkpoint", "copy"))
+            model = Path(folder, "model")
             CheckpointWriter(policy, "bf16", tokenizer).write(policy_tensors(policy), model)
             for scheme in args.schemes:
-                writer = CheckpointWriter(policy, scheme, tokenizer)
-                with started(args, scheme, str(model)) as server:
-                    client = ServerClient(server.url)
-                    bytes_written = 0
+                with ExitStack() as stack:
+                    client = None
+                    if not args.without_server:
+                        client = ServerClient(stack.enter_context(started(args, scheme, str(model))).url)
+                    rows.append([size, scheme, "full", *sync_costs(args, policy, scheme, tokenizer, client)])
+                    # Leaves the policy as it was: PEFT puts its layers into it, and takes them out again.
+                    adapter = get_peft_model(policy, LoraConfig(r=16, target_modules=args.target_modules))
+                    rows.append([size, scheme, "adapter", *sync_costs(args, adapter, scheme, tokenizer, client)])
+                    policy = adapter.unload().requires_grad_(True)
+    adapted = ", ".join(args.target_modules)
+    title = f"Bringing new weights to a vLLM server, medians of {args.repetitions} turns; LoRA of rank 16 on {adapted}"
+    columns = [
+        "MB written + kept",
+        "gather + quantize + write, s",
+        "reload, s",
+        "copy, s",
+        "write / copy",
+        "sync / copy",
+    ]
+    print_table(["model", "scheme", "run", *columns], rows, title)
 
-                    def write(writer=writer, policy=policy, checkpoint=checkpoint) -> None:
-                        nonlocal bytes_written
-                        shutil.rmtree(checkpoint, ignore_errors=True)
-                        bytes_written = writer.write(policy_tensors(policy), checkpoint)
 
-                    def reload(client=client, checkpoint=checkpoint) -> None:
-                        client.load_checkpoint(str(checkpoint), "benchmark")
+def sync_costs(
+    args: argparse.Namespace,
+    policy: PreTrainedModel | PeftModel,
+    scheme: str,
+    tokenizer: PreTrainedTokenizerBase,
+    client: ServerClient | None,
+) -> list[str]:
+    """Bytes and median seconds of writing a policy, of a server's reload, and of a copy of the files that it reads.
 
-                    def copy_bytes(checkpoint=checkpoint, copy=copy) -> None:
-                        shutil.rmtree(copy, ignore_errors=True)
-                        shutil.copytree(checkpoint, copy)
-
-                    seconds = medians({"write": write, "reload": reload, "copy": copy_bytes}, args.repetitions)
-                total = seconds["write"] + seconds["reload"]
-                shown = [f"{each:.3f}" for each in (seconds["write"], seconds["reload"], total, seconds["copy"])]
-                rows.append([size, scheme, f"{bytes_written / 1e6:,.1f}", *shown, f"{total / seconds['copy']:.1f}"])
-    title = f"Seconds to bring new weights to a vLLM server, {args.repetitions} repetitions"
-    print_table(["model", "scheme", "MB", "write", "reload", "sync", "copy", "× copy"], rows, title)
+    They take turns, so that what else the machine does falls on all of them. The ratios to the copy are medians of the
+    turns' own ratios.
+    """
+    writer = CheckpointWriter(policy, scheme, tokenizer)
+    turns: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="dc_trl-engines-") as folder:
+        checkpoint, copy, store = (Path(folder, name) for name in ("checkpoint", "copy", "store"))
+        for _ in range(args.repetitions + 1):
+            for stale in (checkpoint, copy):
+                shutil.rmtree(stale, ignore_errors=True)
+            if client is not None:
+                time.sleep(1.5)  # vLLM's processes spin for a second after a request; a run has its steps in between
+            start = time.perf_counter()
+            frozen = frozen_tensors(Accelerator(cpu=True), policy)
+            writer.write(policy_tensors(policy), checkpoint, frozen, store)
+            wrote = time.perf_counter()
+            shutil.copytree(checkpoint, copy)
+            copied = time.perf_counter()
+            if client is not None:
+                client.load_checkpoint(str(checkpoint), "benchmark")
+            seconds = {"write": wrote - start, "copy": copied - wrote, "reload": time.perf_counter() - copied}
+            turns.append(writer.cost._asdict() | seconds)
+    # In the first turn files of frozen weights are written, memory is taken and the server warms up.
+    middle = {name: statistics.median(turn[name] for turn in turns[1:]) for name in turns[0]}
+    to_write = statistics.median(turn["write"] / turn["copy"] for turn in turns[1:])
+    in_all = statistics.median((turn["write"] + turn["reload"]) / turn["copy"] for turn in turns[1:])
+    written = " + ".join(f"{middle[f'bytes_{what}'] / 1e6:,.1f}" for what in ("written", "reused"))
+    stages = " + ".join(f"{middle[f'{stage}_seconds']:.3f}" for stage in ("gather", "quantize", "write"))
+    reload, whole = ("–", "–") if client is None else (f"{middle['reload']:.3f}", f"{in_all:.1f}")
+    return [written, stages, reload, f"{middle['copy']:.3f}", f"{to_write:.1f}", whole]
 
 
 def evaluation(args: argparse.Namespace) -> None:
@@ -379,6 +419,8 @@ def main() -> None:
     parser.add_argument("--model", default="dc_trl/assets/tiny_qwen3")
     parser.add_argument("--schemes", nargs="+", default=["bf16", "fp8"])
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES, help="models of sync")
+    parser.add_argument("--target_modules", nargs="+", default=["q_proj", "v_proj"], help="adapted layers of sync")
+    parser.add_argument("--without_server", action="store_true", help="sync: write only")
     parser.add_argument("--samples", type=int, default=4, help="samples a problem of evaluation")
     parser.add_argument("--problems", type=int, default=512)
     parser.add_argument("--completion_length", type=int, default=48)

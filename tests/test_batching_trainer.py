@@ -1,20 +1,44 @@
 """Length-aware batches against TRL's own trainer, on the same rollouts: loss and gradient of each optimizer step."""
 
+import json
 import random
+import subprocess
 from dataclasses import fields
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from PIL import Image
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+)
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOTrainer
 
-from .helpers import Rollouts, distinct_characters, logged, make_config, make_experts, make_model, make_tokenizer
+from .helpers import (
+    ROOT,
+    TWO_PROCESSES,
+    Rollouts,
+    distinct_characters,
+    logged,
+    make_config,
+    make_experts,
+    make_model,
+    make_tokenizer,
+)
 from .test_trainer import plain_config
 
 
+KINDS = (DCGRPOTrainer, GRPOTrainer)
 PLAIN = ("output_dir", "use_cpu", "bf16", "gradient_checkpointing", "per_device_train_batch_size", "num_generations")
 PLAIN += ("max_completion_length", "max_steps", "learning_rate", "lr_scheduler_type", "logging_steps", "save_strategy")
 PLAIN += ("report_to", "disable_tqdm", "loss_type", "epsilon", "beta", "temperature")
@@ -56,37 +80,52 @@ class Gradients:
         trainer._clip_grad_norm = keep
 
 
-def train(kind, config, rollouts=None, model=None, **kwargs):
+class Run(NamedTuple):
+    trainer: GRPOTrainer
+    gradients: list[dict[str, torch.Tensor]]  # of each optimizer step
+    widths: list[tuple[int, int]]  # rows and columns of each forward
+
+
+def train(kind, config, rollouts=None, model=None, reward=distinct_characters, resume_from=None, **options) -> Run:
+    scheme = getattr(config, "deployment_scheme", None)
     trainer = kind(
         make_model() if model is None else model,
-        distinct_characters,
+        reward,
         config,
-        train_dataset=make_prompts(),
-        processing_class=make_tokenizer(),
-        rollout_func=Spread() if rollouts is None else rollouts,
-        **kwargs,
+        rollout_func=None if scheme else rollouts or Spread(),
+        **{"train_dataset": make_prompts(), "processing_class": make_tokenizer()} | options,
     )
+    if scheme:
+        Shortened(trainer)
     gradients = Gradients(trainer)
     widths = []
-    trainer.model.base_model.register_forward_hook(
-        lambda module, args, kwargs, output: widths.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    trainer.train()
-    return trainer, gradients.steps, widths
+    for policy in filter(None, (trainer.model, trainer.ref_model)):
+        policy.get_input_embeddings().register_forward_hook(lambda _, ids, __: widths.append(tuple(ids[0].shape)))
+    trainer.train(resume_from)
+    return Run(trainer, gradients.steps, widths)
 
 
-def assert_same_steps(ours, theirs):
-    assert len(ours) == len(theirs) > 0
-    for mine, other in zip(ours, theirs, strict=True):
+def gaps(found: Run, expected: Run) -> list[float]:
+    """Of each optimizer step the norm of the gradients' difference, as a share of their norm."""
+    assert len(found.gradients) == len(expected.gradients) > 0
+    shares = []
+    for mine, other in zip(found.gradients, expected.gradients, strict=True):
         assert mine.keys() == other.keys()
         size = torch.stack([gradient.norm() for gradient in other.values()]).norm()
         gap = torch.stack([(mine[name] - other[name]).norm() for name in other]).norm()
-        assert gap < 2e-5 * size, f"{gap / size:.1e}"
         assert size > 0
+        shares.append((gap / size).item())
+    return shares
 
 
-def read(widths):
-    return sum(rows * width for rows, width in widths)
+def assert_same_steps(found: Run, expected: Run, tolerance: float = 2e-5) -> None:
+    assert max(gaps(found, expected)) < tolerance
+    assert logged(found.trainer, "loss") == pytest.approx(logged(expected.trainer, "loss"), rel=1e-3, abs=1e-6)
+
+
+def tokens(run: Run) -> int:
+    """That the forwards of training read, padding included."""
+    return sum(rows * width for rows, width in run.widths)
 
 
 def configs(tmp_path, **options):
@@ -100,6 +139,7 @@ def configs(tmp_path, **options):
         "gradient_accumulation_steps": 4,
     } | options
     ours = make_config(tmp_path, **options)
+    options.pop("max_tokens_per_micro_batch", None)
     of_trl = {name: options[name] for name in options.keys() & {field.name for field in fields(GRPOConfig)}}
     plain = plain_config(ours)
     return ours, GRPOConfig(**{name: getattr(plain, name) for name in PLAIN} | of_trl)
@@ -116,23 +156,312 @@ STEPS = {
 }
 LOSSES = {
     **{name: {"loss_type": name} for name in ("grpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")},
-    "kl": {"beta": 0.1},
     "sequence": {"importance_sampling_level": "sequence"},
     "masked truncated": {"mask_truncated_completions": True},
     "off-policy mask": {"off_policy_mask_threshold": 0.5},
 }
 
 
-@pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("loss", LOSSES)
+CASES = [
+    *((steps, "grpo") for steps in STEPS),
+    *(("two steps", loss) for loss in LOSSES if loss != "grpo"),
+]
+
+
 @pytest.mark.parametrize("budget", [None, 120])
+@pytest.mark.parametrize(("steps", "loss"), CASES)
 def test_gradients_are_trls(tmp_path, steps, loss, budget):
-    ours, theirs = configs(tmp_path, **STEPS[steps] | LOSSES[loss])
-    ours.max_tokens_per_micro_batch = budget
-    rollouts = Spread(never_ended=loss == "masked truncated")
-    a = train(DCGRPOTrainer, ours, rollouts)
-    b = train(GRPOTrainer, theirs, Spread(never_ended=loss == "masked truncated"))
-    assert_same_steps(a[1], b[1])
-    assert logged(a[0], "loss") == pytest.approx(logged(b[0], "loss"), rel=1e-4, abs=1e-6)
-    assert read(a[2]) < (0.9 if steps == "across batches" else 0.8) * read(b[2])
-    print(read(a[2]) / read(b[2]), len(a[2]), len(b[2]), max(r * w for r, w in a[2]))
+    options = STEPS[steps] | LOSSES[loss]
+    ours, theirs = configs(tmp_path, max_tokens_per_micro_batch=budget, **options)
+    found, expected = (
+        train(kind, config, Spread(never_ended="mask_truncated_completions" in options))
+        for kind, config in ((DCGRPOTrainer, ours), (GRPOTrainer, theirs))
+    )
+    assert_same_steps(found, expected)
+    assert tokens(found) < (0.9 if steps == "across batches" else 0.8) * tokens(expected)
+    if budget is not None:
+        assert all(rows == 1 or rows * width <= budget for rows, width in found.widths)
+        assert len({rows for rows, _ in found.widths}) > 1
+
+
+# What a mean over the micro-batch makes of a loss: completions stay where they are.
+MEANS = {
+    "bnpo": {"loss_type": "bnpo"},
+    "high entropy": {"top_entropy_quantile": 0.5},
+    "entropy bonus": {"entropy_coef": 0.05},
+    "adaptive bonus": {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 1.0},
+}
+
+
+@pytest.mark.parametrize("loss", MEANS)
+def test_losses_that_are_a_mean_over_the_micro_batch_keep_it(tmp_path, loss):
+    ours, theirs = configs(tmp_path, steps_per_generation=8, **MEANS[loss])
+    found, expected = train(DCGRPOTrainer, ours), train(GRPOTrainer, theirs)
+    assert_same_steps(found, expected)
+    assert tokens(found) < tokens(expected)
+
+
+def test_the_auxiliary_loss_of_experts_keeps_the_micro_batch(tmp_path, caplog):
+    ours, theirs = configs(tmp_path, max_steps=2)
+    found = train(DCGRPOTrainer, ours, model=make_experts())
+    assert_same_steps(found, train(GRPOTrainer, theirs, model=make_experts()))
+    ours.max_tokens_per_micro_batch = 100
+    with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch=100 .* set router_aux_loss_coef=0\.0"):
+        train(DCGRPOTrainer, ours, model=make_experts())
+    ours, theirs = configs(tmp_path, max_steps=2, router_aux_loss_coef=0.0)
+    grouped, expected = (
+        train(kind, each, model=make_experts()) for kind, each in zip(KINDS, (ours, theirs), strict=True)
+    )
+    assert_same_steps(grouped, expected)
+    assert tokens(grouped) < tokens(found) < tokens(expected)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_the_reference_model_reads_no_padding_either(tmp_path, adapter):
+    """Old and reference log-probabilities of TRL, of a reference model of its own or of the policy without adapter."""
+    model = make_model()
+    model.save_pretrained(tmp_path / "model")
+    runs = []
+    for kind, config in zip(KINDS, configs(tmp_path, beta=0.1, steps_per_generation=8), strict=True):
+        policy = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+        lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if adapter else None
+        torch.manual_seed(1)
+        runs.append(train(kind, config, model=policy, peft_config=lora))
+    assert_same_steps(*runs)
+    assert logged(runs[0].trainer, "kl") == pytest.approx(logged(runs[1].trainer, "kl"), rel=0.5)
+    assert tokens(runs[0]) < 0.8 * tokens(runs[1])
+
+
+def test_tool_masks_go_with_their_completions(tmp_path):
+    """Tokens in the middle and at the end of completions that a tool wrote."""
+
+    def rollouts(spread):
+        def rollout(prompts, trainer):
+            output = spread(prompts, trainer)
+            masks = [[(index // 3 + len(ids)) % 2 for index in range(len(ids))] for ids in output["completion_ids"]]
+            return output | {"env_mask": masks}
+
+        return rollout
+
+    ours, theirs = configs(tmp_path, steps_per_generation=8)
+    found, expected = (
+        train(kind, config, rollouts(Spread())) for kind, config in zip(KINDS, (ours, theirs), strict=True)
+    )
+    assert_same_steps(found, expected)
+
+
+def test_lengths_are_padded_to_a_multiple(tmp_path):
+    ours, theirs = configs(tmp_path, steps_per_generation=8, pad_to_multiple_of=8)
+    found, expected = (train(kind, config) for kind, config in zip(KINDS, (ours, theirs), strict=True))
+    assert_same_steps(found, expected)
+    assert all(width % 8 == 0 for _, width in found.widths)
+
+
+# --- what TRL does not have: against the same trainer without length-aware batches
+
+
+class Shortened:
+    """The replica, whose completions are cut to known lengths."""
+
+    def __init__(self, trainer):
+        self._generate = trainer.replica.generate
+        trainer.replica.generate = self
+
+    def __call__(self, *args, **kwargs):
+        completion_ids, logprobs = self._generate(*args, **kwargs)
+        lengths = [1 + 7 * index % 30 for index in range(len(completion_ids))]
+        return [
+            [row[:length] for row, length in zip(rows, lengths, strict=True)] for rows in (completion_ids, logprobs)
+        ]
+
+
+OURS = {
+    "injected": {"constraint": "lagrangian"},
+    "old log-probs": {"constraint": "lagrangian", "steps_per_generation": 8},
+    "balance": {"constraint": "balance", "constraint_form": "log_ratio"},
+    "two-sided": {"constraint": "static", "constraint_form": "two_sided_kl", "deployment_scheme": "int8"},
+    "corrected": {"rollout_correction": "token_truncate", "loss_type": "vespo", "steps_per_generation": 8},
+    "dropped groups": {"drop_zero_std_groups": True, "advantage_estimator": "rloo", "steps_per_generation": 8},
+    "truncated": {"constraint": "static", "top_k": 20, "deployment_scheme": "bf16", "steps_per_generation": 8},
+    "routes": {"routing_replay": True, "deployment_scheme": "bf16", "steps_per_generation": 8},
+}
+
+
+def half_and_half(completions, **kwargs):
+    """A reward that is the same for every second prompt's completions."""
+    return [float(len(set(each)) > 8) if index // 4 % 2 else 0.0 for index, each in enumerate(completions)]
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_gradients_are_those_without_it(tmp_path, case):
+    options = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4, "max_completion_length": 32}
+    options |= {"constraint": "none", "learning_rate": 1e-3, "max_steps": 2} | OURS[case]
+    runs = []
+    for length_aware in (True, False):
+        config = make_config(tmp_path, length_aware_batches=length_aware, router_aux_loss_coef=None, **options)
+        if case == "routes":
+            config.router_aux_loss_coef = 0.0
+        runs.append(
+            train(
+                DCGRPOTrainer,
+                config,
+                model=make_experts() if case == "routes" else None,
+                reward=half_and_half if case == "dropped groups" else distinct_characters,
+            )
+        )
+    assert_same_steps(*runs, tolerance=2e-4 if "deployment_scheme" in options else 2e-5)
+    for name in ("lagrangian/lambda", "discrepancy/mean", "discrepancy/kl"):
+        assert logged(runs[0].trainer, name) == pytest.approx(logged(runs[1].trainer, name), rel=1e-3, abs=1e-6)
+    assert tokens(runs[0]) < tokens(runs[1])
+
+
+# --- images
+
+
+def make_llava():
+    """A vision-language model of a few thousand parameters, and its processor."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    size = {"height": 28, "width": 28}
+    processor = LlavaProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=size),
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="full",
+        num_additional_image_tokens=1,
+        chat_template=(
+            "{% for message in messages %}{% for part in message['content'] %}"
+            "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}"
+        ),
+    )
+    torch.manual_seed(0)
+    vision = CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
+        initializer_range=0.3,
+    )
+    config = LlavaConfig(
+        text_config=make_model(vocab_size=263).config,
+        vision_config=vision,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_select_strategy="full",
+        vision_feature_layer=-1,
+    )
+    return LlavaForConditionalGeneration(config), processor
+
+
+class Seeing(Spread):
+    """Rollouts of prompts with images: the processor says which tokens stand for them."""
+
+    def __call__(self, prompts, trainer):
+        plain = ["".join(part.get("text", "") for part in prompt[0]["content"]) for prompt in prompts]
+        output = super().__call__(plain, SimpleNamespace(**vars(trainer) | {"processing_class": trainer._tokenizer}))
+        processor = trainer.processing_class
+        for index, prompt in enumerate(prompts):
+            images = [part["image"] for part in prompt[0]["content"] if part["type"] == "image"]
+            text = processor.apply_chat_template(prompt)
+            inputs = processor(images=images or None, text=text)
+            (output["prompt_ids"][index],) = inputs["input_ids"]
+        return output
+
+
+def image_prompts() -> Dataset:
+    """Of one or two images each."""
+    rng = random.Random(0)
+    rows = []
+    for index in range(16):
+        images = [
+            Image.new("RGB", (28, 28), tuple(rng.randrange(256) for _ in range(3))) for _ in range(1 + index % 2)
+        ]
+        rows.append({"prompt": [{"role": "user", "content": "1" * rng.randint(1, 25)}], "images": images})
+    return Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize("budget", [None, 150])
+def test_images_go_with_their_completions(tmp_path, budget):
+    runs = []
+    for kind, config in zip(KINDS, configs(tmp_path, steps_per_generation=8, max_steps=2), strict=True):
+        if kind is DCGRPOTrainer:
+            config.max_tokens_per_micro_batch = budget
+        model, processor = make_llava()
+        options = {"model": model, "processing_class": processor, "train_dataset": image_prompts()}
+        options["reward"] = lambda completions, **kwargs: [len(set(text[0]["content"])) / 10 for text in completions]
+        runs.append(train(kind, config, Seeing(), **options))
+    assert_same_steps(*runs)
+    assert any("vision" in name for name in runs[0].gradients[0])
+
+
+# --- a run that is stopped within a generation batch
+
+
+@pytest.mark.parametrize("budget", [None, 120])
+def test_a_run_resumed_within_a_generation_batch_is_the_same(tmp_path, budget):
+    options = {"max_steps": 4, "steps_per_generation": 8, "gradient_accumulation_steps": 4, "save_strategy": "steps"}
+    config, _ = configs(tmp_path, max_tokens_per_micro_batch=budget, save_steps=1, **options)
+    whole = train(DCGRPOTrainer, config)
+    config, _ = configs(tmp_path / "resumed", max_tokens_per_micro_batch=budget, **options)
+    rollouts = Spread()
+    rollouts.calls = 1  # the first batch is in the checkpoint
+    resumed = train(DCGRPOTrainer, config, rollouts, resume_from=str(tmp_path / "checkpoint-1"))
+    assert len(resumed.gradients) == 3
+    for one, other in zip(resumed.gradients, whole.gradients[1:], strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+# --- several processes
+
+
+@pytest.mark.long
+def test_two_processes_read_alike_and_take_the_same_steps(tmp_path):
+    command = [*TWO_PROCESSES, "-m", "tests.batching_worker", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found) == 10
+    for name, case in found.items():
+        assert case["kind"] == "DistributedType.MULTI_CPU"
+        assert max(case["gaps"]) < 2e-5, (name, case)
+        assert len(set(case["forwards"])) == 1
+        ours, theirs = case["tokens"]
+        assert sum(ours) < sum(theirs), (name, case)
+        if name != "bnpo":
+            assert max(ours) < 1.1 * min(ours), (name, case)
+
+
+# --- what is refused and what is logged
+
+
+def test_what_contradicts_a_budget(tmp_path):
+    for options, words in (
+        ({"length_aware_batches": False}, "length_aware_batches=False"),
+        ({"loss_type": "bnpo"}, "loss_type='bnpo'"),
+        ({"constraint": "balance"}, "constraint='balance'"),
+        ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch=0 is invalid"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make_config(tmp_path, **{"max_tokens_per_micro_batch": 100} | options)
+
+
+def test_means_over_tokens_are_those_of_one_micro_batch(tmp_path):
+    """What TRL averages over micro-batches, each by the tokens that it has."""
+    config, _ = configs(tmp_path, learning_rate=0.0)
+    _, whole = configs(tmp_path, learning_rate=0.0, per_device_train_batch_size=16, gradient_accumulation_steps=1)
+    found, expected = train(DCGRPOTrainer, config).trainer, train(GRPOTrainer, whole).trainer
+    assert logged(found, "entropy") == pytest.approx(logged(expected, "entropy"), rel=1e-5)
+
+
+def test_tokens_are_counted(tmp_path):
+    """Tokens of the forwards over tokens of prompts and completions, and what TRL's padding would make it."""
+    config, theirs = configs(tmp_path, max_steps=2)
+    found, expected = train(DCGRPOTrainer, config), train(GRPOTrainer, theirs)
+    real = logged(found.trainer, "num_tokens")[-1]
+    computed, padded = (
+        sum(logged(found.trainer, f"batching/{name}_per_real_token")) / 2 for name in ("computed", "padded")
+    )
+    assert computed == pytest.approx(tokens(found) / real, rel=0.05)
+    assert padded == pytest.approx(tokens(expected) / real, rel=0.05)
+    assert 1 < computed < padded

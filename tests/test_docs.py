@@ -186,13 +186,18 @@ def test_metrics_are_those_that_a_run_logs(tmp_path, tokenizer):
     assert {name for name in names if name.startswith("length_decay/")} == set(
         re.findall(r'"(length_decay/\w+)"', source)
     )
-    source = (ROOT / "dc_trl" / "deployed_trainer.py").read_text()
+    source = (ROOT / "dc_trl" / "trainers" / "deployed.py").read_text()
     assert {name for name in names if name.startswith("sync/")} == set(re.findall(r'"(sync/\w+)"', source))
     assert {name for name in names if name.startswith("collapse/")} == {f"collapse/{signal}" for signal in ADVICE}
-    source = (ROOT / "dc_trl" / "routing_trainer.py").read_text()
+    source = (ROOT / "dc_trl" / "trainers" / "routing.py").read_text()
     assert {name for name in names if name.startswith("routing/")} == set(re.findall(r'"(routing/\w+)"', source))
     assert {name for name in names if name.startswith("time/")} == {f"time/{part}" for part in PARTS}
-    ours = ("discrepancy/", "trust/", "lagrangian/", "length_decay/", "sync/", "routing/", "collapse/", "time/")
+    source = (ROOT / "dc_trl" / "trainers" / "overlap.py").read_text()
+    assert {name for name in names if name.startswith("overlap/")} == set(re.findall(r'"(overlap/\w+)"', source))
+    source = (ROOT / "dc_trl" / "trainers" / "batching.py").read_text()
+    assert {name for name in names if name.startswith("batching/")} == set(re.findall(r'"(batching/\w+)"', source))
+    ours = ("batching/", "discrepancy/", "trust/", "lagrangian/", "length_decay/", "sync/", "overlap/", "routing/")
+    ours += ("time/", "collapse/")
     trls = {name for name in names if not name.startswith(ours)}
     of_verl = {"kl", "k3_kl"} | {name for name in trls if f"discrepancy/{name}" in names}
     theirs = Path(trl.__file__).with_name("trainer").joinpath("grpo_trainer.py").read_text()

@@ -48,6 +48,7 @@ HOOKS: dict[str, str] = {
     ),
     "trl.GRPOTrainer._calculate_rewards": "(self, inputs, prompts, completions, completion_ids_list)",
     "trl.GRPOTrainer._prepare_inputs": "(self, generation_batch)",
+    "trl.GRPOTrainer.compute_loss": "(self, model, inputs, return_outputs, num_items_in_batch)",
     "trl.GRPOTrainer._step": "= 0",
     "trl.GRPOTrainer._buffered_inputs": "= None",
     "trl.GRPOTrainer._metrics": "= {'train': defaultdict(list), 'eval': defaultdict(list)}",
@@ -68,6 +69,16 @@ HOOKS: dict[str, str] = {
     "trl.GRPOTrainer._tokenize_prompts": "(self, prompts)",
     "trl.GRPOTrainer._tokenizer": "= processing_class.tokenizer or = processing_class",
     "trl.GRPOTrainer._last_loaded_step": "= -1",
+    "trl.experimental.async_grpo.AsyncGRPOTrainer": "class",
+    "trl.experimental.async_grpo.AsyncGRPOConfig": "class",
+    "trl.experimental.async_grpo.AsyncGRPOTrainer.compute_loss": (
+        "(self, model, inputs, return_outputs, num_items_in_batch)"
+    ),
+    "trl.experimental.async_grpo.AsyncGRPOTrainer._metrics": (
+        "= {'train': defaultdict(list), 'eval': defaultdict(list)}"
+    ),
+    "trl.experimental.async_grpo.AsyncGRPOTrainer._tag_names": "list",
+    "trl.experimental.async_grpo.AsyncGRPOTrainer._save_checkpoint": "(self, model, trial)",
     "trl.extras.profiling.profiling_context": "(trainer, name)",
     "trl.generation.vllm_generation.VLLMGeneration": "class",
     "trl.generation.vllm_generation.VLLMGeneration.__init__": (
@@ -101,6 +112,8 @@ HOOKS: dict[str, str] = {
     "trl.TrlParser.set_defaults_with_config": "(self, **kwargs)",
     "trl.GRPOConfig._VALID_DICT_FIELDS": "list",
     "trl.trainer.utils.get_config_model_id": "(config)",
+    "trl.trainer.utils.split_pixel_values_by_grid": "(batch)",
+    "trl.trainer.utils.unsplit_pixel_values_by_grid": "(batch)",
     "trl.trainer.utils.pad": "(tensors, padding_value, padding_side, pad_to_multiple_of)",
     "trl.trainer.utils.add_fused_lm_head": "(model, temperature, cast_lm_head_to_fp32, outputs)",
     "trl.trainer.utils.maybe_gather_lm_head_ctx": "(*params)",
@@ -117,6 +130,8 @@ HOOKS: dict[str, str] = {
     "transformers.trainer.TRAINING_ARGS_NAME": "str",
     "transformers.trainer_utils.PREFIX_CHECKPOINT_DIR": "str",
     "transformers.utils.output_capturing.OutputRecorder": "class",
+    "transformers.PreTrainedConfig._attn_implementation": "property",
+    "transformers.PreTrainedModel._is_stateful": "bool",
     "transformers.core_model_loading.revert_weight_conversion": "(model, state_dict)",
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts._apply_gate": "(self, gate_up_out)",
     "peft.tuners.tuners_utils.BaseTunerLayer": "class",
@@ -398,7 +413,7 @@ def test_the_search_finds_hooks_in_each_form():
     for use in (
         ("_compute_loss", "trainer.py"),
         ("_custom_ops", "serving/cpu_reload.py"),
-        ("_buffered_inputs", "resumable_trainer.py"),
+        ("_buffered_inputs", "trainers/resumable.py"),
         ("_last_loaded_step", "scripts/benchmark.py"),
         ("hf_api", "hub/push.py"),
         ("create_onednn_scaled_mm", "serving/cpu_reload.py"),

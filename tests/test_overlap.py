@@ -1,7 +1,12 @@
 """Sampling beside training: which batch is sampled when, by which weights, and what is left of it after a kill."""
 
 import json
+import re
+import shutil
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,18 +16,29 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from dc_trl import DCGRPOTrainer
+from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 from dc_trl.resuming.checkpoints import checkpoint_defect
 from dc_trl.rollouts.background import BackgroundRollout
 from dc_trl.rollouts.look_ahead import LookAhead
 from dc_trl.serving.errors import ServerError
 
-from .helpers import distinct_characters, load_script, logged, make_config, make_model, make_prompts, make_tokenizer
+from .helpers import (
+    ROOT,
+    TWO_PROCESSES,
+    distinct_characters,
+    load_script,
+    logged,
+    make_config,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+)
 from .vllm_server import requires_vllm
 
 
 standing_in = load_script("standin_server").standing_in
-TIMED = ("step_time", "num_tokens", "epoch", "overlap/", "train_")
+TIMED = re.compile(r"step_time|num_tokens|epoch|overlap/|sync/\w+_seconds")
 
 
 def make_trainer(url, output_dir, *callbacks, prompts=16, **options):
@@ -49,7 +65,7 @@ def make_trainer(url, output_dir, *callbacks, prompts=16, **options):
 def rows(trainer, after=0):
     """What was logged, but for what a clock says."""
     return [
-        {name: value for name, value in row.items() if not name.startswith(TIMED)}
+        {name: value for name, value in row.items() if not TIMED.match(name)}
         for row in trainer.state.log_history
         if "loss" in row and row["step"] > after
     ]
@@ -306,6 +322,47 @@ def test_what_was_sampled_is_read_as_it_was_written(tmp_path):
     assert read.seconds == rollout.seconds
 
 
+def run(processes, **options):
+    """Metrics of a run in processes of its own, which all agree on λ; None where it was killed."""
+    command = TWO_PROCESSES if processes == 2 else [sys.executable]
+    options = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "deployment_scheme": "bf16"} | options
+    options |= {"rollout_overlap": True, "per_device_train_batch_size": 8 // processes, "lambda_lr": 0.5}
+    done = subprocess.run(
+        [*command, "-m", "tests.worker", json.dumps(options)], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    if "kill_at" in options:
+        assert done.returncode != 0
+        return None
+    assert done.returncode == 0, done.stderr[-3000:]
+    logs = json.loads(Path(options["output_dir"], "logs.json").read_text())
+    assert logs["kind"] == ("DistributedType.MULTI_CPU" if processes == 2 else "DistributedType.NO")
+    assert len(set(logs["lambda"])) == 1
+    return {
+        row["step"]: {name: value for name, value in row.items() if not TIMED.match(name)}
+        for row in logs["rows"]
+        if "loss" in row
+    }
+
+
+@requires_vllm
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_two_processes_killed_and_resumed_by_two_and_by_one(tmp_path):
+    with standing_in(shortest=1, seconds=0.05) as server:
+        whole = run(2, output_dir=str(tmp_path / "whole"), server=server.url)
+        assert max(request.others for request in server.asked) == 0
+        run(2, output_dir=str(tmp_path / "killed"), server=server.url, kill_at=3)
+        shutil.copytree(tmp_path / "killed", tmp_path / "one")
+        resumed, by_one = (
+            run(count, output_dir=str(tmp_path / name), server=server.url, resume_from_checkpoint="true")
+            for name, count in (("killed", 2), ("one", 1))
+        )
+    assert [row["sync/age"] for row in whole.values()] == [0, 1, 1, 1, 1]
+    assert resumed == whole
+    # One process takes up the batch of both. What it samples later follows from weights with other roundings.
+    assert by_one[3] == pytest.approx(whole[3], rel=1e-4, abs=1e-6)
+
+
 # --- faults ---------------------------------------------------------------------------------------------------------
 
 
@@ -402,9 +459,23 @@ def test_the_hidden_share_is_what_training_had_no_need_to_wait_for(tmp_path):
         assert min(logged(trainer, "overlap/sampling_seconds")) >= 0.3
         waited = sum(logged(trainer, "overlap/waiting_seconds"))
         assert trainer.waiting_seconds == pytest.approx(waited)
-        eager = make_trainer(server.url, tmp_path, max_steps=1)
-        eager.train()
-        assert logged(eager, "overlap/hidden_fraction") == [0]
+
+
+@requires_vllm
+def test_the_summary_says_how_much_was_hidden(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # so that no line of the table is broken
+    with standing_in(seconds=0.2) as server:
+        trainer = make_trainer(server.url, tmp_path, Slow(0.5), LambdaLoggingCallback(), max_steps=3)
+        trainer.eval_dataset = None
+        trainer.add_callback(run := BeforeAndAfter(trainer))
+        trainer.train()
+        summarize(trainer, run)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    sampling, waiting = summary["sampling_seconds"], summary["waiting_seconds"]
+    assert sampling > 0.6
+    assert 0.2 <= waiting < sampling / 2  # one of three batches was waited for
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "sampling that training hid" in line)
+    assert f"{1 - waiting / sampling:.0%}" in line
 
 
 @pytest.mark.parametrize("options", [{}, {"use_vllm": True, "vllm_mode": "colocate"}])

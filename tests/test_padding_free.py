@@ -1,5 +1,8 @@
 """Padding-free forwards: a row of sequences gives what each alone gives, and training what TRL does with padding."""
 
+import json
+import subprocess
+
 import pytest
 import torch
 import transformers
@@ -17,6 +20,8 @@ from dc_trl.rollouts import document_attention
 from dc_trl.rollouts.padding_free import Packing, prepared
 
 from .helpers import (
+    ROOT,
+    TWO_PROCESSES,
     Rollouts,
     distinct_characters,
     logged,
@@ -297,6 +302,13 @@ def test_training_is_trls(tmp_path, fields):
     assert_same(train(tmp_path, PADDING_FREE, **fields), train(tmp_path, **fields))
 
 
+def test_training_in_bfloat16_is_trls_to_its_rounding(tmp_path):
+    ours, theirs = (train(tmp_path, kind, bf16=True)[1][0] for kind in (PADDING_FREE, None))
+    for name, gradient in theirs.items():
+        distance = (ours[name] - gradient).norm() / gradient.norm()
+        assert 0 < distance < 0.02, name
+
+
 @pytest.mark.parametrize("fields", [{}, {"num_iterations": 2, "steps_per_generation": 4}, {"loss_type": "dapo"}])
 def test_training_in_batches_by_length_is_trls(tmp_path, fields):
     """The mean entropy of a micro-batch is that of other completions."""
@@ -365,6 +377,26 @@ def test_it_goes_with_what_else_reads_the_forward(tmp_path, make, fields):
     assert_same(*runs)
     for name in ("discrepancy/mean", "lagrangian/constraint_loss", "routing/replayed_fraction"):
         assert logged(runs[0][0], name) == pytest.approx(logged(runs[1][0], name), rel=1e-3, abs=1e-6), name
+
+
+@pytest.mark.long
+def test_two_processes(tmp_path):
+    """Through DDP's own forward, with micro-batches of unequal length in the two."""
+    logs = []
+    for padding_free in (True, False):
+        output_dir = tmp_path / str(padding_free)
+        options = {"output_dir": str(output_dir), "rollouts": True, "padding_free": padding_free, "max_steps": 3}
+        options |= {"optim": "sgd", "gradient_accumulation_steps": 2, "constraint": "static", "lambda_init": 0.5}
+        command = [*TWO_PROCESSES, "-m", "tests.worker", json.dumps(options)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        logs.append(json.loads((output_dir / "logs.json").read_text()))
+    ours, theirs = logs
+    assert ours["kind"] == theirs["kind"] == "DistributedType.MULTI_CPU"
+    for name in ("loss", "grad_norm", "entropy", "discrepancy/mean"):
+        values = [[row[name] for row in each["rows"] if name in row] for each in logs]
+        assert len(values[0]) == 3
+        assert values[0] == pytest.approx(values[1], rel=1e-3, abs=1e-6), name
 
 
 # --- what is refused

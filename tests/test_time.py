@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
-from dc_trl.clock import PartsClock
 from dc_trl.records.runs import read_run
 from dc_trl.records.time_parts import PARTS, PREFIX, time_cells
 from dc_trl.report import write_report
 from dc_trl.report.drawing import time_shares
+from dc_trl.trainers.clock import PartsClock
 
 from .helpers import Rollouts, distinct_characters, logged, make_config, make_model, make_prompts
 

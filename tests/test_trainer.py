@@ -69,7 +69,7 @@ def count_forwards(trainer):
 @pytest.mark.parametrize("steps", [ALIGNED, MISALIGNED, {**MISALIGNED, "num_iterations": 2}])
 @pytest.mark.parametrize("engine", ["model.generate", "rollouts"])
 def test_without_constraint_losses_and_weights_are_trls(tmp_path, tokenizer, steps, engine):
-    config = make_config(tmp_path, constraint="none", max_steps=6, **steps)
+    config = make_config(tmp_path, constraint="none", max_steps=6, length_aware_batches=False, **steps)
     trainers = []
     for kind, args in ((DCGRPOTrainer, config), (GRPOTrainer, plain_config(config))):
         trainer = make_trainer(args, tokenizer, Rollouts() if engine == "rollouts" else None, kind=kind)
@@ -106,7 +106,13 @@ def test_both_routes_give_the_same_penalised_advantages(tmp_path, tokenizer, see
     for steps in (ALIGNED, MISALIGNED):
         seen_by_the_loss.clear()
         config = make_config(
-            tmp_path, max_steps=2, learning_rate=0.0, discrepancy_measure=measure, discrepancy_level=level, **steps
+            tmp_path,
+            max_steps=2,
+            learning_rate=0.0,
+            discrepancy_measure=measure,
+            discrepancy_level=level,
+            length_aware_batches=False,  # rows in TRL's order
+            **steps,
         )
         make_trainer(config, tokenizer, Rollouts()).train()
         batches.append(seen_by_the_loss[:2])
@@ -397,7 +403,7 @@ def test_what_fills_an_empty_completion_is_outside_the_loss(
             output["completion_ids"] = [np.array(ids, dtype=int) for ids in output["completion_ids"]]
         return output
 
-    config = make_config(tmp_path, constraint="none", max_steps=2)
+    config = make_config(tmp_path, constraint="none", max_steps=2, length_aware_batches=False)
     theirs = make_trainer(plain_config(config), tokenizer, filled_by_hand, kind=GRPOTrainer)
     theirs.train()
     expected = [inputs["completion_mask"] * inputs["tool_mask"] for inputs in seen_by_the_loss]

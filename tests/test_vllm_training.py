@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,11 +15,15 @@ import httpx
 import psutil
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback
+from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 from dc_trl.data.arithmetic import arithmetic_dataset
+from dc_trl.records.runs import read_run
+from dc_trl.report.tables import summary_table
 from dc_trl.serving.errors import ServerError
 from dc_trl.serving.server import VLLMServer
 
@@ -76,6 +81,41 @@ def test_every_step_samples_with_the_present_weights(fp8_server, tmp_path):
     assert len(set(logged(trainer, "lagrangian/lambda"))) > 1
     for present, stale in sampled_by.gaps:
         assert stale > 3 * present
+
+
+def test_an_adapter_reaches_the_server_with_most_files_written_once(fp8_server, tmp_path, capsys):
+    """Of vLLM's fused layers (q, k and v; gate and up) one part each is adapted: they are read from two files."""
+    policy = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    adapter = LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(policy, adapter)
+    trainer = make_trainer(fp8_server.url, tmp_path, model, max_steps=4, learning_rate=1e-2)
+    run = BeforeAndAfter(trainer)
+    trainer.add_callback(run)
+    trainer.train()
+    written, reused = (logged(trainer, f"sync/bytes_{what}") for what in ("written", "reused"))
+    assert reused[0] == 0
+    assert all(value > 0.3 * written[0] for value in reused[1:])
+    assert all(one + other == written[0] for one, other in zip(written, reused, strict=True))
+    assert all(logged(trainer, "sync/reload_seconds"))
+    # The server holds what a checkpoint holds that is written at once.
+    trainer.save_deployment(tmp_path / "deployment")
+    trainer.vllm_generation.sync_weights()
+    sampled = complete(fp8_server.url, PROMPTS, max_tokens=16)
+    before = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    assert mean_gap(sampled, before, "fp8") > 3 * mean_gap(sampled, trainer.model, "fp8")
+    held = trainer.vllm_generation.checkpoint
+    served = {name: tensor for file in held.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    exported = load_file(tmp_path / "deployment" / "model.safetensors")
+    assert served.keys() == exported.keys()
+    assert all(torch.equal(served[name].view(torch.uint8), exported[name].view(torch.uint8)) for name in exported)
+    capsys.readouterr()
+    summarize(trainer, run)
+    told = json.loads((tmp_path / "summary.json").read_text())["weight_sync"]
+    assert told["count"] == 5
+    assert told["bytes_written"] == sum(written) + written[1]
+    assert f"{told['bytes_written'] / 5e6:,.1f} + {told['bytes_reused'] / 5e6:,.1f}" in capsys.readouterr().out
+    from_files = dict(summary_table([read_run(tmp_path)])[1])
+    assert from_files["weight syncs through a checkpoint"] == "5"
 
 
 def test_truncated_sampling_is_corrected_by_what_the_server_names(fp8_server, tmp_path, seen_by_the_loss):
@@ -172,9 +212,9 @@ def test_weights_that_lag_come_back_after_an_evaluation_and_after_a_kill(fp8_ser
 
 def rows(trainer, after):
     """What was logged, but for what a clock says."""
-    timed = ("step_time", "num_tokens", "epoch", "overlap/", "train_")
+    timed = re.compile(r"step_time|num_tokens|epoch|overlap/|sync/\w+_seconds")
     return [
-        {name: value for name, value in row.items() if not name.startswith(timed)}
+        {name: value for name, value in row.items() if not timed.match(name)}
         for row in trainer.state.log_history
         if "loss" in row and row["step"] > after
     ]

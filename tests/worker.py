@@ -1,10 +1,10 @@
 """A training run in a process of its own: `python -m tests.worker '{"output_dir": …, …}'`.
 
 Options beside those of DCGRPOConfig: `rollouts` (known rollouts instead of the replica), `kill_at` (the step after
-which the process kills itself, as a power cut would), `kill_in_save` (the same, when the checkpoint of that step has
-its weights and no more), `server` (URL of a vLLM server that has the tiny model in FP8),
-`colocate` (a scheme for vLLM in this process), `benchmark` (so many problems of arithmetic, asked after the
-last step). The main process writes `logs.json` into the output directory.
+which the process kills itself, as a power cut would; `kill_rank` says which of several does), `kill_in_save` (the
+same, when the checkpoint of that step has its weights and no more), `server` (URL of a vLLM server that has the tiny
+model in FP8), `colocate` (a scheme for vLLM in this process), `benchmark` (so many problems of arithmetic, asked after
+the last step). The main process writes `logs.json` into the output directory.
 """
 
 import json
@@ -46,13 +46,14 @@ class KilledInSave(DCGRPOTrainer):
 def main() -> None:
     options = json.loads(sys.argv[1])
     kill_at, rollouts = options.pop("kill_at", None), options.pop("rollouts", False)
+    kill_rank = options.pop("kill_rank", None)
     kill_in_save = options.pop("kill_in_save", None)
     benchmark = options.pop("benchmark", None)
     if benchmark is not None:
         options |= {"eval_strategy": "steps", "eval_steps": options["max_steps"]}
     server, colocate = options.pop("server", None), options.pop("colocate", None)
     if server is not None:
-        options |= {"vllm_mode": "server", "vllm_server_base_url": server, "deployment_scheme": "fp8"}
+        options = {"deployment_scheme": "fp8"} | options | {"vllm_mode": "server", "vllm_server_base_url": server}
     if colocate is not None:
         options |= {"vllm_mode": "colocate", "vllm_max_model_length": 64, "deployment_scheme": colocate}
     options["use_vllm"] = bool(server or colocate)
@@ -81,7 +82,7 @@ def main() -> None:
         trainer.add_callback(
             BenchmarkCallback(trainer, [problems], temperature=0.0, batch_size=4, grading_processes=1)
         )
-    if kill_at is not None:
+    if kill_at is not None and kill_rank in (None, trainer.accelerator.process_index):
         trainer.add_callback(Kill(kill_at))
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     value = trainer.lagrange_multiplier.value

@@ -15,7 +15,8 @@ class DeploymentCheckpointCallback(TrainerCallback):
     """Keeps the policy as it is deployed: what `vllm serve` takes, in the scheme that the run samples in.
 
     At each save it goes to `deployment` within the checkpoint, at the end of training to `deployment` in the output
-    directory. It is the checkpoint that a server is synchronized with (`weight_sync="checkpoint"`), byte for byte.
+    directory. It is the checkpoint that a server is synchronized with (`weight_sync="checkpoint"`), byte for byte;
+    with frozen weights, the same tensors in other files.
 
     Args:
         alarm (`CollapseAlarmCallback`, *optional*): when it stopped the run, there is no policy to deploy at its end.

@@ -83,6 +83,7 @@ class DeployedForward:
         self._quantizer = None if args is None else ActivationQuantizer(args)
         self._cache: dict[tuple[int, ...], tuple[list[tuple[int, int]], Tensor, Tensor | None]] = {}
         self._read: tuple[Tensor, Tensor, Tensor] | None = None  # activations, their numbers, their scales
+        self._within_policy = False  # a forward pass of the whole policy, and not of its backbone alone
 
         quantized = set() if quantization.weights is None else set(quantized_weights(architecture))
         reading_quantized = {*quantized_linears(architecture), *fused_experts(architecture)}
@@ -195,7 +196,7 @@ class DeployedForward:
         return self._read[1:]
 
     def _hook_policy(self, base: PreTrainedModel) -> None:
-        """The output head for a whole forward pass, because TRL's fused one reads its weight from outside."""
+        """The output head until the forward pass ends, because TRL's fused one reads its weight from outside."""
         forward = self
         autocasts: list[torch.autocast] = []
         backbone = base.base_model
@@ -204,12 +205,18 @@ class DeployedForward:
             "position_ids" in inspect.signature(backbone.forward).parameters
         )
 
-        def before(module: nn.Module, inputs: Any) -> None:
+        def place_head() -> None:
             if forward.enabled:
                 for layer in forward._head:
                     forward._place(layer)
 
+        def before(module: nn.Module, inputs: Any) -> None:
+            forward._within_policy = True
+            if not isinstance(forward._policy, FSDPModule):
+                place_head()
+
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
+            forward._within_policy = False
             for layer in forward._head:
                 layer.take_back()
             forward._reset()
@@ -226,6 +233,10 @@ class DeployedForward:
         def after_backbone(module: nn.Module, inputs: Any, output: Any) -> None:
             while autocasts:
                 autocasts.pop().__exit__(None, None, None)
+            # accelerate has FSDP2 gather the head with embedding or last norm. Placed before, a weight that is still
+            # a shard would take its gradient past FSDP2, which then puts that of the embedding in its place.
+            if forward._within_policy:
+                place_head()
 
         for model in dict.fromkeys((self._policy, base)):  # PEFT does not call the model within by its hooks
             model.register_forward_pre_hook(before)

@@ -62,6 +62,7 @@ def micro_batches(
     budget: int | None = None,
     exchange: bool = True,
     least: int = 1,
+    in_order: bool = False,
 ) -> list[Forward]:
     """Groups rows by length, the longest first: a batch that does not fit into memory shows so at once.
 
@@ -76,6 +77,7 @@ def micro_batches(
         budget: tokens of a forward with its padding; a row that is longer is alone. `None` with `rows`.
         exchange: whether rows may go to another process.
         least: forwards at least; those of the most rows are halved.
+        in_order: rows stay in the order of each process, and none is exchanged.
 
     Returns:
         The forwards; every row is in one of them. Of two orders, by all tokens or by those of the completion, the one
@@ -84,6 +86,8 @@ def micro_batches(
     share = len(lengths) // processes
     lanes = [range(len(lengths))] if exchange else [range(i * share, (i + 1) * share) for i in range(processes)]
     orders: tuple[Callable[[int], Any], ...] = (lambda row: sum(lengths[row]), lambda row: lengths[row][::-1])
+    if in_order:
+        orders = (lambda row: 0,)
     plans = []
     for order in orders:
         sorted_lanes = [sorted(lane, key=order, reverse=True) for lane in lanes]

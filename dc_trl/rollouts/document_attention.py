@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 
 NAME = "dc_trl_documents"
-_sdpa_mask = AttentionMaskInterface()["sdpa"]
+_sdpa, _sdpa_mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
 
 
 def document_attention(
@@ -38,13 +37,13 @@ def document_attention(
         Shape (1, tokens, heads, width), and no attention weights.
     """
     if document_lengths is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return _sdpa(module, query, key, value, attention_mask, **kwargs)
     outputs, start = [], 0
     for length in document_lengths:
         part = slice(start, start + length)
         mask = None if attention_mask is None else attention_mask[..., part, part]
         of_part = (each[:, :, part] for each in (query, key, value))
-        outputs.append(sdpa_attention_forward(module, *of_part, mask, **kwargs)[0])
+        outputs.append(_sdpa(module, *of_part, mask, **kwargs)[0])
         start += length
     return torch.cat(outputs, dim=1), None
 

@@ -25,7 +25,6 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils.generic import is_flash_attention_requested
 
 from ..quantization import attention as deployed_attention
 from ..quantization.policy import base_model
@@ -38,6 +37,11 @@ _IGNORED = -100  # a label that is not scored
 # What rounding may make of hidden states, relative to their norm: float32, also computed as TF32; and half precision,
 # where a mixture's routers may choose other experts.
 _ROUNDING, _ROUNDING_OF_HALF = 1e-3, 0.2
+
+
+def _is_flash(implementation: str) -> bool:
+    """Also kernels of the Hub, kernels-community/vllm-flash-attn3 for example: transformers goes by the same word."""
+    return "flash" in implementation and "paged" not in implementation
 
 
 class Packing:
@@ -71,7 +75,7 @@ class Packing:
         """What an attention implementation has to be told besides the positions."""
         if implementation == document_attention.NAME:
             return {"document_lengths": self.lengths}
-        if not is_flash_attention_requested(requested_attention_implementation=implementation):
+        if not _is_flash(implementation):
             return {}
         # transformers would find them from the positions once more in each layer.
         ends = torch.tensor((0, *self.lengths), device=self._places.device).cumsum(0, dtype=torch.int32)
@@ -150,8 +154,7 @@ def _prepare(model: PreTrainedModel | PeftModel, accelerator: Accelerator) -> No
     implementation = base.config._attn_implementation
     if implementation == "sdpa":
         base.set_attn_implementation(implementation := document_attention.NAME)
-    flash = is_flash_attention_requested(requested_attention_implementation=implementation)
-    if not flash and implementation not in (document_attention.NAME, *_BY_MASK):
+    if not _is_flash(implementation) and implementation not in (document_attention.NAME, *_BY_MASK):
         raise ValueError(
             f"padding_free=True: attn_implementation={implementation!r} does not keep the sequences of one row apart. "
             "Load the model with 'flash_attention_2', 'flash_attention_3', 'flex_attention' or 'sdpa', or set "
@@ -212,4 +215,6 @@ def _difference(base: PreTrainedModel, implementation: str) -> tuple[float, floa
         ((found - expected).norm() / expected.norm()).item()
         for found, expected in zip(together.float().split([5, 3]), (each.float() for each in alone), strict=True)
     ]
-    return max(differences), _ROUNDING if together.dtype == torch.float32 else _ROUNDING_OF_HALF
+    # Under autocast hidden states are float32 where the last norm's weight is.
+    half = together.dtype != torch.float32 or torch.is_autocast_enabled(together.device.type)
+    return max(differences), _ROUNDING_OF_HALF if half else _ROUNDING

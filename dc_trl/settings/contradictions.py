@@ -1,6 +1,7 @@
 """Settings of `DCGRPOConfig` that contradict each other: a table of rules, each with what it says and what to do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from .micro_batches import MEANS_OF_MICRO_BATCHES
@@ -19,7 +20,16 @@ def require_no_contradiction(config: Any) -> None:
     Raises:
         ValueError: names the fields, their values and the remedy.
     """
-    for rule in (*RULES, *(RULES_OF_A_CONSTRAINT if config.constraint != "none" else ())):
+    require(config, RULES, RULES_OF_A_CONSTRAINT if config.constraint != "none" else ())
+
+
+def require(config: Any, *tables: Sequence[Rule]) -> None:
+    """Refuses a config to which a rule of these tables applies.
+
+    Raises:
+        ValueError: names the fields, their values and the remedy.
+    """
+    for rule in chain(*tables):
         if rule.applies(config):
             raise ValueError(rule.message.format(c=config))
 
@@ -41,7 +51,8 @@ def _budget_rule(name: str, applies: Callable[[Any], bool]) -> Rule:
     )
 
 
-RULES = (
+# These read the settings of the constraint and of the correction alone, which several trainers have.
+RULES_OF_THE_CONSTRAINT_ALONE = (
     Rule(
         lambda c: c.lambda_min > c.lambda_max,
         "lambda_min={c.lambda_min!r} is above lambda_max={c.lambda_max!r}: lower lambda_min or raise lambda_max.",
@@ -51,6 +62,77 @@ RULES = (
         "lambda_init={c.lambda_init!r} lies outside [lambda_min, lambda_max] = [{c.lambda_min!r}, {c.lambda_max!r}]: "
         "choose a value within the bounds or widen them.",
     ),
+    Rule(
+        lambda c: c.rollout_correction == "none" and c.rollout_correction_max is not None,
+        "rollout_correction_max={c.rollout_correction_max!r} has no effect with rollout_correction='none': unset it "
+        "or choose a correction.",
+    ),
+    Rule(
+        lambda c: c.rollout_correction in ("none", "tv_mask") and c.rollout_correction_min is not None,
+        "rollout_correction_min={c.rollout_correction_min!r} has no effect with "
+        "rollout_correction={c.rollout_correction!r}, which has no lower bound: unset it or choose another one.",
+    ),
+    Rule(
+        lambda c: c.rollout_correction == "tv_mask" and (c.rollout_correction_max or 0) >= 1,
+        "rollout_correction_max={c.rollout_correction_max!r} is a difference of probabilities with "
+        "rollout_correction='tv_mask', and none is larger than 1: use a number below 1, for example 0.2.",
+    ),
+    Rule(
+        lambda c: (c.rollout_correction_min or 0) > 1,
+        "rollout_correction_min={c.rollout_correction_min!r} shuts out the ratio of engines that agree, which is 1: "
+        "use a number of at most 1.",
+    ),
+    Rule(
+        lambda c: (
+            c.rollout_correction != "tv_mask" and c.rollout_correction_max is not None and c.rollout_correction_max < 1
+        ),
+        "rollout_correction_max={c.rollout_correction_max!r} shuts out the ratio of engines that agree, which is 1: "
+        "use a number of at least 1.",
+    ),
+    Rule(
+        lambda c: c.constraint == "none" and c.discrepancy_margin > 0,
+        "discrepancy_margin={c.discrepancy_margin!r} has no effect with constraint='none': set discrepancy_margin=0 "
+        "or choose constraint='static' or 'lagrangian'.",
+    ),
+    Rule(
+        lambda c: c.constraint == "none" and c.constraint_form != type(c).constraint_form,
+        "constraint_form={c.constraint_form!r} has no effect with constraint='none': leave it out or choose "
+        "constraint='static', 'lagrangian' or 'balance'.",
+    ),
+    Rule(
+        lambda c: _two_sided(c) and c.deployment_scheme is None,
+        "constraint_form={c.constraint_form!r} compares the policy with its quantized self, and deployment_scheme is "
+        "not set: set deployment_scheme (for example 'fp8') or choose constraint_form='log_ratio'.",
+    ),
+    Rule(
+        lambda c: _two_sided(c) and c.discrepancy_margin > 0,
+        "discrepancy_margin={c.discrepancy_margin!r} has no effect with constraint_form={c.constraint_form!r}, which "
+        "leaves advantages alone: set discrepancy_margin=0 or choose another form.",
+    ),
+    Rule(
+        lambda c: _two_sided(c) and c.discrepancy_level != "token",
+        "discrepancy_level={c.discrepancy_level!r} has no effect with constraint_form={c.constraint_form!r}, which "
+        "leaves advantages alone: set discrepancy_level='token' or choose another form.",
+    ),
+    Rule(
+        lambda c: c.constraint != "balance" and c.balance_share != type(c).balance_share,
+        "balance_share={c.balance_share!r} has no effect with constraint={c.constraint!r}: leave it out or choose "
+        "constraint='balance'.",
+    ),
+    Rule(
+        lambda c: c.constraint != "balance" and c.balance_decay != type(c).balance_decay,
+        "balance_decay={c.balance_decay!r} has no effect with constraint={c.constraint!r}: leave it out or choose "
+        "constraint='balance'.",
+    ),
+    Rule(
+        lambda c: c.constraint != "lagrangian" and c.dual_window > 1,
+        "dual_window={c.dual_window!r} has no effect with constraint={c.constraint!r}: set dual_window=1 or choose "
+        "constraint='lagrangian'.",
+    ),
+)
+
+RULES = (
+    *RULES_OF_THE_CONSTRAINT_ALONE,
     Rule(
         lambda c: c.train_through_quantization and c.fp16,
         "fp16=True contradicts train_through_quantization=True, which computes in bfloat16 as engines do: set "
@@ -91,79 +173,12 @@ RULES = (
         "rollout_correction={c.rollout_correction!r}: set one of the two.",
     ),
     Rule(
-        lambda c: c.rollout_correction == "none" and c.rollout_correction_max is not None,
-        "rollout_correction_max={c.rollout_correction_max!r} has no effect with rollout_correction='none': unset it "
-        "or choose a correction.",
-    ),
-    Rule(
-        lambda c: c.rollout_correction in ("none", "tv_mask") and c.rollout_correction_min is not None,
-        "rollout_correction_min={c.rollout_correction_min!r} has no effect with "
-        "rollout_correction={c.rollout_correction!r}, which has no lower bound: unset it or choose another one.",
-    ),
-    Rule(
-        lambda c: c.rollout_correction == "tv_mask" and (c.rollout_correction_max or 0) >= 1,
-        "rollout_correction_max={c.rollout_correction_max!r} is a difference of probabilities with "
-        "rollout_correction='tv_mask', and none is larger than 1: use a number below 1, for example 0.2.",
-    ),
-    Rule(
-        lambda c: (c.rollout_correction_min or 0) > 1,
-        "rollout_correction_min={c.rollout_correction_min!r} shuts out the ratio of engines that agree, which is 1: "
-        "use a number of at most 1.",
-    ),
-    Rule(
-        lambda c: (
-            c.rollout_correction != "tv_mask" and c.rollout_correction_max is not None and c.rollout_correction_max < 1
-        ),
-        "rollout_correction_max={c.rollout_correction_max!r} shuts out the ratio of engines that agree, which is 1: "
-        "use a number of at least 1.",
-    ),
-    Rule(
         lambda c: (
             c.loss_type == "vespo" and c.rollout_correction not in ("none", "token_truncate", "token_mask", "icepop")
         ),
         "rollout_correction={c.rollout_correction!r} weighs a trajectory or goes by the advantage, and "
         "loss_type='vespo' takes a ratio of each token: set rollout_correction='token_truncate', 'token_mask' or "
         "'icepop'.",
-    ),
-    Rule(
-        lambda c: c.constraint == "none" and c.discrepancy_margin > 0,
-        "discrepancy_margin={c.discrepancy_margin!r} has no effect with constraint='none': set discrepancy_margin=0 "
-        "or choose constraint='static' or 'lagrangian'.",
-    ),
-    Rule(
-        lambda c: c.constraint == "none" and c.constraint_form != "injected",
-        "constraint_form={c.constraint_form!r} has no effect with constraint='none': leave it out or choose "
-        "constraint='static', 'lagrangian' or 'balance'.",
-    ),
-    Rule(
-        lambda c: _two_sided(c) and c.deployment_scheme is None,
-        "constraint_form={c.constraint_form!r} compares the policy with its quantized self, and deployment_scheme is "
-        "not set: set deployment_scheme (for example 'fp8') or choose constraint_form='log_ratio'.",
-    ),
-    Rule(
-        lambda c: _two_sided(c) and c.discrepancy_margin > 0,
-        "discrepancy_margin={c.discrepancy_margin!r} has no effect with constraint_form={c.constraint_form!r}, which "
-        "leaves advantages alone: set discrepancy_margin=0 or choose another form.",
-    ),
-    Rule(
-        lambda c: _two_sided(c) and c.discrepancy_level != "token",
-        "discrepancy_level={c.discrepancy_level!r} has no effect with constraint_form={c.constraint_form!r}, which "
-        "leaves advantages alone: set discrepancy_level='token' or choose another form.",
-    ),
-    Rule(
-        lambda c: c.constraint != "balance" and c.balance_share != type(c).balance_share,
-        "balance_share={c.balance_share!r} has no effect with constraint={c.constraint!r}: leave it out or choose "
-        "constraint='balance'.",
-    ),
-    Rule(
-        lambda c: c.constraint != "balance" and c.balance_decay != type(c).balance_decay,
-        "balance_decay={c.balance_decay!r} has no effect with constraint={c.constraint!r}: leave it out or choose "
-        "constraint='balance'.",
-    ),
-    Rule(
-        lambda c: c.constraint != "lagrangian" and c.dual_window > 1,
-        "dual_window={c.dual_window!r} has no effect with constraint={c.constraint!r}: set dual_window=1 or choose "
-        "constraint='lagrangian'.",
     ),
     Rule(
         lambda c: not c.use_vllm and c.weight_sync != "auto",

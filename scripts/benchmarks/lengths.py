@@ -1,14 +1,14 @@
 """What padding costs a training step: TRL's trainer and ours on replayed rollouts of log-normal length, in turns.
 
 A step reads one generation batch: so many responses, in micro-batches, for one optimizer step. Sampling takes no time.
-Every run has a trainer of its own, which is gone before the next one begins, so that its memory is its own.
+Every run has a trainer of its own and, on a CPU, a process of its own, so that its memory is its own.
 """
 
 import argparse
-import ctypes
 import gc
 import json
 import math
+import multiprocessing
 import random
 import statistics
 import sys
@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Qwen3Config, TrainerCallback
+from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.data.arithmetic import arithmetic_dataset
-from dc_trl.records.tables import print_table
+from dc_trl.records.tables import markdown_table, print_table
 from dc_trl.report.figures import new_figure, series_style
 
 
@@ -120,13 +121,29 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def release() -> None:
-    """Gives freed memory back, so that the next run's is not the last one's."""
-    gc.collect()
+def warm_up(model: Any) -> None:
+    """Loads what a first forward and backward load, so that it counts as nobody's time and memory."""
+    model(input_ids=torch.tensor([[5, 6, 7]], device=model.device)).logits.sum().backward()
+
+
+def apart(function: Callable[..., dict[str, float]], *args: Any) -> dict[str, float]:
+    """What a function returns; on a CPU from a new process, because freed memory stays with the one that freed it."""
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
-    else:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        return function(*args)
+    context = multiprocessing.get_context("fork")  # of a process that has computed nothing, and so has no threads
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: sender.send(function(*args)))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        sys.exit(f"error: the run's process ended with exit status {process.exitcode}; see above.")
+    finally:
+        process.join()
 
 
 def resident() -> int:
@@ -164,7 +181,8 @@ def make_model(args: argparse.Namespace) -> Any:
 
 def run(args: argparse.Namespace, arm: str, micro_batch: int, sigma: float) -> dict[str, float]:
     """One step of a new trainer."""
-    release()
+    if not torch.cuda.is_available():
+        warm_up(make_model(args))
     meter, settings = Meter(), ARMS[arm]
     replay = Replay(response_lengths(args.responses, sigma, args.scale))
     micro_batches = args.responses // micro_batch
@@ -207,15 +225,16 @@ def run(args: argparse.Namespace, arm: str, micro_batch: int, sigma: float) -> d
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each σ, micro-batch and arm, with the figures of its repetitions in the order they were made."""
-    for arm in ARMS:  # to warm up
-        run(args, arm, max(args.micro_batches), args.sigmas[0])
+    if torch.cuda.is_available():
+        for arm in ARMS:  # kernels are chosen and compiled at their first call
+            run(args, arm, max(args.micro_batches), args.sigmas[0])
     rows = []
     for sigma, micro_batch in product(args.sigmas, args.micro_batches):
         runs: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
         for repetition in range(args.repetitions):
             # The order changes, so that none of them always runs after the same one.
             for arm in random.Random(repetition).sample(list(ARMS), len(ARMS)):
-                runs[arm].append(run(args, arm, micro_batch, sigma))
+                runs[arm].append(apart(run, args, arm, micro_batch, sigma))
         for arm, measured in runs.items():
             figures = {name: [each[name] for each in measured] for name in measured[0]}
             rows.append({"sigma": sigma, "micro_batch": micro_batch, "arm": arm, **figures})
@@ -230,30 +249,25 @@ def multiples(rows: Sequence[dict[str, Any]], row: dict[str, Any], name: str) ->
 
 
 def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: medians, with the least and the greatest multiple of the training part."""
-    head = ["σ", "micro-batch", "trainer", "computed per real token", "training part, s", "× TRL", "least – greatest"]
+    """Head and rows, one for each σ and micro-batch; cells hold the medians of our arms, in the order of `ARMS`."""
+    ours = [arm for arm in ARMS if ARMS[arm] is not None]
+    head = ["σ", "micro-batch", "computed per real token: TRL", *ours, "training part: TRL, s"]
     lines = []
-    for row in rows:
-        training, step, memory = (multiples(rows, row, name) for name in FIGURES)
-        lines.append(
-            [
-                f"{row['sigma']:g}",
-                str(row["micro_batch"]),
-                row["arm"],
-                f"{statistics.median(row['computed_per_real']):.3f}",
-                f"{statistics.median(row['training']):.2f}",
-                f"{statistics.median(training):.2f}",
-                f"{min(training):.2f} – {max(training):.2f}",
-                f"{statistics.median(step):.2f}",
-                f"{statistics.median(memory):.2f}",
-            ]
-        )
-    return [*head, "whole step × TRL", "peak memory × TRL"], lines
+    for cell in dict.fromkeys((row["sigma"], row["micro_batch"]) for row in rows):
+        arms = {row["arm"]: row for row in rows if (row["sigma"], row["micro_batch"]) == cell}
+        computed = [f"{statistics.median(arms[arm]['computed_per_real']):.2f}" for arm in ARMS]
+        compared = [
+            " · ".join(f"{statistics.median(multiples(rows, arms[arm], name)):.2f}" for arm in ours)
+            for name in FIGURES
+        ]
+        seconds = f"{statistics.median(arms['TRL']['training']):.1f}"
+        lines.append([f"{cell[0]:g}", str(cell[1]), *computed, seconds, *compared])
+    return [*head, *(f"{heading}, × TRL" for heading in FIGURES.values())], lines
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """A column for each σ: tokens computed, training part and peak memory by micro-batch."""
-    sigmas = list(dict.fromkeys(row["sigma"] for row in rows))
+    sigmas, micro_batches = (sorted({row[name] for row in rows}) for name in ("sigma", "micro_batch"))
     value: dict[str, Callable[[dict[str, Any]], float]] = {
         "tokens computed per real token": lambda row: statistics.median(row["computed_per_real"]),
         "training part, × TRL": lambda row: statistics.median(multiples(rows, row, "training")),
@@ -266,7 +280,8 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             colour, line, marker = series_style(index)
             axes.plot(*zip(*points, strict=True), color=colour, linestyle=line, marker=marker, markersize=4, label=arm)
         axes.set_xscale("log", base=2)
-        axes.set_xticks([row["micro_batch"] for row in rows], [str(row["micro_batch"]) for row in rows])
+        axes.set_xticks(micro_batches, map(str, micro_batches))
+        axes.minorticks_off()
         axes.set_ylim(bottom=0)
         if label == next(iter(value)):
             axes.set_title(f"σ = {sigma:g}", fontsize=10, loc="left")
@@ -286,6 +301,7 @@ def lengths(args: argparse.Namespace) -> None:
     for micro_batch in args.micro_batches:
         if args.responses % micro_batch or args.responses % 8:
             sys.exit(f"error: responses={args.responses} is no multiple of 8 and of micro_batches={micro_batch}.")
+    logging.disable_progress_bar()
     rows = measure(args)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {args.threads} threads"
     of_lengths = f"mean {MEAN / args.scale:.0f}, cap {CAP / args.scale:.0f} tokens"
@@ -295,5 +311,6 @@ def lengths(args: argparse.Namespace) -> None:
         names = ("responses", "scale", "repetitions", "size", "attn_implementation", "gradient_checkpointing")
         settings = {"device": device} | {name: getattr(args, name) for name in names}
         args.output.write_text("".join(json.dumps(settings | row, ensure_ascii=False) + "\n" for row in rows))
+        args.output.with_suffix(".md").write_text(f"{title}.\n\n{markdown_table(*table(rows))}")
         draw(rows, args.output.with_suffix(".png"))
-        print(f"wrote {args.output} and {args.output.with_suffix('.png')}")
+        print(f"wrote {args.output}, and beside it the table (.md) and the figure (.png)")

@@ -14,14 +14,14 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .batching_trainer import LengthAwareTrainer
-from .files import lock_output, read_object, write_text
-from .quantization.policy import unwrapped
-from .resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE, on_main_process, resumable_checkpoint
-from .resuming.interruption import RunInterrupted
-from .rollouts.buffer import load_rollouts, save_rollouts
-from .rollouts.sync_schedule import SyncSchedule
-from .serving.errors import ServerError
+from ..files import lock_output, read_object, write_text
+from ..quantization.policy import unwrapped
+from ..resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE, on_main_process, resumable_checkpoint
+from ..resuming.interruption import RunInterrupted
+from ..rollouts.buffer import load_rollouts, save_rollouts
+from ..rollouts.sync_schedule import SyncSchedule
+from ..serving.errors import ServerError
+from .batching import LengthAwareTrainer
 
 
 # Several processes on a CPU: transformers loads the optimizer to accelerate's "cpu:0", which torch.load does not know.

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from ..config import DCGRPOConfig
+from ..records.time_parts import EVALUATION, OTHER, PREFIX
 from .clock import PartsClock
-from .config import DCGRPOConfig
-from .records.time_parts import EVALUATION, OTHER, PREFIX
-from .resumable_trainer import ResumableTrainer
+from .resumable import ResumableTrainer
 
 
 def timed(part: str) -> Callable[[Callable], Callable]:

@@ -18,15 +18,15 @@ from transformers import ProcessorMixin
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 
-from .config import DCGRPOConfig
-from .deployed_trainer import DeployedPolicyTrainer
-from .resuming.checkpoints import AHEAD_FILE
-from .rollouts.look_ahead import LookAhead
+from ..config import DCGRPOConfig
+from ..resuming.checkpoints import AHEAD_FILE
+from ..rollouts.look_ahead import LookAhead
+from .deployed import DeployedPolicyTrainer
 
 
 # Imported where a run overlaps.
 if TYPE_CHECKING:
-    from .rollouts.overlap import OverlappedGeneration
+    from ..rollouts.overlap import OverlappedGeneration
 
 
 logger = get_logger(__name__)

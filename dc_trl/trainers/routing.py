@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .config import DCGRPOConfig
-from .overlap_trainer import OverlapTrainer
-from .quantization.policy import unwrapped
-from .rollouts.padding_free import Packing
+from ..config import DCGRPOConfig
+from ..quantization.policy import unwrapped
+from ..rollouts.padding_free import Packing
+from .overlap import OverlapTrainer
 
 
 # Imported where a run replays routes.
 if TYPE_CHECKING:
-    from .rollouts.routing import RoutesRecorder, RoutingReplay, Turn
+    from ..rollouts.routing import RoutesRecorder, RoutingReplay, Turn
 
 
 class RoutingTrainer(OverlapTrainer):
@@ -39,7 +39,7 @@ class RoutingTrainer(OverlapTrainer):
     def __init__(self, model, reward_funcs, args: DCGRPOConfig, *positional, **kwargs):
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if args.routing_replay:
-            from .rollouts.routing import RoutesRecorder, RoutingReplay
+            from ..rollouts.routing import RoutesRecorder, RoutingReplay
 
             models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
             self._replays = tuple(RoutingReplay(unwrapped(self.accelerator, model)) for model in models)
@@ -51,7 +51,7 @@ class RoutingTrainer(OverlapTrainer):
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         if not self._replays:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        from .rollouts.routing import Turn, routes_of_vllm
+        from ..rollouts.routing import Turn, routes_of_vllm
 
         if self._recorder is None:
             completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
@@ -67,7 +67,7 @@ class RoutingTrainer(OverlapTrainer):
         self._turns = []
         prompt_ids, completion_ids, *others = super()._generate(prompts)
         if self._replays:
-            from .rollouts.routing import batch_routes
+            from ..rollouts.routing import batch_routes
 
             routes = batch_routes(self._turns, prompt_ids, completion_ids, self.pad_to_multiple_of)
             self._routes = routes.to(self.accelerator.device)

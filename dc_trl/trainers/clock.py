@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from .records.time_parts import EVALUATION, OTHER
+from ..records.time_parts import EVALUATION, OTHER
 
 
 class PartsClock:

@@ -19,25 +19,25 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.generation.vllm_generation import VLLMGeneration
 
-from .config import DCGRPOConfig
-from .constraint.advantages import total_rewards
-from .quantization.policy import base_model, require_shared_embeddings, unwrapped
-from .quantization.tensors import deployed_tensors
-from .resuming.checkpoints import SAMPLER_FOLDER
-from .rollouts.buffer import fill_empty, sampled_only
-from .rollouts.neutral_sampling import SERVER_DEFAULTS, TRUNCATIONS, restrictions, truncates
-from .rollouts.padding_free import PaddingFree, prepared
-from .rollouts.sync_schedule import SyncSchedule
-from .rollouts.truncation import Kept, KeptHead
-from .settings.distribution import require_as_asked
-from .settings.reward_functions import RewardFunction, call_reward
+from ..config import DCGRPOConfig
+from ..constraint.advantages import total_rewards
+from ..quantization.policy import base_model, require_shared_embeddings, unwrapped
+from ..quantization.tensors import deployed_tensors
+from ..resuming.checkpoints import SAMPLER_FOLDER
+from ..rollouts.buffer import fill_empty, sampled_only
+from ..rollouts.neutral_sampling import SERVER_DEFAULTS, TRUNCATIONS, restrictions, truncates
+from ..rollouts.padding_free import PaddingFree, prepared
+from ..rollouts.sync_schedule import SyncSchedule
+from ..rollouts.truncation import Kept, KeptHead
+from ..settings.distribution import require_as_asked
+from ..settings.reward_functions import RewardFunction, call_reward
 
 
 # Imported where a run samples or writes in a deployment scheme: compressed-tensors and what it needs take 0.15 s.
 if TYPE_CHECKING:
-    from .quantization.checkpoint import CheckpointWriter
-    from .quantization.deployed_forward import DeployedForward
-    from .rollouts.replica import Replica
+    from ..quantization.checkpoint import CheckpointWriter
+    from ..quantization.deployed_forward import DeployedForward
+    from ..rollouts.replica import Replica
 
 _COLUMNS_OF_TRL = ("prompt", "completion", "completion_ids")  # which it passes by itself, or not at all
 # Parameters of TRL's engine that are attributes of the trainer, and those that are its fields called vllm_*.
@@ -93,7 +93,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
             self.deployed_forward = self._align_forward(args.deployment_scheme)
 
     def _align_forward(self, scheme: str) -> DeployedForward:
-        from .quantization.deployed_forward import DeployedForward
+        from ..quantization.deployed_forward import DeployedForward
 
         sharding = self.accelerator.distributed_type
         if sharding == DistributedType.DEEPSPEED or (
@@ -112,7 +112,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
         return forward
 
     def _build_replica(self, scheme: str) -> Replica:
-        from .rollouts.replica import Replica
+        from ..rollouts.replica import Replica
 
         if isinstance(self.processing_class, ProcessorMixin):
             raise ValueError(
@@ -124,8 +124,8 @@ class DeployedPolicyTrainer(GRPOTrainer):
 
     def _build_vllm(self) -> VLLMGeneration:
         """The vLLM engine that samples, with the arguments that TRL's constructor passes to its own."""
-        from .rollouts.overlap import OverlappedGeneration
-        from .rollouts.vllm_backends import ColocateGeneration, Generation, ServerGeneration
+        from ..rollouts.overlap import OverlappedGeneration
+        from ..rollouts.vllm_backends import ColocateGeneration, Generation, ServerGeneration
 
         args, model = self.args, self.model
         batch_size = args.per_device_train_batch_size * args.steps_per_generation
@@ -449,7 +449,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
         tensors = self.deployed_tensors()
         if self.accelerator.is_main_process:
             if self._deployment_writer is None:
-                from .quantization.checkpoint import CheckpointWriter
+                from ..quantization.checkpoint import CheckpointWriter
 
                 policy = unwrapped(self.accelerator, self.model)
                 scheme = self.args.deployment_scheme or "bf16"

@@ -10,6 +10,7 @@ their rows and are only cut. The pure functions are in `dc_trl.rollouts.batching
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,20 +18,28 @@ from accelerate import DistributedType
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from .config import DCGRPOConfig
-from .rollouts.batching import Forward, Length, join, lengths_of, micro_batches, runs, segments, take, trimmed
-from .rollouts.exchange import exchanged
-from .rollouts.truncation import Kept
-from .routing_trainer import RoutingTrainer
-from .settings.micro_batches import mean_of_micro_batch
+from ..config import DCGRPOConfig
+from ..rollouts.batching import Forward, Length, join, lengths_of, micro_batches, runs, segments, take, trimmed
+from ..rollouts.exchange import exchanged
+from ..rollouts.truncation import Kept
+from ..settings.micro_batches import mean_of_micro_batch
+from .routing import RoutingTrainer
 
 
 logger = get_logger(__name__)
 
 # Losses that are a mean over completions; the others divide by the tokens that enter them.
 MEAN_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
-# Rows of each forward of a slice that has several.
-_ROWS = "micro_batch_rows"
+# Beside the tensors of a slice whose rows were grouped: of each of its forwards the rows, and the weights of its
+# metrics and, last, of its loss.
+_ROWS, _WEIGHTS = "forward_rows", "forward_weights"
+# Means over the tokens of a forward that TRL and this package log, and average over the forwards of a step: which of a
+# forward's weights makes that the mean over the step's tokens, those of the loss (0) or those of the prompts too (1).
+_TOKEN_MEANS = {
+    **dict.fromkeys(("entropy", "kl", "cispo_clip_ratio", "vespo/phi_seq_mean"), 0),
+    **dict.fromkeys(("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"), 0),
+    **dict.fromkeys(("routing/replayed_fraction", "routing/flipped_fraction"), 1),
+}
 
 # Log-probabilities and entropies, both of shape (rows, T), and the auxiliary loss, as TRL's hook returns them.
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
@@ -97,7 +106,7 @@ class LengthAwareTrainer(RoutingTrainer):
 
     def _regrouped(self, slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The rows of slices that share an optimizer step, by length, in as many slices."""
-        args, processes, rank = self.args, self.accelerator.num_processes, self.accelerator.process_index
+        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         batch = join(slices)
         share = len(batch["prompt_ids"])
         plan, exchange = self._plan(batch, share // len(slices), least=len(slices), exchange=processes > 1)
@@ -106,80 +115,104 @@ class LengthAwareTrainer(RoutingTrainer):
             batch, order = exchanged(batch, wanted, self.accelerator), list(range(share))
         else:
             order = [row - rank * share for row in wanted[rank]]
+        sizes = [len(forward[rank]) for forward in plan]
+        ends = list(accumulate(sizes))
+        masks = {name: value for name, value in batch.items() if name.endswith("_mask")}
+        weights = self._weights(take(masks, order), sizes, share // len(slices))
         regrouped = []
         for run in runs(len(plan), len(slices)):
-            sizes = [len(plan[index][rank]) for index in run]
-            start = sum(len(forward[rank]) for forward in plan[: run.start])
-            part = trimmed(take(batch, order[start : start + sum(sizes)]), self.pad_to_multiple_of)
-            if args.max_tokens_per_micro_batch is not None:
-                part[_ROWS] = sizes
-            regrouped.append(part)
+            rows = order[ends[run.start] - sizes[run.start] : ends[run.stop - 1]]
+            of_forwards = {_ROWS: sizes[run.start : run.stop], _WEIGHTS: weights[run.start : run.stop]}
+            regrouped.append(trimmed(take(batch, rows), self.pad_to_multiple_of) | of_forwards)
         return regrouped
+
+    def _weights(self, batch: dict[str, Any], sizes: list[int], rows: int) -> list[list[float]]:
+        """Of each forward the weights of its metrics, its share of all tokens over an equal share, and of its loss.
+
+        A loss that is a mean over completions divides by those of a forward, where TRL's divides by `rows`.
+        """
+        completion = batch["completion_mask"]
+        of_loss = (completion * batch["tool_mask"] if "tool_mask" in batch else completion).sum(1)
+        read = batch["prompt_mask"].sum(1) + completion.sum(1)
+        tokens = torch.stack([each.sum(0) for each in torch.stack([of_loss, read], dim=1).split(sizes)])
+        tokens = self.accelerator.gather(tokens.unsqueeze(0)).sum(0).float()
+        shares = tokens * len(sizes) / tokens.sum(0).clamp(min=1)
+        over_completions = self.loss_type in MEAN_OVER_COMPLETIONS
+        return [
+            [*share, size / rows if over_completions else 1.0]
+            for share, size in zip(shares.tolist(), sizes, strict=True)
+        ]
 
     def _plan(self, batch: dict[str, Any], rows: int, least: int, exchange: bool) -> tuple[list[Forward], bool]:
         """The forwards of the rows of all processes, and whether rows are exchanged: those with images are not."""
-        budget = self.args.max_tokens_per_micro_batch
-        lengths = lengths_of(batch, self.pad_to_multiple_of)
-        images = torch.full_like(lengths[:, :1], "num_images" in batch)
-        gathered = self.accelerator.gather(torch.cat([lengths, images], dim=1))
-        exchange = exchange and not gathered[:, 2].any()
+        table = self._rows_table(batch)
+        if self.accelerator.num_processes > 1:
+            table = self.accelerator.gather(table)
+        seeing = table[:, 2] > 0
+        exchange = exchange and not seeing.any().item()
+        budget = self.args.max_tokens_per_micro_batch if self.model.training else None
         plan = micro_batches(
-            [Length(*each) for each in gathered[:, :2].tolist()],
+            [Length(*each) for each in table[:, :2].tolist()],
             self.accelerator.num_processes,
             rows=rows if budget is None else None,
             budget=budget,
             exchange=exchange,
             least=least,
+            # By length, rows without images would share a forward, which vision models cannot compute.
+            in_order=bool(seeing.any() and not seeing.all()),
         )
         return plan, exchange
 
+    def _rows_table(self, batch: dict[str, Any]) -> Tensor:
+        """Tokens of the prompt, of the completion, and images: int64, shape (rows, 3)."""
+        lengths = lengths_of(batch, self.pad_to_multiple_of)
+        images = torch.tensor(batch.get("num_images", [0] * len(lengths)), device=lengths.device)
+        return torch.cat([lengths, images.unsqueeze(1)], dim=1)
+
     def _log_padding(self, slices: list[dict[str, Any]], padded: int) -> None:
-        read = sum(
-            forward["prompt_ids"].numel() + forward["completion_ids"].numel()
-            for slice_ in slices
-            for forward in self._forwards(slice_)
-        )
+        read = 0
+        for slice_ in slices:
+            lengths = lengths_of(slice_, self.pad_to_multiple_of)
+            read += sum(len(rows) * int(rows.amax(0).sum()) for rows in lengths.split(slice_.get(_ROWS, len(lengths))))
         real = sum(slice_["prompt_mask"].sum() + slice_["completion_mask"].sum() for slice_ in slices)
+        if self.padding_free is not None:
+            read = int(real)
         counts = torch.tensor([[read, padded, int(real)]], device=self.accelerator.device)
         read, padded, real = self.accelerator.gather(counts).sum(0).tolist()
-        self._metrics["train"]["batching/read_per_real_token"].append(read / max(real, 1))
+        self._metrics["train"]["batching/computed_per_real_token"].append(read / max(real, 1))
         self._metrics["train"]["batching/padded_per_real_token"].append(padded / max(real, 1))
 
     # --- several forwards in a slice --------------------------------------------------------------------------------
 
     def _forwards(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
         """The inputs of each forward of a slice."""
-        if _ROWS not in inputs:
-            return [inputs]
-        batch, forwards, start = {name: value for name, value in inputs.items() if name != _ROWS}, [], 0
-        for rows in inputs[_ROWS]:
-            forwards.append(trimmed(take(batch, range(start, start + rows)), self.pad_to_multiple_of))
-            start += rows
+        batch = {name: value for name, value in inputs.items() if name not in (_ROWS, _WEIGHTS)}
+        sizes = inputs.get(_ROWS, [len(batch["prompt_ids"])])
+        if len(sizes) == 1:
+            return [batch]
+        forwards = []
+        for end, rows in zip(accumulate(sizes), sizes, strict=True):
+            forwards.append(trimmed(take(batch, range(end - rows, end)), self.pad_to_multiple_of))
         return forwards
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if _ROWS not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        *others, last = self._forwards(inputs)
-        sync_gradients = self.accelerator.sync_gradients
-        self.accelerator.gradient_state._set_sync_gradients(False)
+        *others, last = zip(self._forwards(inputs), inputs[_WEIGHTS], strict=True)
         total = torch.zeros((), device=self.accelerator.device)
-        try:
-            for forward in others:
-                with self.accelerator.no_sync(model):
-                    loss = self._weighted_loss(model, forward)
-                    self.accelerator.backward(loss)
-                total = total + loss.detach()
-        finally:
-            self.accelerator.gradient_state._set_sync_gradients(sync_gradients)
-        return self._weighted_loss(model, last) + total
+        for forward in others:
+            with self.accelerator.no_sync(model):
+                loss = self._weighted_loss(model, *forward)
+                self.accelerator.backward(loss)
+            total = total + loss.detach()
+        return self._weighted_loss(model, *last) + total
 
-    def _weighted_loss(self, model, inputs: dict[str, Any]) -> Tensor:
-        # TRL's mean over the completions of a slice divides by as many as a slice has without a budget.
+    def _weighted_loss(self, model, inputs: dict[str, Any], weights: list[float]) -> Tensor:
         loss = super().compute_loss(model, inputs)
-        if self.loss_type not in MEAN_OVER_COMPLETIONS:
-            return loss
-        return loss * (len(inputs["prompt_ids"]) / self.args.per_device_train_batch_size)
+        metrics = self._metrics["train"]
+        for name in _TOKEN_MEANS.keys() & metrics.keys():
+            metrics[name][-1] *= weights[_TOKEN_MEANS[name]]
+        return loss * weights[-1]
 
     def training_step(self, model, inputs, num_items_in_batch):
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -197,9 +230,12 @@ class LengthAwareTrainer(RoutingTrainer):
         whole = self._rows_to_score(input_ids, attention_mask, logits_to_keep, kwargs)
         options = {name: value for name, value in kwargs.items() if name not in whole}
         kept, routes = self._kept, self._routes
+        first = self.accelerator.process_index * len(input_ids)
         scores = []
         try:
-            for rows in self._forwards_to_score(whole, batch_size):
+            plan, _ = self._plan(whole, batch_size, least=1, exchange=False)
+            for forward in plan:
+                rows = [row - first for row in forward[self.accelerator.process_index]]
                 part = trimmed(take(whole, rows), self.pad_to_multiple_of)
                 scores.append((rows, self._score_rows(score, model, part, options)))
         finally:
@@ -216,15 +252,6 @@ class LengthAwareTrainer(RoutingTrainer):
         if self._routes is not None:
             batch["routed_experts"] = self._routes
         return batch
-
-    def _forwards_to_score(self, batch: dict[str, Any], batch_size: int) -> list[list[int]]:
-        """The rows of each forward; as many forwards in every process."""
-        if self.args.max_tokens_per_micro_batch is None or not self.model.training:
-            lengths = [Length(*each) for each in lengths_of(batch, self.pad_to_multiple_of).tolist()]
-            return [rows for (rows,) in micro_batches(lengths, rows=batch_size)]
-        share, rank = len(batch["prompt_ids"]), self.accelerator.process_index
-        plan, _ = self._plan(batch, batch_size, least=1, exchange=False)
-        return [[row - rank * share for row in forward[rank]] for forward in plan]
 
     def _score_rows(self, score, model, batch: dict[str, Any], options: dict[str, Any]):
         self._kept = Kept(batch.pop("kept_ids"), batch.pop("kept_counts")) if "kept_ids" in batch else None

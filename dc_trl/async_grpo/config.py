@@ -1,0 +1,93 @@
+"""Settings of `AsyncDCGRPOTrainer`."""
+
+from dataclasses import dataclass, fields
+
+from trl.experimental.async_grpo import AsyncGRPOConfig
+
+from ..constraint.lagrangian import LagrangeMultiplier
+from ..constraint.settings import Constraint, ConstraintForm, ConstraintSettings, Correction, Level, Measure, Reduction
+from ..rollouts.neutral_sampling import restrictions
+from ..settings.contradictions import RULES_OF_THE_CONSTRAINT_ALONE, Rule, require
+from ..settings.described import described
+from ..settings.ranges import AT_LEAST_0, TRAINING, require_choice, require_number
+
+
+_CHOICES = {
+    "constraint": Constraint,
+    "constraint_form": ConstraintForm,
+    "rollout_correction": Correction,
+    "discrepancy_measure": Measure,
+    "discrepancy_level": Level,
+    "batch_reduction": Reduction,
+}
+
+RULES = (
+    Rule(
+        lambda c: c.constraint == "balance",
+        "constraint='balance' takes gradients of its own, which AsyncGRPO has no place for: use constraint='static' "
+        "or 'lagrangian'.",
+    ),
+    Rule(
+        lambda c: c.constraint_form.startswith("two_sided"),
+        "constraint_form={c.constraint_form!r} corrects a sampler that follows at once, and AsyncGRPO's lags: use "
+        "constraint_form='log_ratio', 'quadratic', 'complete' or 'injected'.",
+    ),
+    Rule(
+        lambda c: c.deployment_scheme is not None,
+        "deployment_scheme={c.deployment_scheme!r} has no effect: AsyncGRPO's server holds the policy as it was "
+        "started (vllm serve --quantization ...). Leave it out.",
+    ),
+    Rule(
+        lambda c: c.rollout_correction.endswith("_truncate"),
+        "rollout_correction={c.rollout_correction!r} bounds the ratio to the sampler, which AsyncGRPO's loss has in "
+        "it and clips by epsilon: use a mask ('token_mask', 'sequence_mask', 'geometric_mask', 'icepop', "
+        "'tv_mask') or 'none'.",
+    ),
+)
+
+
+@described
+@dataclass
+class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
+    r"""Configuration of [`AsyncDCGRPOTrainer`]: everything of TRL's `AsyncGRPOConfig`, and the discrepancy constraint.
+
+    The fields of the constraint and of the correction mean what they mean in [`~dc_trl.DCGRPOConfig`]. δ contains the
+    lag of the sampler here, so the default form is another one.
+
+    Args:
+        constraint_form (`str`, defaults to `"log_ratio"`):
+            `"injected"`, `"complete"`, `"quadratic"` or `"log_ratio"`, see [`~dc_trl.DCGRPOConfig`]. A signed form by
+            default: the paper's makes a sampler that lags worse (docs/staleness.md).
+    """
+
+    constraint_form: ConstraintForm = "log_ratio"
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, options in _CHOICES.items():
+            require_choice(name, getattr(self, name), options)
+        for name in {field.name for field in fields(ConstraintSettings)} & TRAINING.keys():
+            if getattr(self, name) is not None:
+                require_number(name, getattr(self, name), TRAINING[name])
+        if self.discrepancy_tolerance != "auto":
+            self.discrepancy_tolerance = float(self.discrepancy_tolerance)
+            require_number("discrepancy_tolerance", self.discrepancy_tolerance, AT_LEAST_0)
+        require(self, RULES, RULES_OF_THE_CONSTRAINT_ALONE)
+        if self.constraint != "none":
+            sampling = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+            for name, value, remedy in restrictions(sampling):
+                raise ValueError(
+                    f"{name}={value!r} makes the engine sample from a distribution that is not the policy's, and "
+                    f"constraint={self.constraint!r} would constrain that difference: {remedy} or constraint='none'."
+                )
+
+    def multiplier(self) -> LagrangeMultiplier:
+        """The multiplier λ that these settings describe."""
+        return LagrangeMultiplier(
+            init=self.lambda_init,
+            lr=self.lambda_lr,
+            tolerance=self.discrepancy_tolerance,
+            minimum=self.lambda_min,
+            maximum=self.lambda_max,
+            window=self.dual_window,
+        )

@@ -1,0 +1,175 @@
+"""`AsyncDCGRPOTrainer`: TRL's asynchronous GRPO with its lag measured, constrained and masked.
+
+AsyncGRPO's loss multiplies each advantage by r = π_train/π_inf, the trainer's present weights over those that sampled,
+whichever they were, and clips it. Nothing of that loss is copied:
+
+- *log π_train* comes out of the loss's own forward, by a hook on the model.
+- *The constraint* is a term of the loss: λ times the mean of r·penalty. That is what a penalised advantage
+  Ã = Â − λ·penalty adds to the loss, without its clip: the clip stops what pushes a token away from the sampler, and
+  this pulls it back.
+- *A mask* takes tokens out of a loss that has been computed. The loss of a token is proportional to its advantage, so
+  it is the advantage times the loss's gradient by it; what was masked is subtracted again, with its gradient.
+
+An iteration is an optimizer step: samples of several ages meet in it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl.experimental.async_grpo import AsyncGRPOTrainer
+
+from ..constraint.discrepancy import bounded_log_ratio, scored_tokens, token_discrepancy
+from ..constraint.forms import drift_warning, form_of
+from ..constraint.report import batch_metrics
+from ..constraint.statistics import BatchStatistics
+from ..constraint.trust import trust_of
+from ..files import read_object, write_text
+from ..resuming.checkpoints import STATE_FILE
+from .config import AsyncDCGRPOConfig
+from .rows import Trajectories
+
+
+logger = get_logger(__name__)
+
+
+class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
+    """TRL's experimental `AsyncGRPOTrainer` under a constraint on the discrepancy, and with masks of the rollouts.
+
+    Takes everything that TRL's takes, with [`AsyncDCGRPOConfig`] in place of `AsyncGRPOConfig`. With
+    `constraint="none"` and `rollout_correction="none"` the losses are TRL's, bit for bit; the discrepancy is logged.
+
+    Attributes:
+        lagrange_multiplier (`LagrangeMultiplier`): λ; moves after each optimizer step with `constraint="lagrangian"`.
+        form (`Form` or `None`), trust (`Trust` or `None`): as in [`~dc_trl.DCGRPOTrainer`].
+
+    Raises:
+        TypeError: `args` is not an `AsyncDCGRPOConfig`.
+    """
+
+    _tag_names: ClassVar = ["trl", "async-grpo", "dc-grpo"]
+
+    def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
+        if args is None:
+            args = AsyncDCGRPOConfig(f"{model.split('/')[-1]}-AsyncDC-GRPO")
+        if not isinstance(args, AsyncDCGRPOConfig):
+            raise TypeError(f"args is a {type(args).__name__}: AsyncDCGRPOTrainer needs an AsyncDCGRPOConfig.")
+        self.form = form_of(args)
+        self.trust = trust_of(args)
+        self.lagrange_multiplier = args.multiplier()
+        self._statistics = BatchStatistics(args.batch_reduction)
+        self._warned_of_drift = False
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+
+    # --- the loss of a micro-batch ----------------------------------------------------------------------------------
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs = dict(inputs)
+        if self.trust is not None:  # the masks want the loss's gradient by it
+            inputs["advantages"] = inputs["advantages"].detach().requires_grad_()
+        outputs: list[Any] = []
+        hook = model.register_forward_hook(lambda module, args, output: outputs.append(output))
+        try:
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        finally:
+            hook.remove()
+        selected = inputs["token_index"] >= 0
+        train_logps = outputs[0].log_probs.flatten()[inputs["token_index"][selected]]
+        return self._constrain(loss, inputs, selected, train_logps)
+
+    def _constrain(self, loss: Tensor, inputs: dict[str, Any], selected: Tensor, train_logps: Tensor) -> Tensor:
+        """Measures a micro-batch, and adds the constraint and the mask to its loss.
+
+        Args:
+            loss: TRL's, a scalar.
+            inputs: of the loss, one row of tokens.
+            selected: boolean, where the M tokens that are trained on stand in their inputs.
+            train_logps: log π_train of these tokens, shape (M,), with a gradient.
+        """
+        infer_logps = inputs["old_log_probs"][selected]
+        trajectories = Trajectories(inputs["segment_id"][selected])
+        train, infer = trajectories.matrix(train_logps.detach()), trajectories.matrix(infer_logps)
+        delta = token_discrepancy(train, infer, self.args.discrepancy_measure)
+        scored = scored_tokens(trajectories.matrix(torch.ones_like(infer_logps)), train, infer, delta)
+        advantages = trajectories.matrix(inputs["advantages"][selected].detach())
+        penalty = weights = None
+        multiplier = self.lagrange_multiplier.value
+        if self.form is not None:
+            # All tokens of a trajectory have its advantage.
+            constrained = self.form(train, infer, scored, advantages[:, 0], multiplier)
+            advantages, penalty = constrained.advantages, constrained.penalty
+        ratio = bounded_log_ratio(train_logps, infer_logps).exp()
+        if self.trust is not None:
+            kept = self.trust(train, infer, scored, advantages) > 0
+            loss = self._without(loss, inputs["advantages"], selected, ~trajectories.flat(kept))
+            weights = trajectories.matrix(ratio.detach()).where(kept, 0.0)
+        self._statistics.add(train, infer, scored, delta, penalty, weights)
+        if penalty is None:
+            return loss
+        if weights is not None:
+            penalty = penalty.where(weights > 0, 0.0)
+        term = (ratio * trajectories.flat(penalty)).where(trajectories.flat(scored), 0.0).sum()
+        # TRL's mean: over the tokens of this micro-batch on all processes, whose gradients are averaged.
+        tokens = (inputs["global_n_tokens"][0] / self.accelerator.num_processes).clamp(min=1)
+        return loss + multiplier * term / tokens / self.current_gradient_accumulation_steps
+
+    @staticmethod
+    def _without(loss: Tensor, advantages: Tensor, selected: Tensor, masked: Tensor) -> Tensor:
+        """A loss without what some tokens have put into it; `masked` is boolean, shape (M,)."""
+        (coefficients,) = torch.autograd.grad(loss, advantages, create_graph=True)
+        return loss - (coefficients * advantages.detach())[selected].where(masked, 0.0).sum()
+
+    # --- the optimizer step as a whole, and the multiplier ----------------------------------------------------------
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.accelerator.sync_gradients:
+            self._close_step()
+        return loss
+
+    def _close_step(self) -> None:
+        """Reduces the statistics of the step over all processes, logs them, and takes one step of dual ascent."""
+        report = self._statistics.reduce(self.accelerator.gather)
+        assert report is not None  # a micro-batch has tokens on every process
+        if report.tokens == 0:
+            logger.warning("No token of this step has log-probabilities from both engines: nothing is measured in it.")
+            return
+        metrics = batch_metrics(report, None if self.form is None else self.lagrange_multiplier)
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+        warning = None if self.form is None else drift_warning(self.args.constraint_form, metrics["discrepancy/k3_kl"])
+        if warning is not None and not self._warned_of_drift:
+            self._warned_of_drift = True
+            logger.warning(warning)
+        if self.args.constraint == "lagrangian" and report.mean_discrepancy is not None:
+            self.lagrange_multiplier.update(report.mean_discrepancy)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model, trial):
+        # First, since transformers ends with what makes a checkpoint count as whole.
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            folder.mkdir(parents=True, exist_ok=True)
+            state = {"lagrange_multiplier": self.lagrange_multiplier.state_dict()}
+            write_text(folder / STATE_FILE, json.dumps(state, indent=2))
+        super()._save_checkpoint(model, trial)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        path = Path(checkpoint, STATE_FILE)
+        if path.is_file():
+            self.lagrange_multiplier.load_state_dict(read_object(path)["lagrange_multiplier"])
+        else:
+            logger.warning(
+                f"{checkpoint} holds no {STATE_FILE} (it was not saved by AsyncDCGRPOTrainer): lambda starts at "
+                f"lambda_init={self.args.lambda_init}."
+            )

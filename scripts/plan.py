@@ -1,0 +1,114 @@
+"""Plans a run from a model's configuration alone: what fits, where the time goes, and the commands to launch it.
+
+    python scripts/plan.py --model configs/models/qwen3_8b.json --device h100 --gpus 8
+    python scripts/plan.py --model configs/models/qwen3_30b_a3b.json --device h100 --gpus 16 32 64 \\
+      --config configs/qwen3_30b_a3b_fp8.yaml --accelerate_config configs/accelerate/fsdp2_moe.yaml
+    python scripts/plan.py --check          formulas against runs of the shipped model and a random 0.6B on this CPU
+    python scripts/plan.py --growth         step time against batch, length, model and processes, beside the plan's
+
+It loads no weights and no engine, and starts nothing but with --check and --growth. Formulas and assumptions:
+docs/planning.md. A number may be given for each assumption, or two: the slow and the fast one.
+"""
+
+import argparse
+import json
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+from dc_trl.planning.architecture import load_architecture
+from dc_trl.planning.commands import shell_lines, vllm_command
+from dc_trl.planning.devices import DEVICES, FAST, SLOW, Assumptions, with_overrides
+from dc_trl.planning.plan import Cluster, NoPlan, Plan, make_plan
+from dc_trl.planning.report import as_json, assumption_lines, refusal, summary_table, tables
+from dc_trl.planning.settings import PlanSettings, settings_of_config
+from dc_trl.records.tables import print_table
+from dc_trl.settings.command_line import OptionParser, add_fields, refused_in_one_line, say
+from dc_trl.settings.ranges import COUNT, require_number
+
+
+WORK = [field.name for field in fields(PlanSettings)]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = OptionParser(__doc__)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="measure here what the formulas say")
+    what.add_argument("--growth", action="store_true", help="measure step time against size here")
+    machine = parser.add_argument_group("the machine")
+    machine.add_argument("--device", default="h100", choices=DEVICES, help="kind of device (default: h100)")
+    machine.add_argument("--gpus", type=int, nargs="+", default=[8], help="devices in all; several give a table")
+    machine.add_argument("--gpus_per_node", type=int, default=8, help="devices of a node (default: 8)")
+    machine.add_argument("--transport", choices=("memory", "shared", "nccl"), help="how weights reach the engine")
+    work = parser.add_argument_group("the work")
+    work.add_argument("--model", help="Hub id, directory or config.json; by default the model of --config")
+    work.add_argument("--revision", default="main", help="revision of a Hub model")
+    work.add_argument("--config", type=Path, help="training configuration, as for scripts/train.py")
+    work.add_argument("--accelerate_config", type=Path, help="the launch configuration whose processes it is for")
+    work.add_argument("--processes", type=int, help="processes that it is for, in place of the latter's")
+    add_fields(work, PlanSettings, *WORK)
+    parser.set_defaults(**dict.fromkeys(WORK))  # what is given overrides the configuration
+    assumed = parser.add_argument_group("assumptions, one number or the slow and the fast one")
+    for field in fields(Assumptions):
+        slow, fast = (getattr(each, field.name) for each in (SLOW, FAST))
+        words = f"{field.metadata['help'].replace('%', '%%')} (default: {slow:g} {fast:g})"
+        assumed.add_argument(f"--{field.name}", type=float, nargs="+", help=words)
+    parser.add_argument("--json", action="store_true", help="print numbers for a program: bytes, seconds, FLOPs")
+    return parser.parse_args()
+
+
+def make_plans(args: argparse.Namespace) -> tuple[list[Plan | NoPlan], tuple[Assumptions, Assumptions]]:
+    """One plan for each number of devices."""
+    given = {name: value for name in WORK if (value := getattr(args, name)) is not None}
+    named = args.model
+    if args.config is not None:
+        found, model = settings_of_config(args.config, args.processes, args.accelerate_config)
+        given, named = found | given, named or model
+    if named is None:
+        raise ValueError("model is not set: give --model, or --config with a model_name_or_path.")
+    for name in ("gpus_per_node", "processes"):
+        if (value := getattr(args, name)) is not None:
+            require_number(name, value, COUNT)
+    for count in args.gpus:
+        require_number("gpus", count, COUNT)
+    work = PlanSettings(**given).workload()
+    overrides = {field.name: value for field in fields(Assumptions) if (value := getattr(args, field.name))}
+    assumptions = with_overrides(overrides)
+    model = load_architecture(named, args.revision)
+    clusters = [Cluster(DEVICES[args.device], count, args.gpus_per_node) for count in args.gpus]
+    return [make_plan(model, work, cluster, assumptions, args.transport) for cluster in clusters], assumptions
+
+
+def print_plan(plan: Plan | NoPlan, assumptions: tuple[Assumptions, Assumptions], config: str) -> None:
+    if isinstance(plan, NoPlan):
+        say("\n".join(refusal(plan)))
+    else:
+        for title, (head, rows) in tables(plan):
+            print_table(head, rows, title)
+        say("\n".join([*shell_lines(plan, config), "# the server's own line:", shlex.join(vllm_command(plan))]))
+    say("\nAssumed: " + "\n  ".join(assumption_lines(plan, assumptions)))
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.check or args.growth:
+        from dc_trl.planning.trials import check_tables, growth_table  # loads the trainer, which takes a while
+
+        for title, (head, rows) in check_tables() if args.check else [growth_table()]:
+            print_table(head, rows, title)
+        return
+    with refused_in_one_line():
+        plans, assumptions = make_plans(args)
+    config = str(args.config or "CONFIG.yaml")
+    if args.json:
+        say(json.dumps([as_json(plan, assumptions, config) for plan in plans], indent=2))
+        return
+    for plan in plans:
+        print_plan(plan, assumptions, config)
+    if len(plans) > 1:
+        head, rows = summary_table(plans)
+        print_table(head, rows, "All of them")
+
+
+if __name__ == "__main__":
+    main()

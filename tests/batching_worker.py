@@ -1,0 +1,72 @@
+"""Length-aware batches and TRL's own in two processes: `-m tests.batching_worker FOLDER`.
+
+The main process writes the gradients' differences and the tokens that each process read to `found.json`.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from dc_trl import DCGRPOTrainer
+
+from .helpers import Rollouts
+from .test_batching_trainer import KINDS, Spread, configs, gaps, half_and_half, tokens, train
+from .test_trainer import empty_completions
+
+
+def only_there(call, completions, logprobs):
+    """Empty completions in the second process: it alone has a tool mask."""
+    if PartialState().process_index == 1:
+        empty_completions(call, completions, logprobs)
+
+
+CASES = {
+    "grpo": {},
+    "across passes": {"steps_per_generation": 6, "num_iterations": 2, "max_steps": 5},
+    "dapo": {"loss_type": "dapo", "steps_per_generation": 8},
+    "budget": {"steps_per_generation": 8, "max_tokens_per_micro_batch": 150},
+    "dapo, budget": {"loss_type": "dapo", "max_tokens_per_micro_batch": 150},
+    "bnpo": {"loss_type": "bnpo"},
+}
+# Of which TRL's trainer knows nothing: against the same trainer without length-aware batches.
+OURS = {
+    "empty completions": {"steps_per_generation": 8},
+    "constraint": {"constraint": "lagrangian", "steps_per_generation": 8},
+    "corrected": {"rollout_correction": "token_truncate", "loss_type": "vespo", "steps_per_generation": 8},
+    "dropped groups": {"drop_zero_std_groups": True, "steps_per_generation": 8, "max_tokens_per_micro_batch": 150},
+}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    found = {}
+    for name, options in (CASES | OURS).items():
+        configured = configs(folder, **{"max_steps": 2} | options)
+        kinds = KINDS
+        if name in OURS:
+            kinds = (DCGRPOTrainer, DCGRPOTrainer)
+            without = options | {"length_aware_batches": False, "max_tokens_per_micro_batch": None}
+            configured = configured[0], configs(folder, **{"max_steps": 2} | without)[0]
+        runs = []
+        for kind, config in zip(kinds, configured, strict=True):
+            rollouts = Rollouts(30, edit=only_there) if name == "empty completions" else Spread()
+            reward = {"reward": half_and_half} if name == "dropped groups" else {}
+            runs.append(train(kind, config, rollouts, **reward))
+        found[name] = {
+            "gaps": gaps(*runs),
+            "tokens": [gather_object([tokens(run)]) for run in runs],
+            "forwards": gather_object([len(runs[0].widths)]),
+            "kind": str(runs[0].trainer.accelerator.distributed_type),
+        }
+    if PartialState().is_main_process:
+        (folder / "found.json").write_text(json.dumps(found))
+    time.sleep(1)  # see scripts/train.py: gloo's thread lets go of the last gather
+    PartialState().destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Runs in one process or in several, which compute the same: `-m tests.distribution_worker FOLDER NAME … [OPTION …]`.
+
+Completions follow from the prompt, so that a global batch is the same however it is divided. With `--server URL` a
+vLLM server samples, and `rollouts.json` keeps what it sampled; `--replay FILE` samples that again. Everything else is
+real: accelerate's processes and sharding, TRL's loop, the optimizer, the replica. The main process writes what the
+runs logged into `logs.json`.
+"""
+
+import argparse
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+import torch
+from accelerate.utils import gather_object
+from transformers import AutoModelForCausalLM
+
+from dc_trl import DCGRPOTrainer
+
+from .helpers import Rollouts, make_config, make_experts, make_model, make_prompts, make_tokenizer
+
+
+ALIKE = 97  # first token of completions with one reward
+GROUP = 4  # completions of a prompt
+GLOBAL = 8  # completions of a micro-batch, of all processes
+
+
+class Known(DCGRPOTrainer):
+    """Samples nothing: the completions and their log-probabilities follow from prompt, place in the group and call."""
+
+    spoiled: tuple = (None, slice(0))  # what is done to which completions of a global batch
+    calls = 0
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        training = self.model.training
+        call = self.calls if training else -1
+        self.calls += training
+        completions, logprobs = [], []
+        for number, prompt in enumerate(prompt_ids):
+            rng = random.Random(f"{call} {prompt} {number % GROUP if training else 0}")
+            length = rng.randint(1, 7)
+            completions.append([rng.randrange(10, 200) for _ in range(length)] + [1])
+            logprobs.append([-rng.uniform(0.01, 6.0) for _ in range(length + 1)])
+        spoil, part = self.spoiled
+        first = self.accelerator.process_index * len(completions)
+        for number in range(GLOBAL)[part] if training else ():
+            if first <= number < first + len(completions):
+                spoil(completions[number - first])
+        return completions, logprobs
+
+
+class Recorded(DCGRPOTrainer):
+    """Keeps what the engine sampled."""
+
+    def __init__(self, *args, **kwargs):
+        self.rollouts: dict[str, tuple] = {}
+        super().__init__(*args, **kwargs)
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        sampled = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        for number, (prompt, *completion) in enumerate(zip(prompt_ids, *sampled, strict=True)):
+            self.rollouts[f"{self.state.global_step} {prompt} {number % GROUP}"] = completion
+        return sampled
+
+
+class Replayed(DCGRPOTrainer):
+    """Samples what another run has kept."""
+
+    rollouts: dict[str, tuple]
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        keys = [f"{self.state.global_step} {prompt} {number % GROUP}" for number, prompt in enumerate(prompt_ids)]
+        return tuple(map(list, zip(*(self.rollouts[key] for key in keys), strict=True)))
+
+
+def truncate(ids):
+    """Cuts a completion off: its last token ends nothing."""
+    ids[-1] = 20
+
+
+def make_alike(ids):
+    """Has a completion earn what the others of its group earn."""
+    ids[0] = ALIKE
+
+
+def reward(completions, completion_ids, **kwargs):
+    return [
+        0.5 if ids[0] == ALIKE else len(set(text)) / 10 for ids, text in zip(completion_ids, completions, strict=True)
+    ]
+
+
+FIRST, LAST = slice(0, GROUP), slice(-GROUP, None)  # groups of a global batch, which two processes have one each
+TWO_SIDED = {"constraint": "static", "lambda_init": 0.5, "deployment_scheme": "int4"}
+BALANCE = {"constraint": "balance", "constraint_form": "log_ratio", "mask_truncated_completions": True}
+MINI_BATCHES = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "learning_rate": 0.0, "num_iterations": 2}
+# Fields of each run, and what is done to which completions.
+RUNS: dict[str, tuple[dict, tuple]] = {
+    "steps": ({}, ()),
+    "accumulated": ({"gradient_accumulation_steps": 2, "steps_per_generation": 2, "max_steps": 4}, ()),
+    "mini-batches": (MINI_BATCHES | {"advantage_estimator": "rloo", "batch_reduction": "token"}, ()),
+    "a rank without a token": ({"mask_truncated_completions": True}, (truncate, LAST)),
+    "a rank without a group": ({"drop_zero_std_groups": True}, (make_alike, LAST)),
+    "two-sided KL": (TWO_SIDED | {"constraint_form": "two_sided_kl"}, ()),
+    "two-sided L1": (TWO_SIDED | {"constraint_form": "two_sided_l1"}, ()),
+    "balance": (BALANCE, ()),
+    "balance of the first group": (BALANCE | {"max_steps": 1}, (truncate, LAST)),
+    "balance of the last group": (BALANCE | {"max_steps": 1}, (truncate, FIRST)),
+    "experts": ({}, ()),
+    "through the deployed forward": ({"train_through_quantization": True}, ()),
+    "rollouts": ({"deployment_scheme": None}, ()),  # the one that DeepSpeed's ZeRO-3 can make
+}
+
+
+def train(folder: Path, name: str, options: argparse.Namespace) -> dict:
+    fields, spoiled = RUNS[name]
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    fields = {
+        "max_steps": 3,
+        "lambda_lr": 0.5,
+        "learning_rate": 1e-3,
+        "num_generations": GROUP,
+        "per_device_train_batch_size": GLOBAL // processes,
+        "per_device_eval_batch_size": 4 // processes,
+        "num_generations_eval": 1,
+        "deployment_scheme": options.scheme,
+    } | fields
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        fields |= {"use_cpu": False, "ddp_backend": "gloo"}  # as it runs without a GPU
+    if options.server is not None:
+        fields |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": options.server}
+    kind: type[DCGRPOTrainer] = DCGRPOTrainer if name == "rollouts" else Known
+    if options.server is not None:
+        kind = Recorded
+    elif options.replay is not None:
+        kind = Replayed
+    if options.model is not None:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    else:
+        model = make_experts(64) if name == "experts" else make_model(64)
+    if name == "experts":
+        model.config.router_aux_loss_coef = 0.0  # a loss of each process by itself
+    trainer = kind(
+        model,
+        reward,
+        make_config(folder / name, **fields),
+        train_dataset=make_prompts(),
+        eval_dataset=make_prompts(5),  # which no number of processes divides
+        processing_class=make_tokenizer(),
+        rollout_func=Rollouts() if name == "rollouts" else None,
+    )
+    if spoiled:
+        trainer.spoiled = spoiled
+    if options.replay is not None:
+        trainer.rollouts = json.loads(options.replay.read_text())
+    trainer.train()
+    logs = {
+        "kind": trainer.accelerator.distributed_type.value,
+        "lambda": gather_object([trainer.lagrange_multiplier.value]),
+        "rows": [row for row in trainer.state.log_history if "loss" in row],
+    }
+    if options.server is not None:
+        rollouts: dict[str, tuple] = {}
+        for part in gather_object([trainer.rollouts]):
+            rollouts |= part
+        if trainer.accelerator.is_main_process:
+            (folder / "rollouts.json").write_text(json.dumps(rollouts))
+    elif name in ("steps", "experts") and options.replay is None:
+        logs["evaluation"] = trainer.evaluate()
+        trainer.save_model(str(folder / name / "model"))
+        trainer.save_deployment(folder / name / "deployment")
+    return logs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="+")
+    parser.add_argument("--server")
+    parser.add_argument("--replay", type=Path)
+    parser.add_argument("--model")
+    parser.add_argument("--scheme", default="fp8")
+    options = parser.parse_args()
+    options.folder.mkdir(exist_ok=True)
+    logs = {name: train(options.folder, name, options) for name in options.names}
+    if int(os.environ.get("RANK", "0")) == 0:
+        (options.folder / "logs.json").write_text(json.dumps(logs))
+    time.sleep(1)  # see scripts/train.py: gloo's thread lets go of the last gather
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

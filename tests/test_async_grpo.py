@@ -1,0 +1,376 @@
+"""AsyncGRPO under the constraint: its loop runs for real, with rollouts from a queue and without a server.
+
+TRL's trainer asks a GPU for its peak FLOPS and for FlashAttention 3, whose definition a CPU has in its place. Losses
+are compared with TRL's own trainer and with the formulas, written out.
+"""
+
+import json
+import math
+import queue
+import random
+
+import numpy as np
+import pytest
+import torch
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+from dc_trl.async_grpo import AsyncDCGRPOConfig, AsyncDCGRPOTrainer
+from dc_trl.async_grpo.rows import Trajectories
+from dc_trl.constraint.statistics import mismatch_metrics
+
+from .helpers import logged, make_model, make_prompts
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::trl.import_utils.TRLExperimentalWarning")
+
+NEUTRAL = {"constraint": "none", "rollout_correction": "none"}
+
+
+class Attention:
+    """What FlashAttention's kernel for variable lengths computes, by its definition."""
+
+    @staticmethod
+    def flash_attn_varlen_func(q, k, v, cu_q, cu_k, longest_q, longest_k, softmax_scale, causal, window_size):
+        assert causal
+        assert window_size == (-1, -1)
+        outputs = []
+        group = q.shape[1] // k.shape[1]
+        for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
+            keys, values = (x[c:d].repeat_interleave(group, 1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q[a:b], keys) * softmax_scale
+            hidden = torch.arange(d - c)[None] > torch.arange(b - a)[:, None] + (d - c) - (b - a)
+            outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), values))
+        return torch.cat(outputs)
+
+
+class Worker:
+    """Hands out samples that are known in advance."""
+
+    def __init__(self, samples):
+        self.rollout_buffer, self.metrics_queue = queue.Queue(), queue.Queue()
+        for sample in samples:
+            self.rollout_buffer.put(sample)
+
+    def start(self):
+        """Everything is there."""
+
+    stop = start
+
+    def update_model_version(self, model_version):
+        """Samples have theirs."""
+
+    def check_health(self, stale_after_s):
+        raise AssertionError("the queue is empty")
+
+
+class NoTransfer:
+    """There is no server to send weights to."""
+
+    def init_weight_transfer(self):
+        """Nothing to do."""
+
+    pause = resume = destroy = init_weight_transfer
+
+    def send_weights(self, iterator):
+        for _ in iterator:
+            pass
+
+
+def make_samples(count):
+    """Rollouts of several prompts, to whose tokens the sampler gave 6e-6 to 5e-2 each."""
+    samples = []
+    for index in range(count):
+        rng = random.Random(index)
+        prompt = [10 + index // 4, 11, 12]
+        completion = [rng.randrange(10, 200) for _ in range(rng.randint(2, 6))]
+        logps = [0.0] * 3 + [-rng.uniform(3.0, 12.0) for _ in completion]
+        mask = [0] * 3 + [1] * len(completion)
+        if index % 3 == 0:
+            mask[4] = 0  # a tool wrote this token
+        samples.append(
+            RolloutSample(
+                prompt=[],
+                completion=[],
+                input_ids=np.array(prompt + completion),
+                completion_mask=np.array(mask),
+                old_log_probs=np.array(logps, dtype=np.float32),
+                advantage=0.0 if index % 5 == 0 else rng.uniform(-1, 1),
+                model_version=1,
+                group_id=index // 4,
+                metrics={"reward": 1.0},
+            )
+        )
+    return samples
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("policy")
+    make_model().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def make_trainer(monkeypatch, policy, tokenizer, tmp_path):
+    monkeypatch.setattr(packing, "_flash_attn", lambda: Attention)
+    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
+
+    def make(kind=AsyncDCGRPOTrainer, samples=None, **fields):
+        config = AsyncDCGRPOConfig if kind is AsyncDCGRPOTrainer else AsyncGRPOConfig
+        args = config(
+            **{
+                "output_dir": str(tmp_path / kind.__name__),
+                "use_cpu": True,
+                "bf16": False,
+                "gradient_checkpointing": False,
+                "per_device_train_batch_size": 4,
+                "gradient_accumulation_steps": 2,
+                "num_generations": 4,
+                "max_steps": 2,
+                "token_budget": 0,
+                "learning_rate": 1e-2,
+                "save_strategy": "no",
+                "report_to": "none",
+                "disable_tqdm": True,
+            }
+            | fields
+        )
+        return kind(
+            policy,
+            lambda **_: [],
+            args,
+            train_dataset=make_prompts(),
+            processing_class=tokenizer,
+            rollout_worker=Worker(samples or make_samples(8 * (args.max_steps + 2))),
+            weight_transfer=NoTransfer(),
+        )
+
+    return make
+
+
+def parameters_of(trainer):
+    return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+
+
+# --- a loss by hand
+
+
+def packed_inputs(trainer, samples):
+    """The micro-batch that TRL's collator makes of the samples."""
+    row = packing.TreeRow()
+    for sample in samples:
+        row.add(
+            {name: getattr(sample, name) for name in ("input_ids", "completion_mask", "old_log_probs")}
+            | {"advantage": sample.advantage, "group_id": sample.group_id, "metrics": sample.metrics}
+        )
+    collator = async_grpo_trainer.DataCollatorForRollout(trainer.processing_class.pad_token_id)
+    return collator([[row]])
+
+
+def tokens_by_hand(model, samples):
+    """log π_train by a plain forward of each sample alone, log π_inf and the advantage, of the trained tokens."""
+    found = []
+    for sample in samples:
+        ids = torch.tensor(sample.input_ids)[None]
+        logps = make_plain(model)(input_ids=ids).logits.log_softmax(-1)
+        scored = logps[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+        mask = torch.tensor(sample.completion_mask)[1:].bool()
+        found.append((scored[mask], torch.tensor(sample.old_log_probs)[1:][mask], sample.advantage))
+    return found
+
+
+def make_plain(model):
+    """The same weights, with the attention that a CPU has."""
+    plain = make_model()
+    plain.load_state_dict(model.state_dict())
+    # Gradients have to reach the model that is trained.
+    return lambda **inputs: torch.func.functional_call(plain, dict(model.named_parameters()), kwargs=inputs)
+
+
+def loss_by_hand(trainer, samples, penalty=None, kept=None):
+    """−min(r·A, clip(r)·A) of the tokens that are kept, plus λ·r·penalty, summed and divided by all tokens."""
+    total, count = 0.0, 0
+    value = trainer.lagrange_multiplier.value
+    for train, infer, advantage in tokens_by_hand(trainer.model, samples):
+        r = (train - infer).exp()
+        token = -torch.min(r * advantage, r.clamp(1 - 0.2, 1 + 0.2) * advantage)
+        if penalty is not None:
+            token = token + value * r * penalty(train.detach(), infer)
+        if kept is not None:
+            token = token * kept(train.detach(), infer, advantage)
+        total, count = total + token.sum(), count + len(train)
+    return total / count / trainer.current_gradient_accumulation_steps
+
+
+PENALTIES = {
+    "injected": lambda a, b: (a.exp() - b.exp()).abs(),
+    "quadratic": lambda a, b: a.exp() - b.exp(),
+    "log_ratio": lambda a, b: a - b,
+}
+MASKS = {
+    "token_mask": lambda a, b, advantage: ((a - b).exp() <= 2.0).float(),
+    "icepop": lambda a, b, advantage: (((a - b).exp() >= 0.5) & ((a - b).exp() <= 5.0)).float(),
+    "sequence_mask": lambda a, b, advantage: ((a - b).sum().exp() <= 2.0).float(),
+    "geometric_mask": lambda a, b, advantage: ((a - b).mean().exp() <= 1.5).float() * (a - b > -math.inf),
+    "tv_mask": lambda a, b, advantage: ((a.exp() - b.exp()) * np.sign(advantage) <= 0.001).float(),
+}
+CASES = [
+    *({"constraint": "static", "constraint_form": form, "lambda_init": 1.0} for form in PENALTIES),
+    *({"constraint": "none", "rollout_correction": mask} for mask in MASKS),
+    {"constraint": "static", "lambda_init": 1.0, "rollout_correction": "icepop"},
+]
+BOUNDS = {
+    "geometric_mask": {"rollout_correction_max": 1.5, "rollout_correction_min": 0.0},
+    "tv_mask": {"rollout_correction_max": 0.001},
+}
+
+
+@pytest.mark.parametrize("fields", CASES, ids=lambda fields: "-".join(map(str, fields.values())))
+def test_loss_and_gradient_are_those_of_the_formulas(make_trainer, fields):
+    trainer = make_trainer(**fields, **BOUNDS.get(fields.get("rollout_correction"), {}))
+    samples = make_samples(6)
+    trainer.current_gradient_accumulation_steps = 2
+    form = trainer.args.constraint_form if fields["constraint"] != "none" else None
+    penalty, kept = PENALTIES.get(form), MASKS.get(fields.get("rollout_correction"))
+    expected = loss_by_hand(trainer, samples, penalty, kept)
+    wanted = torch.autograd.grad(expected, list(trainer.model.parameters()))
+    # What the case is about is there: some tokens are masked and some are kept, and the plain loss is another.
+    plain = loss_by_hand(trainer, samples)
+    assert (plain - expected).abs() > 1e-4
+    loss = trainer.compute_loss(trainer.model, packed_inputs(trainer, samples))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    loss.backward()
+    for (name, parameter), gradient in zip(trainer.model.named_parameters(), wanted, strict=True):
+        error = (parameter.grad - gradient).abs().max()
+        assert error <= 1e-4 * gradient.abs().max() + 1e-6, name
+
+
+# --- a training
+
+
+def test_without_constraint_the_training_is_trls_bit_for_bit(make_trainer):
+    ours, theirs = make_trainer(**NEUTRAL), make_trainer(AsyncGRPOTrainer)
+    for trainer in (ours, theirs):
+        trainer.train()
+    assert ours.state.global_step == theirs.state.global_step == 2
+    for name in ("loss", "grad_norm", "ratio", "kl", "clip_ratio/region_mean"):
+        assert logged(ours, name) == logged(theirs, name), name
+    for name, value in parameters_of(theirs).items():
+        assert torch.equal(parameters_of(ours)[name], value), name
+    assert not logged(ours, "lagrangian/lambda")
+    assert len(logged(ours, "discrepancy/mean")) == 2
+
+
+def test_metrics_are_those_of_the_tokens_of_each_step(make_trainer):
+    samples = make_samples(32)
+    trainer = make_trainer(samples=list(samples), **NEUTRAL)
+    before = make_model()
+    before.load_state_dict(trainer.model.state_dict())
+    trainer.train()
+    # The first optimizer step trains on the first two micro-batches of four samples.
+    found = tokens_by_hand(before, samples[:8])
+    width = max(len(train) for train, _, _ in found)
+
+    def matrix(values):
+        return torch.stack([torch.nn.functional.pad(value, (0, width - len(value))) for value in values])
+
+    train, infer = (matrix([tokens[index].detach() for tokens in found]) for index in (0, 1))
+    mask = matrix([torch.ones(len(tokens[0])) for tokens in found])
+    for name, value in mismatch_metrics(train, infer, mask).items():
+        assert logged(trainer, f"discrepancy/{name}")[0] == pytest.approx(value, rel=1e-3, abs=1e-6), name
+    gap = (train.exp() - infer.exp()).abs() * mask
+    assert logged(trainer, "discrepancy/mean")[0] == pytest.approx((gap.sum(1) / mask.sum(1)).mean().item(), rel=1e-4)
+
+
+def test_the_multiplier_answers_to_each_step_and_is_resumed(make_trainer):
+    fields = {"lambda_lr": 2.0, "discrepancy_tolerance": 0.001, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(max_steps=3, **fields)
+    trainer.train()
+    values, means = logged(trainer, "lagrangian/lambda"), logged(trainer, "discrepancy/mean")
+    assert values[0] == 0.1
+    for value, mean, after in zip(values, means, [*values[1:], trainer.lagrange_multiplier.value], strict=True):
+        assert after == pytest.approx(min(1.0, max(0.0, value + 2.0 * (mean - 0.001))))
+    assert len(set(values)) == 3
+    checkpoint = f"{trainer.args.output_dir}/checkpoint-2"
+    with open(f"{checkpoint}/dc_grpo_state.json") as file:
+        assert json.load(file)["lagrange_multiplier"]["value"] == values[2]
+    resumed = make_trainer(max_steps=3, **fields)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert logged(resumed, "lagrangian/lambda")[-1] == values[2]
+
+
+def test_masked_tokens_are_counted_and_leave_the_mean(make_trainer):
+    trainer = make_trainer(rollout_correction="token_mask", constraint="static")
+    trainer.train()
+    masked = logged(trainer, "trust/masked_fraction")
+    assert all(0 < share < 1 for share in masked)
+    assert logged(trainer, "discrepancy/mean") != logged(trainer, "discrepancy/mean_all")
+
+
+def test_a_step_whose_every_token_is_masked_teaches_nothing(make_trainer):
+    samples = make_samples(32)
+    for sample in samples:
+        sample.old_log_probs = np.where(sample.completion_mask > 0, -80.0, 0.0).astype(np.float32)
+    trainer = make_trainer(samples=samples, constraint="none", rollout_correction="icepop")
+    before = parameters_of(trainer)
+    trainer.train()
+    assert logged(trainer, "trust/masked_fraction") == [1.0, 1.0]
+    for name, value in parameters_of(trainer).items():
+        assert torch.equal(value, before[name]), name
+
+
+# --- what docs/async_grpo.md says that TRL's hooks do not allow
+
+
+def test_trl_takes_the_advantages_before_its_forward(make_trainer):
+    trainer = make_trainer(AsyncGRPOTrainer)
+    trainer.current_gradient_accumulation_steps = 1
+    inputs = packed_inputs(trainer, make_samples(6))
+    expected = trainer.compute_loss(trainer.model, dict(inputs)).item()
+    trainer.model.register_forward_hook(lambda *_: inputs["advantages"].zero_())
+    assert trainer.compute_loss(trainer.model, inputs).item() == expected != 0
+    assert not inputs["advantages"].any()
+
+
+def test_trl_does_not_pass_the_version_of_a_sample_to_the_loss(make_trainer):
+    batch = next(iter(make_trainer(AsyncGRPOTrainer).get_train_dataloader()))
+    assert {"old_log_probs", "advantages", "segment_id", "token_index", "global_n_tokens"} <= batch.keys()
+    assert not [name for name in batch if "version" in name or "stale" in name]
+
+
+# --- rows and settings
+
+
+def test_tokens_by_trajectory():
+    trajectories = Trajectories(torch.tensor([0, 0, 1, 2, 2, 2]))
+    matrix = trajectories.matrix(torch.arange(1.0, 7.0))
+    assert matrix.tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
+    assert trajectories.flat(matrix).tolist() == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"constraint": "balance"}, "constraint='balance'"),
+        ({"constraint_form": "two_sided_kl", "deployment_scheme": "fp8"}, "constraint_form='two_sided_kl'"),
+        ({"deployment_scheme": "fp8"}, "deployment_scheme='fp8' has no effect"),
+        ({"rollout_correction": "token_truncate"}, "rollout_correction='token_truncate'"),
+        ({"constraint": "sometimes"}, "constraint='sometimes' is unknown"),
+        ({"lambda_init": 2.0}, "lambda_init=2.0 lies outside"),
+        ({"lambda_lr": -1.0}, "lambda_lr=-1.0 is invalid"),
+        ({"discrepancy_tolerance": -1.0}, "discrepancy_tolerance=-1.0 is invalid"),
+        ({"constraint": "none", "constraint_form": "injected"}, "constraint_form='injected' has no effect"),
+        ({"top_p": 0.9}, "top_p=0.9 makes the engine sample"),
+        ({"rollout_correction_max": 3.0}, "rollout_correction_max=3.0 has no effect"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tmp_path, fields, message):
+    with pytest.raises(ValueError, match=message):
+        AsyncDCGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **fields)
+
+
+def test_trls_own_settings_are_refused(tmp_path):
+    with pytest.raises(TypeError, match="AsyncDCGRPOConfig"):
+        AsyncDCGRPOTrainer("model", args=AsyncGRPOConfig(str(tmp_path), use_cpu=True, bf16=False))

@@ -1,0 +1,227 @@
+"""How rows are grouped, cut and joined, against brute force."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dc_trl.rollouts.batching import (
+    Length,
+    forward_tokens,
+    join,
+    lengths_of,
+    micro_batches,
+    read_tokens,
+    runs,
+    segments,
+    take,
+    trimmed,
+)
+
+
+lengths = st.lists(st.builds(Length, st.integers(1, 40), st.integers(1, 200)), min_size=1, max_size=24)
+
+
+# --- slices that share an optimizer step
+
+
+@given(
+    slices=st.integers(1, 12),
+    passes=st.integers(1, 3),
+    accumulated=st.integers(1, 9),
+    offset=st.integers(0, 8),
+)
+def test_slices_are_together_where_every_pass_has_them_in_one_step(slices, passes, accumulated, offset):
+    offset %= accumulated
+    steps = [[(offset + turn * slices + index) // accumulated for turn in range(passes)] for index in range(slices)]
+    parts = segments(slices, passes, accumulated, offset)
+    assert [index for part in parts for index in part] == list(range(slices))
+    part_of = {index: number for number, part in enumerate(parts) for index in part}
+    for one, other in itertools.pairwise(range(slices)):
+        assert (part_of[one] == part_of[other]) == (steps[one] == steps[other])
+
+
+def test_a_generation_batch_that_begins_within_a_step():
+    """Six slices, steps of four, one micro-batch of the present step done: 3 and 3; in pass two 1, 4 and 1."""
+    assert segments(6, 1, 4, offset=1) == [range(3), range(3, 6)]
+    assert segments(6, 2, 4, offset=1) == [range(1), range(1, 3), range(3, 5), range(5, 6)]
+
+
+# --- forwards
+
+
+@given(
+    lengths=lengths,
+    processes=st.sampled_from([1, 2, 3]),
+    rows=st.integers(1, 5),
+    exchange=st.booleans(),
+)
+def test_every_row_is_read_once_in_forwards_of_so_many_rows(lengths, processes, rows, exchange):
+    lengths = lengths * processes
+    share = len(lengths) // processes
+    plan = micro_batches(lengths, processes, rows=rows, exchange=exchange)
+    assert sorted(row for forward in plan for chunk in forward for row in chunk) == list(range(len(lengths)))
+    for forward in plan:
+        assert len(forward) == processes
+        assert len({len(chunk) for chunk in forward}) == 1
+        assert exchange or all(row // share == rank for rank, chunk in enumerate(forward) for row in chunk)
+    sizes = [len(forward[0]) for forward in plan]
+    assert sizes == [rows] * (share // rows) + [share % rows] * (share % rows > 0)
+
+
+@given(lengths=lengths, processes=st.sampled_from([1, 2]), budget=st.integers(1, 900), least=st.integers(1, 4))
+def test_a_budget_is_kept_by_all_forwards_of_several_rows(lengths, processes, budget, least):
+    least = min(least, len(lengths))
+    lengths = lengths * processes
+    plan = micro_batches(lengths, processes, budget=budget, least=least)
+    assert sorted(row for forward in plan for chunk in forward for row in chunk) == list(range(len(lengths)))
+    assert len(plan) >= least
+    for chunk in itertools.chain(*plan):
+        assert len(chunk) == 1 or forward_tokens(lengths, chunk) <= budget
+
+
+@settings(max_examples=25)
+@given(completions=st.lists(st.integers(1, 60), min_size=6, max_size=6))
+def test_no_grouping_reads_fewer_tokens_of_prompts_that_are_alike(completions):
+    """All ways to put six rows into three forwards of two."""
+    lengths = [Length(5, completion) for completion in completions]
+    found = read_tokens(lengths, micro_batches(lengths, rows=2))
+    orders = itertools.permutations(range(6))
+    best = min(read_tokens(lengths, [[list(order[at : at + 2])] for at in (0, 2, 4)]) for order in orders)
+    assert found == best
+
+
+@settings(max_examples=50)
+@given(lengths=st.lists(st.builds(Length, st.integers(1, 40), st.integers(1, 200)), min_size=16, max_size=48))
+def test_processes_read_alike(lengths):
+    """No process reads more than another by more than the longest forward."""
+    lengths = lengths[: len(lengths) // 8 * 8]
+    plan = micro_batches(lengths, 4, rows=2)
+    loads = [sum(forward_tokens(lengths, forward[rank]) for forward in plan) for rank in range(4)]
+    assert max(loads) - min(loads) <= max(forward_tokens(lengths, chunk) for chunk in itertools.chain(*plan))
+
+
+def test_reasoning_lengths_are_read_almost_without_padding():
+    """The distribution of a reasoning run: log-normal, σ = 0.6, mean 2,500, at most 8,192; 512 completions."""
+    rng = random.Random(0)
+    lengths = [Length(100, min(8192, max(1, round(2500 * rng.lognormvariate(-0.18, 0.6))))) for _ in range(512)]
+    real = sum(map(sum, lengths))
+    assert read_tokens(lengths, micro_batches(lengths, rows=4)) / real < 1.02
+    assert read_tokens(lengths, [[list(range(at, at + 4))] for at in range(0, 512, 4)]) / real > 1.4
+
+
+@given(count=st.integers(1, 40), slices=st.integers(1, 12))
+def test_forwards_are_spread_over_all_slices(count, slices):
+    count = max(count, slices)
+    parts = runs(count, slices)
+    assert [index for part in parts for index in part] == list(range(count))
+    assert len(parts) == slices
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+# --- rows
+
+
+def batch_of(lengths, prompt_width, width):
+    """A batch whose every token and companion is a number of its own."""
+    rows = len(lengths)
+    numbers = torch.arange(rows * width).view(rows, width) + 1
+    prompt_mask = torch.tensor([[0] * (prompt_width - each.prompt) + [1] * each.prompt for each in lengths])
+    completion_mask = torch.tensor([[1] * each.completion + [0] * (width - each.completion) for each in lengths])
+    return {
+        "prompt_ids": (torch.arange(rows * prompt_width).view(rows, -1) + 1) * prompt_mask,
+        "prompt_mask": prompt_mask,
+        "completion_ids": numbers * completion_mask,
+        "completion_mask": completion_mask,
+        "tool_mask": torch.ones(rows, width, dtype=torch.long),
+        "advantages": torch.arange(rows).float(),
+        "old_per_token_logps": -numbers.float(),
+        "importance_sampling_ratio": torch.arange(rows).float().unsqueeze(1),
+        "routed_experts": torch.arange(rows * (prompt_width + width) * 6, dtype=torch.int16).view(rows, -1, 2, 3),
+        "num_items_in_batch": completion_mask.sum(),
+    }
+
+
+@given(
+    lengths=st.lists(st.builds(Length, st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=6),
+    multiple=st.sampled_from([None, 4]),
+    seed=st.integers(0, 100),
+)
+def test_rows_lose_nothing_but_padding(lengths, multiple, seed):
+    batch = batch_of(lengths, prompt_width=8, width=12)
+    rows = random.Random(seed).sample(range(len(lengths)), max(1, len(lengths) // 2))
+    part = trimmed(take(batch, rows), multiple)
+    up = (lambda value: value) if multiple is None else (lambda value: -(-value // multiple) * multiple)
+    prompt, width = (max(up(lengths[row][side]) for row in rows) for side in (0, 1))
+    assert part["prompt_ids"].shape == (len(rows), prompt)
+    for name in ("completion_ids", "tool_mask", "old_per_token_logps"):
+        assert torch.equal(part[name], batch[name][rows][:, :width])
+    assert torch.equal(part["prompt_ids"], batch["prompt_ids"][rows][:, 8 - prompt :])
+    assert part["prompt_ids"].sum() == batch["prompt_ids"][rows].sum()
+    assert part["completion_ids"].sum() == batch["completion_ids"][rows].sum()
+    assert torch.equal(part["routed_experts"], batch["routed_experts"][rows][:, 8 - prompt : 8 + width])
+    for name in ("advantages", "importance_sampling_ratio"):
+        assert torch.equal(part[name], batch[name][rows])
+    assert part["num_items_in_batch"] is batch["num_items_in_batch"]
+
+
+def test_a_masked_completion_is_one_token_long():
+    batch = batch_of([Length(2, 3), Length(4, 5)], prompt_width=6, width=7)
+    batch["completion_mask"][1] = 0
+    assert lengths_of(batch).tolist() == [[2, 3], [4, 1]]
+
+
+def test_kept_tokens_are_cut_with_their_positions():
+    """Row 1 is masked: of its four kept tokens the first two belong to the position that is left."""
+    batch = batch_of([Length(1, 1), Length(1, 3)], prompt_width=1, width=4)
+    batch["completion_mask"][1] = 0
+    batch["kept_counts"] = torch.tensor([[1, 0, 0], [2, 1, 1]], dtype=torch.int32)
+    batch["kept_ids"] = torch.tensor([[9, -1, -1, -1], [5, 6, 7, 8]], dtype=torch.int32)
+    part = trimmed(batch)
+    assert part["kept_counts"].tolist() == [[1], [2]]
+    assert part["kept_ids"].tolist() == [[9, -1], [5, 6]]
+
+
+def test_images_go_with_their_rows():
+    """As Qwen-VL has them: two images in row 0, none in row 1, one in row 2, of 4, 2 and 6 patches."""
+    batch = batch_of([Length(3, 2)] * 3, prompt_width=3, width=2) | {
+        "pixel_values": torch.arange(12.0).view(12, 1),
+        "image_grid_thw": torch.tensor([[1, 2, 2], [1, 1, 2], [1, 2, 3]]),
+        "num_images": [2, 0, 1],
+    }
+    part = take(batch, [2, 1, 0])
+    assert part["num_images"] == [1, 0, 2]
+    assert part["pixel_values"].flatten().tolist() == [6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4, 5]
+    assert part["image_grid_thw"].tolist() == [[1, 2, 3], [1, 2, 2], [1, 1, 2]]
+    assert take(batch, [1])["pixel_values"].shape == (0, 1)
+
+
+def test_slices_are_joined_in_order():
+    batch = batch_of([Length(1, width) for width in (4, 2, 3, 1)], prompt_width=2, width=4) | {
+        "num_images": [0, 1, 2, 3]
+    }
+    joined = join([take(batch, [0, 1]), take(batch, [2, 3])])
+    assert joined.keys() == batch.keys()
+    for name, value in batch.items():
+        assert torch.equal(joined[name], value) if isinstance(value, torch.Tensor) else joined[name] == value
+
+
+def test_a_longest_row_is_found_without_sorting_the_mask():
+    """A subclass may mask tokens in the middle: what lies before the last one is read."""
+    batch = batch_of([Length(2, 5)], prompt_width=4, width=8)
+    batch["completion_mask"][0, 1:3] = 0
+    assert lengths_of(batch).tolist() == [[2, 5]]
+
+
+def test_rows_that_must_stay_in_order_do():
+    lengths = [Length(1, length) for length in (3, 9, 1, 5, 2, 8)]
+    assert micro_batches(lengths, 2, rows=2, exchange=False, in_order=True) == [[[0, 1], [3, 4]], [[2], [5]]]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_of_one_length_stay_in_their_order(rows):
+    lengths = [Length(3, 7)] * 6
+    assert [row for (forward,) in micro_batches(lengths, rows=rows) for row in forward] == list(range(6))

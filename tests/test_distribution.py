@@ -1,0 +1,315 @@
+"""Several processes: they are divided as they were asked to be, and they compute what one process computes."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from dc_trl import DCGRPOTrainer
+from dc_trl.quantization.checkpoint import CheckpointWriter
+from dc_trl.settings.distribution import Sharding
+
+from .distribution_worker import RUNS
+from .helpers import (
+    ROOT,
+    TINY_MODEL,
+    TWO_PROCESSES,
+    distinct_characters,
+    make_config,
+    make_experts,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+)
+from .vllm_server import requires_vllm, serving
+
+
+ACCELERATE = TWO_PROCESSES[:3]
+ZERO = ["configs/accelerate/deepspeed_zero.yaml", "--num_processes", "2", "--mixed_precision", "no", "--zero_stage"]
+LAUNCHERS = {
+    "MULTI_CPU": TWO_PROCESSES,
+    "FSDP": [*ACCELERATE, "configs/accelerate/two_cpu_processes_fsdp2.yaml"],
+    "ZeRO-2": [*ACCELERATE, *ZERO, "2"],
+    "ZeRO-3": [*ACCELERATE, *ZERO, "3"],
+}
+# What a launch of two is compared in. Two-sided forms and `balance` read gradients of whole parameters.
+OF_ONE_PROCESS = {"balance of the first group", "balance of the last group"}
+OF_DDP = {"two-sided KL", "two-sided L1", "balance"}
+COMPARED = {
+    "MULTI_CPU": [name for name in RUNS if name not in OF_ONE_PROCESS],
+    "FSDP": [name for name in RUNS if name not in OF_ONE_PROCESS | OF_DDP],
+    "ZeRO-2": ["steps", "rollouts"],
+    "ZeRO-3": ["rollouts"],
+}
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+
+def runs_of(folder, names, launcher=(sys.executable,)):
+    command = [*launcher, "-m", "tests.distribution_worker", str(folder), *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "logs.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The runs in one process."""
+    return runs_of(tmp_path_factory.mktemp("one"), RUNS)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The runs in two processes, of each launcher."""
+    found = {}
+
+    def of(launcher):
+        if launcher not in found:
+            folder = tmp_path_factory.mktemp("two")
+            found[launcher] = folder, runs_of(folder, COMPARED[launcher], LAUNCHERS[launcher])
+        return found[launcher]
+
+    return of
+
+
+def cases():
+    for launcher, names in COMPARED.items():
+        marks = [pytest.mark.long, *([needs_deepspeed] if launcher.startswith("ZeRO") else [])]
+        for name in names:
+            yield pytest.param(launcher, name, marks=marks, id=f"{launcher}: {name}")
+
+
+@pytest.mark.parametrize(("launcher", "name"), cases())
+def test_two_processes_compute_what_one_does(one, two, launcher, name):
+    single, double = one[name], two(launcher)[1][name]
+    assert double["kind"] == ("DEEPSPEED" if launcher.startswith("ZeRO") else launcher)
+    assert double["lambda"][0] == double["lambda"][1]
+    # bfloat16 products tip numbers of a quantized forward into the next one, and balance has norms of each process.
+    rough = {"two-sided KL": 5e-2, "two-sided L1": 5e-2, "through the deployed forward": 2e-2, "balance": 5e-2}
+    tolerance = rough.get(name, 1e-4)
+    assert double["lambda"][0] == pytest.approx(single["lambda"][0], rel=tolerance)
+    metrics = [metric for metric in single["rows"][0] if metric.startswith("discrepancy/")]
+    assert len(metrics) == 13
+    # Which completions share a mini-batch differs with the number of processes; the weights stand still there.
+    trained = () if name == "mini-batches" else ("loss", "grad_norm", "reward")
+    for expected, found in zip(single["rows"], double["rows"], strict=True):
+        for metric in (*trained, *(metrics if "discrepancy/mean" in expected else ())):
+            assert math.isfinite(found[metric])
+            assert found[metric] == pytest.approx(expected[metric], rel=tolerance, abs=tolerance / 10), metric
+    assert single["lambda"][0] != RUNS[name][0].get("lambda_init", 0.1) or "two-sided" in name
+
+
+@pytest.mark.long
+def test_a_balance_takes_the_norms_of_both_processes(one, two):
+    balance = two("MULTI_CPU")[1]["balance"]["rows"]
+    names = ("lagrangian/reward_grad_norm", "lagrangian/constraint_grad_norm")
+    for name in names:
+        parts = [one[f"balance of the {part} group"]["rows"][0][name] for part in ("first", "last")]
+        expected = math.sqrt(sum(part**2 for part in parts) / 2)
+        assert balance[0][name] == pytest.approx(expected, rel=1e-4)
+    reward, constraint = (balance[0][name] for name in names)
+    assert balance[1]["lagrangian/lambda"] == pytest.approx(0.3 * reward / constraint, rel=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["MULTI_CPU", "FSDP"])
+def test_an_evaluation_whose_batches_are_uneven(one, two, launcher):
+    for name in ("steps", "experts"):
+        single, double = (logs[name]["evaluation"] for logs in (one, two(launcher)[1]))
+        compared = [metric for metric in single if metric.startswith("eval_discrepancy/")]
+        assert len(compared) == 13
+        for metric in (*compared, "eval_reward"):
+            assert double[metric] == pytest.approx(single[metric], rel=1e-3, abs=1e-5), metric
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["steps", "experts"])
+@pytest.mark.parametrize("launcher", ["MULTI_CPU", "FSDP"])
+def test_what_two_processes_deploy_is_what_one_would_of_their_weights(two, launcher, name, tmp_path):
+    folder = two(launcher)[0] / name
+    policy = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    tensors = [*policy.named_parameters(remove_duplicate=False), *policy.named_buffers(remove_duplicate=False)]
+    CheckpointWriter(policy, "fp8", make_tokenizer()).write(iter(tensors), tmp_path / "one")
+    ours, theirs = (path / "model.safetensors" for path in (folder / "deployment", tmp_path / "one"))
+    assert ours.read_bytes() == theirs.read_bytes()
+    trained, start = load_file(folder / "model" / "model.safetensors"), make_model(64).state_dict()
+    if name == "steps":
+        assert all(not torch.equal(weight, start[key]) for key, weight in trained.items())
+
+
+@pytest.mark.long
+def test_a_sharded_run_that_lost_a_process_goes_on_with_as_many_and_with_fewer(tmp_path):
+    options = {"deployment_scheme": "fp8", "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lambda_lr": 5.0}
+
+    def run(folder, *launch_options, **more):
+        fields = options | {"output_dir": str(tmp_path / folder)} | more
+        command = [*LAUNCHERS["FSDP"], *launch_options, "-m", "tests.worker", json.dumps(fields)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+    def rows(folder):
+        logs = json.loads((tmp_path / folder / "logs.json").read_text())
+        assert logs["kind"] == "DistributedType.FSDP"
+        names = ("step", "loss", "grad_norm", "discrepancy/mean", "lagrangian/lambda")
+        return [{name: row[name] for name in names} for row in logs["rows"] if "loss" in row]
+
+    # The launcher ends the process that waits for the lost one.
+    assert run("run", kill_at=3, kill_rank=1).returncode != 0
+    assert not (tmp_path / "run" / "logs.json").exists()
+    shutil.copytree(tmp_path / "run", tmp_path / "fewer")
+    for folder, more in (
+        ("run", {"resume_from_checkpoint": "true"}),
+        ("whole", {}),
+    ):
+        done = run(folder, **more)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert rows("run") == rows("whole")
+    fewer = run("fewer", "--num_processes", "1", resume_from_checkpoint="true", per_device_train_batch_size=8)
+    assert fewer.returncode == 0, fewer.stderr[-3000:]
+    # The step after the checkpoint has its λ and its weights; what they sample is drawn anew.
+    assert rows("fewer")[:2] == rows("whole")[:2]
+    assert rows("fewer")[2]["lagrangian/lambda"] == rows("whole")[2]["lagrangian/lambda"]
+    assert [row["step"] for row in rows("fewer")] == [1, 2, 3, 4]
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def script(folder, **fields):
+    """A program that makes a configuration and ends; its path."""
+    path = folder / "script.py"
+    code = f"from tests.helpers import make_config; make_config({str(folder)!r}, **{fields!r})"
+    path.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}\n")
+    return str(path)
+
+
+def make_trainer(config, **kwargs):
+    return DCGRPOTrainer(
+        make_model(), distinct_characters, config, train_dataset=make_prompts(), processing_class=make_tokenizer()
+    )
+
+
+def test_fsdp_in_one_process_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"fsdp_version: 1: accelerate would train in one process without sharding"):
+        make_config(tmp_path)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(ValueError, match=r"fsdp_version: 2: .*Launch it with `accelerate launch --config_file"):
+        make_config(tmp_path)
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    with pytest.raises(ValueError, match="fsdp_version: 2: accelerate would train in one process"):
+        make_config(tmp_path, fsdp=True)
+
+
+def test_a_launch_that_started_one_process_of_several_is_told(tmp_path):
+    command = [*ACCELERATE[:2], "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    command += ["--dynamo_backend", "no", script(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0
+    assert "accelerate launch was asked for several processes and started one (distributed_type: NO)" in done.stderr
+
+
+def test_an_accelerator_that_does_not_shard_is_refused(tmp_path, monkeypatch):
+    config = make_config(tmp_path, deployment_scheme="fp8")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(ValueError, match="distributed_type: FSDP was asked for, and the accelerator is NO"):
+        make_trainer(config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"deployment_scheme": "fp8"}, r"copies the policy into a replica, and FSDP1 gives no whole parameters"),
+        (
+            {"constraint": "balance", "constraint_form": "log_ratio"},
+            r"constraint='balance' takes gradients of its own",
+        ),
+        ({"constraint_form": "two_sided_kl", "deployment_scheme": "fp8"}, r"which FSDP1 rules out: use"),
+    ],
+)
+def test_what_needs_whole_parameters_is_refused_before_the_accelerator_is_built(
+    tmp_path, monkeypatch, fields, message
+):
+    """Where `distributed_state` says MULTI_GPU still, as it does on GPUs."""
+    config = make_config(tmp_path, **fields)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=message):
+        DCGRPOTrainer(make_model(), distinct_characters, config, rollout_func=None)
+
+
+def test_what_each_sharding_divides():
+    divided = {str(s): s.divides_parameters for s in (Sharding("FSDP", 2), Sharding("DEEPSPEED", 2))}
+    assert divided == {"FSDP2": True, "DeepSpeed ZeRO-2": False}
+    assert Sharding("DEEPSPEED", 3).divides_parameters
+    assert not Sharding(None, 0).divides_parameters
+
+
+REFUSED_LAUNCHES = {
+    "FSDP1": (
+        [*LAUNCHERS["FSDP"], "--fsdp_version", "1"],
+        {},
+        "fsdp_version: 1 on a CPU: accelerate would train without sharding (distributed_type: MULTI_CPU)",
+    ),
+    "no device": (
+        TWO_PROCESSES,
+        {"use_cpu": False},
+        "num_processes=2 were started, and accelerate found no device that joins them (distributed_type: NO): each "
+        "would train by itself. Without a GPU set use_cpu=true.",
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the processes would take the GPU")
+@pytest.mark.parametrize("launch", REFUSED_LAUNCHES)
+def test_a_launch_whose_processes_would_not_be_divided_is_refused(tmp_path, launch):
+    command, fields, message = REFUSED_LAUNCHES[launch]
+    done = subprocess.run(
+        [*command, script(tmp_path, **fields)], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+# --- with a real vLLM server ----------------------------------------------------------------------------------------
+
+
+def check_against_a_replay(tmp_path, name, options):
+    """Two sharded processes sample from a server; one process samples the same again and computes the same."""
+    command = [*LAUNCHERS["FSDP"], "-m", "tests.distribution_worker", str(tmp_path / "two"), name, *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    replay = [option for option in options if "http" not in option and option != "--server"]
+    kept = str(tmp_path / "two" / "rollouts.json")
+    single = runs_of(tmp_path / "one", [name, *replay, "--replay", kept])[name]
+    double = json.loads((tmp_path / "two" / "logs.json").read_text())[name]
+    assert double["kind"] == "FSDP"
+    assert double["lambda"][0] == double["lambda"][1] == pytest.approx(single["lambda"][0], rel=1e-4)
+    for expected, found in zip(single["rows"], double["rows"], strict=True):
+        assert 0 < found["discrepancy/mean"] < 0.05  # the server has the weights of this step
+        for metric in ("loss", "grad_norm", "reward", "discrepancy/mean", "discrepancy/k3_kl"):
+            assert found[metric] == pytest.approx(expected[metric], rel=1e-3, abs=1e-6), metric
+
+
+@pytest.mark.long
+@requires_vllm
+def test_sharded_processes_train_on_one_server(fp8_server, tmp_path):
+    check_against_a_replay(tmp_path, "steps", ["--server", fp8_server.url, "--model", str(TINY_MODEL)])
+
+
+@pytest.mark.long
+@requires_vllm
+def test_sharded_experts_train_on_one_server(tmp_path):
+    """In bf16, the only format in which vLLM's CPU engine runs a mixture of experts."""
+    model = tmp_path / "model"
+    make_experts(64).save_pretrained(model)
+    make_tokenizer().save_pretrained(model)
+    with serving(tmp_path, "--scheme", "bf16", "--max_model_len", "256", model=str(model)) as server:
+        options = ["--server", server.url(), "--model", str(model), "--scheme", "bf16"]
+        check_against_a_replay(tmp_path, "experts", options)
