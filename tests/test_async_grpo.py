@@ -329,7 +329,11 @@ def test_trl_takes_the_advantages_before_its_forward(make_trainer):
     trainer.current_gradient_accumulation_steps = 1
     inputs = packed_inputs(trainer, make_samples(6))
     expected = trainer.compute_loss(trainer.model, dict(inputs)).item()
-    trainer.model.register_forward_hook(lambda *_: inputs["advantages"].zero_())
+
+    def forget(module, args, output):
+        inputs["advantages"].zero_()
+
+    trainer.model.register_forward_hook(forget)
     assert trainer.compute_loss(trainer.model, inputs).item() == expected != 0
     assert not inputs["advantages"].any()
 
