@@ -257,6 +257,7 @@ def test_fsdp2_holds_accumulated_gradients_whole(tmp_path):
 
 WORK = PlanSettings().workload()
 CLUSTERS = {
+    "qwen3_0_6b": Cluster(DEVICES["h100"], 8, 8),
     "qwen3_8b": Cluster(DEVICES["h100"], 8, 8),
     "qwen3_30b_a3b": Cluster(DEVICES["h100"], 32, 8),
     "qwen3_235b_a22b": Cluster(DEVICES["h100"], 512, 8),
@@ -446,3 +447,23 @@ def test_the_configuration_of_the_tiny_model_is_read():
     sizes = load_architecture(str(folder))
     assert sizes == replace(load_architecture(str(folder / "config.json")), name=str(folder))
     assert sizes.parameters == AutoModelForCausalLM.from_pretrained(folder).num_parameters()
+
+
+def test_steps_are_measured():
+    from dc_trl.planning.measured import missing_memory, run_steps, tiny_model
+
+    run, model = run_steps(tiny_model, 8, 16, 3)
+    sizes = architecture_of(model.config, "")
+    assert run.seconds > 0
+    assert run.tokens > 16
+    if sys.platform == "linux":
+        assert run.peak > 3 * 4 * sizes.parameters  # weights, gradients and more
+    assert not missing_memory(sizes, 1, 16)
+    assert "are free" in missing_memory(sizes, 10**6, 10**4)
+
+
+@pytest.mark.long
+def test_steps_of_two_processes_are_measured():
+    from dc_trl.planning.trials import _two_processes
+
+    assert _two_processes(8, 16).seconds > 0
