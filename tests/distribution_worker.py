@@ -141,8 +141,9 @@ def train(folder: Path, name: str, options: argparse.Namespace) -> dict:
         model = make_experts(64) if name == "experts" else make_model(64)
     if name == "experts":
         model.config.router_aux_loss_coef = 0.0  # a loss of each process by itself
-    # Two processes fill the last batch of five prompts up with the first ones, and count these again.
-    prompts = make_prompts(5) if processes > 1 else make_prompts(5).select([*range(5), 0, 1, 2])
+    # Two processes fill the last batch of five prompts up with the first ones in TRL's order, and count these again.
+    again = torch.randperm(5, generator=torch.Generator().manual_seed(42))[:3].tolist()
+    prompts = make_prompts(5).select([*range(5), *(again if processes == 1 else [])])
     trainer = kind(
         model,
         reward,
