@@ -99,7 +99,7 @@ MINI_BATCHES = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "le
 RUNS: dict[str, tuple[dict, tuple]] = {
     "steps": ({}, ()),
     "accumulated": ({"gradient_accumulation_steps": 2, "steps_per_generation": 2, "max_steps": 4}, ()),
-    "mini-batches": (MINI_BATCHES | {"advantage_estimator": "rloo", "batch_reduction": "token"}, ()),
+    "mini-batches": (MINI_BATCHES | {"max_steps": 5, "advantage_estimator": "rloo", "batch_reduction": "token"}, ()),
     "a rank without a token": ({"mask_truncated_completions": True}, (truncate, LAST)),
     "a rank without a group": ({"drop_zero_std_groups": True}, (make_alike, LAST)),
     "two-sided KL": (TWO_SIDED | {"constraint_form": "two_sided_kl"}, ()),
@@ -141,12 +141,15 @@ def train(folder: Path, name: str, options: argparse.Namespace) -> dict:
         model = make_experts(64) if name == "experts" else make_model(64)
     if name == "experts":
         model.config.router_aux_loss_coef = 0.0  # a loss of each process by itself
+    # Two processes fill the last batch of five prompts up with the first ones in TRL's order, and count these again.
+    again = torch.randperm(5, generator=torch.Generator().manual_seed(42))[:3].tolist()
+    prompts = make_prompts(5).select([*range(5), *(again if processes == 1 else [])])
     trainer = kind(
         model,
         reward,
         make_config(folder / name, **fields),
         train_dataset=make_prompts(),
-        eval_dataset=make_prompts(5),  # which no number of processes divides
+        eval_dataset=prompts,
         processing_class=make_tokenizer(),
         rollout_func=Rollouts() if name == "rollouts" else None,
     )

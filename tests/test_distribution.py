@@ -48,6 +48,7 @@ COMPARED = {
     "ZeRO-2": ["steps", "rollouts"],
     "ZeRO-3": ["rollouts"],
 }
+pytestmark = pytest.mark.timeout(900)  # the first test of a launcher waits for all its runs
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
 
@@ -91,7 +92,7 @@ def test_two_processes_compute_what_one_does(one, two, launcher, name):
     assert double["kind"] == ("DEEPSPEED" if launcher.startswith("ZeRO") else launcher)
     assert double["lambda"][0] == double["lambda"][1]
     # bfloat16 products tip numbers of a quantized forward into the next one, and balance has norms of each process.
-    rough = {"two-sided KL": 5e-2, "two-sided L1": 5e-2, "through the deployed forward": 2e-2, "balance": 5e-2}
+    rough = {"two-sided KL": 5e-2, "two-sided L1": 5e-2, "through the deployed forward": 0.1, "balance": 5e-2}
     tolerance = rough.get(name, 1e-4)
     assert double["lambda"][0] == pytest.approx(single["lambda"][0], rel=tolerance)
     metrics = [metric for metric in single["rows"][0] if metric.startswith("discrepancy/")]
