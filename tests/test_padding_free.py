@@ -313,7 +313,9 @@ def test_training_in_bfloat16_is_trls_to_its_rounding(tmp_path):
 def test_training_in_batches_by_length_is_trls(tmp_path, fields):
     """The mean entropy of a micro-batch is that of other completions."""
     ours = PADDING_FREE | {"length_aware_batches": True}
-    assert_same(train(tmp_path, ours, **fields), train(tmp_path, **fields), logs=["loss"])
+    run = train(tmp_path, ours, **fields)
+    assert_same(run, train(tmp_path, **fields), logs=["loss"])
+    assert set(logged(run[0], "batching/computed_per_real_token")) == {1.0}
     budget = ours | {"max_tokens_per_micro_batch": 40}
     assert_same(train(tmp_path, budget, **fields), train(tmp_path, **fields), logs=["loss"])
 
