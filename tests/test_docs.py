@@ -165,6 +165,7 @@ def documented_metrics():
 
 def test_metrics_are_those_that_a_run_logs(tmp_path, tokenizer):
     from dc_trl import DCGRPOTrainer
+    from dc_trl.quantization.checkpoint import WriteCost
 
     names = {name for cell in documented_metrics() for name in re.findall(r"[\w/]+", cell)}
     logged = set()
@@ -187,7 +188,8 @@ def test_metrics_are_those_that_a_run_logs(tmp_path, tokenizer):
         re.findall(r'"(length_decay/\w+)"', source)
     )
     source = (ROOT / "dc_trl" / "trainers" / "deployed.py").read_text()
-    assert {name for name in names if name.startswith("sync/")} == set(re.findall(r'"(sync/\w+)"', source))
+    costs = {f"sync/{name}" for name in (*WriteCost._fields, "reload_seconds")}
+    assert {name for name in names if name.startswith("sync/")} == set(re.findall(r'"(sync/\w+)"', source)) | costs
     assert {name for name in names if name.startswith("collapse/")} == {f"collapse/{signal}" for signal in ADVICE}
     source = (ROOT / "dc_trl" / "trainers" / "routing.py").read_text()
     assert {name for name in names if name.startswith("routing/")} == set(re.findall(r'"(routing/\w+)"', source))

@@ -187,7 +187,7 @@ class CheckpointWriter:
         self, tensors: Iterable[tuple[str, Tensor]], files: Mapping[str, TensorFile], left_out: Container[str]
     ) -> dict[str, float]:
         """Writes what the files hold; returns the seconds that each part of it took."""
-        seconds = dict.fromkeys(WriteCost._fields[2:], 0.0)
+        seconds = dict.fromkeys(("gather_seconds", "quantize_seconds", "write_seconds"), 0.0)
         missing = set(self._names)
         for name, tensor in _timed(tensors, seconds, "gather_seconds"):
             if name not in missing:
