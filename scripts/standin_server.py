@@ -120,7 +120,8 @@ _ANSWERS: dict[str, dict[str, Any]] = {
                 "quantization": None,
                 "revision": None,
             },
-            "parallel_config": {"worker_extension_cls": CPU_EXTENSION},
+            "parallel_config": {"worker_extension_cls": CPU_EXTENSION, "data_parallel_size": 1},
+            "scheduler_config": {"max_num_seqs": 256},
             "device_config": {"device": "cpu"},
         }
     },

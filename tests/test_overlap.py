@@ -38,7 +38,7 @@ from .vllm_server import requires_vllm
 
 
 standing_in = load_script("standin_server").standing_in
-TIMED = re.compile(r"step_time|num_tokens|epoch|overlap/|sync/\w+_seconds")
+TIMED = re.compile(r"step_time|time/|num_tokens|epoch|overlap/|sync/(?!age|count)")
 
 
 def make_trainer(url, output_dir, *callbacks, prompts=16, **options):
@@ -50,10 +50,9 @@ def make_trainer(url, output_dir, *callbacks, prompts=16, **options):
             output_dir,
             use_vllm=True,
             vllm_mode="server",
-            vllm_server_base_url=url,
             vllm_server_timeout=2.0,
             deployment_scheme="bf16",
-            **options,
+            **{"vllm_server_base_url": url} | options,
         ),
         train_dataset=make_prompts(prompts),
         eval_dataset=make_prompts(52).select([50, 51]),  # none of training
@@ -223,6 +222,23 @@ def test_trl_evaluates_with_the_present_weights_beside_it(tmp_path):
     # Evaluations of two prompts at steps 0, 2, 4 and 5; after one the next batch is begun with the same weights.
     assert versions == [[1, 1, 3, 3, 5, 5, 6, 6], [1, 1, 2, 3, 4]]
     assert logged(trainer, "sync/age") == [0, 1, 1, 1, 1]
+
+
+@requires_vllm
+def test_several_servers_sample_ahead_together_with_one_version(tmp_path):
+    options = {"max_steps": 4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    options |= {"save_strategy": "steps", "save_steps": 2}
+    with standing_in(shortest=1, seconds=0.05) as one, standing_in(shortest=1, seconds=0.05) as other:
+        urls = {"vllm_server_base_url": None, "vllm_server_base_urls": [one.url, other.url]}
+        whole = make_trainer(None, tmp_path / "whole", **options | urls)
+        whole.train()
+        prefix = whole.vllm_generation._run
+        versions = [{request.version for request in rollouts(server)} for server in (one, other)]
+        resumed = make_trainer(None, tmp_path / "resumed", **options | urls)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert versions == [{f"{prefix}-{number}" for number in (1, 2, 3)}] * 2
+    assert logged(whole, "sync/age") == [0, 1, 1, 1]
+    assert rows(resumed, 2) == rows(whole, 2)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
@@ -459,6 +475,10 @@ def test_the_hidden_share_is_what_training_had_no_need_to_wait_for(tmp_path):
         assert min(logged(trainer, "overlap/sampling_seconds")) >= 0.3
         waited = sum(logged(trainer, "overlap/waiting_seconds"))
         assert trainer.waiting_seconds == pytest.approx(waited)
+        eager = make_trainer(server.url, tmp_path, max_steps=4)
+        eager.train()
+        ahead = sum(logged(eager, "overlap/waiting_seconds")[1:])
+        assert 0.1 < ahead < sum(logged(eager, "time/waiting")) < ahead + 0.5
 
 
 @requires_vllm

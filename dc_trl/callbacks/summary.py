@@ -114,9 +114,7 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     rows += ((label, "", text) for label, text in sync_facts(cost).items())
     if args.rollout_overlap and trainer.sampling_seconds > 0:
         hidden = 1 - trainer.waiting_seconds / trainer.sampling_seconds
-        rows.append(
-            ("sampling seconds, and how many training hid", "", f"{trainer.sampling_seconds:.0f}, {hidden:.0%}")
-        )
+        rows.append(("sampling that training hid", "", f"{hidden:.0%} of {trainer.sampling_seconds:.0f} s"))
     tokens = trainer.state.num_input_tokens_seen
     rows.append(("tokens sampled and read", "", f"{tokens:,}"))
     rows.append(("training seconds", "", f"{run.seconds:.0f}"))

@@ -74,6 +74,10 @@ class TimedTrainer(ResumableTrainer):
     def _generate(self, prompts):
         return super()._generate(prompts)
 
+    @timed("waiting")
+    def _take_up(self, prompts, sampler_step):
+        super()._take_up(prompts, sampler_step)
+
     @timed("sync")
     def _bring_weights(self, training):
         super()._bring_weights(training)
