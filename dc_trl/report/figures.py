@@ -89,7 +89,7 @@ def place_axes(figure: Figure) -> None:
     bottom = _BELOW + sum(legend.get_window_extent().y1 for legend in figure.legends) / figure.dpi
     axes.set_position((0.1, bottom / height, 0.88, 1 - (bottom + _ABOVE) / height))
     axis = axes.yaxis
-    numbers = axis.get_major_formatter().format_ticks(axis.get_majorticklocs())
+    numbers = axis.get_major_formatter().format_ticks(axis.get_majorticklocs().tolist())
     left = _TICK + _CHARACTER * max([_CHARACTERS, *(len(strip_math(number)) for number in numbers)])
     tall = height - bottom - _ABOVE - _EXPONENT * has_exponent(axes)
     axes.set_position((left / width, bottom / height, 1 - (left + _RIGHT) / width, tall / height))
