@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 import random
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -165,6 +166,16 @@ def load_script(name: str) -> ModuleType:
 def logged(trainer: Any, name: str) -> list[float]:
     """Values of one metric over the logs of a trainer."""
     return [row[name] for row in trainer.state.log_history if name in row]
+
+
+def untimed_rows(trainer: Any, after: int = 0) -> list[dict[str, Any]]:
+    """What a trainer logged of the steps after this one, but for what a clock says or what counts since its start."""
+    timed = re.compile(r"step_time|time/|num_tokens|epoch|overlap/|sync/(?!age|count)")
+    return [
+        {name: value for name, value in row.items() if not timed.match(name)}
+        for row in trainer.state.log_history
+        if "loss" in row and row["step"] > after
+    ]
 
 
 def assert_finite(trainer: Any) -> None:

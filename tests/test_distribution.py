@@ -207,6 +207,7 @@ def test_fsdp_in_one_process_is_refused(tmp_path, monkeypatch):
         make_config(tmp_path, fsdp=True)
 
 
+@pytest.mark.long
 def test_a_launch_that_started_one_process_of_several_is_told(tmp_path):
     command = [*ACCELERATE[:2], "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
     command += ["--dynamo_backend", "no", script(tmp_path)]

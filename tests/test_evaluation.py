@@ -251,6 +251,7 @@ def test_an_evaluation_against_rewards_counted_by_hand(replica, tokenizer, tmp_p
     assert Evaluation.load(tmp_path / RESULTS_FILE) == evaluation
 
 
+@pytest.mark.long
 def test_an_interrupted_evaluation_goes_on_with_what_is_missing(replica, tokenizer, tmp_path):
     benchmarks = [Benchmark.load("arithmetic", samples=2, limit=20)]
     whole = run(ReplicaEngine(replica, tokenizer, 4), tmp_path / "whole", benchmarks)

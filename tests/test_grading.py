@@ -209,6 +209,7 @@ def perturbed(answer):
     yield f"2{answer}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
 def test_golds_grade_their_own_solution_as_correct_and_a_perturbed_one_as_wrong(benchmark):
     failed = set()

@@ -72,6 +72,7 @@ def spoiled(answer):
         yield answer.replace("(", "[", 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
 def test_golds_in_other_spellings(benchmark):
     wrong = []

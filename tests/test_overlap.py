@@ -37,7 +37,7 @@ from .helpers import (
 from .vllm_server import requires_vllm
 
 
-standing_in = load_script("standin_server").standing_in
+standing_in = load_script("benchmarks/standin_server").standing_in
 TIMED = re.compile(r"step_time|time/|num_tokens|epoch|overlap/|sync/(?!age|count)")
 
 

@@ -426,6 +426,7 @@ def test_models_that_are_not_known(tmp_path):
         load_architecture(str(tmp_path / "absent"))
 
 
+@pytest.mark.long
 def test_the_script_starts_nothing(tmp_path):
     """It loads neither vLLM nor TRL nor weights, and prints the numbers of the plan."""
     arguments = ["scripts/plan.py", "--model", str(MODELS / "qwen3_8b.json"), "--gpus", "8", "--json"]

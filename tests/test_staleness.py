@@ -18,7 +18,16 @@ from dc_trl.resuming.checkpoints import checkpoint_defect
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.sync_schedule import SyncSchedule
 
-from .helpers import Rollouts, distinct_characters, logged, make_config, make_model, make_prompts, make_tokenizer
+from .helpers import (
+    Rollouts,
+    distinct_characters,
+    logged,
+    make_config,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+    untimed_rows,
+)
 
 
 SCHEME = "fp8"
@@ -72,16 +81,6 @@ def watched(output_dir, **options):
     weights.trainer = make_trainer(output_dir, weights, **options)
     weights.trainer.train()
     return weights
-
-
-def rows(trainer, after=0):
-    """What was logged, but for what a clock says."""
-    timed = ("step_time", "num_tokens", "epoch")
-    return [
-        {name: value for name, value in row.items() if name not in timed}
-        for row in trainer.state.log_history
-        if "loss" in row and row["step"] > after
-    ]
 
 
 # --- the schedule ----------------------------------------------------------------------------------------------------
@@ -201,7 +200,7 @@ def test_an_evaluation_sees_the_present_weights_and_training_goes_on_with_its_ow
     greedy = Greedy()
     greedy.trainer = make_trainer(tmp_path / "measured", greedy)
     greedy.trainer.train()
-    assert rows(greedy.trainer) == rows(plain)
+    assert untimed_rows(greedy.trainer) == untimed_rows(plain)
 
     sampling = {"eval_strategy": "steps", "eval_steps": 3, "num_generations_eval": 1, "per_device_eval_batch_size": 2}
     weights = watched(tmp_path / "evaluated", **sampling)
@@ -227,7 +226,7 @@ def test_a_resumed_run_samples_with_the_weights_of_the_one_that_was_killed(tmp_p
         assert kept == (step % 4 != 0)  # where new ones are due, the checkpoint's own will do
     resumed = make_trainer(tmp_path / "resumed", **options)
     resumed.train(resume_from_checkpoint=str(checkpoint))
-    assert rows(resumed, step) == rows(whole, step)
+    assert untimed_rows(resumed, step) == untimed_rows(whole, step)
     assert resumed.weight_syncs == whole.weight_syncs
     ours, theirs = (
         load_file(folder / "checkpoint-10" / "model.safetensors") for folder in (tmp_path, tmp_path / "resumed")

@@ -81,7 +81,8 @@ def micro_batches(
 
     Returns:
         The forwards; every row is in one of them. Of two orders, by all tokens or by those of the completion, the one
-        with the fewest tokens read, and the fewest forwards.
+        with the fewest tokens read, and the fewest forwards. Rows of a forward are in the order in which they came, so
+        that a step of one forward has the bits that it has without grouping.
     """
     share = len(lengths) // processes
     lanes = [range(len(lengths))] if exchange else [range(i * share, (i + 1) * share) for i in range(processes)]
@@ -96,7 +97,9 @@ def micro_batches(
             plan = _halve_largest(plan)
         plans.append(plan)
     plan = min(plans, key=lambda plan: (read_tokens(lengths, plan), len(plan)))
-    return _balanced(lengths, plan) if exchange else plan
+    if exchange:
+        plan = _balanced(lengths, plan)
+    return [[sorted(rows) for rows in forward] for forward in plan]
 
 
 def forward_tokens(lengths: Sequence[Length], rows: Sequence[int]) -> int:

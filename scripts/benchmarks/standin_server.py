@@ -1,7 +1,7 @@
 """Stands for a vLLM server where its work is of no matter: it sleeps, and answers with tokens that follow from the
 prompts and the weights.
 
-python scripts/standin_server.py    serves until it is ended, and prints its address
+python scripts/benchmarks/standin_server.py    serves until it is ended, and prints its address
 
 It speaks what the trainer asks of `vllm serve` in server mode with weight_sync=checkpoint: a rollout takes
 `seconds`, whatever is asked, and no processor time. The tokens and log-probabilities are drawn from the prompt and the

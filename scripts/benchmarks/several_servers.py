@@ -1,6 +1,6 @@
 """Several vLLM servers that sample one batch: who answers what, and what becomes of it when one is killed.
 
-python scripts/several_servers.py
+python scripts/benchmarks/several_servers.py
 
 Each row is the same batch with the same seeds: by one server alone, by all of them, by all of them again once the
 lengths are known, while one is killed in its middle, without it, and when it has been started again.

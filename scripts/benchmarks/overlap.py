@@ -1,8 +1,8 @@
 """What rollout_overlap gains, with a server that takes a given part of the time that training takes.
 
-python scripts/benchmark_overlap.py
+python scripts/benchmarks/overlap.py
 
-The server is scripts/standin_server.py, a process that sleeps: on two cores a real server and training would only take
+The server is scripts/benchmarks/standin_server.py, a process that sleeps: on two cores a real server and training would only take
 turns. All else is real: the run, HTTP, the weights that go to the server as a checkpoint at every step. The seconds
 that the server sleeps are set from those that training takes without them, measured in the same run.
 """
