@@ -125,7 +125,7 @@ def test_truncated_sampling_is_corrected_by_what_the_server_names(fp8_server, tm
     counts = seen_by_the_loss[0]["kept_counts"]
     assert 1 < counts.max() <= 7  # the sampled token may share the sixth place with one that is named
     assert max(logged(trainer, "discrepancy/log_ppl_abs_diff")) < 0.05
-    assert max(logged(trainer, "discrepancy/mean")) < 0.02  # at this temperature the policy is unsure
+    assert max(logged(trainer, "discrepancy/mean")) < 0.03  # at this temperature the policy is unsure
     # Beside it, the same server's whole distribution after each prompt, truncated by hand.
     trainer.vllm_generation.max_completion_length = 1
     trainer.vllm_generation.sync_weights()
@@ -168,8 +168,8 @@ def test_the_aligned_forward_is_nearer_to_the_server(fp8_server, tmp_path):
 
 
 def test_weights_that_lag_come_back_after_an_evaluation_and_after_a_kill(fp8_server, tmp_path):
-    # Seeded: a batch whose completions are all of one reward would teach nothing, and no weight would move.
-    options = {"weight_sync_steps": 8, "learning_rate": 3e-3, "constraint": "none", "generation_kwargs": {"seed": 3}}
+    options = {"weight_sync_steps": 8, "learning_rate": 3e-3, "constraint": "none"}
+    options |= {"per_device_train_batch_size": 32}  # of one prompt all completions may earn the same: no weight moves
     trainer = make_trainer(fp8_server.url, tmp_path, max_steps=3, save_strategy="steps", save_steps=2, **options)
     first = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
     versions = []

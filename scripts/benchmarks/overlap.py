@@ -2,9 +2,9 @@
 
 python scripts/benchmarks/overlap.py
 
-The server is scripts/benchmarks/standin_server.py, a process that sleeps: on two cores a real server and training would only take
-turns. All else is real: the run, HTTP, the weights that go to the server as a checkpoint at every step. The seconds
-that the server sleeps are set from those that training takes without them, measured in the same run.
+The server is standin_server.py beside this file, a process that sleeps: on two cores a real server and training would
+only take turns. All else is real: the run, HTTP, the weights that go to the server as a checkpoint at every step. The
+seconds that the server sleeps are set from those that training takes without them, measured in the same run.
 """
 
 import argparse
