@@ -100,6 +100,7 @@ def sharded_generation(accelerator, weight_sync: str) -> ServerGeneration:
         processing_class=make_tokenizer(),
         mode="server",
         server_base_url=URL,
+        server_base_urls=None,
         server_timeout=5.0,
         deployment_scheme=None,
         weight_sync=weight_sync,
