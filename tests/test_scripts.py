@@ -499,6 +499,6 @@ def test_the_engines_are_compared(what, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["engines.py", what, "--repetitions", "1", "--threads", "1", *options])
     script.main()
     printed = capsys.readouterr().out
-    rows = {"agreement": "vLLM, bf16|replica, bf16", "throughput": "vLLM, bf16|replica, bf16|model", "sync": "0.3M"}
-    rows["evaluation"] = "bf16"
+    rows = {"agreement": "vLLM, bf16|replica, bf16", "throughput": "vLLM, bf16|replica, bf16|model"}
+    rows |= {"sync": "0.3M +│ bf16 +│ full|0.3M +│ bf16 +│ adapter", "evaluation": "bf16"}
     assert len(re.findall(rf"│ (?:{rows[what]}).*\d │?", printed)) == rows[what].count("|") + 1
