@@ -8,7 +8,8 @@ from trl import GRPOConfig
 
 from .constraint.balance import BalancedMultiplier
 from .constraint.lagrangian import LagrangeMultiplier
-from .constraint.settings import Constraint, ConstraintForm, ConstraintSettings, Correction, Level, Measure, Reduction
+from .constraint.multiplier import multiplier_of
+from .constraint.settings import CHOICES, ConstraintSettings
 from .files import parse_object
 from .quantization.schemes import require_scheme, require_served_scheme
 from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncates
@@ -215,23 +216,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
 
     def multiplier(self) -> LagrangeMultiplier | BalancedMultiplier:
         """The multiplier λ that these settings describe."""
-        if self.constraint == "balance":
-            return BalancedMultiplier(
-                init=self.lambda_init,
-                share=self.balance_share,
-                decay=self.balance_decay,
-                minimum=self.lambda_min,
-                maximum=self.lambda_max,
-                tolerance=None if self.discrepancy_tolerance == "auto" else self.discrepancy_tolerance,
-            )
-        return LagrangeMultiplier(
-            init=self.lambda_init,
-            lr=self.lambda_lr,
-            tolerance=self.discrepancy_tolerance,
-            minimum=self.lambda_min,
-            maximum=self.lambda_max,
-            window=self.dual_window,
-        )
+        return multiplier_of(self)
 
     @property
     def vllm_time_limit(self) -> float:
@@ -259,12 +244,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
 
     def _check_values(self) -> None:
         for name, options in {
-            "constraint": Constraint,
-            "constraint_form": ConstraintForm,
-            "rollout_correction": Correction,
-            "discrepancy_measure": Measure,
-            "discrepancy_level": Level,
-            "batch_reduction": Reduction,
+            **CHOICES,
             "weight_sync": WeightSync,
             "weight_sync_trigger": SyncTrigger,
             "advantage_estimator": AdvantageEstimator,

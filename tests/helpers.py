@@ -168,11 +168,14 @@ def logged(trainer: Any, name: str) -> list[float]:
     return [row[name] for row in trainer.state.log_history if name in row]
 
 
+# Names of what a log has by the clock, or counts since its trainer began.
+TIMED = re.compile(r"step_time|time/|num_tokens|epoch|overlap/|sync/(?!age|count)")
+
+
 def untimed_rows(trainer: Any, after: int = 0) -> list[dict[str, Any]]:
-    """What a trainer logged of the steps after this one, but for what a clock says or what counts since its start."""
-    timed = re.compile(r"step_time|time/|num_tokens|epoch|overlap/|sync/(?!age|count)")
+    """What a trainer logged of the steps after this one, but for what is `TIMED`."""
     return [
-        {name: value for name, value in row.items() if not timed.match(name)}
+        {name: value for name, value in row.items() if not TIMED.match(name)}
         for row in trainer.state.log_history
         if "loss" in row and row["step"] > after
     ]

@@ -1,7 +1,6 @@
 """Sampling beside training: which batch is sampled when, by which weights, and what is left of it after a kill."""
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from dc_trl.serving.errors import ServerError
 
 from .helpers import (
     ROOT,
+    TIMED,
     TWO_PROCESSES,
     distinct_characters,
     load_script,
@@ -33,12 +33,12 @@ from .helpers import (
     make_model,
     make_prompts,
     make_tokenizer,
+    untimed_rows,
 )
 from .vllm_server import requires_vllm
 
 
 standing_in = load_script("benchmarks/standin_server").standing_in
-TIMED = re.compile(r"step_time|time/|num_tokens|epoch|overlap/|sync/(?!age|count)")
 
 
 def make_trainer(url, output_dir, *callbacks, prompts=16, **options):
@@ -59,15 +59,6 @@ def make_trainer(url, output_dir, *callbacks, prompts=16, **options):
         processing_class=make_tokenizer(),
         callbacks=list(callbacks),
     )
-
-
-def rows(trainer, after=0):
-    """What was logged, but for what a clock says."""
-    return [
-        {name: value for name, value in row.items() if not TIMED.match(name)}
-        for row in trainer.state.log_history
-        if "loss" in row and row["step"] > after
-    ]
 
 
 def rollouts(server):
@@ -174,7 +165,7 @@ def test_without_a_lag_the_samples_are_those_of_a_synchronous_run(tmp_path):
         for overlap in (False, True):
             trainer = make_trainer(server.url, tmp_path / str(overlap), rollout_overlap=overlap, **options)
             trainer.train()
-            logs.append([{k: v for k, v in row.items() if not k.startswith("sync/")} for row in rows(trainer)])
+            logs.append([{k: v for k, v in row.items() if not k.startswith("sync/")} for row in untimed_rows(trainer)])
     assert logs[0] == logs[1]
 
 
@@ -201,7 +192,7 @@ def test_an_evaluation_waits_for_the_batch_ahead_and_leaves_it_as_it_was(tmp_pat
         evaluations = [request for request in rollouts(server) if request.prompts == [[20, 21, 22]]]
     assert max(request.others for request in server.asked) == 0
     assert len({request.version for request in evaluations}) == 6  # the present weights of each step
-    assert rows(evaluate.trainer) == rows(plain)
+    assert untimed_rows(evaluate.trainer) == untimed_rows(plain)
 
 
 @requires_vllm
@@ -238,7 +229,7 @@ def test_several_servers_sample_ahead_together_with_one_version(tmp_path):
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert versions == [{f"{prefix}-{number}" for number in (1, 2, 3)}] * 2
     assert logged(whole, "sync/age") == [0, 1, 1, 1]
-    assert rows(resumed, 2) == rows(whole, 2)
+    assert untimed_rows(resumed, 2) == untimed_rows(whole, 2)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
@@ -267,7 +258,7 @@ def test_a_resumed_run_goes_on_with_the_batch_that_was_sampled_ahead(tmp_path, o
         resumed = make_trainer(server.url, tmp_path / "resumed", **options)
         resumed.train(resume_from_checkpoint=str(checkpoint))
         asked_again = len(rollouts(server)) - asked
-    assert rows(resumed, step) == rows(whole, step)
+    assert untimed_rows(resumed, step) == untimed_rows(whole, step)
     assert resumed.weight_syncs == whole.weight_syncs
     per_batch = resumed._micro_batches_per_iteration // resumed.args.gradient_accumulation_steps
     started = (step - 1) // per_batch + 2  # batches that were sampled by then, the one ahead among them
@@ -433,7 +424,7 @@ def test_a_sync_that_fails_before_the_next_batch_keeps_the_one_that_was_sampled(
         resumed = make_trainer(server.url, tmp_path / "broken", **options)
         resumed.train(resume_from_checkpoint=str(tmp_path / "broken" / "checkpoint-2"))
     assert logged(resumed, "sync/age") == [0, 1, 1, 1, 1]
-    assert rows(resumed, 2) == rows(whole, 2)
+    assert untimed_rows(resumed, 2) == untimed_rows(whole, 2)
 
 
 @requires_vllm

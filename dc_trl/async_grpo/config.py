@@ -4,22 +4,12 @@ from dataclasses import dataclass, fields
 
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
-from ..constraint.lagrangian import LagrangeMultiplier
-from ..constraint.settings import Constraint, ConstraintForm, ConstraintSettings, Correction, Level, Measure, Reduction
+from ..constraint.settings import CHOICES, ConstraintForm, ConstraintSettings
 from ..rollouts.neutral_sampling import restrictions
 from ..settings.contradictions import RULES_OF_THE_CONSTRAINT_ALONE, Rule, require
 from ..settings.described import described
 from ..settings.ranges import AT_LEAST_0, TRAINING, require_choice, require_number
 
-
-_CHOICES = {
-    "constraint": Constraint,
-    "constraint_form": ConstraintForm,
-    "rollout_correction": Correction,
-    "discrepancy_measure": Measure,
-    "discrepancy_level": Level,
-    "batch_reduction": Reduction,
-}
 
 RULES = (
     Rule(
@@ -64,7 +54,7 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name, options in _CHOICES.items():
+        for name, options in CHOICES.items():
             require_choice(name, getattr(self, name), options)
         for name in {field.name for field in fields(ConstraintSettings)} & TRAINING.keys():
             if getattr(self, name) is not None:
@@ -80,14 +70,3 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
                     f"{name}={value!r} makes the engine sample from a distribution that is not the policy's, and "
                     f"constraint={self.constraint!r} would constrain that difference: {remedy} or constraint='none'."
                 )
-
-    def multiplier(self) -> LagrangeMultiplier:
-        """The multiplier λ that these settings describe."""
-        return LagrangeMultiplier(
-            init=self.lambda_init,
-            lr=self.lambda_lr,
-            tolerance=self.discrepancy_tolerance,
-            minimum=self.lambda_min,
-            maximum=self.lambda_max,
-            window=self.dual_window,
-        )

@@ -27,6 +27,7 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 from ..constraint.discrepancy import bounded_log_ratio, scored_tokens, token_discrepancy
 from ..constraint.forms import drift_warning, form_of
+from ..constraint.multiplier import lagrange_multiplier_of
 from ..constraint.report import batch_metrics
 from ..constraint.statistics import BatchStatistics
 from ..constraint.trust import trust_of
@@ -62,7 +63,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             raise TypeError(f"args is a {type(args).__name__}: AsyncDCGRPOTrainer needs an AsyncDCGRPOConfig.")
         self.form = form_of(args)
         self.trust = trust_of(args)
-        self.lagrange_multiplier = args.multiplier()
+        self.lagrange_multiplier = lagrange_multiplier_of(args)
         self._statistics = BatchStatistics(args.batch_reduction)
         self._warned_of_drift = False
         super().__init__(model, reward_funcs, args, *positional, **kwargs)

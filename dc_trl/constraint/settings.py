@@ -21,6 +21,15 @@ Correction = Literal[
     "icepop",
     "tv_mask",
 ]
+# The values that each field may have.
+CHOICES = {
+    "constraint": Constraint,
+    "constraint_form": ConstraintForm,
+    "rollout_correction": Correction,
+    "discrepancy_measure": Measure,
+    "discrepancy_level": Level,
+    "batch_reduction": Reduction,
+}
 if TYPE_CHECKING:
     Tolerance = float | Literal["auto"]
 else:

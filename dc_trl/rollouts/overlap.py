@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..serving.errors import ServerError
 from ..serving.pool import ServerPool
 from .background import BackgroundRollout
-from .vllm_backends import Generation, ServerGeneration, _agree, _raised_together
+from .vllm_backends import Generation, ServerGeneration, agree, raised_together
 
 
 class Claim(NamedTuple):
@@ -58,13 +58,13 @@ class OverlappedGeneration(ServerGeneration):
         """
         request = self._request(prompts, num_generations)
         claim = Claim(fits=False)
-        with _raised_together(ServerError):
+        with raised_together(ServerError):
             ahead, self._ahead = self._ahead, None
             if ahead is not None and request is not None:
                 ahead.result()
                 if ahead.answers(request):
                     claim, self._ahead = Claim(True, ahead.seconds, ahead.waited), ahead
-        claim = _agree(claim)
+        claim = agree(claim)
         self._claimed = claim.fits
         return claim
 
@@ -93,7 +93,7 @@ class OverlappedGeneration(ServerGeneration):
     def save_ahead(self, path: Path) -> bool:
         """Writes the batch ahead, and returns whether there is one that did not fail. Every process has to call it."""
         self.wait()
-        there = _agree(self._ahead is not None and self._ahead.output is not None)
+        there = agree(self._ahead is not None and self._ahead.output is not None)
         if there and self._ahead is not None:
             self._ahead.save(path)
         return there

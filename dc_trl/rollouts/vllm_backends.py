@@ -186,12 +186,12 @@ class ServerGeneration(_DeployedGeneration):
     def _init_vllm(self) -> None:
         one = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
         self._urls = [url.rstrip("/") for url in self.server_base_urls or [one]]
-        self._run = _agree(uuid.uuid4().hex[:12])
+        self._run = agree(uuid.uuid4().hex[:12])
         if self.weight_sync == "auto":
             # What each process sees of the server and of the GPUs may differ, and what follows is collective.
-            self.weight_sync = _agree(self._choose_weight_sync())
+            self.weight_sync = agree(self._choose_weight_sync())
         # Errors of TRL's client, of the folder, and of the checkpoint's layout.
-        with _raised_together(RuntimeError, ValueError, OSError):
+        with raised_together(RuntimeError, ValueError, OSError):
             if self.accelerator.is_main_process:
                 self._connect()
 
@@ -254,7 +254,7 @@ class ServerGeneration(_DeployedGeneration):
         `keep` leaves the checkpoint from before for `go_back`, until a synchronization that does not.
         """
         self._begin_version(keep)
-        with _raised_together(ServerError):
+        with raised_together(ServerError):
             if self.weight_sync == "checkpoint":
                 self._write_checkpoint()
                 self._timed(self._bring)
@@ -264,7 +264,7 @@ class ServerGeneration(_DeployedGeneration):
                 super().sync_weights()
 
     def _load(self) -> None:
-        with _raised_together(ServerError):
+        with raised_together(ServerError):
             self._bring()
 
     def _bring(self) -> None:
@@ -272,7 +272,7 @@ class ServerGeneration(_DeployedGeneration):
             self.vllm_client.load(Weights(self.weight_version, self.checkpoint))
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
-        with _raised_together(ServerError):
+        with raised_together(ServerError):
             try:
                 output = super().generate(prompts, *args, **kwargs)
             except ServerError:  # on the main process, while the others wait for what it sends them
@@ -282,7 +282,7 @@ class ServerGeneration(_DeployedGeneration):
                 self.vllm_client.require_routes()
         if self.routing_replay:
             # TRL sends the other processes what it knows of; these go the same way.
-            everyones = _agree(self.vllm_client.routed_experts if self.accelerator.is_main_process else None)
+            everyones = agree(self.vllm_client.routed_experts if self.accelerator.is_main_process else None)
             first = self.accelerator.process_index * len(prompts)
             self.routed_experts = everyones[first : first + len(prompts)]
         return output
@@ -322,7 +322,7 @@ class ServerGeneration(_DeployedGeneration):
                 if not self.accelerator.is_main_process:
                     raise
                 failure = f"the checkpoint for the server cannot be written to {self._folder.path}: {error}"
-            if (failure := _agree(failure)) is None:
+            if (failure := agree(failure)) is None:
                 return
             pause = tries.pause(failure)
             logger.warning(f"{failure}; {tries} follows")
@@ -341,7 +341,7 @@ class ColocateGeneration(_DeployedGeneration):
     def _init_vllm(self) -> None:
         # One folder for each machine, by its first process: two may share a directory, and in containers a name.
         machine = self.accelerator.process_index - self.accelerator.local_process_index
-        self._run = f"{_agree(uuid.uuid4().hex[:12])}-{machine}"
+        self._run = f"{agree(uuid.uuid4().hex[:12])}-{machine}"
         # One writer on each machine, since shared memory ends there.
         self._prepare_checkpoints(writes=self.accelerator.is_local_main_process)
         self._write_checkpoint()
@@ -376,19 +376,19 @@ class ColocateGeneration(_DeployedGeneration):
         self.llm.reset_prefix_cache()
 
 
-def _agree(value: Any) -> Any:
+def agree(value: Any) -> Any:
     """The main process's value, on all processes, each of which has to come here."""
     return broadcast_object_list([value])[0]
 
 
 @contextmanager
-def _raised_together(*errors: type[Exception]) -> Iterator[None]:
+def raised_together(*errors: type[Exception]) -> Iterator[None]:
     """Raises such errors of the block on the main process on all processes, so that none waits for another."""
     failure: Exception | None = None
     try:
         yield
     except errors as error:
         failure = error
-    message = _agree(None if failure is None else str(failure))
+    message = agree(None if failure is None else str(failure))
     if message is not None:
         raise ServerError(message) if failure is None else failure
