@@ -23,7 +23,7 @@ def main() -> None:
         with refused_in_one_line(TypeError, ServerError):
             arguments = RunArguments.parse()
             trainer, alarm = build_trainer(arguments, stack)
-        outcome = run(trainer, alarm, arguments.data.dataset_name, signals, stack)
+        outcome = run(trainer, alarm, arguments.data, signals, stack)
         if outcome is not None:
             sys.exit(outcome)
 

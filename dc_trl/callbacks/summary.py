@@ -27,15 +27,21 @@ from .benchmarks import greedy_accuracy
 class BeforeAndAfter(TrainerCallback):
     """What the summary compares: the deployed policy before the first step and after the last, on held-out problems.
 
-    It measures within `train`, because trackers take metrics only there. Without held-out problems it compares the
+    It measures within `train`, because trackers take metrics only there, and logs the mean reward of greedy completions
+    as `eval_greedy_reward`, with its standard error `eval_greedy_reward_se`. Without held-out problems it compares the
     discrepancies of the first and of the last generation batch.
+
+    Args:
+        trainer: of the run.
+        between: also measures and logs greedy completions at the trainer's evaluations between the two.
     """
 
-    def __init__(self, trainer: DCGRPOTrainer):
+    def __init__(self, trainer: DCGRPOTrainer, between: bool = False):
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
         self.seconds = 0.0  # from the start of the first step to the end of the last
         self._trainer = trainer
+        self._between = between
         self._start: float | None = None
         self._baseline = Path(trainer.args.output_dir, BASELINE_FILE)
         trainer.args.eval_on_start = trainer.eval_dataset is not None and trainer.args.resume_from_checkpoint is None
@@ -60,13 +66,18 @@ class BeforeAndAfter(TrainerCallback):
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
         trainer = self._trainer
-        if 0 < state.global_step < state.max_steps:
+        between = 0 < state.global_step < state.max_steps
+        if between and not self._between:
             return
         measured = {"reward": metrics.get("eval_reward"), "discrepancy": metrics.get("eval_discrepancy/mean")}
         if trainer.replica is not None or trainer.use_vllm:
             batch_size = args.per_device_eval_batch_size
             estimate = greedy_accuracy(trainer, trainer.eval_dataset, None, batch_size)
             measured |= {"greedy": estimate.value, "greedy_se": estimate.standard_error, "problems": estimate.problems}
+            logged = {"eval_greedy_reward": estimate.value, "eval_greedy_reward_se": estimate.standard_error}
+            trainer.log({name: value for name, value in logged.items() if value is not None})
+        if between:
+            return
         if state.global_step > 0:
             self.after = measured
             return

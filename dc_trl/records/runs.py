@@ -113,11 +113,16 @@ class Run:
         return sum(isinstance(value, float) and not math.isfinite(value) for value in values)
 
     def evaluations(self) -> list[tuple[int, Mapping[str, Any]]]:
-        """Steps and measurements of the deployed policy: before training, and if the run ended, after it."""
-        known = [(0, self.before)]
-        if "after" in self.summary:
-            known.append((self.summary["steps"], self.summary["after"]))
-        return known
+        """Steps and measurements of the deployed policy: before training, at evaluations, and after it if it ended."""
+        after = [(self.summary["steps"], self.summary["after"])] if "after" in self.summary else []
+        end = after[0][0] if after else math.inf
+        errors = self.series("eval_greedy_reward_se").by_step()
+        between = [
+            (step, {"greedy": value, "greedy_se": errors.get(step)})
+            for step, value in self.series("eval_greedy_reward").by_step().items()
+            if 0 < step < end
+        ]
+        return [(0, self.before), *between, *after]
 
     @property
     def bounds(self) -> tuple[float, float] | None:

@@ -54,6 +54,11 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     )
     train_dataset, eval_dataset = _problems(data, rewards, args, tokenizer)
     benchmarks = _eval_benchmarks(data)
+    if data.eval_greedy and (eval_dataset is None or args.eval_strategy == "no"):
+        raise ValueError(
+            f"eval_greedy=True measures at evaluations, and there are none with eval_size={data.eval_size} and "
+            f"eval_strategy={str(args.eval_strategy.value)!r}: set eval_size and eval_strategy='steps'."
+        )
     if eval_dataset is not None:
         _require_whole_eval_groups(args)
     args.model_init_kwargs = {

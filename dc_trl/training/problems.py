@@ -43,6 +43,8 @@ class DataArguments:
             Prompts of more tokens than this are left out.
         eval_size (`int`, defaults to `0`):
             Problems held out to measure the deployed policy before and after training.
+        eval_greedy (`bool`, defaults to `False`):
+            Also measure its greedy completions of them at the evaluations in between (eval_strategy, eval_steps).
         eval_benchmarks (`list[str]`, defaults to `[]`):
             Benchmarks that the deployed policy answers whenever the trainer evaluates (needs eval_size): 'aime24',
             'math500', … or NAME=FILE for a local file. See docs/evaluation.md.
@@ -64,6 +66,7 @@ class DataArguments:
     instruction: str | None = None
     max_prompt_length: int | None = None
     eval_size: int = 0
+    eval_greedy: bool = False
     eval_benchmarks: list[str] = field(default_factory=list)
     eval_benchmark_samples: int | None = None
     eval_benchmark_limit: int | None = None

@@ -12,6 +12,7 @@ from ..hub.push import HubError, push_command
 from ..resuming.interruption import RunInterrupted, StopSignals
 from ..serving.errors import ServerError
 from ..trainer import DCGRPOTrainer
+from .problems import DataArguments
 
 
 # What `sys.exit` takes: None where all went well, the message of an error, or the exit code of a signal.
@@ -21,7 +22,7 @@ Outcome: TypeAlias = str | int | None
 def run(
     trainer: DCGRPOTrainer,
     alarm: CollapseAlarmCallback | None,
-    dataset_name: str,
+    data: DataArguments,
     signals: StopSignals,
     stack: ExitStack,
 ) -> Outcome:
@@ -29,13 +30,13 @@ def run(
 
     Args:
         trainer, alarm, stack: of `build_trainer`; the stack is closed here where the run ends early.
-        dataset_name: of the configuration, for the model card.
+        data: of the configuration: the data set's name for the model card, and what is measured in between.
         signals: end the run in order.
 
     Returns:
         None, or why the run ended early or was not pushed.
     """
-    measured = BeforeAndAfter(trainer)
+    measured = BeforeAndAfter(trainer, data.eval_greedy)
     trainer.add_callback(measured)
     trainer.add_callback(signals)
     try:
@@ -50,7 +51,7 @@ def run(
     trainer.save_model(trainer.args.output_dir, _internal_call=True)
     if trainer.accelerator.is_main_process:
         summarize(trainer, measured)
-    failure = _publish(trainer, DAPO.hub_id if dataset_name == "dapo" else dataset_name)
+    failure = _publish(trainer, DAPO.hub_id if data.dataset_name == "dapo" else data.dataset_name)
     if failure is None:
         release_processes(trainer)
     return failure
