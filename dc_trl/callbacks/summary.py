@@ -27,9 +27,9 @@ from .benchmarks import greedy_accuracy
 class BeforeAndAfter(TrainerCallback):
     """What the summary compares: the deployed policy before the first step and after the last, on held-out problems.
 
-    It measures within `train`, because trackers take metrics only there, and logs the mean reward of greedy completions
-    as `eval_greedy_reward`, with its standard error `eval_greedy_reward_se`. Without held-out problems it compares the
-    discrepancies of the first and of the last generation batch.
+    It measures within `train`, because trackers take metrics only there, and logs the mean reward of greedy
+    completions as `eval_greedy_reward`, with its standard error `eval_greedy_reward_se`. Without held-out problems it
+    compares the discrepancies of the first and of the last generation batch.
 
     Args:
         trainer: of the run.

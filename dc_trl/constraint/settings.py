@@ -20,6 +20,7 @@ Correction = Literal[
     "geometric_mask",
     "icepop",
     "tv_mask",
+    "ppo_clip",
 ]
 # The values that each field may have.
 CHOICES = {

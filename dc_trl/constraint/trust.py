@@ -13,6 +13,8 @@ token: it teaches nothing, and is not in δ̄. With r = π_train/π_inf of a tok
 ``icepop``            r within [lower, upper], else 0; two-sided by default   IcePop, arXiv 2510.18855
 ``tv_mask``           r, 0 where the token has moved past upper the way that  DPPO-Binary-TV, arXiv 2602.04879
                       its advantage pushes it
+``ppo_clip``          r, 0 where it has passed a bound the way that its       PPO, arXiv 1707.06347, eq. 7, with the
+                      advantage pushes it                                     sampler as the old policy
 ===================== ======================================================= ========================================
 
 Each function takes
@@ -36,9 +38,9 @@ from .discrepancy import LOG_RATIO_BOUND, detached, trajectory_mean
 from .settings import ConstraintSettings
 
 
-# The bound that DPPO's authors set to r in their code: where a rare token has become less rare, r is large and
-# |π − q| so small that nothing masks it.
-TV_RATIO_BOUND = 20.0
+# What bounds r where a mask looks at one direction only. DPPO's authors have it in their code: where a rare token has
+# become less rare, r is large and |π − q| so small that nothing masks it.
+ONE_SIDED_BOUND = 20.0
 
 
 class Trust(Protocol):
@@ -159,13 +161,35 @@ def tv_mask(
     """
     log_ratio = token_log_ratio(train_logps, infer_logps, scored)
     train, infer = (logps.where(scored, 0.0) for logps in detached(train_logps, infer_logps))
-    if advantages.dim() == 1:
-        advantages = advantages.unsqueeze(1)
-    masked = (train.exp() - infer.exp()) * advantages.sign() > upper
-    return _ratio(log_ratio).clamp(max=TV_RATIO_BOUND).masked_fill(masked, 0.0)
+    masked = (train.exp() - infer.exp()) * _direction(advantages) > upper
+    return _ratio(log_ratio).clamp(max=ONE_SIDED_BOUND).masked_fill(masked, 0.0)
 
 
-_ALL = (token_truncate, token_mask, sequence_truncate, sequence_mask, geometric_mask, icepop, tv_mask)
+def ppo_clip(
+    train_logps: Tensor,
+    infer_logps: Tensor,
+    scored: Tensor,
+    advantages: Tensor,
+    lower: float = 0.76,
+    upper: float = 1.24,
+) -> Tensor:
+    """PPO's clip with the sampler as the old policy (arXiv 1707.06347, eq. 7): weights r Â, and masks what it clips.
+
+    A token with Â > 0 is masked where r > upper, one with Â < 0 where r < lower: those have no gradient in
+    min(r Â, clip(r) Â). What stays carries r, at most 20. The bounds are 1 ± `epsilon` of the paper's recipe.
+    """
+    ratio = _ratio(token_log_ratio(train_logps, infer_logps, scored))
+    direction = _direction(advantages)
+    masked = ((direction > 0) & (ratio > upper)) | ((direction < 0) & (ratio < lower))
+    return ratio.clamp(max=ONE_SIDED_BOUND).masked_fill(masked, 0.0)
+
+
+def _direction(advantages: Tensor) -> Tensor:
+    """Signs of the advantages, shape (B, T) or (B, 1)."""
+    return (advantages.unsqueeze(1) if advantages.dim() == 1 else advantages).sign()
+
+
+_ALL = (token_truncate, token_mask, sequence_truncate, sequence_mask, geometric_mask, icepop, tv_mask, ppo_clip)
 CORRECTIONS: dict[str, Callable[..., Tensor]] = {correction.__name__: correction for correction in _ALL}
 
 

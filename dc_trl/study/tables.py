@@ -1,0 +1,118 @@
+"""The tables of a study: where each variant of a sweep ends, and its difference to the sweep's reference."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..ablation.plan import Sweep, Variant
+from ..ablation.results import mean_over_seeds
+from ..records.tables import SIGNIFICANCE, TableRows, with_error
+from .lines import Line
+from .plan import Study, cell_name
+from .significance import PairedTest, holm, paired_t_test
+
+
+PRIMARY = "greedy"  # evaluation of the deployed policy that the comparisons are of
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A variant against the reference of its sweep, paired by seed.
+
+    `p_value` is corrected (Holm) for the number of comparisons of the sweep; None where there is none.
+    """
+
+    variant: Variant
+    test: PairedTest
+    p_value: float | None
+
+    @property
+    def differs(self) -> bool:
+        """Whether the study calls it a difference."""
+        return self.p_value is not None and self.p_value < SIGNIFICANCE
+
+
+@dataclass(frozen=True)
+class SweepLines:
+    """The lines of a sweep, by variant and seed; variants without a line have none."""
+
+    sweep: Sweep
+    lines: Mapping[Variant, Mapping[int, Line]]
+
+    def accuracy(self, variant: Variant) -> dict[int, float]:
+        """Greedy accuracy of the deployed policy by seed, 0 to 1: the mean over a run's last evaluations."""
+        found = {seed: line.last(PRIMARY) for seed, line in self.lines[variant].items()}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    def comparisons(self) -> list[Comparison]:
+        """Every other variant against the reference, over the seeds that both have."""
+        of_reference = self.accuracy(self.sweep.reference)
+        tests: list[tuple[Variant, PairedTest]] = []
+        for variant in self.sweep.variants:
+            mine = self.accuracy(variant)
+            differences = [mine[seed] - of_reference[seed] for seed in sorted(mine.keys() & of_reference.keys())]
+            if variant != self.sweep.reference and differences:
+                tests.append((variant, paired_t_test(differences)))
+        corrected = holm([test.p_value for _, test in tests])
+        return [Comparison(variant, test, p) for (variant, test), p in zip(tests, corrected, strict=True)]
+
+    def table(self) -> TableRows:
+        """A row for each variant: accuracies, the difference to the reference, and how the run went."""
+        head = [
+            *("variant", "seeds", "greedy, %", "last one, %", "sampled, %", "trained, %"),
+            *("difference, points", "p", "δ̄, 10⁻³", "k3, 10⁻³", "entropy", "λ", "steps to 50 %", "seconds"),
+        ]
+        compared = {comparison.variant: comparison for comparison in self.comparisons()}
+        return head, [self._row(variant, compared.get(variant)) for variant in self.sweep.variants]
+
+    def _row(self, variant: Variant, compared: Comparison | None) -> list[str]:
+        lines = list(self.lines[variant].values())
+        if not lines:
+            return [variant.name, "0", *["–"] * 12]
+        difference = p_value = "–"
+        if compared is not None:
+            test = compared.test
+            difference = with_error(test.difference, test.standard_error, 100, 1, "+")
+            p_value = "–" if compared.p_value is None else f"{compared.p_value:.2g}{' *' if compared.differs else ''}"
+        halves = [line.steps_to_half for line in lines if line.steps_to_half is not None]
+        to_half = f"{statistics.median(halves):.0f}" if len(halves) == len(lines) else f"{len(halves)} of {len(lines)}"
+        return [
+            variant.name,
+            str(len(lines)),
+            _cell(lines, lambda line: line.last(PRIMARY), 100, 1),
+            _cell(lines, lambda line: line.last(PRIMARY, 1), 100, 1),
+            _cell(lines, lambda line: line.last("sampled"), 100, 1),
+            _cell(lines, lambda line: line.last("trained_greedy"), 100, 1),
+            difference,
+            p_value,
+            _cell(lines, lambda line: line.end("discrepancy"), 1e3, 2),
+            _cell(lines, lambda line: line.end("k3"), 1e3, 2),
+            _cell(lines, lambda line: line.end("entropy"), 1, 3),
+            _cell(lines, lambda line: line.end("lambda"), 1, 3),
+            to_half,
+            f"{statistics.median(line.seconds for line in lines):.0f}",
+        ]
+
+
+def _cell(lines: Sequence[Line], value: Callable[[Line], float | None], factor: float, decimals: int) -> str:
+    values = [found for line in lines if (found := value(line)) is not None]
+    if not values:
+        return "–"
+    mean = mean_over_seeds(values)
+    return with_error(mean.value, mean.standard_error, factor, decimals)
+
+
+def lines_of_sweeps(study: Study, lines: Sequence[Line]) -> list[SweepLines]:
+    """Sorts lines to the sweeps that ask for them; a line may belong to several."""
+    by_cell: dict[str, dict[int, Line]] = {}
+    for line in lines:
+        name, seed = line.key
+        by_cell.setdefault(name, {})[seed] = line
+    found = []
+    for sweep in study.sweeps:
+        of_variants = {}
+        for variant in sweep.variants:
+            runs = by_cell.get(cell_name(study.cell(sweep, variant)), {})
+            of_variants[variant] = {seed: runs[seed] for seed in sweep.seeds if seed in runs}
+        found.append(SweepLines(sweep, of_variants))
+    return found
