@@ -19,6 +19,7 @@ from .helpers import ROOT
 
 # From the top floor to the cellar. A room may import rooms of lower floors, and none of its own floor.
 FLOORS = [
+    ["study"],
     ["training", "ablation"],
     ["callbacks", "calibration", "planning"],
     ["async_grpo", "trainer"],

@@ -5,12 +5,14 @@ import json
 import pytest
 
 from dc_trl import DCGRPOTrainer
+from dc_trl.callbacks.logging import LambdaLoggingCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
+from dc_trl.records.runs import read_run
 
 from .helpers import distinct_characters, make_config, make_model, make_prompts
 
 
-def trained(output_dir, tokenizer, held_out=8, **fields):
+def trained(output_dir, tokenizer, held_out=8, between=False, **fields):
     config = make_config(
         output_dir, deployment_scheme="fp8", max_steps=2, save_strategy="steps", save_steps=2, **fields
     )
@@ -21,8 +23,9 @@ def trained(output_dir, tokenizer, held_out=8, **fields):
         train_dataset=make_prompts(2),  # an epoch of two steps, as scripts/train.py sizes it
         eval_dataset=make_prompts(held_out),
         processing_class=tokenizer,
+        callbacks=[LambdaLoggingCallback()],
     )
-    run = BeforeAndAfter(trainer)
+    run = BeforeAndAfter(trainer, between)
     trainer.add_callback(run)
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     summarize(trainer, run)
@@ -46,3 +49,17 @@ def test_a_single_held_out_problem_has_no_standard_error(tmp_path, tokenizer, ca
     row = next(line for line in capsys.readouterr().out.splitlines() if "1 held-out problems" in line)
     assert "±" not in row
     assert f"{100 * run['after']['greedy']:.1f} %" in row
+
+
+def test_greedy_completions_are_measured_in_between_where_that_is_asked_for(tmp_path, tokenizer):
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+    for between in (False, True):
+        folder = tmp_path / str(between)
+        folder.mkdir()
+        summary = trained(folder, tokenizer, between=between, **evaluated)
+        run = read_run(folder)
+        greedy = run.series("eval_greedy_reward").by_step()
+        assert list(greedy) == ([0, 1, 2] if between else [0, 2])
+        assert (greedy[0], greedy[2]) == (summary["before"]["greedy"], summary["after"]["greedy"])
+        # The report draws what was measured, each once.
+        assert [step for step, found in run.evaluations() if "greedy" in found] == list(greedy)

@@ -35,7 +35,7 @@ class Study:
     def cell(self, sweep: Sweep, variant: Variant) -> Cell:
         """What a variant of a sweep changes in the base."""
         settings = sweep.settings(variant)
-        return {name: value for name, value in settings.items() if self.base.get(name) != value}
+        return {name: value for name, value in settings.items() if _shown(self.base.get(name)) != _shown(value)}
 
     def jobs(self, output: Path) -> list[Job]:
         """The runs: the first seed of every sweep first, and a run that two sweeps ask for once.

@@ -68,7 +68,7 @@ def _end_early(trainer: DCGRPOTrainer, error: ServerError | RunInterrupted, stac
     return error.exit_code if isinstance(error, RunInterrupted) else f"error: {error}"
 
 
-def _publish(trainer: DCGRPOTrainer, dataset_name: str) -> Outcome:
+def _publish(trainer: DCGRPOTrainer, dataset_name: str | None) -> Outcome:
     """Pushes the run, or writes its model card alone; a push that failed is told with the command to repeat it."""
     args = trainer.args
     if not args.push_to_hub:

@@ -1,0 +1,332 @@
+"""The study: which runs it makes, what is kept of them, and what it calls a difference."""
+
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from itertools import combinations
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dc_trl import DCGRPOConfig
+from dc_trl.constraint.settings import ConstraintSettings
+from dc_trl.files import read_yaml
+from dc_trl.records.runs import Run
+from dc_trl.study.figures import draw_mismatch, draw_sweep, kind_of
+from dc_trl.study.lines import line_of, merged, read_lines, write_lines
+from dc_trl.study.plan import cell_name, load_study
+from dc_trl.study.significance import holm, paired_t_test
+from dc_trl.study.tables import lines_of_sweeps
+
+from .helpers import ROOT
+
+
+STUDY = ROOT / "configs" / "study"
+
+
+# --- what is more than noise
+
+
+def test_a_paired_t_test_by_hand():
+    """Differences 1 to 5: mean 3, standard error √(2.5/5), t = 4.243 with 4 degrees of freedom, p = 0.0132 (table)."""
+    test = paired_t_test([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (test.difference, test.pairs) == (3.0, 5)
+    assert test.standard_error == pytest.approx(math.sqrt(0.5))
+    assert test.p_value == pytest.approx(0.01324, abs=1e-5)
+    # At the two-sided 5 % quantile of t with 4 degrees of freedom, 2.776, p is 0.05.
+    at_quantile = paired_t_test([2.776 * math.sqrt(0.5) + shift for shift in (-2, -1, 0, 1, 2)])
+    assert at_quantile.p_value == pytest.approx(0.05, abs=1e-4)
+
+
+def test_what_has_no_error_has_no_p_value():
+    assert paired_t_test([0.2]) == (0.2, None, None, 1)
+    assert paired_t_test([0.25, 0.25, 0.25])[:3] == (0.25, 0.0, None)
+
+
+def test_holm_by_hand():
+    assert holm([0.01, 0.04, 0.03, None, 0.005]) == [0.03, 0.06, 0.06, None, 0.02]
+
+
+@given(st.lists(st.floats(0, 1), max_size=5))
+def test_holm_rejects_what_the_closed_test_rejects(p_values):
+    """Its corrected p is the largest of Bonferroni's over the sets of hypotheses that the hypothesis is in."""
+    expected = [
+        max(
+            min(1.0, len(group) * min(p_values[i] for i in group))
+            for size in range(1, len(p_values) + 1)
+            for group in combinations(range(len(p_values)), size)
+            if index in group
+        )
+        for index in range(len(p_values))
+    ]
+    assert holm(p_values) == pytest.approx(expected)
+
+
+# --- what is run
+
+
+@pytest.fixture
+def study_folder(tmp_path):
+    """A study of two sweeps that share a cell."""
+    folder = tmp_path / "study"
+    folder.mkdir()
+    (folder / "base.yaml").write_text("learning_rate: 1.0e-4\nmax_steps: 24\nconstraint: none\n")
+    (folder / "first.yaml").write_text(
+        "config: base.yaml\nfixed: {weight_sync_steps: 8}\n"
+        "list: {GRPO: {}, TIS: {rollout_correction: token_truncate}}\nseeds: [0, 1, 2]\n"
+    )
+    (folder / "second.yaml").write_text(
+        "config: base.yaml\ngrid: {weight_sync_steps: [1, 8], learning_rate: [1e-4]}\nseeds: [0, 3]\n"
+    )
+    return folder
+
+
+def test_a_run_that_two_sweeps_ask_for_is_made_once(study_folder, tmp_path):
+    study = load_study(study_folder)
+    jobs = study.jobs(tmp_path)
+    assert len(jobs) == 3 * 2 + 2 * 2 - 1
+    assert len({job.folder for job in jobs}) == len(jobs)
+    assert [job.seed for job in jobs] == sorted(job.seed for job in jobs)  # something of each cell comes early
+    lagging = [job for job in jobs if job.variant.fields == {"weight_sync_steps": 8}]
+    assert [job.seed for job in lagging] == [0, 1, 2, 3]
+    for job in jobs:
+        base = {"learning_rate": 1e-4, "max_steps": 24, "constraint": "none"}
+        own = {"seed": job.seed, "output_dir": str(job.folder)}
+        assert {name: value for name, value in job.settings.items() if name != "learning_rate"} == {
+            name: value for name, value in (base | job.variant.fields | own).items() if name != "learning_rate"
+        }
+        assert float(job.settings["learning_rate"]) == 1e-4
+
+
+def test_some_sweeps_and_other_seeds(study_folder, tmp_path):
+    study = load_study(study_folder, ["second"], [7])
+    assert [(sweep.name, sweep.seeds) for sweep in study.sweeps] == [("second", (7,))]
+    assert {job.seed for job in study.jobs(tmp_path)} == {7}
+    with pytest.raises(ValueError, match=r"sweep='third' is not in .*: choose of first, second"):
+        load_study(study_folder, ["third"])
+
+
+def test_numbers_that_yaml_reads_as_texts_name_the_same_cell():
+    assert cell_name({"b": "3e-4", "a": 1}) == cell_name({"a": 1.0, "b": 0.0003}) == "a=1,b=0.0003"
+    assert cell_name({}) == "base"
+
+
+# --- what is kept of a run
+
+
+def a_run(accuracies=(0.4, 0.5, 0.6, 0.7), steps=24):
+    """A history as a run writes it: a log for each step, and evaluations at the ends of quarters."""
+    history = [{"step": step, "reward": step / steps, "discrepancy/k3_kl": 0.01} for step in range(1, steps + 1)]
+    history += [
+        {"step": (quarter + 1) * steps // 4, "eval_greedy_reward": value, "eval_reward": value / 2}
+        for quarter, value in enumerate(accuracies)
+    ]
+    history.append({"step": 0, "eval_greedy_reward": 0.1})
+    return Run("seed-0", history, summary={"steps": steps, "seconds": 12.34, "after": {}})
+
+
+def test_the_line_of_a_run():
+    line = line_of(a_run(), {"weight_sync_steps": 8}, 3)
+    assert line.key == ("weight_sync_steps=8", 3)
+    assert line.evaluations["greedy"] == {0: 0.1, 6: 0.4, 12: 0.5, 18: 0.6, 24: 0.7}
+    assert "trained_greedy" not in line.evaluations
+    assert line.last("greedy") == pytest.approx((0.5 + 0.6 + 0.7) / 3)  # the last three; step 0 is before training
+    assert line.last("greedy", 1) == 0.7
+    assert line.last("trained_greedy") is None
+    assert line.curves["reward"] == [float(f"{statistics.fmean([k, k + 1]) / 24:.5g}") for k in range(1, 24, 2)]
+    assert line.end("reward") == pytest.approx((21.5 + 23.5) / 2 / 24, rel=1e-4)
+    assert line.end("lambda") is None
+    assert line.steps_to_half == 12  # the moving average of a straight line is the line
+    assert line.seconds == 12.3
+
+
+def test_a_reward_that_never_is_a_half():
+    run = a_run()
+    history = [row | ({"reward": 0.3} if "reward" in row else {}) for row in run.history]
+    assert line_of(Run(run.name, history, summary=run.summary), {}, 0).steps_to_half is None
+
+
+def test_lines_are_read_as_they_were_written(tmp_path):
+    lines = [line_of(a_run(), {"weight_sync_steps": k}, seed) for k in (8, 1) for seed in (1, 0)]
+    write_lines(tmp_path / "lines.jsonl", lines)
+    found = read_lines(tmp_path / "lines.jsonl")
+    assert found == sorted(lines, key=lambda line: line.key)
+    again = line_of(a_run((0.1, 0.1, 0.1, 0.1)), {"weight_sync_steps": 8}, 0)
+    both = merged(found, [again])
+    assert len(both) == 4
+    assert again in both
+    with open(tmp_path / "lines.jsonl", "a") as file:
+        file.write(json.dumps({"cell": {}}) + "\n")
+    with pytest.raises(ValueError, match=r"lines.jsonl, line 5 is no line of a study"):
+        read_lines(tmp_path / "lines.jsonl")
+
+
+# --- what is shown
+
+
+def lines_of(study, accuracy):
+    """Lines of all runs of a study, with the accuracy that a function of variant's name and seed says."""
+    lines = {}
+    for sweep in study.sweeps:
+        for variant in sweep.variants:
+            for seed in sweep.seeds:
+                value = accuracy(variant.name, seed)
+                line = line_of(a_run((value,) * 4), study.cell(sweep, variant), seed)
+                lines[line.key] = line
+    return list(lines.values())
+
+
+def test_a_table_compares_seed_by_seed(study_folder):
+    study = load_study(study_folder, ["first"])
+    better = {0: 0.20, 1: 0.25, 2: 0.15}
+    lines = lines_of(study, lambda name, seed: 0.1 * seed + (better[seed] if name == "TIS" else 0.0))
+    (found,) = lines_of_sweeps(study, lines)
+    (comparison,) = found.comparisons()
+    assert comparison.test.difference == pytest.approx(0.2)
+    assert comparison.test.standard_error == pytest.approx(0.05 / math.sqrt(3))
+    assert comparison.p_value == pytest.approx(0.0202, abs=1e-4)  # t = 6.93 with 2 degrees of freedom
+    assert comparison.differs
+    head, rows = found.table()
+    of_tis = dict(zip(head, rows[1], strict=True))
+    assert (of_tis["variant"], of_tis["seeds"]) == ("TIS", "3")
+    assert of_tis["difference, points"] == "+20.0 ± 2.9"
+    assert of_tis["p"] == "0.02 *"
+    assert dict(zip(head, rows[0], strict=True))["difference, points"] == "–"
+
+
+def test_runs_that_are_missing_are_said_to_be(study_folder):
+    study = load_study(study_folder, ["first"])
+    lines = [line for line in lines_of(study, lambda name, seed: 0.5) if "rollout" not in line.key[0]]
+    (found,) = lines_of_sweeps(study, lines)
+    assert found.comparisons() == []
+    _, rows = found.table()
+    assert rows[1][:3] == ["TIS", "0", "–"]
+
+
+def test_a_line_belongs_to_every_sweep_that_asks_for_it(study_folder):
+    study = load_study(study_folder)
+    first, second = lines_of_sweeps(study, lines_of(study, lambda name, seed: 0.5))
+    shared = first.lines[first.sweep.variants[0]][0]
+    assert second.lines[second.sweep.variants[1]][0] == shared
+    assert kind_of(shared) == "GRPO"
+
+
+def test_figures_of_some_runs_and_of_none(study_folder, tmp_path):
+    study = load_study(study_folder, ["first"])
+    lines = lines_of(study, lambda name, seed: 0.5)
+    for number, some in enumerate((lines, lines[:1], [])):
+        (found,) = lines_of_sweeps(study, some)
+        draw_sweep(found, 24, tmp_path / f"sweep{number}.png")
+        draw_mismatch(some, tmp_path / f"mismatch{number}.png")
+        assert (tmp_path / f"mismatch{number}.png").stat().st_size > 5000
+
+
+# --- the registered study
+
+
+def test_the_base_is_the_quickstart_without_its_constraint():
+    base, quickstart = read_yaml(STUDY / "base.yaml"), read_yaml(ROOT / "configs" / "quickstart.yaml")
+    for name in quickstart.keys() & base.keys() - {"constraint", "eval_size", "per_device_eval_batch_size"}:
+        assert base[name] == quickstart[name], name
+    left_out = quickstart.keys() - base.keys()
+    assert left_out <= {
+        "output_dir",
+        "discrepancy_tolerance",
+        "lambda_init",
+        "lambda_lr",
+        "save_steps",
+        "save_total_limit",
+    }
+
+
+def test_the_papers_constraint_in_the_study_is_the_default():
+    """docs/study.md says so: the λ_0, ε and η_λ of the paper's 8B recipe are those of DCGRPOConfig."""
+    study = load_study(STUDY)
+    default = ConstraintSettings()
+    for name in ("headline", "moderate", "in_step"):
+        (sweep,) = (sweep for sweep in study.sweeps if sweep.name == name)
+        (paper,) = (variant for variant in sweep.variants if variant.name == "DC-GRPO")
+        fields = {name: value for name, value in paper.fields.items() if name != "constraint"}
+        assert fields == {name: getattr(default, name) for name in fields}
+        assert sweep.settings(paper)["constraint"] == "lagrangian"
+
+
+def test_every_cell_is_a_configuration(tmp_path):
+    names = set(DCGRPOConfig.__dataclass_fields__)
+    of_data = {"dataset_name", "eval_size", "eval_greedy", "rewards", "model_name_or_path", "dtype"}
+    study = load_study(STUDY)
+    for sweep in study.sweeps:
+        assert len(sweep.seeds) >= 5
+        for variant in sweep.variants:
+            settings = {k: v for k, v in sweep.settings(variant).items() if k not in of_data}
+            assert settings.keys() <= names
+            DCGRPOConfig(str(tmp_path), **settings)  # refuses what contradicts itself
+
+
+def test_the_page_is_what_its_raw_lines_say(tmp_path):
+    """Every table of a sweep in docs/study.md is made again from docs/study.jsonl."""
+    page = (ROOT / "docs" / "study.md").read_text()
+    file = ROOT / "docs" / "study.jsonl"
+    if not file.is_file():
+        assert "None yet." in page
+        return
+    done = subprocess.run(
+        [sys.executable, "scripts/study.py", "--tables", str(file), "--output", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    tables = (tmp_path / "tables.md").read_text().split("## ")[1:]
+    shown = 0
+    for section in tables:
+        name, _, table = section.partition("\n\n")
+        if f"<!-- {name} -->" in page:
+            shown += 1
+            assert f"<!-- {name} -->\n\n{table.strip()}\n" in page, name
+    assert shown == page.count("<!-- ")
+
+
+@pytest.mark.long
+def test_a_killed_study_goes_on_and_measures_both_policies(tmp_path):
+    folder = tmp_path / "study"
+    folder.mkdir()
+    base = read_yaml(STUDY / "base.yaml") | {
+        "eval_size": 16,
+        "max_steps": 12,
+        "eval_steps": 6,
+        "eval_delay": 6,
+        "per_device_train_batch_size": 16,
+    }
+    (folder / "base.yaml").write_text(yaml.safe_dump(base))
+    (folder / "small.yaml").write_text(
+        "config: base.yaml\nseeds: [0]\nlist: {GRPO: {}, log ratio: {constraint: static, constraint_form: log_ratio}}"
+    )
+    command = [sys.executable, "scripts/study.py", "--study", folder, "--output", tmp_path / "out", "--jobs", "1"]
+    first = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert first.stdout is not None
+    for line in first.stdout:
+        if "done after" in line:  # the first of two jobs
+            break
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    time.sleep(1)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "1 of 2 jobs are done already" in done.stdout
+    lines = read_lines(tmp_path / "out" / "lines.jsonl")
+    assert len(lines) == 2
+    for line in lines:
+        assert list(line.evaluations["greedy"]) == [0, 6, 12]
+        assert list(line.evaluations["trained_greedy"]) == [6, 12]
+        assert len(line.curves["k3"]) == 12
+    assert (tmp_path / "out" / "small.png").stat().st_size > 10_000
