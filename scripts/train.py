@@ -10,5 +10,11 @@ import sys
 from dc_trl.training.command import train
 
 
+def main() -> None:
+    outcome = train()
+    if outcome is not None:
+        sys.exit(outcome)
+
+
 if __name__ == "__main__":
-    sys.exit(train())
+    main()
