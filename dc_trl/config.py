@@ -9,7 +9,7 @@ from trl import GRPOConfig
 from .constraint.balance import BalancedMultiplier
 from .constraint.lagrangian import LagrangeMultiplier
 from .constraint.multiplier import multiplier_of
-from .constraint.settings import CHOICES, ConstraintSettings
+from .constraint.settings import CHOICES, ConstraintSettings, read_tolerance
 from .files import parse_object
 from .quantization.schemes import require_scheme, require_served_scheme
 from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncates
@@ -17,7 +17,7 @@ from .serving.preflight import require_addresses, require_waits_that_fit
 from .settings.contradictions import require_no_contradiction
 from .settings.described import described
 from .settings.distribution import require_division
-from .settings.ranges import AT_LEAST_0, COUNT, FINITE, TRAINING, require_choice, require_number, require_numbers
+from .settings.ranges import COUNT, FINITE, TRAINING, require_choice, require_number, require_numbers
 
 
 WeightSync = Literal["auto", "nccl", "checkpoint"]
@@ -253,19 +253,10 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             **_TRL_CHOICES,
         }.items():
             require_choice(name, getattr(self, name), options)
-        if isinstance(self.discrepancy_tolerance, str) and self.discrepancy_tolerance != "auto":
-            try:
-                self.discrepancy_tolerance = float(self.discrepancy_tolerance)
-            except ValueError:
-                raise ValueError(
-                    f"discrepancy_tolerance={self.discrepancy_tolerance!r} is invalid: use a finite number that is at "
-                    "least 0, or 'auto'."
-                ) from None
+        self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)
         if self.output_dir is not None and not str(self.output_dir).strip():
             raise ValueError(f"output_dir={self.output_dir!r} is empty: name a directory.")
         require_numbers(self, TRAINING)
-        if self.discrepancy_tolerance != "auto":
-            require_number("discrepancy_tolerance", self.discrepancy_tolerance, AT_LEAST_0)
         if self.pad_to_multiple_of is not None and str(self.pad_to_multiple_of).lower() not in (
             "auto",
             "none",

@@ -35,7 +35,7 @@ from .constraint.trust import trust_of
 from .hub.trainer import HubMixin
 from .rollouts.buffer import with_nonempty_completions
 from .settings.distribution import sharding_of
-from .trainers.batching import MEAN_OVER_COMPLETIONS
+from .settings.micro_batches import MEAN_OVER_COMPLETIONS
 from .trainers.timed import TimedTrainer, timed
 
 

@@ -4,11 +4,11 @@ from dataclasses import dataclass, fields
 
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
-from ..constraint.settings import CHOICES, ConstraintForm, ConstraintSettings
+from ..constraint.settings import CHOICES, ConstraintForm, ConstraintSettings, read_tolerance
 from ..rollouts.neutral_sampling import restrictions
 from ..settings.contradictions import RULES_OF_THE_CONSTRAINT_ALONE, Rule, require
 from ..settings.described import described
-from ..settings.ranges import AT_LEAST_0, TRAINING, require_choice, require_number
+from ..settings.ranges import TRAINING, require_choice, require_number
 
 
 RULES = (
@@ -59,9 +59,7 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
         for name in {field.name for field in fields(ConstraintSettings)} & TRAINING.keys():
             if getattr(self, name) is not None:
                 require_number(name, getattr(self, name), TRAINING[name])
-        if self.discrepancy_tolerance != "auto":
-            self.discrepancy_tolerance = float(self.discrepancy_tolerance)
-            require_number("discrepancy_tolerance", self.discrepancy_tolerance, AT_LEAST_0)
+        self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)
         require(self, RULES, RULES_OF_THE_CONSTRAINT_ALONE)
         if self.constraint != "none":
             sampling = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}

@@ -1,7 +1,9 @@
 """The settings of the constraint. What reads the records of a run has their defaults here, without TRL."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..settings.ranges import AT_LEAST_0, require_number
 
 
 Measure = Literal["prob_diff", "prob_ratio", "log_prob"]
@@ -60,3 +62,22 @@ class ConstraintSettings:
     rollout_correction_max: float | None = None
     rollout_correction_min: float | None = None
     deployment_scheme: str | None = None
+
+
+def read_tolerance(value: Any) -> float | Literal["auto"]:
+    """What `discrepancy_tolerance` means: a parser hands over a number as text.
+
+    Raises:
+        ValueError: it is neither a finite number that is at least 0 nor "auto".
+    """
+    if value == "auto":
+        return "auto"
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise ValueError(
+                f"discrepancy_tolerance={value!r} is invalid: use a finite number that is at least 0, or 'auto'."
+            ) from None
+    require_number("discrepancy_tolerance", value, AT_LEAST_0)
+    return value

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 
+# Losses that are a mean over completions; the others divide by the tokens that enter them.
+MEAN_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
+
 MEANS_OF_MICRO_BATCHES: dict[str, Callable[[Any], bool]] = {
     "loss_type": lambda c: c.loss_type == "bnpo",
     # A quantile of the entropies of a micro-batch.

@@ -22,14 +22,12 @@ from ..config import DCGRPOConfig
 from ..rollouts.batching import Forward, Length, join, lengths_of, micro_batches, runs, segments, take, trimmed
 from ..rollouts.exchange import exchanged
 from ..rollouts.truncation import Kept
-from ..settings.micro_batches import mean_of_micro_batch
+from ..settings.micro_batches import MEAN_OVER_COMPLETIONS, mean_of_micro_batch
 from .routing import RoutingTrainer
 
 
 logger = get_logger(__name__)
 
-# Losses that are a mean over completions; the others divide by the tokens that enter them.
-MEAN_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
 # Beside the tensors of a slice whose rows were grouped: of each of its forwards the rows, and the weights of its
 # metrics and, last, of its loss.
 _ROWS, _WEIGHTS = "forward_rows", "forward_weights"
