@@ -11,7 +11,7 @@ THREADS := 2
 LAUNCH = $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
           --num_cpu_threads_per_process $(THREADS)
 
-.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm study test test-all coverage notebooks docs lint format benchmark tiny-model
+.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm study study-models test test-all coverage notebooks docs lint format benchmark tiny-model
 
 help:
 	@echo "make quickstart  train the tiny model with FP8 rollouts (two and a half minutes once installed)"
@@ -54,6 +54,15 @@ quickstart-vllm: $(READY_VLLM)
 
 study: $(READY)
 	$(BIN)/python scripts/study.py $(ARGS)
+
+# Models of the study that do not ship: another architecture and task, and a mixture of experts. Three minutes each.
+study-models: runs/study/models/llama_sorting runs/study/models/qwen3_moe_arithmetic
+
+runs/study/models/llama_sorting: | $(READY)
+	$(BIN)/python scripts/make_tiny_model.py --architecture llama --task sorting --output_dir $@
+
+runs/study/models/qwen3_moe_arithmetic: | $(READY)
+	$(BIN)/python scripts/make_tiny_model.py --architecture qwen3_moe --output_dir $@
 
 # Tests that need a vLLM server run one after the other, beside those that do not; $(2) says in how many processes these.
 # pytest exits with 5 where ARGS leave it no test.

@@ -1,28 +1,36 @@
 """Makes the tiny model that ships with dc_trl: a byte-level Qwen3 that can half do arithmetic.
 
     python scripts/make_tiny_model.py --output_dir runs/tiny_qwen3
+    python scripts/make_tiny_model.py --task sorting --architecture llama --output_dir runs/tiny_llama_sorting
+
+The second line makes another model of another task for the study (docs/study.md), with `problems.jsonl` for its
+reinforcement learning beside it: problems that the model was not taught on.
 
 Training stops when the model is right about four times in ten, because reinforcement learning then has something to
 improve. The same seed gives the same weights on the same kind of machine. About three minutes on two cores.
 """
 
+import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GenerationConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     get_constant_schedule_with_warmup,
     set_seed,
 )
 
-from dc_trl.data.arithmetic import Problem, arithmetic_problems
+from dc_trl.data.arithmetic import Problem, Split, arithmetic_problems
+from dc_trl.data.sorting import sorting_problems
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.settings.command_line import OptionParser
 
@@ -44,16 +52,17 @@ CARD = """---
 license: apache-2.0
 library_name: transformers
 pipeline_tag: text-generation
-tags: [dc_trl, arithmetic]
+tags: [dc_trl, {task}]
 ---
 
-# Tiny Qwen3 for arithmetic
+# Tiny {architecture} for {task}
 
-A Qwen3 of {parameters:,} parameters with a byte-level tokenizer, trained from random weights for {steps} steps of
-{batch} worked problems ("23+45=?" → "3+5+0=8;2+4+0=6;\\boxed{{68}}"), so that it is right about four times in ten and
-reinforcement learning has something to improve. It knows nothing else.
+A {architecture} of {parameters:,} parameters with a byte-level tokenizer, trained from random weights for {steps}
+steps of {batch} worked problems ({example}), so that it is right about four times in ten
+and reinforcement learning has something to improve. It knows nothing else.
 
-Made by `python scripts/make_tiny_model.py --seed {seed} --target {target}` ({seconds:.0f} s, {threads} threads).
+Made by `python scripts/make_tiny_model.py --task {task} --architecture {architecture} --seed {seed} --target {target}`
+({seconds:.0f} s, {threads} threads).
 
 | on {problems} held-out problems | right |
 |---|---|
@@ -61,6 +70,21 @@ Made by `python scripts/make_tiny_model.py --seed {seed} --target {target}` ({se
 | sampled at temperature 1 | {sampled:.1%} |
 | at least one of 8 samples (pass@8) | {best:.1%} |
 """
+
+
+# (how many, seed, split) → problems.
+TASKS: dict[str, Callable[[int, int, Split], list[Problem]]] = {
+    "arithmetic": arithmetic_problems,
+    "sorting": sorting_problems,
+}
+TO_WRITE = 16384  # problems of a task that no data set of the package has, for reinforcement learning
+
+# What differs between architectures of one size.
+ARCHITECTURES: dict[str, dict[str, int]] = {
+    "qwen3": {},
+    "llama": {},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -85,9 +109,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerFast, architecture: str = "qwen3") -> PreTrainedModel:
     """Randomly initialised model; every width is a multiple of 128, so that every deployment scheme applies."""
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        architecture,
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=256,
@@ -101,8 +126,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
+        **ARCHITECTURES[architecture],
     )
-    model = Qwen3ForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -118,13 +144,13 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> list[int
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
-def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, target: float, seed: int) -> int:
+def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, target: float, seed: int, task: str) -> int:
     """Supervised training on worked problems until `target` of the held-out ones are right; returns the steps taken.
 
     The loss covers the completion and its end.
     """
-    problems = arithmetic_problems(MAX_STEPS * BATCH_SIZE, seed, "train")
-    held_out = arithmetic_problems(CHECKED_PROBLEMS, 1, "held_out")
+    problems = TASKS[task](MAX_STEPS * BATCH_SIZE, seed, "train")
+    held_out = TASKS[task](CHECKED_PROBLEMS, 1, "held_out")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     # No decay: it makes the samples so alike that reinforcement learning finds nothing to choose from.
     schedule = get_constant_schedule_with_warmup(optimizer, WARMUP_STEPS)
@@ -160,7 +186,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, target: f
 
 @torch.no_grad()
 def accuracy(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[Problem], samples: int = 0
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, problems: list[Problem], samples: int = 0
 ) -> tuple[float, float]:
     """Mean share of right answers and share of problems solved at least once; one greedy answer if `samples` is 0."""
     model.eval()
@@ -183,6 +209,8 @@ def accuracy(
 def main() -> None:
     parser = OptionParser(__doc__)
     parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--task", choices=TASKS, default="arithmetic")
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=float, default=0.4, help="share of held-out problems at which training stops")
     parser.add_argument("--problems", type=int, default=1000, help="held-out problems to report on")
@@ -194,14 +222,18 @@ def main() -> None:
     torch.set_num_threads(2)
     set_seed(args.seed)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
-    steps = train(model, tokenizer, args.target, args.seed)
+    model = make_model(tokenizer, args.architecture)
+    steps = train(model, tokenizer, args.target, args.seed, args.task)
     seconds = time.perf_counter() - start
 
-    problems = arithmetic_problems(args.problems, 0, "held_out")
+    problems = TASKS[args.task](args.problems, 0, "held_out")
     greedy, _ = accuracy(model, tokenizer, problems)
     sampled, best = accuracy(model, tokenizer, problems, samples=8)
+    example = problems[0]
     card = CARD.format(
+        task=args.task,
+        architecture=args.architecture,
+        example=f'"{example.question}" → "{example.solution}"',
         parameters=model.num_parameters(),
         steps=steps,
         target=args.target,
@@ -217,6 +249,10 @@ def main() -> None:
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
     (args.output_dir / "README.md").write_text(card)
+    if args.task != "arithmetic":
+        written = TASKS[args.task](TO_WRITE, 2, "held_out")
+        rows = [{"prompt": problem.question, "answer": problem.answer} for problem in written]
+        (args.output_dir / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(
         f"greedy {greedy:.1%}, sampled {sampled:.1%}, pass@8 {best:.1%}, trained in {seconds:.0f} s: {args.output_dir}"
     )
