@@ -11,21 +11,26 @@ import time
 from itertools import combinations
 
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dc_trl import DCGRPOConfig
+from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.constraint.settings import ConstraintSettings
+from dc_trl.data.arithmetic import arithmetic_dataset
+from dc_trl.data.sorting import sorting_problems
 from dc_trl.files import read_yaml
+from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.runs import Run
 from dc_trl.study.figures import draw_mismatch, draw_sweep, kind_of
+from dc_trl.study.first_order import first_order, sampled_batch
 from dc_trl.study.lines import line_of, merged, read_lines, write_lines
 from dc_trl.study.plan import cell_name, load_study
 from dc_trl.study.significance import holm, paired_t_test
 from dc_trl.study.tables import lines_of_sweeps
 
-from .helpers import ROOT
+from .helpers import ROOT, TINY_MODEL, make_config
 
 
 STUDY = ROOT / "configs" / "study"
@@ -226,6 +231,129 @@ def test_figures_of_some_runs_and_of_none(study_folder, tmp_path):
         draw_sweep(found, 24, tmp_path / f"sweep{number}.png")
         draw_mismatch(some, tmp_path / f"mismatch{number}.png")
         assert (tmp_path / f"mismatch{number}.png").stat().st_size > 5000
+
+
+# --- where each form pushes
+
+
+@pytest.fixture(scope="module")
+def lagging(tmp_path_factory, tokenizer):
+    """A trainer of the tiny model two steps ahead of its sampler, and batches of both."""
+    folder = tmp_path_factory.mktemp("first_order")
+    config = make_config(
+        folder,
+        deployment_scheme="fp8",
+        constraint="none",
+        per_device_train_batch_size=16,
+        max_completion_length=24,
+        max_steps=3,
+        weight_sync_steps=8,
+        learning_rate=1e-3,
+        model_init_kwargs={"dtype": "float32"},
+    )
+    trainer = DCGRPOTrainer(
+        str(TINY_MODEL), arithmetic_reward, config, train_dataset=arithmetic_dataset(64, 0, "train")
+    )
+    trainer.train()
+    trainer.model.eval()
+    rows = list(arithmetic_dataset(16, 1, "train"))
+    batch = sampled_batch(trainer, rows, arithmetic_reward, by_policy=False, completions=4)
+    contexts = sampled_batch(trainer, rows, arithmetic_reward, by_policy=True, completions=2)
+    return trainer, batch, contexts
+
+
+def test_a_batch_is_what_the_sampler_gave(lagging):
+    trainer, batch, contexts = lagging
+    assert batch.ids.shape == batch.attended.shape == (64, batch.scored.shape[1] + 1)
+    assert (batch.infer_logps[~batch.scored] == 0).all()
+    groups = batch.rewards.view(16, 4)
+    assert torch.allclose(batch.advantages.view(16, 4).mean(1), torch.zeros(16), atol=1e-5)
+    assert set(groups.flatten().tolist()) <= {0.0, 1.0}
+    # The sampler's own forward over the whole completion gives the log-probabilities that it sampled with.
+    with torch.no_grad():
+        logits = (
+            trainer.replica.model(input_ids=batch.ids, attention_mask=batch.attended.long()).logits[:, :-1].float()
+        )
+    again = logits.log_softmax(-1).gather(2, batch.ids[:, 1:, None]).squeeze(2)
+    assert (again - batch.infer_logps)[batch.scored].abs().median() < 1e-3
+    lengths = contexts.scored.sum(1)
+    assert (lengths >= 1).all()
+    assert (lengths <= 24).all()
+
+
+def test_changes_along_a_form_are_those_of_autograd(lagging):
+    """The derivative of KL(π ‖ q) along the step, by autograd at the start, is what the small step finds."""
+    trainer, batch, contexts = lagging
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    found = first_order(trainer, batch, contexts, follows=False)
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    parameters = list(trainer.model.parameters())
+
+    def log_probs(model):
+        logits = model(input_ids=contexts.ids, attention_mask=contexts.attended.long()).logits[:, :-1]
+        return logits[contexts.scored].double().log_softmax(-1)
+
+    with torch.no_grad():
+        sampler = log_probs(trainer.replica.model)
+    log_policy = log_probs(trainer.model)
+    kl = (log_policy.exp() * (log_policy - sampler)).sum(1).mean()
+    slope_of_kl = torch.autograd.grad(kl, parameters)
+    # The step along the log ratio, written out once more.
+    logits = trainer.model(input_ids=batch.ids, attention_mask=batch.attended.long()).logits[:, :-1].float()
+    logps = logits.log_softmax(-1).gather(2, batch.ids[:, 1:, None]).squeeze(2)
+    ratio = (logps.detach() - batch.infer_logps)[batch.scored]
+    pulled = -(ratio * logps[batch.scored]).mean()
+    moments = trainer.optimizer.state
+    step = [
+        gradient / (moments[parameter]["exp_avg_sq"].sqrt() + 1e-8)
+        for parameter, gradient in zip(parameters, torch.autograd.grad(pulled, parameters), strict=True)
+    ]
+    by_autograd = sum((slope * part).sum() for slope, part in zip(slope_of_kl, step, strict=True)).item()
+    with torch.no_grad():
+        scale = 1e-3 / torch.stack([part.norm() for part in step]).norm().item()
+        for parameter, part in zip(parameters, step, strict=True):
+            parameter += scale * part
+        moved = (log_probs(trainer.model).exp() - log_policy.exp()).abs().sum(1).mean().item() / 2
+        for name, parameter in trainer.model.named_parameters():
+            parameter.copy_(before[name])
+    assert found["log_ratio"].kl == pytest.approx(by_autograd * scale / moved, rel=0.1)
+    assert found["log_ratio"].kl < 0
+
+
+def test_a_sampler_that_follows_is_put_back(lagging):
+    trainer, batch, contexts = lagging
+    before = {name: tensor.clone() for name, tensor in trainer.replica.model.state_dict().items()}
+    first_order(trainer, batch, contexts, follows=True)
+    after = trainer.replica.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# --- the second task
+
+
+def test_digits_are_sorted_step_by_step():
+    problems = sorting_problems(200, 3, "train")
+    assert problems == sorting_problems(200, 3, "train")
+    for problem in problems:
+        digits = problem.question.removeprefix("sort ")
+        assert problem.answer == "".join(sorted(digits))
+        *steps, box = problem.solution.split(";")
+        assert box == f"\\boxed{{{problem.answer}}}"
+        left = digits
+        for step in steps:
+            assert step == f"{left}>{min(left)}"
+            left = left.replace(min(left), "", 1)
+        assert left == ""
+    assert arithmetic_reward([problem.solution for problem in problems], [p.answer for p in problems]) == [1.0] * 200
+
+
+def test_what_is_held_out_is_never_taught():
+    held_out = {problem.question for problem in sorting_problems(5000, 0, "held_out")}
+    assert len(held_out) == 5000
+    assert not held_out & {problem.question for problem in sorting_problems(20000, 0, "train")}
+    with pytest.raises(ValueError, match="size=40000 is invalid: use at least 1, and at most 25000 held-out"):
+        sorting_problems(40000, 0, "held_out")
 
 
 # --- the registered study
