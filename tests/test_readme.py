@@ -1,4 +1,4 @@
-"""The README's commands and code, as they stand there."""
+"""The README's commands and code, and those of the tour that goes on from it, as they stand there."""
 
 import json
 import os
@@ -15,12 +15,13 @@ from .vllm_server import requires_vllm
 
 
 README = (ROOT / "README.md").read_text()
+BOTH = README + (ROOT / "docs" / "tour.md").read_text()
 # Appended to each command, so that it ends soon.
 SMALL = shlex.split("--eval_size 8 --per_device_eval_batch_size 8 --per_device_train_batch_size 8 --save_steps 1")
 
 
 def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}\n(.*?)^```", BOTH, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ OUTPUTS = {"model.safetensors", "run.png", "history.jsonl", "summary.json", "dep
 
 
 def the_command(script):
-    """The one command of the README that runs a script."""
+    """The one command of both that runs a script."""
     (command,) = (shlex.split(block.replace("\\\n", " ")) for block in blocks("bash") if script in block)
     return command
 
@@ -115,9 +116,13 @@ def test_code(workplace):
     assert "probs_diff_mean" in run([sys.executable, "-c", code[1]], workplace)
 
 
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
 def test_make_targets():
     makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"(?:^|`)make (?:[A-Z]+=\S* )*([a-z-]+)", README, re.MULTILINE))
+    targets = set(re.findall(r"(?:^|`)make (?:[A-Z]+=\S* )*([a-z-]+)", BOTH, re.MULTILINE))
     assert {"quickstart", "test", "install"} <= targets
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
@@ -133,7 +138,8 @@ def test_settings_have_the_defaults_that_the_table_says():
     from dc_trl import DCGRPOConfig
 
     defaults = {name: field.default for name, field in DCGRPOConfig.__dataclass_fields__.items()}
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([^|]+) \|", README, re.MULTILINE)
+    page = (ROOT / "docs" / "settings.md").read_text()
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([^|]+) \|", page, re.MULTILINE)
     checked = set()
     for names, values in rows:
         for name, value in zip(re.findall(r"\w+", names), values.split(", "), strict=True):
