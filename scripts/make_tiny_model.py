@@ -57,9 +57,9 @@ tags: [dc_trl, {task}]
 
 # Tiny {architecture} for {task}
 
-A {architecture} of {parameters:,} parameters with a byte-level tokenizer, trained from random weights for {steps}
-steps of {batch} worked problems ({example}), so that it is right about four times in ten
-and reinforcement learning has something to improve. It knows nothing else.
+A {architecture} of {parameters:,} parameters with a byte-level tokenizer, trained from random weights
+for {steps} steps of {batch} worked problems ({example}), so that it is right about four times
+in ten and reinforcement learning has something to improve. It knows nothing else.
 
 Made by `python scripts/make_tiny_model.py --task {task} --architecture {architecture} --seed {seed} --target {target}`
 ({seconds:.0f} s, {threads} threads).
