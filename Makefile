@@ -16,8 +16,8 @@ LAUNCH = $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_pre
 help:
 	@echo "make quickstart  train the tiny model with FP8 rollouts (two and a half minutes once installed)"
 	@echo "make quickstart-vllm  the same against a vLLM server in FP8, which it starts and stops"
-	@echo "make test        run the tests, except those that take long (10 minutes)"
-	@echo "make test-all    run those that make test leaves out (half an hour)"
+	@echo "make test        run the tests, except those that take long (8 minutes)"
+	@echo "make test-all    run those that make test leaves out (40 minutes)"
 	@echo "make study       when mismatch hurts and what helps, with seeds; ARGS=\"--only headline\" is an hour of it"
 	@echo "make notebooks   run the notebooks and keep their outputs"
 	@echo "make docs        build the documentation into build/docs"

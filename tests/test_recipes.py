@@ -214,7 +214,10 @@ def test_a_stand_in_trains(name, tmp_path, monkeypatch):
     assert len(kept) >= 25
     for field, value in kept.items():
         holder = next(arguments for arguments in parsed if hasattr(arguments, field))
-        assert getattr(holder, field) == ([] if value == "none" and field == "report_to" else value), field
+        found = getattr(holder, field)
+        if field == "accelerator_config":  # transformers makes an object of it
+            found = {name: getattr(found, name) for name in value}
+        assert found == ([] if value == "none" and field == "report_to" else value), field
     with ExitStack() as stack:
         trainer, _ = build_trainer(parsed, stack)
         trainer.train()
