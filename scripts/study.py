@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dc_trl.ablation.jobs import OutputLock, require_own_folders, require_trainable, run_jobs, status
 from dc_trl.ablation.machine import choose_slots
+from dc_trl.ablation.plan import Job
 from dc_trl.files import write_text
 from dc_trl.records.tables import markdown_table, print_table
 from dc_trl.settings.command_line import OptionParser, leave_on_sigterm, refused_in_one_line, say
@@ -39,15 +40,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="of each job; default 1")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--dry_run", action="store_true", help="check the settings and list the jobs")
+    what.add_argument("--collect", action="store_true", help="only make lines, tables and figures of runs that ended")
     what.add_argument("--tables", type=Path, metavar="LINES", help="only make tables and figures of these lines")
     what.add_argument("--job", action="store_true", help=argparse.SUPPRESS)  # how the script calls itself
     return parser.parse_args()
 
 
 def run_study(args: argparse.Namespace, study: Study) -> int:
-    """Runs what is not done, and writes the lines; returns how many jobs failed."""
+    """Runs what is not done, and collects; returns how many jobs failed."""
     jobs = study.jobs(args.output)
     require_own_folders(jobs)
+    if args.collect:
+        collect(args.output, study, jobs)
+        return 0
     slots = choose_slots(study.sweeps[0], args.threads, args.jobs)
     ablate = str(Path(__file__).with_name("ablate.py"))
     for sweep in study.sweeps:
@@ -57,14 +62,19 @@ def run_study(args: argparse.Namespace, study: Study) -> int:
         return 0
     with OutputLock(args.output, say) as lock:
         failures = run_jobs(jobs, [sys.executable, __file__, "--job"], slots, lock, say)
-    file = args.output / LINES_FILE
-    write_lines(file, merged(read_lines(file) if file.is_file() else [], lines_of_jobs(jobs)))
+    collect(args.output, study, jobs)
     for failure in failures:
         print(f"\n{failure.job.name} failed with exit code {failure.code}:", file=sys.stderr)
         for line in failure.last_lines:
             print(f"    {line}", file=sys.stderr)
-    report(args.output, file, study)
     return len(failures)
+
+
+def collect(output: Path, study: Study, jobs: list[Job]) -> None:
+    """Adds the lines of the jobs that are done to those that are there, and reports."""
+    file = output / LINES_FILE
+    write_lines(file, merged(read_lines(file) if file.is_file() else [], lines_of_jobs(jobs)))
+    report(output, file, study)
 
 
 def report(output: Path, lines_file: Path, study: Study) -> None:
