@@ -98,9 +98,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     for failure in failures:
-        print(f"\n{failure.job.name} failed with exit code {failure.code}:", file=sys.stderr)
-        for line in failure.last_lines:
-            print(f"    {line}", file=sys.stderr)
+        print(failure, file=sys.stderr)
     if failures:
         sys.exit(1)
 

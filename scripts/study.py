@@ -64,9 +64,7 @@ def run_study(args: argparse.Namespace, study: Study) -> int:
         failures = run_jobs(jobs, [sys.executable, __file__, "--job"], slots, lock, say)
     collect(args.output, study, jobs)
     for failure in failures:
-        print(f"\n{failure.job.name} failed with exit code {failure.code}:", file=sys.stderr)
-        for line in failure.last_lines:
-            print(f"    {line}", file=sys.stderr)
+        print(failure, file=sys.stderr)
     return len(failures)
 
 

@@ -128,6 +128,10 @@ class Failure:
     code: int
     last_lines: list[str]
 
+    def __str__(self) -> str:
+        lines = [f"\n{self.job.name} failed with exit code {self.code}:", *(f"    {line}" for line in self.last_lines)]
+        return "\n".join(lines)
+
 
 class _Attempt:
     """One process of a job. It ends with this process, whether that exits, is interrupted or is killed."""

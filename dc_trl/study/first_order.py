@@ -12,12 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..constraint.forms import Form, form_of
 from ..constraint.settings import ConstraintForm, ConstraintSettings
 from ..constraint.trust import Trust, trust_of
 from ..trainer import DCGRPOTrainer
+from .trained import completion_config, policy_completions
 
 
 # Movement of a step: mean total variation between the policy before and after, over contexts.
@@ -64,10 +65,16 @@ class Change(NamedTuple):
 
 
 class _Distributions(NamedTuple):
-    """Of a policy and a sampler at the contexts of completions: log π and log q, shape (N, V)."""
+    """Of a policy and a sampler at the contexts of completions.
+
+    Args:
+        policy, sampler: log π and log q of the whole vocabulary, shape (N, V).
+        tokens: log π of the tokens that follow, shape (B, L − 1).
+    """
 
     policy: Tensor
     sampler: Tensor
+    tokens: Tensor
 
     def measures(self) -> tuple[float, float, float, float]:
         """Total variation, KL(π ‖ q), E_π |π − q| and the policy's entropy, means over contexts."""
@@ -99,7 +106,11 @@ def first_order(trainer: DCGRPOTrainer, gradient_batch: Batch, contexts: Batch, 
         form = form_of(ConstraintSettings(constraint="static", constraint_form=form_name))
         assert form is not None
         directions[form_name] = _penalty(gradient_batch, form)
-    return {name: _change(trainer, gradient_batch, contexts, pull, follows) for name, pull in directions.items()}
+    assert trainer.replica is not None
+    before = _distributions(trainer.model, trainer.replica.model, contexts)
+    return {
+        name: _change(trainer, gradient_batch, contexts, before, pull, follows) for name, pull in directions.items()
+    }
 
 
 def _weighed(batch: Batch, trust: Trust) -> Callable[[Tensor], Tensor]:
@@ -112,7 +123,12 @@ def _penalty(batch: Batch, form: Form) -> Callable[[Tensor], Tensor]:
 
 
 def _change(
-    trainer: DCGRPOTrainer, batch: Batch, contexts: Batch, pull: Callable[[Tensor], Tensor], follows: bool
+    trainer: DCGRPOTrainer,
+    batch: Batch,
+    contexts: Batch,
+    before: _Distributions,
+    pull: Callable[[Tensor], Tensor],
+    follows: bool,
 ) -> Change:
     model, replica = trainer.model, trainer.replica
     assert replica is not None
@@ -122,21 +138,19 @@ def _change(
     gradient = torch.autograd.grad((weights * logps).sum() / batch.scored.sum(), parameters)
     moments = trainer.optimizer.state
     steps = [g / (moments[p]["exp_avg_sq"].sqrt() + 1e-8) for p, g in zip(parameters, gradient, strict=True)]
-    before = _distributions(model, replica.model, contexts)
-    logps_before = _token_logps(model, contexts).detach()
     scale = MOVEMENT / max(_size(steps), 1e-30)
     for _ in range(3):  # the movement is nearly linear in the step: two corrections suffice
         with _moved(parameters, steps, scale):
-            moved = (_log_probs(model, contexts).exp() - before.policy.exp()).abs().sum(1).mean().item() / 2
+            moved = _distance(_log_probs(model, contexts), before.policy)
         scale *= MOVEMENT / max(moved, 1e-30)
     with _moved(parameters, steps, scale):
         if follows:
             replica.sync(model, keep=True)
         after = _distributions(model, replica.model, contexts)
-        drift = (_token_logps(model, contexts).detach() - logps_before) * contexts.scored
         if follows:
             replica.go_back()
-    moved = (after.policy.exp() - before.policy.exp()).abs().sum(1).mean().item() / 2
+    moved = _distance(after.policy, before.policy)
+    drift = (after.tokens - before.tokens) * contexts.scored
     reward = ((contexts.rewards - contexts.rewards.mean()) * drift.sum(1)).mean().item()
     changes = [b - a for a, b in zip(before.measures(), after.measures(), strict=True)]
     return Change._make(change / moved for change in [*changes, reward])
@@ -173,8 +187,14 @@ def _log_probs(model: PreTrainedModel, batch: Batch) -> Tensor:
     return logits[batch.scored].double().log_softmax(-1)
 
 
+def _distance(first: Tensor, second: Tensor) -> float:
+    """Total variation between distributions with these log-probabilities, shape (N, V); the mean over N."""
+    return (first.exp() - second.exp()).abs().sum(1).mean().item() / 2
+
+
+@torch.no_grad()
 def _distributions(model: PreTrainedModel, sampler: PreTrainedModel, batch: Batch) -> _Distributions:
-    return _Distributions(_log_probs(model, batch), _log_probs(sampler, batch))
+    return _Distributions(_log_probs(model, batch), _log_probs(sampler, batch), _token_logps(model, batch))
 
 
 def sampled_batch(
@@ -189,26 +209,17 @@ def sampled_batch(
         by_policy: whether the policy samples (transformers' `generate`), or the replica.
         completions: for each problem.
     """
-    tokenizer, model, replica = trainer.processing_class, trainer.model, trainer.replica
+    tokenizer, replica = trainer.processing_class, trainer.replica
     assert replica is not None
     repeated = [row for row in rows for _ in range(completions)]
     prompts = [
         tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
         for row in repeated
     ]
-    config = GenerationConfig(
-        max_new_tokens=trainer.max_completion_length,
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=trainer.eos_token_ids,
-    )
+    config = completion_config(trainer, temperature=1.0, top_k=0)
     if by_policy:
-        padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
-        with torch.inference_mode():
-            sequences = model.generate(**padded, generation_config=config)[:, padded["input_ids"].shape[1] :].tolist()
-        sampled = [_until_end(ids, set(trainer.eos_token_ids)) for ids in sequences]
+        ends = set(trainer.eos_token_ids)
+        sampled = [_until_end(ids, ends) for ids in policy_completions(trainer, prompts, config)]
         logps = [[0.0] * len(ids) for ids in sampled]
     else:
         sampled, logps = replica.generate(prompts, config, 1.0)
