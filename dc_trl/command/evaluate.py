@@ -120,6 +120,7 @@ def run(args: argparse.Namespace) -> None:
     prompts = [ids for b in benchmarks for ids in tokenize_prompts(b, tokenizer, template_kwargs).values()]
     evaluations = []
     for spec in engines:
+        assert spec.scheme is not None  # choose_engines has found it
         folder = output / spec.scheme
         folder.mkdir(exist_ok=True)
         with start_engine(

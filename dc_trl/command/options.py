@@ -1,12 +1,12 @@
 """What the sub-commands take, from a file, so that help and refusals need no torch.
 
 The parsers in the commands' modules are the truth: `python -m dc_trl.command.write_options` writes the file from them,
-and a test compares the two. Where TRL or transformers have another version than the file was made with, an option that the
-file does not know is left to the command itself.
+and a test compares the two. Where TRL or transformers have another version than the file was made with, an option that
+the file does not know is left to the command itself.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ from ..settings.program import here
 
 
 FILE = Path(__file__).with_name("options.json")
-_TYPES = {"N": int, "X": float}
-TRUE_OR_FALSE = "true|false"
 _MANY = 6  # choices that are listed in the help's text and not in the option's first line
 # Options that name something that has to be there, and what it is.
 _PATHS = {
@@ -85,7 +83,7 @@ def _add(group: argparse._ActionsContainer, described: Mapping[str, Any]) -> Non
         group.add_argument(*names, action="store_true", **options)
         return
     choices = described.get("choices")
-    options |= {"nargs": described.get("nargs"), "type": _TYPES.get(kind, _truth if kind == TRUE_OR_FALSE else str)}
+    options |= {"nargs": described.get("nargs"), "type": _TYPES.get(kind, str)}
     if choices is not None:
         options["choices"] = choices
         if len(choices) > _MANY:
@@ -102,6 +100,11 @@ def _truth(word: str) -> str:
     if word.lower() not in ("yes", "true", "t", "y", "1", "no", "false", "f", "n", "0"):
         raise argparse.ArgumentTypeError(f"{word!r} is neither true nor false")
     return word
+
+
+# Reads a value, by what the help calls it.
+TRUE_OR_FALSE = "true|false"
+_TYPES: dict[Any, Callable[[str], Any]] = {"N": int, "X": float, TRUE_OR_FALSE: _truth}
 
 
 def _as_listed(word: str, parser: OptionParser) -> list[str]:

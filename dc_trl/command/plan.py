@@ -79,9 +79,9 @@ def make_plans(args: argparse.Namespace) -> tuple[list[Plan | NoPlan], tuple[Ass
     work = PlanSettings(**given).workload()
     overrides = {field.name: value for field in fields(Assumptions) if (value := getattr(args, field.name))}
     assumptions = with_overrides(overrides)
-    model = load_architecture(named, args.revision)
+    architecture = load_architecture(named, args.revision)
     clusters = [Cluster(DEVICES[args.device], count, args.gpus_per_node) for count in args.gpus]
-    return [make_plan(model, work, cluster, assumptions, args.transport) for cluster in clusters], assumptions
+    return [make_plan(architecture, work, cluster, assumptions, args.transport) for cluster in clusters], assumptions
 
 
 def print_plan(plan: Plan | NoPlan, assumptions: tuple[Assumptions, Assumptions], config: str) -> None:

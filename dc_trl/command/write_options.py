@@ -20,7 +20,7 @@ from .options import FILE, TRUE_OR_FALSE
 
 
 _MADE_WITH = ("trl", "transformers")
-_KINDS = {int: "N", float: "X", Path: "PATH"}
+_KINDS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
 # TRL's parser takes it out of the command line.
 _CONFIG = {
     "names": ["--config"],
@@ -60,7 +60,7 @@ def _option(action: argparse.Action, with_default: bool) -> dict[str, Any]:
     if flag:
         return option | {"flag": True} | ({"required": True} if action.required else {})
     kind = getattr(action.type, "__name__", "")
-    option["kind"] = TRUE_OR_FALSE if kind == "string_to_bool" else _KINDS.get(action.type, "TEXT")  # type: ignore[arg-type]
+    option["kind"] = TRUE_OR_FALSE if kind == "string_to_bool" else _KINDS.get(action.type, "TEXT")
     for name in ("nargs", "metavar"):
         if (value := getattr(action, name)) is not None:
             option[name] = value
@@ -84,7 +84,7 @@ def file_text() -> str:
     for name, (module_name, _) in COMMANDS.items():
         module = import_module(f".{module_name}", __package__)
         fields = module.field_groups() if name == "train" else {}
-        commands[name] = described(module.make_parser(), module.__doc__, fields)
+        commands[name] = described(module.make_parser(), module.__doc__ or "", fields)
     commands["train"]["groups"] = {"the configuration": [_CONFIG], **commands["train"]["groups"]}
     table = {"made with": {library: version(library) for library in _MADE_WITH}, "commands": commands}
     return json.dumps(table, indent=1, ensure_ascii=False) + "\n"

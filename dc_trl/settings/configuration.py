@@ -40,7 +40,11 @@ class ConfigurationParser(TrlParser):
             ValueError: names the file, or the field with its value.
             OSError: the configuration file cannot be read.
         """
-        words = list(sys.argv[1:] if args is None else args)
+        given = list(sys.argv[1:] if args is None else args)
+        # TRL's parser knows `--config FILE`, and not `--config=FILE`.
+        words = [part for word in given for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+        if words.count("--config") > 1:
+            raise ValueError("config is given twice: name one file, and override its fields on the command line.")
         if "--config" in words:
             behind = words.index("--config") + 1
             if not words[behind:]:
