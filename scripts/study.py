@@ -24,6 +24,7 @@ from dc_trl.study.tables import lines_of_sweeps
 
 
 ROOT = Path(__file__).parent.parent
+MODELS = Path("runs/study/models")  # where `make study-models` puts them
 LINES_FILE = "lines.jsonl"
 ON_TERMINAL = (0, 1, 2, 6, 7, 8, 9)  # columns of a table that fit there
 
@@ -53,6 +54,9 @@ def run_study(args: argparse.Namespace, study: Study) -> int:
     if args.collect:
         collect(args.output, study, jobs)
         return 0
+    for model in sorted({Path(job.settings["model_name_or_path"]) for job in jobs}):
+        if model.parent == MODELS and not model.is_dir():
+            raise ValueError(f"model_name_or_path={str(model)!r} does not ship: make it by `make study-models`.")
     slots = choose_slots(study.sweeps[0], args.threads, args.jobs)
     ablate = str(Path(__file__).with_name("ablate.py"))
     for sweep in study.sweeps:
