@@ -51,7 +51,8 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
 
     Takes everything that [`~trl.GRPOTrainer`] takes, with [`DCGRPOConfig`] in place of `GRPOConfig`. The rollouts must
     carry the log-probabilities of the sampled tokens: those of vLLM (`use_vllm=True`), of the in-process replica
-    (`deployment_scheme`), or of a `rollout_func` do. With `constraint="none"` the losses are TRL's, bit for bit.
+    (`deployment_scheme`), or of a `rollout_func` do. With `constraint="none"`, the default, the losses are TRL's, bit
+    for bit; `recipe="paper"` is the paper's.
 
     Args:
         model, reward_funcs, ...: see [`~trl.GRPOTrainer`].
@@ -77,7 +78,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
     trainer = DCGRPOTrainer(
         model="Qwen/Qwen3-0.6B",
         reward_funcs=reward,
-        args=DCGRPOConfig("out", deployment_scheme="fp8"),
+        args=DCGRPOConfig("out", deployment_scheme="fp8", recipe="paper"),
         train_dataset=dataset,
     )
     trainer.train()

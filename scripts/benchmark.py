@@ -484,6 +484,7 @@ def aligned_trainer(args: argparse.Namespace, output_dir: str, through: bool, **
         **{
             "deployment_scheme": args.scheme,
             "train_through_quantization": through,
+            "recipe": "paper",
             "constraint": "none",
             "bf16": torch.cuda.is_available(),
             "gradient_checkpointing": False,

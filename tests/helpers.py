@@ -97,6 +97,7 @@ def make_config(output_dir: Any, **overrides: Any) -> DCGRPOConfig:
     return DCGRPOConfig(
         **{
             "output_dir": str(output_dir),
+            "recipe": "paper",
             "use_cpu": True,
             "bf16": False,
             "gradient_checkpointing": False,

@@ -68,6 +68,7 @@ def make_trainer(args: argparse.Namespace, url: str, output_dir: str, overlap: b
             vllm_mode="server",
             vllm_server_base_url=url,
             deployment_scheme="bf16",
+            recipe="paper",
             constraint="none",
             rollout_overlap=overlap,
             use_cpu=not torch.cuda.is_available(),
