@@ -1,6 +1,5 @@
 """The documentation against the code: what it quotes, names and commands has to exist."""
 
-import argparse
 import ast
 import dataclasses
 import html
@@ -24,12 +23,13 @@ from trl import TrlParser
 import dc_trl
 from dc_trl import DCGRPOConfig
 from dc_trl.callbacks.collapse_monitor import ADVICE
+from dc_trl.command import serve
 from dc_trl.records.time_parts import PARTS
 from dc_trl.settings.contradictions import RULES, RULES_OF_A_CONSTRAINT
 from dc_trl.settings.recipes import RECIPES
 from dc_trl.training.arguments import ARGUMENTS
 
-from .helpers import ROOT, Rollouts, load_script, make_config, make_model, make_prompts
+from .helpers import ROOT, Rollouts, make_config, make_model, make_prompts
 from .vllm_server import requires_vllm
 
 
@@ -281,19 +281,11 @@ def known_options(parser):
 
 @pytest.fixture(scope="module")
 def parsers():
-    serve = load_script("serve")
     return {
         "accelerate": known_options(launch_command_parser()),
         "scripts/train.py": known_options(TrlParser(ARGUMENTS)) | {"--config"},
-        "scripts/serve.py": known_options(_parser_of(serve)),
+        "scripts/serve.py": known_options(serve.make_parser()),
     }
-
-
-def _parser_of(script):
-    """The parser that a script makes in `parse_arguments`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_args", lambda self, *args: self)
-        return script.parse_arguments()
 
 
 def test_the_options_of_the_gpu_guide_exist(parsers):

@@ -51,7 +51,7 @@ class ResumableTrainer(LengthAwareTrainer):
             ValueError: the checkpoint is not whole, another process trains into `output_dir`, or it cannot be written.
             ServerError: the server cannot do what training needs; the message says how to go on.
             RunInterrupted: a signal has ended the run, with a checkpoint; only where `StopSignals` is among the
-                callbacks, as in `scripts/train.py`.
+                callbacks, as in `dc-trl train`.
         """
         if self._step > 0:  # this object has trained before
             self._start_again()
