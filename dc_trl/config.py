@@ -11,7 +11,7 @@ from .constraint.lagrangian import LagrangeMultiplier
 from .constraint.multiplier import multiplier_of
 from .constraint.settings import CHOICES, Constraint, ConstraintSettings, read_tolerance
 from .files import parse_object
-from .quantization.schemes import require_scheme, require_served_scheme
+from .quantization.schemes import SCHEMES, require_scheme, require_served_scheme
 from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncates
 from .serving.preflight import require_addresses, require_waits_that_fit
 from .settings.contradictions import require_no_contradiction
@@ -181,6 +181,14 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         hub_deployment (`str`, defaults to `"subfolder"`):
             Where a push puts the deployment checkpoint: in the `"subfolder"` `deployment/` of `hub_model_id`, in a
             second `"repository"` `{hub_model_id}-{deployment_scheme}`, or nowhere (`"none"`).
+        export_run (`bool`, defaults to `True`):
+            With `deployment_scheme`, `train` leaves the deployable checkpoint (`deployment/`), `history.jsonl`,
+            `settings.json` and `run.png` in `output_dir`, and `save_model` the deployable checkpoint beside the model.
+            `False`: nothing but TRL's files (`scripts/train.py` keeps its history all the same). An export gathers,
+            quantizes and writes all weights, at the end of `train` and in each call of `save_model`: its time and its
+            disk grow with the model (docs/tour.md has some), and a deployment that was there stays until the new one
+            is whole. No `checkpoint-N` has one. Formats that no engine serves (`"int3"`, `"int2"`) leave history and
+            figure alone.
     """
 
     recipe: Recipe = "trl"
@@ -214,6 +222,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     hub_deployment: HubDeployment = "subfolder"
     length_aware_batches: bool = True
     max_tokens_per_micro_batch: int | None = None
+    export_run: bool = True
 
     def __post_init__(self):
         require_choice("recipe", self.recipe, Recipe)
@@ -238,6 +247,16 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         it is left for them to hear of a failure, so that all of them save the run.
         """
         return 0.9 * self.ddp_timeout if self.world_size > 1 else math.inf
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether the trainer keeps settings, history and figure of a run by itself."""
+        return self.export_run and self.deployment_scheme is not None
+
+    @property
+    def exports_deployment(self) -> bool:
+        """Whether `train` and `save_model` write the deployable checkpoint by themselves."""
+        return self.export_run and self.deployment_scheme in SCHEMES
 
     @property
     def truncated_sampling(self) -> bool:

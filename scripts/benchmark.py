@@ -495,6 +495,7 @@ def aligned_trainer(args: argparse.Namespace, output_dir: str, through: bool, **
             "lr_scheduler_type": "constant",
             "adam_beta2": 0.95,
             "save_strategy": "no",
+            "export_run": False,
             "report_to": "none",
             "disable_tqdm": True,
             "logging_steps": 1,

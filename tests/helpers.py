@@ -109,6 +109,7 @@ def make_config(output_dir: Any, **overrides: Any) -> DCGRPOConfig:
             "lr_scheduler_type": "constant",
             "logging_steps": 1,
             "save_strategy": "no",
+            "export_run": False,  # takes a second or two of each training; tests/test_exporting.py has it on
             "report_to": "none",
             "disable_tqdm": True,
         }

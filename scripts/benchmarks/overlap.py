@@ -79,6 +79,7 @@ def make_trainer(args: argparse.Namespace, url: str, output_dir: str, overlap: b
             max_steps=args.steps,
             learning_rate=1e-6,
             save_strategy="no",
+            export_run=False,
             report_to="none",
             disable_tqdm=True,
             logging_steps=1000,
