@@ -28,6 +28,7 @@ from dc_trl.command.options import FILE, parser_of
 from dc_trl.files import read_object
 from dc_trl.records.time_parts import PARTS
 from dc_trl.settings.contradictions import RULES, RULES_OF_A_CONSTRAINT
+from dc_trl.settings.recipes import RECIPES
 from dc_trl.training.arguments import ARGUMENTS
 
 from .helpers import ROOT, Rollouts, make_config, make_model, make_prompts
@@ -88,14 +89,15 @@ def test_a_docstring_describes_every_setting_of_ours(settings):
             assert option in text, (name, option)
 
 
-def test_the_defaults_of_trl_that_are_replaced():
+def test_the_recipes_are_shown():
     rows = re.findall(r"^\| `(\w+)` \| `(.+)` \| `(.+)` \| (.+) \|$", page("configuration.md"), re.MULTILINE)
-    ours = {name: DCGRPOConfig.__dataclass_fields__[name] for name in DCGRPOConfig.__annotations__ if name in THEIRS}
-    assert [name for name, *_ in rows] == list(ours)
-    for name, here, theirs, meaning in rows:
-        assert ast.literal_eval(here) == default(ours[name])
-        assert ast.literal_eval(theirs) == default(THEIRS[name])
-        assert meaning == ours[name].metadata["help"]
+    assert [name for name, *_ in rows] == list(RECIPES["trl"]) == list(RECIPES["paper"])
+    for name, of_trl, of_paper, meaning in rows:
+        assert ast.literal_eval(of_trl) == RECIPES["trl"][name]
+        assert ast.literal_eval(of_paper) == RECIPES["paper"][name]
+        assert meaning == (
+            "see above" if name == "constraint" else DCGRPOConfig.__dataclass_fields__[name].metadata["help"]
+        )
 
 
 def test_every_contradiction_is_shown(refused):

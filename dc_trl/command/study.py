@@ -26,6 +26,7 @@ from ..study.tables import lines_of_sweeps
 from .ablate import MODULE
 
 
+MODELS = Path("runs/study/models")  # where `make study-models` puts them
 LINES_FILE = "lines.jsonl"
 ON_TERMINAL = (0, 1, 2, 6, 7, 8, 9)  # columns of a table that fit there
 
@@ -57,6 +58,9 @@ def run_study(args: argparse.Namespace, study: Study) -> int:
     if args.collect:
         collect(args.output, study, jobs)
         return 0
+    for model in sorted({Path(job.settings["model_name_or_path"]) for job in jobs}):
+        if model.parent == MODELS and not model.is_dir():
+            raise ValueError(f"model_name_or_path={str(model)!r} does not ship: make it by `make study-models`.")
     slots = choose_slots(study.sweeps[0], args.threads, args.jobs)
     for sweep in study.sweeps:
         require_trainable(sweep, [sys.executable, *MODULE, "ablate", "--check", "--jobs", str(len(slots))], slots)
