@@ -11,8 +11,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
+from dc_trl import DCGRPOTrainer
 from dc_trl.ablation.plan import load_sweep
 from dc_trl.command import COMMANDS
 from dc_trl.command.options import FILE
@@ -20,7 +23,7 @@ from dc_trl.command.write_options import file_text
 from dc_trl.settings.paths import config_file, shipped
 from dc_trl.training.arguments import ARGUMENTS, RunArguments
 
-from .helpers import ROOT, TINY_MODEL, TWO_PROCESSES
+from .helpers import ROOT, TINY_MODEL, TWO_PROCESSES, make_config, make_prompts
 
 
 HEAVY = "torch", "trl", "transformers", "vllm", "datasets", "accelerate", "matplotlib"
@@ -178,6 +181,19 @@ def test_shipped_files_are_found_from_anywhere_and_files_of_ones_own_first(tmp_p
     assert config_file("quickstart").samefile(ROOT / "configs" / "quickstart.yaml")
     for name in ("dc_trl/assets", "dc_trl/no_model", "Qwen/Qwen3-8B", "configs/none.yaml"):
         assert shipped(name) == name
+
+
+def test_the_trainer_finds_the_shipped_model_from_anywhere(tmp_path, monkeypatch, tokenizer):
+    monkeypatch.chdir(tmp_path)
+    trainer = DCGRPOTrainer(
+        "dc_trl/assets/tiny_qwen3",
+        lambda completions, **kwargs: [0.0] * len(completions),
+        make_config(tmp_path, deployment_scheme="fp8"),
+        train_dataset=make_prompts(2),
+        processing_class=tokenizer,
+    )
+    weights = load_file(TINY_MODEL / "model.safetensors")
+    assert torch.equal(trainer.model.model.norm.weight.data.cpu(), weights["model.norm.weight"].float())
 
 
 @pytest.mark.long

@@ -24,6 +24,8 @@ import dc_trl
 from dc_trl import DCGRPOConfig
 from dc_trl.callbacks.collapse_monitor import ADVICE
 from dc_trl.command import serve
+from dc_trl.command.options import FILE, parser_of
+from dc_trl.files import read_object
 from dc_trl.records.time_parts import PARTS
 from dc_trl.settings.contradictions import RULES, RULES_OF_A_CONSTRAINT
 from dc_trl.settings.recipes import RECIPES
@@ -292,9 +294,14 @@ def test_the_options_of_the_gpu_guide_exist(parsers):
     seen = set()
     for words in commands():
         if words[0] == "accelerate":
-            script = words.index("scripts/train.py")
+            script = words.index("-m" if "-m" in words else "scripts/train.py")
+            assert words[script] != "-m" or words[script + 1 : script + 3] == ["dc_trl", "train"], words
             assert options(words[:script]) <= parsers["accelerate"], words
             assert options(words[script:]) <= parsers["scripts/train.py"], words
+        elif words[0] == "dc-trl":
+            end = words.index("--") if "--" in words else len(words)
+            parser = parser_of(words[1], read_object(FILE)["commands"][words[1]])
+            assert options(words[:end]) <= known_options(parser), words
         elif words[0] == "python":
             end = words.index("--") if "--" in words else len(words)
             assert options(words[:end]) <= parsers[words[1]], words

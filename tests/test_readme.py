@@ -39,13 +39,18 @@ def workplace(tmp_path_factory):
 
 
 # Each in a block of its own.
-COMMANDS = [shlex.split(block.replace("\\\n", " ")) for block in blocks("bash") if "accelerate launch" in block]
+COMMANDS = [
+    shlex.split(block.replace("\\\n", " "))
+    for block in blocks("bash")
+    if re.search(r"accelerate launch|dc-trl train", block)
+]
 OUTPUTS = {"model.safetensors", "run.png", "history.jsonl", "summary.json", "deployment"}
 
 
-def the_command(script):
-    """The one command of both that runs a script."""
-    (command,) = (shlex.split(block.replace("\\\n", " ")) for block in blocks("bash") if script in block)
+def the_command(name):
+    """The one command of both that is this sub-command, or its script."""
+    wanted = rf"dc-trl {name}\b|scripts/{name}\.py"
+    (command,) = (shlex.split(block.replace("\\\n", " ")) for block in blocks("bash") if re.search(wanted, block))
     return command
 
 
@@ -54,6 +59,8 @@ def needs_vllm(command):
 
 
 def run(command, folder):
+    if command[0] == "dc-trl":  # which an editable install of before it had does not have
+        command = [sys.executable, "-m", "dc_trl", *command[1:]]
     binaries = os.path.dirname(sys.executable)
     environment = os.environ | {"PATH": f"{binaries}:{os.environ['PATH']}"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
@@ -69,7 +76,7 @@ def test_commands(workplace):
         assert "training seconds" in run([*command, *SMALL, *steps], workplace)
     for name in ("quickstart", "problems", "brevity", "two-processes"):
         assert {file.name for file in (workplace / "runs" / name).iterdir()} >= OUTPUTS
-    run(the_command("report.py"), workplace)
+    run(the_command("report"), workplace)
     page = (workplace / "runs" / "report.html").read_text()
     assert "quickstart" in page
     assert page.count("<figure") > 3
@@ -93,7 +100,7 @@ def test_the_command_that_starts_a_vllm_server(workplace):
 @pytest.mark.long
 @requires_vllm
 def test_the_evaluation(workplace):
-    output = run([*the_command("evaluate.py"), "--limit", "32"], workplace)
+    output = run([*the_command("evaluate"), "--limit", "32"], workplace)
     assert "arithmetic avg@4" in output
     assert "second is" in output
     assert {path.name for path in (workplace / "runs" / "evaluation").iterdir()} == {"bf16", "fp8", "results.md"}
@@ -102,7 +109,7 @@ def test_the_evaluation(workplace):
 @pytest.mark.long
 @requires_vllm
 def test_the_calibration(workplace):
-    output = run([*the_command("calibrate.py"), "--prompts", "16", "--samples", "2"], workplace)
+    output = run([*the_command("calibrate"), "--prompts", "16", "--samples", "2"], workplace)
     assert "proposed ε" in output
     names = {path.name for path in (workplace / "runs" / "calibration").iterdir()}
     assert names >= {"calibration.json", "report.html"}

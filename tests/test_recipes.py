@@ -322,16 +322,20 @@ def test_commands_are_there():
 def test_commands_are_read_by_the_programs_themselves(words, monkeypatch, tmp_path):
     if words[:2] == ["accelerate", "launch"]:
         args = launch_command_parser().parse_args(words[2:])
-        assert args.training_script == "scripts/train.py"
-        name = Path(args.training_script_args[1]).stem
+        given = args.training_script_args
+        if args.module:
+            assert (args.training_script, given.pop(0)) == ("dc_trl", "train")
+        else:
+            assert args.training_script == "scripts/train.py"
+        name = Path(given[1]).stem
         assert args.config_file == f"configs/accelerate/{launch_of(RECIPES[name])}.yaml"
         config = fields(name) | {"use_cpu": True, "bf16": False}
         file = tmp_path / "config.yaml"
         file.write_text(yaml.safe_dump(config))
-        RunArguments.parse(["--config", str(file), *args.training_script_args[2:]])
+        RunArguments.parse(["--config", str(file), *given[2:]])
         return
-    assert words[0] == "python"
-    program = Path(words[1]).stem
+    assert words[0] in ("python", "dc-trl")
+    program = Path(words[1]).stem.replace("-", "_")
     assert program in ("serve", "evaluate", "prepare_data", "ablate")
     args = importlib.import_module(f"dc_trl.command.{program}").make_parser().parse_args(words[2:])
     if program == "evaluate":

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
+from .paths import shipped
+
 
 # Settings are read where no engine is needed, and these take seconds.
 if TYPE_CHECKING:
@@ -81,7 +83,7 @@ def require_division(args: Any) -> None:
         raise ValueError(
             f"distributed_type: DEEPSPEED with use_cpu={args.use_cpu!r}: accelerate would train without {sharding} "
             f"({made.value}). Set use_cpu=false and ddp_backend=gloo, which DeepSpeed takes on a CPU, or launch with "
-            "configs/accelerate/two_cpu_processes.yaml (DDP)."
+            f"{shipped('configs/accelerate/two_cpu_processes.yaml')} (DDP)."
         )
     if sharding.kind == "FSDP" and made in (DistributedType.NO, DistributedType.MULTI_CPU):
         _require_fsdp_on_a_cpu(sharding, made)
@@ -91,7 +93,7 @@ def require_division(args: Any) -> None:
     if sharding.kind is None and made == DistributedType.NO and _launched_for_several():
         warnings.warn(
             "accelerate launch was asked for several processes and started one (distributed_type: NO), as its --cpu "
-            "does: launch with configs/accelerate/two_cpu_processes.yaml, or with --num_processes 1.",
+            f"does: launch with {shipped('configs/accelerate/two_cpu_processes.yaml')}, or with --num_processes 1.",
             stacklevel=2,
         )
 
@@ -101,13 +103,13 @@ def _require_fsdp_on_a_cpu(sharding: Sharding, made: Any) -> None:
     if made.value == "NO":
         raise ValueError(
             f"{asked}: accelerate would train in one process without sharding (distributed_type: NO). Launch it with "
-            "`accelerate launch --config_file configs/accelerate/fsdp2.yaml`, and without a GPU with "
-            "configs/accelerate/two_cpu_processes_fsdp2.yaml and use_cpu=true."
+            f"`accelerate launch --config_file {shipped('configs/accelerate/fsdp2.yaml')}`, and without a GPU with "
+            f"{shipped('configs/accelerate/two_cpu_processes_fsdp2.yaml')} and use_cpu=true."
         )
     if sharding.level != 2:
         raise ValueError(
             f"{asked} on a CPU: accelerate would train without sharding (distributed_type: {made.value}). Set "
-            "fsdp_version: 2, or launch with configs/accelerate/two_cpu_processes.yaml (DDP)."
+            f"fsdp_version: 2, or launch with {shipped('configs/accelerate/two_cpu_processes.yaml')} (DDP)."
         )
     if torch.accelerator.is_available():
         raise ValueError(

@@ -30,6 +30,7 @@ from ..rollouts.padding_free import PaddingFree, prepared
 from ..rollouts.sync_schedule import SyncSchedule
 from ..rollouts.truncation import Kept, KeptHead
 from ..settings.distribution import require_as_asked
+from ..settings.paths import shipped
 from ..settings.reward_functions import RewardFunction, call_reward
 
 
@@ -76,6 +77,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
         self._kept: Kept | None = None  # of the completions that are scored by the present call of a hook
         # TRL would build an engine that knows no deployment scheme. It is built here, once the rest is there.
         use_vllm, args.use_vllm = args.use_vllm, False
+        model = shipped(model) if isinstance(model, str) else model
         try:
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         finally:
