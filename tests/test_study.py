@@ -16,7 +16,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dc_trl import DCGRPOConfig, DCGRPOTrainer
+from dc_trl import DCGRPOTrainer
 from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.data.sorting import LONG, SHORT, sorting_problems
@@ -387,6 +387,23 @@ def test_the_papers_constraint_in_the_study_is_the_default():
         fields = {name: value for name, value in paper.fields.items() if name != "constraint"}
         assert fields == {name: getattr(default, name) for name in fields}
         assert sweep.settings(paper)["constraint"] == "lagrangian"
+
+
+def test_every_run_has_a_folder_that_can_be_made(tmp_path):
+    jobs = load_study(STUDY).jobs(tmp_path)
+    folders = {job.folder for job in jobs}
+    assert len(folders) == len(jobs)
+    assert any(len(job.variant.folder) > 255 for job in jobs)
+    for folder in folders:
+        folder.mkdir(parents=True)
+
+
+def test_a_model_that_does_not_ship_is_named_with_its_remedy(tmp_path):
+    line = [sys.executable, str(ROOT / "scripts" / "study.py"), "--study", str(STUDY), "--dry_run", "--only", "longer"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: model_name_or_path='runs/study/models/qwen3_long_sorting' does not ship: ")
+    assert "make study-models" in done.stderr
 
 
 def test_every_cell_is_a_configuration(tmp_path):
