@@ -157,6 +157,12 @@ class ResumableTrainer(LengthAwareTrainer):
         saved = type(policy).from_pretrained(resume_from_checkpoint, dtype="auto")
         policy.load_state_dict(saved.state_dict())
 
+    def _issue_warnings_after_load(self, load_result):
+        # What is tied to another parameter is saved once, under that one's name: it is not missing.
+        tied = self.model.all_tied_weights_keys
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
         if os.path.realpath(checkpoint) == os.path.realpath(self._checkpoint_folder(trial=None)):
