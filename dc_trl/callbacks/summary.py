@@ -7,6 +7,7 @@ from transformers import TrainerCallback
 
 from ..files import write_text
 from ..quantization.schemes import SCHEMES
+from ..records.estimators import mean_estimate
 from ..records.runs import (
     BASELINE_FILE,
     DEPLOYMENT_FOLDER,
@@ -17,7 +18,6 @@ from ..records.runs import (
     read_baseline,
     read_history,
 )
-from ..records.estimators import mean_estimate
 from ..records.sync import sync_facts
 from ..records.tables import print_table, reward_text, weighted_sum
 from ..records.time_parts import time_cells
@@ -29,10 +29,10 @@ class BeforeAndAfter(TrainerCallback):
     """What the summary compares: the deployed policy before the first step and after the last, on held-out problems.
 
     It measures within `train`, because trackers take metrics only there, and logs the mean reward of greedy
-    completions as `eval_greedy_reward`, with its standard error `eval_greedy_reward_se`: the weighted sum of all reward
-    functions, as in training. Problems that no function scores are left out; where that is all of them, there is no
-    greedy reward. Without held-out problems it compares the discrepancies of the first and of the last generation
-    batch.
+    completions as `eval_greedy_reward`, with its standard error `eval_greedy_reward_se`: the weighted sum of all
+    reward functions, as in training. Problems that no function scores are left out; where that is all of
+    them, there is no greedy reward. Without held-out problems it compares the discrepancies of the first and of the
+    last generation batch.
 
     Args:
         trainer: of the run.

@@ -159,8 +159,8 @@ def setting(run: Run, name: str) -> Any:
 def greedy_is_share(measured: Mapping[str, Any]) -> bool:
     """Whether a measured `greedy` is the share of problems that were solved, which a percentage may show.
 
-    A run that measures it says so: it is where a single function gave each problem 0 or 1. Of runs of earlier versions,
-    whose tables had a percentage, a value from 0 to 1 counts as one.
+    A run that measures it says so: it is where a single function gave each problem 0 or 1. Of runs of earlier
+    versions, whose tables had a percentage, a value from 0 to 1 counts as one.
     """
     value = measured.get("greedy")
     return bool(measured.get("greedy_is_share", is_number(value) and 0 <= value <= 1))

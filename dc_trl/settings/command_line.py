@@ -1,11 +1,13 @@
 """What the scripts share: options, one line for what is wrong with them before anything starts, and the way out."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from types import FrameType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 
@@ -63,6 +65,21 @@ def refused_in_one_line(*others: type[Exception]) -> Iterator[None]:
 def leave_on_sigterm() -> None:
     """Has SIGTERM end the program as Ctrl-C does: through the blocks that end what it started."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def leave_while_loading() -> None:
+    """Has Ctrl-C and SIGTERM end the program with one line and 128 + the signal's number, while it still imports.
+
+    What is called next sets handlers of its own. A signal that is ignored, as of what runs in the background, stays so.
+    """
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        os.write(2, f"\n{signal.Signals(signum).name}: nothing had begun, the same command begins again.\n".encode())
+        sys.exit(128 + signum)
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, leave)
 
 
 def say(line: str) -> None:

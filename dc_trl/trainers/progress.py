@@ -13,13 +13,13 @@ def progress_callbacks(trainer: Trainer) -> list[ProgressCallback]:
 
 
 @contextmanager
-def evaluation_bar(trainer: Trainer, label: str, batches: int | None) -> Iterator[tqdm]:
+def evaluation_bar(trainer: Trainer, label: str, batches: int) -> Iterator[tqdm]:
     """A bar with the time that is left, in the main process of a trainer that shows bars; else one that shows nothing.
 
     Args:
         trainer: that evaluates.
         label: what is evaluated.
-        batches: how often the bar is to be updated; None where that is not known.
+        batches: how often the bar is to be updated.
     """
     hidden = not (progress_callbacks(trainer) and trainer.is_world_process_zero())
     with tqdm(total=batches, desc=label, unit="batch", leave=False, dynamic_ncols=True, disable=hidden) as bar:

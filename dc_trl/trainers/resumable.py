@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..files import lock_output, read_object, write_text
 from ..quantization.policy import unwrapped
 from ..resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE, on_main_process, resumable_checkpoint
-from ..resuming.interruption import RunInterrupted
+from ..resuming.interruption import BEGIN_AGAIN, RunInterrupted, resume_command
 from ..rollouts.buffer import load_rollouts, save_rollouts
 from ..rollouts.sync_schedule import SyncSchedule
 from ..serving.errors import ServerError
@@ -50,7 +50,7 @@ class ResumableTrainer(LengthAwareTrainer):
         Raises:
             ValueError: the checkpoint is not whole, another process trains into `output_dir`, or it cannot be written.
             ServerError: the server cannot do what training needs; the message says how to go on.
-            RunInterrupted: a signal has ended the run, with a checkpoint; only where `StopSignals` is among the
+            RunInterrupted: a signal has ended the run, with a checkpoint if a step had ended; only where `StopSignals` is among the
                 callbacks, as in `scripts/train.py`.
         """
         if self._step > 0:  # this object has trained before
@@ -69,7 +69,10 @@ class ResumableTrainer(LengthAwareTrainer):
             except ServerError as error:
                 raise ServerError(f"{error} {self._save_before_stopping()} when the server is up again.") from error
             except RunInterrupted as stop:
-                raise RunInterrupted(stop.signum, f"{self._save_before_stopping()}.") from stop
+                if self.state.global_step == 0 and self._saved_at is None:
+                    raise RunInterrupted(stop.signum, BEGIN_AGAIN) from stop
+                way_back = f"{self._save_before_stopping()}, or {resume_command(output_dir)}."
+                raise RunInterrupted(stop.signum, way_back) from stop
 
     def _start_again(self) -> None:
         """Forgets what an earlier training of this object has left, save the weights."""
@@ -93,7 +96,7 @@ class ResumableTrainer(LengthAwareTrainer):
         if any(failures):
             return (
                 f"The run could not be saved ({next(filter(None, failures))}): go on from an earlier checkpoint, with "
-                "resume_from_checkpoint=true,"
+                "resume_from_checkpoint=true"
             )
         return f"The run is saved: go on with resume_from_checkpoint={self._checkpoint_folder(trial=None)!r}"
 

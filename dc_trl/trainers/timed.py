@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
-from transformers.trainer_utils import has_length
 
 from ..config import DCGRPOConfig
 from ..records.time_parts import EVALUATION, OTHER, PREFIX
@@ -107,7 +106,7 @@ class TimedTrainer(ResumableTrainer):
 
     def evaluation_loop(self, dataloader, *args, **kwargs):
         # Made before transformers would make one, after its first batch and without a label.
-        with evaluation_bar(self, "held-out problems", len(dataloader) if has_length(dataloader) else None) as bar:
+        with evaluation_bar(self, "held-out problems", len(dataloader)) as bar:
             for callback in progress_callbacks(self):
                 callback.prediction_bar = bar
             return super().evaluation_loop(dataloader, *args, **kwargs)
