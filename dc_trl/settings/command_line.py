@@ -70,7 +70,7 @@ def leave_on_sigterm() -> None:
 def leave_while_loading() -> None:
     """Has Ctrl-C and SIGTERM end the program with one line and 128 + the signal's number, while it still imports.
 
-    What is called next sets handlers of its own. A signal that is ignored, as of what runs in the background, stays so.
+    What is called next sets handlers of its own. A signal that is ignored, as in the background, stays so.
     """
 
     def leave(signum: int, frame: FrameType | None) -> None:

@@ -50,8 +50,8 @@ class ResumableTrainer(LengthAwareTrainer):
         Raises:
             ValueError: the checkpoint is not whole, another process trains into `output_dir`, or it cannot be written.
             ServerError: the server cannot do what training needs; the message says how to go on.
-            RunInterrupted: a signal has ended the run, with a checkpoint if a step had ended; only where `StopSignals` is among the
-                callbacks, as in `scripts/train.py`.
+            RunInterrupted: a signal has ended the run, with a checkpoint if a step had ended; only where `StopSignals`
+                is among the callbacks, as in `scripts/train.py`.
         """
         if self._step > 0:  # this object has trained before
             self._start_again()
