@@ -41,9 +41,9 @@ class StopSignals(TrainerCallback):
     While it trains, the present step is finished, or the evaluation dropped, and [`RunInterrupted`] raised: in all
     processes, whichever of them the signal has reached. [`DCGRPOTrainer`] then saves a checkpoint, once a step has
     ended. Before training and after it, the process leaves at once, by `SystemExit`. A second signal, more than a
-    second after the first, ends the process whatever it is doing. Each way out ends with a line that says how to go on.
-    The exit code is 128 + the signal's number, 130 or 143. A signal that was ignored when the block began, as a shell
-    does it for what runs in the background, still is.
+    second after the first, ends the process whatever it is doing. Each way out ends with a line that says how to go
+    on. The exit code is 128 + the signal's number, 130 or 143. A signal that was ignored when the block began, as a
+    shell does it for what runs in the background, still is.
 
     Add it to the trainer as the last callback.
     """
