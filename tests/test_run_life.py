@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 
+import torch
 from rich.cells import cell_len
 from transformers import ProgressCallback
 from transformers.utils import logging as transformers_logging
