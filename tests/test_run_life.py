@@ -11,8 +11,7 @@ from rich.cells import cell_len
 from transformers import ProgressCallback
 from transformers.utils import logging as transformers_logging
 
-from dc_trl import DCGRPOTrainer
-from dc_trl.callbacks.logging import LambdaLoggingCallback
+from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 from dc_trl.hub.card import write_run_card
 from dc_trl.records.runs import greedy_is_share, read_run
