@@ -20,7 +20,7 @@ from .helpers import ROOT
 # From the top floor to the cellar. A room may import rooms of lower floors, and none of its own floor.
 FLOORS = [
     ["study"],
-    ["training", "ablation"],
+    ["doctor", "training", "ablation"],
     ["callbacks", "calibration", "planning"],
     ["async_grpo", "trainer"],
     ["trainers"],
