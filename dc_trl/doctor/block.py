@@ -88,14 +88,14 @@ def publishable(text: str) -> str:
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "<user>", text)
     host = socket.gethostname()
     for name in (host, host.partition(".")[0]):
-        if len(name) > 2 and name != "localhost":
+        if len(name) > 1 and name != "localhost":
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "<host>", text)
     return " ".join(text.replace("```", "'''").split())
 
 
 def _user_names(home: str) -> set[str]:
     names = {os.environ.get("USER", ""), os.environ.get("LOGNAME", ""), Path(home).name}
-    return {name for name in names if len(name) > 2 and name != "root"}
+    return {name for name in names if len(name) > 1 and name != "root"}
 
 
 def _publishable(value: Any) -> Any:
@@ -148,7 +148,9 @@ def machine_lines(results: Sequence[Result]) -> list[str]:
     lines = []
     if "cpu" in found:
         shared = f", /dev/shm {found['shared_memory_gb']:.1f} GB" if "shared_memory_gb" in found else ""
-        lines.append(f"processor  {found['cpu']}; {found['cores']} cores, {found['memory_gb']:.1f} GB{shared}")
+        lines.append(
+            f"processor  {found['cpu']}; {found['cores']} cores, {found['memory_gb']:.1f} GB{shared}; load {found['load']:.1f}"
+        )
     if "build" in found:
         driver = f", NVIDIA driver {found['driver']}" if "driver" in found else ""
         lines.append(f"PyTorch    {found['build']}{driver}; computes on {found.get('device', 'nothing')}")
@@ -223,10 +225,10 @@ def summary(result: Result) -> list[str]:
     if "after_reload" in found:
         words.append(f"then δ̄ {found['after_reload']:.1e} to them, {found['to_old_weights']:.1e} to the old ones")
     if "ratio" in found:
-        low, high = found["quartiles"]
-        noise = "no difference beyond noise" if low <= 1 <= high else "a difference beyond the quartiles"
+        low, high = found["interval_of_turns"]
+        noise = "no difference shown" if low <= 1 <= high else "they differ"
         words.append(
-            f"with the constraint × {found['ratio']:.3f} (quartiles of {found['turns']} turns {low:.3f} to "
-            f"{high:.3f}: {noise}); {found['step_seconds']:.3f} s without"
+            f"with the constraint × {found['ratio']:.3f} (95 % interval of {found['turns']} turns: {low:.3f} to "
+            f"{high:.3f}, {noise}); {found['step_seconds']:.3f} s without"
         )
     return words

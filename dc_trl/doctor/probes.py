@@ -4,6 +4,7 @@ Libraries are imported where they are used: a probe must say what it can where o
 """
 
 import gc
+import math
 import os
 import re
 import shutil
@@ -42,6 +43,7 @@ def devices(setup: Setup, scheme: None) -> Found:
     import torch
 
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else psutil.cpu_count()
+    yield {"load": psutil.getloadavg()[0]}
     yield {"cores": cores, "threads": torch.get_num_threads(), "memory_gb": psutil.virtual_memory().total / 1e9}
     yield {"cpu": f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"}
     if SHARED_MEMORY.is_dir():
@@ -371,7 +373,7 @@ def step(setup: Setup, scheme: None) -> Found:
                 yield {
                     "step_seconds": statistics.median(seconds["none"]),
                     "ratio": statistics.median(seconds["lagrangian"]) / statistics.median(seconds["none"]),
-                    "quartiles": statistics.quantiles(ratios, n=4)[::2],
+                    "interval_of_turns": median_interval(ratios),
                     "turns": len(ratios),
                 }
 
@@ -392,6 +394,19 @@ def wait_for_device(device: "torch.device") -> None:
 
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def median_interval(values: list[float]) -> list[float]:
+    """95 % interval of a median, or more, from the order of the values alone; of fewer than 6, the whole range.
+
+    The k-th smallest and the k-th largest value miss the median with the probability that fewer than k of n fair coins
+    show heads, or fewer than k tails.
+    """
+    ordered, missed, k = sorted(values), 0.0, 0
+    while k < (len(values) - 1) // 2 and missed + 2 * math.comb(len(values), k) / 2 ** len(values) <= 0.05:
+        missed += 2 * math.comb(len(values), k) / 2 ** len(values)
+        k += 1
+    return [ordered[max(k, 1) - 1], ordered[-max(k, 1)]]
 
 
 def median_seconds(action: Callable[[], Any], repetitions: int) -> float:

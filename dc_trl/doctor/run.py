@@ -47,8 +47,9 @@ def run_checks(checks: Sequence[Check], setup: Setup, seconds: float) -> Generat
                 kind = check.name.partition(":")[0]
                 left = end - time.monotonic() - ENDING
                 why = check.left_out or _missing(check, passed)
-                if why is None and left < max(check.least, took.get(kind, 0.0)):
-                    why = f"no time: {max(left, 0):.0f} s were left"
+                needed = max(check.least, took.get(kind, 0.0))
+                if why is None and left < needed:
+                    why = f"no time: {max(left, 0):.0f} s were left, and it takes {needed:.0f} s or more here"
                 if why is not None:
                     yield Result(check.name, "left out", reason=why)
                     continue
