@@ -148,9 +148,8 @@ def machine_lines(results: Sequence[Result]) -> list[str]:
     lines = []
     if "cpu" in found:
         shared = f", /dev/shm {found['shared_memory_gb']:.1f} GB" if "shared_memory_gb" in found else ""
-        lines.append(
-            f"processor  {found['cpu']}; {found['cores']} cores, {found['memory_gb']:.1f} GB{shared}; load {found['load']:.1f}"
-        )
+        memory = f"{found['cores']} cores, {found['memory_gb']:.1f} GB{shared}"
+        lines.append(f"processor  {found['cpu']}; {memory}; load {found['load']:.1f}")
     if "build" in found:
         driver = f", NVIDIA driver {found['driver']}" if "driver" in found else ""
         lines.append(f"PyTorch    {found['build']}{driver}; computes on {found.get('device', 'nothing')}")
