@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from .callbacks.collapse_monitor import CollapseMonitor
     from .callbacks.deployment import DeploymentCheckpointCallback
     from .callbacks.length_decay import LengthDecayCallback
-    from .callbacks.logging import LambdaLoggingCallback
     from .callbacks.lr_schedule import LengthDecaySchedule, SurgeDetector
     from .config import DCGRPOConfig
     from .constraint.discrepancy import token_discrepancy
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from .evaluation import evaluate
     from .grading.rewards import math_reward
     from .trainer import DCGRPOTrainer
+    from .trainers.history import LambdaLoggingCallback
     from .version import __version__
 
 # Where each public name lives. They are imported when they are used: TRL takes seconds, and a vLLM worker that reloads
@@ -30,7 +30,7 @@ _MODULES = {
     "DCGRPOTrainer": "trainer",
     "DeploymentCheckpointCallback": "callbacks.deployment",
     "LagrangeMultiplier": "constraint.lagrangian",
-    "LambdaLoggingCallback": "callbacks.logging",
+    "LambdaLoggingCallback": "trainers.history",
     "LengthDecayCallback": "callbacks.length_decay",
     "LengthDecaySchedule": "callbacks.lr_schedule",
     "SurgeDetector": "callbacks.lr_schedule",

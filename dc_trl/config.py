@@ -9,15 +9,16 @@ from trl import GRPOConfig
 from .constraint.balance import BalancedMultiplier
 from .constraint.lagrangian import LagrangeMultiplier
 from .constraint.multiplier import multiplier_of
-from .constraint.settings import CHOICES, ConstraintSettings, read_tolerance
+from .constraint.settings import CHOICES, Constraint, ConstraintSettings, read_tolerance
 from .files import parse_object
-from .quantization.schemes import require_scheme, require_served_scheme
+from .quantization.schemes import SCHEMES, require_scheme, require_served_scheme
 from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncates
 from .serving.preflight import require_addresses, require_waits_that_fit
 from .settings.contradictions import require_no_contradiction
 from .settings.described import described
 from .settings.distribution import require_division
 from .settings.ranges import COUNT, FINITE, TRAINING, require_choice, require_number, require_numbers
+from .settings.recipes import RECIPES, Recipe
 
 
 WeightSync = Literal["auto", "nccl", "checkpoint"]
@@ -45,18 +46,22 @@ _FILE_OR_DICT = ("accelerator_config", "fsdp_config", "deepspeed")
 class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     r"""Configuration of [`DCGRPOTrainer`]: everything of [`~trl.GRPOConfig`], and the discrepancy constraint.
 
-    The defaults are the dense 8B recipe of DC-GRPO (arXiv 2606.08779). Those that the paper's objective asks for are
-    stated here, whatever TRL's become: `beta=0`, `temperature=1`, `num_generations=8`, and three that differ from
-    TRL's: `loss_type="grpo"`, `epsilon=0.24` and `vllm_importance_sampling_correction=False` (truncated or masked
-    importance sampling stays available by option).
+    The defaults train as TRL does, and measure. `recipe="paper"` is the dense 8B recipe of DC-GRPO (arXiv 2606.08779).
+    It gives values to the fields that are left open (`None`): `constraint`, `loss_type`, `epsilon` and
+    `vllm_importance_sampling_correction`. What is said of a field wins over the recipe. λ_0, ε and η_λ have the
+    paper's values by default.
 
     Args:
-        constraint (`str`, defaults to `"lagrangian"`):
-            `"none"`: GRPO, the discrepancy is measured and logged only. `"static"`: Dual-GRPO (eq. 4), advantages
-            minus λ·δ with a fixed λ = `lambda_init`. `"lagrangian"`: DC-GRPO (eqs. 8–11), λ moves by dual ascent
-            after each generation batch. `"balance"`: λ such that the gradient of the constraint has `balance_share`
-            of the norm of the reward's, measured on the first micro-batch of each generation batch by two more
-            backward passes.
+        recipe (`str`, defaults to `"trl"`):
+            Where the fields that are left open get their values. `"trl"`: `constraint="none"`, and all else as in
+            TRL's `GRPOConfig`. `"paper"`: `constraint="lagrangian"`, `loss_type="grpo"`, `epsilon=0.24` and
+            `vllm_importance_sampling_correction=False`.
+        constraint (`str`, *optional*):
+            Left open, what `recipe` says. `"none"`: GRPO, the discrepancy is measured and logged only. `"static"`:
+            Dual-GRPO (eq. 4), advantages minus λ·δ with a fixed λ = `lambda_init`. `"lagrangian"`: DC-GRPO (eqs. 8 to
+            11), λ moves by dual ascent after each generation batch. `"balance"`: λ such that the gradient of the
+            constraint has `balance_share` of the norm of the reward's, measured on the first micro-batch of each
+            generation batch by two more backward passes.
         constraint_form (`str`, defaults to `"injected"`):
             How the discrepancy enters the objective (`dc_trl.constraint.forms`). `"injected"`: the paper's, advantages
             minus λ·δ. `"complete"`: with the gradient of δ itself. `"quadratic"`: the gradient of half the squared
@@ -176,17 +181,29 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         hub_deployment (`str`, defaults to `"subfolder"`):
             Where a push puts the deployment checkpoint: in the `"subfolder"` `deployment/` of `hub_model_id`, in a
             second `"repository"` `{hub_model_id}-{deployment_scheme}`, or nowhere (`"none"`).
+        export_run (`bool`, defaults to `True`):
+            With `deployment_scheme`, `train` leaves the deployable checkpoint (`deployment/`), `history.jsonl`,
+            `settings.json` and `run.png` in `output_dir`, and `save_model` the deployable checkpoint beside the model.
+            `False`: nothing but TRL's files (`scripts/train.py` keeps its history all the same). An export gathers,
+            quantizes and writes all weights, at the end of `train` and in each call of `save_model`: its time and its
+            disk grow with the model (docs/tour.md has some), and a deployment that was there stays until the new one
+            is whole. No `checkpoint-N` has one. Formats that no engine serves (`"int3"`, `"int2"`) leave history and
+            figure alone.
     """
 
-    # Defaults of GRPOConfig that the paper's objective replaces.
-    num_generations: int = field(default=8, metadata={"help": "Completions per prompt, G in the papers."})
-    temperature: float = field(default=1.0, metadata={"help": "Sampling temperature."})
-    beta: float = field(default=0.0, metadata={"help": "KL coefficient; 0 loads no reference model."})
-    epsilon: float = field(default=0.24, metadata={"help": "Clip range of the policy ratio (not the tolerance)."})
-    loss_type: str = field(default="grpo", metadata={"help": "Loss formulation, see `GRPOConfig`."})
-    vllm_importance_sampling_correction: bool = field(
-        default=False,
-        metadata={"help": "Truncated or masked importance sampling (TIS/MIS) against the engine's log-probs."},
+    recipe: Recipe = "trl"
+    # Left open, the recipe fills these in.
+    constraint: Constraint | None = None  # type: ignore[assignment]
+    epsilon: float | None = field(
+        default=None, metadata={"help": "Clip range of the policy ratio (not the tolerance)."}
+    )
+    loss_type: str | None = field(default=None, metadata={"help": "Loss formulation, see `GRPOConfig`."})
+    vllm_importance_sampling_correction: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Truncated or masked importance sampling (TIS/MIS) against the engine's log-probs. Left open, it "
+            "is on where TRL has it on and neither a constraint nor rollout_correction takes its place."
+        },
     )
 
     advantage_estimator: AdvantageEstimator = "grpo"
@@ -205,8 +222,11 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     hub_deployment: HubDeployment = "subfolder"
     length_aware_batches: bool = True
     max_tokens_per_micro_batch: int | None = None
+    export_run: bool = True
 
     def __post_init__(self):
+        require_choice("recipe", self.recipe, Recipe)
+        self._fill_in()
         self._check_values()
         # Parses the JSON strings that dict fields hold when they come from a command line.
         super().__post_init__()
@@ -229,6 +249,16 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         return 0.9 * self.ddp_timeout if self.world_size > 1 else math.inf
 
     @property
+    def keeps_history(self) -> bool:
+        """Whether the trainer keeps settings, history and figure of a run by itself."""
+        return self.export_run and self.deployment_scheme is not None
+
+    @property
+    def exports_deployment(self) -> bool:
+        """Whether `train` and `save_model` write the deployable checkpoint by themselves."""
+        return self.export_run and self.deployment_scheme in SCHEMES
+
+    @property
     def truncated_sampling(self) -> bool:
         """Whether top-p, top-k or min-p cut off what is sampled, and are corrected for under a constraint."""
         return self.constraint != "none" and truncates(self._sampling)
@@ -242,6 +272,16 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     def _sampling(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in (*TRUNCATIONS, "repetition_penalty")}
         return own | (self.generation_kwargs or {})
+
+    def _fill_in(self) -> None:
+        """Gives the fields that are left open the values of the recipe, or else TRL's."""
+        open_correction = self.vllm_importance_sampling_correction is None
+        for name, value in RECIPES[self.recipe].items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        if open_correction and self.recipe == "trl":  # on by default there, unless something of ours takes its place
+            nothing_of_ours = self.constraint == "none" and self.rollout_correction == "none"
+            self.vllm_importance_sampling_correction = self.use_vllm and nothing_of_ours
 
     def _check_values(self) -> None:
         for name, options in {

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -120,12 +120,16 @@ def make_folder(option: str, folder: Path) -> None:
         ) from error
 
 
-def set_aside(files: list[Path]) -> list[Path]:
-    """Renames files to NAME.1.SUFFIX and so on, all with the first number that none of them has used."""
-    number = 1
-    while any(file.with_suffix(f".{number}{file.suffix}").exists() for file in files):
+def set_aside(files: Iterable[Path]) -> dict[Path, Path]:
+    """Renames files and folders to NAME.1.SUFFIX and so on, all with the first number that none of them has used.
+
+    Returns:
+        The new path of each that was there, by its old one.
+    """
+    kept, number = list(files), 1
+    while any(file.with_suffix(f".{number}{file.suffix}").exists() for file in kept):
         number += 1
-    return [file.rename(file.with_suffix(f".{number}{file.suffix}")) for file in files]
+    return {file: file.rename(file.with_suffix(f".{number}{file.suffix}")) for file in kept if file.exists()}
 
 
 def lock_folder(folder: Path) -> int:

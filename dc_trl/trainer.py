@@ -16,7 +16,7 @@ Nothing of TRL is copied; docs/hooks.md lists the private hooks that these files
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from accelerate.logging import get_logger
@@ -39,9 +39,27 @@ from .settings.micro_batches import MEAN_OVER_COMPLETIONS
 from .trainers.timed import TimedTrainer, timed
 
 
-# Imported where a form compares the policy with its quantized self: compressed-tensors takes 0.15 s.
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+    from peft import PeftConfig, PeftModel
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LambdaLR
+    from transformers import (
+        BitsAndBytesConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        ProcessorMixin,
+        TrainerCallback,
+    )
+    from trl import GRPOTrainer
+
+    # Imported where a form compares the policy with its quantized self: compressed-tensors takes 0.15 s.
     from .quantization.two_sided import TwoSidedDivergence
+    from .settings.reward_functions import RewardFunction
+
+    Reward: TypeAlias = str | PreTrainedModel | RewardFunction
 
 logger = get_logger(__name__)
 
@@ -51,12 +69,42 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
 
     Takes everything that [`~trl.GRPOTrainer`] takes, with [`DCGRPOConfig`] in place of `GRPOConfig`. The rollouts must
     carry the log-probabilities of the sampled tokens: those of vLLM (`use_vllm=True`), of the in-process replica
-    (`deployment_scheme`), or of a `rollout_func` do. With `constraint="none"` the losses are TRL's, bit for bit.
+    (`deployment_scheme`), or of a `rollout_func` do. With `constraint="none"`, the default, the losses are TRL's, bit
+    for bit; `recipe="paper"` is the paper's.
+
+    With `deployment_scheme`, `train` leaves `deployment/` (what `vllm serve` takes), `history.jsonl`, `settings.json`
+    and `run.png` in `args.output_dir`, and `save_model` leaves `deployment/` beside the model: see `export_run`.
 
     Args:
-        model, reward_funcs, ...: see [`~trl.GRPOTrainer`].
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the policy in training: a causal
+            language model, or its Hub id or directory, which is loaded with `args.model_init_kwargs`.
+        reward_funcs (`Callable` or `str` or [`~transformers.PreTrainedModel`] or a `list` of them, *optional*):
+            functions that take prompts, completions and the data set's other columns, and return one reward for each
+            completion or `None`; or reward models. Their rewards are summed, by `args.reward_weights`. May be left
+            out where an environment gives the reward.
         args (`DCGRPOConfig`, *optional*): by default `DCGRPOConfig` with `deployment_scheme="bf16"`, so that the
             in-process replica samples, or without it where a `rollout_func` does.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*): rows with a `prompt`, plain
+            or conversational. May be left out where an environment gives the prompts; a stream needs
+            `args.max_steps`.
+        eval_dataset (the same, or several by name in a `dict` or [`~datasets.DatasetDict`], *optional*): held-out
+            rows.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
+            tokenizer or processor, padding on the left; by default the model's.
+        reward_processing_classes ([`~transformers.PreTrainedTokenizerBase`] or a `list` of them, *optional*):
+            tokenizers of the reward models, in the order of `reward_funcs`; by default their own.
+        callbacks (`list` of [`~transformers.TrainerCallback`], *optional*): what goes on beside the training.
+        optimizers (`tuple` of optimizer and scheduler, defaults to `(None, None)`): by default those that `args`
+            describes.
+        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*): how a model that is given by name is
+            loaded, for QLoRA together with `peft_config`.
+        peft_config ([`~peft.PeftConfig`], *optional*): the adapter that is trained in place of the model.
+        tools (`list` of `Callable`, *optional*): typed and documented functions that the policy may call while it
+            generates; what they return is not trained on.
+        rollout_func (`Callable`, *optional*): samples in place of an engine: takes prompts and the trainer, returns
+            `prompt_ids`, `completion_ids` and `logprobs`. Contradicts `deployment_scheme` without vLLM.
+        environment_factory (`Callable` or a `dict` of them by name, *optional*): makes an environment for each
+            rollout, whose methods are tools and which may give prompts and rewards.
 
     Attributes:
         lagrange_multiplier (`LagrangeMultiplier` or `BalancedMultiplier`): λ; constant with `constraint="static"`.
@@ -77,10 +125,10 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
     trainer = DCGRPOTrainer(
         model="Qwen/Qwen3-0.6B",
         reward_funcs=reward,
-        args=DCGRPOConfig("out", deployment_scheme="fp8"),
+        args=DCGRPOConfig("out", deployment_scheme="fp8", recipe="paper"),
         train_dataset=dataset,
     )
-    trainer.train()
+    trainer.train()  # then: vllm serve out/deployment
     ```
     """
 
@@ -90,7 +138,28 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
     beta: float  # coefficient of the KL term
     loss_type: str
 
-    def __init__(self, model, reward_funcs=None, args=None, *positional, rollout_func=None, **kwargs):
+    def __init__(
+        self,
+        model: str | PreTrainedModel | PeftModel,
+        reward_funcs: Reward | list[Reward] | None = None,
+        args: DCGRPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset
+        | IterableDataset
+        | DatasetDict
+        | IterableDatasetDict
+        | dict[str, Dataset | IterableDataset]
+        | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Optimizer | None, LambdaLR | None] = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: PeftConfig | None = None,
+        tools: list[Callable] | None = None,
+        rollout_func: Callable[[list[str], GRPOTrainer], dict[str, Any]] | None = None,
+        environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | None = None,
+    ):
         if args is None:
             model_id = model if isinstance(model, str) else get_config_model_id(model.config)
             # The constraint needs an engine's log-probabilities. The replica in bf16 is one that every machine has and
@@ -119,13 +188,28 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         self._loss_inputs: dict[str, Any] | None = None
         self._evaluation_set = ""  # name of the one that is being evaluated, where there are several
         self._two_sided: TwoSidedDivergence | None = None
-        super().__init__(model, reward_funcs, args, *positional, rollout_func=rollout_func, **kwargs)
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
         if args.constraint != "none" and args.constraint_form in TWO_SIDED:
             from .quantization.deployed_forward import DeployedForward
             from .quantization.two_sided import TwoSidedDivergence
 
-            deployed = DeployedForward(self.model, args.deployment_scheme)
-            kind = args.constraint_form.removeprefix("two_sided_")
+            deployed = DeployedForward(self.model, self.args.deployment_scheme)
+            kind = self.args.constraint_form.removeprefix("two_sided_")
             padded = None if self.padding_free is None else self.padding_free.padded
             self._two_sided = TwoSidedDivergence(self.model, deployed, kind, self.temperature, padded)
 

@@ -484,6 +484,7 @@ def aligned_trainer(args: argparse.Namespace, output_dir: str, through: bool, **
         **{
             "deployment_scheme": args.scheme,
             "train_through_quantization": through,
+            "recipe": "paper",
             "constraint": "none",
             "bf16": torch.cuda.is_available(),
             "gradient_checkpointing": False,
@@ -494,6 +495,7 @@ def aligned_trainer(args: argparse.Namespace, output_dir: str, through: bool, **
             "lr_scheduler_type": "constant",
             "adam_beta2": 0.95,
             "save_strategy": "no",
+            "export_run": False,
             "report_to": "none",
             "disable_tqdm": True,
             "logging_steps": 1,

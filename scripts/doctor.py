@@ -1,9 +1,11 @@
-"""Checks in minutes what this machine can do for dc_trl, and prints a block to paste into an issue; see --help."""
+"""`dc-trl doctor` from a clone; dc_trl/doctor/command.py says what it does."""
 
-import sys
+from dc_trl.command import call
 
-from dc_trl.doctor.command import main
+
+def main() -> None:
+    call("doctor")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

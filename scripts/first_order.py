@@ -29,7 +29,13 @@ def changes(seed: int, steps: int, lag: int, learning_rate: float) -> dict[str, 
     """The changes of one run, with a sampler that has the weights of `lag` steps ago, or the present ones (0)."""
     base = read_yaml(CONFIG)
     fields = {name: value for name, value in base.items() if name not in OF_DATA and not name.startswith("eval_")}
-    fields |= {"max_steps": steps, "seed": seed, "learning_rate": learning_rate, "weight_sync_steps": max(1, lag)}
+    fields |= {
+        "export_run": False,
+        "max_steps": steps,
+        "seed": seed,
+        "learning_rate": learning_rate,
+        "weight_sync_steps": max(1, lag),
+    }
     with tempfile.TemporaryDirectory(prefix="dc_trl-first-order-") as folder:
         trainer = DCGRPOTrainer(
             base["model_name_or_path"],

@@ -14,7 +14,9 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -30,7 +32,7 @@ from transformers import (
 )
 
 from dc_trl.data.arithmetic import Problem, Split, arithmetic_problems
-from dc_trl.data.sorting import sorting_problems
+from dc_trl.data.sorting import LONG, sorting_problems
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.settings.command_line import OptionParser
 
@@ -42,7 +44,6 @@ MAX_STEPS = 1000
 FIRST_CHECK = 150
 CHECKED_PROBLEMS = 500
 CHECK_EVERY = 4  # steps; the accuracy climbs by several points from one check to the next
-MAX_NEW_TOKENS = 48
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -72,10 +73,17 @@ Made by `python scripts/make_tiny_model.py --task {task} --architecture {archite
 """
 
 
-# (how many, seed, split) → problems.
-TASKS: dict[str, Callable[[int, int, Split], list[Problem]]] = {
-    "arithmetic": arithmetic_problems,
-    "sorting": sorting_problems,
+class Task(NamedTuple):
+    """What a model is taught: problems by (how many, seed, split), and the most tokens of an answer."""
+
+    problems: Callable[[int, int, Split], list[Problem]]
+    max_new_tokens: int
+
+
+TASKS = {
+    "arithmetic": Task(arithmetic_problems, 48),
+    "sorting": Task(sorting_problems, 48),
+    "long_sorting": Task(partial(sorting_problems, digits=LONG), 96),
 }
 TO_WRITE = 16384  # problems of a task that no data set of the package has, for reinforcement learning
 
@@ -149,15 +157,16 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, target: fl
 
     The loss covers the completion and its end.
     """
-    problems = TASKS[task](MAX_STEPS * BATCH_SIZE, seed, "train")
-    held_out = TASKS[task](CHECKED_PROBLEMS, 1, "held_out")
+    problems, max_new_tokens = TASKS[task]
+    taught = problems(MAX_STEPS * BATCH_SIZE, seed, "train")
+    held_out = problems(CHECKED_PROBLEMS, 1, "held_out")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     # No decay: it makes the samples so alike that reinforcement learning finds nothing to choose from.
     schedule = get_constant_schedule_with_warmup(optimizer, WARMUP_STEPS)
     for step in range(1, MAX_STEPS + 1):
         model.train()
         rows, labels = [], []
-        for problem in problems[(step - 1) * BATCH_SIZE : step * BATCH_SIZE]:
+        for problem in taught[(step - 1) * BATCH_SIZE : step * BATCH_SIZE]:
             prompt = prompt_ids(tokenizer, problem)
             completion = [*tokenizer(problem.solution)["input_ids"], tokenizer.eos_token_id]
             rows.append(torch.tensor(prompt + completion))
@@ -175,7 +184,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, target: fl
         if step % 50 == 0:
             print(f"step {step:4d}  loss {loss.item():.3f}", flush=True)
         if step >= FIRST_CHECK and step % CHECK_EVERY == 0:
-            greedy, _ = accuracy(model, tokenizer, held_out)
+            greedy, _ = accuracy(model, tokenizer, held_out, max_new_tokens)
             print(f"step {step:4d}  loss {loss.item():.3f}  greedy {greedy:.1%}", flush=True)
             if greedy >= target:
                 return step
@@ -186,7 +195,11 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, target: fl
 
 @torch.no_grad()
 def accuracy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, problems: list[Problem], samples: int = 0
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: list[Problem],
+    max_new_tokens: int,
+    samples: int = 0,
 ) -> tuple[float, float]:
     """Mean share of right answers and share of problems solved at least once; one greedy answer if `samples` is 0."""
     model.eval()
@@ -197,7 +210,7 @@ def accuracy(
         batch = tokenizer.pad(
             {"input_ids": [prompt_ids(tokenizer, problem) for problem in chunk]}, return_tensors="pt"
         )
-        output = model.generate(**batch, max_new_tokens=MAX_NEW_TOKENS, **options)
+        output = model.generate(**batch, max_new_tokens=max_new_tokens, **options)
         texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
         answers = [problem.answer for problem in chunk for _ in range(samples or 1)]
         right = torch.tensor(arithmetic_reward(texts, answers)).view(len(chunk), -1)
@@ -226,9 +239,10 @@ def main() -> None:
     steps = train(model, tokenizer, args.target, args.seed, args.task)
     seconds = time.perf_counter() - start
 
-    problems = TASKS[args.task](args.problems, 0, "held_out")
-    greedy, _ = accuracy(model, tokenizer, problems)
-    sampled, best = accuracy(model, tokenizer, problems, samples=8)
+    draw, max_new_tokens = TASKS[args.task]
+    problems = draw(args.problems, 0, "held_out")
+    greedy, _ = accuracy(model, tokenizer, problems, max_new_tokens)
+    sampled, best = accuracy(model, tokenizer, problems, max_new_tokens, samples=8)
     example = problems[0]
     card = CARD.format(
         task=args.task,
@@ -250,7 +264,7 @@ def main() -> None:
     tokenizer.save_pretrained(args.output_dir)
     (args.output_dir / "README.md").write_text(card)
     if args.task != "arithmetic":
-        written = TASKS[args.task](TO_WRITE, 2, "held_out")
+        written = draw(TO_WRITE, 2, "held_out")
         rows = [{"prompt": problem.question, "answer": problem.answer} for problem in written]
         (args.output_dir / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(

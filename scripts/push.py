@@ -1,41 +1,10 @@
-"""Pushes a run to the Hub from its output directory: one that was not pushed, or whose push failed.
+"""`dc-trl push` from a clone; dc_trl/command/push.py says what it does."""
 
-    python scripts/push.py runs/my-run --repo_id me/my-model
-
-What the Hub has already is not sent again. The token is that of `hf auth login` or of the environment (HF_TOKEN).
-"""
-
-import argparse
-from pathlib import Path
-from typing import get_args
-
-from dc_trl.config import HubDeployment
-from dc_trl.hub.push import push_run
-from dc_trl.settings.command_line import OptionParser, refused_in_one_line
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = OptionParser("Pushes a run to the Hub from its output directory.")
-    parser.add_argument("run", type=Path, help="output directory of the run")
-    parser.add_argument("--repo_id", required=True, help="repository, made where it is missing")
-    parser.add_argument(
-        "--deployment",
-        choices=get_args(HubDeployment),
-        default="subfolder",
-        help="where the deployment checkpoint goes: deployment/, a second repository named by --scheme, or nowhere",
-    )
-    parser.add_argument("--scheme", help="deployment scheme of the run, for a second repository")
-    parser.add_argument("--private", action="store_true", default=None, help="make new repositories private")
-    parser.add_argument("--revision", help="branch, made where it is missing")
-    return parser.parse_args()
+from dc_trl.command import call
 
 
 def main() -> None:
-    args = parse_arguments()
-    options = {"deployment": args.deployment, "scheme": args.scheme, "private": args.private}
-    with refused_in_one_line():
-        commit = push_run(args.run, args.repo_id, revision=args.revision, **options)
-    print(f"Pushed: {commit}")
+    call("push")
 
 
 if __name__ == "__main__":

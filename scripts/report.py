@@ -1,28 +1,10 @@
-"""Writes the report of one run, or of several side by side: one HTML page, and its figures as PNGs.
+"""`dc-trl report` from a clone; dc_trl/command/report.py says what it does."""
 
-python scripts/report.py runs/quickstart --output report.html
-python scripts/report.py runs/grpo-seed0 runs/dc-grpo-seed0 --output report.html
-"""
-
-import gc
-from pathlib import Path
-
-from dc_trl.report import write_report
-from dc_trl.settings.command_line import OptionParser, refused_in_one_line
+from dc_trl.command import call
 
 
 def main() -> None:
-    parser = OptionParser(__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run, finished or not")
-    parser.add_argument(
-        "--output", type=Path, required=True, help="the page; its figures go to the folder OUTPUT_figures"
-    )
-    parser.add_argument("--title", help="of the page (default: names the runs)")
-    args = parser.parse_args()
-    gc.disable()  # figures live to the end of the process, and looking through them takes a tenth of its time
-    with refused_in_one_line():
-        page, *figures = write_report(args.runs, args.output, args.title)
-    print(f"wrote {page}, and {len(figures)} figures in {figures[0].parent}" if figures else f"wrote {page}")
+    call("report")
 
 
 if __name__ == "__main__":

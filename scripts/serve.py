@@ -1,75 +1,10 @@
-"""Starts a vLLM server for training: the model in its deployment scheme, with every option that the trainer needs.
+"""`dc-trl serve` from a clone; dc_trl/command/serve.py says what it does."""
 
-    python scripts/serve.py --model Qwen/Qwen3-8B --scheme fp8 --port 8000
-
-It stays in the foreground; Ctrl-C ends the server and all its processes. Options after `--` go to `vllm serve`. A key
-in the environment variable VLLM_API_KEY is asked of every client, the trainer takes it from the same variable.
-"""
-
-import argparse
-import os
-import sys
-import time
-from pathlib import Path
-
-from dc_trl.quantization.schemes import SCHEMES
-from dc_trl.serving.errors import ServerError
-from dc_trl.serving.fit import ROUTES_OPTION
-from dc_trl.serving.server import serve
-from dc_trl.settings.command_line import OptionParser, add_model, leave_on_sigterm, refused_in_one_line, say
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = OptionParser(__doc__)
-    add_model(parser, "of the model that is trained")
-    parser.add_argument("--scheme", default="bf16", choices=SCHEMES, help="format that the server runs in")
-    parser.add_argument(
-        "--checkpoint_dir", help="where the checkpoint in the scheme is kept; dropped at the end if unset"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; see the warning it gives")
-    parser.add_argument("--port", type=int, default=8000, help="0 for a free one")
-    parser.add_argument("--max_model_len", type=int, help="longest prompt and completion together, in tokens")
-    parser.add_argument("--start_timeout", type=float, default=600.0, help="seconds to wait for the server")
-    parser.add_argument("--log", type=Path, help="file for the server's output")
-    parser.add_argument("--routing_replay", action="store_true", help="return the experts that were chosen")
-    parser.add_argument("--require_api_key", action="store_true", help="refuse to start without VLLM_API_KEY")
-    parser.add_argument("options", nargs="*", help="options of `vllm serve`, after --")
-    return parser.parse_args()
-
-
-def run(args: argparse.Namespace) -> None:
-    with serve(
-        args.model,
-        args.scheme,
-        revision=args.revision,
-        checkpoint_dir=args.checkpoint_dir,
-        host=args.host,
-        port=args.port,
-        max_model_len=args.max_model_len,
-        start_timeout=args.start_timeout,
-        log_path=args.log,
-        options=[*([ROUTES_OPTION] if args.routing_replay else []), *args.options],
-        report=say,
-    ) as server:
-        say(
-            f"ready: train with --use_vllm --vllm_mode server --vllm_server_base_url {server.url} "
-            f"--deployment_scheme {args.scheme}"
-        )
-        while server.pid is not None:
-            time.sleep(1)
-        raise ServerError(f"vLLM ended by itself: {server.last_error()} (log: {server.log_path})")
+from dc_trl.command import call
 
 
 def main() -> None:
-    args = parse_arguments()
-    if args.require_api_key and not os.environ.get("VLLM_API_KEY"):
-        sys.exit("error: --require_api_key: set the environment variable VLLM_API_KEY to the key.")
-    leave_on_sigterm()
-    try:
-        with refused_in_one_line(ServerError):
-            run(args)
-    except KeyboardInterrupt:
-        say("stopped")
+    call("serve")
 
 
 if __name__ == "__main__":

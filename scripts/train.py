@@ -1,19 +1,10 @@
-"""Trains a policy with DC-GRPO.
+"""`dc-trl train` from a clone; dc_trl/command/train.py says what it does."""
 
-    accelerate launch scripts/train.py --config configs/quickstart.yaml [--any_field value ...]
-
-Every field of the configuration file can be overridden on the command line; `--help` lists them all.
-"""
-
-import sys
-
-from dc_trl.training.command import train
+from dc_trl.command import call
 
 
 def main() -> None:
-    outcome = train()
-    if outcome is not None:
-        sys.exit(outcome)
+    call("train")
 
 
 if __name__ == "__main__":

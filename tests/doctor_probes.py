@@ -12,6 +12,14 @@ def passes(setup, scheme):
     yield {"architecture": f"process {os.getpid()}", "parameters": 0, "hidden_size": 0, "multiple_of": 1}
 
 
+def two_gpus(setup, scheme):
+    yield {"devices": ["one", "two"], "device": "cuda:1"}
+
+
+def sees(setup, scheme):
+    yield {"device": f"{setup.device} of {os.environ.get('CUDA_VISIBLE_DEVICES')}"}
+
+
 def raises(setup, scheme):
     yield {"start_seconds": 7.0}
     raise LookupError("no kernel\nfor this, key=abcdefgh12345678")

@@ -97,6 +97,7 @@ def make_config(output_dir: Any, **overrides: Any) -> DCGRPOConfig:
     return DCGRPOConfig(
         **{
             "output_dir": str(output_dir),
+            "recipe": "paper",
             "use_cpu": True,
             "bf16": False,
             "gradient_checkpointing": False,
@@ -108,6 +109,7 @@ def make_config(output_dir: Any, **overrides: Any) -> DCGRPOConfig:
             "lr_scheduler_type": "constant",
             "logging_steps": 1,
             "save_strategy": "no",
+            "export_run": False,  # takes a second or two of each training; tests/test_exporting.py has it on
             "report_to": "none",
             "disable_tqdm": True,
         }

@@ -285,7 +285,8 @@ def test_metrics_are_those_of_the_tokens_of_each_step(make_trainer):
 
 
 def test_the_multiplier_answers_to_each_step_and_is_resumed(make_trainer):
-    fields = {"lambda_lr": 2.0, "discrepancy_tolerance": 0.001, "save_strategy": "steps", "save_steps": 1}
+    ascent = {"constraint": "lagrangian", "lambda_lr": 2.0, "discrepancy_tolerance": 0.001}
+    fields = ascent | {"save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(max_steps=3, **fields)
     trainer.train()
     values, means = logged(trainer, "lagrangian/lambda"), logged(trainer, "discrepancy/mean")
@@ -366,7 +367,7 @@ def test_tokens_by_trajectory():
         ({"lambda_lr": -1.0}, "lambda_lr=-1.0 is invalid"),
         ({"discrepancy_tolerance": -1.0}, "discrepancy_tolerance=-1.0 is invalid"),
         ({"constraint": "none", "constraint_form": "injected"}, "constraint_form='injected' has no effect"),
-        ({"top_p": 0.9}, "top_p=0.9 makes the engine sample"),
+        ({"constraint": "static", "top_p": 0.9}, "top_p=0.9 makes the engine sample"),
         ({"rollout_correction_max": 3.0}, "rollout_correction_max=3.0 has no effect"),
     ],
 )

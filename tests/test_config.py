@@ -14,8 +14,12 @@ from .helpers import Rollouts, distinct_characters, make_config
 SEVERAL = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_urls": ["http://a:1", "http://b:1"]}
 
 
-def test_defaults_are_the_dense_recipe(tmp_path):
-    config = DCGRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+def fields_of(config):
+    return {name: getattr(config, name) for name in type(config).__dataclass_fields__}
+
+
+def test_the_papers_recipe(tmp_path):
+    config = DCGRPOConfig(str(tmp_path), recipe="paper", use_cpu=True, bf16=False)
     assert (config.constraint, config.discrepancy_measure, config.discrepancy_level) == (
         "lagrangian",
         "prob_diff",
@@ -27,21 +31,34 @@ def test_defaults_are_the_dense_recipe(tmp_path):
     assert (config.num_generations, config.vllm_importance_sampling_correction) == (8, False)
 
 
-def test_nothing_else_differs_from_trl(tmp_path):
-    ours, theirs = (kind(str(tmp_path), use_cpu=True, bf16=False) for kind in (DCGRPOConfig, GRPOConfig))
-    changed = {name for name, value in vars(theirs).items() if vars(ours)[name] != value}
-    # logging_dir and the like carry the time of day; only what a user sets counts.
-    assert changed & set(GRPOConfig.__dataclass_fields__) <= {
-        "loss_type",
-        "epsilon",
-        "vllm_importance_sampling_correction",
-    }
+@pytest.mark.parametrize("engine", [{}, {"use_vllm": True, "vllm_mode": "server"}])
+def test_the_default_trains_as_trl_does(engine, tmp_path):
+    ours, theirs = (kind(str(tmp_path), use_cpu=True, bf16=False, **engine) for kind in (DCGRPOConfig, GRPOConfig))
+    assert ours.constraint == "none"
+    changed = {name for name, value in fields_of(theirs).items() if getattr(ours, name) != value}
+    # TRL's importance sampling has no effect without vLLM, and is off there.
+    assert changed == (set() if engine else {"vllm_importance_sampling_correction"})
+
+
+@pytest.mark.parametrize("recipe", ["trl", "paper"])
+def test_what_is_said_wins_over_the_recipe(recipe, tmp_path):
+    said = {"constraint": "none", "loss_type": "dr_grpo", "epsilon": 0.3, "vllm_importance_sampling_correction": True}
+    config = DCGRPOConfig(str(tmp_path), recipe=recipe, use_vllm=True, use_cpu=True, bf16=False, **said)
+    assert said.items() <= fields_of(config).items()
+
+
+def test_a_correction_of_ours_takes_the_place_of_trls(tmp_path):
+    engine = {"use_vllm": True, "use_cpu": True, "bf16": False}
+    for fields in ({"rollout_correction": "icepop"}, {"constraint": "static", "constraint_form": "log_ratio"}):
+        assert not DCGRPOConfig(str(tmp_path), **engine, **fields).vllm_importance_sampling_correction
+    assert DCGRPOConfig(str(tmp_path), **engine).vllm_importance_sampling_correction
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"output_dir": " "}, ["output_dir=' '", "name a directory"]),
+        ({"recipe": "dapo"}, ["recipe='dapo'", "'paper'"]),
         ({"constraint": "soft"}, ["constraint='soft'", "'lagrangian'"]),
         ({"discrepancy_measure": "kl"}, ["discrepancy_measure='kl'", "'prob_diff'"]),
         ({"discrepancy_level": "word"}, ["discrepancy_level='word'", "'sequence'"]),

@@ -1,6 +1,5 @@
 """The documentation against the code: what it quotes, names and commands has to exist."""
 
-import argparse
 import ast
 import dataclasses
 import html
@@ -24,11 +23,13 @@ from trl import TrlParser
 import dc_trl
 from dc_trl import DCGRPOConfig
 from dc_trl.callbacks.collapse_monitor import ADVICE
+from dc_trl.command import serve
 from dc_trl.records.time_parts import PARTS
 from dc_trl.settings.contradictions import RULES, RULES_OF_A_CONSTRAINT
+from dc_trl.settings.recipes import RECIPES
 from dc_trl.training.arguments import ARGUMENTS
 
-from .helpers import ROOT, Rollouts, load_script, make_config, make_model, make_prompts
+from .helpers import ROOT, Rollouts, make_config, make_model, make_prompts
 from .vllm_server import requires_vllm
 
 
@@ -86,14 +87,15 @@ def test_a_docstring_describes_every_setting_of_ours(settings):
             assert option in text, (name, option)
 
 
-def test_the_defaults_of_trl_that_are_replaced():
+def test_the_recipes_are_shown():
     rows = re.findall(r"^\| `(\w+)` \| `(.+)` \| `(.+)` \| (.+) \|$", page("configuration.md"), re.MULTILINE)
-    ours = {name: DCGRPOConfig.__dataclass_fields__[name] for name in DCGRPOConfig.__annotations__ if name in THEIRS}
-    assert [name for name, *_ in rows] == list(ours)
-    for name, here, theirs, meaning in rows:
-        assert ast.literal_eval(here) == default(ours[name])
-        assert ast.literal_eval(theirs) == default(THEIRS[name])
-        assert meaning == ours[name].metadata["help"]
+    assert [name for name, *_ in rows] == list(RECIPES["trl"]) == list(RECIPES["paper"])
+    for name, of_trl, of_paper, meaning in rows:
+        assert ast.literal_eval(of_trl) == RECIPES["trl"][name]
+        assert ast.literal_eval(of_paper) == RECIPES["paper"][name]
+        assert meaning == (
+            "see above" if name == "constraint" else DCGRPOConfig.__dataclass_fields__[name].metadata["help"]
+        )
 
 
 def test_every_contradiction_is_shown(refused):
@@ -279,19 +281,11 @@ def known_options(parser):
 
 @pytest.fixture(scope="module")
 def parsers():
-    serve = load_script("serve")
     return {
         "accelerate": known_options(launch_command_parser()),
         "scripts/train.py": known_options(TrlParser(ARGUMENTS)) | {"--config"},
-        "scripts/serve.py": known_options(_parser_of(serve)),
+        "scripts/serve.py": known_options(serve.make_parser()),
     }
-
-
-def _parser_of(script):
-    """The parser that a script makes in `parse_arguments`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_args", lambda self, *args: self)
-        return script.parse_arguments()
 
 
 def test_the_options_of_the_gpu_guide_exist(parsers):

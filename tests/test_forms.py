@@ -61,7 +61,7 @@ def test_a_form_follows_the_gradient_of_its_objective(name, measure, logits, eng
     if name == "complete" and (logits.softmax(0) / q).log().abs().min() < 1e-3:
         return  # |D| has a kink where the engines agree
     p = logits.softmax(0)
-    form = form_of(ConstraintSettings(constraint_form=name, discrepancy_measure=measure))
+    form = form_of(ConstraintSettings(constraint="static", constraint_form=name, discrepancy_measure=measure))
     made = form(p.log()[None], q.log()[None], torch.ones(1, 5).bool(), torch.zeros(1), 1.0)
     torch.testing.assert_close(made.advantages, -made.penalty)
     # The policy gradient, with all actions in place of samples: Σ_a π(a)·c(a)·∇log π(a).
@@ -82,7 +82,7 @@ def test_a_form_follows_the_gradient_of_its_objective(name, measure, logits, eng
 @pytest.mark.parametrize("name", ["complete", "quadratic", "log_ratio"])
 @given(train=st.floats(-1e4, 0), infer=st.floats(-1e4, 0))
 def test_no_token_carries_an_unbounded_coefficient(name, measure, train, infer):
-    form = form_of(ConstraintSettings(constraint_form=name, discrepancy_measure=measure))
+    form = form_of(ConstraintSettings(constraint="static", constraint_form=name, discrepancy_measure=measure))
     made = form(torch.tensor([[train]]), torch.tensor([[infer]]), torch.ones(1, 1).bool(), torch.zeros(1), 1.0)
     bound = 2e4 if (name, measure) == ("complete", "log_prob") else 1.01 * torch.e**20 / PROBABILITY_FLOOR
     assert made.penalty.abs().item() <= bound
@@ -93,7 +93,7 @@ def test_the_coefficients_by_hand():
     train, infer = torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.4, 0.5]]).log()
 
     def penalty(name, measure):
-        form = form_of(ConstraintSettings(constraint_form=name, discrepancy_measure=measure))
+        form = form_of(ConstraintSettings(constraint="static", constraint_form=name, discrepancy_measure=measure))
         return form(train, infer, torch.ones(1, 2).bool(), torch.zeros(1), 3.0).penalty[0].tolist()
 
     assert penalty("complete", "prob_diff") == pytest.approx([0.1 + 0.5, 0.25 - 0.25], abs=1e-6)
@@ -110,18 +110,18 @@ def test_rounding_has_no_sign():
     infer = TRAIN + 4e-6 * torch.tensor([[1.0, -1.0, 1.0], [-1.0, 1.0, -1.0]])
     for name in OBJECTIVES:
         for measure in MEASURES:
-            form = form_of(ConstraintSettings(constraint_form=name, discrepancy_measure=measure))
+            form = form_of(ConstraintSettings(constraint="static", constraint_form=name, discrepancy_measure=measure))
             made = form(TRAIN, infer, SCORED, ADVANTAGES, 1.0)
             torch.testing.assert_close(made.advantages, ADVANTAGES.unsqueeze(1).expand(2, 3), rtol=0, atol=5e-5)
 
 
 def test_level_and_margin_of_a_signed_form():
     settings = {"constraint_form": "quadratic"}
-    by_token = form_of(ConstraintSettings(**settings, discrepancy_margin=0.1001))
+    by_token = form_of(ConstraintSettings(constraint="static", **settings, discrepancy_margin=0.1001))
     torch.testing.assert_close(
         by_token(TRAIN, INFER, SCORED, ADVANTAGES, 1.0).penalty, torch.tensor([[0.0, 0, 0], [-0.25, 0.5, 0.0]])
     )
-    by_trajectory = form_of(ConstraintSettings(**settings, discrepancy_level="sequence"))
+    by_trajectory = form_of(ConstraintSettings(constraint="static", **settings, discrepancy_level="sequence"))
     expected = torch.tensor([[0.05, 0.05, 0.0], [0.25 / 3] * 3])
     torch.testing.assert_close(by_trajectory(TRAIN, INFER, SCORED, ADVANTAGES, 1.0).penalty, expected)
 
@@ -137,7 +137,9 @@ def test_a_two_sided_form_by_hand():
 
 def test_what_is_only_measured_has_no_form():
     assert form_of(ConstraintSettings(constraint="none")) is None
-    made = form_of(ConstraintSettings(discrepancy_measure="log_prob"))(TRAIN, INFER, SCORED, ADVANTAGES, 1.0)
+    made = form_of(ConstraintSettings(constraint="static", discrepancy_measure="log_prob"))(
+        TRAIN, INFER, SCORED, ADVANTAGES, 1.0
+    )
     torch.testing.assert_close(made.penalty[1], (TRAIN - INFER)[1].abs())
 
 

@@ -19,6 +19,8 @@ from .helpers import ROOT
 
 # From the top floor to the cellar. A room may import rooms of lower floors, and none of its own floor.
 FLOORS = [
+    ["__main__"],
+    ["command"],
     ["study"],
     ["doctor", "training", "ablation"],
     ["callbacks", "calibration", "planning"],

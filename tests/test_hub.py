@@ -400,7 +400,7 @@ def test_a_push_that_fails_goes_on_later(hub, tmp_path, train, monkeypatch, caps
     before = set(hub.received)
     assert len(before) == 1  # run.png
 
-    command = shlex.split(re.search(r"Push it later: python (.*)", message)[1])
+    command = shlex.split(re.search(r"Push it later: dc-trl (.*)", message)[1])
     hub.forget_traffic()
     monkeypatch.setattr(sys, "argv", command)
     load_script("push").main()

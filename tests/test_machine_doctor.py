@@ -34,7 +34,7 @@ from dc_trl.doctor.checks import (
     Setup,
     plan_checks,
 )
-from dc_trl.doctor.command import main, parse_arguments
+from dc_trl.doctor.command import main, make_parser
 from dc_trl.doctor.run import ENDING, run_checks
 from dc_trl.quantization.schemes import RESEARCH_BITS, SCHEMES
 from dc_trl.serving.server import vllm_version
@@ -301,6 +301,25 @@ def test_what_there_is_no_time_for_is_left_out(at_root):
     assert results[1].reason.startswith("no time: 0 s were left")
 
 
+@pytest.mark.parametrize(
+    ("asked", "visible", "seen"),
+    [
+        ("cuda:1", "4,7", "cuda of 7"),
+        ("cuda:1", None, "cuda of 1"),
+        (None, "GPU-a,GPU-b", "cuda of GPU-a"),
+        ("cpu", "4,7", "cpu of 4,7"),
+    ],
+)
+def test_of_several_gpus_the_checks_see_one(at_root, monkeypatch, asked, visible, seen):
+    """Else transformers trains on all of them, by torch's DataParallel."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    checks = [Check("device", "tests.doctor_probes:two_gpus", 60, least=0.0), *checks_of("sees")]
+    *_, result = run_checks(checks, replace(at_root, device=asked), 300)
+    assert result.found["device"] == seen
+
+
 def test_what_needs_what_did_not_pass_is_left_out(at_root):
     later = Check("later", "tests.doctor_probes:passes", 60, after=("raises",))
     *_, result = run_checks([*checks_of("raises"), later], at_root, 300)
@@ -327,10 +346,10 @@ def test_what_is_wrong_on_the_command_line_is_said_at_once(words, message, tmp_p
 
 def test_the_commands_of_the_page_are_understood():
     page = (ROOT / "docs" / "doctor.md").read_text()
-    commands = re.findall(r"^python scripts/doctor.py ?(.*)$", page, re.MULTILINE)
+    commands = re.findall(r"^dc-trl doctor ?(.*)$", page, re.MULTILINE)
     assert len(commands) == 5
     for command in commands:
-        parse_arguments(command.split())
+        make_parser().parse_args(command.split())
     for check in plan_checks(SCHEMES):
         kind = check.name.partition(":")[0]
         assert re.search(rf"^\| `{kind}(:SCHEME)?` \|", page, re.MULTILINE), kind

@@ -19,6 +19,7 @@ from trl import TrlParser
 from trl.trainer.utils import compute_flops_per_token
 
 from dc_trl import DCGRPOConfig
+from dc_trl.command.serve import make_parser
 from dc_trl.planning import commands, measured
 from dc_trl.planning.architecture import architecture_of, load_architecture
 from dc_trl.planning.deployed import cache_bytes, checkpoint_bytes
@@ -34,7 +35,7 @@ from dc_trl.quantization.schemes import SCHEMES
 from dc_trl.serving import server as serving
 from dc_trl.training.arguments import ARGUMENTS
 
-from .helpers import ROOT, TWO_PROCESSES, load_script, make_experts, make_model
+from .helpers import ROOT, TWO_PROCESSES, make_experts, make_model
 from .vllm_server import requires_vllm
 
 
@@ -339,9 +340,9 @@ def test_the_server_line_is_that_of_our_script(plan, monkeypatch):
         options=commands.engine_options(plan),
     )
     assert sorted(server.arguments) == sorted(words[1:])
-    options = load_script("serve")
-    monkeypatch.setattr(sys, "argv", commands.serve_command(plan)[1:])
-    assert options.parse_arguments().options == commands.engine_options(plan)
+    program, name, *options = commands.serve_command(plan)
+    assert (program, name) == ("dc-trl", "serve")
+    assert make_parser().parse_args(options).options == commands.engine_options(plan)
 
 
 @requires_vllm
@@ -360,8 +361,9 @@ def test_the_installed_vllm_reads_the_server_line(plan):
 def test_the_launcher_and_the_trainer_read_the_launch_line(plan, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = commands.launch_command(plan)
-    script = words.index("scripts/train.py")
-    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words[2 : script + 1]))
+    script = words.index("dc_trl")
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words[2 : script + 2]))
+    assert (args.module, args.training_script, args.training_script_args) == (True, "dc_trl", ["train"])
     assert args.num_processes == plan.layout.train_devices
     assert args.num_machines == plan.layout.train_nodes
     assert args.use_fsdp == (plan.layout.strategy == "fsdp2")

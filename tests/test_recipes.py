@@ -1,8 +1,8 @@
 """The papers' recipes: their numbers, their sources, their commands, and training steps of each on a tiny stand-in."""
 
+import importlib
 import re
 import shlex
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +25,6 @@ from .helpers import (
     ROOT,
     assert_finite,
     distinct_characters,
-    load_script,
     logged,
     make_experts,
     make_model,
@@ -334,9 +333,7 @@ def test_commands_are_read_by_the_programs_themselves(words, monkeypatch, tmp_pa
     assert words[0] == "python"
     program = Path(words[1]).stem
     assert program in ("serve", "evaluate", "prepare_data", "ablate")
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    monkeypatch.setattr(sys, "argv", [words[1], *words[2:]])
-    args = load_script(program).parse_arguments()
+    args = importlib.import_module(f"dc_trl.command.{program}").make_parser().parse_args(words[2:])
     if program == "evaluate":
         assert (args.max_tokens, args.temperature) == (32768, 0.7)
     if program == "ablate":

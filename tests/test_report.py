@@ -134,11 +134,12 @@ def test_the_report_of_a_run_says_what_its_files_say(tmp_path):
 
 
 def test_runs_are_laid_over_one_another_with_what_differs_between_them(tmp_path):
-    first = make_run(tmp_path / "a", settings=SETTINGS | {"output_dir": "a"}, summary=make_summary())
+    settings = SETTINGS | {"output_dir": "a", "constraint": "lagrangian"}
+    first = make_run(tmp_path / "a", settings=settings, summary=make_summary())
     second = make_run(
         tmp_path / "b",
         rows=[row for row in make_rows(6) if row.pop("lagrangian/lambda") and row.pop("lagrangian/violation")],
-        settings=SETTINGS | {"constraint": "none", "max_steps": 6, "length_decay": True},
+        settings=SETTINGS | {"max_steps": 6, "length_decay": True},
         summary=make_summary(constraint="none", steps=6, **{"lambda": 0.1}),
     )
     reader = read_report(write_report([first, second], tmp_path / "report.html", "Two")[0])
@@ -147,7 +148,7 @@ def test_runs_are_laid_over_one_another_with_what_differs_between_them(tmp_path)
     assert row_of(reader, "multiplier λ after") == ["0.1234", "–"]  # a run without a constraint has no λ
     assert row_of(reader, "tolerance ε") == ["0.002", "–"]
     # Settings: "constraint" stands in the summary too.
-    assert reader.rows.count(["constraint", "lagrangian (default)", "none"]) == 1
+    assert reader.rows.count(["constraint", "lagrangian", "none (default)"]) == 1
     assert row_of(reader, "max_steps") == ["4", "6"]
     assert row_of(reader, "length_decay") == ["–", "true"]  # no field of the configuration: its default is not known
     assert row_of(reader, "learning_rate") == ["0.1"]  # the same in all runs
@@ -477,10 +478,11 @@ def test_settings_are_json_without_secrets(tmp_path):
 
 
 def test_settings_of_other_trainers_are_compared_with_the_same_defaults(tmp_path):
-    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    args = GRPOConfig(str(tmp_path), epsilon=0.24, use_cpu=True, bf16=False, report_to="none")
     found = changed_settings(args, DCGRPOConfig)
-    assert found["epsilon"] == args.epsilon == 0.2  # TRL's default, which is not the paper's
-    assert "beta" not in found
+    assert found["epsilon"] == 0.24
+    assert "loss_type" not in found  # TRL's default is the recipe's
+    assert found["vllm_importance_sampling_correction"]  # where TRL has it on and it has no effect
 
 
 def test_the_script_writes_a_report_and_says_what_is_wrong(tmp_path, monkeypatch, capsys):
@@ -514,7 +516,7 @@ def test_recorded_defaults_are_those_of_the_configuration():
 
 def test_a_report_needs_no_engine_and_no_trainer(tmp_path):
     """Of runs that differ in settings of TRL's too, and of one without a summary, whose seed is the default."""
-    first = make_run(tmp_path / "a", settings={"max_steps": 4, "loss_type": "dapo"})
+    first = make_run(tmp_path / "a", settings={"max_steps": 4, "loss_type": "grpo"})
     second = make_run(tmp_path / "b", settings={"max_steps": 4, "beta": 0.1}, summary=make_summary())
     code = (
         "import sys; sys.argv = ['report.py', *sys.argv[1:]]; import runpy;"
@@ -529,5 +531,5 @@ def test_a_report_needs_no_engine_and_no_trainer(tmp_path):
     assert not heavy & set(loaded)
     reader = read_report(tmp_path / "report.html")
     assert row_of(reader, "seed") == ["42", "3"]
-    assert row_of(reader, "loss_type") == ["dapo", "grpo (default)"]
+    assert row_of(reader, "loss_type") == ["grpo", "dapo (default)"]
     assert row_of(reader, "beta") == ["0.0 (default)", "0.1"]

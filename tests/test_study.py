@@ -16,10 +16,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dc_trl import DCGRPOConfig, DCGRPOTrainer
+from dc_trl import DCGRPOTrainer
 from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.data.arithmetic import arithmetic_dataset
-from dc_trl.data.sorting import sorting_problems
+from dc_trl.data.sorting import LONG, SHORT, sorting_problems
 from dc_trl.files import read_yaml
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.runs import Run
@@ -29,6 +29,7 @@ from dc_trl.study.lines import line_of, merged, read_lines, write_lines
 from dc_trl.study.plan import cell_name, load_study
 from dc_trl.study.significance import holm, paired_t_test
 from dc_trl.study.tables import lines_of_sweeps
+from dc_trl.training.arguments import RunArguments
 
 from .helpers import ROOT, TINY_MODEL, make_config
 
@@ -332,11 +333,13 @@ def test_a_sampler_that_follows_is_put_back(lagging):
 # --- the second task
 
 
-def test_digits_are_sorted_step_by_step():
-    problems = sorting_problems(200, 3, "train")
-    assert problems == sorting_problems(200, 3, "train")
+@pytest.mark.parametrize("lengths", [SHORT, LONG])
+def test_digits_are_sorted_step_by_step(lengths):
+    problems = sorting_problems(200, 3, "train", lengths)
+    assert problems == sorting_problems(200, 3, "train", lengths)
     for problem in problems:
         digits = problem.question.removeprefix("sort ")
+        assert lengths[0] <= len(digits) <= lengths[1]
         assert problem.answer == "".join(sorted(digits))
         *steps, box = problem.solution.split(";")
         assert box == f"\\boxed{{{problem.answer}}}"
@@ -352,7 +355,7 @@ def test_what_is_held_out_is_never_taught():
     held_out = {problem.question for problem in sorting_problems(5000, 0, "held_out")}
     assert len(held_out) == 5000
     assert not held_out & {problem.question for problem in sorting_problems(20000, 0, "train")}
-    with pytest.raises(ValueError, match="size=40000 is invalid: use at least 1, and at most 25000 held-out"):
+    with pytest.raises(ValueError, match="size=40000 is invalid: use at least 1, and at most 24877 held-out"):
         sorting_problems(40000, 0, "held_out")
 
 
@@ -386,16 +389,30 @@ def test_the_papers_constraint_in_the_study_is_the_default():
         assert sweep.settings(paper)["constraint"] == "lagrangian"
 
 
+def test_every_run_has_a_folder_that_can_be_made(tmp_path):
+    jobs = load_study(STUDY).jobs(tmp_path)
+    folders = {job.folder for job in jobs}
+    assert len(folders) == len(jobs)
+    assert any(len(job.variant.folder) > 255 for job in jobs)
+    for folder in folders:
+        folder.mkdir(parents=True)
+
+
+def test_a_model_that_does_not_ship_is_named_with_its_remedy(tmp_path):
+    line = [sys.executable, str(ROOT / "scripts" / "study.py"), "--study", str(STUDY), "--dry_run", "--only", "longer"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: model_name_or_path='runs/study/models/qwen3_long_sorting' does not ship: ")
+    assert "make study-models" in done.stderr
+
+
 def test_every_cell_is_a_configuration(tmp_path):
-    names = set(DCGRPOConfig.__dataclass_fields__)
-    of_data = {"dataset_name", "eval_size", "eval_greedy", "rewards", "model_name_or_path", "dtype", "serve"}
-    study = load_study(STUDY)
-    for sweep in study.sweeps:
+    for sweep in load_study(STUDY).sweeps:
         assert len(sweep.seeds) >= (3 if sweep.name == "server" else 5)
         for variant in sweep.variants:
-            settings = {k: v for k, v in sweep.settings(variant).items() if k not in of_data}
-            assert settings.keys() <= names
-            DCGRPOConfig(str(tmp_path), **settings)  # refuses what contradicts itself
+            config = tmp_path / "config.yaml"
+            config.write_text(yaml.safe_dump(sweep.settings(variant)))
+            RunArguments.parse(["--config", str(config)])  # refuses what contradicts itself
 
 
 def test_the_page_is_what_its_raw_lines_say(tmp_path):

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from dc_trl import DCGRPOTrainer
-from dc_trl.callbacks.logging import LambdaLoggingCallback
+from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 from dc_trl.records.runs import read_run
 

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from ..files import read_yaml
+from ..settings.paths import config_file
 
 
 CONFIG_FILE = "config.yaml"  # in a job's folder: its whole configuration
@@ -98,11 +99,11 @@ def load_sweep(
     """Reads a sweep file.
 
     Args:
-        path: YAML with `config` (file of the base configuration, from the working directory or beside this file),
-            `fixed` (field → value, on top of it), either `grid` (field → list of values: all combinations) or `list`
-            (name of a variant → its fields, none for the base itself), and, if wanted, `seeds` (0, 1, 2 by default),
-            `metrics` (columns of the table) and `reference` (name of the variant that the others are compared with,
-            the first one by default).
+        path: YAML with `config` (file of the base configuration, from the working directory, beside this file, or of
+            those that ship), `fixed` (field → value, on top of it), either `grid` (field → list of values: all
+            combinations) or `list` (name of a variant → its fields, none for the base itself), and, if wanted, `seeds`
+            (0, 1, 2 by default), `metrics` (columns of the table) and `reference` (name of the variant that the others
+            are compared with, the first one by default).
         base: takes the place of `config`.
         overrides: on top of `fixed`.
         seeds: take the place of `seeds`.
@@ -134,8 +135,8 @@ def load_sweep(
 def _base_file(path: Path, sweep: Mapping[str, Any]) -> Path:
     if not isinstance(sweep.get("config"), str):
         raise ValueError(f"{path}: config={sweep.get('config')!r} is invalid: name the base configuration's file.")
-    base = Path(sweep["config"])
-    return base if base.is_file() else path.parent / base
+    beside = path.parent / sweep["config"]
+    return beside if beside.is_file() and not Path(sweep["config"]).is_file() else config_file(sweep["config"])
 
 
 def _require_free(path: Path, variants: Sequence[Variant], fixed: Mapping[str, Any], not_swept: set[str]) -> None:

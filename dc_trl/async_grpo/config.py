@@ -42,7 +42,8 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
     r"""Configuration of [`AsyncDCGRPOTrainer`]: everything of TRL's `AsyncGRPOConfig`, and the discrepancy constraint.
 
     The fields of the constraint and of the correction mean what they mean in [`~dc_trl.DCGRPOConfig`]. δ contains the
-    lag of the sampler here, so the default form is another one.
+    lag of the sampler here, so the default form is another one. The constraint is `"none"`
+    by default: the mismatch is measured.
 
     Args:
         constraint_form (`str`, defaults to `"log_ratio"`):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from accelerate.logging import get_logger
@@ -37,6 +37,17 @@ from .config import AsyncDCGRPOConfig
 from .rows import Trajectories
 
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from datasets import Dataset, IterableDataset
+    from peft import PeftConfig
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LambdaLR
+    from transformers import PreTrainedTokenizerBase, TrainerCallback
+
+    Reward: TypeAlias = Callable[..., list[float]]
+
 logger = get_logger(__name__)
 
 
@@ -45,6 +56,29 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
 
     Takes everything that TRL's takes, with [`AsyncDCGRPOConfig`] in place of `AsyncGRPOConfig`. With
     `constraint="none"` and `rollout_correction="none"` the losses are TRL's, bit for bit; the discrepancy is logged.
+
+    Args:
+        model (`str`): Hub id or directory of the causal language model that is trained; the server's model.
+        reward_funcs (`Callable` or a `list` of them, *optional*): functions that take prompts, completions and the
+            data set's other columns, and return one reward for each completion. They run in a process of their own,
+            so they have to be picklable. May be left out where an environment gives the reward.
+        args (`AsyncDCGRPOConfig`, *optional*): by default one with the name of the model.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*): rows with a `prompt`, plain
+            or conversational. May be left out where an environment gives the prompts.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*): tokenizer, padding on the left; by
+            default the model's.
+        callbacks (`list` of [`~transformers.TrainerCallback`], *optional*): what goes on beside the training.
+        optimizers (`tuple` of optimizer and scheduler, defaults to `(None, None)`): by default those that `args`
+            describes.
+        peft_config ([`~peft.PeftConfig`], *optional*): the adapter that is trained in place of the model.
+        tools (`list` of `Callable`, *optional*): typed and documented functions that the policy may call while it
+            generates, picklable.
+        environment_factory (`Callable` or a `dict` of them by name, *optional*): makes an environment for each
+            rollout, whose methods are tools and which may give prompts and rewards.
+        rollout_worker (*optional*): what samples and scores, an object with the methods of TRL's
+            `RolloutWorkerProtocol`; by default TRL's own process.
+        weight_transfer (*optional*): how weights go to the server, an object with the methods of TRL's
+            `WeightTransferProtocol`; by default TRL's own NCCL stream.
 
     Attributes:
         lagrange_multiplier (`LagrangeMultiplier`): λ; moves after each optimizer step with `constraint="lagrangian"`.
@@ -56,7 +90,21 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
 
     _tag_names: ClassVar = ["trl", "async-grpo", "dc-grpo"]
 
-    def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
+    def __init__(
+        self,
+        model: str,
+        reward_funcs: Reward | list[Reward] | None = None,
+        args: AsyncDCGRPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Optimizer | None, LambdaLR | None] = (None, None),
+        peft_config: PeftConfig | None = None,
+        tools: list[Callable] | None = None,
+        environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | None = None,
+        rollout_worker: Any = None,
+        weight_transfer: Any = None,
+    ):
         if args is None:
             args = AsyncDCGRPOConfig(f"{model.split('/')[-1]}-AsyncDC-GRPO")
         if not isinstance(args, AsyncDCGRPOConfig):
@@ -66,7 +114,20 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         self.lagrange_multiplier = lagrange_multiplier_of(args)
         self._statistics = BatchStatistics(args.batch_reduction)
         self._warned_of_drift = False
-        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset=train_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            tools=tools,
+            environment_factory=environment_factory,
+            rollout_worker=rollout_worker,
+            weight_transfer=weight_transfer,
+        )
 
     # --- the loss of a micro-batch ----------------------------------------------------------------------------------
 

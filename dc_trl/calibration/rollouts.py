@@ -28,6 +28,7 @@ from ..serving.connection import Patience
 from ..serving.errors import ServerError, ServerUnavailableError
 from ..serving.fit import check_server, layer_kinds, schemes_of
 from ..serving.server import VLLMServer, vllm_version
+from ..settings.program import command
 from .settings import CalibrationSettings
 
 
@@ -215,8 +216,8 @@ def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClien
         client = ServerClient(url, start_timeout=5.0, patience=_PATIENCE)
     except ServerUnavailableError as error:
         raise ServerUnavailableError(
-            f"engine={url!r}: no vLLM server answers there. Start one with scripts/serve.py, correct the URL, or give "
-            "a scheme ('fp8') in its place to have one started."
+            f"engine={url!r}: no vLLM server answers there. Start one with {command('serve')}, correct the URL, or "
+            "give a scheme ('fp8') in its place to have one started."
         ) from error
     info, layers = client.get_server_info(), client.layers()
     try:

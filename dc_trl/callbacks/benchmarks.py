@@ -80,7 +80,7 @@ class BenchmarkCallback(TrainerCallback):
     Logs `eval_NAME/avg@k`, its standard error `eval_NAME/avg@k_se`, `eval_NAME/maj@k`, `eval_NAME/truncated` and
     `eval_NAME/mean_tokens` for each benchmark (trackers show them under `eval/NAME/`), and, where grading an answer
     failed, how often: `eval_NAME/grading_failures`. Answers are at most
-    `max_completion_length` long, and drawn anew at each evaluation: use `scripts/evaluate.py` for figures to publish.
+    `max_completion_length` long, and drawn anew at each evaluation: use `dc-trl evaluate` for figures to publish.
 
     Args:
         trainer: with a replica or vLLM (`deployment_scheme` or `use_vllm` set).

@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from ..config import DCGRPOConfig
 from ..resuming.checkpoints import TRAINER_STATE_FILE, numbered_folders
+from ..trainer import DCGRPOTrainer
 from .collapse_monitor import Alarm, CollapseMonitor
 
 
@@ -107,6 +108,8 @@ class CollapseAlarmCallback(TrainerCallback):
             if self._stop and alarm.signal != "no_signal":
                 control.should_training_stop = True
                 self.stopped = self.stopped or alarm
+                if isinstance(self._trainer, DCGRPOTrainer):
+                    self._trainer.exports_at_end = False  # nobody should serve what has collapsed
                 if state.is_world_process_zero:
                     message += f" {self._way_back(alarm)}"
             if state.is_world_process_zero:

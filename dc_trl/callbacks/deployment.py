@@ -1,4 +1,4 @@
-"""The policy as it is deployed, kept at every save and at the end of training."""
+"""The policy as it is deployed, kept in every checkpoint."""
 
 from pathlib import Path
 
@@ -12,11 +12,12 @@ from .collapse import CollapseAlarmCallback
 
 
 class DeploymentCheckpointCallback(TrainerCallback):
-    """Keeps the policy as it is deployed: what `vllm serve` takes, in the scheme that the run samples in.
+    """Keeps the policy as it is deployed in every checkpoint, as `deployment/`: what `vllm serve` takes.
 
-    At each save it goes to `deployment` within the checkpoint, at the end of training to `deployment` in the output
-    directory. It is the checkpoint that a server is synchronized with (`weight_sync="checkpoint"`), byte for byte;
-    with frozen weights, the same tensors in other files.
+    It is in `deployment_scheme`, or else bf16, and costs the disk of a whole model each time. At the end of training
+    the policy goes to `deployment/` in the output directory too, where the trainer does not export it by itself
+    (`export_run`). It is the checkpoint that a server is synchronized with (`weight_sync="checkpoint"`), byte for
+    byte; with frozen weights, the same tensors in other files.
 
     Args:
         alarm (`CollapseAlarmCallback`, *optional*): when it stopped the run, there is no policy to deploy at its end.
@@ -35,5 +36,5 @@ class DeploymentCheckpointCallback(TrainerCallback):
         self._trainer.save_deployment(checkpoint / DEPLOYMENT_FOLDER)
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self._alarm is None or self._alarm.stopped is None:
+        if not args.exports_deployment and (self._alarm is None or self._alarm.stopped is None):
             self._trainer.save_deployment(Path(args.output_dir, DEPLOYMENT_FOLDER))

@@ -7,7 +7,6 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 from ..files import write_text
-from ..quantization.schemes import SCHEMES
 from ..records.runs import (
     BASELINE_FILE,
     DEPLOYMENT_FOLDER,
@@ -154,5 +153,5 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     }
     write_text(Path(args.output_dir, SUMMARY_FILE), json.dumps(summary, indent=2) + "\n")
     print(f"Model, {HISTORY_FILE} and {FIGURE_FILE} are in {args.output_dir}")
-    if args.deployment_scheme in SCHEMES:
+    if args.exports_deployment:
         print(f"Serve it: vllm serve {Path(args.output_dir, DEPLOYMENT_FOLDER)}")

@@ -44,7 +44,7 @@ else:
 class ConstraintSettings:
     """Fields of [`~dc_trl.DCGRPOConfig`], which describes them."""
 
-    constraint: Constraint = "lagrangian"
+    constraint: Constraint = "none"
     constraint_form: ConstraintForm = "injected"
     discrepancy_measure: Measure = "prob_diff"
     discrepancy_level: Level = "token"

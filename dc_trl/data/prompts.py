@@ -1,6 +1,5 @@
 """Prompts and gold answers from any data set: a Hub id, a local file, or the built-in arithmetic."""
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,13 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from ..files import parse_object
 from ..grading import GRADING_COLUMNS, is_gradable
+from ..settings.paths import READERS, is_data_file, require_data_file
 from .schema import require_grading
 from .templates import base_prompt, chat_prompt
 
 
 Prompt = str | list[dict[str, str]]
-
-_READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 def load_rows(
@@ -41,11 +39,11 @@ def load_rows(
     Raises:
         ValueError: no such file or data set, or it cannot be read.
     """
-    path = Path(name).expanduser()
     options: dict[str, str | None]
-    if path.suffix in _READERS or path.is_file():
-        _require_data_file(path, f"{field}={name!r}")
-        source, options = _READERS[path.suffix], {"data_files": str(path), "split": "train"}
+    if is_data_file(name):
+        require_data_file(name, field)
+        path = Path(name).expanduser()
+        source, options = READERS[path.suffix], {"data_files": str(path), "split": "train"}
     else:
         source, options = name, {"name": config, "split": split, "revision": revision}
     try:
@@ -59,17 +57,6 @@ def load_rows(
     if isinstance(rows, DatasetDict) or len(rows) == 0:
         raise ValueError(f"{field}={name!r} holds no rows in split {split!r}: choose another dataset_split.")
     return rows
-
-
-def _require_data_file(path: Path, named: str) -> None:
-    if path.suffix not in _READERS:
-        raise ValueError(f"{named} is no data file: use one of {', '.join(_READERS)}.")
-    if not path.is_file():
-        raise ValueError(f"{named} does not exist: check the path (relative to {os.curdir!r}).")
-    if path.stat().st_size == 0:
-        raise ValueError(f"{named} is empty: it needs at least one row.")
-    if path.suffix != ".parquet":
-        _require_rows_of_text(path, named)
 
 
 def _require_rows_of_text(path: Path, named: str) -> None:

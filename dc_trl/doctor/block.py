@@ -154,6 +154,8 @@ def machine_lines(results: Sequence[Result]) -> list[str]:
         driver = f", NVIDIA driver {found['driver']}" if "driver" in found else ""
         lines.append(f"PyTorch    {found['build']}{driver}; computes on {found.get('device', 'nothing')}")
     lines += [f"GPU {number}      {name}" for number, name in enumerate(found.get("devices", []))]
+    if len(found.get("devices", [])) > 1:
+        lines.append("           every check after `device` sees one of them alone")
     if "devices" in found and not found["devices"]:
         lines.append("GPU        none that PyTorch can use")
     if "note" in found:

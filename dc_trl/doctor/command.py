@@ -1,15 +1,14 @@
 """Checks in minutes what this machine can do for dc_trl, and prints a block to paste into an issue.
 
-    python scripts/doctor.py                              no network, the shipped tiny model
-    python scripts/doctor.py --schemes all --minutes 20   every scheme
-    python scripts/doctor.py --model Qwen/Qwen3-0.6B      your model, which is downloaded
+    dc-trl doctor                              no network, the shipped tiny model
+    dc-trl doctor --schemes all --minutes 20   every scheme
+    dc-trl doctor --model Qwen/Qwen3-0.6B      your model, which is downloaded
 
 It names versions and devices, and tries PyTorch's kernels, the replica, the cost of the constraint, and, where vLLM is
 installed, a vLLM server in each scheme: does it start, how far are its probabilities from the policy's, does it take
 new weights, and how fast. A check that fails or hangs does not stop the others. The exit code is 1 if one failed.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -28,19 +27,19 @@ TINY_MODEL = Path(__file__).parent.parent / "assets" / "tiny_qwen3"
 _INTERRUPTED = 130
 
 
-def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of the command line, that of the process by default."""
-    parser = OptionParser(__doc__)
+def make_parser() -> OptionParser:
+    """The options of the command line."""
+    parser = OptionParser(__doc__, "doctor")
     parser.add_argument("--minutes", type=float, default=10.0, help="for everything (default: 10)")
     parser.add_argument("--schemes", nargs="+", default=list(DEFAULT_SCHEMES), help="deployment schemes, or 'all'")
     parser.add_argument("--model", help="Hub id or directory (default: the tiny model that is shipped)")
-    parser.add_argument("--device", help="of replica and training, 'cuda:1' or 'cpu' (default: what PyTorch finds)")
+    parser.add_argument("--device", help="'cpu', 'cuda', or one of several: 'cuda:1' (default: what PyTorch finds)")
     parser.add_argument("--no_servers", action="store_true", help="start no vLLM server")
     parser.add_argument("--seed", type=int, default=0, help="of samples (default: 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="new file for the raw results")
     parser.add_argument("--log", type=Path, metavar="FILE", help="new file for tracebacks (default: in runs/)")
     add_serve_options(parser)
-    return parser.parse_args(words)
+    return parser
 
 
 def chosen_schemes(names: Sequence[str]) -> list[str]:
@@ -74,7 +73,7 @@ def require_new(option: str, path: Path) -> None:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the checks and prints what they found; the exit code is 1 if one failed, 130 after Ctrl-C."""
-    args = parse_arguments(words)
+    args = make_parser().parse_args(words)
     begin = time.monotonic()
     with refused_in_one_line():
         require_number("minutes", args.minutes, ABOVE_0)

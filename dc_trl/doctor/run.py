@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from ..settings.secrets import without_secrets
-from .checks import IMPORT, Check, Result, Setup
+from .checks import DEVICE, IMPORT, Check, Result, Setup
 
 
 _GRACE = 10.0  # seconds that a process has to end by itself, a server of its with it
@@ -40,6 +40,7 @@ def run_checks(checks: Sequence[Check], setup: Setup, seconds: float) -> Generat
     passed: set[str] = set()
     took: dict[str, float] = {}  # longest check of a kind, "server" for example
     worker: Worker | None = None
+    environment: dict[str, str] = {}
     imports = [check for check in checks if check.name == IMPORT]
     with tempfile.TemporaryDirectory(prefix="dc_trl-doctor-") as folder:
         try:
@@ -55,12 +56,17 @@ def run_checks(checks: Sequence[Check], setup: Setup, seconds: float) -> Generat
                     continue
                 result = None
                 if worker is None:
-                    worker = Worker(setup, Path(folder))
+                    worker = Worker(setup, Path(folder), environment)
                     if IMPORT in check.after:  # has passed before, and is no part of this check's time
                         result = worker.run(imports[0], left)
                         result = None if result.status == "passed" else replace(result, name=check.name)
                 if result is None:
                     result = worker.run(check, end - time.monotonic() - ENDING)
+                if check.name == DEVICE and result.status == "passed":
+                    environment = one_gpu(len(result.found["devices"]), setup.device)
+                    if environment:
+                        setup = replace(setup, device="cuda")
+                        worker.over = True
                 if worker.over:
                     worker.end()
                     worker = None
@@ -84,12 +90,13 @@ class Worker:
     Args:
         setup: for the probes.
         folder: for the file of events.
+        environment: further environment variables.
 
     Attributes:
         over: whether it runs no further check.
     """
 
-    def __init__(self, setup: Setup, folder: Path):
+    def __init__(self, setup: Setup, folder: Path, environment: Mapping[str, str]):
         handle, name = tempfile.mkstemp(dir=folder)
         os.close(handle)
         self._events, self._read = Path(name), 0
@@ -101,7 +108,7 @@ class Worker:
         with open(setup.log, "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "dc_trl.doctor.worker", name],
-                env=os.environ | quiet,
+                env={**os.environ, **quiet, **environment},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -184,6 +191,20 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def one_gpu(count: int, device: str | None) -> dict[str, str]:
+    """The environment that hides all GPUs but one, where there are several: transformers would train on all of them.
+
+    Args:
+        count: of the GPUs that a process sees.
+        device: that is asked for, "cuda:1" for example; None for the first.
+    """
+    if count < 2 or (device is not None and not device.startswith("cuda")):
+        return {}
+    number = int((device or "cuda").partition(":")[2] or 0)
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return {"CUDA_VISIBLE_DEVICES": seen.split(",")[number]}
 
 
 def one_line(text: str) -> str:

@@ -228,7 +228,7 @@ def _set_card_aside(path: Path) -> ModelCardData:
         with suppress(ValueError, yaml.YAMLError):
             card = ModelCard.load(path, ignore_metadata_errors=True)
         if card.text != _signed(card.text):
-            (kept,) = set_aside([path])
+            kept = set_aside([path])[path]
             logger.warning(f"{path} was not written by this trainer, or was edited, and is kept as {kept.name}.")
     assert isinstance(card.data, ModelCardData)
     return card.data

@@ -24,6 +24,7 @@ from transformers.utils import logging
 
 from ..config import DCGRPOConfig, HubDeployment
 from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, SUMMARY_FILE
+from ..settings.program import command_words
 from ..version import __version__
 from .card import CARD_FILE, address_card, deployment_card, load_card
 
@@ -212,7 +213,7 @@ def push_command(args: DCGRPOConfig, repo_id: str) -> str:
     values = {"--scheme": args.deployment_scheme, "--revision": args.hub_revision}
     words = ["--deployment", args.hub_deployment, *(["--private"] if args.hub_private_repo else [])]
     words += [word for name, value in values.items() if value is not None for word in (name, value)]
-    return shlex.join(["python", "scripts/push.py", args.output_dir, "--repo_id", repo_id, *words])
+    return shlex.join([*command_words("push"), args.output_dir, "--repo_id", repo_id, *words])
 
 
 @contextmanager

@@ -21,17 +21,21 @@ class HubMixin(Trainer):
         with self._hub.pushing(self.args):
             super().init_hf_repo(token)
 
-    def push_to_hub(self, *args, **kwargs):
+    def push_to_hub(self, *args, export=True, **kwargs):
         """Pushes the run: model, deployment checkpoint, history of λ, figure and model card; see docs/hub.md.
 
         Takes and returns what [`~transformers.Trainer.push_to_hub`] does; `dataset_name` and `tags` go to the card.
         Every process has to call it.
 
+        Args:
+            export (`bool`, defaults to `True`): writes the deployment checkpoint from the present weights first.
+                `False` pushes the one that `train` has just left in the output directory.
+
         Raises:
             HubError: the Hub refused or could not be reached. The run's files are whole, and calling this again, or
                 `dc_trl.hub.push.push_run` later, sends what is missing.
         """
-        if self.args.deployment_scheme is not None and self.args.hub_deployment != "none":
+        if export and self.args.deployment_scheme is not None and self.args.hub_deployment != "none":
             self.save_deployment(Path(self.args.output_dir, DEPLOYMENT_FOLDER))
         with self._hub.pushing(self.args):
             return super().push_to_hub(*args, **kwargs)

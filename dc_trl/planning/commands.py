@@ -2,11 +2,13 @@
 
 import shlex
 
+from ..settings.paths import shipped
+from ..settings.program import command_words, launched_words
 from .plan import Plan, accumulation
 from .step import Layout
 
 
-# What `scripts/serve.py` gives `vllm serve` on a GPU; `serving.server` says why. A test compares the two.
+# What `dc-trl serve` gives `vllm serve` on a GPU; `serving.server` says why. A test compares the two.
 SERVE_OPTIONS = [
     *("--dtype", "bfloat16"),
     *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
@@ -42,11 +44,11 @@ def vllm_command(plan: Plan) -> list[str]:
 
 
 def serve_command(plan: Plan) -> list[str]:
-    """The same through `scripts/serve.py`, which writes the checkpoint first."""
+    """The same through `dc-trl serve`, which writes the checkpoint first."""
     work = plan.work
     options = ["--model", plan.model.name, "--scheme", work.scheme, "--host", _address(plan)]
     length = ["--max_model_len", str(work.longest)]
-    return ["python", "scripts/serve.py", *options, *length, "--", *engine_options(plan)]
+    return [*command_words("serve"), *options, *length, "--", *engine_options(plan)]
 
 
 def launch_command(plan: Plan, config: str = "CONFIG.yaml") -> list[str]:
@@ -63,7 +65,7 @@ def launch_command(plan: Plan, config: str = "CONFIG.yaml") -> list[str]:
         "gradient_accumulation_steps": steps,
         "steps_per_generation": generation,
     }
-    words = ["accelerate", "launch", *launcher_options(plan), "scripts/train.py", "--config", config]
+    words = ["accelerate", "launch", *launcher_options(plan), *launched_words("train"), "--config", config]
     words += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     if layout.reduce_each:
         words += ["--accelerator_config", '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}']
@@ -76,7 +78,7 @@ def accelerate_file(plan: Plan) -> str | None:
     """The project's launch configuration that the plan takes; None where options of the launcher are enough."""
     if plan.layout.strategy != "fsdp2":
         return None
-    return _EXPERTS_FILE if plan.model.layer_class == _EXPERTS_LAYER else _DENSE_FILE
+    return shipped(_EXPERTS_FILE if plan.model.layer_class == _EXPERTS_LAYER else _DENSE_FILE)
 
 
 def launcher_options(plan: Plan) -> list[str]:

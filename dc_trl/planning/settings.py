@@ -1,4 +1,4 @@
-"""What a plan is asked for: options, and the training configuration that `scripts/train.py` takes."""
+"""What a plan is asked for: options, and the training configuration that `dc-trl train` takes."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -112,7 +112,7 @@ def settings_of_config(
     """What a training configuration says of the work, and the model that it names.
 
     Args:
-        path: the YAML file of `scripts/train.py`.
+        path: the YAML file of `dc-trl train`.
         processes: that the file's batch is meant for; by default those of the launch configuration.
         accelerate_config: the launch configuration.
 

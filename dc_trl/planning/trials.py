@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 
 from ..files import write_text
 from ..records.tables import TableRows
+from ..settings.paths import shipped_configs
+from ..settings.program import PACKAGE
 from .architecture import architecture_of
 from .measured import (
     Measured,
@@ -37,14 +39,13 @@ from .measured import (
 )
 
 
-ROOT = Path(__file__).parent.parent.parent
 _BASE = (16, 64)  # completions of a step, tokens of a completion
 _STEPS = 5
 
 
 def small_model() -> PreTrainedModel:
     """Random, of the shape of Qwen3-0.6B."""
-    return random_model(ROOT / "configs" / "models" / "qwen3_0_6b.json")
+    return random_model(shipped_configs() / "models" / "qwen3_0_6b.json")
 
 
 def check_tables() -> Iterator[tuple[str, TableRows]]:
@@ -82,7 +83,7 @@ def growth_table() -> tuple[str, TableRows]:
     """
     shapes = [(16, 64), (32, 64), (64, 64), (16, 128), (16, 256)]
     runs = [("tiny", tiny_model, *shape) for shape in shapes]
-    tiny = ROOT / "dc_trl" / "assets" / "tiny_qwen3" / "config.json"
+    tiny = PACKAGE / "assets" / "tiny_qwen3" / "config.json"
     runs += [
         ("tiny, twice as wide", lambda: random_model(tiny, hidden_size=256, intermediate_size=512), *_BASE),
         ("tiny, 4 times as deep", lambda: _deeper(tiny, 16), *_BASE),
@@ -117,12 +118,12 @@ def _deeper(path: Path, layers: int) -> PreTrainedModel:
 
 def _two_processes(batch: int, length: int) -> Measured:
     """The tiny model in two processes, half of the completions on each."""
-    config = ROOT / "configs" / "accelerate" / "two_cpu_processes.yaml"
+    config = shipped_configs() / "accelerate" / "two_cpu_processes.yaml"
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     with tempfile.TemporaryDirectory(prefix="dc_trl-plan-") as folder:
         file = Path(folder, "measured.json")
         words = ["-m", "dc_trl.planning.trials", str(file), str(batch // 2), str(length)]
-        done = subprocess.run([*launch, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run([*launch, *words], cwd=PACKAGE.parent, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise RuntimeError(f"two processes could not be measured: {done.stderr[-2000:]}")
         return Measured(**json.loads(file.read_text()))

@@ -11,6 +11,7 @@ from types import NoneType
 from typing import Any, NamedTuple, TypeGuard
 
 from ..files import read_object, read_text
+from ..settings.program import command
 from .settings import training_defaults
 from .time_parts import PARTS, PREFIX
 
@@ -18,7 +19,7 @@ from .time_parts import PARTS, PREFIX
 HISTORY_FILE = "history.jsonl"
 FIGURE_FILE = "run.png"
 SETTINGS_FILE = "settings.json"
-BASELINE_FILE = "before.json"  # the deployed policy before the first step, as `scripts/train.py` measures it
+BASELINE_FILE = "before.json"  # the deployed policy before the first step, as `dc-trl train` measures it
 SUMMARY_FILE = "summary.json"  # the same after the last step, and what the run cost
 DEPLOYMENT_FOLDER = "deployment"  # the policy as it is served
 
@@ -197,7 +198,7 @@ def read_run(directory: str | PathLike[str]) -> Run:
     path = folder / HISTORY_FILE
     if not path.is_file():
         raise ValueError(
-            f"run={str(folder)!r} has no {HISTORY_FILE}: give the output_dir of a run of scripts/train.py, or of a "
+            f"run={str(folder)!r} has no {HISTORY_FILE}: give the output_dir of a run of {command('train')}, or of a "
             "trainer with LambdaLoggingCallback."
         )
     history = read_history(path)

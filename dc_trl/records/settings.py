@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import read_object
+from ..settings.recipes import RECIPES
 from ..settings.secrets import hide_in_options, is_secret_name, without_secrets
 
 
@@ -42,7 +43,9 @@ def training_defaults() -> dict[str, Any]:
 
 
 def default_of(of: Field) -> Any:
-    """Default of a field of a dataclass; None where it has none."""
+    """Default of a field of a dataclass, what it comes to where it is left open; None where it has none."""
+    if of.default is None and of.name in RECIPES["trl"]:
+        return RECIPES["trl"][of.name]
     if of.default is not MISSING:
         return of.default
     factory: Callable[[], Any] | Any = of.default_factory

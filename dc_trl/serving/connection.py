@@ -13,6 +13,7 @@ from urllib.parse import urlparse
 import httpx
 import psutil
 
+from ..settings.program import command
 from .errors import ServerError, ServerRefusedError, ServerUnavailableError
 
 
@@ -257,7 +258,7 @@ def wait_until_one_is_up(
         if waited >= timeout:
             raise ServerUnavailableError(
                 f"no vLLM server answers at {urls} after {timeout:g} s ({reason}): start one with "
-                f"scripts/serve.py, correct {setting}, or raise vllm_server_timeout."
+                f"{command('serve')}, correct {setting}, or raise vllm_server_timeout."
             )
         if time.monotonic() - reported >= 10:
             reported = time.monotonic()

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from ..settings.program import command
 from .errors import ServerError
 
 
@@ -108,12 +109,12 @@ def _check_format(method: str | None, kinds: list[str], scheme: str | None, weig
         raise ServerError(
             f"the server quantizes by itself (--quantization {method}), so that what samples is not the checkpoint "
             "that weight_sync='checkpoint' writes: leave --quantization out and serve a checkpoint in the scheme "
-            "(scripts/serve.py --scheme), or set weight_sync='nccl'."
+            f"({command('serve')} --scheme), or set weight_sync='nccl'."
         )
     if (scheme or "bf16") not in schemes_of(kinds) and (scheme is not None or weight_sync == "checkpoint"):
         raise ServerError(
             f"the server's layers are {', '.join(kinds) or 'not quantized'}, and deployment_scheme={scheme!r} is "
-            f"trained for: start it with scripts/serve.py --scheme {scheme or 'bf16'}, or set deployment_scheme to "
+            f"trained for: start it with {command('serve')} --scheme {scheme or 'bf16'}, or set deployment_scheme to "
             "what it serves."
         )
 

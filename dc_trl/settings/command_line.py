@@ -1,28 +1,78 @@
-"""What the scripts share: options, one line for what is wrong with them before anything starts, and the way out."""
+"""What the commands share: options, one line for what is wrong with them before anything starts, and the way out."""
 
 import argparse
+import difflib
+import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
+from .paths import shipped
+from .program import command, here
+
 
 class OptionParser(argparse.ArgumentParser):
-    """argparse's parser, whose refusals are one line like all others: `error: `, the option, its value."""
+    """argparse's parser, whose refusals are one line like all others: `error: `, the option, its value.
 
-    def __init__(self, description: str | None) -> None:
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    Options are not abbreviated: `--max` would mean another one as soon as a second option begins so.
+
+    Args:
+        description: of the help; every `dc-trl NAME` in it becomes the command that exists where the user is.
+        name: of the sub-command, None for a script that is none.
+    """
+
+    def __init__(self, description: str | None, name: str | None = None) -> None:
+        super().__init__(
+            prog=command(name) if name else None,
+            description=here(description or ""),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """See argparse; a misspelt option is refused with the nearest name, before one that is missing."""
+        words = sys.argv[1:] if args is None else list(args)
+        if wrong := misspelt(words, self):
+            self.error(wrong)
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with exit code 2; argparse would print the usage first."""
-        self.exit(2, f"error: {message}; --help lists the options.\n")
+        self.exit(2, f"error: {message}; {self.prog} --help lists the options.\n")
+
+
+def misspelt(words: Sequence[str], parser: argparse.ArgumentParser) -> str | None:
+    """What is wrong with the first option of a command line that a parser does not have; None where it has all."""
+    known = {string: action for action in parser._actions for string in action.option_strings}
+    for word in words:
+        if word == "--":
+            break
+        name = word.partition("=")[0]
+        if not re.match(r"--?[A-Za-z]", name) or " " in name:
+            continue  # a value, as argparse has it too
+        if name not in known:
+            shown = {max(action.option_strings, key=len): action for action in known.values()}
+            names = [string for string, action in shown.items() if action.help != argparse.SUPPRESS]
+            close = difflib.get_close_matches(f"--{name.lstrip('-').replace('-', '_')}", names, n=1)
+            return f"{name} is no option" + (f": did you mean {close[0]}?" if close else "")
+        if known[name].nargs == argparse.REMAINDER:
+            break
+    return None
+
+
+def unknown_field(name: str, known: Iterable[str]) -> str:
+    """The refusal of a field that a configuration file has and training has not."""
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"{command('train')} --help lists the fields."
+    return f"{name} is no field of the configuration: {hint}"
 
 
 def add_model(group: argparse._ActionsContainer, what: str, required: bool = True) -> None:
     """Options for a model: `--model` and `--revision`."""
-    group.add_argument("--model", required=required, help=f"Hub id or directory {what}")
+    group.add_argument("--model", required=required, type=shipped, help=f"Hub id or directory {what}")
     group.add_argument("--revision", default="main", help="revision of a Hub model")
 
 

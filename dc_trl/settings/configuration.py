@@ -1,6 +1,5 @@
 """A training configuration as its user writes it, in YAML and on a command line; what is wrong in it is named."""
 
-import difflib
 import sys
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -12,6 +11,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from trl import TrlParser
 
 from ..files import read_yaml
+from .command_line import misspelt, unknown_field
+from .paths import config_file
 
 
 # Text fields whose truth values TRL reads too.
@@ -25,6 +26,9 @@ class ConfigurationParser(TrlParser):
     value where YAML reads `no` or `off` as one, another type than the field's.
     """
 
+    def __init__(self, dataclass_types: Iterable[type]) -> None:
+        super().__init__(dataclass_types, allow_abbrev=False)
+
     def error(self, message: str) -> None:
         """Raises a `ValueError`, where argparse would print the usage of 300 fields and end the program."""
         raise ValueError(f"{message}.")
@@ -36,12 +40,19 @@ class ConfigurationParser(TrlParser):
             ValueError: names the file, or the field with its value.
             OSError: the configuration file cannot be read.
         """
-        words = list(sys.argv[1:] if args is None else args)
+        given = list(sys.argv[1:] if args is None else args)
+        # TRL's parser knows `--config FILE`, and not `--config=FILE`.
+        words = [part for word in given for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+        if words.count("--config") > 1:
+            raise ValueError("config is given twice: name one file, and override its fields on the command line.")
         if "--config" in words:
-            path = words[words.index("--config") + 1 :][:1]
-            if not path:
+            behind = words.index("--config") + 1
+            if not words[behind:]:
                 raise ValueError("config is not set: name a YAML file behind --config.")
-            read_yaml(Path(path[0]))
+            words[behind] = str(config_file(words[behind]))
+            read_yaml(Path(words[behind]))
+        if wrong := misspelt([word for word in words if word != "--config"], self):
+            raise ValueError(f"{wrong}.")
         return super().parse_args_and_config(words, *positional, **kwargs)
 
     def set_defaults_with_config(self, **settings: Any) -> list[str]:
@@ -59,9 +70,7 @@ class ConfigurationParser(TrlParser):
         values = {}
         for name, value in settings.items():
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]}?" if close else "scripts/train.py --help lists the fields."
-                raise ValueError(f"{name} is no field of the configuration: {hint}")
+                raise ValueError(unknown_field(name, known))
             values[name] = _value(name, value, types[name])
         return values
 

@@ -1,6 +1,5 @@
 """A model's name as a user gives it: what is missing or broken behind it is said before the weights are loaded."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from ..files import read_object, read_text
+from .paths import require_model_path
 
 
 def require_model(name: str | None, field: str = "model_name_or_path") -> None:
@@ -21,16 +21,10 @@ def require_model(name: str | None, field: str = "model_name_or_path") -> None:
     Raises:
         ValueError: names the option, its value, and the broken file if there is one.
     """
-    if not name:
-        raise ValueError(f"{field} is not set: give a Hub id or a directory.")
-    path = Path(name).expanduser()
+    require_model_path(name, field)
+    path = Path(name or "").expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"{field}={name!r} is a directory without a config.json: it holds no model.")
         _require_readable(path)
-    elif path.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
-        what = "is no directory" if path.exists() else "does not exist"
-        raise ValueError(f"{field}={name!r} {what}: check the path.")
 
 
 def _require_readable(folder: Path) -> None:

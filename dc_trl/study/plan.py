@@ -1,5 +1,6 @@
 """What a study runs: sweep files with a common base, and each pair of a cell and a seed once, whoever asks for it."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,10 +49,15 @@ class Study:
                 for variant in sweep.variants if seed in sweep.seeds else ():
                     cell = self.cell(sweep, variant)
                     named = Variant(cell_name(cell), dict(cell))
-                    folder = output / named.folder / f"seed-{seed}"
+                    folder = output / _within_limits(named.folder) / f"seed-{seed}"
                     settings = sweep.settings(variant) | {"seed": seed, "output_dir": str(folder)}
                     jobs.setdefault(folder, Job(named, seed, folder, settings))
         return list(jobs.values())
+
+
+def _within_limits(folder: str) -> str:
+    """A folder's name as it is, or its beginning and a hash: file systems end at 255 bytes."""
+    return folder if len(folder) <= 200 else f"{folder[:180]}-{hashlib.sha256(folder.encode()).hexdigest()[:12]}"
 
 
 def load_study(folder: Path, names: Sequence[str] = (), seeds: Sequence[int] | None = None) -> Study:

@@ -448,15 +448,18 @@ class DeployedPolicyTrainer(GRPOTrainer):
         """
         tensors = self.deployed_tensors()
         if self.accelerator.is_main_process:
-            if self._deployment_writer is None:
-                from ..quantization.checkpoint import CheckpointWriter
-
-                policy = unwrapped(self.accelerator, self.model)
-                scheme = self.args.deployment_scheme or "bf16"
-                self._deployment_writer = CheckpointWriter(policy, scheme, self.processing_class)
-            self._deployment_writer.write(tensors, directory)
+            self._open_deployment_writer().write(tensors, directory)
         for _ in tensors:
             pass  # take part in gathering
+
+    def _open_deployment_writer(self) -> CheckpointWriter:
+        if self._deployment_writer is None:
+            from ..quantization.checkpoint import CheckpointWriter
+
+            policy = unwrapped(self.accelerator, self.model)
+            scheme = self.args.deployment_scheme or "bf16"
+            self._deployment_writer = CheckpointWriter(policy, scheme, self.processing_class)
+        return self._deployment_writer
 
 
 class _ParametersMove(TrainerCallback):

@@ -21,7 +21,7 @@ from ..resuming.interruption import RunInterrupted
 from ..rollouts.buffer import load_rollouts, save_rollouts
 from ..rollouts.sync_schedule import SyncSchedule
 from ..serving.errors import ServerError
-from .batching import LengthAwareTrainer
+from .exporting import ExportingTrainer
 
 
 # Several processes on a CPU: transformers loads the optimizer to accelerate's "cpu:0", which torch.load does not know.
@@ -33,7 +33,7 @@ torch.serialization.register_package(
 logger = get_logger(__name__)
 
 
-class ResumableTrainer(LengthAwareTrainer):
+class ResumableTrainer(ExportingTrainer):
     """A trainer that locks its output directory, resumes from whole checkpoints, and saves before it is stopped."""
 
     _saved_at: int | None = None  # step of the last checkpoint that the present training saved or resumed from
@@ -51,7 +51,7 @@ class ResumableTrainer(LengthAwareTrainer):
             ValueError: the checkpoint is not whole, another process trains into `output_dir`, or it cannot be written.
             ServerError: the server cannot do what training needs; the message says how to go on.
             RunInterrupted: a signal has ended the run, with a checkpoint; only where `StopSignals` is among the
-                callbacks, as in `scripts/train.py`.
+                callbacks, as in `dc-trl train`.
         """
         if self._step > 0:  # this object has trained before
             self._start_again()

@@ -101,6 +101,10 @@ class TimedTrainer(ResumableTrainer):
     def _save_checkpoint(self, model, trial):
         super()._save_checkpoint(model, trial)
 
+    @timed("saving")
+    def _export(self, folder):
+        super()._export(folder)
+
     def log(self, logs, start_time=None):
         if self.model.training:
             logs |= {f"{PREFIX}{part}": seconds for part, seconds in self.parts_clock.lap().items()}

@@ -8,6 +8,7 @@ from trl import ModelConfig
 from ..config import DCGRPOConfig
 from ..grading.rewards import get_reward
 from ..settings.configuration import ConfigurationParser
+from ..settings.paths import shipped
 from ..settings.pretrained import require_model
 from .own_server import ServerArguments, require_servable
 from .problems import DataArguments
@@ -31,7 +32,10 @@ class RunArguments(NamedTuple):
             ValueError: names the file, or the field with its value.
             OSError: the file cannot be read.
         """
-        return cls(*ConfigurationParser(ARGUMENTS).parse_args_and_config(words))
+        arguments = cls(*ConfigurationParser(ARGUMENTS).parse_args_and_config(words))
+        if arguments.model.model_name_or_path is not None:
+            arguments.model.model_name_or_path = shipped(arguments.model.model_name_or_path)
+        return arguments
 
     def check(self) -> None:
         """Refuses what can be known to fail without a download or a model.

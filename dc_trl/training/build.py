@@ -9,7 +9,6 @@ from trl import get_peft_config, get_quantization_config
 
 from ..callbacks.benchmarks import BenchmarkCallback
 from ..callbacks.collapse import CollapseAlarmCallback
-from ..callbacks.logging import LambdaLoggingCallback
 from ..config import DCGRPOConfig
 from ..evaluation import Benchmark
 from ..grading.rewards import get_reward
@@ -19,6 +18,7 @@ from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import ADAPTER, require_numbers
 from ..settings.reward_functions import RewardFunction, require_callable
 from ..trainer import DCGRPOTrainer
+from ..trainers.history import LambdaLoggingCallback
 from .arguments import RunArguments
 from .output import open_output, require_space
 from .own_server import require_servable, start_server

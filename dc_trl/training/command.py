@@ -1,4 +1,4 @@
-"""What `scripts/train.py` does: from a command line to a run that has ended."""
+"""What `dc-trl train` does: from a command line to a run that has ended."""
 
 import os
 import sys

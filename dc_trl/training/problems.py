@@ -28,7 +28,7 @@ class DataArguments:
     Args:
         dataset_name (`str`, *optional*):
             Hub id, local .json/.jsonl/.parquet/.csv file, 'arithmetic' (made on the spot), or 'dapo' (DAPO-Math-17K,
-            cleaned at every start; scripts/prepare_data.py does it once).
+            cleaned at every start; dc-trl prepare-data does it once).
         dataset_config (`str`, *optional*):
             Configuration of a Hub data set.
         dataset_split (`str`, defaults to `"train"`):

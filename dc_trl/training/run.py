@@ -75,7 +75,7 @@ def _publish(trainer: DCGRPOTrainer, dataset_name: str | None) -> Outcome:
         trainer.create_model_card(dataset_name=dataset_name)
         return None
     try:
-        trainer.push_to_hub(dataset_name=dataset_name)
+        trainer.push_to_hub(dataset_name=dataset_name, export=not args.exports_deployment)
     except HubError as error:
         command = push_command(args, trainer.hub_model_id)
         return f"error: {error}\nThe run is whole in {args.output_dir}. Push it later: {command}"

@@ -9,7 +9,6 @@ from ..callbacks.collapse import CollapseAlarmCallback
 from ..callbacks.deployment import DeploymentCheckpointCallback
 from ..callbacks.length_decay import LengthDecayCallback
 from ..callbacks.logging import ConstraintProgressCallback
-from ..quantization.schemes import SCHEMES
 from ..settings.described import described
 from ..settings.ranges import COUNT, SHARE, require_numbers
 from ..trainer import DCGRPOTrainer
@@ -58,7 +57,7 @@ def add_callbacks(trainer: DCGRPOTrainer, watch: WatchArguments) -> CollapseAlar
     if watch.collapse_alarm != "off":
         alarm = CollapseAlarmCallback(trainer, stop=watch.collapse_alarm == "stop")
         trainer.add_callback(alarm)
-    if trainer.args.deployment_scheme in SCHEMES:
+    if trainer.args.exports_deployment:
         trainer.add_callback(DeploymentCheckpointCallback(trainer, alarm))
     if not trainer.args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)

@@ -1,0 +1,81 @@
+"""`dc-trl`: one program, and a module for each of its sub-commands, which is imported when it is called.
+
+A module has `make_parser()` and `main(words)`. What its parser says stands in `options.json` too, so that help and
+refusals come at once: torch and TRL take seconds to import. `options.py` reads it.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+from ..settings.command_line import OptionParser
+from ..settings.program import command_words
+from ..version import __version__
+from .options import require_options
+
+
+# Sub-command → its module, and what it is for.
+COMMANDS = {
+    "train": ("train", "train a policy with DC-GRPO"),
+    "serve": ("serve", "start a vLLM server for training, in the deployment scheme"),
+    "calibrate": ("calibrate", "measure engines' mismatch before a run, and propose the tolerance ε"),
+    "evaluate": ("evaluate", "avg@k, pass@k and maj@k of a policy as it is deployed"),
+    "report": ("report", "make the page of figures of one or several runs"),
+    "ablate": ("ablate", "sweep settings over seeds"),
+    "study": ("study", "run the study of docs/study.md, or a part of it"),
+    "push": ("push", "push a run to the Hub"),
+    "prepare-data": ("prepare_data", "clean training problems, once"),
+    "doctor": ("doctor", "say what this machine can do, and print a block for an issue"),
+    "plan": ("plan", "say what fits, and where the time will go"),
+}
+_VERSIONS = {"TRL": "trl", "transformers": "transformers", "vLLM": "vllm", "torch": "torch"}
+
+
+def call(name: str, words: Sequence[str] | None = None) -> None:
+    """Runs a sub-command, and ends the program where it does.
+
+    Args:
+        name: of the sub-command.
+        words: its options; those of the process by default.
+    """
+    given = sys.argv[1:] if words is None else list(words)
+    module, _ = COMMANDS[name]
+    require_options(name, given)
+    outcome = import_module(f".{module}", __name__).main(given)
+    if outcome is not None:
+        sys.exit(outcome)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The program: its first word names the sub-command."""
+    given = sys.argv[1:] if words is None else list(words)
+    listed = "\n".join(f"  {name:<14}{meaning}" for name, (_, meaning) in COMMANDS.items())
+    parser = OptionParser(f"GRPO for models that will be served quantized.\n\ncommands:\n{listed}")
+    parser.prog = " ".join(command_words("train")[:-1])
+    parser.usage = f"{parser.prog} [--version] COMMAND [options]"
+    parser.epilog = f"{parser.prog} COMMAND --help describes a command and its options."
+    parser.add_argument(
+        "--version", action="store_true", help="print the versions of this program and what it runs on"
+    )
+    if not given:
+        parser.print_help()
+        sys.exit(2)
+    if given[0].startswith("-"):
+        if parser.parse_args(given).version:
+            print("\n".join(versions()))
+        return
+    if given[0] not in COMMANDS:
+        parser.error(f"{given[0]!r} is no command: use one of {', '.join(COMMANDS)}")
+    call(given[0], given[1:])
+
+
+def versions() -> list[str]:
+    """A line for this package, and for each of those that it runs on."""
+    lines = [f"dc_trl {__version__}"]
+    for shown, distribution in _VERSIONS.items():
+        try:
+            lines.append(f"{shown} {version(distribution)}")
+        except PackageNotFoundError:
+            lines.append(f"{shown} not installed")
+    return lines

@@ -1,0 +1,194 @@
+"""Measures before a run how far engines are from the model that is trained, and proposes the tolerance ε.
+
+    dc-trl calibrate --model Qwen/Qwen3-8B --engine bf16 fp8 --dataset_name data/dapo/train.parquet \\
+      --prompt_column problem --prompts 128
+    dc-trl calibrate --model Qwen/Qwen3-8B --engine http://127.0.0.1:8000 --benchmark math500
+
+An engine is a scheme (fp8: a vLLM server with the model in it is started and ended), replica:SCHEME (a replica in this
+process, no vLLM), or the URL of a vLLM server that runs the model already; several are compared on the same prompts.
+Sampling is from the whole distribution, so there is no top-p, top-k or min-p. The terminal shows a table; the output
+directory gets calibration.json, report.html and the figures.
+
+Where an engine's scheme is known, its δ̄ is split into causes. For CI, --fail_above ends with exit code 1.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from ..calibration import Calibration, CalibrationSettings, calibrate
+from ..calibration.report import REPORT_FILE, print_calibration, write_report
+from ..calibration.result import CALIBRATION_FILE
+from ..data.benchmarks import BENCHMARKS
+from ..data.prompts import parse_template_kwargs
+from ..files import make_folder
+from ..rollouts.engines import ENGINE_HELP, EngineSpec
+from ..serving.errors import ServerError
+from ..settings.command_line import (
+    OptionParser,
+    add_fields,
+    add_model,
+    add_serve_options,
+    leave_on_sigterm,
+    refused_in_one_line,
+    say,
+)
+from ..settings.paths import shipped
+from ..settings.pretrained import load_config_and_tokenizer
+from ..settings.ranges import AT_LEAST_0, COUNT, Range, require_numbers
+from ..training.problems import DataArguments, draw_prompts
+
+
+# Weights, and whether the forward runs under bfloat16 autocast: `dtype` and `bf16` of a training configuration.
+TRAIN_DTYPES = {"bfloat16": (torch.bfloat16, True), "mixed": (torch.float32, True), "float32": (torch.float32, False)}
+DATA_FIELDS = ("dataset_config", "dataset_split", "prompt_column", "answer_column", "instruction", "max_prompt_length")
+# Options that are settings of the calibration, which describes and checks them.
+SETTINGS = {
+    "the sampling": ("samples", "max_tokens", "temperature", "seed"),
+    "the tolerance": ("measure", "reduction", "batch_prompts"),
+    "the machine": ("device", "batch_tokens", "replica_batch"),
+}
+RANGES = {"prompts": Range(least=2, whole=True), "max_prompt_length": COUNT, "fail_above": AT_LEAST_0}
+
+
+def make_parser() -> OptionParser:
+    parser = OptionParser(__doc__, "calibrate")
+    add_model(parser, "of the model that is trained")
+    parser.add_argument(
+        "--train_dtype",
+        default="bfloat16",
+        choices=TRAIN_DTYPES,
+        help="training precision: bfloat16 (dtype: bfloat16, bf16: true), mixed (dtype: float32, bf16: true) or "
+        "float32 (dtype: float32, bf16: false)",
+    )
+    parser.add_argument("--engine", nargs="+", required=True, help=ENGINE_HELP)
+    add_serve_options(parser)
+
+    prompts = parser.add_argument_group("the prompts")
+    source = prompts.add_mutually_exclusive_group()
+    source.add_argument(
+        "--dataset_name",
+        help="Hub id, .json/.jsonl/.parquet/.csv file, 'dapo' or 'arithmetic' (default), as for dc-trl train",
+    )
+    source.add_argument(
+        "--benchmark", metavar="NAME[=FILE]", help=f"one of {', '.join(BENCHMARKS)}, as for dc-trl evaluate"
+    )
+    add_fields(prompts, DataArguments, *DATA_FIELDS)
+    prompts.add_argument("--chat_template_kwargs", default="{}", help="'{\"enable_thinking\": false}'")
+    prompts.add_argument("--prompts", type=int, default=128, help="how many, drawn at random (default: 128)")
+
+    for title, names in SETTINGS.items():
+        add_fields(parser.add_argument_group(title), CalibrationSettings, *names)
+    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu", replica_batch=256)
+
+    doctor = parser.add_argument_group("the causes")
+    doctor.add_argument(
+        "--no_split",
+        dest="split",
+        action="store_false",
+        help="leave out where δ̄ comes from, which takes a scoring pass for each set of causes: 2 for bf16, 4 for "
+        "int4, 8 for fp8 and int8; twice that for a mixture of experts, and with --sampler_model",
+    )
+    doctor.add_argument(
+        "--sampler_model",
+        type=shipped,
+        metavar="DIR",
+        help="an older checkpoint of the model, which the engines run in its place: how much of δ̄ is staleness",
+    )
+
+    output = parser.add_argument_group("the results")
+    output.add_argument(
+        "--fail_above", type=float, metavar="X", help="exit code 1 if δ̄ of an engine, as measured, is above X; for CI"
+    )
+    output.add_argument("--output", type=Path, default=Path("runs", "calibration"), help="directory of the results")
+    output.add_argument("--overwrite", action="store_true", help="replace the calibration that is there")
+    return parser
+
+
+def require_output(output: Path, overwrite: bool) -> None:
+    """Refuses a directory that holds a calibration, or cannot be one."""
+    if (output / CALIBRATION_FILE).exists() and not overwrite:
+        raise ValueError(
+            f"output='{output}' holds a calibration already: choose another --output, or replace it with --overwrite."
+        )
+    make_folder("output", output)
+
+
+def require_trained(option: str, name: str, config: PretrainedConfig) -> None:
+    """Refuses a checkpoint that is quantized."""
+    if hasattr(config, "quantization_config"):
+        raise ValueError(f"{option}={name!r} is quantized: give the model that is trained, and --engine its scheme.")
+
+
+def require_device(name: str) -> None:
+    """Refuses a device that torch does not know, or that is not here."""
+    try:
+        torch.ones(1, device=name).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"device={name!r} cannot be used ({reason}): use cpu, or cuda where there is a GPU."
+        ) from error
+
+
+def run(args: argparse.Namespace) -> None:
+    # What is wrong is said before the model is loaded.
+    require_numbers(args, RANGES)
+    dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
+    settings = CalibrationSettings(
+        **{name: getattr(args, name) for names in SETTINGS.values() for name in names},
+        split=args.split,
+        serve_options=args.serve_options,
+        bf16=bf16,
+        chat_template_kwargs=parse_template_kwargs(args.chat_template_kwargs),
+        log_dir=args.output,
+        settings={
+            "revision": args.revision,
+            "train_dtype": args.train_dtype,
+            "prompts_from": args.benchmark or args.dataset_name or "arithmetic",
+        },
+        report=say,
+    )
+    for word in args.engine:
+        EngineSpec.parse(word)
+    require_device(args.device)
+    config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
+    require_trained("model", args.model, config)
+    if args.sampler_model is not None:
+        older, _ = load_config_and_tokenizer(args.sampler_model, "sampler_model")
+        require_trained("sampler_model", args.sampler_model, older)
+    require_output(args.output, args.overwrite)
+    data = DataArguments(dataset_name=args.dataset_name, **{name: getattr(args, name) for name in DATA_FIELDS})
+    prompts = draw_prompts(data, tokenizer, args.prompts, args.seed, args.benchmark)
+    model = AutoModelForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=dtype)
+    sampler = None
+    if args.sampler_model is not None:
+        sampler = AutoModelForCausalLM.from_pretrained(args.sampler_model, dtype=dtype)
+    calibration = calibrate(model, tokenizer, args.engine, prompts, sampler=sampler, **vars(settings))
+    write_report(calibration, args.output)
+    print_calibration(calibration)
+    print(f"{REPORT_FILE}, {CALIBRATION_FILE} and the figures are in {args.output}")
+    if args.fail_above is not None:
+        require_below(calibration, args.fail_above)
+
+
+def require_below(calibration: Calibration, bound: float) -> None:
+    """Ends the program with exit code 1 and a line if δ̄ of an engine is above a bound."""
+    above = [
+        f"{engine.engine}: {delta.value:.3g} [{delta.low:.3g}, {delta.high:.3g}]"
+        for engine in calibration.engines
+        if (delta := engine.estimates["discrepancy"]).value > bound
+    ]
+    if above:
+        sys.exit(f"failed: δ̄ is above --fail_above {bound:g} for {'; '.join(above)}")
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(words)
+    leave_on_sigterm()
+    with refused_in_one_line(ServerError):
+        run(args)

@@ -1,0 +1,161 @@
+"""Evaluates a model as it is deployed: avg@k, pass@k and maj@k on math benchmarks, by vLLM or the in-process replica.
+
+    dc-trl evaluate --model Qwen/Qwen3-8B --benchmarks all --engine bf16 fp8 --output runs/evaluation
+    dc-trl evaluate --compare runs/evaluation/bf16 runs/evaluation/fp8
+
+An engine is a scheme (fp8: a vLLM server of the model in it is started and ended), replica:SCHEME (a replica in this
+process, no vLLM), or the URL of a vLLM server that runs the model already, in the one --scheme given. Every sample is
+kept as it comes: the same command again goes on where the last one stopped. Defaults are those of DC-GRPO's paper:
+32,768 tokens, temperature 0.7, top-p 1, 32 samples a problem for AIME and AMC, 4 for the others.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..data.benchmarks import BENCHMARKS
+from ..data.prompts import parse_template_kwargs
+from ..evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
+from ..evaluation.card import require_card, write_eval_results
+from ..evaluation.engines import EvaluatedModel, choose_engines, start_engine
+from ..evaluation.report import REPORT_FILE, print_comparison, write_report
+from ..evaluation.results import Evaluation
+from ..files import make_folder
+from ..quantization.schemes import SCHEMES
+from ..rollouts.engines import ENGINE_HELP
+from ..rollouts.sampling import Sampling
+from ..serving.errors import ServerError
+from ..settings.command_line import (
+    OptionParser,
+    add_model,
+    add_serve_options,
+    leave_on_sigterm,
+    refused_in_one_line,
+)
+from ..settings.pretrained import load_config_and_tokenizer
+from ..settings.ranges import AT_LEAST_0, COUNT, SHARE, require_numbers
+
+
+# The paper's six. GSM8K and the built-in arithmetic are there by name.
+ALL = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench")
+RANGES = {
+    **dict.fromkeys(("samples", "limit", "max_tokens", "concurrency"), COUNT),
+    "temperature": AT_LEAST_0,
+    "top_p": SHARE,
+}
+
+
+def make_parser() -> OptionParser:
+    parser = OptionParser(__doc__, "evaluate")
+    model = parser.add_argument_group("the model")
+    add_model(model, "of the model; also of a checkpoint that is quantized already", required=False)
+    model.add_argument("--chat_template_kwargs", default="{}", help="'{\"enable_thinking\": false}'")
+
+    problems = parser.add_argument_group("the problems")
+    problems.add_argument(
+        "--benchmarks", nargs="+", default=["all"], help=f"all ({', '.join(ALL)}), or of: {', '.join(BENCHMARKS)}"
+    )
+    problems.add_argument(
+        "--benchmark_files", nargs="+", default=[], metavar="NAME=FILE", help="local files in place of the Hub"
+    )
+    problems.add_argument("--samples", type=int, help="k, samples a problem (default: the paper's, by benchmark)")
+    problems.add_argument("--limit", type=int, help="only the first problems of each benchmark")
+
+    sampling = parser.add_argument_group("the sampling")
+    sampling.add_argument("--max_tokens", type=int, default=Sampling().max_tokens)
+    sampling.add_argument("--temperature", type=float, default=Sampling().temperature, help="0: greedy")
+    sampling.add_argument("--top_p", type=float, default=Sampling().top_p)
+    sampling.add_argument("--seed", type=int, default=0)
+
+    engine = parser.add_argument_group("the engine")
+    engine.add_argument(
+        "--engine", nargs="+", help=f"{ENGINE_HELP}; default: bf16, or the checkpoint's own scheme if it is quantized"
+    )
+    engine.add_argument(
+        "--scheme",
+        nargs="+",
+        choices=SCHEMES,
+        help="of the server at the URL. Without a URL, --scheme fp8 is --engine fp8, and with --engine replica it is "
+        "--engine replica:fp8",
+    )
+    engine.add_argument("--url", help="the same as --engine URL")
+    engine.add_argument("--concurrency", type=int, default=512, help="requests in flight, or the replica's batch")
+    add_serve_options(engine)
+
+    output = parser.add_argument_group("the results")
+    output.add_argument("--output", type=Path, help="directory for samples and results (default: runs/evaluation)")
+    output.add_argument("--card", type=Path, help="model card (README.md) to write the eval_results into")
+    output.add_argument(
+        "--compare", nargs=2, type=Path, metavar="DIR", help="two evaluated directories: is the second one better?"
+    )
+    return parser
+
+
+def load_benchmarks(args: argparse.Namespace) -> list[Benchmark]:
+    names = list(dict.fromkeys(name for word in args.benchmarks for name in (ALL if word == "all" else [word])))
+    files = {}
+    for word in args.benchmark_files:
+        name, equals, file = word.partition("=")
+        if not equals or name not in names:
+            raise ValueError(f"benchmark_files={word!r} is invalid: write NAME=FILE, NAME one of {', '.join(names)}.")
+        files[name] = file
+    return [Benchmark.load(name, file=files.get(name), samples=args.samples, limit=args.limit) for name in names]
+
+
+def run(args: argparse.Namespace) -> None:
+    # What is wrong is said before an engine is started.
+    if args.model is None:
+        raise ValueError("model is not set: give --model with a Hub id or a directory, or --compare.")
+    require_numbers(args, RANGES)
+    sampling = Sampling(args.max_tokens, args.temperature, args.top_p)
+    template_kwargs = parse_template_kwargs(args.chat_template_kwargs)
+    if args.card is not None:
+        require_card(args.card)
+    config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
+    model = EvaluatedModel(args.model, args.revision, config, tokenizer)
+    engines = choose_engines(model, args.engine, args.scheme, args.url)
+    benchmarks = load_benchmarks(args)
+    output: Path = args.output or Path("runs", "evaluation")
+    make_folder("output", output)
+    prompts = [ids for b in benchmarks for ids in tokenize_prompts(b, tokenizer, template_kwargs).values()]
+    evaluations = []
+    for spec in engines:
+        assert spec.scheme is not None  # choose_engines has found it
+        folder = output / spec.scheme
+        folder.mkdir(exist_ok=True)
+        with start_engine(
+            spec,
+            model,
+            max_length=max(map(len, prompts)) + args.max_tokens,
+            concurrency=args.concurrency,
+            serve_options=args.serve_options,
+            log_path=folder / "vllm_server.log",
+        ) as (engine, weights):
+            evaluation = evaluate(
+                args.model,
+                spec.scheme,
+                engine,
+                tokenizer,
+                benchmarks,
+                folder,
+                sampling=sampling,
+                seed=args.seed,
+                settings={"weights": weights, "engine": "replica" if spec.kind == "replica" else "vllm"},
+                chat_template_kwargs=template_kwargs,
+            )
+        evaluations.append(evaluation)
+    write_report(evaluations, output)
+    print(f"Samples, {RESULTS_FILE} and {REPORT_FILE} are in {output}")
+    if args.card is not None:
+        write_eval_results(args.card, evaluations)
+        print(f"eval_results written into {args.card}")
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(words)
+    leave_on_sigterm()
+    with refused_in_one_line(ServerError):
+        if args.compare:
+            print_comparison(*(Evaluation.load(folder / RESULTS_FILE) for folder in args.compare))
+        else:
+            run(args)

@@ -1,0 +1,146 @@
+"""What the sub-commands take, from a file, so that help and refusals need no torch.
+
+The parsers in the commands' modules are the truth: `python -m dc_trl.command.write_options` writes the file from them,
+and a test compares the two. Where TRL or transformers have another version than the file was made with, an option that
+the file does not know is left to the command itself.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ..files import read_object, read_yaml
+from ..settings.command_line import OptionParser, misspelt, refused_in_one_line, unknown_field
+from ..settings.paths import (
+    config_file,
+    is_data_file,
+    require_data_file,
+    require_model_path,
+    require_path,
+    shipped,
+)
+from ..settings.program import here
+
+
+FILE = Path(__file__).with_name("options.json")
+_MANY = 6  # choices that are listed in the help's text and not in the option's first line
+# Options that name something that has to be there, and what it is.
+_PATHS = {
+    "model": require_model_path,
+    "model_name_or_path": require_model_path,
+    "tokenizer": require_model_path,
+    "sampler_model": require_model_path,
+    "card": require_path,
+    "run": require_path,
+    "tables": require_path,
+    "accelerate_config": require_path,
+}
+_PLANNED = "plan"  # whose model may be a config.json too
+
+
+def require_options(name: str, words: Sequence[str]) -> None:
+    """Shows the help of a sub-command, or refuses what is wrong with its options; both end the program.
+
+    Args:
+        name: of the sub-command.
+        words: of its command line.
+    """
+    table = read_object(FILE)
+    made_here = all(version(library) == made for library, made in table["made with"].items())
+    parser = parser_of(name, table["commands"][name])
+    if name == "train":
+        words = [part for word in words for part in _as_listed(word, parser)]
+    if not made_here and misspelt(words, parser) and not {"-h", "--help"} & set(words):
+        return
+    args = parser.parse_args(words)
+    with refused_in_one_line():
+        given = {key: value for key, value in vars(args).items() if value is not None}
+        if name == "train":
+            given = _settings(given, parser, made_here)
+        _require_paths(name, given)
+
+
+def parser_of(name: str, described: Mapping[str, Any]) -> OptionParser:
+    """A parser with the options of a sub-command as the file describes them. What is not given is None."""
+    parser = OptionParser(described["description"], name)
+    if name == "train":
+        parser.usage = f"{parser.prog} --config NAME_OR_FILE [--field value ...]"
+    for title, options in described["groups"].items():
+        group = parser.add_argument_group(title)
+        for option in options:
+            _add(group, option)
+    return parser
+
+
+def _add(group: argparse._ActionsContainer, described: Mapping[str, Any]) -> None:
+    names, help_, kind = described["names"], described.get("help"), described.get("kind")
+    options: dict[str, Any] = {"help": argparse.SUPPRESS if help_ is None else here(help_), "default": None}
+    if names[0].startswith("-"):
+        options |= {"dest": described["dest"], "required": described.get("required", False)}
+    if described.get("flag"):
+        group.add_argument(*names, action="store_true", **options)
+        return
+    choices = described.get("choices")
+    options |= {"nargs": described.get("nargs"), "type": _TYPES.get(kind, str)}
+    if choices is not None:
+        options["choices"] = choices
+        if len(choices) > _MANY:
+            options |= {"metavar": "NAME", "help": f"{options['help']} One of: {', '.join(choices)}."}
+    elif names[0].startswith("-"):
+        options["metavar"] = described.get("metavar", kind)
+    else:
+        options["metavar"] = described.get("metavar")
+    group.add_argument(*names, **options)
+
+
+def _truth(word: str) -> str:
+    # The words that transformers' parser takes.
+    if word.lower() not in ("yes", "true", "t", "y", "1", "no", "false", "f", "n", "0"):
+        raise argparse.ArgumentTypeError(f"{word!r} is neither true nor false")
+    return word
+
+
+# Reads a value, by what the help calls it.
+TRUE_OR_FALSE = "true|false"
+_TYPES: dict[Any, Callable[[str], Any]] = {"N": int, "X": float, TRUE_OR_FALSE: _truth}
+
+
+def _as_listed(word: str, parser: OptionParser) -> list[str]:
+    """An option of training as the list has it: transformers takes `--some-field` for `--some_field` too."""
+    name, equals, value = word.partition("=")
+    if name == "--config" and equals:
+        return [name, value]
+    known = {string for action in parser._actions for string in action.option_strings}
+    other = f"--{name[2:].replace('-', '_')}"
+    return [f"{other}{equals}{value}"] if name.startswith("--") and name not in known and other in known else [word]
+
+
+def _settings(given: Mapping[str, Any], parser: OptionParser, all_known: bool) -> dict[str, Any]:
+    """What the configuration file says, and the command line on top of it."""
+    settings: dict[str, Any] = {}
+    if "config" in given:
+        settings = read_yaml(config_file(given["config"]))
+        known = {action.dest for action in parser._actions}
+        for name in settings if all_known else ():
+            if name not in known and name != "env":  # TRL sets variables of the environment from the latter
+                raise ValueError(unknown_field(name, known))
+    return settings | {name: value for name, value in given.items() if name != "config"}
+
+
+def _require_paths(name: str, given: Mapping[str, Any]) -> None:
+    for option, require in _PATHS.items():
+        value = given.get(option)
+        if isinstance(value, str):
+            value = shipped(value)
+            require_path(value, option) if name == _PLANNED and Path(value).is_file() else require(value, option)
+    if isinstance(data := given.get("dataset_name"), str) and is_data_file(data):
+        require_data_file(data)
+    for run in given.get("compare", ()):
+        require_path(run, "compare")
+    if "file" in given:
+        require_path(given["file"], "file")
+    for option, folder in {"sweep": "sweeps", "base": "", "config": ""}.items():
+        if isinstance(value := given.get(option), str):
+            config_file(value, option, folder)

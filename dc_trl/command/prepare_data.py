@@ -1,0 +1,104 @@
+"""Cleans training problems, removes what the benchmarks hold, and writes them with a report.
+
+    dc-trl prepare-data --dataset dapo --output data/dapo
+
+Train on the result: `dc-trl train --dataset_name data/dapo/train.parquet --prompt_column problem`.
+"""
+
+import argparse
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..data.benchmarks import BENCHMARKS, PUBLISHED, load_benchmark, require_benchmark
+from ..data.cleaning import Cleaning, Report, clean
+from ..data.dapo import DAPO, load_dapo
+from ..files import make_folder
+from ..settings.command_line import OptionParser, add_fields, refused_in_one_line
+from ..settings.pretrained import load_config_and_tokenizer
+
+
+TRAIN_FILE, REPORT_FILE, DROPPED_FILE = "train.parquet", "report.json", "dropped.jsonl"
+CLEANING_FIELDS = ("language", "max_prompt_length", "instruction", "ngram", "common")
+
+
+def make_parser() -> OptionParser:
+    parser = OptionParser(__doc__, "prepare-data")
+    parser.add_argument("--dataset", choices=["dapo"], default="dapo", help=f"from the Hub: {DAPO.hub_id}")
+    parser.add_argument("--file", help="local JSON, JSONL or Parquet file of the data set, in place of the Hub")
+    parser.add_argument("--output", required=True, type=Path, help="new directory for the result")
+    parser.add_argument(
+        "--benchmarks",
+        nargs="*",
+        default=PUBLISHED,
+        metavar="NAME",
+        help=f"benchmarks whose problems are removed; without this option all: {' '.join(PUBLISHED)}",
+    )
+    parser.add_argument(
+        "--benchmark_files",
+        nargs="*",
+        default=[],
+        metavar="NAME=PATH",
+        help="local files of benchmarks, in place of the Hub",
+    )
+    add_fields(parser, Cleaning, *CLEANING_FIELDS)
+    parser.add_argument("--tokenizer", help="Hub id or directory of the model that will be trained")
+    return parser
+
+
+def benchmark_files(pairs: list[str], names: list[str]) -> dict[str, str]:
+    """Local files by benchmark; refuses unknown benchmarks and files that are not used."""
+    for name in names:
+        require_benchmark(name)
+    files = {}
+    for pair in pairs:
+        name, separator, path = pair.partition("=")
+        if not separator or name not in names:
+            raise ValueError(
+                f"benchmark_files={pair!r}: write NAME=PATH, with a NAME of --benchmarks {' '.join(names)}."
+            )
+        if not Path(path).is_file():
+            raise ValueError(f"benchmark_files={pair!r}: {path!r} does not exist: check the path.")
+        files[name] = path
+    return files
+
+
+def require_new(output: Path) -> None:
+    """Refuses an output that holds something, and makes the directory it will stand in."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"output={str(output)!r} already exists: choose another directory, or remove it first.")
+    make_folder("output", output.parent)
+
+
+def prepare(arguments: argparse.Namespace, folder: Path) -> Report:
+    """Writes all files into a folder. Everything that can be wrong with the input is found before rows are read."""
+    files = benchmark_files(arguments.benchmark_files, arguments.benchmarks)
+    tokenizer = load_config_and_tokenizer(arguments.tokenizer, "tokenizer")[1] if arguments.tokenizer else None
+    options = Cleaning(tokenizer=tokenizer, **{name: getattr(arguments, name) for name in CLEANING_FIELDS})
+    rows, repeats = load_dapo(arguments.file)
+    benchmarks = {name: load_benchmark(name, files.get(name)) for name in arguments.benchmarks}
+    kept, report = clean(rows, benchmarks, options)
+    sources = {arguments.dataset: arguments.file or str(DAPO)}
+    sources |= {name: files.get(name) or str(BENCHMARKS[name]) for name in benchmarks}
+    report = replace(report, repeats=repeats, options=report.options | {"sources": sources})
+    kept.to_parquet(folder / TRAIN_FILE)
+    report.save(folder / REPORT_FILE)
+    report.save_dropped(folder / DROPPED_FILE)
+    return report
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    arguments = make_parser().parse_args(words)
+    output = arguments.output.absolute()
+    with refused_in_one_line():
+        require_new(output)
+        # Beside the output, which then appears at once and whole, or not at all.
+        with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
+            result = Path(folder, output.name)
+            result.mkdir()
+            report = prepare(arguments, result)
+            os.replace(result, output)
+    report.print()
+    print(f"{TRAIN_FILE}, {REPORT_FILE} and {DROPPED_FILE} are in {arguments.output}")

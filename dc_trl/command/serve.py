@@ -1,0 +1,73 @@
+"""Starts a vLLM server for training: the model in its deployment scheme, with every option that the trainer needs.
+
+    dc-trl serve --model Qwen/Qwen3-8B --scheme fp8 --port 8000
+
+It stays in the foreground; Ctrl-C ends the server and all its processes. Options after `--` go to `vllm serve`. A key
+in the environment variable VLLM_API_KEY is asked of every client, the trainer takes it from the same variable.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..quantization.schemes import SCHEMES
+from ..serving.errors import ServerError
+from ..serving.fit import ROUTES_OPTION
+from ..serving.server import serve
+from ..settings.command_line import OptionParser, add_model, leave_on_sigterm, refused_in_one_line, say
+
+
+def make_parser() -> OptionParser:
+    parser = OptionParser(__doc__, "serve")
+    add_model(parser, "of the model that is trained")
+    parser.add_argument("--scheme", default="bf16", choices=SCHEMES, help="format that the server runs in")
+    parser.add_argument(
+        "--checkpoint_dir", help="where the checkpoint in the scheme is kept; dropped at the end if unset"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; see the warning it gives")
+    parser.add_argument("--port", type=int, default=8000, help="0 for a free one")
+    parser.add_argument("--max_model_len", type=int, help="longest prompt and completion together, in tokens")
+    parser.add_argument("--start_timeout", type=float, default=600.0, help="seconds to wait for the server")
+    parser.add_argument("--log", type=Path, help="file for the server's output")
+    parser.add_argument("--routing_replay", action="store_true", help="return the experts that were chosen")
+    parser.add_argument("--require_api_key", action="store_true", help="refuse to start without VLLM_API_KEY")
+    parser.add_argument("options", nargs="*", help="options of `vllm serve`, after --")
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    with serve(
+        args.model,
+        args.scheme,
+        revision=args.revision,
+        checkpoint_dir=args.checkpoint_dir,
+        host=args.host,
+        port=args.port,
+        max_model_len=args.max_model_len,
+        start_timeout=args.start_timeout,
+        log_path=args.log,
+        options=[*([ROUTES_OPTION] if args.routing_replay else []), *args.options],
+        report=say,
+    ) as server:
+        say(
+            f"ready: train with --use_vllm --vllm_mode server --vllm_server_base_url {server.url} "
+            f"--deployment_scheme {args.scheme}"
+        )
+        while server.pid is not None:
+            time.sleep(1)
+        raise ServerError(f"vLLM ended by itself: {server.last_error()} (log: {server.log_path})")
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(words)
+    if args.require_api_key and not os.environ.get("VLLM_API_KEY"):
+        sys.exit("error: --require_api_key: set the environment variable VLLM_API_KEY to the key.")
+    leave_on_sigterm()
+    try:
+        with refused_in_one_line(ServerError):
+            run(args)
+    except KeyboardInterrupt:
+        say("stopped")

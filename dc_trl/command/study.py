@@ -1,0 +1,114 @@
+"""Runs the study of docs/study.md, or a part of it: every cell with every seed, then lines, tables and figures.
+
+    dc-trl study                          all sweeps of configs/study, days on two cores
+    dc-trl study --only headline          one of them
+    dc-trl study --tables docs/study.jsonl --output build/study     tables and figures of raw lines, no run
+
+The same command goes on where a stopped or killed one was. A run that two sweeps ask for is made once.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..ablation.jobs import OutputLock, require_own_folders, require_trainable, run_jobs, status
+from ..ablation.machine import choose_slots
+from ..ablation.plan import Job
+from ..files import write_text
+from ..records.tables import markdown_table, print_table
+from ..settings.command_line import OptionParser, leave_on_sigterm, refused_in_one_line, say
+from ..settings.paths import shipped
+from ..study.figures import draw_mismatch, draw_sweep
+from ..study.lines import lines_of_jobs, merged, read_lines, write_lines
+from ..study.plan import Study, load_study
+from ..study.tables import lines_of_sweeps
+from .ablate import MODULE
+
+
+MODELS = Path("runs/study/models")  # where `make study-models` puts them
+LINES_FILE = "lines.jsonl"
+ON_TERMINAL = (0, 1, 2, 6, 7, 8, 9)  # columns of a table that fit there
+
+
+def make_parser() -> OptionParser:
+    parser = OptionParser(__doc__, "study")
+    parser.add_argument(
+        "--study",
+        type=shipped,
+        default=shipped("configs/study"),
+        help="folder of sweep files (default: configs/study)",
+    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="SWEEP", help="names of sweep files")
+    parser.add_argument("--seeds", nargs="+", type=int, help="in place of the sweeps'")
+    parser.add_argument("--output", type=Path, default=Path("runs/study"), help="(default: runs/study)")
+    parser.add_argument("--jobs", type=int, help="at a time (default: one for each core)")
+    parser.add_argument("--threads", type=int, default=1, help="of each job; default 1")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--dry_run", action="store_true", help="check the settings and list the jobs")
+    what.add_argument("--collect", action="store_true", help="only make lines, tables and figures of runs that ended")
+    what.add_argument("--tables", type=Path, metavar="LINES", help="only make tables and figures of these lines")
+    return parser
+
+
+def run_study(args: argparse.Namespace, study: Study) -> int:
+    """Runs what is not done, and collects; returns how many jobs failed."""
+    jobs = study.jobs(args.output)
+    require_own_folders(jobs)
+    if args.collect:
+        collect(args.output, study, jobs)
+        return 0
+    for model in sorted({Path(job.settings["model_name_or_path"]) for job in jobs}):
+        if model.parent == MODELS and not model.is_dir():
+            raise ValueError(f"model_name_or_path={str(model)!r} does not ship: make it by `make study-models`.")
+    slots = choose_slots(study.sweeps[0], args.threads, args.jobs)
+    for sweep in study.sweeps:
+        require_trainable(sweep, [sys.executable, *MODULE, "ablate", "--check", "--jobs", str(len(slots))], slots)
+    if args.dry_run:
+        print_table(["job", "would"], [[job.name, status(job)] for job in jobs])
+        return 0
+    with OutputLock(args.output, say) as lock:
+        failures = run_jobs(jobs, [sys.executable, "-m", "dc_trl.command.study_job"], slots, lock, say)
+    collect(args.output, study, jobs)
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    return len(failures)
+
+
+def collect(output: Path, study: Study, jobs: list[Job]) -> None:
+    """Adds the lines of the jobs that are done to those that are there, and reports."""
+    file = output / LINES_FILE
+    write_lines(file, merged(read_lines(file) if file.is_file() else [], lines_of_jobs(jobs)))
+    report(output, file, study)
+
+
+def report(output: Path, lines_file: Path, study: Study) -> None:
+    """Tables and figures of raw lines."""
+    lines = read_lines(lines_file)
+    output.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for found in lines_of_sweeps(study, lines):
+        head, rows = found.table()
+        print_table([head[i] for i in ON_TERMINAL], [[row[i] for i in ON_TERMINAL] for row in rows], found.sweep.name)
+        parts.append(f"## {found.sweep.name}\n\n{markdown_table(head, rows)}")
+        draw_sweep(found, int(study.base["max_steps"]), output / f"{found.sweep.name}.png")
+    draw_mismatch(lines, output / "mismatch.png")
+    write_text(output / "tables.md", "\n".join(parts))
+    print(f"wrote {output / 'tables.md'}, and the figures beside it")
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(words)
+    leave_on_sigterm()
+    failed = 0
+    try:
+        with refused_in_one_line():
+            study = load_study(Path(args.study), args.only, args.seeds)
+            if args.tables is not None:
+                report(args.output, args.tables, study)
+            else:
+                failed = run_study(args, study)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if failed:
+        sys.exit(1)

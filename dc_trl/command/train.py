@@ -1,0 +1,64 @@
+"""Trains a policy with DC-GRPO.
+
+    dc-trl train --config quickstart
+    dc-trl train --config my_run.yaml --learning_rate 2e-6 --seed 1
+
+A configuration is a YAML file of the fields below, or the name of one that ships. Each field can be given on the
+command line too, where it overrides the file. Several processes: `accelerate launch -m dc_trl train --config FILE`.
+"""
+
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+
+from transformers import TrainingArguments
+from trl import GRPOConfig, ModelConfig
+
+from ..config import DCGRPOConfig
+from ..settings.configuration import ConfigurationParser
+from ..training.arguments import ARGUMENTS
+from ..training.command import train
+from ..training.own_server import ServerArguments
+from ..training.problems import DataArguments
+from ..training.watch import WatchArguments
+
+
+# Titles of the help, in its order, and the class whose fields stand below.
+_TITLES = {
+    DCGRPOConfig: "DC-GRPO",
+    DataArguments: "problems and rewards",
+    ServerArguments: "a vLLM server that the run starts",
+    WatchArguments: "learning rate and alarm",
+    GRPOConfig: "TRL's GRPOConfig",
+    ModelConfig: "TRL's ModelConfig",
+    TrainingArguments: "transformers' TrainingArguments",
+}
+
+
+def make_parser() -> ConfigurationParser:
+    return ConfigurationParser(ARGUMENTS)
+
+
+def field_groups() -> dict[str, str]:
+    """Title of the help by field, in the help's order. A field is of the last class that says what it is."""
+    titles: dict[type, list[str]] = {owner: [] for owner in _TITLES}
+    for config in ARGUMENTS:
+        for field in fields(config):
+            theirs = config is DCGRPOConfig and field.name in GRPOConfig.__dataclass_fields__  # maybe with our default
+            classes = (GRPOConfig if theirs else config).__mro__
+            said = next(each for each in classes if field.name in inspect.get_annotations(each))
+            owner = next(each for each in _TITLES if _stands_for(each, said))
+            titles[owner].append(field.name)
+    return {name: _TITLES[owner] for owner, names in titles.items() for name in names}
+
+
+def _stands_for(owner: type, said: type) -> bool:
+    """Whether a class is another one, or a base of it from the same library."""
+    return issubclass(owner, said) and owner.__module__.partition(".")[0] == said.__module__.partition(".")[0]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    outcome = train(words)
+    if outcome is not None:
+        sys.exit(outcome)

@@ -1,0 +1,103 @@
+"""Paths that a user gives: the files that ship with the package, and what is missing, said before torch loads."""
+
+import difflib
+import os
+from pathlib import Path
+
+from .program import PACKAGE
+
+
+# Suffixes of the data files that can be read, each with the reader's name in `datasets`.
+READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def shipped_configs() -> Path:
+    """The folder of the shipped configurations: within the package of a wheel, beside it in a clone."""
+    inside = PACKAGE / "configs"
+    return inside if inside.is_dir() else PACKAGE.parent / "configs"
+
+
+def shipped(name: str) -> str:
+    """The path of a shipped file, or the name as it is.
+
+    `configs/…` and `dc_trl/assets/…` mean the files of the working directory. Where these are not there, they mean
+    those of the package, so that shipped configurations, and commands of the documentation, work from any directory.
+    """
+    path = Path(name)
+    if not path.exists():
+        for first, folder in ((Path("configs"), shipped_configs()), (Path("dc_trl", "assets"), PACKAGE / "assets")):
+            if first in path.parents and (found := folder / path.relative_to(first)).exists():
+                return str(found)
+    return name
+
+
+def config_file(name: str, option: str = "config", folder: str = "") -> Path:
+    """The YAML file that a user means by its path, or by the name of a shipped one.
+
+    Args:
+        name: path, or name of a shipped configuration with or without `.yaml`.
+        option: that it comes from, for the error message.
+        folder: of the shipped ones: "" for training configurations, "sweeps" for sweeps.
+
+    Raises:
+        ValueError: there is neither; the message names the shipped ones, the nearest first.
+    """
+    path = Path(shipped(name))
+    if path.is_file():
+        return path
+    files = {file.stem: file for file in sorted((shipped_configs() / folder).glob("*.yaml"))}
+    wanted = name.removesuffix(".yaml")
+    if wanted in files:
+        return files[wanted]
+    what = "is a directory" if path.is_dir() else "does not exist"
+    close = difflib.get_close_matches(path.stem, files, n=1)
+    hint = f"did you mean {close[0]}? Shipped are" if close else "give the path of a YAML file, or one that ships:"
+    raise ValueError(f"{option}={name!r} {what}: {hint} {', '.join(files)}.")
+
+
+def require_model_path(name: str | None, option: str = "model_name_or_path") -> None:
+    """Refuses a model that is neither a directory with a model nor what could be a Hub id.
+
+    Raises:
+        ValueError: names the option and its value.
+    """
+    if not name:
+        raise ValueError(f"{option} is not set: give a Hub id or a directory.")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{option}={name!r} is a directory without a config.json: it holds no model.")
+    elif path.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+        what = "is no directory" if path.exists() else "does not exist"
+        raise ValueError(f"{option}={name!r} {what}: check the path.")
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a data set's name means a local file, and not one of the Hub or one that is made here."""
+    path = Path(name).expanduser()
+    return path.suffix in READERS or path.is_file()
+
+
+def require_data_file(name: str, option: str = "dataset_name") -> None:
+    """Refuses a data file that cannot be read, is missing or empty.
+
+    Raises:
+        ValueError: names the option and its value.
+    """
+    path, named = Path(name).expanduser(), f"{option}={name!r}"
+    if path.suffix not in READERS:
+        raise ValueError(f"{named} is no data file: use one of {', '.join(READERS)}.")
+    if not path.is_file():
+        raise ValueError(f"{named} does not exist: check the path (relative to {os.curdir!r}).")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{named} is empty: it needs at least one row.")
+
+
+def require_path(name: str, option: str) -> None:
+    """Refuses a file or directory that is not there.
+
+    Raises:
+        ValueError: names the option and its value.
+    """
+    if not Path(name).expanduser().exists():
+        raise ValueError(f"{option}={name!r} does not exist: check the path.")

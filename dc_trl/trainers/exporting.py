@@ -1,0 +1,119 @@
+"""What a run leaves beside TRL's files, without a callback that a user has to name: see `export_run`."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from accelerate.logging import get_logger
+from transformers import TrainerCallback
+
+from ..config import DCGRPOConfig
+from ..files import set_aside
+from ..quantization.policy import unwrapped
+from ..quantization.tensors import require_merged_form
+from ..records.runs import DEPLOYMENT_FOLDER
+from ..resuming.checkpoints import on_main_process
+from .batching import LengthAwareTrainer
+from .history import LambdaLoggingCallback
+
+
+logger = get_logger(__name__)
+
+# What transformers takes for a callback: an instance, or a class that it makes one of.
+Callback: TypeAlias = TrainerCallback | type[TrainerCallback]
+
+
+class ExportingTrainer(LengthAwareTrainer):
+    """A trainer that exports what it has trained, where `export_run` and `deployment_scheme` are set.
+
+    Attributes:
+        exports_at_end (`bool`): whether the present training exports the policy when it ends; `train` sets it anew. A
+            callback that stops a run whose result nobody should serve clears it.
+    """
+
+    def __init__(
+        self, model, reward_funcs, args: DCGRPOConfig, *, callbacks: Sequence[Callback] | None = None, **kwargs
+    ):
+        # Set before TRL's constructor, which adds callbacks.
+        self.exports_at_end = args.exports_deployment
+        self._own_history: LambdaLoggingCallback | None = None
+        # Deployments that may be replaced: this trainer has written them, or resumes the run that did.
+        self._replaceable: set[Path] = set()
+        callbacks = list(callbacks or ())
+        if args.keeps_history and not any(map(_keeps_history, callbacks)):
+            self._own_history = LambdaLoggingCallback()
+            callbacks.insert(0, self._own_history)  # a user's callback finds the files of the same event written
+        super().__init__(model, reward_funcs, args, callbacks=callbacks, **kwargs)
+
+    def add_callback(self, callback):
+        """Adds a callback; a `LambdaLoggingCallback` takes the place of the trainer's own."""
+        if self._own_history is not None and _keeps_history(callback):
+            self.remove_callback(LambdaLoggingCallback)
+            self._own_history = None
+        super().add_callback(callback)
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        self.exports_at_end = self.args.exports_deployment
+        folder = _deployment_in(self.args.output_dir)
+        self._replaceable.discard(folder)
+        if resume_from_checkpoint is not None and Path(resume_from_checkpoint).resolve().parent == folder.parent:
+            self._replaceable.add(folder)
+        if self.exports_at_end:
+            on_main_process(self._require_exportable)
+        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        if self.exports_at_end:
+            self._export(folder)
+        return output
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        """Saves the model as [`~transformers.Trainer.save_model`] does, and the deployable checkpoint beside it.
+
+        The checkpoint goes to `deployment/` in the same directory, where `export_run` and a served `deployment_scheme`
+        are set. A folder of that name that this trainer has not written is kept as `deployment.1/` and so on.
+        transformers' own calls, for each `checkpoint-N`, export nothing: that would cost the disk of a whole model
+        each time, and `DeploymentCheckpointCallback` does it where it is wanted.
+
+        Args:
+            output_dir (`str`, *optional*): by default the `output_dir` of the configuration.
+
+        Raises:
+            OSError: the file system refused. What was there before is unharmed.
+        """
+        folder = _deployment_in(self.args.output_dir if output_dir is None else output_dir)
+        if self.args.exports_deployment and not _internal_call and not self._is_pushed(folder):
+            self._export(folder)
+        super().save_model(output_dir, _internal_call)
+
+    def _is_pushed(self, folder: Path) -> bool:
+        """Whether a user's call of `save_model` pushes this deployment: the push writes it."""
+        args = self.args
+        return args.push_to_hub and args.hub_deployment != "none" and folder == _deployment_in(args.output_dir)
+
+    def _require_exportable(self) -> None:
+        """Refuses, before the first step, to train what cannot be exported after the last one."""
+        try:
+            require_merged_form(unwrapped(self.accelerator, self.model))
+            self._open_deployment_writer()
+        except ValueError as error:
+            raise ValueError(f"{error} Or set export_run=False, and the run trains without an export.") from error
+
+    def _export(self, folder: Path) -> None:
+        """Writes the deployable checkpoint; a folder of another's is kept under another name. For every process."""
+        if self.accelerator.is_main_process:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            if folder not in self._replaceable:
+                for kept in set_aside([folder]).values():
+                    logger.warning(f"{folder} is not of this run and is kept as {kept.name}.")
+        self.save_deployment(folder)
+        self._replaceable.add(folder)
+        logger.info(f"The policy is exported: vllm serve {folder}")
+
+
+def _deployment_in(directory: str | os.PathLike[str]) -> Path:
+    return Path(directory).resolve() / DEPLOYMENT_FOLDER
+
+
+def _keeps_history(callback: Any) -> bool:
+    kind = callback if isinstance(callback, type) else type(callback)
+    return issubclass(kind, LambdaLoggingCallback)

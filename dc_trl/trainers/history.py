@@ -1,0 +1,113 @@
+"""What a run writes of itself while it trains: settings, history, figure."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from torch import nn
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from ..config import DCGRPOConfig
+from ..files import set_aside, write_text
+from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, read_history
+from ..records.settings import changed_settings, json_value
+
+
+logger = logging.get_logger(__name__)
+
+
+def training_settings(args: Any, model: nn.Module | None, further: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run is made with: the model, its adapter, `further` settings, and arguments that are not the defaults.
+
+    Other `TrainingArguments` are compared with `DCGRPOConfig`'s defaults too, so that runs of several trainers can be
+    compared.
+    """
+    found = dict(further)
+    name = getattr(getattr(model, "config", None), "_name_or_path", None)
+    if name and "model_name_or_path" not in found:
+        found["model_name_or_path"] = json_value(name)
+    if isinstance(model, PeftModel):
+        found["peft"] = {adapter: changed_settings(config) for adapter, config in model.peft_config.items()}
+    return found | changed_settings(args, DCGRPOConfig)
+
+
+class LambdaLoggingCallback(TrainerCallback):
+    """Keeps the run's settings and history in the output directory, λ and discrepancy above all, and a figure of them.
+
+    [`~dc_trl.DCGRPOTrainer`] adds one by itself where `export_run` and `deployment_scheme` are set; name it to have
+    one with settings of your own, which takes the place of that one, or for other trainers.
+
+    When training begins, `settings.json` gets what differs from `DCGRPOConfig`'s defaults, without tokens and keys.
+    Every log of the trainer (λ, violation, discrepancy, reward, …: the same values that go to the trackers of
+    `report_to`) becomes one line of `history.jsonl`. At every save and at the end of training, `run.png` shows reward,
+    δ̄ with its tolerance, and λ. What an evaluation logs before training is written when training begins.
+
+    A resumed run keeps its settings and continues the history from its checkpoint. A new run in the same directory
+    keeps the old files as `history.1.jsonl`, `settings.1.json`, `run.1.png` and so on, and, where it is going to
+    export its own, the old `deployment/` as `deployment.1/`: files of one run have one number.
+
+    Args:
+        settings (`Mapping[str, Any]`, *optional*): what else made the run, such as its data set and rewards, for
+            `settings.json`: JSON values, no secrets.
+    """
+
+    def __init__(self, settings: Mapping[str, Any] | None = None):
+        self._settings = settings or {}
+        self._history: Path | None = None  # of the present training, or of the last one
+        self._before_training: list[dict[str, Any]] = []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        self._history = Path(args.output_dir, HISTORY_FILE)
+        self._history.parent.mkdir(parents=True, exist_ok=True)
+        if state.global_step > 0:
+            # Steps after the checkpoint are about to be made again; what was logged here before is not of this run.
+            if self._history.exists():
+                self._write([row for row in read_history(self._history) if row["step"] <= state.global_step])
+        else:
+            _keep_earlier_run(args)
+            if self._before_training:
+                self._write(self._before_training)
+        self._before_training = []
+        settings = self._history.with_name(SETTINGS_FILE)
+        if not settings.exists():
+            found = training_settings(args, model, self._settings)
+            write_text(settings, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        row: dict[str, Any] = {"step": state.global_step}
+        row |= {name: value for name, value in (logs or {}).items() if value is None or isinstance(value, int | float)}
+        if self._history is None:
+            # An evaluation alone begins no run: what an earlier one has left stays where it is.
+            self._before_training.append(row)
+            return
+        with open(self._history, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def on_save(self, args, state, control, **kwargs):
+        # Before the first log there is nothing to draw: a run that ends there is saved all the same.
+        if state.is_world_process_zero and self._history is not None and self._history.exists():
+            from ..report.panels import plot_run  # matplotlib, a second's import, for those that draw
+
+            plot_run(read_history(self._history), self._history.with_name(FIGURE_FILE), self._history.parent.name)
+
+    on_train_end = on_save
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        assert self._history is not None
+        write_text(self._history, "".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def _keep_earlier_run(args: Any) -> None:
+    """Renames what another run has left where this one is about to write, and says so."""
+    names = [HISTORY_FILE, SETTINGS_FILE, FIGURE_FILE]
+    if isinstance(args, DCGRPOConfig) and args.exports_deployment:
+        names.append(DEPLOYMENT_FOLDER)
+    for file, kept in set_aside(Path(args.output_dir, name) for name in names).items():
+        logger.warning(f"{file} belongs to an earlier run and is kept as {kept.name}.")

@@ -1,0 +1,244 @@
+"""`dc-trl`: its help and its refusals, which need no torch, and the wheel that it comes from."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dc_trl.ablation.plan import load_sweep
+from dc_trl.command import COMMANDS
+from dc_trl.command.options import FILE
+from dc_trl.command.write_options import file_text
+from dc_trl.settings.paths import config_file, shipped
+from dc_trl.training.arguments import ARGUMENTS, RunArguments
+
+from .helpers import ROOT, TINY_MODEL, TWO_PROCESSES
+
+
+HEAVY = "torch", "trl", "transformers", "vllm", "datasets", "accelerate", "matplotlib"
+# Runs the program, and says what of these it has loaded when it ends.
+WATCHED = f"""
+import atexit, sys
+atexit.register(lambda: print("LOADED", *sorted(set(sys.modules) & set({HEAVY})), file=sys.stderr))
+from dc_trl.command import main
+main(sys.argv[1:])
+"""
+
+
+def watched(words, folder):
+    """Exit code, output, and error output of the program, which has loaded nothing heavy."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    *errors, loaded = done.stderr.splitlines()
+    assert loaded == "LOADED", loaded
+    return done.returncode, done.stdout, "\n".join(errors)
+
+
+def test_the_file_of_options_is_what_the_parsers_say():
+    assert FILE.read_text() == file_text(), "run: python -m dc_trl.command.write_options"
+
+
+def test_the_help_of_training_has_each_field_once(tmp_path):
+    code, shown, _ = watched(["train", "--help"], tmp_path)
+    assert code == 0
+    options = re.findall(r"^  --([\w-]+)", shown, re.MULTILINE)
+    names = [field.name for config in ARGUMENTS for field in fields(config) if field.init]
+    assert sorted(options) == sorted(["config", *names])
+    titles = re.findall(r"^(\S.*):$", shown, re.MULTILINE)
+    ours, theirs = shown.index("\nDC-GRPO:"), shown.index("\nTRL's GRPOConfig:")
+    assert titles[-3:] == ["TRL's GRPOConfig", "TRL's ModelConfig", "transformers' TrainingArguments"]
+    assert ours < shown.index("  --discrepancy_tolerance") < shown.index("  --dataset_name") < theirs
+    assert theirs < shown.index("  --num_generations") < shown.index("  --fsdp ")
+    assert shown.startswith("usage: dc-trl train --config NAME_OR_FILE")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name, tmp_path):
+    code, shown, _ = watched([name, "--help"], tmp_path)
+    assert code == 0
+    assert shown.startswith(f"usage: dc-trl {name}")
+    assert "scripts/" not in shown
+
+
+def test_the_program_lists_its_commands_and_refuses_others(tmp_path):
+    code, shown, _ = watched(["--help"], tmp_path)
+    assert code == 0
+    assert re.findall(r"^  ([a-z-]+) {2,}\w", shown, re.MULTILINE)[: len(COMMANDS)] == list(COMMANDS)
+    code, _, error = watched(["trian"], tmp_path)
+    assert code == 2
+    assert "'trian' is no command: use one of train, serve" in error
+    code, _, error = watched(["--verion"], tmp_path)
+    assert code == 2
+    assert "did you mean --version?" in error
+
+
+def test_the_versions_are_those_that_are_installed(tmp_path):
+    _, shown, _ = watched(["--version"], tmp_path)
+    lines = dict(line.split(" ", 1) for line in shown.splitlines())
+    assert lines["TRL"] == version("trl")
+    assert lines["torch"] == version("torch")
+    assert list(lines) == ["dc_trl", "TRL", "transformers", "vLLM", "torch"]
+    # An interpreter that has YAML and nothing else.
+    (tmp_path / "yaml").symlink_to(Path(yaml.__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "dc_trl", "--version"],
+        env={"PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[1:] == [
+        f"{name} not installed" for name in ("TRL", "transformers", "vLLM", "torch")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("train --lamda_init 0.5", "--lamda_init is no option: did you mean --lambda_init?"),
+        ("train --max_step 3", "--max_step is no option: did you mean --max_steps?"),  # would be an abbreviation
+        ("train --learning-rat=1", "--learning-rat is no option: did you mean --learning_rate?"),
+        ("train --max_steps many", "--max_steps: invalid int value: 'many'"),
+        ("train --bf16 maybe", "--bf16: 'maybe' is neither true nor false"),
+        ("train --collapse_alarm of", "--collapse_alarm: invalid choice: 'of'"),
+        ("train --config missing.yaml", "config='missing.yaml' does not exist"),
+        ("train --config quikstart", "config='quikstart' does not exist: did you mean quickstart?"),
+        ("train --config wrong.yaml", "lamda_lr is no field of the configuration: did you mean lambda_lr?"),
+        ("train --config=quickstart --model_name_or_path ./none", "model_name_or_path='./none' does not exist"),
+        ("train --config quickstart --model-name-or-path runs/my/model", "model_name_or_path='runs/my/model'"),
+        ("train --config quickstart --dataset_name rows.jsonl", "dataset_name='rows.jsonl' does not exist"),
+        ("evaluate --modle x", "--modle is no option: did you mean --model?"),
+        ("evaluate --model ./none", "model='./none' does not exist"),
+        ("calibrate --model ./none --engine fp8", "model='./none' does not exist"),
+        ("calibrate --model a/b --engine fp8 --dataset_name a.parquet", "dataset_name='a.parquet' does not exist"),
+        ("serve --model ./none -- --port 3", "model='./none' does not exist"),
+        ("serve --sheme fp8", "--sheme is no option: did you mean --scheme?"),
+        ("ablate toleranc", "sweep='toleranc' does not exist: did you mean tolerance?"),
+        ("ablate tolerance --base nothing", "base='nothing' does not exist"),
+        ("plan --config quickstar", "did you mean quickstart?"),
+        ("push nowhere --repo_id me/it", "run='nowhere' does not exist"),
+        ("prepare-data --file no.parquet --output out", "file='no.parquet' does not exist"),
+        ("report --outptu x.html y", "--outptu is no option: did you mean --output?"),
+        ("study --only", "--only: expected at least one argument"),
+    ],
+)
+def test_refused_at_once(words, expected, tmp_path):
+    (tmp_path / "wrong.yaml").write_text("lamda_lr: 1\n")
+    code, shown, error = watched(words.split(), tmp_path)
+    assert code in (1, 2)
+    assert expected in error
+    assert error.startswith("error: ")
+    assert "\n" not in error
+    assert not shown
+    assert [path.name for path in tmp_path.iterdir()] == ["wrong.yaml"]
+
+
+def test_a_message_names_the_command_that_is_there(tmp_path):
+    def refused(*command, folder=ROOT):
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, *command, "--sheme", "x"], cwd=folder, env=environment, capture_output=True, text=True
+        )
+        return re.search(r"; (.*) --help lists", done.stderr)[1]
+
+    assert refused("scripts/serve.py") == "python scripts/serve.py"
+    assert refused("-m", "dc_trl", "serve") == "python -m dc_trl serve"
+    assert refused("-c", "from dc_trl.command import main; main()", "serve") == "dc-trl serve"
+    assert refused(str(ROOT / "scripts" / "train.py"), folder=tmp_path) == f"python {ROOT}/scripts/train.py"
+
+
+def test_shipped_files_are_found_from_anywhere_and_files_of_ones_own_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = RunArguments.parse(["--config=quickstart", "--max-steps", "3"])
+    assert arguments.trainer.max_steps == 3
+    assert arguments.trainer.output_dir == "runs/quickstart"
+    assert Path(arguments.model.model_name_or_path).samefile(TINY_MODEL)
+    assert load_sweep(config_file("tolerance", "sweep", "sweeps")).base["max_steps"] == 120
+    assert config_file("configs/quickstart.yaml") == config_file("quickstart.yaml") == config_file("quickstart")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "quickstart.yaml").write_text("max_steps: 7\n")
+    (tmp_path / "quickstart").mkdir()  # a directory is no configuration
+    assert config_file("configs/quickstart.yaml") == Path("configs/quickstart.yaml")
+    assert load_sweep(config_file("tolerance", "sweep", "sweeps")).base == {"max_steps": 7}
+    assert config_file("quickstart").samefile(ROOT / "configs" / "quickstart.yaml")
+    for name in ("dc_trl/assets", "dc_trl/no_model", "Qwen/Qwen3-8B", "configs/none.yaml"):
+        assert shipped(name) == name
+
+
+@pytest.mark.long
+def test_accelerate_starts_the_program_in_two_processes(tmp_path):
+    words = ["--config", "quickstart", "--max_steps", "1", "--eval_size", "0", "--per_device_train_batch_size", "8"]
+    command = [*TWO_PROCESSES, "-m", "dc_trl", "train", *words, "--output_dir", str(tmp_path), "--save_strategy", "no"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Runs a program of a fresh environment with the wheel, which finds all but dc_trl where this one does."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source, wheels, environment = folder / "source", folder / "wheels", folder / "environment"
+    for name in ("dc_trl", "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(wheels), str(source)]
+    subprocess.run(build, check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    python = environment / "bin" / "python"
+    (wheel,) = wheels.iterdir()
+    subprocess.run([*pip, "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True)
+    # A folder that a .pth file names is searched, and its own .pth files, of editable installs, are not read.
+    (own,) = environment.glob("lib/*/site-packages")
+    others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (own / "others.pth").write_text("\n".join(others) + "\n")
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(program, *words, cwd):
+        command = [str(environment / "bin" / program), *words]
+        done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    run.folder = own / "dc_trl"
+    return run
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_wheel_trains_evaluates_and_reports_from_an_empty_directory(installed, tmp_path):
+    where = installed("python", "-c", "import dc_trl; print(dc_trl.__file__)", cwd=tmp_path).strip()
+    assert Path(where).parent == installed.folder
+    assert f"TRL {version('trl')}" in installed("dc-trl", "--version", cwd=tmp_path)
+    words = "train --config quickstart --max_steps 10 --eval_size 64"
+    shown = installed("dc-trl", *words.split(), cwd=tmp_path)
+    assert "64 held-out problems" in shown
+    run = tmp_path / "runs" / "quickstart"
+    assert json.loads((run / "summary.json").read_text())["steps"] == 10
+    words = "evaluate --model runs/quickstart --benchmarks arithmetic --engine replica:fp8 --limit 16 --samples 2"
+    shown = installed("dc-trl", *words.split(), "--max_tokens", "48", cwd=tmp_path)
+    assert "arithmetic avg@2" in shown
+    results = json.loads((tmp_path / "runs" / "evaluation" / "fp8" / "results.json").read_text())
+    assert results["benchmarks"]["arithmetic"]["problems"] == 16
+    installed("dc-trl", "report", "runs/quickstart", "--output", "report.html", cwd=tmp_path)
+    assert (tmp_path / "report.html").read_text().count("<figure") > 3
+    shown = installed("dc-trl", "ablate", "tolerance", "--dry_run", cwd=tmp_path)
+    assert "discrepancy_tolerance=0.0012/seed-0" in shown
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "report.html", "report_figures"}
