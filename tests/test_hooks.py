@@ -142,6 +142,7 @@ HOOKS: dict[str, str] = {
     "peft.tuners.lora.Embedding": "class",
     "peft.tuners.lora.ParamWrapper": "class",
     "torch.Tensor._version": "getset_descriptor",
+    "torch.ops.aten._int_mm": "(*args, **kwargs)",
     "peft.utils.other.ModulesToSaveWrapper": "class",
     "peft.utils.other.ModulesToSaveWrapper.active_adapters": "property",
     "peft.utils.other.AuxiliaryTrainingWrapper": "class",

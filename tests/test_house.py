@@ -22,7 +22,7 @@ FLOORS = [
     ["__main__"],
     ["command"],
     ["study"],
-    ["training", "ablation"],
+    ["doctor", "training", "ablation"],
     ["callbacks", "calibration", "planning"],
     ["async_grpo", "trainer"],
     ["trainers"],

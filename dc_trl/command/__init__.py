@@ -26,6 +26,7 @@ COMMANDS = {
     "study": ("study", "run the study of docs/study.md, or a part of it"),
     "push": ("push", "push a run to the Hub"),
     "prepare-data": ("prepare_data", "clean training problems, once"),
+    "doctor": ("doctor", "say what this machine can do, and print a block for an issue"),
     "plan": ("plan", "say what fits, and where the time will go"),
 }
 _VERSIONS = {"TRL": "trl", "transformers": "transformers", "vLLM": "vllm", "torch": "torch"}
