@@ -1,0 +1,441 @@
+"""What `train` and `save_model` leave by themselves (`export_run`), what stays of the user's, and the signatures."""
+
+import inspect
+import json
+import os
+import pydoc
+import random
+import re
+import signal
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GraniteMoeConfig
+from trl import GRPOConfig, GRPOTrainer
+from trl.experimental.async_grpo import AsyncGRPOTrainer
+
+from dc_trl import (
+    CollapseAlarmCallback,
+    DCGRPOConfig,
+    DCGRPOTrainer,
+    DeploymentCheckpointCallback,
+    LambdaLoggingCallback,
+)
+from dc_trl.async_grpo import AsyncDCGRPOTrainer
+from dc_trl.quantization.checkpoint import CheckpointWriter
+from dc_trl.quantization.tensors import policy_tensors
+from dc_trl.records.runs import read_history
+
+from .helpers import (
+    ROOT,
+    TINY_MODEL,
+    TWO_PROCESSES,
+    distinct_characters,
+    make_config,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+)
+
+
+OF_A_RUN = {"deployment", "history.jsonl", "settings.json", "run.png"}
+
+
+def make_trainer(output_dir, model=None, reward=distinct_characters, callbacks=None, peft_config=None, **options):
+    return DCGRPOTrainer(
+        model or make_model(),
+        reward,
+        make_config(output_dir, **{"deployment_scheme": "fp8", "export_run": True, "max_steps": 2} | options),
+        train_dataset=make_prompts(),
+        processing_class=make_tokenizer(),
+        callbacks=callbacks,
+        peft_config=peft_config,
+    )
+
+
+def files_in(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def steps_of(history):
+    return [row["step"] for row in read_history(history) if "loss" in row]
+
+
+@pytest.fixture
+def writes(monkeypatch):
+    """Directories that deployable checkpoints are written to."""
+    directories = []
+    write = CheckpointWriter.write
+
+    def spy(self, tensors, directory, *args, **kwargs):
+        directories.append(Path(directory).name)
+        return write(self, tensors, directory, *args, **kwargs)
+
+    monkeypatch.setattr(CheckpointWriter, "write", spy)
+    return directories
+
+
+# --- what there is
+
+
+def test_the_swap_alone_leaves_the_run_and_the_deployment(tmp_path):
+    assert DCGRPOConfig(str(tmp_path), use_cpu=True, bf16=False).export_run  # by default
+    run = tmp_path / "run"
+    trainer = make_trainer(run, str(TINY_MODEL), save_strategy="steps", save_steps=1)
+    trainer.train()
+    assert {path.name for path in run.iterdir()} == OF_A_RUN | {"checkpoint-1", "checkpoint-2", "README.md"}
+    assert not list(run.glob("checkpoint-*/deployment"))
+
+    trainer.save_deployment(tmp_path / "by hand")
+    deployment = files_in(run / "deployment")
+    assert deployment == files_in(tmp_path / "by hand")
+    # A second process, as it were: the last checkpoint's weights, read by transformers and quantized by a new writer.
+    policy = AutoModelForCausalLM.from_pretrained(run / "checkpoint-2", dtype=torch.float32)
+    CheckpointWriter(policy, "fp8", make_tokenizer()).write(policy_tensors(policy), tmp_path / "again")
+    assert deployment["model.safetensors"] == (tmp_path / "again" / "model.safetensors").read_bytes()
+    assert json.loads(deployment["config.json"])["quantization_config"]["format"] == "float-quantized"
+
+    history = read_history(run / "history.jsonl")
+    logged = trainer.state.log_history
+    assert [row["step"] for row in history] == [row["step"] for row in logged] == [1, 2, 2]
+    for name in ("reward", "discrepancy/mean", "lagrangian/lambda"):
+        assert [row.get(name) for row in history] == [row.get(name) for row in logged]
+    assert json.loads((run / "settings.json").read_text())["deployment_scheme"] == "fp8"
+    with Image.open(run / "run.png") as figure:
+        assert min(figure.size) > 200
+
+
+def test_save_model_leaves_the_deployment_beside_the_model(tmp_path):
+    trainer = make_trainer(tmp_path / "run", deployment_scheme="bf16")
+    trainer.train()
+    trained = files_in(tmp_path / "run" / "deployment")
+    trainer.save_model(tmp_path / "there" / "model")
+    assert files_in(tmp_path / "there" / "model" / "deployment") == trained
+    assert {path.name for path in (tmp_path / "there" / "model").iterdir()} >= {"model.safetensors", "config.json"}
+    with torch.no_grad():
+        trainer.model.model.norm.weight.mul_(2.0)
+    trainer.save_model()
+    folder = tmp_path / "run"
+    assert {path.name for path in folder.iterdir()} >= OF_A_RUN | {"model.safetensors"}
+    assert not list(folder.glob("deployment.*"))
+    whole, deployed = (load_file(path / "model.safetensors") for path in (folder, folder / "deployment"))
+    assert torch.equal(deployed["model.norm.weight"], whole["model.norm.weight"].bfloat16())
+    assert torch.equal(deployed["model.norm.weight"], 2 * load_file_of(trained, tmp_path)["model.norm.weight"])
+
+
+def load_file_of(files, folder):
+    (folder / "earlier.safetensors").write_bytes(files["model.safetensors"])
+    return load_file(folder / "earlier.safetensors")
+
+
+def test_an_adapter_is_merged_into_the_deployment(tmp_path):
+    adapter = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False)
+    trainer = make_trainer(tmp_path, deployment_scheme="bf16", peft_config=adapter)
+    trainer.train()
+    trainer.save_model()
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+    layer = trainer.model.get_base_model().model.layers[0].self_attn.q_proj
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    merged = (layer.base_layer.weight + 8 / 2 * b @ a).bfloat16()
+    deployed = load_file(tmp_path / "deployment" / "model.safetensors")
+    assert not any("lora" in name for name in deployed)
+    assert torch.equal(deployed["model.layers.0.self_attn.q_proj.weight"], merged)
+
+
+def test_turned_off_it_leaves_what_trl_leaves(tmp_path):
+    ours = make_trainer(tmp_path / "ours", export_run=False)
+    args = GRPOConfig(
+        str(tmp_path / "theirs"),
+        use_cpu=True,
+        bf16=False,
+        max_steps=2,
+        save_strategy="no",
+        report_to="none",
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=8,
+    )
+    theirs = GRPOTrainer(
+        make_model(), distinct_characters, args, train_dataset=make_prompts(), processing_class=make_tokenizer()
+    )
+    left = []
+    for trainer in (ours, theirs):
+        folder = Path(trainer.args.output_dir)
+        trainer.train()
+        after_training = {path.name for path in folder.iterdir()} if folder.exists() else set()
+        trainer.save_model()
+        left.append((after_training, {path.name for path in folder.iterdir()}))
+    assert left[0] == left[1]
+    assert left[0][0] == set()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"deployment_scheme": None, "constraint": "none"}, set()),
+        ({"deployment_scheme": "int2"}, OF_A_RUN - {"deployment"}),
+    ],
+)
+def test_there_is_no_deployment_without_a_format_that_is_served(tmp_path, options, expected):
+    trainer = make_trainer(tmp_path, make_model(64), **options)
+    trainer.train()
+    trainer.save_model(tmp_path / "model")
+    assert {path.name for path in tmp_path.iterdir()} == expected | {"model"}
+    assert not (tmp_path / "model" / "deployment").exists()
+
+
+def test_exporting_draws_no_random_number_and_moves_no_weight(tmp_path):
+    """With exports at the end and in between, or without: weights and random states are equal, bit for bit."""
+    states, weights = [], []
+    for export in (True, False):
+        trainer = make_trainer(tmp_path / str(export), export_run=export, constraint="none", learning_rate=1e-2)
+        for _ in range(2):  # the second starts where an export has just ended
+            trainer.train()
+            trainer.save_model(tmp_path / f"{export} model")
+            states.append((torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()))
+        weights.append([parameter.detach().clone() for parameter in trainer.model.parameters()])
+    assert states[:2] == states[2:]
+    assert all(map(torch.equal, *weights))
+    assert not all(map(torch.equal, weights[0], make_model().parameters()))
+
+
+# --- one history, one export
+
+
+@pytest.mark.parametrize("named", ["in the constructor", "as a class", "afterwards"])
+def test_a_callback_that_the_user_names_takes_the_place_of_our_own(tmp_path, named):
+    mine = LambdaLoggingCallback({"dataset_name": "mine"})
+    callbacks = {"in the constructor": [mine], "as a class": [LambdaLoggingCallback], "afterwards": None}[named]
+    trainer = make_trainer(tmp_path, callbacks=callbacks)
+    if named == "afterwards":
+        trainer.add_callback(mine)
+    found = [one for one in trainer.callback_handler.callbacks if isinstance(one, LambdaLoggingCallback)]
+    assert len(found) == 1
+    assert (found == [mine]) == (named != "as a class")
+    trainer.train()
+    assert steps_of(tmp_path / "history.jsonl") == [1, 2]
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    assert settings.get("dataset_name") == (None if named == "as a class" else "mine")
+
+
+@pytest.mark.parametrize("export", [True, False])
+def test_with_the_callback_for_checkpoints_the_end_is_exported_once(tmp_path, writes, export):
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1, export_run=export)
+    trainer.add_callback(DeploymentCheckpointCallback(trainer))
+    trainer.train()
+    assert writes == ["deployment"] * 3
+    folders = [tmp_path / name / "deployment" for name in ("checkpoint-1", "checkpoint-2", ".")]
+    assert files_in(folders[1]) == files_in(folders[2]) != files_in(folders[0])
+
+
+# --- resumed, started again, stopped
+
+
+def test_a_resumed_run_goes_on_with_its_history_and_replaces_its_deployment(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    whole = make_trainer(tmp_path / "whole", max_steps=4, **options)
+    whole.train()
+    run = tmp_path / "run"
+    make_trainer(run, **options).train()
+    half = files_in(run / "deployment")
+    resumed = make_trainer(run, max_steps=4, **options)
+    resumed.evaluate(make_prompts(4))  # of weights that the checkpoint replaces: no part of the run
+    resumed.train(resume_from_checkpoint=True)
+    assert not list(run.glob("*.1*"))
+    assert steps_of(run / "history.jsonl") == [1, 2, 3, 4]
+    names = ("step", "reward", "discrepancy/mean", "lagrangian/lambda")
+    rows, expected = (
+        [[row[name] for name in names] for row in read_history(folder / "history.jsonl") if "loss" in row]
+        for folder in (run, tmp_path / "whole")
+    )
+    assert rows == expected
+    assert files_in(run / "deployment") == files_in(tmp_path / "whole" / "deployment") != half
+
+
+@pytest.mark.parametrize("same_trainer", [True, False])
+def test_a_second_run_in_the_same_directory_keeps_what_the_first_left(tmp_path, same_trainer, caplog):
+    first = make_trainer(tmp_path)
+    first.train()
+    earlier = {name: (tmp_path / name).read_bytes() for name in OF_A_RUN - {"deployment"}}
+    deployment = files_in(tmp_path / "deployment")
+    (first if same_trainer else make_trainer(tmp_path, max_steps=1)).train()
+    for name, content in earlier.items():
+        stem, suffix = name.split(".")
+        assert (tmp_path / f"{stem}.1.{suffix}").read_bytes() == content
+    assert files_in(tmp_path / "deployment.1") == deployment
+    assert files_in(tmp_path / "deployment") != deployment
+    assert steps_of(tmp_path / "history.jsonl") == ([1, 2] if same_trainer else [1])
+    assert "deployment belongs to an earlier run and is kept as deployment.1" in caplog.text
+
+
+def test_folders_of_the_user_stay(tmp_path, caplog):
+    for folder in (tmp_path / "deployment", tmp_path / "model" / "deployment"):
+        folder.mkdir(parents=True)
+        (folder / "notes.txt").write_text("mine")
+    (tmp_path / "deployment.1").mkdir()
+    trainer = make_trainer(tmp_path)
+    trainer.train()
+    trainer.save_model(tmp_path / "model")
+    assert (
+        files_in(tmp_path / "deployment.2") == files_in(tmp_path / "model" / "deployment.1") == {"notes.txt": b"mine"}
+    )
+    assert (
+        "config.json" in files_in(tmp_path / "model" / "deployment").keys() & files_in(tmp_path / "deployment").keys()
+    )
+    assert "model/deployment is not of this run and is kept as deployment.1" in caplog.text
+
+
+def test_a_checkpoint_of_another_directory_does_not_make_its_deployment_ours(tmp_path):
+    make_trainer(tmp_path / "one", save_strategy="steps", save_steps=1).train()
+    (tmp_path / "two" / "deployment").mkdir(parents=True)
+    (tmp_path / "two" / "deployment" / "notes.txt").write_text("mine")
+    make_trainer(tmp_path / "two").train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-1"))
+    assert files_in(tmp_path / "two" / "deployment.1") == {"notes.txt": b"mine"}
+    assert steps_of(tmp_path / "two" / "history.jsonl") == [2]
+
+
+def test_an_evaluation_begins_no_run(tmp_path):
+    make_trainer(tmp_path, max_steps=1).train()
+    before = {path.name for path in tmp_path.iterdir()}
+    trainer = make_trainer(tmp_path)
+    trainer.evaluate(make_prompts(4))
+    assert {path.name for path in tmp_path.iterdir()} == before
+    assert steps_of(tmp_path / "history.jsonl") == [1]
+    trainer.train()
+    rows = read_history(tmp_path / "history.jsonl")
+    assert rows[0]["step"] == 0
+    assert "eval_reward" in rows[0]
+    assert [row["step"] for row in rows[1:] if "loss" in row] == [1, 2]
+    assert steps_of(tmp_path / "history.1.jsonl") == [1]
+
+
+def test_a_collapsed_run_is_not_exported(tmp_path):
+    calls = []
+
+    def falling(completions, **kwargs):
+        calls.append(1)
+        return [0.01 * rank + (0.5 if len(calls) <= 8 else 0.0) for rank in range(len(completions))]
+
+    options = {"max_steps": 16, "max_completion_length": 2, "learning_rate": 1e-5}
+    trainer = make_trainer(tmp_path, make_model(16), falling, **options)
+    trainer.add_callback(alarm := CollapseAlarmCallback(trainer, stop=True, window=3))
+    trainer.train()
+    assert alarm.stopped is not None
+    assert trainer.state.global_step < 16
+    assert {path.name for path in tmp_path.iterdir()} == OF_A_RUN - {"deployment"}
+
+
+def test_what_cannot_be_exported_is_refused_before_the_first_step(tmp_path):
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 262}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = AutoModelForCausalLM.from_config(GraniteMoeConfig(**shape, **heads, pad_token_id=0, eos_token_id=1))
+    trainer = make_trainer(tmp_path, model)
+    with pytest.raises(ValueError, match=r"'fp8' cannot be written: .*in one tensor.*Or set export_run=False"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert not (tmp_path / "history.jsonl").exists()
+
+
+# --- processes
+
+
+DYING = """
+import os, signal, sys
+from tests.test_exporting import make_trainer
+
+trainer = make_trainer(sys.argv[1])
+tensors = trainer.deployed_tensors
+
+def some_of_them():
+    for count, (name, tensor) in enumerate(tensors()):
+        if count == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield name, tensor
+
+if sys.argv[2] == "dies":
+    trainer.deployed_tensors = some_of_them
+trainer.train()
+"""
+
+
+@pytest.mark.long
+def test_a_run_that_is_killed_while_it_exports_leaves_no_deployment_that_looks_whole(tmp_path):
+    def train(word):
+        command = [sys.executable, "-c", DYING, str(tmp_path), word]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+    died = train("dies")
+    assert died.returncode == -signal.SIGKILL, died.stderr[-3000:]
+    assert not (tmp_path / "deployment").exists()
+    (unfinished,) = tmp_path.glob(".deployment-*.partial")
+    assert steps_of(tmp_path / "history.jsonl") == [1, 2]
+    again = train("lives")
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert not unfinished.exists()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "deployment")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("configuration", ["two_cpu_processes", "two_cpu_processes_fsdp2"])
+def test_several_processes_leave_one_export(tmp_path, configuration):
+    options = {"output_dir": str(tmp_path / "run"), "deployment_scheme": "fp8", "export_run": True, "max_steps": 2}
+    options |= {"save_strategy": "steps", "save_steps": 2}
+    launcher = [*TWO_PROCESSES[:3], f"configs/accelerate/{configuration}.yaml"]
+    done = subprocess.run(
+        [*launcher, "-m", "tests.worker", json.dumps(options)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env=os.environ,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = tmp_path / "run"
+    assert steps_of(run / "history.jsonl") == [1, 2]
+    assert not [path for path in run.iterdir() if ".1" in path.name or path.name.endswith(".partial")]
+    policy = AutoModelForCausalLM.from_pretrained(run / "checkpoint-2", dtype=torch.float32)
+    CheckpointWriter(policy, "fp8", make_tokenizer()).write(policy_tensors(policy), tmp_path / "again")
+    weights = [folder / "model.safetensors" for folder in (run / "deployment", tmp_path / "again")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+# --- signatures
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(DCGRPOTrainer, GRPOTrainer), (AsyncDCGRPOTrainer, AsyncGRPOTrainer)])
+def test_the_constructor_shows_what_trls_shows(ours, theirs):
+    """A parameter that TRL adds, renames, moves or gives another default or type fails here by its name."""
+    mine, trls = (list(inspect.signature(cls).parameters.values()) for cls in (ours, theirs))
+    assert [(p.name, p.kind, p.default) for p in mine] == [(p.name, p.kind, p.default) for p in trls]
+    # Our configuration, and objects whose types TRL has protocols for.
+    others = {"args", "rollout_func", "environment_factory", "rollout_worker", "weight_transfer"}
+    names = {
+        **vars(import_module(theirs.__module__)),
+        **vars(torch.optim),
+        "LambdaLR": torch.optim.lr_scheduler.LambdaLR,
+    }
+    names["Reward"] = names["RewardFunc"]
+    for parameter, trl in zip(mine, trls, strict=True):
+        if parameter.name not in others:
+            assert type_of(parameter, names) == type_of(trl, names), parameter.name
+
+
+def type_of(parameter, names):
+    return eval(parameter.annotation, dict(names)) if isinstance(parameter.annotation, str) else parameter.annotation
+
+
+@pytest.mark.parametrize("trainer", [DCGRPOTrainer, AsyncDCGRPOTrainer])
+def test_help_shows_and_explains_every_parameter(trainer):
+    signature, _, text = pydoc.render_doc(trainer, renderer=pydoc.plaintext).partition("Args:")
+    explained = text.partition("Attributes:")[0]
+    for name in inspect.signature(trainer).parameters:
+        assert f"{name}: " in signature
+        assert re.search(rf"^ \|      {name} \(", explained, re.MULTILINE), name
