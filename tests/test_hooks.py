@@ -124,6 +124,7 @@ HOOKS: dict[str, str] = {
     "trl.trainer.utils.get_trackio_space_url": "()",
     "transformers.Trainer._save_checkpoint": "(self, model, trial)",
     "transformers.Trainer._load_from_checkpoint": "(self, resume_from_checkpoint, model)",
+    "transformers.Trainer._issue_warnings_after_load": "(self, load_result)",
     "transformers.Trainer._load_optimizer_and_scheduler": "(self, checkpoint)",
     "transformers.Trainer._get_output_dir": "(self, trial)",
     "transformers.Trainer._save": "(self, output_dir, state_dict)",

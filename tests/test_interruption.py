@@ -124,17 +124,24 @@ def test_sigterm_loses_no_step(tmp_path, launch):
 
 
 @pytest.mark.long
-def test_an_interrupted_evaluation_is_dropped_and_made_again(tmp_path, launch):
+def test_a_run_that_is_stopped_before_its_first_step_begins_again_by_the_same_command(tmp_path, launch):
     with started(tmp_path / "run", eval_size=2048) as run:
         run.wait_for((run.folder / "settings.json").exists)  # what is next is the evaluation before the first step
         run.process.send_signal(signal.SIGINT)
         assert run.process.wait(120) == 130
     assert "Traceback" not in run.output
-    assert "SIGINT has ended the run. The run is saved: go on with" in run.output
-    assert not (run.folder / "before.json").exists()
-    launch(output_dir=run.folder, eval_size=16, resume_from_checkpoint="true", max_steps=1)
+    assert run.output.strip().endswith(
+        "SIGINT has ended the run. No step had ended, so nothing is lost: the same command begins again."
+    )
+    assert list(run.folder.iterdir()) == []
+    # Nor does one that was killed there keep its directory.
+    (run.folder / "history.jsonl").write_text('{"step": 0, "eval_reward": 0.5}\n')
+    (run.folder / "before.json").write_text('{"reward": 0.5}\n')
+    launch(output_dir=run.folder, eval_size=16, max_steps=1)
     summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["before"]["problems"] == summary["after"]["problems"] == 16
+    with pytest.raises(SystemExit, match="already holds a run"):
+        launch(output_dir=run.folder, eval_size=16, max_steps=1)
 
 
 @pytest.mark.long
@@ -146,7 +153,9 @@ def test_a_signal_before_training_leaves_nothing(tmp_path):
         run.wait_for((tmp_path / "slow_reward.here").exists)
         run.process.terminate()
         assert run.process.wait(60) == 143
-    assert run.output.strip().endswith("SIGTERM: nothing is being trained, the run ends.")
+    assert run.output.strip().endswith(
+        "SIGTERM: No step had ended, so nothing is lost: the same command begins again."
+    )
     assert "Traceback" not in run.output
     assert list(run.folder.iterdir()) == []
 
@@ -178,12 +187,24 @@ def test_two_processes_stop_together_and_go_on_together(tmp_path):
     assert "Passed over: checkpoint-99999 holds no trainer_state.json" in resumed.output
 
 
+@pytest.mark.long
+def test_ctrl_c_while_it_imports_is_one_line(tmp_path):
+    with started(tmp_path / "run") as run:
+        time.sleep(1)
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(60) == 130
+    assert "Traceback" not in run.output
+    assert "the same command begins again." in run.output
+    assert not run.folder.exists() or list(run.folder.iterdir()) == []
+
+
 # Holds still where Python runs no handler, as a process does whose peer is dead, with a forked child.
 STUCK = """
-import ctypes, os, time
+import ctypes, os, sys, time
+from transformers import TrainerState, TrainingArguments
 from dc_trl.resuming.interruption import StopSignals
 with StopSignals() as signals:
-    signals.on_train_begin(None, None, None)
+    signals.on_train_begin(TrainingArguments(output_dir=sys.argv[1]), TrainerState(global_step=3), None)
     if (child := os.fork()) == 0:
         time.sleep(600)
     print(child, flush=True)
@@ -194,14 +215,15 @@ with StopSignals() as signals:
 
 
 @pytest.mark.long
-def test_a_second_signal_ends_a_process_that_is_stuck():
-    command = [*DEFAULT_SIGINT, sys.executable, "-c", STUCK]
+def test_a_second_signal_ends_a_process_that_is_stuck(tmp_path):
+    (tmp_path / "checkpoint-3").mkdir()
+    command = [*DEFAULT_SIGINT, sys.executable, "-c", STUCK, str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     child = psutil.Process(int(process.stdout.readline()))
     try:
         process.send_signal(signal.SIGINT)
         line = "".join(process.stderr.readline() for _ in range(2))
-        assert "SIGINT: the run ends after this step, with a checkpoint" in line
+        assert "SIGINT: the run ends after this step" in line
         child.send_signal(signal.SIGINT)  # as from a terminal: it is for the parent
         process.send_signal(signal.SIGTERM)  # what a launcher passes on is no second one
         time.sleep(1.2)
@@ -209,6 +231,10 @@ def test_a_second_signal_ends_a_process_that_is_stuck():
         child.terminate()  # as a pool ends its workers
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 130
+        assert (
+            f"SIGTERM: ended at once. Go on from the last checkpoint: the same command with --output_dir {tmp_path} "
+            "--resume_from_checkpoint true."
+        ) in process.stderr.read()
         assert child.wait(30) is None or not child.is_running()
     finally:
         process.kill()

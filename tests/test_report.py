@@ -170,7 +170,7 @@ def test_seeds_of_one_setting_look_alike_and_are_averaged(tmp_path):
     assert a.line != c.line
     reader = read_report(write_report(runs, tmp_path / "report.html")[0])
     # (60 + 80)/2, and the standard error |80 − 60|/2; δ̄ likewise.
-    assert row_of(reader, "a, c") == ["2", "70.0 ± 10.0", "0.0015 ± 0.0005"]
+    assert row_of(reader, "a, c") == ["2", "70.0 ± 10.0 %", "0.0015 ± 0.0005"]
 
 
 def test_a_killed_run_is_reported_as_far_as_it_came(tmp_path):

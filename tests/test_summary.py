@@ -33,7 +33,7 @@ def trained(output_dir, tokenizer, held_out=8, between=False, **fields):
 
 def test_a_run_that_is_resumed_after_its_last_step_says_the_same(tmp_path, tokenizer):
     whole = trained(tmp_path, tokenizer)
-    assert {"greedy", "greedy_se", "problems", "reward", "discrepancy"} == whole["before"].keys()
+    assert {"greedy", "greedy_se", "greedy_is_share", "problems", "reward", "discrepancy"} == whole["before"].keys()
     assert whole["before"]["problems"] == whole["after"]["problems"] == 8
     (tmp_path / "summary.json").unlink()  # killed before it was written
     resumed = trained(tmp_path, tokenizer, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -47,7 +47,7 @@ def test_a_single_held_out_problem_has_no_standard_error(tmp_path, tokenizer, ca
     assert (run["after"]["problems"], run["after"]["greedy_se"]) == (1, None)
     row = next(line for line in capsys.readouterr().out.splitlines() if "1 held-out problems" in line)
     assert "±" not in row
-    assert f"{100 * run['after']['greedy']:.1f} %" in row
+    assert f"{run['after']['greedy']:.3f}" in row
 
 
 def test_greedy_completions_are_measured_in_between_where_that_is_asked_for(tmp_path, tokenizer):

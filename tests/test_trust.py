@@ -177,7 +177,7 @@ def on_both_sides(call, completions, logprobs):
     logprobs[0][0] = math.nan
 
 
-def in_trl(config, bounds, tokenizer):
+def in_trl(config, bounds, tokenizer, rollouts=None):
     """TRL's trainer after a training with its own importance sampling, on rollouts that it takes for vLLM's."""
     trainer = GRPOTrainer(
         make_model(),
@@ -185,7 +185,7 @@ def in_trl(config, bounds, tokenizer):
         config,
         train_dataset=make_prompts(),
         processing_class=tokenizer,
-        rollout_func=Rollouts(longest=2, edit=on_both_sides),
+        rollout_func=rollouts or Rollouts(longest=2, edit=on_both_sides),
     )
     trainer.use_vllm, trainer._last_loaded_step = True, 0  # no engine has to be there: its weights are in place
     trainer.vllm_importance_sampling_correction = True

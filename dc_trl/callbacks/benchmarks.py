@@ -16,19 +16,34 @@ from ..resuming.interruption import stop_if_asked
 from ..rollouts.sampling import Completion
 from ..settings.reward_functions import RewardFunction
 from ..trainer import DCGRPOTrainer
+from ..trainers.progress import evaluation_bar
 
 
-def greedy_accuracy(
+def greedy_rewards(
     trainer: DCGRPOTrainer, dataset: Dataset, reward: RewardFunction | None, batch_size: int
-) -> Estimate:
-    """Mean reward of the deployed policy's greedy completions, the problems divided among the processes.
+) -> list[float]:
+    """Rewards of the deployed policy's greedy completions, the problems divided among the processes.
 
     Args:
         trainer: with a replica or vLLM (`deployment_scheme` or `use_vllm` set).
         dataset: with the column `prompt`, and others that the reward reads.
         reward: called with what TRL passes (`prompts`, `completions`, `completion_ids`, the columns, …); may be async.
-            None: the trainer's own reward functions, weighted as in training. Problems without a reward are left out.
+            None: the trainer's own reward functions, weighted as in training.
         batch_size: prompts at a time in each process.
+
+    Returns:
+        One for each problem that got a reward; the same list in every process.
+    """
+    rewards: list[float | None] = []
+    for rows, counted in _shares(trainer, len(dataset), batch_size, "held-out problems, greedy"):
+        rewards += trainer.deployed_rewards([dataset[row] for row in rows], reward)[:counted]
+    return [value for value in gather_object(rewards) if value is not None]
+
+
+def greedy_accuracy(
+    trainer: DCGRPOTrainer, dataset: Dataset, reward: RewardFunction | None, batch_size: int
+) -> Estimate:
+    """Mean of `greedy_rewards`, which has the arguments; problems without a reward are left out.
 
     Returns:
         The same estimate in every process.
@@ -36,22 +51,22 @@ def greedy_accuracy(
     Raises:
         ValueError: the reward scored no problem.
     """
-    rewards: list[float | None] = []
-    for rows, counted in _shares(trainer, len(dataset), batch_size):
-        rewards += trainer.deployed_rewards([dataset[row] for row in rows], reward)[:counted]
-    scored = [value for value in gather_object(rewards) if value is not None]
+    scored = greedy_rewards(trainer, dataset, reward, batch_size)
     if not scored:
         raise ValueError("The reward scored none of the problems: check the gold answers.")
     return mean_estimate(scored)
 
 
 def deployed_answers(
-    trainer: DCGRPOTrainer, prompt_ids: Sequence[list[int]], batch_size: int, temperature: float
+    trainer: DCGRPOTrainer, prompt_ids: Sequence[list[int]], batch_size: int, temperature: float, label: str
 ) -> list[Completion]:
-    """The deployed policy's completions of all prompts, divided among the processes; the same list in every one."""
+    """The deployed policy's completions of all prompts, divided among the processes; the same list in every one.
+
+    `label` is what the bar says of them.
+    """
     tokenizer = trainer.processing_class
     completions: list[tuple[int, Completion]] = []
-    for rows, counted in _shares(trainer, len(prompt_ids), batch_size):
+    for rows, counted in _shares(trainer, len(prompt_ids), batch_size, label):
         sampled = trainer.deployed_completion_ids([prompt_ids[row] for row in rows], temperature)
         texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
         for row, ids, text in list(zip(rows, sampled, texts, strict=True))[:counted]:
@@ -60,18 +75,21 @@ def deployed_answers(
     return [completion for _, completion in sorted(gather_object(completions))]
 
 
-def _shares(trainer: DCGRPOTrainer, size: int, batch_size: int) -> Iterator[tuple[list[int], int]]:
-    """This process's rows, batch by batch, and how many of each batch count.
+def _shares(trainer: DCGRPOTrainer, size: int, batch_size: int, label: str) -> Iterator[tuple[list[int], int]]:
+    """This process's rows, batch by batch, and how many of each batch count; a bar says how far they are.
 
     All processes have to ask for equally many rows at once, so the last batches are filled up with rows that do not
     count.
     """
     accelerator = trainer.accelerator
-    for start in range(0, size, accelerator.num_processes * batch_size):
-        first = start + accelerator.process_index * batch_size
-        stop_if_asked(trainer)
-        rows = [min(row, size - 1) for row in range(first, first + batch_size)]
-        yield rows, len(range(first, min(first + batch_size, size)))
+    starts = range(0, size, accelerator.num_processes * batch_size)
+    with evaluation_bar(trainer, label, len(starts)) as bar:
+        for start in starts:
+            first = start + accelerator.process_index * batch_size
+            stop_if_asked(trainer)
+            rows = [min(row, size - 1) for row in range(first, first + batch_size)]
+            yield rows, len(range(first, min(first + batch_size, size)))
+            bar.update()
 
 
 class BenchmarkCallback(TrainerCallback):
@@ -138,7 +156,7 @@ class BenchmarkCallback(TrainerCallback):
         trainer, k = self._trainer, benchmark.samples
         keys = [(problem, number) for problem in prompts for number in range(k)]
         completions = deployed_answers(
-            trainer, [prompts[problem] for problem, _ in keys], self._batch_size, self._temperature
+            trainer, [prompts[problem] for problem, _ in keys], self._batch_size, self._temperature, benchmark.name
         )
 
         def graded() -> tuple[BenchmarkResult, int]:

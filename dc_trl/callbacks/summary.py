@@ -1,34 +1,37 @@
 """What a run changed: the deployed policy before the first step and after the last."""
 
 import json
-import time
 from pathlib import Path
 
 from transformers import TrainerCallback
 
 from ..files import write_text
+from ..records.estimators import mean_estimate
 from ..records.runs import (
     BASELINE_FILE,
     DEPLOYMENT_FOLDER,
     FIGURE_FILE,
     HISTORY_FILE,
     SUMMARY_FILE,
+    greedy_is_share,
     read_baseline,
     read_history,
 )
 from ..records.sync import sync_facts
-from ..records.tables import print_table, with_error
+from ..records.tables import print_table, reward_text, weighted_sum
 from ..records.time_parts import time_cells
 from ..trainer import DCGRPOTrainer
-from .benchmarks import greedy_accuracy
+from .benchmarks import greedy_rewards
 
 
 class BeforeAndAfter(TrainerCallback):
     """What the summary compares: the deployed policy before the first step and after the last, on held-out problems.
 
     It measures within `train`, because trackers take metrics only there, and logs the mean reward of greedy
-    completions as `eval_greedy_reward`, with its standard error `eval_greedy_reward_se`. Without held-out problems it
-    compares the discrepancies of the first and of the last generation batch.
+    completions as `eval_greedy_reward`, with its standard error `eval_greedy_reward_se`: the weighted sum of all
+    reward functions, as in training. Problems that no function scores are left out; where that is all of
+    them, there is no greedy reward. Without held-out problems it compares the discrepancies of the first and of the
+    last generation batch.
 
     Args:
         trainer: of the run.
@@ -38,10 +41,8 @@ class BeforeAndAfter(TrainerCallback):
     def __init__(self, trainer: DCGRPOTrainer, between: bool = False):
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
-        self.seconds = 0.0  # from the start of the first step to the end of the last
         self._trainer = trainer
         self._between = between
-        self._start: float | None = None
         self._baseline = Path(trainer.args.output_dir, BASELINE_FILE)
         trainer.args.eval_on_start = trainer.eval_dataset is not None and trainer.args.resume_from_checkpoint is None
 
@@ -53,13 +54,7 @@ class BeforeAndAfter(TrainerCallback):
         else:
             args.eval_on_start = state.global_step == 0  # the run was stopped before it had measured
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        if self._start is None:
-            self._start = time.perf_counter()
-
     def on_step_end(self, args, state, control, **kwargs):
-        assert self._start is not None
-        self.seconds = time.perf_counter() - self._start
         if state.global_step >= state.max_steps and self._trainer.eval_dataset is not None:
             control.should_evaluate = True
 
@@ -70,10 +65,10 @@ class BeforeAndAfter(TrainerCallback):
             return
         measured = {"reward": metrics.get("eval_reward"), "discrepancy": metrics.get("eval_discrepancy/mean")}
         if trainer.replica is not None or trainer.use_vllm:
-            batch_size = args.per_device_eval_batch_size
-            estimate = greedy_accuracy(trainer, trainer.eval_dataset, None, batch_size)
-            measured |= {"greedy": estimate.value, "greedy_se": estimate.standard_error, "problems": estimate.problems}
-            logged = {"eval_greedy_reward": estimate.value, "eval_greedy_reward_se": estimate.standard_error}
+            rewards = greedy_rewards(trainer, trainer.eval_dataset, None, args.per_device_eval_batch_size)
+            if rewards:
+                measured |= _greedy(trainer, rewards)
+            logged = {"eval_greedy_reward": measured.get("greedy"), "eval_greedy_reward_se": measured.get("greedy_se")}
             trainer.log({name: value for name, value in logged.items() if value is not None})
         if between:
             return
@@ -95,6 +90,30 @@ class BeforeAndAfter(TrainerCallback):
                 )
 
 
+def _greedy(trainer: DCGRPOTrainer, rewards: list[float]) -> dict[str, float | bool | None]:
+    """The mean of greedy rewards, and whether it is a share: of a single function, and each of them 0 or 1."""
+    estimate = mean_estimate(rewards)
+    single = sum(weight != 0 for weight in reward_weights(trainer).values()) == 1
+    return {
+        "greedy": estimate.value,
+        "greedy_se": estimate.standard_error,
+        "problems": estimate.problems,
+        "greedy_is_share": single and set(rewards) <= {0.0, 1.0},
+    }
+
+
+def reward_weights(trainer: DCGRPOTrainer) -> dict[str, float]:
+    """The weight of each reward function by its name; functions of one name get a number."""
+    weights: dict[str, float] = {}
+    for name, weight in zip(trainer.reward_func_names, trainer.reward_weights.tolist(), strict=True):
+        number, key = 1, name
+        while key in weights:
+            number += 1
+            key = f"{name} {number}"
+        weights[key] = float(f"{weight:.6g}")  # they are float32 in the trainer
+    return weights
+
+
 def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     """Prints the summary table and saves it beside the model."""
     before, after = run.before, run.after
@@ -104,11 +123,14 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     else:
         engine = args.deployment_scheme or "model.generate"
     rows: list[tuple[str, str, str]] = []
+    weights = reward_weights(trainer)
+    of = f" ({weighted_sum(weights)})" if len(weights) > 1 else ""
     if "greedy" in before and "greedy" in after:
-        start, end = (f"{with_error(m['greedy'], m['greedy_se'], 100, 1)} %" for m in (before, after))
-        rows.append((f"greedy reward, {before['problems']} held-out problems", start, end))
+        share = greedy_is_share(before) and greedy_is_share(after)
+        start, end = (reward_text(m["greedy"], m["greedy_se"], share) for m in (before, after))
+        rows.append((f"greedy reward{of}, {before['problems']} held-out problems", start, end))
     for label, key, form in (
-        ("sampled reward, held out", "reward", "{:.3f}"),
+        (f"sampled reward{of}, held out", "reward", "{:.3f}"),
         ("discrepancy δ̄", "discrepancy", "{:.3g}"),
     ):
         if before.get(key) is not None and after.get(key) is not None:
@@ -127,7 +149,7 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
         rows.append(("sampling that training hid", "", f"{hidden:.0%} of {trainer.sampling_seconds:.0f} s"))
     tokens = trainer.state.num_input_tokens_seen
     rows.append(("tokens sampled and read", "", f"{tokens:,}"))
-    rows.append(("training seconds", "", f"{run.seconds:.0f}"))
+    rows.append(("training seconds", "", f"{trainer.training_seconds:.0f}"))
     title = f"Deployed policy ({engine}), {trainer.state.global_step} steps, {args.constraint}"
     print_table(("", "before", "after"), rows, title)
     seconds = trainer.parts_clock.seconds()
@@ -137,6 +159,7 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
         "engine": engine,
         "constraint": args.constraint,
         "seed": args.seed,
+        "rewards": weights,
         "steps": trainer.state.global_step,
         "before": before,
         "after": after,
@@ -148,7 +171,7 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
         "sampling_seconds": trainer.sampling_seconds if args.rollout_overlap else None,
         "waiting_seconds": trainer.waiting_seconds if args.rollout_overlap else None,
         "tokens": tokens,
-        "seconds": run.seconds,
+        "seconds": trainer.training_seconds,
         "seconds_of_parts": seconds,
     }
     write_text(Path(args.output_dir, SUMMARY_FILE), json.dumps(summary, indent=2) + "\n")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from ..settings.command_line import OptionParser
+from ..settings.command_line import OptionParser, left_while_loading
 from ..settings.program import command_words
 from ..version import __version__
 from .options import require_options
@@ -41,7 +41,9 @@ def call(name: str, words: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if words is None else list(words)
     module, _ = COMMANDS[name]
     require_options(name, given)
-    outcome = import_module(f".{module}", __name__).main(given)
+    with left_while_loading():  # torch and TRL take seconds
+        command = import_module(f".{module}", __name__)
+    outcome = command.main(given)
     if outcome is not None:
         sys.exit(outcome)
 

@@ -35,6 +35,7 @@ _SUMMARY: Types = {
     "tokens": (int, float),
     "seconds": (int, float),
     "seconds_of_parts": dict,
+    "rewards": dict,
 }
 _MEASURED: Types = dict.fromkeys(("greedy", "greedy_se", "problems", "reward", "discrepancy"), (int, float, NoneType))
 _PARTS: Types = dict.fromkeys(PARTS, (int, float))
@@ -64,8 +65,10 @@ class Run:
         name: of the directory.
         history: rows of `history.jsonl`, each with its `step`.
         settings: what differs from the defaults; empty for runs of earlier versions.
-        before: the deployed policy on held-out problems: `greedy`, `greedy_se`, `problems`, `reward`, `discrepancy`.
-        summary: `after` (as `before`), `steps`, `seconds`, `tokens`, `engine`, …; empty when the run did not finish.
+        before: the deployed policy on held-out problems: `greedy`, `greedy_se`, `problems`, `greedy_is_share`,
+            `reward`, `discrepancy`. `greedy` and `reward` are means of the weighted sum of all reward functions.
+        summary: `after` (as `before`), `rewards` (the functions' weights by name), `steps`, `seconds`, `tokens`,
+            `engine`, …; empty when the run did not finish.
     """
 
     name: str
@@ -152,6 +155,16 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 def setting(run: Run, name: str) -> Any:
     """Value of a recorded setting; of one that was left alone its default, None where that is not known."""
     return run.settings.get(name, training_defaults().get(name))
+
+
+def greedy_is_share(measured: Mapping[str, Any]) -> bool:
+    """Whether a measured `greedy` is the share of problems that were solved, which a percentage may show.
+
+    A run that measures it says so: it is where a single function gave each problem 0 or 1. Of runs of earlier
+    versions, whose tables had a percentage, a value from 0 to 1 counts as one.
+    """
+    value = measured.get("greedy")
+    return bool(measured.get("greedy_is_share", is_number(value) and 0 <= value <= 1))
 
 
 def group_seeds(runs: Sequence[Run]) -> list[list[Run]]:

@@ -1,6 +1,6 @@
 """Tables for the terminal and as Markdown, and values with their errors in them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .estimators import Difference, Estimate
 
@@ -21,6 +21,18 @@ def with_error(value: float, standard_error: float | None, factor: float, decima
     return f"{factor * value:{sign}.{decimals}f}{error}"
 
 
+def reward_text(value: float, standard_error: float | None, share: bool) -> str:
+    """A mean reward with its standard error: in percent where it is a share of problems, else as it is."""
+    return f"{with_error(value, standard_error, 100, 1)} %" if share else with_error(value, standard_error, 1, 3)
+
+
+def weighted_sum(weights: Mapping[str, float]) -> str:
+    """What a reward of several functions is: "accuracy + 0.5·brevity"."""
+    terms = [name if abs(weight) == 1 else f"{abs(weight):g}·{name}" for name, weight in weights.items() if weight]
+    signs = ["+" if weight > 0 else "−" for weight in weights.values() if weight]
+    return " ".join(f"{sign} {term}" for sign, term in zip(signs, terms, strict=True)).removeprefix("+ ")
+
+
 def verdict(difference: Difference, above: str, below: str) -> str:
     """What to call the second of two values: `above` or `below` where it differs by more than noise."""
     if difference.p_value is None or difference.p_value >= SIGNIFICANCE:
@@ -35,11 +47,21 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """Prints a table to the terminal."""
+    """Prints a table: within the width of a terminal, and as wide as its cells need where the output is none."""
     from rich.console import Console  # takes a while to load, and the page of a run prints no table
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(*head, title=title or None, title_justify="left")
+    table = Table()
+    for cell in head:
+        table.add_column(Text(cell), overflow="fold")
     for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+        table.add_row(*map(Text, row))  # "[x]" in a cell is text, no markup
+    console = Console()
+    if not console.file.isatty():  # rich takes 80 columns there
+        # Wide enough for all of it, then as wide as it is; a character has two columns at most.
+        console.width = sum(2 * max(map(len, column)) + 3 for column in zip(head, *rows, strict=True)) + 1
+        console.width = console.measure(table).maximum
+    if title:
+        console.print(Text(title), style="table.title", soft_wrap=True)
+    console.print(table)

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..records.runs import NAME_SETTINGS, Run, is_number, setting
+from ..records.runs import NAME_SETTINGS, Run, greedy_is_share, is_number, setting
 from ..records.sync import sync_facts
-from ..records.tables import with_error
+from ..records.tables import reward_text, weighted_sum, with_error
 from ..records.time_parts import PARTS, time_cells
 
 
@@ -33,10 +33,15 @@ def seeds_table(groups: Sequence[Sequence[Run]]) -> HtmlTable:
     rows = []
     for group in groups:
         after = [_ends(run)[1] for run in group if run.finished]
-        greedy = _over_seeds([100 * found["greedy"] for found in after if is_number(found.get("greedy"))], "{:.1f}")
+        measured = [found for found in after if is_number(found.get("greedy"))]
+        share = all(map(greedy_is_share, measured))
+        greedy = _over_seeds(
+            [(100 if share else 1) * found["greedy"] for found in measured], "{:.1f}" if share else "{:.3f}"
+        )
+        greedy += " %" if share and measured else ""
         gap = _over_seeds([found["discrepancy"] for found in after if is_number(found.get("discrepancy"))], "{:.2g}")
         rows.append([", ".join(run.name for run in group), str(len(after)), greedy, gap])
-    header = ["seeds of one setting", "finished runs", "greedy reward after, %", "δ̄ after"]
+    header = ["seeds of one setting", "finished runs", "greedy reward after", "δ̄ after"]
     return header, rows, "Mean ± standard error over the runs that are finished."
 
 
@@ -100,6 +105,8 @@ def _facts(run: Run) -> dict[str, str]:
         for name in row
         if name.startswith("collapse/")
     ]
+    share = all(greedy_is_share(found) for found in (before, after) if "greedy" in found)
+    weights = run.summary.get("rewards", {})
     facts = {
         "state": "finished" if run.finished else "going on, or stopped",
         "optimizer steps": f"{run.steps:,}",
@@ -108,8 +115,9 @@ def _facts(run: Run) -> dict[str, str]:
         "sampling engine": known("engine", "deployment_scheme"),
         "seed": known("seed", "seed"),
         "held-out problems": before.get("problems"),
-        "greedy reward before": _percent(before.get("greedy"), before.get("greedy_se")),
-        "greedy reward after": _percent(after.get("greedy"), after.get("greedy_se")),
+        "reward functions": weighted_sum(weights) if len(weights) > 1 else None,
+        "greedy reward before": _greedy(before, share),
+        "greedy reward after": _greedy(after, share),
         "sampled reward before": _number(before.get("reward"), "{:.3f}"),
         "sampled reward after": _number(after.get("reward"), "{:.3f}"),
     }
@@ -152,6 +160,11 @@ def _over_seeds(values: Sequence[float], form: str) -> str:
     if len(values) == 1:
         return f"{mean} (one run)"
     return f"{mean} ± {form.format(statistics.stdev(values) / len(values) ** 0.5)}"
+
+
+def _greedy(measured: Mapping[str, Any], share: bool) -> str | None:
+    value = measured.get("greedy")
+    return reward_text(value, measured.get("greedy_se"), share) if is_number(value) else None
 
 
 def _percent(value: Any, standard_error: float | None) -> str | None:

@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM: the run finishes its step, saves a checkpoint, and leaves with the signal's exit code."""
 
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -12,9 +13,12 @@ from accelerate import PartialState
 from accelerate.utils import gather
 from transformers import Trainer, TrainerCallback
 
+from .checkpoints import checkpoints
+
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAME = 1.0  # seconds: a launcher passes on what has already reached all its processes
+BEGIN_AGAIN = "No step had ended, so nothing is lost: the same command begins again."
 
 
 class RunInterrupted(Exception):  # noqa: N818 (nothing went wrong)
@@ -35,16 +39,19 @@ class StopSignals(TrainerCallback):
     """Has SIGINT and SIGTERM end a run in order, for the time of a `with` block: of a script, in its main thread.
 
     While it trains, the present step is finished, or the evaluation dropped, and [`RunInterrupted`] raised: in all
-    processes, whichever of them the signal has reached. [`DCGRPOTrainer`] then saves a checkpoint. Before training and
-    after it, the process leaves at once, by `SystemExit`. A second signal, more than a second after the first, ends
-    the process whatever it is doing. The exit code is 128 + the signal's number, 130 or 143. A signal that was ignored
-    when the block began, as a shell does it for what runs in the background, still is.
+    processes, whichever of them the signal has reached. [`DCGRPOTrainer`] then saves a checkpoint, once a step has
+    ended. Before training and after it, the process leaves at once, by `SystemExit`. A second signal, more than a
+    second after the first, ends the process whatever it is doing. Each way out ends with a line that says how to go
+    on. The exit code is 128 + the signal's number, 130 or 143. A signal that was ignored when the block began, as a
+    shell does it for what runs in the background, still is.
 
     Add it to the trainer as the last callback.
     """
 
     def __init__(self) -> None:
         self._training = False
+        self._output_dir = ""  # of the training that goes on, or has ended
+        self._steps = 0  # that have ended in it
         self._signum = 0  # the signal that has reached this process, or 0
         self._agreed = 0  # the signal that has reached any process, or 0
 
@@ -71,6 +78,7 @@ class StopSignals(TrainerCallback):
         os.close(self._write)  # ends the thread
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self._output_dir, self._steps = args.output_dir, state.global_step
         self._training = True
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -78,6 +86,7 @@ class StopSignals(TrainerCallback):
         self._training = False
 
     def on_step_end(self, args, state, control, **kwargs):
+        self._steps = state.global_step
         self._agreed = self._agree()
         if self._agreed:
             control.should_training_stop = True
@@ -107,7 +116,7 @@ class StopSignals(TrainerCallback):
 
     def _leave_unless_training(self, signum: int, frame: FrameType | None) -> None:
         if not self._training:
-            _say(signum, "nothing is being trained, the run ends.")
+            _say(signum, self._way_back())
             sys.exit(128 + signum)
 
     def _watch(self, signals: int) -> None:
@@ -118,16 +127,30 @@ class StopSignals(TrainerCallback):
             if not self._signum:
                 self._signum, first = data[0], time.monotonic()
                 if self._training:
-                    _say(data[0], "the run ends after this step, with a checkpoint; a second signal ends it at once.")
+                    _say(data[0], "the run ends after this step or evaluation batch; a second signal ends it at once.")
             elif time.monotonic() - first > _SAME:
+                _say(data[0], f"ended at once. {self._way_back()}")
                 os._exit(128 + self._signum)
         os.close(signals)
+
+    def _way_back(self) -> str:
+        """How to go on where nothing more is saved."""
+        if self._steps == 0:
+            return BEGIN_AGAIN
+        if checkpoints(self._output_dir):
+            return f"Go on from the last checkpoint: {resume_command(self._output_dir)}."
+        return f"No checkpoint was saved: begin again in another output_dir, or remove {self._output_dir}."
 
 
 def _say(signum: int, what: str) -> None:
     # Not by print, whose buffer the main thread may be writing to. RANK is what launchers set.
     if os.environ.get("RANK", "0") == "0":
         os.write(sys.stderr.fileno(), f"\n{signal.Signals(signum).name}: {what}\n".encode())
+
+
+def resume_command(output_dir: str) -> str:
+    """What to start to go on from the newest checkpoint of an output directory."""
+    return f"the same command with --output_dir {shlex.quote(output_dir)} --resume_from_checkpoint true"
 
 
 def stop_if_asked(trainer: Trainer) -> None:

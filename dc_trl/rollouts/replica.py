@@ -196,13 +196,16 @@ class Replica:
         truncation = None
         if among_kept and truncates(vars(generation_config)):
             truncation, generation_config = _without_truncation(generation_config)
+        if device.type == "cpu" and width > _PREFILL_CHUNK:
+            # In a copy: beside a configuration, transformers warns of arguments that could stand in it.
+            generation_config = copy.deepcopy(generation_config)
+            generation_config.prefill_chunk_size = _PREFILL_CHUNK
         recorder = _SampledLogProbs(temperature, truncation)
         sequences = self.model.generate(
             input_ids=input_ids,
             attention_mask=attention_mask,
             generation_config=generation_config,
             logits_processor=LogitsProcessorList([recorder, *logits_processor]),
-            prefill_chunk_size=_PREFILL_CHUNK if device.type == "cpu" and width > _PREFILL_CHUNK else None,
         )
         logps = recorder.finish(sequences)
         if self._activations is not None:

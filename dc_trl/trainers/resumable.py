@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..files import lock_output, read_object, write_text
 from ..quantization.policy import unwrapped
 from ..resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE, on_main_process, resumable_checkpoint
-from ..resuming.interruption import RunInterrupted
+from ..resuming.interruption import BEGIN_AGAIN, RunInterrupted, resume_command
 from ..rollouts.buffer import load_rollouts, save_rollouts
 from ..rollouts.sync_schedule import SyncSchedule
 from ..serving.errors import ServerError
@@ -50,8 +50,8 @@ class ResumableTrainer(ExportingTrainer):
         Raises:
             ValueError: the checkpoint is not whole, another process trains into `output_dir`, or it cannot be written.
             ServerError: the server cannot do what training needs; the message says how to go on.
-            RunInterrupted: a signal has ended the run, with a checkpoint; only where `StopSignals` is among the
-                callbacks, as in `dc-trl train`.
+            RunInterrupted: a signal has ended the run, with a checkpoint if a step had ended; only where `StopSignals`
+                is among the callbacks, as in `dc-trl train`.
         """
         if self._step > 0:  # this object has trained before
             self._start_again()
@@ -69,7 +69,10 @@ class ResumableTrainer(ExportingTrainer):
             except ServerError as error:
                 raise ServerError(f"{error} {self._save_before_stopping()} when the server is up again.") from error
             except RunInterrupted as stop:
-                raise RunInterrupted(stop.signum, f"{self._save_before_stopping()}.") from stop
+                if self.state.global_step == 0 and self._saved_at is None:
+                    raise RunInterrupted(stop.signum, BEGIN_AGAIN) from stop
+                way_back = f"{self._save_before_stopping()}, or {resume_command(output_dir)}."
+                raise RunInterrupted(stop.signum, way_back) from stop
 
     def _start_again(self) -> None:
         """Forgets what an earlier training of this object has left, save the weights."""
@@ -93,7 +96,7 @@ class ResumableTrainer(ExportingTrainer):
         if any(failures):
             return (
                 f"The run could not be saved ({next(filter(None, failures))}): go on from an earlier checkpoint, with "
-                "resume_from_checkpoint=true,"
+                "resume_from_checkpoint=true"
             )
         return f"The run is saved: go on with resume_from_checkpoint={self._checkpoint_folder(trial=None)!r}"
 
@@ -156,6 +159,12 @@ class ResumableTrainer(ExportingTrainer):
         # those of the initial model (its issue 48805, open with 5.17). from_pretrained reads what was saved.
         saved = type(policy).from_pretrained(resume_from_checkpoint, dtype="auto")
         policy.load_state_dict(saved.state_dict())
+
+    def _issue_warnings_after_load(self, load_result):
+        # What is tied to another parameter is saved once, under that one's name: it is not missing.
+        tied = self.model.all_tied_weights_keys
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -12,6 +12,7 @@ waits is part of what runs there; `scripts/benchmark.py overhead` has it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -22,6 +23,7 @@ from transformers import TrainerCallback
 from ..config import DCGRPOConfig
 from ..records.time_parts import EVALUATION, OTHER, PREFIX
 from .clock import PartsClock
+from .progress import evaluation_bar, progress_callbacks
 from .resumable import ResumableTrainer
 
 
@@ -44,15 +46,20 @@ class TimedTrainer(ResumableTrainer):
 
     Attributes:
         parts_clock (`PartsClock`): runs during `train`; a resumed run goes on from its checkpoint's seconds.
+        training_seconds (`float`): from the start of the first step to the end of the last, evaluations and
+            checkpoints between them included. A resumed run adds those of its checkpoint; what a kill has lost is in
+            neither.
     """
 
     def __init__(self, model, reward_funcs, args: DCGRPOConfig, *positional, **kwargs):
         self.parts_clock = PartsClock()
+        self.training_seconds = 0.0
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        self.add_callback(_OptimizerHasStepped(self))
+        self.add_callback(_Steps(self))
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         self.parts_clock.start()
+        self.training_seconds = 0.0
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -97,6 +104,13 @@ class TimedTrainer(ResumableTrainer):
     def evaluate(self, *args, **kwargs):
         return super().evaluate(*args, **kwargs)
 
+    def evaluation_loop(self, dataloader, *args, **kwargs):
+        # Made before transformers would make one, after its first batch and without a label.
+        with evaluation_bar(self, "held-out problems", len(dataloader)) as bar:
+            for callback in progress_callbacks(self):
+                callback.prediction_bar = bar
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+
     @timed("saving")
     def _save_checkpoint(self, model, trial):
         super()._save_checkpoint(model, trial)
@@ -118,18 +132,35 @@ class TimedTrainer(ResumableTrainer):
                 torch.accelerator.synchronize()
 
     def _iteration_state(self) -> dict[str, Any]:
-        return super()._iteration_state() | {"seconds": self.parts_clock.seconds()}
+        seconds = self.parts_clock.seconds()
+        return super()._iteration_state() | {"seconds": seconds, "training_seconds": self.training_seconds}
 
     def _load_iteration_state(self, state, within_batch):
         super()._load_iteration_state(state, within_batch)
-        self.parts_clock.carry(state.get("seconds", {}))  # absent in checkpoints of before there was a clock
+        earlier = state.get("seconds", {})  # absent in checkpoints of before there was a clock
+        self.parts_clock.carry(earlier)
+        self.training_seconds += state.get("training_seconds", sum(earlier.values()))  # likewise
 
 
-class _OptimizerHasStepped(TrainerCallback):
-    """Ends the optimizer's part, whose method is transformers' own loop."""
+class _Steps(TrainerCallback):
+    """Counts the seconds of training, and ends the optimizer's part, whose method is transformers' own loop."""
 
     def __init__(self, trainer: TimedTrainer):
         self._trainer = trainer
+        self._counted: float | None = None  # until when the seconds are counted, by the clock; None before a step
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._counted = None
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self._counted is None:
+            self._counted = time.perf_counter()
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         self._trainer.parts_clock.switch(OTHER)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        assert self._counted is not None
+        now = time.perf_counter()
+        self._trainer.training_seconds += now - self._counted
+        self._counted = now

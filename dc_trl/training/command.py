@@ -9,9 +9,10 @@ from transformers import TrainerCallback
 
 from ..resuming.interruption import StopSignals
 from ..serving.errors import ServerError
-from ..settings.command_line import refused_in_one_line
+from ..settings.command_line import refused_in_one_line, say
 from ..trainer import DCGRPOTrainer
 from .arguments import RunArguments
+from .banner import banner
 from .build import build_trainer
 from .run import Outcome, run
 
@@ -30,6 +31,8 @@ def train(
         with refused_in_one_line(TypeError, ServerError):
             arguments = RunArguments.parse(words)
             trainer, alarm = build_trainer(arguments, stack)
+        if trainer.accelerator.is_main_process:
+            say(banner(trainer, arguments))
         if callback is not None:
             trainer.add_callback(callback(trainer))
         return run(trainer, alarm, arguments.data, signals, stack)

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..config import DCGRPOConfig
 from ..files import lock_output
 from ..hub.push import HubClient
-from ..records.runs import BASELINE_FILE, DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE
+from ..records.runs import BASELINE_FILE, DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, read_history
 from ..resuming.checkpoints import checkpoints, resumable_checkpoint
 from ..trainer import DCGRPOTrainer
 
@@ -24,6 +24,8 @@ RUN_FILES = (
     "checkpoint-*",
     "last-good-*",
 )
+# What a run leaves that was killed before its first step had ended: nothing of it is worth keeping.
+_BEFORE_STEPS = {HISTORY_FILE, BASELINE_FILE}
 
 
 def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
@@ -46,7 +48,8 @@ def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
 
 
 def _require_no_run(output_dir: Path) -> None:
-    if not any(path for pattern in RUN_FILES for path in output_dir.glob(pattern)):
+    found = {path.name for pattern in RUN_FILES for path in output_dir.glob(pattern)}
+    if found <= _BEFORE_STEPS and not (HISTORY_FILE in found and _has_steps(output_dir / HISTORY_FILE)):
         return
     if not checkpoints(output_dir):
         raise ValueError(
@@ -57,6 +60,10 @@ def _require_no_run(output_dir: Path) -> None:
         f"output_dir={str(output_dir)!r} already holds a run: choose another output_dir, or continue that run "
         "with --resume_from_checkpoint true."
     )
+
+
+def _has_steps(history: Path) -> bool:
+    return any(row["step"] > 0 for row in read_history(history))
 
 
 def _require_writable(output_dir: Path) -> None:

@@ -3,12 +3,15 @@
 import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TypeAlias
 
 from ..callbacks.collapse import CollapseAlarmCallback
 from ..callbacks.summary import BeforeAndAfter, summarize
 from ..data.dapo import DAPO
 from ..hub.push import HubError, push_command
+from ..records.runs import BASELINE_FILE, HISTORY_FILE, SETTINGS_FILE
+from ..resuming.checkpoints import checkpoints
 from ..resuming.interruption import RunInterrupted, StopSignals
 from ..serving.errors import ServerError
 from ..trainer import DCGRPOTrainer
@@ -61,11 +64,20 @@ def _end_early(trainer: DCGRPOTrainer, error: ServerError | RunInterrupted, stac
     """Ends the run's own server and its processes together."""
     if isinstance(error, RunInterrupted):  # at once: whoever sent the signal may kill soon
         trainer.accelerator.print(f"\n{error}", file=sys.stderr, flush=True)
+        if trainer.state.global_step == 0 and not checkpoints(trainer.args.output_dir):
+            _leave_nothing(trainer)
     stack.close()
     # When one process of several fails, the launcher ends the others, and the server may still run.
     trainer.accelerator.wait_for_everyone()
     release_processes(trainer)
     return error.exit_code if isinstance(error, RunInterrupted) else f"error: {error}"
+
+
+def _leave_nothing(trainer: DCGRPOTrainer) -> None:
+    """Removes what a run has written before its first step, so that the same command begins again."""
+    if trainer.accelerator.is_main_process:
+        for name in (HISTORY_FILE, SETTINGS_FILE, BASELINE_FILE):
+            Path(trainer.args.output_dir, name).unlink(missing_ok=True)
 
 
 def _publish(trainer: DCGRPOTrainer, dataset_name: str | None) -> Outcome:

@@ -1,0 +1,261 @@
+"""docs/migration.md: TRL's weights and ours by both trainers, verl's rules by hand, and the names on the page."""
+
+import dataclasses
+import math
+import random
+import re
+from itertools import pairwise
+from typing import Literal, get_args, get_origin
+
+import pytest
+import torch
+import yaml
+from trl import GRPOConfig
+
+from dc_trl import DCGRPOConfig
+from dc_trl.constraint.discrepancy import scored_tokens
+from dc_trl.constraint.settings import CHOICES
+from dc_trl.constraint.trust import CORRECTIONS, trust_of
+
+from .helpers import ROOT, Rollouts
+from .test_trust import in_trl
+
+
+PAGE = (ROOT / "docs" / "migration.md").read_text()
+BLOCKS = [
+    (origin, yaml.safe_load(text)) for origin, text in re.findall(r"^```yaml\n# (\w+)\n(.*?)^```", PAGE, re.M | re.S)
+]
+PAIRS = [
+    (before, after) for (origin, before), (then, after) in pairwise(BLOCKS) if (origin, then) == ("TRL", "dc_trl")
+]
+FIELDS = {field.name: field for field in dataclasses.fields(DCGRPOConfig)}
+THEIRS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
+
+
+def rows(heading):
+    """The cells of the tables of a section, with | in a cell left out, and without the heads."""
+    section = re.search(rf"^#+ {heading}\n(.*?)(?=^#+ |\Z)", PAGE, re.M | re.S)[1]
+    table = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")
+    ]
+    heads = {index for index, cells in enumerate(table) if set("".join(cells)) <= set("- ")}
+    return [cells for index, cells in enumerate(table) if index not in heads and index + 1 not in heads]
+
+
+def near_the_model(call, completions, logprobs):
+    """Most tokens about as rare to the engine as to the random model, some much rarer, and one without a number."""
+    rng = random.Random(7)
+    for row in logprobs:
+        row[:] = [-rng.uniform(4.0, 9.0) for _ in row]
+    logprobs[0][0] = math.nan
+
+
+def weights_of_trl(tmp_path, tokenizer, seen, fields, edit):
+    """What TRL's own code makes of random rollouts: its ratios, log-probabilities and masks."""
+    plain = {name: value for name, value in fields.items() if name != "use_vllm"}  # no engine has to be there
+    config = GRPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=16,
+        num_generations=4,
+        max_completion_length=8,
+        max_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **plain,
+    )
+    bounds = {name: getattr(config, f"vllm_importance_sampling_{name}") for name in ("mode", "clip_max", "clip_min")}
+    in_trl(config, bounds, tokenizer, Rollouts(longest=7, edit=edit))
+    (inputs,) = seen
+    return inputs
+
+
+def weights_of_ours(settings, inputs):
+    train, infer = inputs["old_per_token_logps"], inputs["sampling_per_token_logps"]
+    scored = scored_tokens(inputs["completion_mask"], train, infer)
+    return trust_of(settings)(train, infer, scored, inputs["advantages"])
+
+
+def test_there_are_pairs():
+    assert len(PAIRS) == 4
+    assert sum(origin == "verl" for origin, _ in BLOCKS) == 1
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_each_pair_gives_every_token_the_same_weight(tmp_path, tokenizer, seen_by_the_loss, before, after):
+    inputs = weights_of_trl(tmp_path, tokenizer, seen_by_the_loss, before, near_the_model)
+    mask = inputs["completion_mask"].bool()
+    theirs = inputs["importance_sampling_ratio"].expand_as(mask)[mask]
+    ours = weights_of_ours(DCGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **after), inputs)[mask]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    # The bounds are met by some and not by others.
+    assert 0.02 < (ours == ours.max()).float().mean() < 1 or (ours == 0).any()
+    assert ours.unique().numel() > 3
+
+
+def test_no_number_and_minus_infinity(tmp_path, tokenizer, seen_by_the_loss):
+    """NaN is a ratio of 1 on both sides; −∞ is a ratio of infinity in TRL, cut to its bound, and of 1 here."""
+
+    def unscored(call, completions, logprobs):
+        near_the_model(call, completions, logprobs)
+        logprobs[1][0] = -math.inf
+
+    fields = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
+    inputs = weights_of_trl(tmp_path, tokenizer, seen_by_the_loss, fields, unscored)
+    settings = DCGRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, constraint="none", rollout_correction="token_truncate"
+    )
+    ours, theirs = weights_of_ours(settings, inputs), inputs["importance_sampling_ratio"]
+    infer, mask = inputs["sampling_per_token_logps"], inputs["completion_mask"].bool()
+    (nan_row, nan_at), (infinite_row, infinite_at) = (
+        kind.logical_and(mask).nonzero()[0].tolist() for kind in (infer.isnan(), infer.isinf())
+    )
+    assert ours[nan_row, nan_at] == theirs[nan_row, nan_at] == 1
+    assert theirs[infinite_row, infinite_at] == 2
+    assert ours[infinite_row, infinite_at] == 1
+
+
+# --- the names on the page
+
+
+def test_every_option_of_trls_correction_has_a_row():
+    cells = " ".join(cells[0] for cells in rows("Every option"))
+    modes = {name for name in CORRECTIONS if f"vllm_importance_sampling_mode: {name}" in cells}
+    assert modes == {"token_truncate", "token_mask", "sequence_truncate", "sequence_mask"}
+    options = {name for name in THEIRS if name.startswith("vllm_importance_sampling")}
+    assert options <= set(re.findall(r"\w+", cells))
+    assert {"off_policy_mask_threshold", "importance_sampling_level", "top_entropy_quantile"} <= set(
+        re.findall(r"\w+", cells)
+    )
+
+
+def test_the_defaults_of_trl_are_its_own():
+    stated = {cells[0].strip("`"): cells[1].strip("`") for cells in rows("Every option")}
+    for name, default in stated.items():
+        if name in THEIRS and default != "deprecated":
+            assert str(THEIRS[name].default) == default, name
+    assert THEIRS["vllm_importance_sampling_mode"].default == "sequence_mask"
+    assert (THEIRS["loss_type"].default, THEIRS["epsilon"].default) == ("dapo", 0.2)
+    assert (FIELDS["loss_type"].default, FIELDS["epsilon"].default) == ("grpo", 0.24)
+
+
+def accepted(field, value):
+    """Whether a field takes what the page writes for it; bounds may be written by their letters."""
+    if re.fullmatch(r"1/[ab]", value):
+        return field in ("rollout_correction_min", "rollout_correction_max")
+    kind = CHOICES.get(field, FIELDS[field].type)
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    return field == "deployment_scheme" or isinstance(yaml.safe_load(value), float)
+
+
+OURS = {
+    "TRL's options": (rows("Every option"), 2),
+    "TRL's metrics": (rows("Where they differ, and why")[-4:], 1),
+    "verl's options": (rows("Every option of verl"), 1),
+    "verl's presets": (rows("Presets"), 1),
+    "verl's metrics": (rows("Every metric of verl"), 1),
+}
+
+
+@pytest.mark.parametrize("table", OURS)
+def test_what_is_named_as_ours_exists(table):
+    metrics = set(re.findall(r"`([\w]+/[\w/]+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    found, column = OURS[table]
+    assert len(found) > 3
+    for cells in found:
+        assert cells[column], cells
+        for name in re.findall(r"`([^`]+)`", cells[column]):
+            field, _, value = name.partition(": ")
+            if "/" in name and not value:
+                assert name in metrics, name
+            elif field not in CORRECTIONS and name != ".inf":
+                assert field in FIELDS, name
+                assert not value or accepted(field, value), name
+
+
+# What commit 0482624a of verl-project/verl has: fields and presets of RolloutCorrectionConfig, and the masks.
+OF_VERL = {
+    "Every option of verl": """
+        rollout_is rollout_is_threshold rollout_is_batch_normalize rollout_rs rollout_rs_threshold bypass_mode
+        loss_type debug_rollout_actor_probs token_k1 token_k2 token_k3 seq_sum_k1 seq_sum_k2 seq_sum_k3 seq_mean_k1
+        seq_mean_k2 seq_mean_k3 seq_max_k2 seq_max_k3 binary_kl
+    """,
+    "Presets": """
+        decoupled_token_is decoupled_seq_is decoupled_token_icepop decoupled_seq_is_rs decoupled_geo_rs
+        decoupled_geo_rs_seq_tis decoupled_geo_rs_token_tis decoupled_k3_rs decoupled_k3_rs_seq_tis
+        decoupled_k3_rs_token_tis bypass_ppo_clip bypass_ppo_clip_geo_rs bypass_ppo_clip_k3_rs bypass_pg_is
+        bypass_pg_token_icepop bypass_pg_geo_rs bypass_pg_geo_rs_seq_tis bypass_pg_geo_rs_token_tis disabled
+    """,
+}
+
+
+@pytest.mark.parametrize("table", OF_VERL)
+def test_the_rows_of_verl_are_whole(table):
+    named = {name for cells in rows(table) for name in re.findall(r"\w+", cells[0])}
+    assert set(re.findall(r"\w+", OF_VERL[table])) <= named
+
+
+@pytest.mark.parametrize("after", [after for origin, after in BLOCKS if origin == "dc_trl"])
+def test_what_stands_after_is_a_configuration(tmp_path, after):
+    config = DCGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **after)
+    for name, value in after.items():
+        assert getattr(config, name) == value
+
+
+@pytest.mark.parametrize("cells", rows("Presets"), ids=lambda cells: cells[0])
+def test_each_preset_is_a_configuration(tmp_path, cells):
+    settings = dict(name.split(": ") for name in re.findall(r"`([^`]+: [^`]+)`", cells[1]))
+    assert settings or cells[1].startswith("none")
+    values = {name: value if name in CHOICES else float(value) for name, value in settings.items()}
+    DCGRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, **{"use_vllm": True, "constraint": "none"} | values
+    )
+
+
+# --- verl's rules, by hand
+
+RATIOS = [[0.4, 0.9], [0.3, 0.2], [1.5, 2.5], [3.0, 1.9], [1.0, 1.0]]  # geometric means 0.6, 0.245, 1.94, 2.39, 1
+
+
+def ours(name, ratios, **bounds):
+    train = torch.tensor(ratios).log()
+    everywhere = torch.ones_like(train).bool()
+    return CORRECTIONS[name](train, torch.zeros_like(train), everywhere, torch.ones(len(ratios)), **bounds)
+
+
+def test_bounds_of_k1_are_those_of_one_over_r():
+    """verl keeps a trajectory if log a ≤ mean of −log r ≤ log b; the page says r from 1/b to 1/a."""
+    lower, upper = 0.5, 4.0
+    means = [sum(-math.log(ratio) for ratio in row) / len(row) for row in RATIOS]
+    kept = [math.log(lower) <= mean <= math.log(upper) for mean in means]
+    assert kept == [True, False, True, False, True]
+    weights = ours("geometric_mask", RATIOS, lower=1 / upper, upper=1 / lower)
+    assert weights.tolist() == [[float(keep)] * 2 for keep in kept]
+
+
+def test_k2_and_k3_are_two_bounds_of_r():
+    threshold = 0.1
+    edge = math.exp(math.sqrt(2 * threshold))
+    ratios = [0.2, 0.5, 1 / edge + 1e-3, 1 / edge - 1e-3, 1.0, 1.2, edge - 1e-3, edge + 1e-3, 3.0]
+    kept = [0.5 * math.log(ratio) ** 2 <= threshold for ratio in ratios]
+    weights = ours("token_mask", [ratios], lower=1 / edge, upper=edge)[0]
+    assert [weight > 0 for weight in weights.tolist()] == kept
+    # The roots of r − 1 − log r = 0.1, by bisection.
+    low, high = (_root(threshold, *interval) for interval in ((0.1, 1.0), (3.0, 1.0)))
+    ratios = [0.3, low - 1e-3, low + 1e-3, 1.0, high - 1e-3, high + 1e-3, 2.5]
+    kept = [ratio - 1 - math.log(ratio) <= threshold for ratio in ratios]
+    weights = ours("token_mask", [ratios], lower=low, upper=high)[0]
+    assert [weight > 0 for weight in weights.tolist()] == kept
+    assert kept == [False, False, True, True, True, False, False]
+
+
+def _root(threshold, outside, inside):
+    for _ in range(60):
+        middle = (outside + inside) / 2
+        beyond = middle - 1 - math.log(middle) > threshold
+        outside, inside = (middle, inside) if beyond else (outside, middle)
+    return inside

@@ -1,0 +1,222 @@
+"""What a run shows from its first line to its last: banner, bars, units, seconds, tables."""
+
+import json
+import logging
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import torch
+from rich.cells import cell_len
+from transformers import ProgressCallback
+from transformers.utils import logging as transformers_logging
+
+from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl.callbacks.summary import BeforeAndAfter, summarize
+from dc_trl.hub.card import write_run_card
+from dc_trl.records.runs import greedy_is_share, read_run
+from dc_trl.records.tables import weighted_sum
+from dc_trl.report.tables import summary_table
+from dc_trl.training.arguments import RunArguments
+from dc_trl.training.banner import banner
+from dc_trl.training.build import build_trainer
+
+from .helpers import ROOT, make_config, make_model, make_prompts
+
+
+TABLE = """
+from dc_trl.records.tables import print_table
+print_table(["", "before [x]"], [["w" * 130, "1"], ["δ̄ 漢字 " * 20, "[bold]2"]], "t" * 200)
+"""
+
+
+def test_a_table_in_a_file_is_as_wide_as_its_cells():
+    printed = subprocess.run(
+        [sys.executable, "-c", TABLE], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    title, *lines = printed.splitlines()
+    assert title == "t" * 200
+    assert "…" not in printed
+    assert len(lines) == 6  # borders, head, and one line for each row
+    for cell in ("w" * 130, "δ̄ 漢字 " * 20, "before [x]", "[bold]2"):
+        assert sum(cell.strip() in line for line in lines) == 1
+    assert len({cell_len(line) for line in lines}) == 1
+    assert cell_len(lines[0]) < 160
+
+
+def test_a_weighted_sum_in_words():
+    assert weighted_sum({"a": 1.0, "b": 0.5, "c": 0.0, "d": -1.0, "e": -0.25}) == "a + 0.5·b − d − 0.25·e"
+    assert weighted_sum({"a": -2.0}) == "− 2·a"
+
+
+# --- the banner -----------------------------------------------------------------------------------------------------
+
+QUICK = ["--config", "configs/quickstart.yaml", "--max_steps", "3"]
+SERVER = ["--use_vllm", "true", "--vllm_mode", "server"]
+
+
+def shown(trainer, output_dir, *words):
+    arguments = RunArguments.parse([*QUICK, "--output_dir", str(output_dir), *words])
+    trainer.args = arguments.trainer
+    text = banner(trainer, arguments)
+    assert len(text.splitlines()) <= 10
+    return {line.split()[0]: line for line in text.splitlines()[1:]}
+
+
+def test_the_banner_says_what_the_settings_mean(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["--eval_size", "8", "--use_peft", "true", "--lora_r", "4", "--rewards", "arithmetic", "math"]
+    arguments = RunArguments.parse([*QUICK, "--output_dir", str(tmp_path), *words, "--reward_weights", "1", "0.5"])
+    with ExitStack() as stack:
+        trainer, _ = build_trainer(arguments, stack)
+        text = banner(trainer, arguments)
+    assert text.splitlines() == [
+        "DC-GRPO",
+        "  model       dc_trl/assets/tiny_qwen3, LoRA of rank 4",
+        "  sampling    fp8 replica of the policy, in this process",
+        "  constraint  lagrangian, ε = 0.0012, λ from 0.1",
+        "  rewards     arithmetic_reward + 0.5·math_reward",
+        "  training    3 step(s) on 48 problems of arithmetic",
+        "  held out    8 problems, measured before and after training",
+        f"  output      {tmp_path}",
+    ]
+    lines = shown(trainer, tmp_path, "--constraint", "none", "--rollout_correction", "token_mask")
+    assert "none" in lines["constraint"]
+    assert "ε" not in lines["constraint"]
+    assert "token_mask" in lines["correction"]
+    lines = shown(trainer, tmp_path, "--discrepancy_tolerance", "auto")
+    assert "ε = auto" in lines["constraint"]
+    assert "correction" not in lines
+    assert shown(trainer, tmp_path, "--constraint", "static")["constraint"].endswith("static, λ = 0.1")
+    lines = shown(trainer, tmp_path, "--vllm_server_base_url", "http://me:hunter2@host:80/?api_key=s3cret", *SERVER)
+    assert "vLLM server, fp8: http://host:80/" in lines["sampling"]
+    assert "hunter2" not in str(lines)
+    assert "s3cret" not in str(lines)
+    urls = ["--vllm_server_base_urls", "http://a:1", "http://b:2", *SERVER]
+    assert "2 vLLM servers, fp8: http://a:1, http://b:2" in shown(trainer, tmp_path, *urls)["sampling"]
+    assert "vLLM server of this run, fp8" in shown(trainer, tmp_path, "--serve", "auto", *SERVER)["sampling"]
+    colocated = shown(trainer, tmp_path, "--use_vllm", "true", "--vllm_mode", "colocate")
+    assert "vLLM in this process (colocate), fp8" in colocated["sampling"]
+    trainer.eval_dataset = None
+    assert shown(trainer, tmp_path, "--eval_size", "0")["held"].endswith("nothing (eval_size=0)")
+
+
+# --- measured before and after --------------------------------------------------------------------------------------
+
+
+def zero_or_one(completions, **kwargs):
+    return [float(len(completion) % 2) for completion in completions]
+
+
+def below_zero(completions, **kwargs):
+    return [None if len(completion) % 3 == 0 else -len(completion) / 8 for completion in completions]
+
+
+def nothing(completions, **kwargs):
+    return [None] * len(completions)
+
+
+def trained(folder, tokenizer, rewards, resume=None, steps=2, bars=True, **fields):
+    config = make_config(
+        folder, deployment_scheme="fp8", max_steps=steps, save_strategy="steps", save_steps=1, **fields
+    )
+    config.resume_from_checkpoint = resume
+    trainer = DCGRPOTrainer(
+        make_model(),
+        rewards,
+        config,
+        train_dataset=make_prompts(2),
+        eval_dataset=make_prompts(8),
+        processing_class=tokenizer,
+        callbacks=[LambdaLoggingCallback(), *([ProgressCallback()] if bars else [])],
+    )
+    run = BeforeAndAfter(trainer)
+    trainer.add_callback(run)
+    trainer.train(resume_from_checkpoint=resume)
+    summarize(trainer, run)
+    return trainer, json.loads((folder / "summary.json").read_text())
+
+
+def test_a_reward_is_a_percentage_only_where_each_is_0_or_1(tmp_path, tokenizer, capsys):
+    for name, rewards, weights, share in (
+        ("one", [zero_or_one], None, True),
+        ("below", [below_zero], None, False),
+        ("half", [zero_or_one], [0.5], False),
+        ("two", [zero_or_one, zero_or_one], [1.0, 1.0], False),
+        ("mixed", [zero_or_one, below_zero], [1.0, 0.5], False),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        trainer, summary = trained(folder, tokenizer, rewards, reward_weights=weights, bars=False, steps=1)
+        for when in ("before", "after"):
+            assert greedy_is_share(summary[when]) == share, name
+        printed = next(line for line in capsys.readouterr().out.splitlines() if "greedy reward" in line)
+        greedy = summary["after"]["greedy"]
+        assert (f"{100 * greedy:.1f} ±" in printed) == share
+        assert (f"{greedy:.3f} ±" in printed) != share
+        rows = dict(row for row in summary_table([read_run(folder)])[1])
+        assert rows["greedy reward after"].endswith(" %") == share
+        if name == "mixed":
+            words = "zero_or_one + 0.5·below_zero"
+            assert f"greedy reward ({words}), " in printed
+            assert rows["reward functions"] == words
+            write_run_card(trainer, None, None, None, [])
+            assert f"{greedy:.3f} ±" in (folder / "README.md").read_text()
+
+
+def test_no_function_scores_what_is_held_out(tmp_path, tokenizer, capsys):
+    _, summary = trained(tmp_path, tokenizer, [nothing], bars=False, steps=1)
+    assert "greedy" not in summary["before"]
+    assert "greedy reward" not in capsys.readouterr().out
+
+
+def test_old_files_say_percent_as_they_did():
+    assert greedy_is_share({"greedy": 0.4, "greedy_se": 0.1, "problems": 10})
+    assert not greedy_is_share({"greedy": -0.4})
+    assert not greedy_is_share({"reward": 0.4})
+
+
+def test_bars_say_what_is_evaluated_and_seconds_add_up(tmp_path, tokenizer, capsys):
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    transformers_logging.get_logger("transformers.generation.utils").warning_once.__func__.cache_clear()
+    transformers_logging.add_handler(handler)
+    try:
+        trained(tmp_path, tokenizer, [zero_or_one])
+        shown = capsys.readouterr().err
+        for bar in ("held-out problems:   0%", "held-out problems, greedy:   0%", "held-out problems: 100%"):
+            assert bar in shown
+        state = tmp_path / "checkpoint-1" / "dc_grpo_state.json"
+        saved = json.loads(state.read_text())
+        assert saved["training_seconds"] > 0
+        state.write_text(json.dumps(saved | {"training_seconds": 1000.0}))
+        checkpoint = str(tmp_path / "checkpoint-1")
+        trainer, summary = trained(
+            tmp_path, tokenizer, [zero_or_one], resume=checkpoint, bars=False, disable_tqdm=True
+        )
+    finally:
+        transformers_logging.remove_handler(handler)
+    assert 1000 < summary["seconds"] == trainer.training_seconds < 1000 + sum(trainer.parts_clock.seconds().values())
+    assert "held-out" not in capsys.readouterr().err
+    # A tied head is in a checkpoint under the embedding's name, and generation gets one configuration.
+    assert not [text for text in records if "missing keys" in text or "prefill_chunk_size" in text]
+
+
+def test_keys_that_are_missing_are_still_told(tmp_path, tokenizer):
+    config = make_config(tmp_path, deployment_scheme="fp8")
+    trainer = DCGRPOTrainer(
+        make_model(), zero_or_one, config, train_dataset=make_prompts(2), processing_class=tokenizer
+    )
+    model = torch.nn.Linear(1, 1, bias=False)
+    loaded = model.load_state_dict({}, strict=False)
+    loaded.missing_keys.extend(trainer.model.all_tied_weights_keys)
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    transformers_logging.add_handler(handler)
+    try:
+        trainer._issue_warnings_after_load(loaded)
+    finally:
+        transformers_logging.remove_handler(handler)
+    assert [text for text in records if "['weight']" in text]
