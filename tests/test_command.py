@@ -20,6 +20,7 @@ from dc_trl.ablation.plan import load_sweep
 from dc_trl.command import COMMANDS
 from dc_trl.command.options import FILE
 from dc_trl.command.write_options import file_text
+from dc_trl.evaluation.results import Evaluation
 from dc_trl.settings.paths import config_file, shipped
 from dc_trl.training.arguments import ARGUMENTS, RunArguments
 
@@ -251,8 +252,8 @@ def test_the_wheel_trains_evaluates_and_reports_from_an_empty_directory(installe
     words = "evaluate --model runs/quickstart --benchmarks arithmetic --engine replica:fp8 --limit 16 --samples 2"
     shown = installed("dc-trl", *words.split(), "--max_tokens", "48", cwd=tmp_path)
     assert "arithmetic avg@2" in shown
-    results = json.loads((tmp_path / "runs" / "evaluation" / "fp8" / "results.json").read_text())
-    assert results["benchmarks"]["arithmetic"]["problems"] == 16
+    evaluation = Evaluation.load(tmp_path / "runs" / "evaluation" / "fp8" / "results.json")
+    assert len(evaluation.results["arithmetic"].per_problem) == 16
     installed("dc-trl", "report", "runs/quickstart", "--output", "report.html", cwd=tmp_path)
     assert (tmp_path / "report.html").read_text().count("<figure") > 3
     shown = installed("dc-trl", "ablate", "tolerance", "--dry_run", cwd=tmp_path)
