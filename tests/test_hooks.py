@@ -31,7 +31,10 @@ DOCUMENTED = {
     "transformers.utils",
     "vllm",
 }
-STANDARD_LIBRARY = {"_ActionsContainer", "_actions", "_asdict", "_exit", "_fields", "_make", "_replace"}
+STANDARD_LIBRARY = {
+    *("_ActionsContainer", "_action_groups", "_actions", "_group_actions"),
+    *("_asdict", "_exit", "_fields", "_make", "_replace"),
+}
 NEEDS_VLLM_ITSELF = {"dc_trl.serving.cpu_reload"}
 
 # What each hook looked like when the code that leans on it was written; see `shape`.

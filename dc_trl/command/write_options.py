@@ -41,7 +41,7 @@ def described(parser: argparse.ArgumentParser, description: str, fields: Mapping
     groups: dict[str, list[dict[str, Any]]] = {title: [] for title in fields.values()}
     for group in parser._action_groups:
         for action in group._group_actions:
-            if isinstance(action, argparse._HelpAction):
+            if action.dest == "help":
                 continue
             title = fields.get(action.dest) or group.title or "options"
             groups.setdefault(title, []).append(_option(action, bool(fields)))
