@@ -139,7 +139,25 @@ def test_the_defaults_of_trl_are_its_own():
             assert str(THEIRS[name].default) == default, name
     assert THEIRS["vllm_importance_sampling_mode"].default == "sequence_mask"
     assert (THEIRS["loss_type"].default, THEIRS["epsilon"].default) == ("dapo", 0.2)
-    assert (FIELDS["loss_type"].default, FIELDS["epsilon"].default) == ("grpo", 0.24)
+
+
+@pytest.mark.parametrize(
+    ("fields", "on", "loss", "epsilon"),
+    [
+        ({"use_vllm": True}, True, "dapo", 0.2),
+        ({"use_vllm": True, "rollout_correction": "icepop"}, False, "dapo", 0.2),
+        ({"use_vllm": True, "constraint": "lagrangian"}, False, "dapo", 0.2),
+        ({}, False, "dapo", 0.2),
+        ({"recipe": "paper", "use_vllm": True}, False, "grpo", 0.24),
+    ],
+)
+def test_what_takes_the_place_of_trls_correction(tmp_path, fields, on, loss, epsilon):
+    config = DCGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **fields)
+    theirs = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    assert (config.vllm_importance_sampling_correction, config.loss_type, config.epsilon) == (on, loss, epsilon)
+    for name in ("mode", "clip_max", "clip_min"):
+        name = f"vllm_importance_sampling_{name}"
+        assert getattr(config, name) == getattr(theirs, name)
 
 
 def accepted(field, value):
