@@ -1,11 +1,29 @@
 """The guides' examples: what they show is run as it stands, and what they say of it is worked out another way."""
 
+import contextlib
+import copy
+import itertools
+import json
+import os
 import re
+import shlex
+import sqlite3
+import statistics
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+import trl
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
-from .helpers import ROOT, logged
+from dc_trl import DCGRPOTrainer
+from dc_trl.quantization.tensors import policy_tensors
+
+from .helpers import ROOT, TINY_MODEL, Rollouts, distinct_characters, logged, make_config, make_model, make_prompts
 
 
 DOCS = ROOT / "docs"
@@ -111,20 +129,12 @@ def test_tools_under_truncated_sampling(workplace, seen_by_the_loss):
     assert 0 < logged(trainer, "discrepancy/mean")[0] < 0.05
 
 
-def test_a_function_as_a_tool_and_a_template_that_trl_knows(workplace, tokenizer):
-    import trl
-    from transformers import AutoTokenizer
-
-    from dc_trl import DCGRPOTrainer
-
-    from .helpers import distinct_characters, make_config, make_model, make_prompts
-
+def test_a_function_as_a_tool_and_a_template_that_trl_knows(workplace):
     names = {}
     exec(blocks("tools.md", "python")[1], names)
     assert names["calculate"]("23+45") == "68"
     tokenizer = AutoTokenizer.from_pretrained("dc_trl/assets/tiny_qwen3")
-    templates = ROOT.joinpath(trl.__file__).parent / "chat_templates"
-    tokenizer.chat_template = (templates / "qwen3.jinja").read_text()
+    tokenizer.chat_template = Path(trl.__file__).with_name("chat_templates").joinpath("qwen3.jinja").read_text()
     prompts = make_prompts(8).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     trainer = DCGRPOTrainer(
         make_model(max_position_embeddings=2048),
@@ -140,3 +150,231 @@ def test_a_function_as_a_tool_and_a_template_that_trl_knows(workplace, tokenizer
     assert '"name": "calculate"' in shown
     assert "Computes a sum of whole numbers." in shown
     assert logged(trainer, "tools/call_frequency") == [0.0]
+
+
+# --- LoRA and QLoRA
+
+
+@pytest.mark.parametrize("load", [{"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, {"load_in_8bit": True}])
+def test_a_packed_base_is_deployed_as_it_computes(tmp_path, load):
+    """Against bitsandbytes' own dequantization plus s·B·A, also after an evaluation, which lays the weights out anew."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from dc_trl.quantization.checkpoint import CheckpointWriter
+
+    quantization = BitsAndBytesConfig(**load, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32, quantization_config=quantization)
+    adapter = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    policy = get_peft_model(base, adapter)
+    expected = {}
+    for name, module in base.named_modules():
+        if not isinstance(module, bitsandbytes.nn.Linear4bit | bitsandbytes.nn.Linear8bitLt):
+            continue
+        weight, owner = module.weight, policy.get_base_model().get_submodule(name.removesuffix(".base_layer"))
+        if "load_in_4bit" in load:
+            unpacked = bitsandbytes.functional.dequantize_4bit(weight.data.clone(), copy.deepcopy(weight.quant_state))
+        else:
+            unpacked = weight.data * weight.SCB[:, None] / 127
+        if name.endswith(".base_layer"):
+            b, a = owner.lora_B["default"].weight, owner.lora_A["default"].weight
+            unpacked = unpacked + 6 / 4 * b.detach() @ a.detach()
+        expected[f"{name.removesuffix('.base_layer')}.weight"] = unpacked.float()
+    assert len(expected) == 4 * 7
+    deployed = dict(policy_tensors(policy))
+    assert all(torch.allclose(deployed[name].float(), tensor, atol=1e-6) for name, tensor in expected.items())
+    with torch.no_grad():
+        policy.eval()(input_ids=torch.arange(10, 40)[None])
+    again = dict(policy_tensors(policy))
+    # Its layout for an evaluation on a CPU has the scale of each block in bfloat16.
+    assert all(torch.allclose(again[name], deployed[name], rtol=2**-7, atol=1e-3) for name in expected)
+
+    # What is written for a server is a plain checkpoint, and not bitsandbytes'.
+    CheckpointWriter(policy, "bf16").write(again.items(), tmp_path / "deployment")
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "deployment", dtype=torch.float32)
+    assert not hasattr(served.config, "quantization_config")
+    for name, tensor in served.state_dict().items():
+        if name in expected:
+            assert torch.equal(tensor, again[name].bfloat16().float()), name
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}])
+def test_an_adapter_of_a_packed_base_that_is_no_sum_is_refused(options):
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(load_in_4bit=True)
+    base = AutoModelForCausalLM.from_pretrained(TINY_MODEL, quantization_config=quantization)
+    if "lora_bias" in options:
+        for layer in base.model.layers:
+            layer.self_attn.q_proj.bias = torch.nn.Parameter(torch.zeros(256))
+    policy = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], **options))
+    with pytest.raises(ValueError, match=r"adapts 'model\.layers\.0\.self_attn\.q_proj', which load_in_4bit"):
+        list(policy_tensors(policy))
+
+
+def test_a_packed_base_has_no_straight_through_forward():
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from dc_trl.quantization.deployed_forward import DeployedForward
+
+    quantization = BitsAndBytesConfig(load_in_4bit=True)
+    base = AutoModelForCausalLM.from_pretrained(TINY_MODEL, quantization_config=quantization)
+    policy = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"peft_config adapts .*bnb\.Linear4bit"):
+        DeployedForward(policy, "fp8")
+
+
+# --- several rewards
+
+
+def my_rewards():
+    names = {}
+    exec(blocks("rewards.md", "python")[0], names)
+    return names["brevity"], names["shows_its_work"]
+
+
+def table(name, first):
+    """Rows of the table of a page whose head begins with this cell, as lists of cells."""
+    lines = (DOCS / name).read_text().partition(f"| {first} |")[2].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in itertools.takewhile(bool, lines)]
+
+
+def train_on(tmp_path, tokenizer, rewards, **settings):
+    """One generation batch of four completions of one prompt, scored by these functions."""
+    trainer = DCGRPOTrainer(
+        make_model(),
+        rewards,
+        make_config(tmp_path, max_steps=1, learning_rate=0.0, **settings),
+        train_dataset=make_prompts(1),
+        processing_class=tokenizer,
+        rollout_func=Rollouts(),
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(("aggregation", "column"), [("sum_then_normalize", 4), ("normalize_then_sum", 5)])
+def test_the_advantages_of_two_rewards(tmp_path, tokenizer, aggregation, column):
+    cells = [[float(cell.replace("−", "-")) for cell in row] for row in table("rewards.md", "completion")]
+    assert len(cells) == 4
+
+    def correct(completions, **kwargs):
+        return [row[1] for row in cells]
+
+    def brevity(completions, **kwargs):
+        return [row[2] for row in cells]
+
+    weights = {"reward_weights": [1.0, 0.5], "multi_objective_aggregation": aggregation}
+    trainer = train_on(tmp_path, tokenizer, [correct, brevity], constraint="none", **weights)
+    assert list(trainer._logs["advantages"]) == pytest.approx([row[column] for row in cells], abs=6e-4)
+    sums = [row[3] for row in cells]
+    assert sums == pytest.approx([row[1] + 0.5 * row[2] for row in cells])
+    assert logged(trainer, "reward") == pytest.approx([statistics.fmean(sums)])
+    assert logged(trainer, "reward_std") == pytest.approx([statistics.stdev(sums)], rel=1e-3)
+    assert logged(trainer, "rewards/brevity/mean") == pytest.approx([-0.25])
+
+
+def test_a_completion_without_any_reward(tmp_path, tokenizer, seen_by_the_loss):
+    """Advantage 0, no part in the mean of its group; its tokens are in δ̄ and pay the penalty."""
+
+    def first(completions, **kwargs):
+        return [1.0, 0.0, None, None]
+
+    def second(completions, **kwargs):
+        return [None, 2.0, 4.0, None]
+
+    settings = {"scale_rewards": "none", "constraint": "static", "length_aware_batches": False}
+    trainer = train_on(tmp_path, tokenizer, [first, second], **settings)
+    assert list(trainer._logs["advantages"]) == pytest.approx([1 - 7 / 3, 2 - 7 / 3, 4 - 7 / 3, 0])
+    (inputs,) = seen_by_the_loss
+    (row,) = (inputs["trajectory_advantages"] == 0).nonzero()[0]
+    scored = inputs["completion_mask"][row].bool()
+    assert (inputs["advantages"][row][scored] < 0).all()
+
+
+def test_the_reward_functions_of_the_page():
+    brevity, shows_its_work = my_rewards()
+    turns = [[{"role": "assistant", "content": text}] for text in ("3+5=8;\\boxed{8}", "\\boxed{84}", "9;\\boxed{84}")]
+    logs = {}
+    assert brevity(turns) == [-0.15, -0.1, -0.12]
+    assert shows_its_work(turns, answer=["8", "84", "84"], log_metric=logs.__setitem__) == [None, 0.0, 1.0]
+    assert logs == {"shows_its_work/applies": 2 / 3}
+
+
+# --- the commands
+
+
+# Appended to each command, so that it ends soon.
+SMALL = ["--max_steps", "2", "--eval_size", "8", "--per_device_eval_batch_size", "8"]
+SMALL += ["--per_device_train_batch_size", "16", "--save_strategy", "no"]
+
+
+def the_command(page):
+    (block,) = (block for block in blocks(page, "bash") if "accelerate launch" in block)
+    return shlex.split(block.replace("\\\n", " "))
+
+
+def run(page, workplace, **environment):
+    command = the_command(page)
+    binaries = os.path.dirname(sys.executable)
+    environment = os.environ | {"PATH": f"{binaries}:{os.environ['PATH']}"} | environment
+    done = subprocess.run(
+        [*command, *SMALL], cwd=workplace, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    output = workplace / command[command.index("--output_dir") + 1]
+    return output, [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.long
+def test_the_command_of_lora(workplace):
+    output, history = run("lora.md", workplace)
+    adapter = json.loads((output / "adapter_config.json").read_text())
+    assert (adapter["r"], adapter["lora_alpha"], adapter["lora_dropout"]) == (16, 32, 0.0)
+    assert (output / "adapter_model.safetensors").is_file()
+    assert [row["learning_rate"] for row in history if "learning_rate" in row] == [1e-3] * 2
+    # What ships is base + s·B·A, here of the layers that the scheme leaves alone or not: all names are the base's.
+    shipped = load_file(output / "deployment" / "model.safetensors")
+    plain = load_file(TINY_MODEL / "model.safetensors")
+    assert plain.keys() <= shipped.keys()
+    assert not [name for name in shipped if "lora" in name]
+    tensors = load_file(output / "adapter_model.safetensors")
+    layer = "model.layers.0.self_attn.q_proj"
+    a, b = (tensors[f"base_model.model.{layer}.lora_{part}.weight"] for part in "AB")
+    assert b.abs().max() > 0
+    merged = plain[f"{layer}.weight"].float() + 2 * b.float() @ a.float()
+    stored = shipped[f"{layer}.weight"].float() * shipped[f"{layer}.weight_scale"].float()
+    # E4M3 has three bits behind the leading one; the smallest numbers of a row have fewer.
+    assert ((stored - merged).abs() <= merged.abs() / 16 + merged.abs().amax(1, keepdim=True) / 448 / 512 + 1e-6).all()
+
+
+@pytest.mark.long
+def test_the_command_of_several_rewards(workplace):
+    (workplace / "my_rewards.py").write_text(blocks("rewards.md", "python")[0])
+    _, history = run("rewards.md", workplace)
+    trained = [row for row in history if "loss" in row]
+    assert len(trained) == 2
+    for row in trained:
+        parts = [row[f"rewards/{name}/mean"] for name in ("arithmetic_reward", "brevity", "shows_its_work")]
+        applies = row["shows_its_work/applies"]
+        assert row["reward"] == pytest.approx(parts[0] + 0.5 * parts[1] + 0.2 * applies * parts[2], abs=1e-5)
+
+
+@pytest.mark.long
+def test_the_command_of_trackio(workplace):
+    pytest.importorskip("trackio")
+    _, history = run("tracking.md", workplace, TRACKIO_DIR=str(workplace / "trackio"))
+    (database,) = (workplace / "trackio").glob("*.db")
+    assert "dc-grpo" in database.name
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        rows = connection.execute("SELECT run_name, metrics FROM metrics ORDER BY id").fetchall()
+    assert {name for name, _ in rows} == {"fp8-seed-0"}
+    tracked = [json.loads(metrics) for _, metrics in rows]
+    for ours, theirs, _ in table("tracking.md", "in `history.jsonl`"):
+        for mine, other in zip(re.findall(r"`(.+?)`", ours), re.findall(r"`(.+?)`", theirs), strict=True):
+            mine, other = (text.replace("NAME", "arithmetic_reward") for text in (mine, other))
+            values = [row[mine] for row in history if mine in row]
+            assert len(values) == 2, mine
+            assert [row[other] for row in tracked if other in row] == values
