@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import json
 import os
@@ -16,14 +17,28 @@ from pathlib import Path
 import pytest
 import torch
 import trl
+import yaml
+from accelerate.commands.launch import launch_command_parser
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from dc_trl import DCGRPOTrainer
+from dc_trl.files import read_yaml
 from dc_trl.quantization.tensors import policy_tensors
+from dc_trl.training.arguments import ARGUMENTS, RunArguments
 
-from .helpers import ROOT, TINY_MODEL, Rollouts, distinct_characters, logged, make_config, make_model, make_prompts
+from .helpers import (
+    ROOT,
+    TINY_MODEL,
+    Rollouts,
+    distinct_characters,
+    load_script,
+    logged,
+    make_config,
+    make_model,
+    make_prompts,
+)
 
 
 DOCS = ROOT / "docs"
@@ -157,7 +172,7 @@ def test_a_function_as_a_tool_and_a_template_that_trl_knows(workplace):
 
 @pytest.mark.parametrize("load", [{"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, {"load_in_8bit": True}])
 def test_a_packed_base_is_deployed_as_it_computes(tmp_path, load):
-    """Against bitsandbytes' own dequantization plus s·B·A, also after an evaluation, which lays the weights out anew."""
+    """Against bitsandbytes' own dequantization plus s·B·A, also after an evaluation, which lays them out anew."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -378,3 +393,151 @@ def test_the_command_of_trackio(workplace):
             values = [row[mine] for row in history if mine in row]
             assert len(values) == 2, mine
             assert [row[other] for row in tracked if other in row] == values
+
+
+# --- SLURM and containers
+
+
+SBATCH_FILES = sorted((ROOT / "configs" / "slurm").glob("*.sbatch"))
+# Options of sbatch in the files, from its manual; what they take.
+SBATCH_OPTIONS = {
+    "job-name": r"\w+",
+    "nodes": r"\d+",
+    "ntasks": r"\d+",
+    "ntasks-per-node": r"\d+",
+    "cpus-per-task": r"\d+",
+    "gpus-per-node": r"\d+",
+    "exclusive": "",
+    "time": r"\d+:\d\d:\d\d",
+    "signal": r"(B:)?TERM@\d+",
+    "output": r"[\w%./-]+",
+}
+
+
+def commands_in(text):
+    """The commands of a shell script that run programs of the project, as lists of words from the program on."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        for start in range(len(words)):
+            if words[start : start + 2] == ["accelerate", "launch"] or words[start + 1 : start + 2] == [
+                "scripts/serve.py"
+            ]:
+                yield [word for word in words[start:] if word not in ("&", "$@")]
+                break
+
+
+def commands_of(file):
+    text = file.read_text()
+    inner = re.findall(r"bash -c '\n(.*?)'", text, re.DOTALL)
+    return [
+        command
+        for part in (re.sub(r"bash -c '\n.*?'", "", text, flags=re.DOTALL), *inner)
+        for command in commands_in(part)
+    ]
+
+
+@pytest.mark.parametrize("file", SBATCH_FILES, ids=lambda file: file.stem)
+def test_a_slurm_file_parses(file):
+    subprocess.run(["bash", "-n", file], check=True, timeout=20)
+    lines = file.read_text().splitlines()
+    assert lines[0] == "#!/bin/bash"
+    last = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH"))
+    assert all(line.startswith("#") for line in lines[: last + 1])  # sbatch stops reading at the first command
+    for line in lines[: last + 1]:
+        if line.startswith("#SBATCH"):
+            name, _, value = line.removeprefix("#SBATCH --").partition("=")
+            assert re.fullmatch(SBATCH_OPTIONS[name], value), line
+
+
+@pytest.mark.parametrize("file", SBATCH_FILES, ids=lambda file: file.stem)
+def test_the_commands_of_a_slurm_file_are_read_by_the_programs(file, monkeypatch, tmp_path):
+    directives = dict(re.findall(r"^#SBATCH --([\w-]+)=(.+)$", file.read_text(), re.MULTILINE))
+    nodes, gpus = int(directives["nodes"]), int(directives["gpus-per-node"])
+    serving, training = sorted(commands_of(file), reverse=True)
+    monkeypatch.setattr(sys, "argv", serving[1:])
+    server = load_script("serve").parse_arguments()
+
+    values = {"$SLURM_PROCID": "1", "$FIRST": "10.0.0.2", "$SERVER": "http://10.0.0.1:8000", "$WEIGHTS": str(tmp_path)}
+    args = launch_command_parser().parse_args([values.get(word, word) for word in training[2:]])
+    assert args.training_script == "scripts/train.py"
+    assert (ROOT / args.config_file).is_file()
+    _, config, *overrides = args.training_script_args
+    settings = read_yaml(ROOT / config) | {"use_cpu": True, "bf16": False}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    run = RunArguments.parse(["--config", str(tmp_path / "config.yaml"), *overrides])
+
+    # Both sides mean the same model, in the same scheme and length, and the GPUs are enough.
+    assert server.model == run.model.model_name_or_path
+    assert server.scheme == run.trainer.deployment_scheme
+    assert server.max_model_len == run.trainer.vllm_max_model_length
+    parallel = int(server.options[server.options.index("--tensor-parallel-size") + 1])
+    launch = yaml.safe_load((ROOT / args.config_file).read_text())
+    if nodes == 1:
+        devices = re.findall(r"CUDA_VISIBLE_DEVICES=([\d,]+)", file.read_text())
+        taken = [int(device) for group in devices for device in group.split(",")]
+        assert sorted(taken) == list(range(gpus))
+        assert [len(group.split(",")) for group in devices] == [
+            parallel,
+            args.num_processes or launch["num_processes"],
+        ]
+    else:
+        assert (args.num_machines, args.num_processes) == (nodes - 1, (nodes - 1) * gpus)
+        assert parallel <= gpus
+        assert run.trainer.vllm_server_base_url == values["$SERVER"]
+    # The launcher lets the processes live until shortly before Slurm kills the job.
+    grace = int(re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", file.read_text())[1])
+    assert 300 < grace < int(directives["signal"].partition("@")[2])
+
+
+CONTAINERFILE = ROOT / "configs" / "container" / "Containerfile"
+
+
+def instructions():
+    """(instruction, words) of the container file."""
+    text = re.sub(r"^#.*\n", "", CONTAINERFILE.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    for line in filter(None, text.splitlines()):
+        name, _, rest = line.partition(" ")
+        yield name, json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+
+
+def test_the_container_file_holds_what_its_installation_needs(tmp_path):
+    """The metadata of the package is built from the copied files alone, as pip begins; its command reads its file."""
+    parts = list(instructions())
+    names = [name for name, _ in parts]
+    assert names[0] == "FROM"
+    assert set(names) <= {"FROM", "RUN", "WORKDIR", "COPY", "ENTRYPOINT", "CMD"}
+    python = re.fullmatch(r"python:(\d+\.\d+)-slim", parts[0][1][0])[1]
+    assert re.search(rf'^requires-python = ">={python}"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    for name, words in parts:
+        if name == "COPY":
+            *sources, target = words
+            for source in sources:
+                path = ROOT / source
+                assert path.exists(), source
+                (tmp_path / (Path(source).name if target == "./" else target)).symlink_to(path)
+    (install,) = (words for name, words in parts if name == "RUN" and words[:2] == ["pip", "install"])
+    assert install[install.index("-c") + 1] == "constraints.txt"
+    extras = re.fullmatch(r"\.\[(.+)\]", install[-1])[1].split(",")
+    code = "from setuptools import build_meta; print(build_meta.prepare_metadata_for_build_wheel('meta'))"
+    (tmp_path / "meta").mkdir()
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    metadata = (tmp_path / "meta" / done.stdout.splitlines()[-1] / "METADATA").read_text()
+    assert {f"Provides-Extra: {extra}" for extra in extras} <= set(metadata.splitlines())
+    assert "## Is it for me?" in metadata  # the README is part of it
+    (command,) = (words for name, words in parts if name == "CMD")
+    assert [words for name, words in parts if name == "ENTRYPOINT"] == [["python"]]
+    assert (tmp_path / command[0]).is_file()
+    assert RunArguments.parse(["--config", str(tmp_path / command[2])]).trainer.use_cpu
+
+
+def test_the_page_names_the_files():
+    text = (DOCS / "cluster.md").read_text()
+    for file in [*SBATCH_FILES, CONTAINERFILE]:
+        assert f"| `{file.relative_to(ROOT)}` |" in text
+
+
+def test_settings_in_yaml_exist():
+    (block,) = blocks("lora.md", "yaml")
+    known = {field.name for kind in ARGUMENTS for field in dataclasses.fields(kind)}
+    assert yaml.safe_load(block).keys() <= known

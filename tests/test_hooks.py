@@ -141,6 +141,7 @@ HOOKS: dict[str, str] = {
     "peft.tuners.lora.Embedding": "class",
     "peft.tuners.lora.ParamWrapper": "class",
     "torch.Tensor._version": "getset_descriptor",
+    "peft.utils.integrations.dequantize_module_weight": "(module)",
     "peft.utils.other.ModulesToSaveWrapper": "class",
     "peft.utils.other.ModulesToSaveWrapper.active_adapters": "property",
     "peft.utils.other.AuxiliaryTrainingWrapper": "class",

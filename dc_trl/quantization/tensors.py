@@ -2,8 +2,9 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 
+import torch
 from accelerate import Accelerator, DistributedType
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
@@ -178,8 +179,9 @@ def _whole(tensor: Tensor) -> Tensor:
 def _merged_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
     delta: Tensor | None = None
     if _is_packed_layer(module):
-        adapter, module = module, module.get_base_layer()
-        delta = sum(adapter.get_delta_weight(name).float() for name in adapter.active_adapters)
+        adapter: Any = module
+        module = adapter.get_base_layer()
+        delta = torch.stack([adapter.get_delta_weight(name).float() for name in adapter.active_adapters]).sum(0)
     elif isinstance(module, BaseTunerLayer):
         # Not what PEFT built it from: with `ensure_weight_tying` that holds views, which cannot be copied.
         built_from = {id(module.kwargs): module.kwargs} if isinstance(module, LoraLayer) else {}

@@ -284,7 +284,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
         if self.tools:
             raise ValueError(
                 "deployed_completions and deployed_rewards sample one turn, and this trainer has tools or an "
-                "environment_factory, which take turns with the policy: use evaluate(), which goes through all of them."
+                "environment_factory, which take turns with the policy: use evaluate(), which goes through all."
             )
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
         completion_ids = self.deployed_completion_ids(prompt_ids)
