@@ -146,6 +146,7 @@ HOOKS: dict[str, str] = {
     "peft.tuners.lora.ParamWrapper": "class",
     "torch.Tensor._version": "getset_descriptor",
     "torch.ops.aten._int_mm": "(*args, **kwargs)",
+    "peft.utils.integrations.dequantize_module_weight": "(module)",
     "peft.utils.other.ModulesToSaveWrapper": "class",
     "peft.utils.other.ModulesToSaveWrapper.active_adapters": "property",
     "peft.utils.other.AuxiliaryTrainingWrapper": "class",

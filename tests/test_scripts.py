@@ -1,11 +1,9 @@
 """The scripts as a user runs them: what they make, what they refuse, and what they never overwrite."""
 
-import contextlib
 import json
 import os
 import re
 import shutil
-import sqlite3
 import subprocess
 import sys
 
@@ -109,26 +107,6 @@ def test_a_continued_run_knows_where_it_began(launch):
     second = json.loads((output / "summary.json").read_text())
     assert second["before"] == first["before"]
     assert second["before"]["problems"] == second["after"]["problems"] == 16
-
-
-@pytest.mark.long
-def test_trackio(tmp_path):
-    pytest.importorskip("trackio")
-    command = [sys.executable, "scripts/train.py", "--config", "configs/quickstart.yaml", "--max_steps", "2"]
-    command += ["--output_dir", str(tmp_path / "run"), "--report_to", "trackio", "--eval_size", "16"]
-    command += ["--per_device_train_batch_size", "16", "--per_device_eval_batch_size", "16", "--save_strategy", "no"]
-    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (database,) = (tmp_path / "trackio").glob("*.db")
-    with contextlib.closing(sqlite3.connect(database)) as connection:
-        logged = [json.loads(metrics) for (metrics,) in connection.execute("SELECT metrics FROM metrics ORDER BY id")]
-    history = [json.loads(line) for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
-    for name, prefix in (("lagrangian/lambda", "train"), ("discrepancy/mean", "train"), ("discrepancy/mean", "eval")):
-        key = name if prefix == "train" else f"eval_{name}"
-        tracked = [row[f"{prefix}/{name}"] for row in logged if f"{prefix}/{name}" in row]
-        assert len(tracked) == 2
-        assert tracked == [row[key] for row in history if key in row]
 
 
 def test_nothing_to_resume(launch, tmp_path):

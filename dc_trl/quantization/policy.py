@@ -78,6 +78,7 @@ def empty_copy(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
     base = base_model(policy)
     config = copy.deepcopy(base.config)
     config.use_cache = True
+    vars(config).pop("quantization_config", None)  # of a base that bitsandbytes has packed: here are no values
     if not shares_embeddings(policy):
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):

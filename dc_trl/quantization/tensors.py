@@ -2,12 +2,14 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 
+import torch
 from accelerate import Accelerator, DistributedType
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.integrations import dequantize_module_weight
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -15,6 +17,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from .policy import base_model, require_shared_embeddings, unwrapped
+
+
+# What bitsandbytes keeps several numbers of one weight in, by the names of its classes: it need not be installed.
+_PACKED = ("Params4bit", "Int8Params")
 
 
 def deployed_tensors(
@@ -44,6 +50,11 @@ def deployed_tensors(
     require_shared_embeddings(
         policy, reason="sharded weights are merged in place, in both at once", remedy="Launch without sharding"
     )
+    if any(map(_is_packed, policy.parameters())):
+        raise ValueError(
+            "load_in_4bit and load_in_8bit leave sharded weights packed, and they are merged in place there: launch "
+            "without sharding, or load the weights unquantized."
+        )
     return gathered_by_trl()
 
 
@@ -59,7 +70,8 @@ def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, T
     """Parameters and buffers of a policy under its base architecture's names, gathered from FSDP2, adapters merged.
 
     The policy itself is not touched: each adapted layer is merged in a copy, one at a time, because merging in place
-    and unmerging again would leave rounding errors in the weights that are being trained.
+    and unmerging again would leave rounding errors in the weights that are being trained. What bitsandbytes has packed
+    (QLoRA) is unpacked, and an adapter is added to that: PEFT's merge would round the sum to the same few bits again.
 
     Args:
         policy: a transformers model, or a PEFT model around one; whole, or without adapters sharded by FSDP2. Of a
@@ -135,6 +147,26 @@ def require_merged_form(policy: PreTrainedModel | PeftModel) -> None:
                 f"peft_config trains {name!r} through {type(module).__name__}, which has no merged form: "
                 "train it through target_modules or modules_to_save, or set deployment_scheme=None."
             )
+        if _is_packed_layer(module) and any((*module.lora_variant.values(), *module.lora_bias.values())):
+            raise ValueError(
+                f"peft_config adapts {name!r}, which load_in_4bit or load_in_8bit has packed, by more than a sum: use "
+                "LoRA without variants (use_dora and the like) and without lora_bias, or load the weights unquantized."
+            )
+
+
+def _is_packed(tensor: Tensor) -> bool:
+    return type(tensor).__name__ in _PACKED
+
+
+def _is_packed_layer(module: nn.Module) -> bool:
+    """Whether this is a LoRA layer around weights that bitsandbytes has packed."""
+    return isinstance(module, LoraLayer) and any(map(_is_packed, module.get_base_layer().parameters(recurse=False)))
+
+
+def _unpacked(layer: nn.Module) -> Tensor:
+    # On a CPU bitsandbytes lays the weights out anew for an evaluation, where they are read wrongly; saving undoes it.
+    layer.state_dict()
+    return dequantize_module_weight(layer)
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -145,7 +177,12 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _merged_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(module, BaseTunerLayer):
+    delta: Tensor | None = None
+    if _is_packed_layer(module):
+        adapter: Any = module
+        module = adapter.get_base_layer()
+        delta = torch.stack([adapter.get_delta_weight(name).float() for name in adapter.active_adapters]).sum(0)
+    elif isinstance(module, BaseTunerLayer):
         # Not what PEFT built it from: with `ensure_weight_tying` that holds views, which cannot be copied.
         built_from = {id(module.kwargs): module.kwargs} if isinstance(module, LoraLayer) else {}
         module = copy.deepcopy(module, built_from)
@@ -155,6 +192,7 @@ def _merged_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tenso
     elif isinstance(module, ModulesToSaveWrapper):
         module = module.modules_to_save[module.active_adapters[0]]
     for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-        yield prefix + name, tensor
+        whole = _unpacked(module) if _is_packed(tensor) else tensor
+        yield prefix + name, whole if delta is None or name != "weight" else whole.float() + delta
     for name, child in module.named_children():
         yield from _merged_tensors(child, f"{prefix}{name}.")

@@ -277,12 +277,17 @@ class DeployedPolicyTrainer(GRPOTrainer):
             prompts: plain (`str`) or conversational (list of messages) prompts; as many in every process.
 
         Raises:
-            ValueError: see `deployed_completion_ids`.
+            ValueError: see `deployed_completion_ids`; or the trainer has tools.
         """
         return self._complete(prompts)[0]
 
     def _complete(self, prompts: list) -> tuple[list, list[list[int]]]:
         """See `deployed_completions`; the completions and their token ids."""
+        if self.tools:
+            raise ValueError(
+                "deployed_completions and deployed_rewards sample one turn, and this trainer has tools or an "
+                "environment_factory, which take turns with the policy: use evaluate(), which goes through all."
+            )
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
         completion_ids = self.deployed_completion_ids(prompt_ids)
         texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)

@@ -1,0 +1,544 @@
+"""The guides' examples: what they show is run as it stands, and what they say of it is worked out another way."""
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import json
+import os
+import re
+import shlex
+import sqlite3
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from dc_trl import DCGRPOTrainer
+from dc_trl.files import read_yaml
+from dc_trl.quantization.tensors import policy_tensors
+from dc_trl.training.arguments import ARGUMENTS, RunArguments
+
+from .helpers import (
+    ROOT,
+    TINY_MODEL,
+    Rollouts,
+    distinct_characters,
+    load_script,
+    logged,
+    make_config,
+    make_model,
+    make_prompts,
+)
+
+
+DOCS = ROOT / "docs"
+END, ASSISTANT = 1, 4  # ids of <|end|> and <|assistant|> in the tiny model's tokenizer
+
+
+def blocks(name, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / name).read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A directory that looks like the project's root."""
+    for name in ("configs", "dc_trl", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# --- tools
+
+
+def run_tools(**edits):
+    """The example of docs/tools.md, with settings replaced; its trainer."""
+    code = blocks("tools.md", "python")[0]
+    for name, value in ({"max_steps": "1", "per_device_train_batch_size": "8"} | edits).items():
+        code, found = re.subn(rf"\b{name}=[^,]+,", f"{name}={value},", code)
+        assert found == 1, name
+    names = {}
+    exec(compile(code, "docs/tools.md", "exec"), names)
+    return names["trainer"]
+
+
+def written_by_the_tool(completion):
+    """Which tokens of a completion are the tool's answer, read off the tokens alone.
+
+    They stand between the end of a turn of the policy and the mark that begins its next one.
+    """
+    found, of_tool = [], False
+    for token in completion:
+        found.append(of_tool)
+        of_tool = token == END if not of_tool else token != ASSISTANT
+    return found
+
+
+def test_what_is_scored_of_a_run_with_a_tool(workplace, seen_by_the_loss, capsys):
+    trainer = run_tools(learning_rate="0.0")
+    (inputs,) = seen_by_the_loss
+    mask = inputs["completion_mask"].bool()
+    rows = [row[keep].tolist() for row, keep in zip(inputs["completion_ids"], mask, strict=True)]
+    of_tool = [written_by_the_tool(row) for row in rows]
+    texts = {
+        trainer.processing_class.decode([token for token, of in zip(row, ofs, strict=True) if of])
+        for row, ofs in zip(rows, of_tool, strict=True)
+    }
+    answer = r"<\|tool\|>(right|wrong)<\|end\|><\|assistant\|>"
+    assert all(re.fullmatch(rf"({answer})*", text) for text in texts)
+    assert any(texts)
+
+    # TRL's mask is this one.
+    for row, keep, ofs in zip(inputs["tool_mask"], mask, of_tool, strict=True):
+        assert row[keep].tolist() == [int(not of) for of in ofs]
+
+    # δ̄ and the loss, by hand, from a forward pass over each conversation by itself.
+    means, losses = [], []
+    for index, (row, ofs) in enumerate(zip(rows, of_tool, strict=True)):
+        prompt = inputs["prompt_ids"][index][inputs["prompt_mask"][index].bool()].tolist()
+        with torch.no_grad():
+            logits = trainer.model(input_ids=torch.tensor([prompt + row])).logits[0, len(prompt) - 1 : -1]
+        train_logps = logits.log_softmax(-1).gather(1, torch.tensor(row).unsqueeze(1)).squeeze(1)
+        infer_logps = inputs["sampling_per_token_logps"][index][mask[index]]
+        delta = (train_logps.exp() - infer_logps.exp()).abs()
+        scored = ~torch.tensor(ofs)
+        # Their log-probability is TRL's 0, which no policy has: counted, they would be most of δ̄.
+        assert (infer_logps[~scored] == 0).all()
+        means.append(delta[scored].mean())
+        advantages = inputs["trajectory_advantages"][index] - 0.1 * delta  # λ_0
+        losses.append(-advantages[scored].mean())
+        assert torch.allclose(inputs["advantages"][index][mask[index]][scored], advantages[scored], atol=1e-5)
+        # The tool's tokens pay nothing.
+        theirs = inputs["advantages"][index][mask[index]][~scored]
+        assert (theirs == inputs["trajectory_advantages"][index]).all()
+    assert logged(trainer, "discrepancy/mean")[0] == pytest.approx(torch.stack(means).mean().item(), rel=1e-3)
+    assert logged(trainer, "loss")[0] == pytest.approx(torch.stack(losses).mean().item(), abs=1e-5)
+
+    # What the page says of the metrics.
+    lengths = [ofs.count(False) for ofs in of_tool]
+    assert logged(trainer, "completions/mean_length")[0] == pytest.approx(sum(lengths) / len(lengths))
+    calls = sum(len(re.findall(r"\\boxed\{[^}]*\}", trainer.processing_class.decode(row))) for row in rows)
+    assert 0 < logged(trainer, "tools/call_frequency")[0] <= calls / len(rows)
+    assert logged(trainer, "rewards/Examiner/mean") == logged(trainer, "reward")
+    with pytest.raises(ValueError, match=r"sample one turn, and this trainer has tools"):
+        trainer.deployed_rewards(list(trainer.train_dataset)[:2])
+    assert "submit" in capsys.readouterr().out  # the table of completions has the calls
+
+
+def test_tools_under_truncated_sampling(workplace, seen_by_the_loss):
+    trainer = run_tools(learning_rate="1e-4, top_p=0.9")
+    (inputs,) = seen_by_the_loss
+    of_tool = inputs["completion_mask"].bool() & ~inputs["tool_mask"].bool()
+    assert of_tool.any()
+    assert (inputs["kept_counts"][of_tool] == 0).all()
+    assert 0 < logged(trainer, "discrepancy/mean")[0] < 0.05
+
+
+def test_a_function_as_a_tool_and_a_template_that_trl_knows(workplace):
+    names = {}
+    exec(blocks("tools.md", "python")[1], names)
+    assert names["calculate"]("23+45") == "68"
+    tokenizer = AutoTokenizer.from_pretrained("dc_trl/assets/tiny_qwen3")
+    tokenizer.chat_template = Path(trl.__file__).with_name("chat_templates").joinpath("qwen3.jinja").read_text()
+    prompts = make_prompts(8).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    trainer = DCGRPOTrainer(
+        make_model(max_position_embeddings=2048),
+        lambda completions, **kwargs: distinct_characters([turns[-1]["content"] for turns in completions]),
+        make_config(workplace / "run", deployment_scheme="bf16", max_steps=1),
+        train_dataset=prompts,
+        processing_class=tokenizer,
+        tools=[names["calculate"]],
+    )
+    trainer.train()
+    (prompt, *_) = trainer._tokenize_prompts([prompts[0]["prompt"]])[0]
+    shown = tokenizer.decode(prompt)
+    assert '"name": "calculate"' in shown
+    assert "Computes a sum of whole numbers." in shown
+    assert logged(trainer, "tools/call_frequency") == [0.0]
+
+
+# --- LoRA and QLoRA
+
+
+@pytest.mark.parametrize("load", [{"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, {"load_in_8bit": True}])
+def test_a_packed_base_is_deployed_as_it_computes(tmp_path, load):
+    """Against bitsandbytes' own dequantization plus s·B·A, also after an evaluation, which lays them out anew."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from dc_trl.quantization.checkpoint import CheckpointWriter
+
+    quantization = BitsAndBytesConfig(**load, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32, quantization_config=quantization)
+    adapter = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    policy = get_peft_model(base, adapter)
+    expected = {}
+    for name, module in base.named_modules():
+        if not isinstance(module, bitsandbytes.nn.Linear4bit | bitsandbytes.nn.Linear8bitLt):
+            continue
+        weight, owner = module.weight, policy.get_base_model().get_submodule(name.removesuffix(".base_layer"))
+        if "load_in_4bit" in load:
+            unpacked = bitsandbytes.functional.dequantize_4bit(weight.data.clone(), copy.deepcopy(weight.quant_state))
+        else:
+            unpacked = weight.data * weight.SCB[:, None] / 127
+        if name.endswith(".base_layer"):
+            b, a = owner.lora_B["default"].weight, owner.lora_A["default"].weight
+            unpacked = unpacked + 6 / 4 * b.detach() @ a.detach()
+        expected[f"{name.removesuffix('.base_layer')}.weight"] = unpacked.float()
+    assert len(expected) == 4 * 7
+    deployed = dict(policy_tensors(policy))
+    assert all(torch.allclose(deployed[name].float(), tensor, atol=1e-6) for name, tensor in expected.items())
+    with torch.no_grad():
+        policy.eval()(input_ids=torch.arange(10, 40)[None])
+    again = dict(policy_tensors(policy))
+    # Its layout for an evaluation on a CPU has the scale of each block in bfloat16.
+    assert all(torch.allclose(again[name], deployed[name], rtol=2**-7, atol=1e-3) for name in expected)
+
+    # What is written for a server is a plain checkpoint, and not bitsandbytes'.
+    CheckpointWriter(policy, "bf16").write(again.items(), tmp_path / "deployment")
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "deployment", dtype=torch.float32)
+    assert not hasattr(served.config, "quantization_config")
+    for name, tensor in served.state_dict().items():
+        if name in expected:
+            assert torch.equal(tensor, again[name].bfloat16().float()), name
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}])
+def test_an_adapter_of_a_packed_base_that_is_no_sum_is_refused(options):
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(load_in_4bit=True)
+    base = AutoModelForCausalLM.from_pretrained(TINY_MODEL, quantization_config=quantization)
+    if "lora_bias" in options:
+        for layer in base.model.layers:
+            layer.self_attn.q_proj.bias = torch.nn.Parameter(torch.zeros(256))
+    policy = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], **options))
+    with pytest.raises(ValueError, match=r"adapts 'model\.layers\.0\.self_attn\.q_proj', which load_in_4bit"):
+        list(policy_tensors(policy))
+
+
+def test_a_packed_base_has_no_straight_through_forward():
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from dc_trl.quantization.deployed_forward import DeployedForward
+
+    quantization = BitsAndBytesConfig(load_in_4bit=True)
+    base = AutoModelForCausalLM.from_pretrained(TINY_MODEL, quantization_config=quantization)
+    policy = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"peft_config adapts .*bnb\.Linear4bit"):
+        DeployedForward(policy, "fp8")
+
+
+# --- several rewards
+
+
+def my_rewards():
+    names = {}
+    exec(blocks("rewards.md", "python")[0], names)
+    return names["brevity"], names["shows_its_work"]
+
+
+def table(name, first):
+    """Rows of the table of a page whose head begins with this cell, as lists of cells."""
+    lines = (DOCS / name).read_text().partition(f"| {first} |")[2].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in itertools.takewhile(bool, lines)]
+
+
+def train_on(tmp_path, tokenizer, rewards, **settings):
+    """One generation batch of four completions of one prompt, scored by these functions."""
+    trainer = DCGRPOTrainer(
+        make_model(),
+        rewards,
+        make_config(tmp_path, max_steps=1, learning_rate=0.0, **settings),
+        train_dataset=make_prompts(1),
+        processing_class=tokenizer,
+        rollout_func=Rollouts(),
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(("aggregation", "column"), [("sum_then_normalize", 4), ("normalize_then_sum", 5)])
+def test_the_advantages_of_two_rewards(tmp_path, tokenizer, aggregation, column):
+    cells = [[float(cell.replace("−", "-")) for cell in row] for row in table("rewards.md", "completion")]
+    assert len(cells) == 4
+
+    def correct(completions, **kwargs):
+        return [row[1] for row in cells]
+
+    def brevity(completions, **kwargs):
+        return [row[2] for row in cells]
+
+    weights = {"reward_weights": [1.0, 0.5], "multi_objective_aggregation": aggregation}
+    trainer = train_on(tmp_path, tokenizer, [correct, brevity], constraint="none", **weights)
+    assert list(trainer._logs["advantages"]) == pytest.approx([row[column] for row in cells], abs=6e-4)
+    sums = [row[3] for row in cells]
+    assert sums == pytest.approx([row[1] + 0.5 * row[2] for row in cells])
+    assert logged(trainer, "reward") == pytest.approx([statistics.fmean(sums)])
+    assert logged(trainer, "reward_std") == pytest.approx([statistics.stdev(sums)], rel=1e-3)
+    assert logged(trainer, "rewards/brevity/mean") == pytest.approx([-0.25])
+
+
+def test_a_completion_without_any_reward(tmp_path, tokenizer, seen_by_the_loss):
+    """Advantage 0, no part in the mean of its group; its tokens are in δ̄ and pay the penalty."""
+
+    def first(completions, **kwargs):
+        return [1.0, 0.0, None, None]
+
+    def second(completions, **kwargs):
+        return [None, 2.0, 4.0, None]
+
+    settings = {"scale_rewards": "none", "constraint": "static", "length_aware_batches": False}
+    trainer = train_on(tmp_path, tokenizer, [first, second], **settings)
+    assert list(trainer._logs["advantages"]) == pytest.approx([1 - 7 / 3, 2 - 7 / 3, 4 - 7 / 3, 0])
+    (inputs,) = seen_by_the_loss
+    (row,) = (inputs["trajectory_advantages"] == 0).nonzero()[0]
+    scored = inputs["completion_mask"][row].bool()
+    assert (inputs["advantages"][row][scored] < 0).all()
+
+
+def test_the_reward_functions_of_the_page():
+    brevity, shows_its_work = my_rewards()
+    turns = [[{"role": "assistant", "content": text}] for text in ("3+5=8;\\boxed{8}", "\\boxed{84}", "9;\\boxed{84}")]
+    logs = {}
+    assert brevity(turns) == [-0.15, -0.1, -0.12]
+    assert shows_its_work(turns, answer=["8", "84", "84"], log_metric=logs.__setitem__) == [None, 0.0, 1.0]
+    assert logs == {"shows_its_work/applies": 2 / 3}
+
+
+# --- the commands
+
+
+# Appended to each command, so that it ends soon.
+SMALL = ["--max_steps", "2", "--eval_size", "8", "--per_device_eval_batch_size", "8"]
+SMALL += ["--per_device_train_batch_size", "16", "--save_strategy", "no"]
+
+
+def the_command(page):
+    (block,) = (block for block in blocks(page, "bash") if "accelerate launch" in block)
+    return shlex.split(block.replace("\\\n", " "))
+
+
+def run(page, workplace, **environment):
+    command = the_command(page)
+    binaries = os.path.dirname(sys.executable)
+    environment = os.environ | {"PATH": f"{binaries}:{os.environ['PATH']}"} | environment
+    done = subprocess.run(
+        [*command, *SMALL], cwd=workplace, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    output = workplace / command[command.index("--output_dir") + 1]
+    return output, [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.long
+def test_the_command_of_lora(workplace):
+    output, history = run("lora.md", workplace)
+    adapter = json.loads((output / "adapter_config.json").read_text())
+    assert (adapter["r"], adapter["lora_alpha"], adapter["lora_dropout"]) == (16, 32, 0.0)
+    assert (output / "adapter_model.safetensors").is_file()
+    assert [row["learning_rate"] for row in history if "learning_rate" in row] == [1e-3] * 2
+    # What ships is base + s·B·A, here of the layers that the scheme leaves alone or not: all names are the base's.
+    shipped = load_file(output / "deployment" / "model.safetensors")
+    plain = load_file(TINY_MODEL / "model.safetensors")
+    assert plain.keys() <= shipped.keys()
+    assert not [name for name in shipped if "lora" in name]
+    tensors = load_file(output / "adapter_model.safetensors")
+    layer = "model.layers.0.self_attn.q_proj"
+    a, b = (tensors[f"base_model.model.{layer}.lora_{part}.weight"] for part in "AB")
+    assert b.abs().max() > 0
+    merged = plain[f"{layer}.weight"].float() + 2 * b.float() @ a.float()
+    stored = shipped[f"{layer}.weight"].float() * shipped[f"{layer}.weight_scale"].float()
+    # E4M3 has three bits behind the leading one; the smallest numbers of a row have fewer.
+    assert ((stored - merged).abs() <= merged.abs() / 16 + merged.abs().amax(1, keepdim=True) / 448 / 512 + 1e-6).all()
+
+
+@pytest.mark.long
+def test_the_command_of_several_rewards(workplace):
+    (workplace / "my_rewards.py").write_text(blocks("rewards.md", "python")[0])
+    _, history = run("rewards.md", workplace)
+    trained = [row for row in history if "loss" in row]
+    assert len(trained) == 2
+    for row in trained:
+        parts = [row[f"rewards/{name}/mean"] for name in ("arithmetic_reward", "brevity", "shows_its_work")]
+        applies = row["shows_its_work/applies"]
+        assert row["reward"] == pytest.approx(parts[0] + 0.5 * parts[1] + 0.2 * applies * parts[2], abs=1e-5)
+
+
+@pytest.mark.long
+def test_the_command_of_trackio(workplace):
+    pytest.importorskip("trackio")
+    _, history = run("tracking.md", workplace, TRACKIO_DIR=str(workplace / "trackio"))
+    (database,) = (workplace / "trackio").glob("*.db")
+    assert "dc-grpo" in database.name
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        rows = connection.execute("SELECT run_name, metrics FROM metrics ORDER BY id").fetchall()
+    assert {name for name, _ in rows} == {"fp8-seed-0"}
+    tracked = [json.loads(metrics) for _, metrics in rows]
+    for ours, theirs, _ in table("tracking.md", "in `history.jsonl`"):
+        for mine, other in zip(re.findall(r"`(.+?)`", ours), re.findall(r"`(.+?)`", theirs), strict=True):
+            mine, other = (text.replace("NAME", "arithmetic_reward") for text in (mine, other))
+            values = [row[mine] for row in history if mine in row]
+            assert len(values) == 2, mine
+            assert [row[other] for row in tracked if other in row] == values
+
+
+# --- SLURM and containers
+
+
+SBATCH_FILES = sorted((ROOT / "configs" / "slurm").glob("*.sbatch"))
+# Options of sbatch in the files, from its manual; what they take.
+SBATCH_OPTIONS = {
+    "job-name": r"\w+",
+    "nodes": r"\d+",
+    "ntasks": r"\d+",
+    "ntasks-per-node": r"\d+",
+    "cpus-per-task": r"\d+",
+    "gpus-per-node": r"\d+",
+    "exclusive": "",
+    "time": r"\d+:\d\d:\d\d",
+    "signal": r"(B:)?TERM@\d+",
+    "output": r"[\w%./-]+",
+}
+
+
+def commands_in(text):
+    """The commands of a shell script that run programs of the project, as lists of words from the program on."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        for start in range(len(words)):
+            if words[start : start + 2] == ["accelerate", "launch"] or words[start + 1 : start + 2] == [
+                "scripts/serve.py"
+            ]:
+                yield [word for word in words[start:] if word not in ("&", "$@")]
+                break
+
+
+def commands_of(file):
+    text = file.read_text()
+    inner = re.findall(r"bash -c '\n(.*?)'", text, re.DOTALL)
+    return [
+        command
+        for part in (re.sub(r"bash -c '\n.*?'", "", text, flags=re.DOTALL), *inner)
+        for command in commands_in(part)
+    ]
+
+
+@pytest.mark.parametrize("file", SBATCH_FILES, ids=lambda file: file.stem)
+def test_a_slurm_file_parses(file):
+    subprocess.run(["bash", "-n", file], check=True, timeout=20)
+    lines = file.read_text().splitlines()
+    assert lines[0] == "#!/bin/bash"
+    last = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH"))
+    assert all(line.startswith("#") for line in lines[: last + 1])  # sbatch stops reading at the first command
+    for line in lines[: last + 1]:
+        if line.startswith("#SBATCH"):
+            name, _, value = line.removeprefix("#SBATCH --").partition("=")
+            assert re.fullmatch(SBATCH_OPTIONS[name], value), line
+
+
+@pytest.mark.parametrize("file", SBATCH_FILES, ids=lambda file: file.stem)
+def test_the_commands_of_a_slurm_file_are_read_by_the_programs(file, monkeypatch, tmp_path):
+    directives = dict(re.findall(r"^#SBATCH --([\w-]+)=(.+)$", file.read_text(), re.MULTILINE))
+    nodes, gpus = int(directives["nodes"]), int(directives["gpus-per-node"])
+    serving, training = sorted(commands_of(file), reverse=True)
+    monkeypatch.setattr(sys, "argv", serving[1:])
+    server = load_script("serve").parse_arguments()
+
+    values = {"$SLURM_PROCID": "1", "$FIRST": "10.0.0.2", "$SERVER": "http://10.0.0.1:8000", "$WEIGHTS": str(tmp_path)}
+    args = launch_command_parser().parse_args([values.get(word, word) for word in training[2:]])
+    assert args.training_script == "scripts/train.py"
+    assert (ROOT / args.config_file).is_file()
+    _, config, *overrides = args.training_script_args
+    settings = read_yaml(ROOT / config) | {"use_cpu": True, "bf16": False}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    run = RunArguments.parse(["--config", str(tmp_path / "config.yaml"), *overrides])
+
+    # Both sides mean the same model, in the same scheme and length, and the GPUs are enough.
+    assert server.model == run.model.model_name_or_path
+    assert server.scheme == run.trainer.deployment_scheme
+    assert server.max_model_len == run.trainer.vllm_max_model_length
+    parallel = int(server.options[server.options.index("--tensor-parallel-size") + 1])
+    launch = yaml.safe_load((ROOT / args.config_file).read_text())
+    if nodes == 1:
+        devices = re.findall(r"CUDA_VISIBLE_DEVICES=([\d,]+)", file.read_text())
+        taken = [int(device) for group in devices for device in group.split(",")]
+        assert sorted(taken) == list(range(gpus))
+        assert [len(group.split(",")) for group in devices] == [
+            parallel,
+            args.num_processes or launch["num_processes"],
+        ]
+    else:
+        assert (args.num_machines, args.num_processes) == (nodes - 1, (nodes - 1) * gpus)
+        assert parallel <= gpus
+        assert run.trainer.vllm_server_base_url == values["$SERVER"]
+    # The launcher lets the processes live until shortly before Slurm kills the job.
+    grace = int(re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", file.read_text())[1])
+    assert 300 < grace < int(directives["signal"].partition("@")[2])
+
+
+CONTAINERFILE = ROOT / "configs" / "container" / "Containerfile"
+
+
+def instructions():
+    """(instruction, words) of the container file."""
+    text = re.sub(r"^#.*\n", "", CONTAINERFILE.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    for line in filter(None, text.splitlines()):
+        name, _, rest = line.partition(" ")
+        yield name, json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+
+
+def test_the_container_file_holds_what_its_installation_needs(tmp_path):
+    """The metadata of the package is built from the copied files alone, as pip begins; its command reads its file."""
+    pytest.importorskip("setuptools", minversion="77")  # of pyproject.toml; pip installs it for itself
+    parts = list(instructions())
+    names = [name for name, _ in parts]
+    assert names[0] == "FROM"
+    assert set(names) <= {"FROM", "RUN", "WORKDIR", "COPY", "ENTRYPOINT", "CMD"}
+    python = re.fullmatch(r"python:(\d+\.\d+)-slim", parts[0][1][0])[1]
+    assert re.search(rf'^requires-python = ">={python}"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    for name, words in parts:
+        if name == "COPY":
+            *sources, target = words
+            for source in sources:
+                path = ROOT / source
+                assert path.exists(), source
+                (tmp_path / (Path(source).name if target == "./" else target)).symlink_to(path)
+    (install,) = (words for name, words in parts if name == "RUN" and words[:2] == ["pip", "install"])
+    assert install[install.index("-c") + 1] == "constraints.txt"
+    extras = re.fullmatch(r"\.\[(.+)\]", install[-1])[1].split(",")
+    code = "from setuptools import build_meta; print(build_meta.prepare_metadata_for_build_wheel('meta'))"
+    (tmp_path / "meta").mkdir()
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    metadata = (tmp_path / "meta" / done.stdout.splitlines()[-1] / "METADATA").read_text()
+    assert {f"Provides-Extra: {extra}" for extra in extras} <= set(metadata.splitlines())
+    assert "## Is it for me?" in metadata  # the README is part of it
+    (command,) = (words for name, words in parts if name == "CMD")
+    assert [words for name, words in parts if name == "ENTRYPOINT"] == [["python"]]
+    assert (tmp_path / command[0]).is_file()
+    assert RunArguments.parse(["--config", str(tmp_path / command[2])]).trainer.use_cpu
+
+
+def test_the_page_names_the_files():
+    text = (DOCS / "cluster.md").read_text()
+    for file in [*SBATCH_FILES, CONTAINERFILE]:
+        assert f"| `{file.relative_to(ROOT)}` |" in text
+
+
+def test_settings_in_yaml_exist():
+    (block,) = blocks("lora.md", "yaml")
+    known = {field.name for kind in ARGUMENTS for field in dataclasses.fields(kind)}
+    assert yaml.safe_load(block).keys() <= known
