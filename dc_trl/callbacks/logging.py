@@ -5,16 +5,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
 from torch import nn
-from transformers import ProgressCallback, TrainerCallback
+from transformers import ProgressCallback
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig
 from ..files import set_aside, write_text
 from ..records.runs import FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, read_history
+from ..records.samples import SAMPLES_FILE
 from ..records.settings import changed_settings, json_value
+from ..records.started import STARTS_FILE, cpu_name, record_start
 from ..report.panels import plot_run
+from ..trainers.samples import HistoryKeeper
 
 
 logger = logging.get_logger(__name__)
@@ -35,14 +39,23 @@ def training_settings(args: Any, model: nn.Module | None, further: Mapping[str, 
     return found | changed_settings(args, DCGRPOConfig)
 
 
-class LambdaLoggingCallback(TrainerCallback):
+def device_name(device: torch.device) -> str:
+    """Name of what a process trains on: the processor's with its cores, or the accelerator's."""
+    if device.type == "cpu":
+        return cpu_name()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
+
+
+class LambdaLoggingCallback(HistoryKeeper):
     """Keeps the run's settings and history in the output directory, λ and discrepancy above all, and a figure of them.
 
     When training begins, `settings.json` gets what differs from `DCGRPOConfig`'s defaults, without tokens and keys.
     Every log of the trainer (λ, violation, discrepancy, reward, …: the same values that go to the trackers of
-    `report_to`) becomes one line of `history.jsonl`. At every save and at the end of training, `run.png` shows reward,
-    δ̄ with its tolerance, and λ. A resumed run keeps its settings and continues the history from its checkpoint; a new
-    run in the same directory keeps the old files as `history.1.jsonl`, `settings.1.json`, and so on.
+    `report_to`) becomes one line of `history.jsonl`. `starts.json` says when and on what the run was started, and a
+    [`~dc_trl.DCGRPOTrainer`] adds a few of its completions as `completions.json`. At every save and at the end of
+    training, `run.png` shows reward, δ̄ with its tolerance, and λ. A resumed run keeps its settings and continues the
+    history from its checkpoint; a new run in the same directory keeps the old files as `history.1.jsonl`,
+    `settings.1.json`, and so on.
 
     Args:
         settings (`Mapping[str, Any]`, *optional*): what else made the run, such as its data set and rewards, for
@@ -56,6 +69,7 @@ class LambdaLoggingCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         if state.is_world_process_zero:
             settings = self._open(args.output_dir, state.global_step).with_name(SETTINGS_FILE)
+            record_start(settings.parent, state.global_step, device_name(args.device), args.world_size)
             if not settings.exists():
                 found = training_settings(args, model, self._settings)
                 write_text(settings, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
@@ -84,7 +98,8 @@ class LambdaLoggingCallback(TrainerCallback):
             kept = [row for row in read_history(history) if row["step"] <= step]
             write_text(history, "".join(f"{json.dumps(row)}\n" for row in kept))
         elif step == 0 and (self._history is None or _holds_training(history)):
-            earlier = [file for file in (history, history.with_name(SETTINGS_FILE)) if file.exists()]
+            names = (HISTORY_FILE, SETTINGS_FILE, STARTS_FILE, SAMPLES_FILE)
+            earlier = [file for file in map(history.with_name, names) if file.exists()]
             for file, kept_as in zip(earlier, set_aside(earlier), strict=True):
                 logger.warning(f"{file} belongs to an earlier run and is kept as {kept_as.name}.")
         self._history = history

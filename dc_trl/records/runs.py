@@ -11,7 +11,9 @@ from types import NoneType
 from typing import Any, NamedTuple, TypeGuard
 
 from ..files import read_object, read_text
+from .samples import Moment, read_samples
 from .settings import training_defaults
+from .started import read_starts
 from .time_parts import PARTS, PREFIX
 
 
@@ -65,6 +67,8 @@ class Run:
         settings: what differs from the defaults; empty for runs of earlier versions.
         before: the deployed policy on held-out problems: `greedy`, `greedy_se`, `problems`, `reward`, `discrepancy`.
         summary: `after` (as `before`), `steps`, `seconds`, `tokens`, `engine`, …; empty when the run did not finish.
+        starts: when and on what it was started, see `records.started`.
+        moments: completions that it kept.
     """
 
     name: str
@@ -72,6 +76,8 @@ class Run:
     settings: Mapping[str, Any] = field(default_factory=dict)
     before: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
+    starts: Sequence[Mapping[str, Any]] = ()
+    moments: Sequence[Moment] = ()
 
     def series(self, metric: str) -> Series:
         """The metric where it is a finite number."""
@@ -205,7 +211,9 @@ def read_run(directory: str | PathLike[str]) -> Run:
         raise ValueError(f"{path} is empty: wait until the run has logged its first step (logging_steps).")
     summary = read_summary(folder)
     before = summary.get("before") or read_baseline(folder)
-    return Run(folder.resolve().name, history, _read_checked(folder / SETTINGS_FILE, _SETTINGS), before, summary)
+    settings = _read_checked(folder / SETTINGS_FILE, _SETTINGS)
+    name, starts, moments = folder.resolve().name, read_starts(folder), read_samples(folder)
+    return Run(name, history, settings, before, summary, starts, moments)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
