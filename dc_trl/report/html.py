@@ -82,7 +82,7 @@ class Page:
         """Adds a table; its first column names the rows and stays in sight where a phone scrolls the table sideways.
 
         A line break within a cell is kept. The caption stands above the table. Tables of two columns that follow one
-        another stand side by side where there is room. On a phone, a table of more than three columns becomes a list:
+        another stand side by side where there is room. On a phone, a table of more than four columns becomes a list:
         each row's cells below one another, with the names of their columns.
 
         Raises:
