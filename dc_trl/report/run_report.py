@@ -43,8 +43,9 @@ def write_report(
     lines, panels = run_lines(runs), panels_of(runs)
     page = Page(title or _title(runs), f"dc_trl {__version__}", GENERATOR)
     page.heading("Summary")
-    page.table(*origin_table(runs))
-    page.table(*summary_table(runs))
+    for table in (origin_table(runs), summary_table(runs)):
+        if table[1]:  # a history alone says nothing of its origin
+            page.table(*table)
     groups = [group for group in group_seeds(runs) if len(group) > 1]
     if groups:
         page.table(*seeds_table(groups))
