@@ -33,9 +33,11 @@ from .constraint.settings import TWO_SIDED
 from .constraint.statistics import BatchStatistics
 from .constraint.trust import trust_of
 from .hub.trainer import HubMixin
+from .records.samples import Sample
 from .rollouts.buffer import with_nonempty_completions
 from .settings.distribution import sharding_of
 from .settings.micro_batches import MEAN_OVER_COMPLETIONS
+from .trainers.samples import SampleRecordCallback, sampled
 from .trainers.timed import TimedTrainer, timed
 
 
@@ -112,6 +114,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         trust (`Trust` or `None`): how rollouts are corrected, see `dc_trl.constraint.trust`; `None` takes them as they
             are.
         replica (`Replica` or `None`): the engine that samples, when `deployment_scheme` is set.
+        samples (`list[Sample]`): first, best and worst completion of the present generation batch, of all processes.
 
     Raises:
         TypeError: `args` is not a `DCGRPOConfig`.
@@ -188,6 +191,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         self._loss_inputs: dict[str, Any] | None = None
         self._evaluation_set = ""  # name of the one that is being evaluated, where there are several
         self._two_sided: TwoSidedDivergence | None = None
+        self.samples: list[Sample] = []
         super().__init__(
             model,
             reward_funcs,
@@ -204,6 +208,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
+        self.add_callback(SampleRecordCallback(self))
         if args.constraint != "none" and args.constraint_form in TWO_SIDED:
             from .quantization.deployed_forward import DeployedForward
             from .quantization.two_sided import TwoSidedDivergence
@@ -255,6 +260,8 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
         self._compare_rewards(batch)
+        if self.model.training:
+            self.samples = sampled(self, self._rewards)
         if "sampling_per_token_logps" not in batch:
             if (needy := _in_need_of_logps(self.args)) is not None:
                 raise ValueError(

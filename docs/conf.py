@@ -1,7 +1,7 @@
 """Settings of the documentation site: `make docs` builds docs/ into build/docs with Sphinx.
 
-The pages are Markdown that GitHub shows as well (MyST reads it here), formulas are plain Unicode: nothing on the site
-comes from another host.
+The pages are Markdown that GitHub shows as well (MyST reads it here), with formulas in dollars that the site shows as
+MathML: nothing on the site comes from another host.
 """
 
 import dataclasses
@@ -13,13 +13,23 @@ from typing import Any
 from dc_trl.version import __version__
 
 
-sys.path.insert(0, str(Path(__file__).parent))  # where refused.py stands
+sys.path.insert(0, str(Path(__file__).parent))  # where mathml.py and refused.py stand
 
 project = "dc_trl"
 author = "the dc_trl authors"
 version = release = __version__
 
-extensions = ["myst_parser", "refused", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions = [
+    "mathml",
+    "myst_parser",
+    "refused",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+myst_enable_extensions = ["dollarmath"]
+html_math_renderer = "mathml"
 exclude_patterns = ["_static"]
 myst_heading_anchors = 3  # links to a heading, as on GitHub
 smartquotes = False  # quotes are those of code and of messages

@@ -8,6 +8,7 @@ import json
 import math
 import queue
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from dc_trl.async_grpo.rows import Trajectories
 from dc_trl.constraint.statistics import mismatch_metrics
 
 from .helpers import logged, make_model, make_prompts
+from .test_hub import require_a_whole_card
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::trl.import_utils.TRLExperimentalWarning")
@@ -379,3 +381,13 @@ def test_settings_that_cannot_work_are_refused(tmp_path, fields, message):
 def test_trls_own_settings_are_refused(tmp_path):
     with pytest.raises(TypeError, match="AsyncDCGRPOConfig"):
         AsyncDCGRPOTrainer("model", args=AsyncGRPOConfig(str(tmp_path), use_cpu=True, bf16=False))
+
+
+def test_the_model_card_is_ours(make_trainer):
+    trainer = make_trainer(max_steps=1)
+    trainer.create_model_card(dataset_name="mine/data")
+    text = Path(trainer.args.output_dir, "README.md").read_text()
+    require_a_whole_card(text)
+    assert "| `constraint_form` | log_ratio |" in text
+    assert "max_staleness" not in text  # TRL's own settings are in settings of TRL's
+    assert "deployment_scheme" not in text

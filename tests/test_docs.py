@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 import traceback
 from importlib.util import find_spec
 from pathlib import Path
@@ -378,3 +379,21 @@ def test_the_site_builds_and_needs_nothing_from_elsewhere(tmp_path, refused):
     for line, error in refused.items():
         assert line in words
         assert str(error) in words
+
+
+def test_the_commands_of_the_first_pages_exist(parsers):
+    for block in blocks(page("quickstart.md") + page("install.md"), "bash"):
+        words = shlex.split(block)
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        elif words[1] == "-c":
+            done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.split() == [dc_trl.__version__, "DCGRPOTrainer"]
+        else:
+            # The report's script makes its parser as it runs; tests/test_readme.py runs the same command.
+            assert options(words) <= parsers.get(words[1], {"--output"}), words
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"^\| `(\w+)` \|", page("install.md"), re.MULTILINE)
+    assert set(named) <= set(extras)
+    assert len(named) == 5

@@ -98,8 +98,22 @@ def test_a_page_has_what_it_was_given_in_order():
     assert reader.texts["figcaption"] == ["left", "right"]
     assert [image["alt"] for image in reader.all("img")] == ["a line", "right"]
     # Both figures stand in one row.
-    assert [a.get("class") for a in reader.all("div")] == ["table", "figures"]
+    assert [a.get("class") for a in reader.all("div")] == ["tables", "wide", "table", "figures"]
     assert [a["scope"] for a in reader.all("th")] == ["col", "col", "col", "row", "row"]
+
+
+def test_tables_of_names_and_values_share_a_row_and_wide_ones_become_lists():
+    page = Page("T")
+    page.table(["", ""], [["a", "1"]])
+    page.table(["name", "value"], [["b", "2"]])
+    page.table(["engine", "x", "y", "z", "w"], [["c", "3", "4", "5", "6"]])
+    reader = read_page(page)
+    classes = [attributes.get("class") for attributes in reader.all("div")]
+    assert classes == ["tables", "pairs", "table", "pairs", "table", "wide", "table"]
+    assert [attributes.get("class") for attributes in reader.all("table")] == [None, None, "list"]
+    assert len(reader.all("thead")) == 2  # nothing stands for a header that says nothing
+    # A phone shows the columns' names beside the cells.
+    assert [cell["data-label"] for cell in reader.all("td")] == ["", "value", "x", "y", "z", "w"]
 
 
 def test_the_head_says_language_characters_and_width():
@@ -161,7 +175,20 @@ def test_few_points_are_drawn_sharp_and_many_do_not_make_the_page_large():
     kind, data = image_of(page)
     assert kind == "png"
     assert len(data) < 500_000
-    assert Image.open(io.BytesIO(data)).width >= 1000
+    image = Image.open(io.BytesIO(data))
+    assert image.width >= 1000
+    assert image.getpixel((0, 0))[3] == 0  # no background: in dark mode the page's own shows through
+
+
+def test_a_drawing_has_no_background():
+    page = Page("T")
+    page.figure(make_figure(), "few")
+    _, data = image_of(page)
+    svg = "{http://www.w3.org/2000/svg}"
+    root = ElementTree.fromstring(data)
+    width, height = (float(root.get("viewBox").split()[i]) for i in (2, 3))
+    filled = [path for path in root.iter(f"{svg}path") if "fill: #ffffff" in path.get("style", "")]
+    assert not filled, (width, height)
 
 
 def test_the_same_page_twice_is_the_same_file(tmp_path):

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +29,16 @@ from dc_trl.hub.card import address_card, hub_dataset, quoted
 from dc_trl.hub.push import HubError, push_run, run_files
 from dc_trl.quantization.checkpoint import write_deployable
 
-from .helpers import ROOT, TINY_MODEL, TWO_PROCESSES, distinct_characters, load_script, make_config, make_prompts
+from .helpers import (
+    ROOT,
+    TINY_MODEL,
+    TWO_PROCESSES,
+    Rollouts,
+    distinct_characters,
+    load_script,
+    make_config,
+    make_prompts,
+)
 from .hub_server import READ_TOKEN, TOKEN, USER, Repository, serve_hub
 from .test_evaluation import made_evaluation
 
@@ -54,7 +64,7 @@ def hub(monkeypatch, tmp_path):
         yield hub
 
 
-def make_trainer(output_dir, callbacks=None, peft_config=None, **overrides):
+def make_trainer(output_dir, callbacks=None, peft_config=None, rollout_func=None, **overrides):
     return DCGRPOTrainer(
         model=str(TINY_MODEL),
         reward_funcs=distinct_characters,
@@ -62,6 +72,7 @@ def make_trainer(output_dir, callbacks=None, peft_config=None, **overrides):
         train_dataset=make_prompts(),
         callbacks=[LambdaLoggingCallback()] if callbacks is None else callbacks,
         peft_config=peft_config,
+        rollout_func=rollout_func,
     )
 
 
@@ -192,6 +203,36 @@ def test_the_model_card_quotes_names(tmp_path):
     assert not [token for token in tokens if "onerror" in token.content and token.type != "code_inline"]
     assert card.data.model_name == "a *run* <b>"
     assert "held-out problems | 0.500 | 0.500 |" in card.text
+
+
+@pytest.mark.parametrize(
+    ("options", "dataset"),
+    [
+        ({"constraint": "none"}, "arithmetic"),
+        ({"constraint": "static", "deployment_scheme": None, "rollout_func": Rollouts()}, None),
+        ({"discrepancy_tolerance": "auto"}, "openai/gsm8k"),
+    ],
+)
+def test_a_card_has_no_none_no_question_of_others_and_no_empty_section(tmp_path, options, dataset):
+    trainer = make_trainer(tmp_path, max_steps=1, **options)
+    trainer.train()
+    trainer.create_model_card(dataset_name=dataset)
+    card = ModelCard.load(tmp_path / "README.md")
+    require_a_whole_card(card.text)
+    assert ('question = "40*5=?"' in card.text) == (dataset == "arithmetic")
+    settings = card.text.partition("| setting | value |")[2].partition("\n\n")[0]
+    # What has no effect is not shown.
+    assert ("lambda_init" in settings) == (options.get("constraint") != "none")
+
+
+def require_a_whole_card(text):
+    assert "None" not in text
+    assert "time machine" not in text
+    blocks = [block for block in MarkdownIt("commonmark").enable("table").parse(text) if block.level == 0]
+    for block, following in pairwise(blocks):
+        if block.type == "heading_close" and following.type == "heading_open":
+            assert following.tag > block.tag, text  # its parts, h3 below h2, and not the next section
+    assert blocks[-1].type != "heading_close"
 
 
 def test_a_card_without_a_summary_compares_the_first_and_the_last_step(tmp_path):

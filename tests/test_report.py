@@ -113,8 +113,8 @@ def test_the_report_of_a_run_says_what_its_files_say(tmp_path):
         "sampling engine": "fp8",
         "seed": "3",
         "held-out problems": "64",
-        "greedy reward before": "40.6 ± 6.2 %",
-        "greedy reward after": "75.0 ± 5.4 %",
+        "greedy reward before": "0.406 ± 0.062",
+        "greedy reward after": "0.750 ± 0.054",
         "sampled reward before": "0.250",
         "sampled reward after": "0.500",
         "discrepancy δ̄ before": "0.0021",
@@ -169,8 +169,8 @@ def test_seeds_of_one_setting_look_alike_and_are_averaged(tmp_path):
     assert a.colour == c.colour != b.colour
     assert a.line != c.line
     reader = read_report(write_report(runs, tmp_path / "report.html")[0])
-    # (60 + 80)/2, and the standard error |80 − 60|/2; δ̄ likewise.
-    assert row_of(reader, "a, c") == ["2", "70.0 ± 10.0 %", "0.0015 ± 0.0005"]
+    # (0.6 + 0.8)/2, and the standard error |0.8 − 0.6|/2; δ̄ likewise.
+    assert row_of(reader, "a, c") == ["2", "0.700 ± 0.100", "0.0015 ± 0.0005"]
 
 
 def test_a_killed_run_is_reported_as_far_as_it_came(tmp_path):
@@ -181,7 +181,7 @@ def test_a_killed_run_is_reported_as_far_as_it_came(tmp_path):
     reader = read_report(write_report([run], tmp_path / "report.html")[0])
     assert row_of(reader, "state") == ["going on, or stopped"]
     assert row_of(reader, "optimizer steps") == ["4"]
-    assert row_of(reader, "greedy reward before") == ["40.6 ± 6.2 %"]
+    assert row_of(reader, "greedy reward before") == ["0.406 ± 0.062"]
     names = {row[0] for row in reader.rows}
     assert "greedy reward after" not in names
     assert row_of(reader, "discrepancy δ̄ before") == ["0.0021"]
@@ -229,8 +229,8 @@ def test_benchmarks_have_panels_and_rows_of_their_own(tmp_path):
     _, *figures = write_report([run], tmp_path / "report.html")
     assert "benchmark_math_500_ü_avg_4" in {figure.stem for figure in figures}
     reader = read_report(tmp_path / "report.html")
-    assert row_of(reader, "math 500 ü avg@4 before") == ["25.0 ± 2.0 %"]
-    assert row_of(reader, "math 500 ü avg@4 after") == ["50.0 ± 2.0 %"]
+    assert row_of(reader, "math 500 ü avg@4 before") == ["0.250 ± 0.020"]
+    assert row_of(reader, "math 500 ü avg@4 after") == ["0.500 ± 0.020"]
 
 
 def test_bounds_surge_and_halvings_are_drawn_where_they_are(tmp_path):

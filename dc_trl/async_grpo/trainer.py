@@ -32,6 +32,7 @@ from ..constraint.report import batch_metrics
 from ..constraint.statistics import BatchStatistics
 from ..constraint.trust import trust_of
 from ..files import read_object, write_text
+from ..hub.card import write_run_card
 from ..resuming.checkpoints import STATE_FILE
 from .config import AsyncDCGRPOConfig
 from .rows import Trajectories
@@ -128,6 +129,12 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             rollout_worker=rollout_worker,
             weight_transfer=weight_transfer,
         )
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        """Writes README.md into the output directory, from our own template and not TRL's."""
+        if self.is_world_process_zero():
+            tags = [tags] if isinstance(tags, str) else tags or ()
+            write_run_card(self, None, model_name, dataset_name, tags)
 
     # --- the loss of a micro-batch ----------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from ..report.figures import ACCENT, INK, MUTED, PANEL_WIDTH, LineStyle, new_figure, series_style
@@ -47,6 +48,7 @@ def comparison_figure(calibration: Calibration) -> Figure:
     axes.set_yticks(range(len(engines)), [label(engine.engine) for engine in engines])
     axes.set_ylim(len(engines) - 0.5, -0.5)
     axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.set_xlabel("discrepancy, with 95 % intervals over prompts")
     axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     return figure
@@ -69,6 +71,7 @@ def split_figure(calibration: Calibration) -> Figure:
     handles = [Patch(color=series_style(number)[0], label=cause) for number, cause in enumerate(causes)]
     axes.set_yticks(range(len(diagnosed)), [label(engine.engine) for engine in diagnosed])
     axes.set_ylim(len(diagnosed) - 0.5, -0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(5))  # more numbers than that run into one another
     axes.set_xlabel("share of δ̄")
     axes.legend(handles=handles, frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
     return figure

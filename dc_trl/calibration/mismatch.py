@@ -24,7 +24,7 @@ from .contexts import token_contexts
 from .result import GRID, HISTOGRAM_EDGES, Bin, EngineMismatch, Growth, Tolerance, Weights
 from .rollouts import EngineSample, sampled_logps
 from .settings import CalibrationSettings
-from .tokens import Array, Ratio, ScoredTokens
+from .tokens import Array, Integers, Ratio, ScoredTokens
 
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
@@ -34,7 +34,7 @@ BATCHES = 2000  # generation batches that the rule for ε sees
 FEW_PROMPTS = 32  # with fewer, the interval of a bootstrap is too narrow
 _POSITION_BINS = 32
 _PROBABILITY_BINS = 20
-_WORST = 20
+_WORST = 20  # tokens, each of another prompt
 _TRAJECTORIES = 512  # padded at a time, which bounds memory
 _SAME_WEIGHTS = 0.9  # correlation of probabilities below which the engine hardly runs the model's weights
 
@@ -67,7 +67,7 @@ def measure_engine(
     lengths = [len(rollout.ids) for rollout in rollouts]
     longest = max(longest, *lengths)
     d = tokens.train - tokens.infer
-    worst = np.argsort(-tokens.delta, kind="stable")[:_WORST]
+    worst = _worst_of_prompts(tokens)
     result = EngineMismatch(
         engine=sample.engine,
         precision=sample.precision,
@@ -116,6 +116,14 @@ def batch_discrepancy(tokens: ScoredTokens, reduction: Reduction) -> Ratio:
     if reduction == "sequence":
         return tokens.mean_of_trajectories(tokens.trajectory_means(tokens.delta))
     return tokens.mean_of_tokens(tokens.delta)
+
+
+def _worst_of_prompts(tokens: ScoredTokens) -> Integers:
+    """Places of the tokens with the largest δ, at most one of each prompt, the largest first."""
+    order = np.argsort(-tokens.delta, kind="stable")
+    # Samples of a prompt are alike: without this, one place in one prompt would fill the list.
+    _, first = np.unique(tokens.prompt[order], return_index=True)
+    return order[np.sort(first)[:_WORST]]
 
 
 def _require_spread(engine: str, denominators: Array) -> None:

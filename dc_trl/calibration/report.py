@@ -283,7 +283,7 @@ def _add_details(page: Page, calibration: Calibration) -> None:
                 [t.token, f"{t.delta:.3g}", f"{t.train:.4f}", f"{t.infer:.4f}", str(t.position), t.before, t.after]
                 for t in engine.worst
             ],
-            f"{label(engine.engine)}: the tokens with the largest δ. ↵ line end, ⇥ tab, ␣ space within the token.",
+            f"{label(engine.engine)}: of each prompt the token with the largest δ. ↵ line end, ⇥ tab, ␣ space in it.",
         )
     page.heading("Importance weights")
     page.table(

@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, parse_local_sa
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from transformers import Trainer
 from transformers.utils import logging
-from trl import GRPOConfig
 from trl.trainer.utils import get_comet_experiment_url, get_config_model_id, get_trackio_space_url
 
-from ..config import DCGRPOConfig
 from ..files import read_text, set_aside
 from ..records import runs
 from ..records.tables import with_error
@@ -33,6 +31,13 @@ UNKNOWN_REPOSITORY = "OWNER/MODEL"
 _KEPT_METADATA = ("language", "license", "license_link", "license_name")
 # By the digest, an edited card is told from one that may be written anew.
 _SIGNATURE = re.compile(r"\n*<!-- dc_trl wrote the text above, sha256 [0-9a-f]{64} -->\n*$")
+
+# How fields begin that have no effect where nothing is constrained.
+_OF_A_CONSTRAINT = ("constraint_form", "discrepancy_tolerance", "discrepancy_margin", "dual_", "lambda_", "balance_")
+# What to ask a model that was trained on problems of our own making. Of other data a prompt may be private, and no
+# question fits all models.
+_QUESTIONS = {"arithmetic": "40*5=?"}
+_ANY_QUESTION = "A question like those that it was trained on"
 
 logger = logging.get_logger(__name__)
 
@@ -104,6 +109,8 @@ def write_run_card(
         repo_id=repo_id,
         base_model=Path(base_model).name,
         dataset_name=dataset_name,
+        question=_QUESTIONS.get(dataset_name or "", _ANY_QUESTION),
+        conversational=trainer.processing_class.chat_template is not None,
         constraint=args.constraint,
         settings=constraint_settings(args),
         weights=_parameter_counts(folder),
@@ -149,11 +156,21 @@ def with_results(known: Sequence[EvalResult] | None, new: Sequence[EvalResult]) 
     return [*kept, *new]
 
 
-def constraint_settings(args: DCGRPOConfig) -> dict[str, Any]:
-    """The fields that DC-GRPO adds to GRPO, where they are set; not those that say how to reach a server or Hub."""
-    not_shown = {field.name for field in fields(GRPOConfig)} | {"weight_sync", "weight_sync_dir"}
-    names = [field.name for field in fields(args) if field.name not in not_shown]
-    values = {name: getattr(args, name) for name in names if not name.startswith(("vllm_", "hub_"))}
+def constraint_settings(args: Any) -> dict[str, Any]:
+    """The fields that DC-GRPO adds to TRL's, where they are set and have an effect; not how to reach a server or Hub.
+
+    Args:
+        args: a `DCGRPOConfig` or an `AsyncDCGRPOConfig`.
+    """
+    theirs = {
+        field.name
+        for base in type(args).__mro__
+        if is_dataclass(base) and base.__module__.partition(".")[0] in ("transformers", "trl")
+        for field in fields(base)
+    }
+    not_shown = ("vllm_", "hub_", *(_OF_A_CONSTRAINT if args.constraint == "none" else ()))
+    names = [field.name for field in fields(args) if field.name not in theirs | {"weight_sync", "weight_sync_dir"}]
+    values = {name: getattr(args, name) for name in names if not name.startswith(not_shown)}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -185,7 +202,7 @@ def _parameter_counts(folder: Path) -> Counter[str]:
     return sum((Counter(parse_local_safetensors_file_metadata(file).parameter_count) for file in files), Counter())
 
 
-def _measured(folder: Path, args: DCGRPOConfig, summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+def _measured(folder: Path, args: Any, summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Reward, discrepancy and λ at two times, with the times' names: by the summary, or else by the history."""
     if summary:
         multiplier = {"before": args.lambda_init, "after": summary.get("lambda")} if args.constraint != "none" else {}

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ..files import read_object, read_text
 from ..settings.program import command
+from .samples import Moment, read_samples
 from .settings import training_defaults
+from .started import read_starts
 from .time_parts import PARTS, PREFIX
 
 
@@ -69,6 +71,8 @@ class Run:
             `reward`, `discrepancy`. `greedy` and `reward` are means of the weighted sum of all reward functions.
         summary: `after` (as `before`), `rewards` (the functions' weights by name), `steps`, `seconds`, `tokens`,
             `engine`, …; empty when the run did not finish.
+        starts: when and on what it was started, see `records.started`.
+        moments: completions that it kept.
     """
 
     name: str
@@ -76,6 +80,8 @@ class Run:
     settings: Mapping[str, Any] = field(default_factory=dict)
     before: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
+    starts: Sequence[Mapping[str, Any]] = ()
+    moments: Sequence[Moment] = ()
 
     def series(self, metric: str) -> Series:
         """The metric where it is a finite number."""
@@ -219,7 +225,9 @@ def read_run(directory: str | PathLike[str]) -> Run:
         raise ValueError(f"{path} is empty: wait until the run has logged its first step (logging_steps).")
     summary = read_summary(folder)
     before = summary.get("before") or read_baseline(folder)
-    return Run(folder.resolve().name, history, _read_checked(folder / SETTINGS_FILE, _SETTINGS), before, summary)
+    settings = _read_checked(folder / SETTINGS_FILE, _SETTINGS)
+    name, starts, moments = folder.resolve().name, read_starts(folder), read_samples(folder)
+    return Run(name, history, settings, before, summary, starts, moments)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

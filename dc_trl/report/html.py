@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -40,6 +40,20 @@ _TEMPLATES = Environment(
 )
 
 
+class Quote(NamedTuple):
+    """Text that a program or a user wrote.
+
+    Args:
+        label: a line above it.
+        context: what it answers.
+        text: of any length; a long one scrolls.
+    """
+
+    label: str
+    context: str
+    text: str
+
+
 class Page:
     """A self-contained HTML page for a phone, a desktop and paper, built from top to bottom.
 
@@ -54,6 +68,7 @@ class Page:
     def __init__(self, title: str, subtitle: str = "", generator: str = "dc_trl"):
         self._head = {"title": title, "subtitle": subtitle, "generator": generator}
         self._blocks: list[dict[str, Any]] = []
+        self._tables = 0
 
     def heading(self, text: str) -> None:
         """Begins a section."""
@@ -66,7 +81,9 @@ class Page:
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
         """Adds a table; its first column names the rows and stays in sight where a phone scrolls the table sideways.
 
-        A line break within a cell is kept. The caption stands above the table.
+        A line break within a cell is kept. The caption stands above the table. Tables of two columns that follow one
+        another stand side by side where there is room. On a phone, a table of more than four columns becomes a list:
+        each row's cells below one another, with the names of their columns.
 
         Raises:
             ValueError: a row has more or fewer cells than the header.
@@ -74,10 +91,19 @@ class Page:
         for row in rows:
             if len(row) != len(header):
                 raise ValueError(f"row={list(row)!r} has {len(row)} cells and the header {len(header)}: give as many.")
-        self._blocks.append({"header": header, "rows": rows, "caption": caption})
+        if not self._blocks or "tables" not in self._blocks[-1]:
+            self._blocks.append({"tables": []})
+        self._tables += 1
+        self._blocks[-1]["tables"].append({"number": self._tables, "header": header, "rows": rows, "caption": caption})
+
+    def quotes(self, heading: str, quotes: Sequence[Quote]) -> None:
+        """Adds texts that others wrote, side by side where there is room, below a heading of their own."""
+        self._blocks.append({"quotes": quotes, "over": heading})
 
     def figure(self, figure: Figure, caption: str, alt: str = "") -> None:
         """Adds a figure: as SVG, or where that is large (many points) as a PNG that is sharp in print.
+
+        It has no background. Where the reader prefers dark pages, the browser turns light into dark and keeps hues.
 
         Args:
             figure: at most 6 inches wide to stand beside another one.
@@ -112,9 +138,9 @@ def _data_url(figure: Figure) -> str:
     # As an image, not inline: matplotlib gives the glyphs of every figure the same ids.
     file = io.BytesIO()
     with mpl.rc_context({"svg.hashsalt": "dc_trl"}):
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     kind = "svg+xml"
     if file.tell() > _LARGEST_SVG:
         file, kind = io.BytesIO(), "png"
-        figure.savefig(file, format="png", dpi=_PRINT_DPI)
+        figure.savefig(file, format="png", dpi=_PRINT_DPI, transparent=True)
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"

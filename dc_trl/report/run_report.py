@@ -1,15 +1,17 @@
 """The report of one run, or of several side by side: a page, its figures as PNGs, and a table for the terminal."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
 from ..files import make_folder
 from ..records.runs import Run, group_seeds, read_run
+from ..records.samples import three_moments
 from ..version import __version__
-from .html import Page, page_generator
+from .html import Page, Quote, page_generator
 from .panels import BENCHMARK_PREFIX, PANEL_NAMES, Panel, panels_of, run_lines
-from .tables import seeds_table, settings_tables, summary_table, time_table
+from .tables import origin_table, seeds_table, settings_tables, summary_table, time_table
 
 
 GENERATOR = "dc_trl run report"
@@ -41,7 +43,9 @@ def write_report(
     lines, panels = run_lines(runs), panels_of(runs)
     page = Page(title or _title(runs), f"dc_trl {__version__}", GENERATOR)
     page.heading("Summary")
-    page.table(*summary_table(runs))
+    for table in (origin_table(runs), summary_table(runs)):
+        if table[1]:  # a history alone says nothing of its origin
+            page.table(*table)
     groups = [group for group in group_seeds(runs) if len(group) > 1]
     if groups:
         page.table(*seeds_table(groups))
@@ -56,6 +60,7 @@ def write_report(
         figure = panel.figure(lines)
         page.figure(figure, panel.caption + _left_out(panel, runs), panel.text(lines))
         figures[folder / f"{panel.name}.png"] = figure
+    _add_samples(page, runs)
     if any(run.settings for run in runs):
         page.heading("Settings")
         for table in settings_tables(runs):
@@ -70,6 +75,28 @@ def write_report(
     for file, figure in figures.items():
         figure.savefig(file, pil_kwargs={"compress_level": 1})  # half the time of 6, for files a tenth larger
     return [page_path, *figures]
+
+
+def _add_samples(page: Page, runs: Sequence[Run]) -> None:
+    """Completions of three moments of each run that kept some."""
+    if not any(run.moments for run in runs):
+        return
+    page.heading("Sampled completions")
+    page.text(
+        "Of the generation batch at each of these steps: the first completion, the one with the highest and the one "
+        "with the lowest reward. The prompt stands above the line."
+    )
+    for run in runs:
+        for moment in three_moments(run.moments):
+            quotes = [
+                Quote(
+                    f"{sample.which}: " + ("no reward" if sample.reward is None else f"reward {sample.reward:.3f}"),
+                    sample.prompt,
+                    sample.completion or "(empty)",
+                )
+                for sample in moment.samples
+            ]
+            page.quotes(f"Step {moment.step}" if len(runs) == 1 else f"{run.name}, step {moment.step}", quotes)
 
 
 def _require_free(page: Path, folder: Path) -> None:
@@ -101,7 +128,7 @@ def _read_runs(run_dirs: Sequence[str | PathLike[str]]) -> list[Run]:
         length = 1
         while sum(other.parts[-length:] == path.parts[-length:] for other in paths) > 1:
             length += 1
-        runs.append(Run("/".join(path.parts[-length:]), run.history, run.settings, run.before, run.summary))
+        runs.append(replace(run, name="/".join(path.parts[-length:])))
     return runs
 
 

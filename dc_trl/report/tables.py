@@ -3,29 +3,41 @@
 import json
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..records.runs import NAME_SETTINGS, Run, greedy_is_share, is_number, setting
+from ..records.runs import NAME_SETTINGS, Run, is_number, setting
+from ..records.started import start_facts
 from ..records.sync import sync_facts
-from ..records.tables import reward_text, weighted_sum, with_error
+from ..records.tables import weighted_sum, with_error
 from ..records.time_parts import PARTS, time_cells
 
 
 HtmlTable = tuple[list[str], list[list[str]], str]  # header, rows, caption: what `Page.table` takes
 _NOTHING = "–"
+_LONG = 10  # rows
+
+
+def origin_table(runs: Sequence[Run]) -> HtmlTable:
+    """What was trained, when and on what: a row for each fact that some run has recorded, a column for each run."""
+    return _facts_table(runs, _origin, "What was trained, when and on what.")
 
 
 def summary_table(runs: Sequence[Run]) -> HtmlTable:
-    """A row for each quantity that some run has, a column for each run."""
+    """What came out: a row for each quantity that some run has, a column for each run."""
     caption = (
-        "Greedy reward: of the deployed policy, ± standard error over held-out problems. δ̄: on held-out problems "
-        "where the run measured it there, else of its first and last generation batch."
+        "What came out. Greedy reward: of the deployed policy, ± standard error over held-out problems. δ̄: on "
+        "held-out problems where the run measured it there, else of its first and last generation batch."
     )
-    columns = [_facts(run) for run in runs]
+    return _facts_table(runs, _outcome, caption)
+
+
+def _facts_table(runs: Sequence[Run], facts: Callable[[Run], dict[str, Any]], caption: str) -> HtmlTable:
+    columns = [{name: _text(value) for name, value in facts(run).items() if value is not None} for run in runs]
     names = list(dict.fromkeys(name for column in columns for name in column))
     rows = [[name, *(column.get(name, _NOTHING) for column in columns)] for name in names]
-    return ["", *(run.name for run in runs)], rows, caption
+    # A single run's name is the page's title.
+    return ["", *(run.name for run in runs)] if len(runs) > 1 else ["", ""], rows, caption
 
 
 def seeds_table(groups: Sequence[Sequence[Run]]) -> HtmlTable:
@@ -33,12 +45,7 @@ def seeds_table(groups: Sequence[Sequence[Run]]) -> HtmlTable:
     rows = []
     for group in groups:
         after = [_ends(run)[1] for run in group if run.finished]
-        measured = [found for found in after if is_number(found.get("greedy"))]
-        share = all(map(greedy_is_share, measured))
-        greedy = _over_seeds(
-            [(100 if share else 1) * found["greedy"] for found in measured], "{:.1f}" if share else "{:.3f}"
-        )
-        greedy += " %" if share and measured else ""
+        greedy = _over_seeds([found["greedy"] for found in after if is_number(found.get("greedy"))], "{:.3f}")
         gap = _over_seeds([found["discrepancy"] for found in after if is_number(found.get("discrepancy"))], "{:.2g}")
         rows.append([", ".join(run.name for run in group), str(len(after)), greedy, gap])
     header = ["seeds of one setting", "finished runs", "greedy reward after", "δ̄ after"]
@@ -49,6 +56,12 @@ def time_table(runs: Sequence[Run]) -> HtmlTable:
     """A row for each part of the work, a column for each run."""
     columns = [time_cells(run.seconds_of_parts(), _tokens(run)) for run in runs]
     labels = [label for label in (*PARTS.values(), "all") if any(label in column for column in columns)]
+    if len(runs) == 1:
+        caption = (
+            "Where the time of the training went. Tokens: all of the run, per second of this part alone. The parts "
+            "are disjoint."
+        )
+        return ["part", "seconds", "share", "tokens/s"], [[label, *columns[0][label]] for label in labels], caption
     rows = [
         [label, *("{} s, {}, {}".format(*column[label]) if label in column else _NOTHING for column in columns)]
         for label in labels
@@ -69,6 +82,11 @@ def settings_tables(runs: Sequence[Run]) -> list[HtmlTable]:
     missing = f" Not recorded: {', '.join(unknown)}." if unknown else ""
     if len(known) == 1:
         rows = [[name, _text(known[0].settings[name])] for name in names]
+        if len(runs) == 1:
+            # Two tables side by side read better than a long one.
+            half = -(-len(rows) // 2) if len(rows) > _LONG else len(rows)
+            tables = [(["setting", "value"], part, "") for part in (rows[:half], rows[half:]) if part]
+            return [(*tables[0][:2], "Settings that are not the default."), *tables[1:]]
         return [(header, rows, f"What is not the default.{missing}")]
     differing, common = [], []
     for name in (name for name in names if name not in NAME_SETTINGS):
@@ -88,43 +106,52 @@ def _setting_text(run: Run, name: str) -> str:
     return _NOTHING if default is None else f"{_text(default)} (default)"
 
 
-def _facts(run: Run) -> dict[str, str]:
-    """What is known of the outcome of a run."""
+def _known(run: Run, field: str, recorded_as: str) -> Any:
+    """From the summary; of a run that has none from its settings, if it recorded them."""
+    return run.summary[field] if field in run.summary else setting(run, recorded_as) if run.settings else None
+
+
+def _origin(run: Run) -> dict[str, Any]:
+    """What is known of how a run came to be."""
+    data = run.settings.get("dataset_name")
+    return {
+        "model": run.settings.get("model_name_or_path"),
+        "data": data,
+        **start_facts(run.starts),
+        "sampling engine": _known(run, "engine", "deployment_scheme"),
+        "constraint": _known(run, "constraint", "constraint"),
+        "seed": _known(run, "seed", "seed"),
+    }
+
+
+def _outcome(run: Run) -> dict[str, Any]:
+    """What is known of the outcome of a run. Rewards, and shares of benchmarks, are as the figures show them."""
     before, after = _ends(run)
     multiplier = run.last("lagrangian/lambda")
     if multiplier is not None:
         multiplier = run.summary.get("lambda", multiplier)
-
-    def known(field: str, recorded_as: str) -> Any:
-        """From the summary; of a run that has none from its settings, if it recorded them."""
-        return run.summary[field] if field in run.summary else setting(run, recorded_as) if run.settings else None
-
     alarms = [
         f"{name.removeprefix('collapse/')} at step {row['step']}"
         for row in run.history
         for name in row
         if name.startswith("collapse/")
     ]
-    share = all(greedy_is_share(found) for found in (before, after) if "greedy" in found)
     weights = run.summary.get("rewards", {})
-    facts = {
+    facts: dict[str, Any] = {
         "state": "finished" if run.finished else "going on, or stopped",
         "optimizer steps": f"{run.steps:,}",
         "collapse alarms": ", ".join(alarms) or None,
-        "constraint": known("constraint", "constraint"),
-        "sampling engine": known("engine", "deployment_scheme"),
-        "seed": known("seed", "seed"),
         "held-out problems": before.get("problems"),
         "reward functions": weighted_sum(weights) if len(weights) > 1 else None,
-        "greedy reward before": _greedy(before, share),
-        "greedy reward after": _greedy(after, share),
+        "greedy reward before": _with_error(before.get("greedy"), before.get("greedy_se")),
+        "greedy reward after": _with_error(after.get("greedy"), after.get("greedy_se")),
         "sampled reward before": _number(before.get("reward"), "{:.3f}"),
         "sampled reward after": _number(after.get("reward"), "{:.3f}"),
     }
     for metric in sorted({name for row in run.history for name in row if re.fullmatch(r"eval_.+/avg@\d+", name)}):
         label = metric.removeprefix("eval_").replace("/", " ")
         for when, find in (("before", run.first), ("after", run.last)):
-            facts[f"{label} {when}"] = _percent(find(metric), find(f"{metric}_se"))
+            facts[f"{label} {when}"] = _with_error(find(metric), find(f"{metric}_se"))
     facts |= {
         "discrepancy δ̄ before": _number(before.get("discrepancy"), "{:.3g}"),
         "discrepancy δ̄ after": _number(after.get("discrepancy"), "{:.3g}"),
@@ -134,8 +161,7 @@ def _facts(run: Run) -> dict[str, str]:
         "tokens sampled and read": _number(_tokens(run), "{:,.0f}"),
         "training seconds": _number(run.summary.get("seconds", run.last("train_runtime")), "{:,.0f}"),
     }
-    facts |= sync_facts(run.summary.get("weight_sync", {}))
-    return {name: _text(value) for name, value in facts.items() if value is not None}
+    return facts | sync_facts(run.summary.get("weight_sync", {}))
 
 
 def _ends(run: Run) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -162,13 +188,8 @@ def _over_seeds(values: Sequence[float], form: str) -> str:
     return f"{mean} ± {form.format(statistics.stdev(values) / len(values) ** 0.5)}"
 
 
-def _greedy(measured: Mapping[str, Any], share: bool) -> str | None:
-    value = measured.get("greedy")
-    return reward_text(value, measured.get("greedy_se"), share) if is_number(value) else None
-
-
-def _percent(value: Any, standard_error: float | None) -> str | None:
-    return f"{with_error(value, standard_error, 100, 1)} %" if is_number(value) else None
+def _with_error(value: Any, standard_error: float | None) -> str | None:
+    return with_error(value, standard_error, 1, 3) if is_number(value) else None
 
 
 def _number(value: Any, form: str) -> str | None:

@@ -5,15 +5,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
 from torch import nn
-from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig
 from ..files import set_aside, write_text
 from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, read_history
+from ..records.samples import SAMPLES_FILE
 from ..records.settings import changed_settings, json_value
+from ..records.started import STARTS_FILE, cpu_name, record_start
+from .samples import HistoryKeeper
 
 
 logger = logging.get_logger(__name__)
@@ -34,7 +37,14 @@ def training_settings(args: Any, model: nn.Module | None, further: Mapping[str, 
     return found | changed_settings(args, DCGRPOConfig)
 
 
-class LambdaLoggingCallback(TrainerCallback):
+def device_name(device: torch.device) -> str:
+    """Name of what a process trains on: the processor's with its cores, or the accelerator's."""
+    if device.type == "cpu":
+        return cpu_name()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
+
+
+class LambdaLoggingCallback(HistoryKeeper):
     """Keeps the run's settings and history in the output directory, λ and discrepancy above all, and a figure of them.
 
     [`~dc_trl.DCGRPOTrainer`] adds one by itself where `export_run` and `deployment_scheme` are set; name it to have
@@ -42,8 +52,10 @@ class LambdaLoggingCallback(TrainerCallback):
 
     When training begins, `settings.json` gets what differs from `DCGRPOConfig`'s defaults, without tokens and keys.
     Every log of the trainer (λ, violation, discrepancy, reward, …: the same values that go to the trackers of
-    `report_to`) becomes one line of `history.jsonl`. At every save and at the end of training, `run.png` shows reward,
-    δ̄ with its tolerance, and λ. What an evaluation logs before training is written when training begins.
+    `report_to`) becomes one line of `history.jsonl`. `starts.json` says when and on what the run was started, and a
+    [`~dc_trl.DCGRPOTrainer`] adds a few of its completions as `completions.json`. At every save and at the end of
+    training, `run.png` shows reward, δ̄ with its tolerance, and λ. What an evaluation logs before training is written
+    when training begins.
 
     A resumed run keeps its settings and continues the history from its checkpoint. A new run in the same directory
     keeps the old files as `history.1.jsonl`, `settings.1.json`, `run.1.png` and so on, and, where it is going to
@@ -73,6 +85,7 @@ class LambdaLoggingCallback(TrainerCallback):
             if self._before_training:
                 self._write(self._before_training)
         self._before_training = []
+        record_start(self._history.parent, state.global_step, device_name(args.device), args.world_size)
         settings = self._history.with_name(SETTINGS_FILE)
         if not settings.exists():
             found = training_settings(args, model, self._settings)
@@ -106,7 +119,7 @@ class LambdaLoggingCallback(TrainerCallback):
 
 def _keep_earlier_run(args: Any) -> None:
     """Renames what another run has left where this one is about to write, and says so."""
-    names = [HISTORY_FILE, SETTINGS_FILE, FIGURE_FILE]
+    names = [HISTORY_FILE, SETTINGS_FILE, STARTS_FILE, SAMPLES_FILE, FIGURE_FILE]
     if isinstance(args, DCGRPOConfig) and args.exports_deployment:
         names.append(DEPLOYMENT_FOLDER)
     for file, kept in set_aside(Path(args.output_dir, name) for name in names).items():

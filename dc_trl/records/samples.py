@@ -1,0 +1,161 @@
+"""Completions that a run keeps for its readers: a few of some generation batches, as short as a reader can take."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..files import read_object, write_text
+
+
+SAMPLES_FILE = "completions.json"
+MOST_MOMENTS = 9  # of which a run keeps completions
+LONGEST = 4000  # characters of a prompt or of a completion; the middle of a longer one is left out
+
+
+class Sample(NamedTuple):
+    """A completion with what it answers; `which` says what it is in its batch: first, best, worst, or several.
+
+    The reward is the weighted sum of all reward functions, None where no function gave one.
+    """
+
+    which: str
+    prompt: str
+    completion: str
+    reward: float | None
+
+
+class Moment(NamedTuple):
+    """Completions of the generation batch that was in use at an optimizer step; `log` counts the logs of the run."""
+
+    log: int
+    step: int
+    samples: list[Sample]
+
+
+def choose_samples(prompts: Sequence[Any], completions: Sequence[Any], rewards: Sequence[float]) -> list[Sample]:
+    """The first completion of a batch, the one with the highest and the one with the lowest reward.
+
+    Of several with the same reward the first counts that is not chosen yet. One that is two of the three comes once.
+
+    Args:
+        prompts, completions: texts, or lists of messages.
+        rewards: NaN where there is none; as many.
+    """
+    chosen = {0: "first"} if len(rewards) else {}
+    rated = [i for i, reward in enumerate(rewards) if not math.isnan(reward)]
+    for which, sign in (("best", 1), ("worst", -1)):
+        if rated:
+            most = max(sign * rewards[i] for i in rated)
+            those = [i for i in rated if sign * rewards[i] == most]
+            index = next((i for i in those if i not in chosen), those[0])
+            chosen[index] = f"{chosen[index]}, {which}" if index in chosen else which
+    return [
+        Sample(
+            which,
+            shortened(readable(prompts[i])),
+            shortened(readable(completions[i])),
+            None if math.isnan(rewards[i]) else float(rewards[i]),
+        )
+        for i, which in chosen.items()
+    ]
+
+
+def readable(text: Any) -> str:
+    """A prompt or a completion as text: of messages their roles and contents, of images the word."""
+    if isinstance(text, str):
+        return text
+    if not isinstance(text, list):
+        return json.dumps(text, ensure_ascii=False, default=str)
+    lines = []
+    for message in text:
+        parts = message.get("content") or ""
+        if not isinstance(parts, str):
+            parts = "".join(str(part.get("text", f"[{part.get('type', 'part')}]")) for part in parts)
+        calls = [
+            json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls") or ()
+        ]
+        lines.append(f"{message.get('role', 'message')}: " + "\n".join(filter(None, [parts, *calls])))
+    return "\n".join(lines)
+
+
+def shortened(text: str, longest: int = LONGEST) -> str:
+    """The text, its middle left out where it is longer than so many characters."""
+    if len(text) <= longest:
+        return text
+    half = longest // 2
+    return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters left out …]\n{text[-half:]}"
+
+
+class SampleRecord:
+    """Keeps completions of at most `MOST_MOMENTS` moments, spread over a run whose length nobody knows.
+
+    It keeps each moment at first. When there are too many, it drops every second one and from then on keeps every
+    second one, and so on. The latest moment is always there.
+
+    Args:
+        folder: output directory of the run.
+        step: that the run starts from; what an earlier start has kept of later steps is dropped.
+    """
+
+    def __init__(self, folder: Path, step: int = 0):
+        self._path = folder / SAMPLES_FILE
+        self._moments = [moment for moment in read_samples(folder) if moment.step <= step] if step > 0 else []
+        # Between the logs that are kept: of a resumed run the second row tells it.
+        self._stride = max(1, self._moments[1].log) if len(self._moments) > 2 else 1
+
+    def add(self, step: int, samples: Sequence[Sample]) -> None:
+        """Writes the completions of a step into the file."""
+        last = self._moments[-1] if self._moments else None
+        if last is not None and last.log % self._stride:
+            self._moments.pop()
+        self._moments.append(Moment(0 if last is None else last.log + 1, step, list(samples)))
+        self._drop()
+        rows = [
+            moment._asdict() | {"samples": [sample._asdict() for sample in moment.samples]} for moment in self._moments
+        ]
+        text = json.dumps({"moments": rows}, indent=1, ensure_ascii=False)
+        # A surrogate alone, which a broken tokenizer can leave, is no UTF-8.
+        write_text(self._path, text.encode(errors="replace").decode() + "\n")
+
+    def _drop(self) -> None:
+        while len(self._moments) > MOST_MOMENTS:
+            self._stride *= 2
+            latest = self._moments[-1]
+            self._moments = [moment for moment in self._moments if moment.log % self._stride == 0 or moment is latest]
+
+
+def read_samples(folder: Path) -> list[Moment]:
+    """The moments that a run has kept, by their steps; [] of a run that has kept none.
+
+    Raises:
+        ValueError: the file holds something else; the message names it.
+    """
+    path = folder / SAMPLES_FILE
+    if not path.is_file():
+        return []
+    tree = read_object(path)
+    try:
+        return [
+            Moment(int(row["log"]), int(row["step"]), [_read_sample(sample) for sample in row["samples"]])
+            for row in tree["moments"]
+        ]
+    except (TypeError, LookupError, ValueError) as error:
+        raise ValueError(f"{path} is nothing that a run writes ({error}): remove the file.") from error
+
+
+def three_moments(moments: Sequence[Moment]) -> list[Moment]:
+    """The first moment, the one in the middle of the steps, and the last; fewer where there are fewer."""
+    if not moments:
+        return []
+    first, last = moments[0], moments[-1]
+    middle = min(moments, key=lambda moment: abs(2 * moment.step - first.step - last.step))
+    return [moment for moment in moments if moment in (first, middle, last)]
+
+
+def _read_sample(row: Mapping[str, Any]) -> Sample:
+    sample = Sample(**row)
+    if not all(isinstance(text, str) for text in sample[:3]) or not isinstance(sample.reward, int | float | None):
+        raise TypeError(f"sample={row!r}")
+    return sample

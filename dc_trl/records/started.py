@@ -1,0 +1,104 @@
+"""When and on what a run was started: the file that tells it, one entry for each start."""
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ..files import read_text, write_text
+
+
+STARTS_FILE = "starts.json"  # of a run; one that is resumed has an entry for each start
+_LIBRARIES = ("dc_trl", "trl", "transformers", "torch", "vllm")
+
+
+def record_start(folder: Path, step: int, device: str, processes: int) -> None:
+    """Adds a start of a run to its file. The name of the machine is not in it.
+
+    Args:
+        folder: output directory of the run.
+        step: that it starts from: 0, or that of the checkpoint.
+        device: name of what each process trains on, as `device_name` gives it.
+        processes: how many train.
+    """
+    start = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "step": step,
+        "device": device,
+        "processes": processes,
+        "versions": {name: found for name in _LIBRARIES if (found := _version(name))},
+    }
+    starts = [*read_starts(folder), start] if step > 0 else [start]
+    write_text(folder / STARTS_FILE, json.dumps(starts, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """The starts of a run, oldest first; [] of a run that has recorded none.
+
+    Raises:
+        ValueError: the file holds something else; the message names it.
+    """
+    path = folder / STARTS_FILE
+    if not path.is_file():
+        return []
+    try:
+        starts = json.loads(read_text(path))
+        for start in starts:
+            datetime.fromisoformat(start["date"])
+            if not (isinstance(start["device"], str) and isinstance(start["versions"], dict)):
+                raise ValueError("no device or no versions")
+            start["step"], start["processes"] = int(start["step"]), int(start["processes"])
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise ValueError(f"{path} is nothing that a run writes ({error}): remove the file.") from error
+    return list(starts)
+
+
+def cpu_name() -> str:
+    """The processor's name, with how many of its cores this process may use."""
+    name = platform.processor() or platform.machine()
+    path = Path("/proc/cpuinfo")  # where there is one, it knows the model
+    if path.is_file():
+        lines = path.read_text(errors="replace").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    cores = len(os.sched_getaffinity(0))
+    return f"{name}, {cores} {'core' if cores == 1 else 'cores'}"
+
+
+def start_facts(starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """When a run was started and resumed, on what, and with which versions, for a reader; {} where it is not known."""
+    if not starts:
+        return {}
+    facts = {"started": _date(starts[0])}
+    if len(starts) > 1:
+        facts["resumed"] = "\n".join(f"{_date(start)}, step {start['step']}" for start in starts[1:])
+    facts["hardware"] = _changes([_hardware(start) for start in starts], "\nthen ")
+    for name in _LIBRARIES:
+        found = [str(start["versions"][name]) for start in starts if name in start["versions"]]
+        if found:
+            facts[f"{name} version"] = _changes(found, ", then ")
+    return facts
+
+
+def _date(start: Mapping[str, Any]) -> str:
+    return f"{datetime.fromisoformat(start['date']).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def _hardware(start: Mapping[str, Any]) -> str:
+    processes = start["processes"]
+    return start["device"] if processes == 1 else f"{processes} × {start['device']}"
+
+
+def _changes(values: Sequence[str], joint: str) -> str:
+    """The values one after the other, each as long as it stays the same once."""
+    return joint.join(value for i, value in enumerate(values) if i == 0 or value != values[i - 1])
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

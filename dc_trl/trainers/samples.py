@@ -1,0 +1,56 @@
+"""What a run keeps of its completions, beside the history: see `records.samples`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+
+from ..records.samples import Sample, SampleRecord, choose_samples
+
+
+def sampled(trainer: GRPOTrainer, rewards: torch.Tensor) -> list[Sample]:
+    """First, best and worst of the completions that a trainer has just scored.
+
+    Args:
+        trainer: that has them at the end of its table of completions.
+        rewards: of the completions of all processes, NaN where there is none; shape (completions,).
+    """
+    count = len(rewards)
+    prompts, completions = (list(trainer._logs[name])[-count:] for name in ("prompt", "completion"))
+    return choose_samples(prompts, completions, rewards.tolist())
+
+
+class HistoryKeeper(TrainerCallback):
+    """A callback that keeps a run's history. A trainer that has one keeps completions too."""
+
+
+class SampleRecordCallback(TrainerCallback):
+    """Writes a few completions into `completions.json` in the output directory, where the run's history is kept.
+
+    At every log of a training step it writes those of the present generation batch; of a long run a few moments stay.
+
+    Args:
+        trainer: of the run, with its latest completions in `samples`.
+    """
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self._start = 0  # step that the training began with
+        self._record: SampleRecord | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._start, self._record = state.global_step, None
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        # The log at the end of training and those of an evaluation have no loss.
+        if not state.is_world_process_zero or "loss" not in (logs or {}) or not self._trainer.samples:
+            return
+        if not any(isinstance(callback, HistoryKeeper) for callback in self._trainer.callback_handler.callbacks):
+            return
+        if self._record is None:
+            self._record = SampleRecord(Path(args.output_dir), self._start)
+        self._record.add(state.global_step, self._trainer.samples)
