@@ -11,7 +11,7 @@ THREADS := 2
 LAUNCH = $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
           --num_cpu_threads_per_process $(THREADS)
 
-.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm study study-models test test-all coverage notebooks docs lint format benchmark tiny-model
+.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm study study-models gpu-check test test-all coverage notebooks docs lint format benchmark tiny-model
 
 help:
 	@echo "make quickstart  train the tiny model with FP8 rollouts (two and a half minutes once installed)"
@@ -19,6 +19,7 @@ help:
 	@echo "make test        run the tests, except those that take long (8 minutes)"
 	@echo "make test-all    run those that make test leaves out (40 minutes)"
 	@echo "make study       when mismatch hurts and what helps, with seeds; ARGS=\"--only headline --seeds 0\" is 20 minutes of it"
+	@echo "make gpu-check   what this machine can do, in less than ten minutes, and a block for an issue"
 	@echo "make notebooks   run the notebooks and keep their outputs"
 	@echo "make docs        build the documentation into build/docs"
 	@echo "make lint        ruff and mypy"
@@ -28,7 +29,7 @@ help:
 
 install: $(READY)
 
-$(READY): pyproject.toml constraints.txt scripts/install.py
+$(READY): pyproject.toml setup.py constraints.txt scripts/install.py
 	$(PYTHON) scripts/install.py --venv $(VENV)
 	@touch $@
 
@@ -37,7 +38,7 @@ vllm: $(READY_VLLM)
 
 vllm-cpu: vllm
 
-$(READY_VLLM): pyproject.toml constraints.txt scripts/install.py
+$(READY_VLLM): pyproject.toml setup.py constraints.txt scripts/install.py
 	$(PYTHON) scripts/install.py --venv $(VENV) --vllm
 	@touch $(READY) $@
 
@@ -54,6 +55,9 @@ quickstart-vllm: $(READY_VLLM)
 
 study: $(READY)
 	$(BIN)/python scripts/study.py $(ARGS)
+
+gpu-check: $(READY)
+	$(BIN)/python scripts/doctor.py $(ARGS)
 
 # Models of the study that do not ship: another architecture and task, and a mixture of experts. Three minutes each.
 study-models: runs/study/models/llama_sorting runs/study/models/qwen3_long_sorting runs/study/models/qwen3_moe_arithmetic
