@@ -8,8 +8,8 @@ READY_VLLM := $(VENV)/.ready-vllm
 # Options for the scripts, for example: make quickstart ARGS="--seed 1 --deployment_scheme int4"
 ARGS   ?=
 THREADS := 2
-LAUNCH = $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-          --num_cpu_threads_per_process $(THREADS)
+# A single process needs no launcher, which would add a traceback of its own to a Ctrl-C.
+TRAIN = OMP_NUM_THREADS=$(THREADS) $(BIN)/python scripts/train.py
 
 .PHONY: help install vllm vllm-cpu quickstart quickstart-vllm study study-models gpu-check test test-all coverage notebooks docs lint format benchmark tiny-model
 
@@ -43,14 +43,14 @@ $(READY_VLLM): pyproject.toml setup.py constraints.txt scripts/install.py
 	@touch $(READY) $@
 
 quickstart: $(READY)
-	$(LAUNCH) --cpu scripts/train.py --config configs/quickstart.yaml \
+	$(TRAIN) --config configs/quickstart.yaml \
 	  --output_dir runs/quickstart-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 # For a second after each request the server's processes spin on the cores that they share with the trainer, and a
 # second thread of the trainer would wait for them at every step.
 quickstart-vllm: THREADS := 1
 quickstart-vllm: $(READY_VLLM)
-	$(LAUNCH) --cpu scripts/train.py --config configs/quickstart_vllm_fp8.yaml \
+	$(TRAIN) --config configs/quickstart_vllm_fp8.yaml \
 	  --output_dir runs/quickstart-vllm-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 study: $(READY)

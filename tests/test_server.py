@@ -305,7 +305,7 @@ def occupied():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"--model": "/no/such/model"}, ["model='/no/such/model'", "Give the Hub id"]),
+        ({"--model": "/no/such/model"}, ["model='/no/such/model'", "give the Hub id"]),
         ({"--model": "tests"}, ["model='tests'", "has no config.json"]),
         ({"--model": "tests", "--scheme": "fp8"}, ["model='tests'", "has no config.json"]),
         ({"--port": "99999"}, ["port=99999 is invalid", "65535"]),

@@ -66,10 +66,13 @@ def require_model_path(name: str | None, option: str = "model_name_or_path") -> 
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ValueError(f"{option}={name!r} is a directory without a config.json: it holds no model.")
+            raise ValueError(
+                f"{option}={name!r} is a directory that has no config.json, so it holds no model: give the Hub id or "
+                "the directory of one."
+            )
     elif path.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
         what = "is no directory" if path.exists() else "does not exist"
-        raise ValueError(f"{option}={name!r} {what}: check the path.")
+        raise ValueError(f"{option}={name!r} {what}: give the Hub id of a model, or its directory.")
 
 
 def is_data_file(name: str) -> bool:
