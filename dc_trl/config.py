@@ -184,7 +184,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         export_run (`bool`, defaults to `True`):
             With `deployment_scheme`, `train` leaves the deployable checkpoint (`deployment/`), `history.jsonl`,
             `settings.json` and `run.png` in `output_dir`, and `save_model` the deployable checkpoint beside the model.
-            `False`: nothing but TRL's files (`scripts/train.py` keeps its history all the same). An export gathers,
+            `False`: nothing but TRL's files (`dc-trl train` keeps its history all the same). An export gathers,
             quantizes and writes all weights, at the end of `train` and in each call of `save_model`: its time and its
             disk grow with the model (docs/tour.md has some), and a deployment that was there stays until the new one
             is whole. No `checkpoint-N` has one. Formats that no engine serves (`"int3"`, `"int2"`) leave history and

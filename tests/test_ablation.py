@@ -150,7 +150,7 @@ def test_an_override_of_what_is_swept(sweep_file):
 
 
 def test_a_base_that_is_not_there(sweep_file):
-    with pytest.raises(FileNotFoundError, match=r"nothing\.yaml"):
+    with pytest.raises(ValueError, match=r"config='nothing\.yaml' does not exist: .*quickstart"):
         load_sweep(sweep_file("config: nothing.yaml\ngrid: {beta: [1]}"))
 
 

@@ -384,7 +384,7 @@ def test_trls_own_settings_are_refused(tmp_path):
 
 
 def test_the_model_card_is_ours(make_trainer):
-    trainer = make_trainer(max_steps=1)
+    trainer = make_trainer(max_steps=1, constraint="static")
     trainer.create_model_card(dataset_name="mine/data")
     text = Path(trainer.args.output_dir, "README.md").read_text()
     require_a_whole_card(text)

@@ -236,7 +236,7 @@ def test_the_script_refuses_before_it_reads(prepare, tmp_path):
         (["--benchmark_files", "amc23=none.jsonl"], "'none.jsonl' does not exist"),
         (["--benchmark_files", "amc23"], "write NAME=PATH"),
         (["--benchmarks", "imo"], "benchmark='imo' is unknown"),
-        (["--file", "none.jsonl"], "dapo: file='none.jsonl' does not exist"),
+        (["--file", "none.jsonl"], "file='none.jsonl' does not exist"),
         (["--file", "none.jsonl", "--max_prompt_length", 100], "set tokenizer too"),
         (["--file", "none.jsonl", "--ngram", 3], "ngram=3 is invalid"),
         (["--tokenizer", "./nowhere", "--max_prompt_length", 9], "nowhere"),

@@ -92,7 +92,7 @@ def test_what_is_refused_by_name(parse, text, words):
     [
         (["--max_steps", "many"], "--max_steps"),
         (["--max_steps"], "expected one argument"),
-        (["--eval_bench", "aime24"], "ambiguous option"),
+        (["--eval_bench", "aime24"], "--eval_bench is no option: did you mean --eval_benchmarks?"),
         (["--reward_weights", "nan"], "reward_weights=nan"),
         (["--chat_template_kwargs", "[1]"], "chat_template_kwargs='[1]' is no JSON object"),
     ],

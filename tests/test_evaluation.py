@@ -486,7 +486,7 @@ def test_the_script_by_the_replica_writes_table_and_card(tmp_path, script):
         (["--url", "http://127.0.0.1:9"], "no connection to vLLM at http://127.0.0.1:9"),
         (["--url", "http://127.0.0.1:9", "--engine", "replica"], "contradict each other"),
         (["--model", "nowhere/at/all"], "nowhere/at/all"),
-        (["--compare", "nowhere", "nowhere"], "holds no results of an evaluation"),
+        (["--compare", "nowhere", "nowhere"], "compare='nowhere' does not exist"),
         (["--temperature", "inf"], "temperature=inf is invalid"),
         (["--temperature", "nan"], "temperature=nan is invalid"),
         (["--limit", "0"], "limit=0 is invalid"),

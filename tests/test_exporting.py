@@ -46,7 +46,7 @@ from .helpers import (
 )
 
 
-OF_A_RUN = {"deployment", "history.jsonl", "settings.json", "run.png"}
+OF_A_RUN = {"deployment", "history.jsonl", "settings.json", "starts.json", "completions.json", "run.png"}
 
 
 def make_trainer(output_dir, model=None, reward=distinct_characters, callbacks=None, peft_config=None, **options):

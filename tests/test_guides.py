@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from dc_trl import DCGRPOTrainer
+from dc_trl.command.serve import make_parser
 from dc_trl.files import read_yaml
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.training.arguments import ARGUMENTS, RunArguments
@@ -33,7 +34,6 @@ from .helpers import (
     TINY_MODEL,
     Rollouts,
     distinct_characters,
-    load_script,
     logged,
     make_config,
     make_model,
@@ -455,7 +455,7 @@ def test_the_commands_of_a_slurm_file_are_read_by_the_programs(file, monkeypatch
     nodes, gpus = int(directives["nodes"]), int(directives["gpus-per-node"])
     serving, training = sorted(commands_of(file), reverse=True)
     monkeypatch.setattr(sys, "argv", serving[1:])
-    server = load_script("serve").parse_arguments()
+    server = make_parser().parse_args(serving[2:])
 
     values = {"$SLURM_PROCID": "1", "$FIRST": "10.0.0.2", "$SERVER": "http://10.0.0.1:8000", "$WEIGHTS": str(tmp_path)}
     args = launch_command_parser().parse_args([values.get(word, word) for word in training[2:]])

@@ -32,7 +32,6 @@ _PATHS = {
     "model_name_or_path": require_model_path,
     "tokenizer": require_model_path,
     "sampler_model": require_model_path,
-    "card": require_path,
     "run": require_path,
     "tables": require_path,
     "accelerate_config": require_path,

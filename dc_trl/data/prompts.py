@@ -43,6 +43,8 @@ def load_rows(
     if is_data_file(name):
         require_data_file(name, field)
         path = Path(name).expanduser()
+        if path.suffix != ".parquet":
+            _require_rows_of_text(path, f"{field}={name!r}")
         source, options = READERS[path.suffix], {"data_files": str(path), "split": "train"}
     else:
         source, options = name, {"name": config, "split": split, "revision": revision}

@@ -31,7 +31,7 @@ class ConfigurationParser(TrlParser):
 
     def error(self, message: str) -> None:
         """Raises a `ValueError`, where argparse would print the usage of 300 fields and end the program."""
-        raise ValueError(f"{message}.")
+        raise ValueError(message if message.endswith("?") else f"{message}.")
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *positional: Any, **kwargs: Any) -> tuple:
         """See `TrlParser`.
