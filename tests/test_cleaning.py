@@ -237,8 +237,8 @@ def test_the_script_refuses_before_it_reads(prepare, tmp_path):
         (["--benchmark_files", "amc23"], "write NAME=PATH"),
         (["--benchmarks", "imo"], "benchmark='imo' is unknown"),
         (["--file", "none.jsonl"], "file='none.jsonl' does not exist"),
-        (["--file", "none.jsonl", "--max_prompt_length", 100], "set tokenizer too"),
-        (["--file", "none.jsonl", "--ngram", 3], "ngram=3 is invalid"),
+        (["--max_prompt_length", 100], "set tokenizer too"),
+        (["--ngram", 3], "ngram=3 is invalid"),
         (["--tokenizer", "./nowhere", "--max_prompt_length", 9], "nowhere"),
     ):
         with pytest.raises(SystemExit, match=f"error: .*{message}"):

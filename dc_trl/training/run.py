@@ -11,6 +11,7 @@ from ..callbacks.summary import BeforeAndAfter, summarize
 from ..data.dapo import DAPO
 from ..hub.push import HubError, push_command
 from ..records.runs import BASELINE_FILE, HISTORY_FILE, SETTINGS_FILE
+from ..records.started import STARTS_FILE
 from ..resuming.checkpoints import checkpoints
 from ..resuming.interruption import RunInterrupted, StopSignals
 from ..serving.errors import ServerError
@@ -76,7 +77,7 @@ def _end_early(trainer: DCGRPOTrainer, error: ServerError | RunInterrupted, stac
 def _leave_nothing(trainer: DCGRPOTrainer) -> None:
     """Removes what a run has written before its first step, so that the same command begins again."""
     if trainer.accelerator.is_main_process:
-        for name in (HISTORY_FILE, SETTINGS_FILE, BASELINE_FILE):
+        for name in (HISTORY_FILE, SETTINGS_FILE, STARTS_FILE, BASELINE_FILE):
             Path(trainer.args.output_dir, name).unlink(missing_ok=True)
 
 
