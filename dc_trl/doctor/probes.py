@@ -5,7 +5,6 @@ Libraries are imported where they are used: a probe must say what it can where o
 
 import gc
 import math
-import os
 import re
 import shutil
 import statistics
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from ..records.started import processor_name, usable_cores
 from .checks import LeftOut, Setup
 
 
@@ -42,10 +42,10 @@ def devices(setup: Setup, scheme: None) -> Found:
     """Cores and memory, PyTorch's build, and the devices that it finds."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else psutil.cpu_count()
+    cores = usable_cores()
     yield {"load": psutil.getloadavg()[0]}
     yield {"cores": cores, "threads": torch.get_num_threads(), "memory_gb": psutil.virtual_memory().total / 1e9}
-    yield {"cpu": f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"}
+    yield {"cpu": f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}"}
     if SHARED_MEMORY.is_dir():
         yield {"shared_memory_gb": psutil.disk_usage(str(SHARED_MEMORY)).total / 1e9}
     build = (
@@ -67,16 +67,6 @@ def devices(setup: Setup, scheme: None) -> Found:
     name = device_of(setup)
     torch.ones(1, device=name).item()  # it can be used
     yield {"device": name}
-
-
-def _cpu_name() -> str:
-    if sys.platform == "linux":
-        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if found is not None:
-            return found[1]
-    import platform
-
-    return platform.processor() or platform.machine()
 
 
 def _nvidia_driver() -> str | None:

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -59,13 +60,21 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
 
 def cpu_name() -> str:
     """The processor's name, with how many of its cores this process may use."""
-    name = platform.processor() or platform.machine()
+    cores = usable_cores()
+    return f"{processor_name()}, {cores} {'core' if cores == 1 else 'cores'}"
+
+
+def processor_name() -> str:
+    """Model of the processor."""
     path = Path("/proc/cpuinfo")  # where there is one, it knows the model
-    if path.is_file():
-        lines = path.read_text(errors="replace").splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    cores = len(os.sched_getaffinity(0))
-    return f"{name}, {cores} {'core' if cores == 1 else 'cores'}"
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
+
+
+def usable_cores() -> int:
+    """How many cores this process may use; where only Linux could say so, how many there are."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def start_facts(starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 from ..records.runs import NAME_SETTINGS, Run, is_number, setting
 from ..records.started import start_facts
 from ..records.sync import sync_facts
-from ..records.tables import weighted_sum, with_error
+from ..records.tables import reward_text, weighted_sum
 from ..records.time_parts import PARTS, time_cells
 
 
@@ -189,7 +189,7 @@ def _over_seeds(values: Sequence[float], form: str) -> str:
 
 
 def _with_error(value: Any, standard_error: float | None) -> str | None:
-    return with_error(value, standard_error, 1, 3) if is_number(value) else None
+    return reward_text(value, standard_error, share=False) if is_number(value) else None
 
 
 def _number(value: Any, form: str) -> str | None:
