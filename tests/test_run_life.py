@@ -5,9 +5,11 @@ import logging
 import subprocess
 import sys
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from rich.cells import cell_len
+from tqdm.auto import tqdm
 from transformers import ProgressCallback
 from transformers.utils import logging as transformers_logging
 
@@ -17,6 +19,7 @@ from dc_trl.hub.card import write_run_card
 from dc_trl.records.runs import greedy_is_share, read_run
 from dc_trl.records.tables import weighted_sum
 from dc_trl.report.tables import summary_table
+from dc_trl.trainers import progress
 from dc_trl.training.arguments import RunArguments
 from dc_trl.training.banner import banner
 from dc_trl.training.build import build_trainer
@@ -176,7 +179,8 @@ def test_old_files_say_percent_as_they_did():
     assert not greedy_is_share({"reward": 0.4})
 
 
-def test_bars_say_what_is_evaluated_and_seconds_add_up(tmp_path, tokenizer, capsys):
+def test_bars_say_what_is_evaluated_and_seconds_add_up(tmp_path, tokenizer, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "tqdm", partial(tqdm, mininterval=0))  # a quick bar draws nothing between its ends
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
