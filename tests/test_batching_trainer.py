@@ -168,7 +168,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("budget", [None, 120])
+@pytest.mark.parametrize("budget", [pytest.param(None, marks=pytest.mark.long), 120])
 @pytest.mark.parametrize(("steps", "loss"), CASES)
 def test_gradients_are_trls(tmp_path, steps, loss, budget):
     options = STEPS[steps] | LOSSES[loss]

@@ -399,6 +399,7 @@ def test_the_kept_checkpoint_is_whole_and_costs_nothing_while_the_original_is_th
     assert all((kept / name).samefile(original / name) for name in files)
 
 
+@pytest.mark.long
 def test_a_resumed_run_does_not_warn_again(tmp_path):
     """Also when the checkpoint is from the very step of the alarm."""
     options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 20}
@@ -415,6 +416,7 @@ def test_a_resumed_run_does_not_warn_again(tmp_path):
         assert resumed.state.global_step == (12 if expected else 20)
 
 
+@pytest.mark.long
 def test_checkpoints_of_a_run_that_was_left_are_not_trusted(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 5, "max_steps": 20}
     left = make_trainer(tmp_path, reward=failing_after(99), **options | {"max_steps": 5})

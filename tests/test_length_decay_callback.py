@@ -112,7 +112,7 @@ def test_the_surge_is_found_logged_and_drawn(tmp_path):
         assert figure.height == 5 * 300  # two panels more than without length decay
 
 
-@pytest.mark.parametrize("cut", [12, 20, 30])
+@pytest.mark.parametrize("cut", [20, *(pytest.param(cut, marks=pytest.mark.long) for cut in (12, 30))])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, cut):
     """Before the surge, when it is just found and not logged yet, and after a halving."""
     options = {"curve": SURGE_AT_16, "save_strategy": "steps", "save_steps": cut}

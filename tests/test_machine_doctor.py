@@ -277,6 +277,7 @@ def test_what_raises_or_crashes_is_reported_and_the_rest_goes_on(at_root):
     assert 'raise LookupError("no kernel' in log
 
 
+@pytest.mark.long
 def test_what_hangs_is_ended_with_all_that_it_started(at_root):
     results = list(run_checks(between_others("hangs"), at_root, 300))
     assert [result.status for result in results] == ["passed", "failed", "passed"]
@@ -294,6 +295,7 @@ def test_what_hangs_and_hears_no_signal_is_ended_too(at_root):
     assert not alive([psutil.Process(pid) for pid in ids if psutil.pid_exists(pid)])
 
 
+@pytest.mark.long
 def test_what_there_is_no_time_for_is_left_out(at_root):
     results = list(run_checks(checks_of("hangs", "passes"), at_root, ENDING + 3.0))
     assert [result.status for result in results] == ["left out", "left out"]

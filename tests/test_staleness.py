@@ -211,7 +211,7 @@ def test_an_evaluation_sees_the_present_weights_and_training_goes_on_with_its_ow
     assert weights.trainer.weight_syncs == (3, 7)
 
 
-@pytest.mark.parametrize("step", [3, 4, 6])
+@pytest.mark.parametrize("step", [3, *(pytest.param(step, marks=pytest.mark.long) for step in (4, 6))])
 @pytest.mark.parametrize("trigger", ["steps", "discrepancy"])
 def test_a_resumed_run_samples_with_the_weights_of_the_one_that_was_killed(tmp_path, step, trigger):
     """Bit for bit; also where the engine held the weights of an evaluation when the run was saved."""

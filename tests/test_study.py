@@ -398,6 +398,7 @@ def test_every_run_has_a_folder_that_can_be_made(tmp_path):
         folder.mkdir(parents=True)
 
 
+@pytest.mark.long
 def test_a_model_that_does_not_ship_is_named_with_its_remedy(tmp_path):
     line = [sys.executable, str(ROOT / "scripts" / "study.py"), "--study", str(STUDY), "--dry_run", "--only", "longer"]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
