@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from dc_trl import DCGRPOTrainer
 from dc_trl.command.serve import make_parser
 from dc_trl.files import read_yaml
 from dc_trl.quantization.tensors import policy_tensors
+from dc_trl.rollouts.vllm_backends import ServerGeneration
 from dc_trl.training.arguments import ARGUMENTS, RunArguments
 
 from .helpers import (
@@ -239,6 +241,29 @@ def test_a_packed_base_has_no_straight_through_forward():
     policy = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
     with pytest.raises(ValueError, match=r"peft_config adapts .*bnb\.Linear4bit"):
         DeployedForward(policy, "fp8")
+
+
+def test_packed_weights_are_not_streamed():
+    """A parameter of a class that is named as bitsandbytes' stands for it: no device is asked anything."""
+
+    class Params4bit(torch.nn.Parameter):
+        pass
+
+    def generation(weight, weight_sync):
+        policy = torch.nn.Linear(2, 2)
+        policy.weight = weight
+        found = ServerGeneration.__new__(ServerGeneration)
+        found.model, found.weight_sync, found.deployment_scheme = policy, weight_sync, None
+        found.server_base_url, found.server_base_urls = "http://10.0.0.1:8000", None
+        found._urls = [found.server_base_url]
+        found.accelerator = SimpleNamespace(device=torch.device("cuda"))
+        return found
+
+    packed = Params4bit(torch.zeros(2, 2), requires_grad=False)
+    assert generation(packed, "auto")._choose_weight_sync() == "checkpoint"
+    assert generation(torch.nn.Parameter(torch.zeros(2, 2)), "auto")._choose_weight_sync() == "nccl"
+    with pytest.raises(ValueError, match=r"weight_sync='nccl' streams .* load_in_4bit .*: set weight_sync='auto'"):
+        generation(packed, "nccl")._init_vllm()
 
 
 # --- several rewards

@@ -166,6 +166,26 @@ def test_what_a_run_leaves_on_the_hub(hub, tmp_path, monkeypatch, capfd, caplog)
     assert saved.learning_rate == trainer.args.learning_rate
 
 
+@pytest.mark.parametrize("export_run", [True, False])
+def test_a_run_is_exported_once_and_pushed(hub, tmp_path, monkeypatch, export_run):
+    """`export=False` pushes what `train` has left; a run that exports nothing itself is exported by its push."""
+    written = []
+    save = DCGRPOTrainer.save_deployment
+    monkeypatch.setattr(
+        DCGRPOTrainer, "save_deployment", lambda self, directory: written.append(directory) or save(self, directory)
+    )
+    folder = tmp_path / "run"
+    trainer = make_trainer(folder, callbacks=[], push_to_hub=True, export_run=export_run)
+    trainer.train()
+    trainer.push_to_hub(export=not trainer.args.exports_deployment)
+    assert written == [folder / "deployment"]
+    files = hub.repositories[f"{USER}/run"].files
+    assert {name for name in files if name.startswith("deployment/")} == CHECKPOINT
+    assert ("history.jsonl" in files) == export_run
+    write_deployable(str(folder), "fp8", tmp_path / "again")
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == files["deployment/model.safetensors"]
+
+
 HOSTILE = "<img src=x onerror=alert(1)> *a* _b_ `c` ``d`` [e](http:f)|g.jsonl"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..records.started import usable_cores
 from .plan import Sweep
 
 
@@ -41,7 +42,7 @@ def choose_slots(
     Raises:
         ValueError: names the option, its value and what it may be.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     if not 1 <= threads <= cores:
         raise ValueError(f"threads={threads} is invalid with {cores} cores: use 1 to {cores}.")
     groups = _device_groups(sweep, devices, launch)

@@ -36,6 +36,7 @@ _PATHS = {
     "tables": require_path,
     "accelerate_config": require_path,
 }
+_SWITCH = ("true", "false")  # of `resume_from_checkpoint`, where it is no path
 _PLANNED = "plan"  # whose model may be a config.json too
 
 
@@ -138,6 +139,12 @@ def _require_paths(name: str, given: Mapping[str, Any]) -> None:
         require_data_file(data)
     for run in given.get("compare", ()):
         require_path(run, "compare")
+    for option in ("eval_benchmarks", "benchmark_files"):
+        for word in given.get(option, ()):
+            if file := word.partition("=")[2]:
+                require_data_file(file, option)
+    if isinstance(checkpoint := given.get("resume_from_checkpoint"), str) and checkpoint.lower() not in _SWITCH:
+        require_path(checkpoint, "resume_from_checkpoint")
     if "file" in given:
         require_path(given["file"], "file")
     for option, folder in {"sweep": "sweeps", "base": "", "config": ""}.items():

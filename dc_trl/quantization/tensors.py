@@ -158,6 +158,11 @@ def _is_packed(tensor: Tensor) -> bool:
     return type(tensor).__name__ in _PACKED
 
 
+def is_packed(policy: nn.Module) -> bool:
+    """Whether bitsandbytes has packed weights of a policy."""
+    return any(map(_is_packed, policy.parameters()))
+
+
 def _is_packed_layer(module: nn.Module) -> bool:
     """Whether this is a LoRA layer around weights that bitsandbytes has packed."""
     return isinstance(module, LoraLayer) and any(map(_is_packed, module.get_base_layer().parameters(recurse=False)))

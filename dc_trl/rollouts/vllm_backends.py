@@ -19,7 +19,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
-from ..quantization.tensors import deployed_tensors, frozen_tensors
+from ..quantization.tensors import deployed_tensors, frozen_tensors, is_packed
 from ..serving.client import ServerClient, Weights
 from ..serving.connection import Deadline, Patience, Tries, is_local
 from ..serving.errors import ServerError
@@ -190,6 +190,11 @@ class ServerGeneration(_DeployedGeneration):
         if self.weight_sync == "auto":
             # What each process sees of the server and of the GPUs may differ, and what follows is collective.
             self.weight_sync = agree(self._choose_weight_sync())
+        elif self.weight_sync == "nccl" and is_packed(self.model):
+            raise ValueError(
+                "weight_sync='nccl' streams weights as they are held, and load_in_4bit or load_in_8bit has packed "
+                "these: set weight_sync='auto' or 'checkpoint'."
+            )
         # Errors of TRL's client, of the folder, and of the checkpoint's layout.
         with raised_together(RuntimeError, ValueError, OSError):
             if self.accelerator.is_main_process:
@@ -200,7 +205,13 @@ class ServerGeneration(_DeployedGeneration):
         # of TRL's client goes to one server; were there several in it, all would wait in it for one that is lost.
         shares_gpu = is_local(self._urls[0]) and torch.cuda.device_count() == 1
         quantized = self.deployment_scheme not in (None, "bf16")
-        no_stream = self.accelerator.device.type != "cuda" or shares_gpu or quantized or len(self._urls) > 1
+        no_stream = (
+            self.accelerator.device.type != "cuda"
+            or shares_gpu
+            or quantized
+            or len(self._urls) > 1
+            or is_packed(self.model)
+        )
         return "checkpoint" if no_stream else "nccl"
 
     def _connect(self) -> None:

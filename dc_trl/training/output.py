@@ -2,12 +2,19 @@
 
 import os
 import shutil
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
+
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..config import DCGRPOConfig
 from ..files import lock_output
 from ..hub.push import HubClient
+from ..quantization.policy import empty_copy, unwrapped
+from ..quantization.schemes import quantized_weights, resolve_scheme
 from ..records.runs import BASELINE_FILE, DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, read_history
 from ..resuming.checkpoints import checkpoints, resumable_checkpoint
 from ..trainer import DCGRPOTrainer
@@ -83,19 +90,38 @@ def _require_writable(output_dir: Path) -> None:
 
 
 def require_space(trainer: DCGRPOTrainer) -> None:
-    """Refuses to train when the disk cannot hold the model and a checkpoint.
+    """Refuses to train when the disk cannot hold what the run leaves: at least the bytes that are counted here.
 
     Raises:
         ValueError: names the bytes that are free and those that are needed.
     """
-    parameters = list(trainer.model.parameters())
-    needed = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    if trainer.args.save_strategy != "no":
-        # Weights again, and two moments of each trained parameter.
-        needed += needed + sum(2 * p.numel() * p.element_size() for p in parameters if p.requires_grad)
-    free = shutil.disk_usage(trainer.args.output_dir).free
+    args, policy = trainer.args, unwrapped(trainer.accelerator, trainer.model)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    # Of a PEFT model the adapter alone is saved.
+    saved = trained if isinstance(policy, PeftModel) else list(policy.parameters())
+    parts = {"the model": _bytes(saved)}
+    if args.save_strategy != "no":
+        parts["a checkpoint"] = _bytes(saved) + 2 * _bytes(trained)  # weights again, and two moments
+    if args.exports_deployment:
+        parts["the deployment"] = _deployment_bytes(policy, args.deployment_scheme)
+    free, needed = shutil.disk_usage(args.output_dir).free, sum(parts.values())
     if free < needed:
+        listed = ", ".join(f"{part} {size / 1e9:.2f}" for part, size in parts.items())
         raise ValueError(
-            f"output_dir={trainer.args.output_dir!r} has {free / 1e9:.2f} GB free and the model and a checkpoint need "
-            f"{needed / 1e9:.2f} GB: free some space, or choose another output_dir."
+            f"output_dir={args.output_dir!r} has {free / 1e9:.2f} GB free and the run needs {needed / 1e9:.2f} GB "
+            f"({listed}): free some space, or choose another output_dir."
         )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _deployment_bytes(policy: PreTrainedModel | PeftModel, name: str) -> int:
+    """Bytes of the numbers in the deployable checkpoint, without their scales."""
+    architecture = empty_copy(policy)
+    architecture.tie_weights()
+    weights = resolve_scheme(name, architecture).weights
+    bits = 16 if weights is None else weights.num_bits
+    quantized = sum(weight.numel() for weight in quantized_weights(architecture).values())
+    return quantized * bits // 8 + 2 * (architecture.num_parameters() - quantized)
