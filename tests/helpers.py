@@ -28,6 +28,8 @@ from dc_trl import DCGRPOConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY_MODEL = ROOT / "dc_trl" / "assets" / "tiny_qwen3"
+# Begin of a command that is to hear Ctrl-C: a shell has what it runs in the background, as make runs tests, ignore it.
+DEFAULT_SIGINT = ["env", "--default-signal=INT"]
 # Begin of a command that runs a module in two processes.
 TWO_PROCESSES = [
     os.path.join(os.path.dirname(sys.executable), "accelerate"),

@@ -14,7 +14,7 @@ import pytest
 
 from dc_trl.resuming.checkpoints import checkpoint_defect
 
-from .helpers import ROOT, TWO_PROCESSES, load_script
+from .helpers import DEFAULT_SIGINT, ROOT, TWO_PROCESSES, load_script
 
 
 OPTIONS = {
@@ -27,8 +27,6 @@ OPTIONS = {
     "save_steps": 500,
     "max_steps": 400,
 }
-# Python leaves it ignored where a shell has it ignored for what runs in the background.
-DEFAULT_SIGINT = ["env", "--default-signal=INT"]
 
 
 def arguments(**options):

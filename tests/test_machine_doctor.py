@@ -39,7 +39,7 @@ from dc_trl.doctor.run import ENDING, run_checks
 from dc_trl.quantization.schemes import RESEARCH_BITS, SCHEMES
 from dc_trl.serving.server import vllm_version
 
-from .helpers import ROOT, TINY_MODEL
+from .helpers import DEFAULT_SIGINT, ROOT, TINY_MODEL
 from .vllm_server import alive, requires_vllm, wait_until_gone
 
 
@@ -364,7 +364,7 @@ def doctor(folder, *words, python=sys.executable):
     """The script as a user starts it, in an empty directory."""
     command = [python, str(ROOT / "scripts" / "doctor.py"), "--log", "doctor.log", "--json", "doctor.json"]
     return subprocess.Popen(
-        [*command, *words],
+        [*DEFAULT_SIGINT, *command, *words],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
