@@ -50,7 +50,7 @@ def deployed_tensors(
     require_shared_embeddings(
         policy, reason="sharded weights are merged in place, in both at once", remedy="Launch without sharding"
     )
-    if any(map(_is_packed, policy.parameters())):
+    if is_packed(policy):
         raise ValueError(
             "load_in_4bit and load_in_8bit leave sharded weights packed, and they are merged in place there: launch "
             "without sharding, or load the weights unquantized."
