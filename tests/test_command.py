@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -224,6 +225,12 @@ def installed(tmp_path_factory):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     python = environment / "bin" / "python"
     (wheel,) = wheels.iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        metadata = archive.read(name).decode()
+    assert "Description-Content-Type: text/markdown" in metadata
+    assert "# dc_trl" in metadata
+    assert "](docs/" not in metadata  # where an index has no such file
     subprocess.run([*pip, "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True)
     # A folder that a .pth file names is searched, and its own .pth files, of editable installs, are not read.
     (own,) = environment.glob("lib/*/site-packages")
