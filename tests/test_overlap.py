@@ -393,7 +393,9 @@ def test_a_server_lost_while_it_samples_ahead_ends_the_run_as_when_it_is_asked(t
     options = {"vllm_max_retries": 0, "max_steps": 6, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
     with standing_in(shortest=1, seconds=0.3) as server:
         trainer = make_trainer(server.url, tmp_path, GoDown(server, 2), **options)
-        with pytest.raises(ServerError, match=r"broke during /v1/completions.*resume_from_checkpoint=.*checkpoint-3'"):
+        # On a slow machine the samples are there, and the look at the version that ends a rollout is what breaks.
+        request = "/(v1/completions|weight_info)"
+        with pytest.raises(ServerError, match=rf"broke during {request} .*resume_from_checkpoint=.*checkpoint-3'"):
             trainer.train()
         # The step on the batch at hand was made; the lost batch is sampled again, with the weights of now.
         state = json.loads((tmp_path / "checkpoint-3" / "dc_grpo_state.json").read_text())
