@@ -129,7 +129,6 @@ def test_the_versions_are_those_that_are_installed(tmp_path):
         ("train --config quickstart --dataset_name rows.jsonl", "dataset_name='rows.jsonl' does not exist"),
         ("train --config quickstart --resume_from_checkpoint no/x", "resume_from_checkpoint='no/x' does not exist"),
         ("train --config quickstart --eval_benchmarks a b=no.json", "eval_benchmarks='no.json' does not exist"),
-        ("evaluate --model a/b --benchmark_files math500=no.jsonl", "benchmark_files='no.jsonl' does not exist"),
         ("evaluate --modle x", "--modle is no option: did you mean --model?"),
         ("evaluate --model ./none", "model='./none' does not exist"),
         ("calibrate --model ./none --engine fp8", "model='./none' does not exist"),

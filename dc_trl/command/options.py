@@ -139,10 +139,9 @@ def _require_paths(name: str, given: Mapping[str, Any]) -> None:
         require_data_file(data)
     for run in given.get("compare", ()):
         require_path(run, "compare")
-    for option in ("eval_benchmarks", "benchmark_files"):
-        for word in given.get(option, ()):
-            if file := word.partition("=")[2]:
-                require_data_file(file, option)
+    for word in given.get("eval_benchmarks", ()):
+        if file := word.partition("=")[2]:
+            require_data_file(file, "eval_benchmarks")
     if isinstance(checkpoint := given.get("resume_from_checkpoint"), str) and checkpoint.lower() not in _SWITCH:
         require_path(checkpoint, "resume_from_checkpoint")
     if "file" in given:
