@@ -378,10 +378,14 @@ def test_two_processes_killed_and_resumed_by_two_and_by_one(tmp_path):
 
 
 class GoDown(TrainerCallback):
-    """The server is lost while it samples the batch ahead."""
+    """The server is lost while it samples the batch ahead, however slow this machine is."""
 
     def __init__(self, server, step):
         self._server, self._step = server, step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self._step:
+            self._server.seconds = 30.0
 
     def on_substep_end(self, args, state, control, **kwargs):
         if state.global_step == self._step:
@@ -391,16 +395,16 @@ class GoDown(TrainerCallback):
 @requires_vllm
 def test_a_server_lost_while_it_samples_ahead_ends_the_run_as_when_it_is_asked(tmp_path):
     options = {"vllm_max_retries": 0, "max_steps": 6, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
-    with standing_in(shortest=1, seconds=0.3) as server:
+    with standing_in(shortest=1) as server:
         trainer = make_trainer(server.url, tmp_path, GoDown(server, 2), **options)
-        # On a slow machine the samples are there, and the look at the version that ends a rollout is what breaks.
-        request = "/(v1/completions|weight_info)"
-        with pytest.raises(ServerError, match=rf"broke during {request} .*resume_from_checkpoint=.*checkpoint-3'"):
+        with pytest.raises(
+            ServerError, match=r"broke during /v1/completions .*resume_from_checkpoint=.*checkpoint-3'"
+        ):
             trainer.train()
         # The step on the batch at hand was made; the lost batch is sampled again, with the weights of now.
         state = json.loads((tmp_path / "checkpoint-3" / "dc_grpo_state.json").read_text())
         assert state["rollout_ahead"] is None
-        server.down = False
+        server.down, server.seconds = False, 0.0
         resumed = make_trainer(server.url, tmp_path, **options)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert logged(resumed, "sync/age") == [0, 1, 1, 0, 1, 1]

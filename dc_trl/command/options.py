@@ -14,6 +14,8 @@ from typing import Any
 from ..files import read_object, read_yaml
 from ..settings.command_line import OptionParser, misspelt, refused_in_one_line, unknown_field
 from ..settings.paths import (
+    NEWEST_CHECKPOINT,
+    NO_CHECKPOINT,
     config_file,
     is_data_file,
     require_data_file,
@@ -36,7 +38,6 @@ _PATHS = {
     "tables": require_path,
     "accelerate_config": require_path,
 }
-_SWITCH = ("true", "false")  # of `resume_from_checkpoint`, where it is no path
 _PLANNED = "plan"  # whose model may be a config.json too
 
 
@@ -142,7 +143,8 @@ def _require_paths(name: str, given: Mapping[str, Any]) -> None:
     for word in given.get("eval_benchmarks", ()):
         if file := word.partition("=")[2]:
             require_data_file(file, "eval_benchmarks")
-    if isinstance(checkpoint := given.get("resume_from_checkpoint"), str) and checkpoint.lower() not in _SWITCH:
+    checkpoint = given.get("resume_from_checkpoint")
+    if isinstance(checkpoint, str) and checkpoint.lower() not in (NEWEST_CHECKPOINT, NO_CHECKPOINT):
         require_path(checkpoint, "resume_from_checkpoint")
     if "file" in given:
         require_path(given["file"], "file")

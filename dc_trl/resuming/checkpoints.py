@@ -15,6 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..records.runs import DEPLOYMENT_FOLDER
+from ..settings.paths import NEWEST_CHECKPOINT, NO_CHECKPOINT
 
 
 TRAINER_STATE_FILE = "trainer_state.json"  # transformers writes it last
@@ -68,8 +69,8 @@ def resumable_checkpoint(
     Raises:
         ValueError: it is not whole, or none is; the message says what is missing, and what to do.
     """
-    if isinstance(wanted, str) and wanted.lower() in ("true", "false"):
-        wanted = wanted.lower() == "true"
+    if isinstance(wanted, str) and wanted.lower() in (NEWEST_CHECKPOINT, NO_CHECKPOINT):
+        wanted = wanted.lower() == NEWEST_CHECKPOINT
     if wanted is None or wanted is False:
         return None
     if wanted is not True:

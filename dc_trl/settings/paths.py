@@ -9,6 +9,8 @@ from .program import PACKAGE
 
 # Suffixes of the data files that can be read, each with the reader's name in `datasets`.
 READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+# Words of `resume_from_checkpoint` that are no path.
+NEWEST_CHECKPOINT, NO_CHECKPOINT = "true", "false"
 
 
 def shipped_configs() -> Path:
