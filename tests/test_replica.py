@@ -429,7 +429,8 @@ def test_attention_is_the_models_own(config, options, block, monkeypatch):
     monkeypatch.setattr(attention, "_BLOCK", block)
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 262}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.5}
+    # With larger weights the rounding of float32 grows beyond the tolerance, on some machines.
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
     ends = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
     model = AutoModelForCausalLM.from_config(config(**shape, **heads, **ends, **options)).eval()
     input_ids = torch.randint(2, 262, (3, 9))
