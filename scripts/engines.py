@@ -47,6 +47,7 @@ from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.sampling import Sampling, sample_seed
 from dc_trl.rollouts.server_engine import ServerEngine
 from dc_trl.serving.client import ServerClient
+from dc_trl.serving.fit import CPU_EXTENSION
 from dc_trl.serving.server import VLLMServer, serve
 from dc_trl.settings.command_line import OptionParser
 
@@ -187,6 +188,7 @@ def run_vllm(
         enable_prefix_caching=False,
         enable_chunked_prefill=False,
         logprobs_mode="processed_logprobs",
+        worker_extension_cls=CPU_EXTENSION,
     )
 
     def run(sequences: list[list[int]], **options: Any) -> list[Any]:

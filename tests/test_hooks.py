@@ -35,7 +35,7 @@ STANDARD_LIBRARY = {
     *("_ActionsContainer", "_action_groups", "_actions", "_group_actions"),
     *("_asdict", "_exit", "_fields", "_make", "_replace"),
 }
-NEEDS_VLLM_ITSELF = {"dc_trl.serving.cpu_reload"}
+NEEDS_VLLM_ITSELF = {"dc_trl.serving.cpu_products", "dc_trl.serving.cpu_reload"}
 
 # What each hook looked like when the code that leans on it was written; see `shape`.
 HOOKS: dict[str, str] = {
@@ -169,6 +169,10 @@ HOOKS: dict[str, str] = {
     "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod": "class",
     "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod.process_weights_after_loading": (
         "(self, layer)"
+    ),
+    "vllm.model_executor.kernels.linear.scaled_mm.pytorch.ChannelWiseTorchFP8ScaledMMLinearKernel": "class",
+    "vllm.model_executor.kernels.linear.scaled_mm.pytorch.ChannelWiseTorchFP8ScaledMMLinearKernel.apply_scaled_mm": (
+        "(self, A, B, out_dtype, As, Bs, bias, output_shape)"
     ),
     "vllm.v1.worker.cpu_worker.CPUWorker.reload_weights": "(self, *args, **kwargs)",
     "vllm.v1.worker.cpu_worker.CPUWorker.get_model": "(self)",

@@ -1,6 +1,7 @@
 """The replica against quantization by hand, against the library's own, and against a forward pass."""
 
 import copy
+import itertools
 import math
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import torch
 from compressed_tensors.quantization import fake_quantize, preset_name_to_scheme
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -442,6 +444,31 @@ def test_attention_is_the_models_own(config, options, block, monkeypatch):
         with torch.no_grad():
             logits.append(model(input_ids=input_ids, attention_mask=attention_mask).logits[attention_mask == 1])
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("in_tiles", [False, True])
+@pytest.mark.parametrize("width", [16, 32])
+def test_attention_rounds_the_weights_that_vllm_rounds(in_tiles, width, monkeypatch):
+    """Beside one query after the other by hand: with AMX vLLM rounds exp(score - largest) for the product alone."""
+    monkeypatch.setattr(attention, "_HAS_TILES", in_tiles)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 5, width).bfloat16().requires_grad_() for heads in (4, 2, 2))
+    mask = torch.full((5, 5), -torch.inf).triu(1).expand(2, 1, 5, 5)
+    upstream = torch.randn(2, 5, 4, width)
+    output, _ = attention.grouped_attention(nn.Module(), query, key, value, mask, scaling=2.0)
+    output.backward(upstream.bfloat16())
+    expected, by_query = torch.empty(2, 5, 4, width), torch.empty(query.shape)
+    for batch, head, place in itertools.product(range(2), range(4), range(5)):
+        keys, values = (x.detach()[batch, head // 2, : place + 1].double() for x in (key, value))
+        scores = 2.0 * keys @ query.detach()[batch, head, place].double()
+        powers = (scores - scores.max()).exp()
+        rounded = powers.bfloat16().double() if in_tiles and width == 32 else powers
+        row = rounded @ values / powers.sum()
+        gradient = upstream.bfloat16()[batch, place, head].double()
+        expected[batch, place, head] = row
+        by_query[batch, head, place] = 2.0 * (powers / powers.sum() * (values @ gradient - row @ gradient)) @ keys
+    assert torch.equal(output, expected.bfloat16())
+    torch.testing.assert_close(query.grad, by_query.bfloat16(), rtol=1e-2, atol=1e-2)
 
 
 def test_a_configuration_knows_the_schemes_without_compressed_tensors():

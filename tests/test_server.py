@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from openai import OpenAI
 from trl.generation.vllm_client import VLLMClient
 
@@ -382,3 +383,32 @@ def test_a_server_that_never_comes_is_waited_for_and_given_up():
     assert time.monotonic() - begin < 15
     assert lines
     assert "waiting for vLLM" in lines[0]
+
+
+@requires_vllm
+@pytest.mark.parametrize(
+    ("processor", "by_onednn"),
+    [
+        ({"amx_int8": True, "amx_fp16": False}, False),  # Sapphire Rapids: oneDNN has its reference only
+        ({"amx_int8": True, "amx_fp16": True}, True),
+        ({"avx512_bf16": True}, True),  # there PyTorch does not ask oneDNN
+        ({"architecture": "arm64"}, True),
+    ],
+)
+def test_fp8_products_avoid_onednns_reference(processor, by_onednn, monkeypatch):
+    from dc_trl.serving import cpu_products
+
+    def product(kernel, first, *, second):
+        assert torch.backends.mkldnn.enabled == by_onednn
+        if second is None:
+            raise RuntimeError("no product")
+        return first @ second
+
+    kernel = cpu_products.ChannelWiseTorchFP8ScaledMMLinearKernel
+    monkeypatch.setattr(kernel, "apply_scaled_mm", product)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: processor)
+    cpu_products.avoid_onednns_reference()
+    assert kernel.apply_scaled_mm(None, torch.eye(2), second=torch.ones(2, 2)).tolist() == [[1, 1], [1, 1]]
+    with pytest.raises(RuntimeError, match="no product"):
+        kernel.apply_scaled_mm(None, torch.eye(2), second=None)
+    assert torch.backends.mkldnn.enabled

@@ -4,10 +4,10 @@ A decoding step has one query per sequence. PyTorch's fused attention takes four
 CPU, and transformers' eager attention spends most of its time on repeating each key and value for every query head of
 its group.
 
-Only the output is rounded, as in vLLM's CPU kernel. Eager attention rounds scores and weights too. FlashAttention, on
-a GPU, rounds the weights. All is computed in float64, where vLLM has float32: a float32 product is summed up in
-another order for one query than for many, and then decoding token by token differs from reading all tokens at once, as
-training does.
+It rounds what vLLM's CPU engine rounds: the output and, where the processor multiplies bfloat16 in tiles (AMX), the
+weights that the values are multiplied with. Eager attention rounds scores too. All else is computed in float64, where
+vLLM has float32: a float32 product is summed up in another order for one query than for many, and then decoding token
+by token differs from reading all tokens at once, as training does.
 """
 
 from typing import Any
@@ -16,12 +16,17 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from .fake_quantize import straight_through
+
 
 NAME = "dc_trl_grouped"
 # Scores that are held at a time: those of a long prompt do not fit into memory, those of a batch not into the cache.
 _BLOCK = 2**19
 # Keys and values that are held in float64 at a time.
 _CONVERTED = 2**22
+# Whether vLLM's attention uses AMX here, for heads of these widths (vllm/v1/attention/backends/cpu_attn.py).
+_HAS_TILES = bool(torch.cpu.get_capabilities().get("amx_tile"))
+_TILE_WIDTH = 32
 
 
 def grouped_attention(
@@ -35,7 +40,7 @@ def grouped_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in float64, block by block; see `AttentionInterface`.
+    """Attention block by block, rounded as in vLLM's CPU engine; see `AttentionInterface`.
 
     Args:
         query: shape (batch, heads, queries, width).
@@ -52,6 +57,7 @@ def grouped_attention(
     groups, keys = key.shape[1:3]
     sequences_at_a_time = max(1, min(_BLOCK // (heads * queries), _CONVERTED // (2 * groups * width)) // keys)
     queries_at_a_time = max(1, _BLOCK // (heads * keys))
+    in_tiles = _HAS_TILES and query.dtype == torch.bfloat16 and width % _TILE_WIDTH == 0
     output = query.new_empty(batch, queries, heads, width)
     for first in range(0, batch, sequences_at_a_time):
         b = slice(first, first + sequences_at_a_time)
@@ -59,7 +65,8 @@ def grouped_attention(
         for start in range(0, queries, queries_at_a_time):
             q = slice(start, start + queries_at_a_time)
             mask = None if attention_mask is None else attention_mask[b, :, q]
-            output[b, q] = _attend(query[b, :, q].double(), k, v, mask, scaling, softcap, s_aux).transpose(1, 2)
+            block = _attend(query[b, :, q].double(), k, v, mask, scaling, softcap, s_aux, in_tiles)
+            output[b, q] = block.transpose(1, 2)
     return output, None
 
 
@@ -71,8 +78,13 @@ def _attend(
     scaling: float,
     softcap: float | None,
     s_aux: Tensor | None,
+    in_tiles: bool,
 ) -> Tensor:
-    """Attention of a block of queries, shape (batch, heads, queries, width); all in float64."""
+    """Attention of a block of queries, shape (batch, heads, queries, width), float64.
+
+    ``in_tiles`` rounds exp(score - largest score) to bfloat16 for the product with the values, and not for the sum
+    that the product is divided by; gradients pass.
+    """
     batch, heads, queries, width = query.shape
     groups = key.shape[1]
     scores = query.reshape(batch, groups, -1, width) @ key.transpose(2, 3) * scaling
@@ -83,10 +95,15 @@ def _attend(
         scores = scores + mask
     if s_aux is not None:
         scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(batch, -1, queries, 1)], dim=-1)
-    weights = scores.softmax(-1)
+    if in_tiles:
+        powers = (scores - scores.detach().amax(-1, keepdim=True)).exp()
+        weights, total = straight_through(powers.bfloat16().double(), powers), powers.sum(-1, keepdim=True)
+    else:
+        weights, total = scores.softmax(-1), None
     if s_aux is not None:
         weights = weights[..., :-1]
-    return (weights.reshape(batch, groups, -1, weights.shape[-1]) @ value).view(query.shape)
+    attended = (weights.reshape(batch, groups, -1, weights.shape[-1]) @ value).view(query.shape)
+    return attended if total is None else attended / total
 
 
 AttentionInterface.register(NAME, grouped_attention)

@@ -359,15 +359,15 @@ class ColocateGeneration(_DeployedGeneration):
         # TRL builds the engine on `model.name_or_path`.
         model: Any = self.model
         self.model: Any = SimpleNamespace(name_or_path=str(self.checkpoint), named_modules=model.named_modules)
-        try:
-            super()._init_vllm()
-        finally:
-            self.model = model
         self._reload: str | Callable[..., None] = "reload_weights"
         if self.accelerator.device.type == "cpu":
             from ..serving.cpu_reload import reload_checkpoint  # vLLM is imported here, where it is known to be there
 
             self._reload = reload_checkpoint
+        try:
+            super()._init_vllm()
+        finally:
+            self.model = model
 
     def _write_checkpoint(self, keep: bool = False) -> None:
         self._begin_version(keep)

@@ -23,6 +23,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from .cpu_products import avoid_onednns_reference
+
+
+# vLLM imports this file in each worker, before it builds the model.
+avoid_onednns_reference()
+
 
 def reload_checkpoint(worker: Any, weights_path: str) -> None:
     """Reloads the weights of a CPU worker from a checkpoint directory, packed copies included."""
