@@ -145,6 +145,7 @@ HOOKS: dict[str, str] = {
     "peft.tuners.lora.Embedding": "class",
     "peft.tuners.lora.ParamWrapper": "class",
     "torch.Tensor._version": "getset_descriptor",
+    "torch.cpu._init_amx": "()",
     "torch.ops.aten._int_mm": "(*args, **kwargs)",
     "peft.utils.integrations.dequantize_module_weight": "(module)",
     "peft.utils.other.ModulesToSaveWrapper": "class",

@@ -24,10 +24,15 @@ def avoid_onednns_reference() -> None:
 
 
 def without_onednn(product: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs with `torch.backends.mkldnn.enabled` off, and leaves it as it was."""
+    """A function that runs with `torch.backends.mkldnn.enabled` off, and leaves it as it was.
+
+    A compiled one (colocate mode) runs as it is: the flag is none of a graph's operations.
+    """
 
     @wraps(product)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return product(*args, **kwargs)
         before = torch.backends.mkldnn.set_flags(False)
         try:
             return product(*args, **kwargs)
