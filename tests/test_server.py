@@ -417,3 +417,6 @@ def test_fp8_products_avoid_onednns_reference(processor, by_onednn, monkeypatch)
     with pytest.raises(RuntimeError, match="no product"):
         kernel.apply_scaled_mm(None, torch.eye(2), second=None)
     assert torch.backends.mkldnn.enabled
+    with cpu_products.pytorchs_products():  # what a colocated engine runs in
+        assert torch.backends.mkldnn.enabled == by_onednn
+    assert torch.backends.mkldnn.enabled

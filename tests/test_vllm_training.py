@@ -410,26 +410,28 @@ def test_a_directory_for_weights_that_is_not_there_is_refused(fp8_server, tmp_pa
         make_trainer(fp8_server.url, tmp_path, weight_sync_dir=str(tmp_path / "nowhere"))
 
 
-def sync_folders():
-    return set(Path("/dev/shm").glob("dc_trl-sync-*"))
+def sync_folder(output_dir):
+    """Where a run of tests/worker.py had its weights for the server."""
+    return Path((output_dir / "sync_folder.txt").read_text())
 
 
 @pytest.mark.long
 def test_what_a_killed_run_left_in_shared_memory_is_removed_by_the_next(fp8_server, tmp_path):
-    before = sync_folders()
     options = {"output_dir": str(tmp_path / "killed"), "kill_at": 1, "server": fp8_server.url}
     done = subprocess.run([sys.executable, "-m", "tests.worker", json.dumps(options)], cwd=ROOT, timeout=240)
     assert done.returncode == -signal.SIGKILL
-    left = sync_folders() - before
-    assert len(left) == 1
+    left = sync_folder(tmp_path / "killed")
+    assert left.parent == Path("/dev/shm")
+    assert left.is_dir()
     trainer = make_trainer(fp8_server.url, tmp_path / "next")
     trainer.vllm_generation.sync_weights()
-    now = sync_folders() - before
-    assert not left & now
-    assert len(now) == 1
+    assert not left.exists()
+    living = trainer.vllm_generation.checkpoint
+    assert living.is_dir()
     options = {"output_dir": str(tmp_path / "ended"), "max_steps": 2, "server": fp8_server.url}
     subprocess.run([sys.executable, "-m", "tests.worker", json.dumps(options)], cwd=ROOT, timeout=240, check=True)
-    assert sync_folders() - before == now  # a run that ends leaves nothing, and leaves the living one alone
+    assert not sync_folder(tmp_path / "ended").exists()  # a run that ends leaves nothing
+    assert living.is_dir()  # and leaves the living one alone
 
 
 @pytest.mark.long

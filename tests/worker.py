@@ -3,8 +3,9 @@
 Options beside those of DCGRPOConfig: `rollouts` (known rollouts instead of the replica), `kill_at` (the step after
 which the process kills itself, as a power cut would; `kill_rank` says which of several does), `kill_in_save` (the
 same, when the checkpoint of that step has its weights and no more), `server` (URL of a vLLM server that has the tiny
-model in FP8), `colocate` (a scheme for vLLM in this process), `benchmark` (so many problems of arithmetic, asked after
-the last step). The main process writes `logs.json` into the output directory.
+model in FP8; the folder that it gets weights in is written to `sync_folder.txt`), `colocate` (a scheme for vLLM in
+this process), `benchmark` (so many problems of arithmetic, asked after the last step). The main process writes
+`logs.json` into the output directory.
 """
 
 import json
@@ -84,6 +85,9 @@ def main() -> None:
         )
     if kill_at is not None and kill_rank in (None, trainer.accelerator.process_index):
         trainer.add_callback(Kill(kill_at))
+    if server is not None and trainer.accelerator.is_main_process:
+        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+        Path(config.output_dir, "sync_folder.txt").write_text(str(trainer.vllm_generation._folder.path))
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     value = trainer.lagrange_multiplier.value
     values = trainer.accelerator.gather(torch.tensor([value], dtype=torch.float64)).tolist()
