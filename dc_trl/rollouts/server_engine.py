@@ -102,7 +102,7 @@ class ServerEngine:
                     raise item
                 yield item
         finally:
-            if thread.is_alive():
+            with suppress(RuntimeError):  # the loop is closed, where the task has ended by itself
                 loop.call_soon_threadsafe(task.cancel)
             thread.join()
         if (now := self._connection.persist(self._disclose)[0]) != self.disclosed:

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 
@@ -43,6 +44,7 @@ def in_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
         return future.result()
     except BaseException:
         if not future.done():
-            loop.call_soon_threadsafe(task.cancel)
+            with suppress(RuntimeError):  # the loop is closed, where the coroutine has just ended by itself
+                loop.call_soon_threadsafe(task.cancel)
             future.exception()
         raise
