@@ -23,7 +23,7 @@ from dc_trl.data.sorting import LONG, SHORT, sorting_problems
 from dc_trl.files import read_yaml
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.runs import Run
-from dc_trl.study.figures import draw_mismatch, draw_sweep, kind_of
+from dc_trl.study.figures import controls_of, draw_mismatch, draw_sweep, kind_of, setting_of
 from dc_trl.study.first_order import first_order, sampled_batch
 from dc_trl.study.lines import line_of, merged, read_lines, write_lines
 from dc_trl.study.plan import cell_name, load_study
@@ -54,6 +54,12 @@ def test_a_paired_t_test_by_hand():
 def test_what_has_no_error_has_no_p_value():
     assert paired_t_test([0.2]) == (0.2, None, None, 1)
     assert paired_t_test([0.25, 0.25, 0.25])[:3] == (0.25, 0.0, None)
+
+
+def test_seeds_that_do_not_differ_are_a_comparison_that_counts():
+    test = paired_t_test([0.0, 0.0, 0.0])
+    assert test[:3] == (0.0, 0.0, 1.0)
+    assert holm([test.p_value, 0.01, test.p_value]) == [1.0, 0.03, 1.0]
 
 
 def test_holm_by_hand():
@@ -222,6 +228,20 @@ def test_a_line_belongs_to_every_sweep_that_asks_for_it(study_folder):
     shared = first.lines[first.sweep.variants[0]][0]
     assert second.lines[second.sweep.variants[1]][0] == shared
     assert kind_of(shared) == "GRPO"
+
+
+def test_a_runs_control_is_grpo_in_step_in_the_same_setting():
+    def line(accuracy, seed=0, **cell):
+        return line_of(a_run((accuracy,) * 4), cell, seed)
+
+    fast, sorting = {"learning_rate": 0.0003}, {"learning_rate": 0.0003, "model_name_or_path": "sorts"}
+    lagging = line(0.9, weight_sync_steps=8, rollout_correction="ppo_clip", **fast)
+    of_int2 = line(0.2, deployment_scheme="int2")
+    lines = [line(0.4, **fast), line(0.5, seed=1, **fast), lagging, line(0.7), of_int2]
+    lines += [line(0.05, **sorting), line(0.3, weight_sync_steps=8, **sorting)]  # before training it was 0.1
+    assert setting_of(lagging) == fast
+    assert setting_of(of_int2) == {}  # a number format makes mismatch, so int2 is compared with the base's
+    assert controls_of(lines) == pytest.approx({"learning_rate=0.0003": 0.45, "base": 0.7})
 
 
 def test_figures_of_some_runs_and_of_none(study_folder, tmp_path):

@@ -16,7 +16,7 @@ except ImportError as error:
 class PairedTest(NamedTuple):
     """A mean difference over seeds with its standard error, and the p-value of "there is no difference".
 
-    Both are None for a single pair; `p_value` also where all pairs differ by the same.
+    Both are None for a single pair. Where no pair differs, `p_value` is 1; where all differ by the same, it is None.
     """
 
     difference: float
@@ -32,7 +32,9 @@ def paired_t_test(differences: Sequence[float]) -> PairedTest:
     if n < 2:
         return PairedTest(mean, None, None, n)
     error = float(np.std(differences, ddof=1)) / math.sqrt(n)
-    return PairedTest(mean, error, float(ttest_1samp(differences, 0.0).pvalue) if error > 0 else None, n)
+    if error == 0:  # t is 0 / 0 or infinite
+        return PairedTest(mean, error, 1.0 if mean == 0 else None, n)
+    return PairedTest(mean, error, float(ttest_1samp(differences, 0.0).pvalue), n)
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
