@@ -60,10 +60,13 @@ gpu-check: $(READY)
 	$(BIN)/python scripts/doctor.py $(ARGS)
 
 # Models of the study that do not ship: another architecture and task, and a mixture of experts. Three minutes each.
-study-models: runs/study/models/llama_sorting runs/study/models/qwen3_long_sorting runs/study/models/qwen3_moe_arithmetic
+study-models: runs/study/models/llama_sorting runs/study/models/llama_sorting_taught runs/study/models/qwen3_long_sorting runs/study/models/qwen3_moe_arithmetic
 
 runs/study/models/llama_sorting: | $(READY)
 	$(BIN)/python scripts/make_tiny_model.py --architecture llama --task sorting --output_dir $@
+
+runs/study/models/llama_sorting_taught: | $(READY)
+	$(BIN)/python scripts/make_tiny_model.py --architecture llama --task sorting --target 0.6 --output_dir $@
 
 runs/study/models/qwen3_long_sorting: | $(READY)
 	$(BIN)/python scripts/make_tiny_model.py --task long_sorting --output_dir $@
