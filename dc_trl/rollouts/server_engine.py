@@ -2,13 +2,13 @@
 
 import asyncio
 import queue
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 import httpx
 
+from ..serving.background import in_event_loop
 from ..serving.connection import Connection, Patience
 from ..serving.errors import ServerError, ServerRefusedError
 from .neutral_sampling import SERVER_DEFAULTS
@@ -81,30 +81,12 @@ class ServerEngine:
             ServerError: the server refused a request, failed for good, or was given other weights meanwhile.
         """
         # The event loop has a thread of its own, so that the server never waits for whoever reads the completions.
-        done: queue.SimpleQueue[tuple[int, Completion] | BaseException | None] = queue.SimpleQueue()
-        loop = asyncio.new_event_loop()
-        task = loop.create_task(self._sample_all(requests, sampling, done))
-
-        def run() -> None:
-            try:
-                loop.run_until_complete(task)
-                done.put(None)
-            except BaseException as error:  # raised where the completions are read
-                done.put(error)
-            finally:
-                loop.close()
-
-        thread = threading.Thread(target=run, name="dc_trl-sampling", daemon=True)
-        thread.start()
-        try:
+        done: queue.SimpleQueue[tuple[int, Completion] | None] = queue.SimpleQueue()
+        with in_event_loop(self._sample_all(requests, sampling, done)) as sampled:
+            sampled.add_done_callback(lambda _: done.put(None))
             while (item := done.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
                 yield item
-        finally:
-            with suppress(RuntimeError):  # the loop is closed, where the task has ended by itself
-                loop.call_soon_threadsafe(task.cancel)
-            thread.join()
+            sampled.result()  # raises what ended it
         if (now := self._connection.persist(self._disclose)[0]) != self.disclosed:
             raise ServerError(
                 f"vLLM at {self._connection.url} did not keep its weights: it began with {self.disclosed} and has "

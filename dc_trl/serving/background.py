@@ -2,9 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 
@@ -25,10 +25,11 @@ def in_thread(action: Callable[[], T]) -> "Future[T]":
     return future
 
 
-def in_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine in an event loop of its own, also where the caller is within one, as a notebook's cell is.
+@contextmanager
+def in_event_loop(coroutine: Coroutine[Any, Any, T]) -> "Iterator[Future[T]]":
+    """A block beside which a coroutine runs, in a thread and an event loop of its own.
 
-    Whatever interrupts the caller, Ctrl-C for example, cancels the coroutine and waits for its end.
+    What it returns or raises is in the future. Whoever leaves the block before its end cancels it, and waits for that.
     """
     loop = asyncio.new_event_loop()
     task = loop.create_task(coroutine)
@@ -41,10 +42,18 @@ def in_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
 
     future = in_thread(run)
     try:
-        return future.result()
-    except BaseException:
+        yield future
+    finally:
         if not future.done():
             with suppress(RuntimeError):  # the loop is closed, where the coroutine has just ended by itself
                 loop.call_soon_threadsafe(task.cancel)
             future.exception()
-        raise
+
+
+def in_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine in an event loop of its own, also where the caller is within one, as a notebook's cell is.
+
+    Whatever interrupts the caller, Ctrl-C for example, cancels the coroutine and waits for its end.
+    """
+    with in_event_loop(coroutine) as future:
+        return future.result()
