@@ -147,6 +147,7 @@ HOOKS: dict[str, str] = {
     "torch.Tensor._version": "getset_descriptor",
     "torch.cpu._init_amx": "()",
     "torch.ops.aten._int_mm": "(*args, **kwargs)",
+    "torch.ops.aten._scaled_mm": "(*args, **kwargs)",
     "peft.utils.integrations.dequantize_module_weight": "(module)",
     "peft.utils.other.ModulesToSaveWrapper": "class",
     "peft.utils.other.ModulesToSaveWrapper.active_adapters": "property",
@@ -170,10 +171,6 @@ HOOKS: dict[str, str] = {
     "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod": "class",
     "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod.process_weights_after_loading": (
         "(self, layer)"
-    ),
-    "vllm.model_executor.kernels.linear.scaled_mm.pytorch.ChannelWiseTorchFP8ScaledMMLinearKernel": "class",
-    "vllm.model_executor.kernels.linear.scaled_mm.pytorch.ChannelWiseTorchFP8ScaledMMLinearKernel.apply_scaled_mm": (
-        "(self, A, B, out_dtype, As, Bs, bias, output_shape)"
     ),
     "vllm.v1.worker.cpu_worker.CPUWorker.reload_weights": "(self, *args, **kwargs)",
     "vllm.v1.worker.cpu_worker.CPUWorker.get_model": "(self)",

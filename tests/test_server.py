@@ -391,6 +391,7 @@ def test_a_server_that_never_comes_is_waited_for_and_given_up():
     assert "waiting for vLLM" in lines[0]
 
 
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that a kernel is replaced
 @pytest.mark.parametrize(
     ("processor", "by_onednn"),
     [
@@ -401,22 +402,48 @@ def test_a_server_that_never_comes_is_waited_for_and_given_up():
     ],
 )
 def test_fp8_products_avoid_onednns_reference(processor, by_onednn, monkeypatch):
-    from dc_trl.serving import cpu_products
+    from dc_trl.serving.cpu_products import avoid_onednns_reference
 
-    def product(kernel, first, *, second):
+    def product(first, second, *scales):
         assert torch.backends.mkldnn.enabled == by_onednn
-        if second is None:
-            raise RuntimeError("no product")
+        if len(second) == 1:
+            raise ValueError("no product")
         return first @ second
 
-    kernel = cpu_products.ChannelWiseTorchFP8ScaledMMLinearKernel
-    monkeypatch.setattr(kernel, "apply_scaled_mm", product)
+    ones = {"scale_a": torch.ones(1), "scale_b": torch.ones(1)}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: processor)
-    cpu_products.avoid_onednns_reference()
-    assert kernel.apply_scaled_mm(None, torch.eye(2), second=torch.ones(2, 2)).tolist() == [[1, 1], [1, 1]]
-    with pytest.raises(RuntimeError, match="no product"):
-        kernel.apply_scaled_mm(None, torch.eye(2), second=None)
-    assert torch.backends.mkldnn.enabled
-    with cpu_products.pytorchs_products():  # what a colocated engine runs in
-        assert torch.backends.mkldnn.enabled == by_onednn
-    assert torch.backends.mkldnn.enabled
+    with torch.library._scoped_library("aten", "IMPL") as operators:
+        operators.impl("_scaled_mm", product, "CPU")
+        kernels = avoid_onednns_reference.__wrapped__()
+        try:
+            assert (kernels is None) == by_onednn
+            assert torch._scaled_mm(torch.eye(2), torch.ones(2, 2), **ones).tolist() == [[1, 1], [1, 1]]
+            with pytest.raises(ValueError, match="no product"):
+                torch._scaled_mm(torch.eye(1), torch.ones(1, 1), **ones)
+            assert torch.backends.mkldnn.enabled
+        finally:
+            if kernels is not None:
+                kernels._destroy()
+
+
+def test_fp8_products_are_what_onednns_reference_gives():
+    """In a process of its own, where the operator's kernel is replaced; compiled too."""
+    code = """
+import torch
+from dc_trl.serving.cpu_products import avoid_onednns_reference
+
+torch.manual_seed(0)
+a, b = (torch.randn(n, 64).to(torch.float8_e4m3fn) for n in (5, 32))
+one = torch.ones(1)
+product = lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+before = product()
+torch.cpu.get_capabilities = lambda: {"amx_int8": True, "amx_fp16": False}
+assert avoid_onednns_reference() is avoid_onednns_reference() is not None
+assert torch.equal(product(), before)
+assert torch.equal(torch.compile(product)(), before)
+assert torch.allclose(before, a.float() @ b.float().t(), rtol=1e-6, atol=1e-6)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -359,23 +359,15 @@ class ColocateGeneration(_DeployedGeneration):
         # TRL builds the engine on `model.name_or_path`.
         model: Any = self.model
         self.model: Any = SimpleNamespace(name_or_path=str(self.checkpoint), named_modules=model.named_modules)
-        self._products: Callable[[], AbstractContextManager[None]] = nullcontext
         self._reload: str | Callable[..., None] = "reload_weights"
         if self.accelerator.device.type == "cpu":
-            # vLLM is imported here, where it is known to be there.
-            from ..serving.cpu_products import pytorchs_products
-            from ..serving.cpu_reload import reload_checkpoint
+            from ..serving.cpu_reload import reload_checkpoint  # vLLM is imported here, where it is known to be there
 
-            self._products, self._reload = pytorchs_products, reload_checkpoint
+            self._reload = reload_checkpoint
         try:
-            with self._products():
-                super()._init_vllm()
+            super()._init_vllm()
         finally:
             self.model = model
-
-    def generate(self, *args: Any, **kwargs: Any) -> tuple:
-        with self._products():
-            return super().generate(*args, **kwargs)
 
     def _write_checkpoint(self, keep: bool = False) -> None:
         self._begin_version(keep)

@@ -3,54 +3,45 @@
 PyTorch hands a product of FP8 matrices to oneDNN wherever the processor has AMX. Without AMX for float16 (Sapphire and
 Emerald Rapids) oneDNN has no kernel for it but its reference, one number after the other: 64 × 128 by 128 × 256 takes
 0.12 s there, and 0.2 ms in PyTorch's own code, with the same result.
+
+oneDNN is turned off for these products alone: vLLM's own kernels for small bfloat16 layers end the process without it.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
-from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel
 
 
-def avoid_onednns_reference() -> None:
-    """Has PyTorch multiply the FP8 matrices of this process's eager engines itself, where oneDNN has no kernel."""
-    if _has_reference_only():
-        # oneDNN would have asked the kernel of the system for AMX, which vLLM's attention uses without asking.
-        torch.cpu._init_amx()
-        kernel: Any = ChannelWiseTorchFP8ScaledMMLinearKernel
-        kernel.apply_scaled_mm = _by_pytorch(kernel.apply_scaled_mm)
+@lru_cache(maxsize=1)  # once in a process: the kernel that is replaced has to be PyTorch's
+def avoid_onednns_reference() -> torch.library.Library | None:
+    """Has PyTorch multiply the FP8 matrices of this process itself, where oneDNN has no kernel for them.
 
-
-def pytorchs_products() -> AbstractContextManager[None]:
-    """A block in which the products of compiled engines in this process (colocate mode) avoid it too.
-
-    What a compiled product calls looks at PyTorch's flag each time; a graph cannot set it.
+    The operator's kernel is replaced, so compiled engines take it too; a graph cannot set oneDNN's flag. Returns what
+    holds the new kernels, or None where there is nothing to avoid.
     """
-    return _without_onednn() if _has_reference_only() else nullcontext()
-
-
-def _has_reference_only() -> bool:
     processor = torch.cpu.get_capabilities()
-    return bool(processor.get("amx_int8") and not processor.get("amx_fp16"))
+    if not processor.get("amx_int8") or processor.get("amx_fp16"):
+        return None
+    # oneDNN would have asked the kernel of the system for AMX, which vLLM's attention uses without asking.
+    torch.cpu._init_amx()
+    operators = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # that a kernel is replaced
+        for name in ("_scaled_mm", "_scaled_mm.out"):
+            kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+            operators.impl(name, _without_onednn(kernel.call_boxed), "CPU", with_keyset=True)
+    return operators
 
 
-def _by_pytorch(product: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(product)
+def _without_onednn(product: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        before = torch.backends.mkldnn.set_flags(False)
+        try:
             return product(*args, **kwargs)
-        with _without_onednn():
-            return product(*args, **kwargs)
+        finally:
+            torch.backends.mkldnn.set_flags(*before)
 
     return run
-
-
-@contextmanager
-def _without_onednn() -> Iterator[None]:
-    before = torch.backends.mkldnn.set_flags(False)
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.set_flags(*before)
