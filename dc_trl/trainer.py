@@ -502,13 +502,13 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             self._watch_lag(mean, metrics["discrepancy/k3_kl"])
 
     def _watch_lag(self, mean_discrepancy: float | None, k3: float) -> None:
-        """Asks for new weights where δ̄ has passed ε, and warns where the penalty would make a lag worse."""
+        """Asks for new weights where δ̄ has passed ε, and warns of a method that fails so far from its sampler."""
         tolerance = self.lagrange_multiplier.tolerance
         if self.args.weight_sync_trigger == "discrepancy" and (
             tolerance is None or mean_discrepancy is None or mean_discrepancy > tolerance
         ):
             self._schedule.wanted = True
-        warning = None if self.form is None else drift_warning(self.args.constraint_form, k3)
+        warning = drift_warning(self.args, k3, self._may_lag)
         if warning is not None and not self._warned_of_drift:
             self._warned_of_drift = True
             logger.warning(warning)

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import signal
+import time
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from transformers import TrainerCallback
 
 from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback, LambdaLoggingCallback
 from dc_trl.resuming.checkpoints import checkpoint_defect, resumable_checkpoint
+from dc_trl.resuming.interruption import RunInterrupted, StopSignals
 from dc_trl.serving.errors import ServerError
 
 from .helpers import Rollouts, distinct_characters, logged, make_config, make_model, make_prompts, make_tokenizer
@@ -235,18 +238,58 @@ class LostInEvaluation(TrainerCallback):
 @pytest.mark.parametrize("lost", ["before the first log", "in a benchmark"])
 def test_a_lost_server_leaves_a_checkpoint(tmp_path, lost):
     step = 0 if lost == "before the first log" else 1
-    trainer = make_trainer(tmp_path, rollouts=LostServer(5 if step else 0), save_steps=500, max_steps=2)
+    trainer = evaluated(make_trainer(tmp_path, rollouts=LostServer(5 if step else 0), save_steps=500, max_steps=2))
     trainer.add_callback(LambdaLoggingCallback())
     if step:
-        trainer.eval_dataset = make_prompts(4)
-        trainer.args.eval_strategy, trainer.args.eval_steps, trainer.args.do_eval = "steps", 1, True
         trainer.add_callback(LostInEvaluation())
     with pytest.raises(ServerError, match=rf"^the server is gone\. The run is saved: .*checkpoint-{step}' when the"):
         trainer.train()
     assert os.listdir(tmp_path).count("history.jsonl") == step
-    resumed = make_trainer(tmp_path, max_steps=2)
+    resumed = evaluated(make_trainer(tmp_path, max_steps=2))
     resumed.train(resume_from_checkpoint=True)
     assert [row["step"] for row in resumed.state.log_history if "loss" in row] == [1, 2]
+    # The evaluation that the loss of the server cut short was logged, but callbacks have not seen its end: again.
+    assert [row["step"] for row in resumed.state.log_history if "eval_loss" in row] == ([1, 1, 2] if step else [1, 2])
+    assert not resumed.args.eval_on_start
+
+
+def evaluated(trainer):
+    """The trainer with an evaluation after each step."""
+    trainer.eval_dataset = make_prompts(4)
+    trainer.args.eval_strategy, trainer.args.eval_steps, trainer.args.do_eval = "steps", 1, True
+    return trainer
+
+
+class Signal(TrainerCallback):
+    """Sends this process a signal at an event after step 2, and waits until it has come."""
+
+    def __init__(self, event, signals):
+        self._signals = signals
+        setattr(self, event, self._send)
+
+    def _send(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not self._signals._signum:  # a thread reads it
+                time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("event", "step"), [("on_step_begin", 3), ("on_step_end", 2), ("on_prediction_step", 2), ("on_evaluate", 3)]
+)
+def test_an_evaluation_that_a_signal_left_is_the_first_thing_of_the_run_that_goes_on(tmp_path, event, step):
+    with StopSignals() as signals:
+        trainer = evaluated(make_trainer(tmp_path, max_steps=4, save_steps=500))
+        trainer.add_callback(Signal(event, signals))
+        trainer.add_callback(signals)
+        with pytest.raises(RunInterrupted, match=rf"The run is saved: .*checkpoint-{step}'"):
+            trainer.train()
+    assert trainer.state.global_step == step
+    steps = [row["step"] for row in trainer.state.log_history if "eval_loss" in row]
+    assert steps == list(range(1, step))
+    resumed = evaluated(make_trainer(tmp_path, max_steps=4))
+    resumed.train(resume_from_checkpoint=True)
+    assert [row["step"] for row in resumed.state.log_history if "eval_loss" in row] == [1, 2, 3, 4]
 
 
 def test_a_disk_too_full_for_the_last_checkpoint_is_said_so(tmp_path, small_disk):

@@ -14,6 +14,7 @@ from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 from dc_trl.constraint.forms import drift_warning
 from dc_trl.constraint.lagrangian import AUTO_BATCHES
+from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.resuming.checkpoints import checkpoint_defect
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.sync_schedule import SyncSchedule
@@ -266,28 +267,63 @@ def test_the_summary_tells_the_syncs_that_were_saved(tmp_path, capsys):
     assert "2 + 4" in next(line for line in capsys.readouterr().out.splitlines() if "weight syncs" in line)
 
 
-# --- the warning of the injected form --------------------------------------------------------------------------------
+# --- the warning far from the sampler --------------------------------------------------------------------------------
 
 
-def test_the_injected_form_far_from_the_sampler_by_hand():
-    assert drift_warning("injected", 0.01) is None
-    assert drift_warning("log_ratio", 5.0) is None
-    assert drift_warning("injected", float("nan")) is None
-    message = drift_warning("injected", 0.0123)
-    for words in ("constraint_form='injected'", "discrepancy/k3_kl=0.0123", "weight_sync_steps", "constraint='none'"):
-        assert words in message
+def warning_of(form, correction, k3, may_lag):
+    constrained = {} if form is None else {"constraint": "static", "constraint_form": form}
+    return drift_warning(ConstraintSettings(rollout_correction=correction, **constrained), k3, may_lag)
 
 
-@pytest.mark.parametrize(("constraint", "warnings"), [("static", 1), ("none", 0)])
-def test_a_run_is_warned_once(tmp_path, caplog, constraint, warnings):
+def test_the_warning_far_from_the_sampler_by_hand():
+    for may_lag in (True, False):
+        for form, correction in (("injected", "none"), ("log_ratio", "none"), (None, "ppo_clip")):
+            assert warning_of(form, correction, 0.01, may_lag) is None
+            assert warning_of(form, correction, float("nan"), may_lag) is None
+        assert warning_of(None, "none", 5.0, may_lag) is None
+        assert warning_of(None, "token_truncate", 5.0, may_lag) is None
+        message = warning_of("injected", "none", 0.0123, may_lag)
+        for words in ("constraint_form='injected'", "discrepancy/k3_kl=0.0123", "constraint='none'"):
+            assert words in message
+        assert ("weight_sync_steps" in message) == ("signed form" in message) == may_lag
+    # A pull to older weights repairs a run; one to a number format that follows the policy destroys it.
+    for form, correction, named in (
+        ("log_ratio", "none", "constraint_form='log_ratio'"),
+        ("two_sided_kl", "ppo_clip", "constraint_form='two_sided_kl'"),
+        (None, "ppo_clip", "rollout_correction='ppo_clip'"),
+    ):
+        assert warning_of(form, correction, 5.0, may_lag=True) is None
+        message = warning_of(form, correction, 0.0123, may_lag=False)
+        assert message.startswith(f"{named} meets discrepancy/k3_kl=0.0123, above 0.01, with a sampler that has the ")
+        assert "train_through_quantization" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "warnings"),
+    [
+        ({"constraint": "static"}, 1),
+        ({"constraint": "static", "constraint_form": "log_ratio"}, 1),
+        ({"constraint": "none", "rollout_correction": "ppo_clip"}, 1),
+        ({"constraint": "none"}, 0),
+        ({"constraint": "none", "rollout_correction": "token_truncate"}, 0),
+    ],
+)
+def test_a_run_is_warned_once(tmp_path, caplog, options, warnings):
     trainer = DCGRPOTrainer(
         make_model(),
         distinct_characters,
-        make_config(tmp_path, constraint=constraint),
+        make_config(tmp_path, **options),
         train_dataset=make_prompts(),
         processing_class=make_tokenizer(),
         rollout_func=Rollouts(),  # random log-probabilities
     )
     trainer.train()
     assert min(logged(trainer, "discrepancy/k3_kl")) > 0.01
-    assert sum("constraint_form='injected' meets" in record.message for record in caplog.records) == warnings
+    assert sum("meets discrepancy/k3_kl" in record.message for record in caplog.records) == warnings
+
+
+def test_a_signed_form_is_not_warned_of_weights_that_lag(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, constraint="static", constraint_form="log_ratio", deployment_scheme="int2")
+    trainer.train()
+    assert max(logged(trainer, "discrepancy/k3_kl")) > 0.01
+    assert not any("meets discrepancy/k3_kl" in record.message for record in caplog.records)

@@ -230,6 +230,19 @@ def test_a_line_belongs_to_every_sweep_that_asks_for_it(study_folder):
     assert kind_of(shared) == "GRPO"
 
 
+def test_a_run_whose_cell_only_makes_mismatch_is_grpo_and_every_other_has_a_kind_of_its_own():
+    makes_mismatch = {"weight_sync_steps", "deployment_scheme", "steps_per_generation"}
+    study = load_study(STUDY)
+    kinds = set()
+    for sweep in study.sweeps:
+        for variant in sweep.variants:
+            line = line_of(a_run((0.5,) * 4), study.cell(sweep, variant), 0)
+            acts = line.cell.keys() - setting_of(line).keys() - makes_mismatch
+            assert (kind_of(line) == "GRPO") == (not acts), variant
+            kinds.add(kind_of(line))
+    assert {"routing replay", "length decay", "log_ratio + length decay", "two_sided_kl"} <= kinds
+
+
 def test_a_runs_control_is_grpo_in_step_in_the_same_setting():
     def line(accuracy, seed=0, **cell):
         return line_of(a_run((accuracy,) * 4), cell, seed)

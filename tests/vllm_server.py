@@ -81,7 +81,12 @@ def serving(folder: Path, *arguments: str, model: str = str(TINY_MODEL), **envir
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Those that still run; a zombie that waits for its parent does not."""
-    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # it ended between the two questions
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def wait_until_gone(processes: list[psutil.Process], timeout: float = 30) -> None:

@@ -52,7 +52,7 @@ class BeforeAndAfter(TrainerCallback):
         if self._baseline.is_file():
             self.before = read_baseline(self._baseline.parent)
         else:
-            args.eval_on_start = state.global_step == 0  # the run was stopped before it had measured
+            args.eval_on_start |= state.global_step == 0  # the run was stopped before it had measured
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step >= state.max_steps and self._trainer.eval_dataset is not None:

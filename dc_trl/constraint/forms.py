@@ -178,24 +178,41 @@ _COEFFICIENTS: dict[str, Coefficient | None] = {
 }
 
 
-# Above this k3 the sampler is another policy; docs/staleness.md has the runs.
+# Above this k3 the sampler is another policy; docs/staleness.md and docs/study.md have the runs.
 _FAR = 1e-2
 
 
-def drift_warning(form: str, k3: float) -> str | None:
-    """What to tell whoever constrains by a form that pushes a far sampler further away; None where all is well.
+def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool) -> str | None:
+    """What to tell whoever uses a method that, so far from its sampler, led our runs to little reward; None elsewhere.
 
     Args:
-        form: name of the form, a value of `constraint_form`.
+        settings: whose constraint and correction act on the run.
         k3: `discrepancy/k3_kl` of a generation batch, nats.
+        may_lag: whether the settings let the sampler have older weights than the policy.
     """
-    if form != "injected" or not k3 > _FAR:
+    if not k3 > _FAR:
         return None
+    form = None if settings.constraint == "none" else settings.constraint_form
+    meets = f"meets discrepancy/k3_kl={k3:.3g}, above {_FAR:g}"
+    if form == "injected":
+        remedy = "Use constraint='none', or a deployment_scheme of higher precision; see docs/study.md."
+        if may_lag:
+            remedy = (
+                "Use a signed form, a smaller weight_sync_steps, a deployment_scheme of higher precision, or "
+                "constraint='none'; see docs/staleness.md."
+            )
+        return (
+            f"constraint_form='injected' {meets}: it pushes down every token that differs, and in our runs so far "
+            f"from the sampler it led to a policy without reward. {remedy}"
+        )
+    if may_lag or (form is None and settings.rollout_correction != "ppo_clip"):
+        return None
+    pull = f"rollout_correction={settings.rollout_correction!r}" if form is None else f"constraint_form={form!r}"
     return (
-        f"constraint_form='injected' meets discrepancy/k3_kl={k3:.3g}, above {_FAR:g}: it pushes down every token "
-        "that differs, and in our runs with a sampler that lags so far it led to a policy without mismatch and "
-        "without reward. Use a signed form, a smaller weight_sync_steps, a deployment_scheme of higher precision, or "
-        "constraint='none'; see docs/staleness.md."
+        f"{pull} {meets}, with a sampler that has the present weights and follows the policy. In our runs in int2 the "
+        "log ratio, the quadratic form, two-sided KL and PPO's clip led to little or no reward. Use "
+        "train_through_quantization, a deployment_scheme of higher precision, or neither constraint nor correction; "
+        "see docs/study.md."
     )
 
 

@@ -22,7 +22,7 @@ LINE_STYLES: tuple[LineStyle, ...] = (
     (0, (9, 2)),
     (0, (4, 1, 1, 1, 1, 1)),
 )
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 PANEL_WIDTH = 4.8  # inches: text stays readable where a phone shows it 360 px wide
 
@@ -47,7 +47,7 @@ class Style(NamedTuple):
 def series_style(index: int, line: int | None = None) -> Style:
     """Style of the series with this number, at least 0; `line` numbers its line and marker separately from its colour.
 
-    Colours come back after 7 series, pairs of colour and line after 42.
+    Colours come back after 7 series, pairs of colour and line after 42, of colour and marker after 56.
     """
     line = index if line is None else line
     return Style(SERIES[index % len(SERIES)], LINE_STYLES[line % len(LINE_STYLES)], MARKERS[line % len(MARKERS)])

@@ -38,12 +38,13 @@ class RunInterrupted(Exception):  # noqa: N818 (nothing went wrong)
 class StopSignals(TrainerCallback):
     """Has SIGINT and SIGTERM end a run in order, for the time of a `with` block: of a script, in its main thread.
 
-    While it trains, the present step is finished, or the evaluation dropped, and [`RunInterrupted`] raised: in all
+    While it trains, the present step is finished, or the evaluation left, and [`RunInterrupted`] raised: in all
     processes, whichever of them the signal has reached. [`DCGRPOTrainer`] then saves a checkpoint, once a step has
-    ended. Before training and after it, the process leaves at once, by `SystemExit`. A second signal, more than a
-    second after the first, ends the process whatever it is doing. Each way out ends with a line that says how to go
-    on. The exit code is 128 + the signal's number, 130 or 143. A signal that was ignored when the block began, as a
-    shell does it for what runs in the background, still is.
+    ended; the run that goes on from it begins with the evaluation that was left. Before training and after it, the
+    process leaves at once, by `SystemExit`. A second signal, more than a second after the first, ends the process
+    whatever it is doing. Each way out ends with a line that says how to go on. The exit code is 128 + the signal's
+    number, 130 or 143. A signal that was ignored when the block began, as a shell does it for what runs in the
+    background, still is.
 
     Add it to the trainer as the last callback.
     """
@@ -90,7 +91,6 @@ class StopSignals(TrainerCallback):
         self._agreed = self._agree()
         if self._agreed:
             control.should_training_stop = True
-            control.should_evaluate = False
             control.should_log = args.logging_strategy != "no"
 
     def on_epoch_begin(self, args, state, control, **kwargs):
@@ -154,7 +154,7 @@ def resume_command(output_dir: str) -> str:
 
 
 def stop_if_asked(trainer: Trainer) -> None:
-    """Calls [`StopSignals.check`] between two batches that are asked outside of the trainer's own loops."""
+    """Calls [`StopSignals.check`] where the trainer's own loops do not, before an evaluation for one."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, StopSignals):
             callback.check()

@@ -24,6 +24,12 @@ _SETTING = {
     "serve",
 }
 
+_SWITCHES = {
+    "train_through_quantization": "through quantization",
+    "routing_replay": "routing replay",
+    "length_decay": "length decay",
+}
+
 
 def draw_sweep(found: SweepLines, steps: int, path: Path) -> None:
     """Training reward over steps, and greedy accuracy at the evaluations: means and standard errors over seeds.
@@ -120,13 +126,12 @@ def setting_of(line: Line) -> Cell:
 
 
 def kind_of(line: Line) -> str:
-    """What acts on a run's mismatch: a form of the constraint, a correction, the forward, or nothing (GRPO)."""
+    """What acts on a run's mismatch: a form of the constraint, a correction, a switch, or nothing (GRPO)."""
     cell = line.cell
     kinds = []
     if cell.get("constraint", "none") != "none":
         kinds.append(str(cell.get("constraint_form", "injected")))
     if cell.get("rollout_correction", "none") != "none":
         kinds.append(str(cell["rollout_correction"]))
-    if cell.get("train_through_quantization"):
-        kinds.append("through quantization")
+    kinds += [words for field, words in _SWITCHES.items() if cell.get(field)]
     return " + ".join(kinds) or "GRPO"

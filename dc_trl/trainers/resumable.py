@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..files import lock_output, read_object, write_text
 from ..quantization.policy import unwrapped
 from ..resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE, on_main_process, resumable_checkpoint
-from ..resuming.interruption import BEGIN_AGAIN, RunInterrupted, resume_command
+from ..resuming.interruption import BEGIN_AGAIN, RunInterrupted, resume_command, stop_if_asked
 from ..rollouts.buffer import load_rollouts, save_rollouts
 from ..rollouts.sync_schedule import SyncSchedule
 from ..serving.errors import ServerError
@@ -37,6 +37,7 @@ class ResumableTrainer(ExportingTrainer):
     """A trainer that locks its output directory, resumes from whole checkpoints, and saves before it is stopped."""
 
     _saved_at: int | None = None  # step of the last checkpoint that the present training saved or resumed from
+    _evaluating = False  # what a checkpoint says of an evaluation that was cut short
 
     # --- training, and how it ends ----------------------------------------------------------------------------------
 
@@ -45,7 +46,8 @@ class ResumableTrainer(ExportingTrainer):
 
         λ starts at `lambda_init` again, or where the checkpoint of `resume_from_checkpoint` left it; `True` is the
         newest one in `output_dir` that is whole. The directory is locked meanwhile. When the vLLM server is lost, the
-        run is saved before the error is raised.
+        run is saved before the error is raised. An evaluation that a signal or a lost server has cut short is made
+        again, whole, by the run that goes on.
 
         Raises:
             ValueError: the checkpoint is not whole, another process trains into `output_dir`, or it cannot be written.
@@ -55,8 +57,8 @@ class ResumableTrainer(ExportingTrainer):
         """
         if self._step > 0:  # this object has trained before
             self._start_again()
-        output_dir = self.args.output_dir
-        self._saved_at = None
+        output_dir, eval_on_start = self.args.output_dir, self.args.eval_on_start
+        self._saved_at, self._evaluating = None, False
         with ExitStack() as stack:
 
             def open_output() -> str | None:
@@ -73,6 +75,15 @@ class ResumableTrainer(ExportingTrainer):
                     raise RunInterrupted(stop.signum, BEGIN_AGAIN) from stop
                 way_back = f"{self._save_before_stopping()}, or {resume_command(output_dir)}."
                 raise RunInterrupted(stop.signum, way_back) from stop
+            finally:
+                self.args.eval_on_start = eval_on_start  # of the next training; see _load_optimizer_and_scheduler
+
+    def evaluate(self, *args, **kwargs):
+        self._evaluating = True
+        stop_if_asked(self)  # before the first batch, which may take minutes
+        metrics = super().evaluate(*args, **kwargs)
+        self._evaluating = False
+        return metrics
 
     def _start_again(self) -> None:
         """Forgets what an earlier training of this object has left, save the weights."""
@@ -140,6 +151,7 @@ class ResumableTrainer(ExportingTrainer):
         ahead = self._save_ahead(folder)
         if self.args.should_save:
             state = self._iteration_state() | {
+                "evaluating": self._evaluating,
                 "weight_sync": weight_sync,
                 "rollout_ahead": ahead,
                 "micro_batches_done": done,
@@ -185,6 +197,8 @@ class ResumableTrainer(ExportingTrainer):
         )
         within_batch = done > 0 and as_before
         self._load_iteration_state(state, within_batch)
+        if state.get("evaluating") and self.eval_dataset is not None:  # the key is absent in older checkpoints
+            self.args.eval_on_start = True  # which transformers reads next
         if "weight_sync" in state:  # saved since there is one
             self._load_weights(checkpoint, state["weight_sync"])
         if state.get("rollout_ahead") is not None:  # likewise
