@@ -66,13 +66,15 @@ def version_of(server):
 class Watch(TrainerCallback):
     """What the servers hold at the end of each step, and what is done there."""
 
-    def __init__(self, trainer, servers, **actions):
-        self.trainer, self.servers, self.actions = trainer, servers, actions
+    def __init__(self, trainer, servers, killed, **actions):
+        self.trainer, self.servers, self.killed, self.actions = trainer, servers, killed, actions
         self.versions, self.answered = [], []
 
     def on_step_end(self, args, state, control, **kwargs):
         client = self.trainer.vllm_generation.vllm_client
-        living = [server for server in self.servers if server.pid is not None]
+        # A killed process has its id, and its sockets, until the kernel is done with it.
+        killed = {None, *(process.pid for process in self.killed)}
+        living = [server for server in self.servers if server.pid not in killed]
         self.versions.append({version_of(server) for server in living})
         assert self.versions[-1] == {self.trainer.vllm_generation.weight_version}
         self.answered.append([server.answered for server in client.servers])
@@ -116,6 +118,7 @@ def test_a_run_loses_a_server_in_a_rollout_and_takes_it_up_again(servers, tmp_pa
     watch = Watch(
         trainer,
         servers,
+        gone,
         after_2=lambda: gone.extend(kill_in_next_rollout(trainer, 1, servers[1])),
         after_4=restart,
     )
