@@ -25,7 +25,7 @@ from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.runs import Run
 from dc_trl.study.figures import controls_of, draw_mismatch, draw_sweep, kind_of, setting_of
 from dc_trl.study.first_order import first_order, sampled_batch
-from dc_trl.study.lines import line_of, merged, read_lines, write_lines
+from dc_trl.study.lines import line_of, merged, read_lines, without_line, write_lines
 from dc_trl.study.plan import cell_name, load_study
 from dc_trl.study.significance import holm, paired_t_test
 from dc_trl.study.tables import lines_of_sweeps
@@ -431,6 +431,16 @@ def test_every_run_has_a_folder_that_can_be_made(tmp_path):
         folder.mkdir(parents=True)
 
 
+def test_runs_that_have_a_line_are_left_out(tmp_path):
+    jobs = load_study(STUDY, ["headline"]).jobs(tmp_path)
+    lines = read_lines(ROOT / "docs" / "study.jsonl")
+    assert without_line(jobs, []) == jobs
+    assert without_line(jobs, lines) == []
+    first, second = jobs[0], jobs[-1]
+    gone = {(first.variant.name, first.seed), (second.variant.name, second.seed)}
+    assert without_line(jobs, [line for line in lines if line.key not in gone]) == [first, second]
+
+
 @pytest.mark.long
 def test_a_model_that_does_not_ship_is_named_with_its_remedy(tmp_path):
     line = [sys.executable, str(ROOT / "scripts" / "study.py"), "--study", str(STUDY), "--dry_run", "--only", "longer"]
@@ -509,3 +519,10 @@ def test_a_killed_study_goes_on_and_measures_both_policies(tmp_path):
         assert list(line.evaluations["trained_greedy"]) == [6, 12]
         assert len(line.curves["k3"]) == 12
     assert (tmp_path / "out" / "small.png").stat().st_size > 10_000
+
+    # Elsewhere, with the lines alone: no run is made again, and the table is the same.
+    known = [*command[:5], tmp_path / "other", "--known", tmp_path / "out" / "lines.jsonl"]
+    again = subprocess.run(known, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert not list((tmp_path / "other").glob("*/seed-*"))
+    assert (tmp_path / "other" / "tables.md").read_text() == (tmp_path / "out" / "tables.md").read_text()

@@ -2,6 +2,7 @@
 
     dc-trl study                          all sweeps of configs/study, days on two cores
     dc-trl study --only headline          one of them
+    dc-trl study --known docs/study.jsonl the runs that have no line there
     dc-trl study --tables docs/study.jsonl --output build/study     tables and figures of raw lines, no run
 
 The same command goes on where a stopped or killed one was. A run that two sweeps ask for is made once.
@@ -20,7 +21,7 @@ from ..records.tables import markdown_table, print_table
 from ..settings.command_line import OptionParser, leave_on_sigterm, refused_in_one_line, say
 from ..settings.paths import shipped
 from ..study.figures import draw_mismatch, draw_sweep
-from ..study.lines import lines_of_jobs, merged, read_lines, write_lines
+from ..study.lines import Line, lines_of_jobs, merged, read_lines, without_line, write_lines
 from ..study.plan import Study, load_study
 from ..study.tables import lines_of_sweeps
 from .ablate import MODULE
@@ -42,6 +43,12 @@ def make_parser() -> OptionParser:
     parser.add_argument("--only", nargs="+", default=[], metavar="SWEEP", help="names of sweep files")
     parser.add_argument("--seeds", nargs="+", type=int, help="in place of the sweeps'")
     parser.add_argument("--output", type=Path, default=Path("runs/study"), help="(default: runs/study)")
+    parser.add_argument(
+        "--known",
+        type=Path,
+        metavar="LINES",
+        help="lines of runs that were made elsewhere: they are not made again, and are in the tables",
+    )
     parser.add_argument("--jobs", type=int, help="at a time (default: one for each core)")
     parser.add_argument("--threads", type=int, default=1, help="of each job; default 1")
     what = parser.add_mutually_exclusive_group()
@@ -53,10 +60,11 @@ def make_parser() -> OptionParser:
 
 def run_study(args: argparse.Namespace, study: Study) -> int:
     """Runs what is not done, and collects; returns how many jobs failed."""
-    jobs = study.jobs(args.output)
+    known = [] if args.known is None else read_lines(args.known)
+    jobs = without_line(study.jobs(args.output), known)
     require_own_folders(jobs)
     if args.collect:
-        collect(args.output, study, jobs)
+        collect(args.output, study, jobs, known)
         return 0
     for model in sorted({Path(job.settings["model_name_or_path"]) for job in jobs}):
         if model.parent == MODELS and not model.is_dir():
@@ -69,16 +77,17 @@ def run_study(args: argparse.Namespace, study: Study) -> int:
         return 0
     with OutputLock(args.output, say) as lock:
         failures = run_jobs(jobs, [sys.executable, "-m", "dc_trl.command.study_job"], slots, lock, say)
-    collect(args.output, study, jobs)
+    collect(args.output, study, jobs, known)
     for failure in failures:
         print(failure, file=sys.stderr)
     return len(failures)
 
 
-def collect(output: Path, study: Study, jobs: list[Job]) -> None:
-    """Adds the lines of the jobs that are done to those that are there, and reports."""
+def collect(output: Path, study: Study, jobs: list[Job], known: list[Line]) -> None:
+    """Adds the lines of the jobs that are done, and the known ones, to those that are there, and reports."""
     file = output / LINES_FILE
-    write_lines(file, merged(read_lines(file) if file.is_file() else [], lines_of_jobs(jobs)))
+    earlier = merged(known, read_lines(file) if file.is_file() else [])
+    write_lines(file, merged(earlier, lines_of_jobs(jobs)))
     report(output, file, study)
 
 

@@ -100,6 +100,12 @@ def lines_of_jobs(jobs: Iterable[Job]) -> list[Line]:
     return [line_of(read_run(job.folder), job.variant.fields, job.seed) for job in jobs if is_done(job)]
 
 
+def without_line(jobs: Iterable[Job], lines: Iterable[Line]) -> list[Job]:
+    """The jobs of whose cell and seed there is no line."""
+    made = {line.key for line in lines}
+    return [job for job in jobs if (job.variant.name, job.seed) not in made]
+
+
 def write_lines(path: Path, lines: Iterable[Line]) -> None:
     """Writes lines in the order of their cells and seeds, whole or not at all, over what is there."""
     ordered = sorted(lines, key=lambda line: line.key)
