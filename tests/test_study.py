@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -23,7 +24,8 @@ from dc_trl.data.sorting import LONG, SHORT, sorting_problems
 from dc_trl.files import read_yaml
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.runs import Run
-from dc_trl.study.figures import controls_of, draw_mismatch, draw_sweep, kind_of, setting_of
+from dc_trl.study.controls import controls_of, setting_of
+from dc_trl.study.figures import draw_mismatch, draw_sweep, kind_of, two_numbers
 from dc_trl.study.first_order import first_order, sampled_batch
 from dc_trl.study.lines import line_of, merged, read_lines, without_line, write_lines
 from dc_trl.study.plan import cell_name, load_study
@@ -254,7 +256,29 @@ def test_a_runs_control_is_grpo_in_step_in_the_same_setting():
     lines += [line(0.05, **sorting), line(0.3, weight_sync_steps=8, **sorting)]  # before training it was 0.1
     assert setting_of(lagging) == fast
     assert setting_of(of_int2) == {}  # a number format makes mismatch, so int2 is compared with the base's
-    assert controls_of(lines) == pytest.approx({"learning_rate=0.0003": 0.45, "base": 0.7})
+    assert controls_of(lines) == {
+        "learning_rate=0.0003": {0: pytest.approx(0.4), 1: pytest.approx(0.5)},
+        "base": {0: pytest.approx(0.7)},
+    }
+
+
+def test_a_variant_is_compared_with_grpo_in_step_seed_by_seed(study_folder):
+    """The sweep's reference lags; GRPO in step is a cell of another sweep."""
+    study = load_study(study_folder, ["first"])
+    lines = lines_of(study, lambda name, seed: 0.1 * seed + (0.3 if name == "TIS" else 0.2))
+    in_step = [line_of(a_run((0.1 * seed + gain,) * 4), {}, seed) for seed, gain in ((0, 0.4), (1, 0.5), (9, 0.0))]
+    (found,) = lines_of_sweeps(study, lines + in_step)
+    head, rows = found.table()
+    # TIS: 0.3 − 0.4 and 0.4 − 0.6, whose mean is −0.15 and whose error is 0.05; seeds 2 and 9 have no pair.
+    assert [dict(zip(head, row, strict=True))["to GRPO in step"] for row in rows] == ["-25.0 ± 5.0", "-15.0 ± 5.0"]
+    (alone,) = lines_of_sweeps(study, lines)
+    assert {dict(zip(head, row, strict=True))["to GRPO in step"] for row in alone.table()[1]} == {"–"}
+
+
+def test_a_control_is_not_compared_with_itself(study_folder):
+    (found,) = lines_of_sweeps(load_study(study_folder, ["second"]), [line_of(a_run(), {}, seed) for seed in (0, 3)])
+    in_step, _ = found.sweep.variants
+    assert found.against_control(in_step) is None
 
 
 def test_figures_of_some_runs_and_of_none(study_folder, tmp_path):
@@ -265,6 +289,31 @@ def test_figures_of_some_runs_and_of_none(study_folder, tmp_path):
         draw_sweep(found, 24, tmp_path / f"sweep{number}.png")
         draw_mismatch(some, tmp_path / f"mismatch{number}.png")
         assert (tmp_path / f"mismatch{number}.png").stat().st_size > 5000
+
+
+def test_a_grid_of_two_numbers_is_drawn_over_them(study_folder, tmp_path):
+    text = "config: base.yaml\ngrid: {learning_rate: [1e-4, 3e-4], weight_sync_steps: [1, 2, 8]}\nseeds: [0, 1]\n"
+    (study_folder / "third.yaml").write_text(text)
+    first, third = load_study(study_folder, ["first", "third"]).sweeps
+    assert two_numbers(third) == ("learning_rate", "weight_sync_steps")
+    assert two_numbers(first) is None
+    study = load_study(study_folder, ["third"])
+    texts = []
+    for some in (lines_of(study, lambda name, seed: 0.5), []):
+        (found,) = lines_of_sweeps(study, some)
+        draw_sweep(found, 24, tmp_path / "grid.svg")
+        texts.append(re.findall("<!-- (.*?) -->", (tmp_path / "grid.svg").read_text()))  # matplotlib's, of each text
+    drawn, empty = texts
+    assert {"1", "2", "8", "weight_sync_steps", "learning_rate 1e-4", "learning_rate 3e-4"} <= set(drawn)
+    assert "no run has ended" not in drawn
+    assert "no run has ended" in empty
+    assert not any("learning_rate" in text for text in empty)
+
+
+def test_two_fields_that_are_not_numbers_are_no_grid(study_folder):
+    text = "config: base.yaml\ngrid: {deployment_scheme: [fp8, int4], weight_sync_steps: [1, 8]}\nseeds: [0]\n"
+    (study_folder / "third.yaml").write_text(text)
+    assert two_numbers(load_study(study_folder, ["third"]).sweeps[0]) is None
 
 
 # --- where each form pushes

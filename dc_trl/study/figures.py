@@ -1,28 +1,25 @@
-"""The figures of a study: how a sweep's variants learn, and where all runs end by the mismatch that they had."""
+"""The figures of a study: how a sweep's variants learn, and where runs end by the mismatch that they had."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from ..ablation.results import mean_over_seeds
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ..ablation.plan import Sweep, as_number, show
+from ..ablation.results import Mean, mean_over_seeds
 from ..report.figures import MUTED, PANEL_WIDTH, new_figure, say_empty, series_style
+from .controls import PRIMARY, control_of, controls_of
 from .lines import WINDOWS, Line
-from .plan import Cell, cell_name
-from .tables import PRIMARY, SweepLines
+from .tables import SweepLines
 
 
-_SETTING = {
-    "model_name_or_path",
-    "dataset_name",
-    "max_completion_length",
-    "learning_rate",
-    "temperature",
-    "per_device_train_batch_size",
-    "use_vllm",
-    "vllm_mode",
-    "vllm_max_model_length",
-    "serve",
-}
+_ACCURACY = "greedy accuracy as deployed, %"
+_GAIN = "points above GRPO in step"
+_MISMATCH = "k3 at the end of the run, nats"
+_LEGEND_ROW = 0.2  # inches
 
 _SWITCHES = {
     "train_through_quantization": "through quantization",
@@ -32,19 +29,38 @@ _SWITCHES = {
 
 
 def draw_sweep(found: SweepLines, steps: int, path: Path) -> None:
-    """Training reward over steps, and greedy accuracy at the evaluations: means and standard errors over seeds.
+    """How the variants of a sweep learn, or, where two numbers tell them apart, where they end over these numbers.
 
     Args:
         found: a sweep with its lines.
         steps: of each run, for the axis.
         path: of the PNG.
     """
-    figure, (left, right) = new_figure(1, 2, width=2 * PANEL_WIDTH, height=3.6)
+    grid = two_numbers(found.sweep)
+    if grid is None:
+        _draw_learning(found, steps, path)
+    else:
+        _draw_grid(found, *grid, path)
+
+
+def two_numbers(sweep: Sweep) -> tuple[str, str] | None:
+    """The two fields that tell the variants of a grid apart, both by a number; None where it is not so."""
+    names = tuple(sweep.variants[0].fields)
+    alike = all(tuple(variant.fields) == names for variant in sweep.variants)
+    if len(names) != 2 or not alike:
+        return None
+    numbers = [as_number(value) for variant in sweep.variants for value in variant.fields.values()]
+    return None if None in numbers else (names[0], names[1])
+
+
+def _draw_learning(found: SweepLines, steps: int, path: Path) -> None:
+    """Training reward over steps, and greedy accuracy at the evaluations: means and standard errors over seeds."""
+    figure, (left, right) = _two_panels(math.ceil(len(found.sweep.variants) / 3))
     for index, variant in enumerate(found.sweep.variants):
         lines = list(found.lines[variant].values())
         if not lines:
             continue
-        colour, line, marker = series_style(index)
+        colour, line, _ = series_style(index)
         centres = [(window + 0.5) * steps / WINDOWS for window in range(WINDOWS)]
         curves = [each.curves["reward"] for each in lines if "reward" in each.curves]
         means = [mean_over_seeds(values) for values in zip(*curves, strict=True)]
@@ -54,75 +70,100 @@ def draw_sweep(found: SweepLines, steps: int, path: Path) -> None:
         left.fill_between(centres, low, high, color=colour, alpha=0.15, linewidth=0)
         at = sorted(set.intersection(*(set(each.evaluations.get(PRIMARY, {})) for each in lines)))
         means = [mean_over_seeds([each.evaluations[PRIMARY][step] for each in lines]) for step in at]
-        right.errorbar(
-            at,
-            [100 * mean.value for mean in means],
-            [100 * (mean.standard_error or 0.0) for mean in means],
-            color=colour,
-            linestyle=line,
-            marker=marker,
-            markersize=4.5,
-            capsize=3,
-            label=variant.name,
-        )
+        _draw_means(right, at, means, index, variant.name)
     left.set_ylabel("training reward, sampled")
-    right.set_ylabel("greedy accuracy as deployed, %")
+    right.set_ylabel(_ACCURACY)
     for axes in (left, right):
         axes.set_xlabel("optimizer step")
         axes.set_ylim(bottom=0)
-        if not axes.lines:
-            say_empty(axes, "no run has ended")
-    handles, names = right.get_legend_handles_labels()
+    _finish(figure, left, right, path)
+
+
+def _draw_grid(found: SweepLines, of_series: str, of_axis: str, path: Path) -> None:
+    """Greedy accuracy over one field, a series for each value of the other; and, in the same series, points above GRPO
+    in step over the mismatch at the end: means and standard errors over seeds."""
+    values = list({show(variant.fields[of_series]): None for variant in found.sweep.variants})
+    figure, (left, right) = _two_panels(math.ceil(len(values) / 3))
+    for index, value in enumerate(values):
+        ended = [variant for variant in found.sweep.variants if show(variant.fields[of_series]) == value]
+        ended = [variant for variant in ended if found.accuracy(variant)]
+        if not ended:
+            continue
+        places = [as_number(variant.fields[of_axis]) or 0.0 for variant in ended]
+        means = [mean_over_seeds(list(found.accuracy(variant).values())) for variant in ended]
+        _draw_means(left, places, means, index, f"{of_series} {value}")
+        for variant in ended:
+            test = found.against_control(variant)
+            ends = [end for line in found.lines[variant].values() if (end := line.end("k3")) is not None]
+            if test is not None and ends:
+                gain = Mean(test.difference, test.standard_error, test.pairs)
+                _draw_means(right, [fmean(ends)], [gain], index)
+    places = sorted({as_number(variant.fields[of_axis]) or 0.0 for variant in found.sweep.variants})
+    if places[0] > 0 and places[-1] > 5 * places[0]:
+        left.set_xscale("log")
+    left.set_xticks(places, [f"{place:g}" for place in places])
+    left.set_xticks([], minor=True)
+    left.set_xlabel(of_axis)
+    left.set_ylabel(_ACCURACY)
+    left.set_ylim(bottom=0)
+    right.set_xlabel(_MISMATCH)
+    right.set_ylabel(_GAIN)
+    right.axhline(0, color=MUTED, linewidth=0.8, zorder=0)
+    right.set_xscale("log")
+    _finish(figure, left, left, path)
+
+
+def _draw_means(axes: Axes, x: Sequence[float], means: Sequence[Mean], index: int, label: str | None = None) -> None:
+    """Means of shares, in percent, with their errors, in the style of the series with this number."""
+    colour, line, marker = series_style(index)
+    values = [100 * mean.value for mean in means]
+    errors = [100 * (mean.standard_error or 0.0) for mean in means]
+    axes.errorbar(
+        x, values, errors, marker=marker, markersize=4.5, capsize=3, label=label, color=colour, linestyle=line
+    )
+
+
+def _two_panels(legend_rows: int) -> tuple[Figure, list[Axes]]:
+    """Two axes side by side, as high with a long legend as with a short one."""
+    return new_figure(1, 2, width=2 * PANEL_WIDTH, height=3.1 + _LEGEND_ROW * legend_rows)
+
+
+def _finish(figure: Figure, left: Axes, labelled: Axes, path: Path) -> None:
+    handles, names = labelled.get_legend_handles_labels()
     if handles:
         figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    else:
+        say_empty(left, "no run has ended")
     figure.savefig(path)
 
 
 def draw_mismatch(lines: Sequence[Line], path: Path) -> None:
     """What every run gains or loses against its control, over the mismatch (k3) at its end; by `kind_of`.
 
-    A run's control is GRPO in step in the same setting, see `controls_of`. A run without one is not drawn, and a
-    mismatch below 1e-6 is drawn at 1e-6.
+    A run's control is the mean over seeds of GRPO in step in the same setting, see `controls_of`. A run without one is
+    not drawn, and a mismatch below 1e-6 is drawn at 1e-6.
     """
-    figure, (axes,) = new_figure(1, 1, width=2 * PANEL_WIDTH, height=3.8)
     controls = controls_of(lines)
     points: dict[str, list[tuple[float, float]]] = {}
     for line in lines:
-        mismatch, reached, control = line.end("k3"), line.last(PRIMARY), controls.get(cell_name(setting_of(line)))
-        if mismatch is not None and reached is not None and control is not None:
-            points.setdefault(kind_of(line), []).append((max(mismatch, 1e-6), 100 * (reached - control)))
+        mismatch, reached, control = line.end("k3"), line.last(PRIMARY), control_of(line, controls)
+        if mismatch is not None and reached is not None and control:
+            gain = 100 * (reached - fmean(control.values()))
+            points.setdefault(kind_of(line), []).append((max(mismatch, 1e-6), gain))
+    height = 3.1 + _LEGEND_ROW * math.ceil(len(points) / 4)
+    figure, (axes,) = new_figure(1, 1, width=2 * PANEL_WIDTH, height=height)
     for index, (kind, pairs) in enumerate(sorted(points.items())):
         colour, _, marker = series_style(index)
         axes.plot(*zip(*pairs, strict=True), marker, color=colour, markersize=4.5, alpha=0.8, label=kind)
     axes.axhline(0, color=MUTED, linewidth=0.8, zorder=0)
-    axes.set_xlabel("mismatch at the end of the run: KL(π_inf ‖ π_train), k3, nats")
-    axes.set_ylabel("points above GRPO in step, greedy")
+    axes.set_xlabel(_MISMATCH)
+    axes.set_ylabel(_GAIN)
     if points:
         axes.set_xscale("log")
         figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     else:
         say_empty(axes, "no run has ended")
     figure.savefig(path)
-
-
-def controls_of(lines: Sequence[Line]) -> dict[str, float]:
-    """Mean accuracy over seeds, from 0 to 1, of GRPO in step, by the name of its setting.
-
-    A setting where it ends below the untrained model has no control: GRPO fails there by itself.
-    """
-    found: dict[str, list[tuple[float, float]]] = {}
-    for line in lines:
-        after = line.last(PRIMARY)
-        if line.cell == setting_of(line) and after is not None:
-            found.setdefault(cell_name(line.cell), []).append((line.evaluations[PRIMARY][0], after))
-    means = {name: [fmean(values) for values in zip(*pairs, strict=True)] for name, pairs in found.items()}
-    return {name: after for name, (before, after) in means.items() if after >= before}
-
-
-def setting_of(line: Line) -> Cell:
-    """What a run has in common with its control: model, task, rate, batch, temperature, engine. The rest makes
-    mismatch or acts on it."""
-    return {name: value for name, value in line.cell.items() if name in _SETTING}
 
 
 def kind_of(line: Line) -> str:

@@ -1,4 +1,5 @@
-"""The tables of a study: where each variant of a sweep ends, and its difference to the sweep's reference."""
+"""The tables of a study: where each variant of a sweep ends, and its differences to the sweep's reference and to GRPO
+in step."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -7,12 +8,10 @@ from dataclasses import dataclass
 from ..ablation.plan import Sweep, Variant
 from ..ablation.results import mean_over_seeds
 from ..records.tables import SIGNIFICANCE, TableRows, with_error
+from .controls import PRIMARY, Controls, control_of, controls_of, is_control
 from .lines import Line
 from .plan import Study, cell_name
 from .significance import PairedTest, holm, paired_t_test
-
-
-PRIMARY = "greedy"  # evaluation of the deployed policy that the comparisons are of
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class SweepLines:
-    """The lines of a sweep, by variant and seed; variants without a line have none."""
+    """The lines of a sweep, by variant and seed, and the study's controls; variants without a line have none."""
 
     sweep: Sweep
     lines: Mapping[Variant, Mapping[int, Line]]
+    controls: Controls
 
     def accuracy(self, variant: Variant) -> dict[int, float]:
         """Greedy accuracy of the deployed policy by seed, 0 to 1: the mean over a run's last evaluations."""
@@ -49,18 +49,28 @@ class SweepLines:
         of_reference = self.accuracy(self.sweep.reference)
         tests: list[tuple[Variant, PairedTest]] = []
         for variant in self.sweep.variants:
-            mine = self.accuracy(variant)
-            differences = [mine[seed] - of_reference[seed] for seed in sorted(mine.keys() & of_reference.keys())]
-            if variant != self.sweep.reference and differences:
-                tests.append((variant, paired_t_test(differences)))
+            test = _paired(self.accuracy(variant), of_reference)
+            if variant != self.sweep.reference and test is not None:
+                tests.append((variant, test))
         corrected = holm([test.p_value for _, test in tests])
         return [Comparison(variant, test, p) for (variant, test), p in zip(tests, corrected, strict=True)]
 
+    def against_control(self, variant: Variant) -> PairedTest | None:
+        """A variant against GRPO in step in its setting, over the seeds that both have; None where there is none.
+
+        It was not registered, and its p-value is not corrected for the number of comparisons.
+        """
+        lines = list(self.lines[variant].values())
+        if not lines or is_control(lines[0]):
+            return None
+        return _paired(self.accuracy(variant), control_of(lines[0], self.controls))
+
     def table(self) -> TableRows:
-        """A row for each variant: accuracies, the difference to the reference, and how the run went."""
+        """A row for each variant: accuracies, the differences to reference and control, and how the run went."""
         head = [
             *("variant", "seeds", "greedy, %", "last one, %", "sampled, %", "trained, %"),
-            *("difference, points", "p", "δ̄, 10⁻³", "k3, 10⁻³", "entropy", "λ", "steps to 50 %", "seconds"),
+            *("difference, points", "p", "to GRPO in step", "δ̄, 10⁻³", "k3, 10⁻³", "entropy", "λ"),
+            *("steps to 50 %", "seconds"),
         ]
         compared = {comparison.variant: comparison for comparison in self.comparisons()}
         return head, [self._row(variant, compared.get(variant)) for variant in self.sweep.variants]
@@ -68,11 +78,9 @@ class SweepLines:
     def _row(self, variant: Variant, compared: Comparison | None) -> list[str]:
         lines = list(self.lines[variant].values())
         if not lines:
-            return [variant.name, "0", *["–"] * 12]
-        difference = p_value = "–"
+            return [variant.name, "0", *["–"] * 13]
+        p_value = "–"
         if compared is not None:
-            test = compared.test
-            difference = with_error(test.difference, test.standard_error, 100, 1, "+")
             p_value = "–" if compared.p_value is None else f"{compared.p_value:.2g}{' *' if compared.differs else ''}"
         halves = [line.steps_to_half for line in lines if line.steps_to_half is not None]
         to_half = f"{statistics.median(halves):.0f}" if len(halves) == len(lines) else f"{len(halves)} of {len(lines)}"
@@ -83,8 +91,9 @@ class SweepLines:
             _cell(lines, lambda line: line.last(PRIMARY, 1), 100, 1),
             _cell(lines, lambda line: line.last("sampled"), 100, 1),
             _cell(lines, lambda line: line.last("trained_greedy"), 100, 1),
-            difference,
+            _points(compared.test if compared is not None else None),
             p_value,
+            _points(self.against_control(variant)),
             _cell(lines, lambda line: line.end("discrepancy"), 1e3, 2),
             _cell(lines, lambda line: line.end("k3"), 1e3, 2),
             _cell(lines, lambda line: line.end("entropy"), 1, 3),
@@ -92,6 +101,16 @@ class SweepLines:
             to_half,
             f"{statistics.median(line.seconds for line in lines):.0f}",
         ]
+
+
+def _paired(mine: Mapping[int, float], others: Mapping[int, float]) -> PairedTest | None:
+    """The test over the seeds that both have; None where there is none."""
+    differences = [mine[seed] - others[seed] for seed in sorted(mine.keys() & others.keys())]
+    return paired_t_test(differences) if differences else None
+
+
+def _points(test: PairedTest | None) -> str:
+    return "–" if test is None else with_error(test.difference, test.standard_error, 100, 1, "+")
 
 
 def _cell(lines: Sequence[Line], value: Callable[[Line], float | None], factor: float, decimals: int) -> str:
@@ -108,11 +127,12 @@ def lines_of_sweeps(study: Study, lines: Sequence[Line]) -> list[SweepLines]:
     for line in lines:
         name, seed = line.key
         by_cell.setdefault(name, {})[seed] = line
+    controls = controls_of(lines)
     found = []
     for sweep in study.sweeps:
         of_variants = {}
         for variant in sweep.variants:
             runs = by_cell.get(cell_name(study.cell(sweep, variant)), {})
             of_variants[variant] = {seed: runs[seed] for seed in sweep.seeds if seed in runs}
-        found.append(SweepLines(sweep, of_variants))
+        found.append(SweepLines(sweep, of_variants, controls))
     return found
