@@ -280,12 +280,21 @@ def test_the_warning_far_from_the_sampler_by_hand():
         for form, correction in (("injected", "none"), ("log_ratio", "none"), (None, "ppo_clip")):
             assert warning_of(form, correction, 0.01, may_lag) is None
             assert warning_of(form, correction, float("nan"), may_lag) is None
-        assert warning_of(None, "none", 5.0, may_lag) is None
-        assert warning_of(None, "token_truncate", 5.0, may_lag) is None
+        for correction in ("none", "token_truncate", "icepop"):
+            assert warning_of(None, correction, 0.01, may_lag) is None
+            assert (warning_of(None, correction, 0.0123, may_lag) is not None) == may_lag
         message = warning_of("injected", "none", 0.0123, may_lag)
         for words in ("constraint_form='injected'", "discrepancy/k3_kl=0.0123", "constraint='none'"):
             assert words in message
         assert ("weight_sync_steps" in message) == ("signed form" in message) == may_lag
+    message = warning_of(None, "none", 0.0123, may_lag=True)
+    assert message.startswith(
+        "constraint='none' meets discrepancy/k3_kl=0.0123, above 0.01, with a sampler whose weights"
+    )
+    for remedy in ("weight_sync_steps", "constraint_form='log_ratio'", "rollout_correction='ppo_clip'"):
+        assert remedy in message
+    # A loss that clips the ratio to the sampler has one of the remedies.
+    assert drift_warning(ConstraintSettings(), 0.0123, may_lag=True, clips=True) is None
     # A pull to older weights repairs a run; one to a number format that follows the policy destroys it.
     for form, correction, named in (
         ("log_ratio", "none", "constraint_form='log_ratio'"),
@@ -322,8 +331,12 @@ def test_a_run_is_warned_once(tmp_path, caplog, options, warnings):
     assert sum("meets discrepancy/k3_kl" in record.message for record in caplog.records) == warnings
 
 
-def test_a_signed_form_is_not_warned_of_weights_that_lag(tmp_path, caplog):
-    trainer = make_trainer(tmp_path, constraint="static", constraint_form="log_ratio", deployment_scheme="int2")
+@pytest.mark.parametrize(
+    ("options", "warnings"),
+    [({"constraint": "static", "constraint_form": "log_ratio"}, 0), ({"constraint": "none"}, 1)],
+)
+def test_who_is_warned_of_weights_that_lag(tmp_path, caplog, options, warnings):
+    trainer = make_trainer(tmp_path, deployment_scheme="int2", **options)
     trainer.train()
     assert max(logged(trainer, "discrepancy/k3_kl")) > 0.01
-    assert not any("meets discrepancy/k3_kl" in record.message for record in caplog.records)
+    assert sum("meets discrepancy/k3_kl" in record.message for record in caplog.records) == warnings

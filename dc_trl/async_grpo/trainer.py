@@ -212,7 +212,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         metrics = batch_metrics(report, None if self.form is None else self.lagrange_multiplier)
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
-        warning = drift_warning(self.args, metrics["discrepancy/k3_kl"], may_lag=True)
+        warning = drift_warning(self.args, metrics["discrepancy/k3_kl"], may_lag=True, clips=True)
         if warning is not None and not self._warned_of_drift:
             self._warned_of_drift = True
             logger.warning(warning)
