@@ -161,6 +161,18 @@ def test_the_line_of_a_run():
     assert line.seconds == 12.3
 
 
+def test_parts_of_a_run_in_which_nothing_was_measured():
+    """A generation batch that lasts for five steps of 24 leaves no value in seven of twelve parts."""
+    run = a_run()
+    history = [row for row in run.history if "discrepancy/k3_kl" not in row or row["step"] % 5 == 1]
+    line = line_of(Run(run.name, history, summary=run.summary), {}, 0)
+    measured = [1, None, 6, None, None, 11, None, 16, None, None, 21, None]
+    assert line.curves["reward"] == [None if step is None else float(f"{step / 24:.5g}") for step in measured]
+    assert line.end("reward") == pytest.approx(21 / 24, rel=1e-4)
+    without = [row for row in history if row["step"] < 21]
+    assert line_of(Run(run.name, without, summary=run.summary), {}, 0).end("reward") is None
+
+
 def test_a_reward_that_never_is_a_half():
     run = a_run()
     history = [row | ({"reward": 0.3} if "reward" in row else {}) for row in run.history]

@@ -61,9 +61,10 @@ def _draw_learning(found: SweepLines, steps: int, path: Path) -> None:
         if not lines:
             continue
         colour, line, _ = series_style(index)
-        centres = [(window + 0.5) * steps / WINDOWS for window in range(WINDOWS)]
         curves = [each.curves["reward"] for each in lines if "reward" in each.curves]
-        means = [mean_over_seeds(values) for values in zip(*curves, strict=True)]
+        windows = [[value for value in values if value is not None] for values in zip(*curves, strict=True)]
+        centres = [(window + 0.5) * steps / WINDOWS for window, values in enumerate(windows) if values]
+        means = [mean_over_seeds(values) for values in windows if values]
         values, errors = [mean.value for mean in means], [mean.standard_error or 0.0 for mean in means]
         left.plot(centres, values, color=colour, linestyle=line, linewidth=1.6)
         low, high = ([v + sign * e for v, e in zip(values, errors, strict=True)] for sign in (-1, 1))

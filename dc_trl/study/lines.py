@@ -49,7 +49,8 @@ class Line:
         cell: fields in which it differs from the study's base.
         seed: of the run.
         evaluations: by the names of `EVALUATIONS`, values by optimizer step; rewards are from 0 to 1.
-        curves: by the names of `CURVES`, means over `WINDOWS` equal parts of the run.
+        curves: by the names of `CURVES`, means over `WINDOWS` equal parts of the run; None for a part in which nothing
+            was measured, as where a generation batch lasts longer.
         steps_to_half: first step at which the moving average of the training reward is 0.5; None where it never is.
         seconds: of training and evaluations.
         version: of dc_trl.
@@ -58,7 +59,7 @@ class Line:
     cell: dict[str, Any]
     seed: int
     evaluations: dict[str, dict[int, float]]
-    curves: dict[str, list[float]]
+    curves: dict[str, list[float | None]]
     steps_to_half: int | None
     seconds: float
     version: str
@@ -74,9 +75,9 @@ class Line:
         return statistics.fmean(values[-count:]) if values else None
 
     def end(self, curve: str) -> float | None:
-        """Mean of a curve over the last sixth of the run; None where the run has no such curve."""
-        values = self.curves.get(curve)
-        return statistics.fmean(values[-WINDOWS // 6 :]) if values else None
+        """Mean of a curve over the last sixth of the run; None where nothing was measured there."""
+        values = [value for value in self.curves.get(curve, [])[-WINDOWS // 6 :] if value is not None]
+        return statistics.fmean(values) if values else None
 
 
 def line_of(run: Run, cell: Cell, seed: int) -> Line:
@@ -138,12 +139,12 @@ def merged(old: Sequence[Line], new: Sequence[Line]) -> list[Line]:
     return list(({line.key: line for line in old} | {line.key: line for line in new}).values())
 
 
-def _windows(by_step: Mapping[int, float], steps: int) -> list[float]:
-    """Means over equal parts of the steps; [] where a part has no value."""
+def _windows(by_step: Mapping[int, float], steps: int) -> list[float | None]:
+    """Means over equal parts of the steps, None for a part without a value; [] where there is no value at all."""
     parts: list[list[float]] = [[] for _ in range(WINDOWS)]
     for step, value in by_step.items():
         parts[min(WINDOWS - 1, (step - 1) * WINDOWS // steps)].append(value)
-    return [_short(statistics.fmean(part)) for part in parts] if all(parts) else []
+    return [_short(statistics.fmean(part)) if part else None for part in parts] if by_step else []
 
 
 def _steps_to_half(run: Run) -> int | None:
