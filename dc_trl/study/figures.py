@@ -7,6 +7,7 @@ from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from ..ablation.plan import Sweep, as_number, show
 from ..ablation.results import Mean, mean_over_seeds
@@ -85,6 +86,7 @@ def _draw_grid(found: SweepLines, of_series: str, of_axis: str, path: Path) -> N
     in step over the mismatch at the end: means and standard errors over seeds."""
     values = list({show(variant.fields[of_series]): None for variant in found.sweep.variants})
     figure, (left, right) = _two_panels(math.ceil(len(values) / 3))
+    mismatches: list[float] = []
     for index, value in enumerate(values):
         ended = [variant for variant in found.sweep.variants if show(variant.fields[of_series]) == value]
         ended = [variant for variant in ended if found.accuracy(variant)]
@@ -97,8 +99,9 @@ def _draw_grid(found: SweepLines, of_series: str, of_axis: str, path: Path) -> N
             test = found.against_control(variant)
             ends = [end for line in found.lines[variant].values() if (end := line.end("k3")) is not None]
             if test is not None and ends:
+                mismatches.append(fmean(ends))
                 gain = Mean(test.difference, test.standard_error, test.pairs)
-                _draw_means(right, [fmean(ends)], [gain], index)
+                _draw_means(right, mismatches[-1:], [gain], index)
     places = sorted({as_number(variant.fields[of_axis]) or 0.0 for variant in found.sweep.variants})
     if places[0] > 0 and places[-1] > 5 * places[0]:
         left.set_xscale("log")
@@ -111,6 +114,9 @@ def _draw_grid(found: SweepLines, of_series: str, of_axis: str, path: Path) -> N
     right.set_ylabel(_GAIN)
     right.axhline(0, color=MUTED, linewidth=0.8, zorder=0)
     right.set_xscale("log")
+    right.xaxis.set_minor_formatter(NullFormatter())
+    if mismatches:  # whole decades, whose numbers have room
+        right.set_xlim(10 ** math.floor(math.log10(min(mismatches))), 10 ** math.ceil(math.log10(max(mismatches))))
     _finish(figure, left, left, path)
 
 
