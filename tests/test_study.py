@@ -323,6 +323,20 @@ def test_a_grid_of_two_numbers_is_drawn_over_them(study_folder, tmp_path):
     assert not any("learning_rate" in text for text in empty)
 
 
+def test_a_grid_whose_runs_have_no_mismatch_at_all_is_drawn(study_folder, tmp_path):
+    (study_folder / "base.yaml").write_text("learning_rate: 1.0e-4\nweight_sync_steps: 1\nmax_steps: 24\n")
+    text = "config: base.yaml\ngrid: {learning_rate: [1e-4], weight_sync_steps: [1, 8]}\nseeds: [0, 1]\n"
+    (study_folder / "third.yaml").write_text(text)
+    study = load_study(study_folder, ["third"])
+    lines = lines_of(study, lambda name, seed: 0.5)
+    for line in lines:
+        line.curves["k3"] = [0.0] * 12
+    (found,) = lines_of_sweeps(study, lines)
+    draw_sweep(found, 24, tmp_path / "grid.svg")
+    (lagging,) = (variant for variant in found.sweep.variants if found.against_control(variant) is not None)
+    assert lagging.fields["weight_sync_steps"] == 8
+
+
 def test_two_fields_that_are_not_numbers_are_no_grid(study_folder):
     text = "config: base.yaml\ngrid: {deployment_scheme: [fp8, int4], weight_sync_steps: [1, 8]}\nseeds: [0]\n"
     (study_folder / "third.yaml").write_text(text)

@@ -20,6 +20,7 @@ from .tables import SweepLines
 _ACCURACY = "greedy accuracy as deployed, %"
 _GAIN = "points above GRPO in step"
 _MISMATCH = "k3 at the end of the run, nats"
+_LEAST = 1e-6  # a mismatch below it is drawn there, on an axis that has no 0
 _LEGEND_ROW = 0.2  # inches
 
 _SWITCHES = {
@@ -99,7 +100,7 @@ def _draw_grid(found: SweepLines, of_series: str, of_axis: str, path: Path) -> N
             test = found.against_control(variant)
             ends = [end for line in found.lines[variant].values() if (end := line.end("k3")) is not None]
             if test is not None and ends:
-                mismatches.append(fmean(ends))
+                mismatches.append(max(fmean(ends), _LEAST))
                 gain = Mean(test.difference, test.standard_error, test.pairs)
                 _draw_means(right, mismatches[-1:], [gain], index)
     places = sorted({as_number(variant.fields[of_axis]) or 0.0 for variant in found.sweep.variants})
@@ -116,7 +117,8 @@ def _draw_grid(found: SweepLines, of_series: str, of_axis: str, path: Path) -> N
     right.set_xscale("log")
     right.xaxis.set_minor_formatter(NullFormatter())
     if mismatches:  # whole decades, whose numbers have room
-        right.set_xlim(10 ** math.floor(math.log10(min(mismatches))), 10 ** math.ceil(math.log10(max(mismatches))))
+        low, high = (math.floor(math.log10(end)) for end in (min(mismatches), max(mismatches)))
+        right.set_xlim(10.0**low, 10.0 ** (high + 1))
     _finish(figure, left, left, path)
 
 
@@ -156,7 +158,7 @@ def draw_mismatch(lines: Sequence[Line], path: Path) -> None:
         mismatch, reached, control = line.end("k3"), line.last(PRIMARY), control_of(line, controls)
         if mismatch is not None and reached is not None and control:
             gain = 100 * (reached - fmean(control.values()))
-            points.setdefault(kind_of(line), []).append((max(mismatch, 1e-6), gain))
+            points.setdefault(kind_of(line), []).append((max(mismatch, _LEAST), gain))
     height = 3.1 + _LEGEND_ROW * math.ceil(len(points) / 4)
     figure, (axes,) = new_figure(1, 1, width=2 * PANEL_WIDTH, height=height)
     for index, (kind, pairs) in enumerate(sorted(points.items())):
