@@ -208,9 +208,9 @@ def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool, clips:
         )
     if form is None and settings.rollout_correction != "ppo_clip" and not clips:
         lagging = (
-            f"constraint='none' {meets}, with a sampler whose weights may lag: in our runs GRPO lost 16 points of "
-            "accuracy or more there, and truncations and masks won back a part. Use a smaller weight_sync_steps, "
-            "constraint='static' with constraint_form='log_ratio' and lambda_init=0.5, or "
+            f"constraint='none' {meets}, with a sampler whose weights may lag: in our runs that ended so far apart "
+            "GRPO lost 16 points of accuracy or more, and truncations and masks won back a part. Use a smaller "
+            "weight_sync_steps, constraint='static' with constraint_form='log_ratio' and lambda_init=0.5, or "
             "rollout_correction='ppo_clip'; see docs/staleness.md."
         )
         return lagging if may_lag else None

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from ..ablation.plan import Sweep, as_number, show
+from ..ablation.plan import Sweep, Variant, as_number, show
 from ..ablation.results import Mean, mean_over_seeds
 from ..report.figures import MUTED, PANEL_WIDTH, new_figure, say_empty, series_style
 from .controls import PRIMARY, control_of, controls_of
@@ -89,12 +89,12 @@ def _draw_grid(found: SweepLines, of_series: str, of_axis: str, path: Path) -> N
     figure, (left, right) = _two_panels(math.ceil(len(values) / 3))
     mismatches: list[float] = []
     for index, value in enumerate(values):
-        ended = [variant for variant in found.sweep.variants if show(variant.fields[of_series]) == value]
-        ended = [variant for variant in ended if found.accuracy(variant)]
+        of_value = [variant for variant in found.sweep.variants if show(variant.fields[of_series]) == value]
+        ended = {variant: list(reached.values()) for variant in of_value if (reached := found.accuracy(variant))}
         if not ended:
             continue
-        places = [as_number(variant.fields[of_axis]) or 0.0 for variant in ended]
-        means = [mean_over_seeds(list(found.accuracy(variant).values())) for variant in ended]
+        places = [_place(variant, of_axis) for variant in ended]
+        means = [mean_over_seeds(reached) for reached in ended.values()]
         _draw_means(left, places, means, index, f"{of_series} {value}")
         for variant in ended:
             test = found.against_control(variant)
@@ -103,7 +103,7 @@ def _draw_grid(found: SweepLines, of_series: str, of_axis: str, path: Path) -> N
                 mismatches.append(max(fmean(ends), _LEAST))
                 gain = Mean(test.difference, test.standard_error, test.pairs)
                 _draw_means(right, mismatches[-1:], [gain], index)
-    places = sorted({as_number(variant.fields[of_axis]) or 0.0 for variant in found.sweep.variants})
+    places = sorted({_place(variant, of_axis) for variant in found.sweep.variants})
     if places[0] > 0 and places[-1] > 5 * places[0]:
         left.set_xscale("log")
     left.set_xticks(places, [f"{place:g}" for place in places])
@@ -120,6 +120,13 @@ def _draw_grid(found: SweepLines, of_series: str, of_axis: str, path: Path) -> N
         low, high = (math.floor(math.log10(end)) for end in (min(mismatches), max(mismatches)))
         right.set_xlim(10.0**low, 10.0 ** (high + 1))
     _finish(figure, left, left, path)
+
+
+def _place(variant: Variant, field: str) -> float:
+    """Where a variant stands on the axis of a field that `two_numbers` has found."""
+    number = as_number(variant.fields[field])
+    assert number is not None
+    return number
 
 
 def _draw_means(axes: Axes, x: Sequence[float], means: Sequence[Mean], index: int, label: str | None = None) -> None:
