@@ -25,7 +25,7 @@ from dc_trl.files import read_yaml
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.runs import Run
 from dc_trl.study.controls import controls_of, setting_of
-from dc_trl.study.figures import draw_mismatch, draw_sweep, kind_of, two_numbers
+from dc_trl.study.figures import draw_mismatch, draw_sweep, kind_of
 from dc_trl.study.first_order import first_order, sampled_batch
 from dc_trl.study.lines import line_of, merged, read_lines, without_line, write_lines
 from dc_trl.study.plan import cell_name, load_study
@@ -308,8 +308,8 @@ def test_a_grid_of_two_numbers_is_drawn_over_them(study_folder, tmp_path):
     text = "config: base.yaml\ngrid: {learning_rate: [1e-4, 3e-4], weight_sync_steps: [1, 2, 8]}\nseeds: [0, 1]\n"
     (study_folder / "third.yaml").write_text(text)
     first, third = load_study(study_folder, ["first", "third"]).sweeps
-    assert two_numbers(third) == ("learning_rate", "weight_sync_steps")
-    assert two_numbers(first) is None
+    assert third.axes == ("learning_rate", "weight_sync_steps")
+    assert first.axes == ()
     study = load_study(study_folder, ["third"])
     texts = []
     for some in (lines_of(study, lambda name, seed: 0.5), []):
@@ -340,7 +340,7 @@ def test_a_grid_whose_runs_have_no_mismatch_at_all_is_drawn(study_folder, tmp_pa
 def test_two_fields_that_are_not_numbers_are_no_grid(study_folder):
     text = "config: base.yaml\ngrid: {deployment_scheme: [fp8, int4], weight_sync_steps: [1, 8]}\nseeds: [0]\n"
     (study_folder / "third.yaml").write_text(text)
-    assert two_numbers(load_study(study_folder, ["third"]).sweeps[0]) is None
+    assert load_study(study_folder, ["third"]).sweeps[0].axes == ()
 
 
 # --- where each form pushes

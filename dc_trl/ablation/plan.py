@@ -82,12 +82,14 @@ class Sweep:
     @property
     def axis(self) -> str | None:
         """The field that alone tells the variants apart, by a number; None where there is no such field."""
-        names = {name for variant in self.variants for name in variant.fields}
-        if len(names) != 1:
-            return None
-        (name,) = names
-        values = [as_number(variant.fields.get(name)) for variant in self.variants]
-        return name if None not in values else None
+        return self.axes[0] if len(self.axes) == 1 else None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The fields that tell the variants apart, all by a number in each variant; none where it is not so."""
+        names = tuple({name: None for variant in self.variants for name in variant.fields})
+        values = [as_number(variant.fields.get(name)) for variant in self.variants for name in names]
+        return names if None not in values else ()
 
 
 def load_sweep(

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.transforms import ScaledTranslation
 
 from ..records.runs import Run
-from ..report.figures import INK, MUTED, PANEL_WIDTH, moving_average, new_figure, say_empty, series_style
+from ..report.figures import INK, MUTED, PANEL_WIDTH, moving_average, new_figure, say_empty, scale_x, series_style
 from .plan import as_number, show
 from .results import Mean, Results, mean_over_seeds
 
@@ -70,12 +70,7 @@ def _place_variants(axes: Axes, results: Results, named: bool) -> None:
         axes.set_xlim(-0.5, len(places) - 0.5)
     else:
         names = [show(variant.fields[axis]) for variant in variants]
-        positive = [place for place in places if place > 0]
-        if min(places) >= 0 and positive and max(positive) > 5 * min(positive):
-            if min(places) > 0:
-                axes.set_xscale("log")
-            else:
-                axes.set_xscale("symlog", linthresh=min(positive), linscale=0.5)
+        scale_x(axes, places)
     axes.set_xticks(places, names if named else [""] * len(places), fontsize=8)
     if len("".join(names)) > 40:
         for label in axes.get_xticklabels():

@@ -109,6 +109,18 @@ def finish_axes(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def scale_x(axes: Axes, places: Sequence[float]) -> None:
+    """Makes the x axis logarithmic where these numbers reach over more than a factor of five; linear below the least
+    positive one where 0 is among them."""
+    positive = [place for place in places if place > 0]
+    if min(places) < 0 or not positive or max(positive) <= 5 * min(positive):
+        return
+    if min(places) > 0:
+        axes.set_xscale("log")
+    else:
+        axes.set_xscale("symlog", linthresh=min(positive), linscale=0.5)
+
+
 def say_empty(axes: Axes, why: str) -> None:
     """Says in the middle of axes why nothing is drawn there."""
     axes.text(0.5, 0.5, why, transform=axes.transAxes, ha="center", color=MUTED)

@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from ..ablation.plan import Sweep, Variant, as_number, show
+from ..ablation.plan import Variant, as_number, show
 from ..ablation.results import Mean, mean_over_seeds
-from ..report.figures import MUTED, PANEL_WIDTH, new_figure, say_empty, series_style
+from ..report.figures import MUTED, PANEL_WIDTH, new_figure, say_empty, scale_x, series_style
 from .controls import PRIMARY, control_of, controls_of
 from .lines import WINDOWS, Line
 from .tables import SweepLines
@@ -38,21 +38,10 @@ def draw_sweep(found: SweepLines, steps: int, path: Path) -> None:
         steps: of each run, for the axis.
         path: of the PNG.
     """
-    grid = two_numbers(found.sweep)
-    if grid is None:
-        _draw_learning(found, steps, path)
+    if len(found.sweep.axes) == 2:
+        _draw_grid(found, *found.sweep.axes, path)
     else:
-        _draw_grid(found, *grid, path)
-
-
-def two_numbers(sweep: Sweep) -> tuple[str, str] | None:
-    """The two fields that tell the variants of a grid apart, both by a number; None where it is not so."""
-    names = tuple(sweep.variants[0].fields)
-    alike = all(tuple(variant.fields) == names for variant in sweep.variants)
-    if len(names) != 2 or not alike:
-        return None
-    numbers = [as_number(value) for variant in sweep.variants for value in variant.fields.values()]
-    return None if None in numbers else (names[0], names[1])
+        _draw_learning(found, steps, path)
 
 
 def _draw_learning(found: SweepLines, steps: int, path: Path) -> None:
@@ -104,8 +93,7 @@ def _draw_grid(found: SweepLines, of_series: str, of_axis: str, path: Path) -> N
                 gain = Mean(test.difference, test.standard_error, test.pairs)
                 _draw_means(right, mismatches[-1:], [gain], index)
     places = sorted({_place(variant, of_axis) for variant in found.sweep.variants})
-    if places[0] > 0 and places[-1] > 5 * places[0]:
-        left.set_xscale("log")
+    scale_x(left, places)
     left.set_xticks(places, [f"{place:g}" for place in places])
     left.set_xticks([], minor=True)
     left.set_xlabel(of_axis)
@@ -123,7 +111,7 @@ def _draw_grid(found: SweepLines, of_series: str, of_axis: str, path: Path) -> N
 
 
 def _place(variant: Variant, field: str) -> float:
-    """Where a variant stands on the axis of a field that `two_numbers` has found."""
+    """Where a variant stands on one of its sweep's `axes`."""
     number = as_number(variant.fields[field])
     assert number is not None
     return number
