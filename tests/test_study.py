@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -29,8 +30,8 @@ from dc_trl.study.figures import draw_mismatch, draw_sweep, kind_of
 from dc_trl.study.first_order import first_order, sampled_batch
 from dc_trl.study.lines import line_of, merged, read_lines, without_line, write_lines
 from dc_trl.study.plan import cell_name, load_study
-from dc_trl.study.significance import holm, paired_t_test
-from dc_trl.study.tables import lines_of_sweeps
+from dc_trl.study.significance import holm, paired_t_test, unpaired_t_test
+from dc_trl.study.tables import comparison_table, lines_of_sweeps
 from dc_trl.training.arguments import RunArguments
 
 from .helpers import ROOT, TINY_MODEL, make_config
@@ -225,6 +226,30 @@ def test_a_table_compares_seed_by_seed(study_folder):
     assert of_tis["difference, points"] == "+20.0 ± 2.9"
     assert of_tis["p"] == "0.02 *"
     assert dict(zip(head, rows[0], strict=True))["difference, points"] == "–"
+
+
+def test_two_studies_of_a_sweep_are_compared_by_welch(study_folder):
+    """GRPO ends at 0.3, 0.5 here and at 0.2, 0.2 there, TIS at 0.5 everywhere."""
+    study = load_study(study_folder, ["first"], [0, 1])
+    here = lines_of(study, lambda name, seed: 0.5 if name == "TIS" else 0.3 + 0.2 * seed)
+    there = lines_of(study, lambda name, seed: 0.5 if name == "TIS" else 0.2)
+    (found,), (compared,) = (lines_of_sweeps(study, lines) for lines in (here, there))
+    head, rows = comparison_table(found, compared)
+    grpo, tis = (dict(zip(head, row, strict=True)) for row in rows)
+    # The error is √(0.02 / 2) = 0.1 and t is 2 with one degree of freedom: p = 1 − 2 arctan(2) / π, times 2 by Holm.
+    assert grpo["difference, points"] == "+20.0 ± 10.0"
+    assert grpo["p"] == f"{2 * (1 - 2 * math.atan(2) / math.pi):.2g}"
+    assert (grpo["seeds"], grpo["greedy, %"], grpo["greedy, %, compared"]) == ("2", "40.0 ± 10.0", "20.0 ± 0.0")
+    assert (tis["difference, points"], tis["p"]) == ("+0.0 ± 0.0", "1")
+    (nothing,) = lines_of_sweeps(study, [])
+    _, rows = comparison_table(found, nothing)
+    assert rows[0] == ["GRPO", "2", "40.0 ± 10.0", "0", "–", "–", "–"]
+
+
+def test_welch_needs_two_values_of_each_and_some_spread():
+    assert unpaired_t_test([0.5], [0.25, 0.25]) == (0.25, None, None)
+    assert unpaired_t_test([0.5, 0.5], [0.25, 0.25]) == (0.25, 0.0, None)
+    assert unpaired_t_test([0.5, 0.5], [0.5, 0.5]) == (0.0, 0.0, 1.0)
 
 
 def test_runs_that_are_missing_are_said_to_be(study_folder):
@@ -602,3 +627,14 @@ def test_a_killed_study_goes_on_and_measures_both_policies(tmp_path):
     assert again.returncode == 0, again.stderr[-2000:]
     assert not list((tmp_path / "other").glob("*/seed-*"))
     assert (tmp_path / "other" / "tables.md").read_text() == (tmp_path / "out" / "tables.md").read_text()
+
+    # Beside lines of another study: those of seeds that this one was not asked for count too.
+    lines += [replace(line, seed=line.seed + 1) for line in lines]
+    (folder / "small.yaml").write_text((folder / "small.yaml").read_text().replace("[0]", "[0, 1]"))
+    write_lines(tmp_path / "others.jsonl", lines)
+    beside = [*command[:5], tmp_path / "beside", "--tables", tmp_path / "out" / "lines.jsonl", "--seeds", "0"]
+    beside += ["--against", tmp_path / "others.jsonl"]
+    compared = subprocess.run(beside, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert compared.returncode == 0, compared.stderr[-2000:]
+    table = (tmp_path / "beside" / "tables.md").read_text().partition("## small, compared")[2]
+    assert [row.split(" | ")[3] for row in table.splitlines() if row.startswith("| GRPO ")] == ["2"]

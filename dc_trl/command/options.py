@@ -36,6 +36,8 @@ _PATHS = {
     "sampler_model": require_model_path,
     "run": require_path,
     "tables": require_path,
+    "known": require_path,
+    "against": require_path,
     "accelerate_config": require_path,
 }
 _PLANNED = "plan"  # whose model may be a config.json too

@@ -4,6 +4,7 @@
     dc-trl study --only headline          one of them
     dc-trl study --known docs/study.jsonl the runs that have no line there
     dc-trl study --tables docs/study.jsonl --output build/study     tables and figures of raw lines, no run
+    dc-trl study --only headline --against docs/study.jsonl         whether this machine finds what the page says
 
 The same command goes on where a stopped or killed one was. A run that two sweeps ask for is made once.
 """
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..ablation.jobs import OutputLock, require_own_folders, require_trainable, run_jobs, status
+from ..ablation.jobs import Failure, OutputLock, require_own_folders, require_trainable, run_jobs, status
 from ..ablation.machine import choose_slots
 from ..ablation.plan import Job
 from ..files import write_text
@@ -23,7 +24,7 @@ from ..settings.paths import shipped
 from ..study.figures import draw_mismatch, draw_sweep
 from ..study.lines import Line, lines_of_jobs, merged, read_lines, without_line, write_lines
 from ..study.plan import Study, load_study
-from ..study.tables import lines_of_sweeps
+from ..study.tables import SweepLines, comparison_table, lines_of_sweeps
 from .ablate import MODULE
 
 
@@ -51,6 +52,12 @@ def make_parser() -> OptionParser:
     )
     parser.add_argument("--jobs", type=int, help="at a time (default: one for each core)")
     parser.add_argument("--threads", type=int, default=1, help="of each job; default 1")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="LINES",
+        help="lines of another study: a table for each sweep says where both ended, and whether they differ",
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--dry_run", action="store_true", help="check the settings and list the jobs")
     what.add_argument("--collect", action="store_true", help="only make lines, tables and figures of runs that ended")
@@ -58,14 +65,14 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def run_study(args: argparse.Namespace, study: Study) -> int:
-    """Runs what is not done, and collects; returns how many jobs failed."""
+def run_study(args: argparse.Namespace, study: Study) -> list[Failure]:
+    """Runs what is not done and writes the lines of what is; returns what failed."""
     known = [] if args.known is None else read_lines(args.known)
     jobs = without_line(study.jobs(args.output), known)
     require_own_folders(jobs)
     if args.collect:
-        collect(args.output, study, jobs, known)
-        return 0
+        collect(args.output, jobs, known)
+        return []
     for model in sorted({Path(job.settings["model_name_or_path"]) for job in jobs}):
         if model.parent == MODELS and not model.is_dir():
             raise ValueError(f"model_name_or_path={str(model)!r} does not ship: make it by `make study-models`.")
@@ -74,25 +81,22 @@ def run_study(args: argparse.Namespace, study: Study) -> int:
         require_trainable(sweep, [sys.executable, *MODULE, "ablate", "--check", "--jobs", str(len(slots))], slots)
     if args.dry_run:
         print_table(["job", "would"], [[job.name, status(job)] for job in jobs])
-        return 0
+        return []
     with OutputLock(args.output, say) as lock:
         failures = run_jobs(jobs, [sys.executable, "-m", "dc_trl.command.study_job"], slots, lock, say)
-    collect(args.output, study, jobs, known)
-    for failure in failures:
-        print(failure, file=sys.stderr)
-    return len(failures)
+    collect(args.output, jobs, known)
+    return failures
 
 
-def collect(output: Path, study: Study, jobs: list[Job], known: list[Line]) -> None:
-    """Adds the lines of the jobs that are done, and the known ones, to those that are there, and reports."""
+def collect(output: Path, jobs: list[Job], known: list[Line]) -> None:
+    """Adds the lines of the jobs that are done, and the known ones, to those that are there."""
     file = output / LINES_FILE
     earlier = merged(known, read_lines(file) if file.is_file() else [])
     write_lines(file, merged(earlier, lines_of_jobs(jobs)))
-    report(output, file, study)
 
 
-def report(output: Path, lines_file: Path, study: Study) -> None:
-    """Tables and figures of raw lines."""
+def report(output: Path, lines_file: Path, study: Study, compared: list[SweepLines]) -> None:
+    """Tables and figures of raw lines; tables too of the same sweeps of another study beside them, if there is one."""
     lines = read_lines(lines_file)
     output.mkdir(parents=True, exist_ok=True)
     parts = []
@@ -101,23 +105,39 @@ def report(output: Path, lines_file: Path, study: Study) -> None:
         print_table([head[i] for i in ON_TERMINAL], [[row[i] for i in ON_TERMINAL] for row in rows], found.sweep.name)
         parts.append(f"## {found.sweep.name}\n\n{markdown_table(head, rows)}")
         draw_sweep(found, int(study.base["max_steps"]), output / f"{found.sweep.name}.png")
+        parts += [_beside(found, other) for other in compared if other.sweep.name == found.sweep.name]
     draw_mismatch(lines, output / "mismatch.png")
     write_text(output / "tables.md", "\n".join(parts))
     print(f"wrote {output / 'tables.md'}, and the figures beside it")
 
 
+def _beside(found: SweepLines, other: SweepLines) -> str:
+    head, rows = comparison_table(found, other)
+    title = f"{found.sweep.name}, compared"
+    print_table(head, rows, title)
+    return f"## {title}\n\n{markdown_table(head, rows)}"
+
+
 def main(words: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(words)
     leave_on_sigterm()
-    failed = 0
+    failures: list[Failure] = []
     try:
         with refused_in_one_line():
             study = load_study(Path(args.study), args.only, args.seeds)
-            if args.tables is not None:
-                report(args.output, args.tables, study)
-            else:
-                failed = run_study(args, study)
+            compared = [] if args.against is None else _all_seeds(args)
+            if args.tables is None:
+                failures = run_study(args, study)
+            if not args.dry_run:
+                report(args.output, args.tables or args.output / LINES_FILE, study, compared)
     except KeyboardInterrupt:
         sys.exit(130)
-    if failed:
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    if failures:
         sys.exit(1)
+
+
+def _all_seeds(args: argparse.Namespace) -> list[SweepLines]:
+    """The lines to compare with, of all seeds of the sweeps, whichever are run."""
+    return lines_of_sweeps(load_study(Path(args.study), args.only), read_lines(args.against))

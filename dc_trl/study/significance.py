@@ -8,7 +8,7 @@ import numpy as np
 
 
 try:
-    from scipy.stats import ttest_1samp
+    from scipy.stats import ttest_1samp, ttest_ind_from_stats
 except ImportError as error:
     raise ImportError("dc_trl.study needs scipy: pip install 'dc_trl[theory]'.") from error
 
@@ -35,6 +35,31 @@ def paired_t_test(differences: Sequence[float]) -> PairedTest:
     if error == 0:  # t is 0 / 0 or infinite
         return PairedTest(mean, error, 1.0 if mean == 0 else None, n)
     return PairedTest(mean, error, float(ttest_1samp(differences, 0.0).pvalue), n)
+
+
+class UnpairedTest(NamedTuple):
+    """A difference of two means with its standard error, and the p-value of "there is no difference".
+
+    Both are None where a mean is of a single value. Where no value differs from another, `p_value` is 1; where the
+    values of each mean are alike and the means differ, it is None.
+    """
+
+    difference: float
+    standard_error: float | None
+    p_value: float | None
+
+
+def unpaired_t_test(first: Sequence[float], second: Sequence[float]) -> UnpairedTest:
+    """Welch's two-sided t-test of the mean of `first` less that of `second`, each of at least one value."""
+    difference = float(np.mean(first) - np.mean(second))
+    if min(len(first), len(second)) < 2:
+        return UnpairedTest(difference, None, None)
+    samples = [(float(np.mean(values)), float(np.std(values, ddof=1)), len(values)) for values in (first, second)]
+    error = math.sqrt(sum(deviation**2 / n for _, deviation, n in samples))
+    if error == 0:
+        return UnpairedTest(difference, error, 1.0 if difference == 0 else None)
+    test = ttest_ind_from_stats(*samples[0], *samples[1], equal_var=False)
+    return UnpairedTest(difference, error, float(test.pvalue))
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

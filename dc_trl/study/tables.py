@@ -11,7 +11,7 @@ from ..records.tables import SIGNIFICANCE, TableRows, with_error
 from .controls import PRIMARY, Controls, control_of, controls_of, is_control
 from .lines import Line
 from .plan import Study, cell_name
-from .significance import PairedTest, holm, paired_t_test
+from .significance import PairedTest, UnpairedTest, holm, paired_t_test, unpaired_t_test
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Comparison:
     @property
     def differs(self) -> bool:
         """Whether the study calls it a difference."""
-        return self.p_value is not None and self.p_value < SIGNIFICANCE
+        return _differs(self.p_value)
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,6 @@ class SweepLines:
         lines = list(self.lines[variant].values())
         if not lines:
             return [variant.name, "0", *["–"] * 13]
-        p_value = "–"
-        if compared is not None:
-            p_value = "–" if compared.p_value is None else f"{compared.p_value:.2g}{' *' if compared.differs else ''}"
         halves = [line.steps_to_half for line in lines if line.steps_to_half is not None]
         to_half = f"{statistics.median(halves):.0f}" if len(halves) == len(lines) else f"{len(halves)} of {len(lines)}"
         return [
@@ -92,7 +89,7 @@ class SweepLines:
             _cell(lines, lambda line: line.last("sampled"), 100, 1),
             _cell(lines, lambda line: line.last("trained_greedy"), 100, 1),
             _points(compared.test if compared is not None else None),
-            p_value,
+            _p_value(compared.p_value if compared is not None else None),
             _points(self.against_control(variant)),
             _cell(lines, lambda line: line.end("discrepancy"), 1e3, 2),
             _cell(lines, lambda line: line.end("k3"), 1e3, 2),
@@ -109,16 +106,48 @@ def _paired(mine: Mapping[int, float], others: Mapping[int, float]) -> PairedTes
     return paired_t_test(differences) if differences else None
 
 
-def _points(test: PairedTest | None) -> str:
+def _differs(corrected: float | None) -> bool:
+    return corrected is not None and corrected < SIGNIFICANCE
+
+
+def _p_value(corrected: float | None) -> str:
+    """A corrected p-value, with a star where it makes a difference."""
+    return "–" if corrected is None else f"{corrected:.2g}{' *' if _differs(corrected) else ''}"
+
+
+def _points(test: PairedTest | UnpairedTest | None) -> str:
     return "–" if test is None else with_error(test.difference, test.standard_error, 100, 1, "+")
 
 
 def _cell(lines: Sequence[Line], value: Callable[[Line], float | None], factor: float, decimals: int) -> str:
-    values = [found for line in lines if (found := value(line)) is not None]
+    return _mean([found for line in lines if (found := value(line)) is not None], factor, decimals)
+
+
+def _mean(values: Sequence[float], factor: float, decimals: int) -> str:
     if not values:
         return "–"
     mean = mean_over_seeds(values)
     return with_error(mean.value, mean.standard_error, factor, decimals)
+
+
+def comparison_table(found: SweepLines, compared: SweepLines) -> TableRows:
+    """Where a sweep ended in two studies, a row for each variant: accuracies, and the first's less the second's.
+
+    By Welch's test, corrected (Holm) for the number of variants. It is not paired: on another processor the same seed
+    draws other samples.
+    """
+    head = ["variant", "seeds", "greedy, %", "seeds, compared", "greedy, %, compared", "difference, points", "p"]
+    pairs = {
+        variant: tuple(list(each.accuracy(variant).values()) for each in (found, compared))
+        for variant in found.sweep.variants
+    }
+    tests = {variant: unpaired_t_test(*pair) for variant, pair in pairs.items() if all(pair)}
+    corrected = dict(zip(tests, holm([test.p_value for test in tests.values()]), strict=True))
+    rows = []
+    for variant, pair in pairs.items():
+        cells = [cell for reached in pair for cell in (str(len(reached)), _mean(reached, 100, 1))]
+        rows.append([variant.name, *cells, _points(tests.get(variant)), _p_value(corrected.get(variant))])
+    return head, rows
 
 
 def lines_of_sweeps(study: Study, lines: Sequence[Line]) -> list[SweepLines]:
