@@ -11,14 +11,14 @@ The same command goes on where a stopped or killed one was. A run that two sweep
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..ablation.jobs import Failure, OutputLock, require_own_folders, require_trainable, run_jobs, status
 from ..ablation.machine import choose_slots
 from ..ablation.plan import Job
 from ..files import write_text
-from ..records.tables import markdown_table, print_table
+from ..records.tables import TableRows, markdown_table, print_table
 from ..settings.command_line import OptionParser, leave_on_sigterm, refused_in_one_line, say
 from ..settings.paths import shipped
 from ..study.figures import draw_mismatch, draw_sweep
@@ -95,26 +95,27 @@ def collect(output: Path, jobs: list[Job], known: list[Line]) -> None:
     write_lines(file, merged(earlier, lines_of_jobs(jobs)))
 
 
-def report(output: Path, lines_file: Path, study: Study, compared: list[SweepLines]) -> None:
-    """Tables and figures of raw lines; tables too of the same sweeps of another study beside them, if there is one."""
+def report(output: Path, lines_file: Path, study: Study, others: Mapping[str, SweepLines]) -> None:
+    """Tables and figures of raw lines; and tables of both where `others` has a sweep of the same name."""
     lines = read_lines(lines_file)
     output.mkdir(parents=True, exist_ok=True)
     parts = []
     for found in lines_of_sweeps(study, lines):
-        head, rows = found.table()
-        print_table([head[i] for i in ON_TERMINAL], [[row[i] for i in ON_TERMINAL] for row in rows], found.sweep.name)
-        parts.append(f"## {found.sweep.name}\n\n{markdown_table(head, rows)}")
-        draw_sweep(found, int(study.base["max_steps"]), output / f"{found.sweep.name}.png")
-        parts += [_beside(found, other) for other in compared if other.sweep.name == found.sweep.name]
+        name = found.sweep.name
+        parts.append(_show(name, found.table(), ON_TERMINAL))
+        draw_sweep(found, int(study.base["max_steps"]), output / f"{name}.png")
+        if name in others:
+            table = comparison_table(found, others[name])
+            parts.append(_show(f"{name}, compared", table, range(len(table[0]))))
     draw_mismatch(lines, output / "mismatch.png")
     write_text(output / "tables.md", "\n".join(parts))
     print(f"wrote {output / 'tables.md'}, and the figures beside it")
 
 
-def _beside(found: SweepLines, other: SweepLines) -> str:
-    head, rows = comparison_table(found, other)
-    title = f"{found.sweep.name}, compared"
-    print_table(head, rows, title)
+def _show(title: str, table: TableRows, columns: Sequence[int]) -> str:
+    """Prints these columns of a table; returns all of it as a section of `tables.md`."""
+    head, rows = table
+    print_table([head[i] for i in columns], [[row[i] for i in columns] for row in rows], title)
     return f"## {title}\n\n{markdown_table(head, rows)}"
 
 
@@ -125,11 +126,11 @@ def main(words: Sequence[str] | None = None) -> None:
     try:
         with refused_in_one_line():
             study = load_study(Path(args.study), args.only, args.seeds)
-            compared = [] if args.against is None else _all_seeds(args)
+            others = {} if args.against is None else _others(args)
             if args.tables is None:
                 failures = run_study(args, study)
             if not args.dry_run:
-                report(args.output, args.tables or args.output / LINES_FILE, study, compared)
+                report(args.output, args.tables or args.output / LINES_FILE, study, others)
     except KeyboardInterrupt:
         sys.exit(130)
     for failure in failures:
@@ -138,6 +139,7 @@ def main(words: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
-def _all_seeds(args: argparse.Namespace) -> list[SweepLines]:
-    """The lines to compare with, of all seeds of the sweeps, whichever are run."""
-    return lines_of_sweeps(load_study(Path(args.study), args.only), read_lines(args.against))
+def _others(args: argparse.Namespace) -> dict[str, SweepLines]:
+    """The lines to compare with by the sweep's name, of all its seeds, whichever are run."""
+    study = load_study(Path(args.study), args.only)
+    return {found.sweep.name: found for found in lines_of_sweeps(study, read_lines(args.against))}
