@@ -267,9 +267,9 @@ def estimate(value):
     [
         ({"weights": 5e-3, "activations": 4e-3, "precision": 1e-3}, 0.0, "train_through_quantization: true"),
         ({"weights": 1e-3, "routing": 5e-3}, 0.0, "routing_replay: true"),
-        ({"weights": 1e-3, "staleness": 9e-3}, 0.0, "weight_sync_steps"),
-        ({"weights": 1e-3}, 9e-3, "constraint_form: log_ratio"),
-        ({"weights": 1e-3, "decoding": 9e-3}, 0.0, "constraint_form: log_ratio"),
+        ({"weights": 1e-3, "staleness": 9e-3}, 0.0, "rollout_correction: ppo_clip"),
+        ({"weights": 1e-3}, 9e-3, "constraint: none"),
+        ({"weights": 1e-3, "decoding": 9e-3}, 0.0, "constraint: none"),
     ],
 )
 def test_advice_follows_the_largest_cause(shares, unexplained, setting):

@@ -35,14 +35,16 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
         ),
         "staleness": (
             shares.get("staleness", 0.0),
-            "a smaller weight_sync_steps. Where the lag has to stay: constraint_form: log_ratio or quadratic, whose "
-            "sign pulls from both sides. In our runs with a lag, the injected form made the reward worse.",
+            "a smaller weight_sync_steps. Where the lag has to stay: constraint: static with constraint_form: "
+            "log_ratio and lambda_init: 0.5, or rollout_correction: ppo_clip. In our runs with a lag these repaired "
+            "the reward, and the injected form made it worse; see docs/study.md.",
         ),
         "what no switch removes (kernels, decoding with a KV cache)": (
             split.unexplained.value + shares.get("decoding", 0.0),
             "if the engine is a server, see first that its checkpoint was written from these weights, in this dtype. "
-            "Then constraint_form: log_ratio or quadratic with constraint: lagrangian, or rollout_correction: "
-            "token_truncate. They need the sampled tokens only, whatever the engine does.",
+            "Then only measure it, with constraint: none. In our runs with a sampler that does not lag, no constraint "
+            "and no correction was seen to help, and above a KL of 0.003 nats pulls to it lost most of the reward; "
+            "see docs/study.md.",
         ),
     }
     ordered = sorted(parts.items(), key=lambda part: -part[1][0])
