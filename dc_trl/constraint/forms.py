@@ -195,7 +195,9 @@ def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool, clips:
     """
     form = None if settings.constraint == "none" else settings.constraint_form
     pulls = form != "injected" and (form is not None or clips or settings.rollout_correction == "ppo_clip")
-    far = _FAR_IN_STEP if pulls and not may_lag else _FAR
+    if pulls and may_lag:  # these repaired such runs
+        return None
+    far = _FAR_IN_STEP if pulls else _FAR
     if not k3 > far:
         return None
     meets = f"meets discrepancy/k3_kl={k3:.3g}, above {far:g}"
@@ -218,8 +220,6 @@ def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool, clips:
             "rollout_correction='ppo_clip'; see docs/staleness.md."
         )
         return lagging if may_lag else None
-    if may_lag:
-        return None
     pull = f"rollout_correction={settings.rollout_correction!r}" if form is None else f"constraint_form={form!r}"
     return (
         f"{pull} {meets}, with a sampler that has the present weights and follows the policy. In our runs in int2 and "
