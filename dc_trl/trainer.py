@@ -210,10 +210,9 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         )
         self.add_callback(SampleRecordCallback(self))
         if args.constraint != "none" and args.constraint_form in TWO_SIDED:
-            from .quantization.deployed_forward import DeployedForward
             from .quantization.two_sided import TwoSidedDivergence
 
-            deployed = DeployedForward(self.model, self.args.deployment_scheme)
+            deployed = self._build_deployed_forward(self.args.deployment_scheme)
             kind = self.args.constraint_form.removeprefix("two_sided_")
             padded = None if self.padding_free is None else self.padding_free.padded
             self._two_sided = TwoSidedDivergence(self.model, deployed, kind, self.temperature, padded)

@@ -132,6 +132,33 @@ def test_the_trainer_adds_lambda_times_the_mean_divergence(tmp_path, tokenizer, 
     assert history["lagrangian/constraint_loss"] > 0
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
+def test_the_divergence_follows_the_weights(optim, tokenizer, tmp_path):
+    """Against the replica, which is quantized anew before each batch: both compare with the same quantized weights.
+
+    The fused optimizer, the default, moves parameters without PyTorch's counting it.
+    """
+    trainer = DCGRPOTrainer(
+        make_model(),
+        distinct_characters,
+        make_config(
+            tmp_path / "run",
+            deployment_scheme="int4_g32",
+            constraint="static",
+            constraint_form="two_sided_l1",
+            optim=optim,
+            max_steps=5,
+        ),
+        train_dataset=make_prompts(),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "lagrangian/constraint_loss" in entry]
+    assert len(steps) == 5
+    for step in steps:
+        assert step["lagrangian/constraint_loss"] == pytest.approx(step["discrepancy/probs_diff_mean"], rel=1e-3)
+
+
 def test_checkpointing_does_not_change_the_gradient():
     """The recomputed layers of the plain forward compute plainly, and those of the deployed one as deployed."""
     gradients = []

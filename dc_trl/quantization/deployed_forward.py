@@ -40,8 +40,9 @@ class DeployedForward:
     """Has a policy's own modules compute as its deployed form does, straight-through to the weights in training.
 
     The modules, their names and their parameters stay as they are; hooks put the deployed weights in the parameters'
-    place while a module computes. Deployed weights are kept until the parameters move. Under FSDP2 they are computed
-    from the gathered parameters each time, which have to arrive unrounded (no `param_dtype`).
+    place while a module computes. Deployed weights are kept until the parameters move; some optimizers, fused AdamW
+    among them, move them behind PyTorch's back: call `forget` after each step. Under FSDP2 they are computed from the
+    gathered parameters each time, which have to arrive unrounded (no `param_dtype`).
 
     LoRA adapters are merged, as they are when the policy is deployed: the layer computes with Q(W + s·B·A), and the
     gradient goes on to A and B. Dropout of an adapter has no part in that.

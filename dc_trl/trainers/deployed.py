@@ -95,8 +95,6 @@ class DeployedPolicyTrainer(GRPOTrainer):
             self.deployed_forward = self._align_forward(args.deployment_scheme)
 
     def _align_forward(self, scheme: str) -> DeployedForward:
-        from ..quantization.deployed_forward import DeployedForward
-
         sharding = self.accelerator.distributed_type
         if sharding == DistributedType.DEEPSPEED or (
             sharding == DistributedType.FSDP and not self.accelerator.is_fsdp2
@@ -108,8 +106,15 @@ class DeployedPolicyTrainer(GRPOTrainer):
         if sharding == DistributedType.FSDP:
             # Quantized from what is gathered, which has to arrive unrounded; the forward sees to its own precision.
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
-        forward = DeployedForward(self.model, scheme)
+        forward = self._build_deployed_forward(scheme)
         forward.enabled = True
+        return forward
+
+    def _build_deployed_forward(self, scheme: str) -> DeployedForward:
+        """The policy's deployed forward, inactive, which follows the optimizer's steps."""
+        from ..quantization.deployed_forward import DeployedForward
+
+        forward = DeployedForward(self.model, scheme)
         self.add_callback(_ParametersMove(forward))
         return forward
 
@@ -470,7 +475,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
 
 
 class _ParametersMove(TrainerCallback):
-    """Some optimizers write parameters behind PyTorch's back, those of bitsandbytes for example."""
+    """Some optimizers write parameters behind PyTorch's back: fused ones, such as transformers' default."""
 
     def __init__(self, forward: DeployedForward):
         self._forward = forward
