@@ -283,23 +283,28 @@ def test_the_warning_far_from_the_sampler_by_hand():
         for correction in ("none", "token_truncate", "icepop"):
             assert warning_of(None, correction, 0.01, may_lag) is None
             assert (warning_of(None, correction, 0.0123, may_lag) is not None) == may_lag
-        message = warning_of("injected", "none", 0.0123, may_lag)
-        for words in ("constraint_form='injected'", "discrepancy/k3_kl=0.0123", "constraint='none'"):
-            assert words in message
-        assert ("weight_sync_steps" in message) == ("signed form" in message) == may_lag
-    message = warning_of(None, "none", 0.0123, may_lag=True)
-    assert message.startswith(
-        "constraint='none' meets discrepancy/k3_kl=0.0123, above 0.01, with a sampler whose weights"
-    )
-    for remedy in ("weight_sync_steps", "constraint_form='log_ratio'", "rollout_correction='ppo_clip'"):
-        assert remedy in message
+        for form in ("injected", "complete"):  # with a lag these push away from the sampler
+            message = warning_of(form, "none", 0.0123, may_lag)
+            for words in (f"constraint_form='{form}'", "discrepancy/k3_kl=0.0123", "constraint='none'"):
+                assert words in message
+            assert ("weight_sync_steps" in message) == ("signed form" in message) == may_lag
+    # A two-sided form does not see the lag: the run is GRPO's. In step it does what it is for.
+    for form, method in ((None, "constraint='none'"), ("two_sided_kl", "constraint_form='two_sided_kl'")):
+        message = warning_of(form, "none", 0.0123, may_lag=True)
+        assert message.startswith(
+            f"{method} meets discrepancy/k3_kl=0.0123, above 0.01, with a sampler whose weights may lag"
+        )
+        for remedy in ("weight_sync_steps", "constraint_form='log_ratio'", "rollout_correction='ppo_clip'"):
+            assert remedy in message
+        assert warning_of(form, "none", 5.0, may_lag=False) is None
     # A loss that clips the ratio to the sampler has one of the remedies.
     assert drift_warning(ConstraintSettings(), 0.0123, may_lag=True, clips=True) is None
     # A pull to older weights repairs a run; one to a number format that follows the policy destroys it.
     for form, correction, named in (
         ("log_ratio", "none", "constraint_form='log_ratio'"),
-        ("two_sided_kl", "ppo_clip", "constraint_form='two_sided_kl'"),
+        ("quadratic", "ppo_clip", "constraint_form='quadratic'"),
         (None, "ppo_clip", "rollout_correction='ppo_clip'"),
+        ("two_sided_kl", "ppo_clip", "rollout_correction='ppo_clip'"),
     ):
         assert warning_of(form, correction, 5.0, may_lag=True) is None
         assert warning_of(form, correction, 0.003, may_lag=False) is None

@@ -33,8 +33,8 @@ ADVICE = {
     "mismatch": (
         "The engine that samples and the policy that trains drift apart, so the gradients belong to another policy.",
         "check that new weights reach the engine (weight_sync, the server's log); a deployment_scheme of higher "
-        "precision; constraint=lagrangian with discrepancy_tolerance near the healthy level, or "
-        "rollout_correction=token_truncate (TIS); a lower or decaying learning_rate.",
+        "precision, or train_through_quantization; where weights lag, a smaller weight_sync_steps, constraint=static "
+        "with constraint_form=log_ratio, or rollout_correction=ppo_clip; a lower or decaying learning_rate.",
     ),
     "degenerate": (
         "The policy has lost its reward and the mismatch with it: it answers what every engine is sure of, as a "

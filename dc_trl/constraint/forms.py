@@ -193,15 +193,18 @@ def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool, clips:
         may_lag: whether the settings let the sampler have older weights than the policy.
         clips: whether the loss itself clips the ratio to the sampler, as that of AsyncGRPO.
     """
-    form = None if settings.constraint == "none" else settings.constraint_form
-    pulls = form != "injected" and (form is not None or clips or settings.rollout_correction == "ppo_clip")
+    constrained = settings.constraint != "none"
+    # The two-sided forms see neither the sampler nor its lag; in two bits in step they did no harm.
+    form = settings.constraint_form if constrained and settings.constraint_form not in TWO_SIDED else None
+    pushes = form in ("injected", "complete")
+    pulls = not pushes and (form is not None or clips or settings.rollout_correction == "ppo_clip")
     if pulls and may_lag:  # these repaired such runs
         return None
     far = _FAR_IN_STEP if pulls else _FAR
     if not k3 > far:
         return None
     meets = f"meets discrepancy/k3_kl={k3:.3g}, above {far:g}"
-    if form == "injected":
+    if pushes:
         remedy = "Use constraint='none', or a deployment_scheme of higher precision; see docs/study.md."
         if may_lag:
             remedy = (
@@ -209,14 +212,15 @@ def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool, clips:
                 "constraint='none'; see docs/staleness.md."
             )
         return (
-            f"constraint_form='injected' {meets}: it pushes down every token that differs, and in our runs so far "
-            f"from the sampler it led to a policy without reward. {remedy}"
+            f"constraint_form={form!r} {meets}: it pushes down tokens that differ, and in our runs so far from the "
+            f"sampler that led to policies without reward. {remedy}"
         )
     if not pulls:
+        method = f"constraint_form={settings.constraint_form!r}" if constrained else "constraint='none'"
         lagging = (
-            f"constraint='none' {meets}, with a sampler whose weights may lag: in our runs that ended so far apart "
-            "GRPO lost 16 points of accuracy or more, and truncations and masks won back a part. Use a smaller "
-            "weight_sync_steps, constraint='static' with constraint_form='log_ratio' and lambda_init=0.5, or "
+            f"{method} {meets}, with a sampler whose weights may lag: in our runs that ended so far apart GRPO lost "
+            "16 points of accuracy or more. Truncations and masks won back a part, two-sided forms nothing. Use a "
+            "smaller weight_sync_steps, constraint='static' with constraint_form='log_ratio' and lambda_init=0.5, or "
             "rollout_correction='ppo_clip'; see docs/staleness.md."
         )
         return lagging if may_lag else None
