@@ -212,8 +212,8 @@ def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool, clips:
                 "constraint='none'; see docs/staleness.md."
             )
         return (
-            f"constraint_form={form!r} {meets}: it pushes down tokens that differ, and in our runs so far from the "
-            f"sampler that led to policies without reward. {remedy}"
+            f"constraint_form={form!r} {meets}: it pushes down tokens that differ, and with λ 0.1 or more most of our "
+            f"runs so far from the sampler ended without reward. {remedy}"
         )
     if not pulls:
         method = f"constraint_form={settings.constraint_form!r}" if constrained else "constraint='none'"
