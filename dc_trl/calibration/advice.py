@@ -1,5 +1,6 @@
 """What to do about a discrepancy, by where it comes from."""
 
+from ..constraint.forms import FAR_IN_STEP
 from ..records.estimators import Estimate
 from .result import Split
 
@@ -43,8 +44,8 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
             split.unexplained.value + shares.get("decoding", 0.0),
             "if the engine is a server, see first that its checkpoint was written from these weights, in this dtype. "
             "Then only measure it, with constraint: none. In our runs with a sampler that does not lag, no constraint "
-            "and no correction was seen to help, and above a KL of 0.003 nats pulls to it lost most of the reward; "
-            "see docs/study.md.",
+            f"and no correction was seen to help, and above a KL of {FAR_IN_STEP:g} nats pulls to it lost most of the "
+            "reward; see docs/study.md.",
         ),
     }
     ordered = sorted(parts.items(), key=lambda part: -part[1][0])
