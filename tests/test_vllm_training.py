@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -351,29 +352,27 @@ def test_a_prompt_that_the_server_cannot_take_names_the_reason(fp8_server, tmp_p
         trainer.vllm_generation.generate([[20] * 300], None, 1)
 
 
-class Filler:
-    """Another program that takes whatever room there is on a disk."""
+class FullDisk:
+    """Another program that takes whatever room there is on a disk, and holds what lies there open.
+
+    A file that is open keeps its room when it is removed, so no order of events lets anything be written.
+    """
 
     def __init__(self, folder):
-        self._path = folder / "ballast"
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._fill)
+        self._folder = folder
+        self._ballast = folder / "ballast"
+        self._held = ExitStack()
 
-    def _fill(self):
-        with open(self._path, "wb", buffering=0) as file:
-            while not self._stop.is_set():
-                try:
-                    file.write(bytes(4096))
-                except OSError:
-                    time.sleep(0.001)
+    def fill(self):
+        for path in [path for path in self._folder.rglob("*") if path.is_file()]:
+            self._held.enter_context(path.open("rb"))
+        with open(self._ballast, "wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(4096))
 
-    def start(self):
-        self._thread.start()
-
-    def stop(self):
-        self._stop.set()
-        self._thread.join()
-        self._path.unlink()
+    def free(self):
+        self._held.close()
+        self._ballast.unlink()
 
 
 class At(TrainerCallback):
@@ -390,16 +389,16 @@ class At(TrainerCallback):
 def test_a_full_disk_ends_the_run_with_a_checkpoint_that_resumes(fp8_server, small_disk, tmp_path):
     options = {"weight_sync_dir": str(small_disk), "vllm_max_retries": 1, "max_steps": 4}
     trainer = make_trainer(fp8_server.url, tmp_path, **options)
-    filler = Filler(small_disk)
+    full = FullDisk(small_disk)
     left = tmp_path / "checkpoint-2"  # of a run that was left: not what this one has reached
     left.mkdir()
     (left / "trainer_state.json").write_text("{}")
-    trainer.add_callback(At(2, filler.start))
+    trainer.add_callback(At(2, full.fill))
     try:
         with pytest.raises(ServerError, match=r"No space left.*resume_from_checkpoint=.*checkpoint-2"):
             trainer.train()
     finally:
-        filler.stop()
+        full.free()
     resumed = make_trainer(fp8_server.url, tmp_path, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.state.global_step == 4
