@@ -2,9 +2,10 @@
 
     python scripts/make_tiny_model.py --output_dir runs/tiny_qwen3
     python scripts/make_tiny_model.py --task sorting --architecture llama --output_dir runs/tiny_llama_sorting
+    python scripts/make_tiny_model.py --size small --device cuda --output_dir runs/small_qwen3
 
 The second line makes another model of another task for the study (docs/study.md), with `problems.jsonl` for its
-reinforcement learning beside it: problems that the model was not taught on.
+reinforcement learning beside it: problems that the model was not taught on. The third makes a larger one on a GPU.
 
 Training stops when the model is right about four times in ten, because reinforcement learning then has something to
 improve. The same seed gives the same weights on the same kind of machine. About three minutes on two cores.
@@ -38,7 +39,7 @@ from dc_trl.settings.command_line import OptionParser
 
 
 BATCH_SIZE = 64
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 2e-3  # of the tiny size; in inverse proportion to the width, as Adam wants it (arXiv 2203.03466)
 WARMUP_STEPS = 50
 MAX_STEPS = 1000
 FIRST_CHECK = 50  # sorting is learnt in fewer steps than arithmetic
@@ -56,14 +57,14 @@ pipeline_tag: text-generation
 tags: [dc_trl, {task}]
 ---
 
-# Tiny {architecture} for {task}
+# {architecture} ({size}) for {task}
 
 A {architecture} of {parameters:,} parameters with a byte-level tokenizer, trained from random weights
-for {steps} steps of {batch} worked problems ({example}), so that it is right about four times
-in ten and reinforcement learning has something to improve. It knows nothing else.
+for {steps} steps of {batch} worked problems ({example}), so that it is right in {target:.0%} of
+them and reinforcement learning has something to improve. It knows nothing else.
 
-Made by `python scripts/make_tiny_model.py --task {task} --architecture {architecture} --seed {seed} --target {target}`
-({seconds:.0f} s, {threads} threads).
+Made by `python scripts/make_tiny_model.py --task {task} --architecture {architecture} --size {size} --seed {seed}
+--target {target}` ({seconds:.0f} s, {machine}).
 
 | on {problems} held-out problems | right |
 |---|---|
@@ -95,6 +96,25 @@ ARCHITECTURES: dict[str, dict[str, int]] = {
 }
 
 
+class Size(NamedTuple):
+    """Widths and depth of a model."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+
+
+# Every width is a multiple of 128, so that every deployment scheme applies.
+SIZES = {
+    "tiny": Size(128, 256, 4, 4, 2, 64),
+    "small": Size(512, 1536, 8, 8, 4, 128),
+    "0.6b": Size(1024, 3072, 28, 16, 8, 128),  # of Qwen/Qwen3-0.6B
+}
+
+
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level tokenizer without merges: any UTF-8 text is its bytes; `\\boxed{` and chat marks are one token."""
     marks = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -117,23 +137,18 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, architecture: str = "qwen3") -> PreTrainedModel:
-    """Randomly initialised model; every width is a multiple of 128, so that every deployment scheme applies."""
+def make_model(tokenizer: PreTrainedTokenizerFast, architecture: str = "qwen3", size: str = "tiny") -> PreTrainedModel:
+    """Randomly initialised model."""
     config = AutoConfig.for_model(
         architecture,
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
+        **SIZES[size]._asdict(),
         **ARCHITECTURES[architecture],
     )
     model = AutoModelForCausalLM.from_config(config)
@@ -160,7 +175,8 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, target: fl
     problems, max_new_tokens = TASKS[task]
     taught = problems(MAX_STEPS * BATCH_SIZE, seed, "train")
     held_out = problems(CHECKED_PROBLEMS, 1, "held_out")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    rate = LEARNING_RATE * SIZES["tiny"].hidden_size / model.config.hidden_size
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
     # No decay: it makes the samples so alike that reinforcement learning finds nothing to choose from.
     schedule = get_constant_schedule_with_warmup(optimizer, WARMUP_STEPS)
     for step in range(1, MAX_STEPS + 1):
@@ -174,8 +190,9 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, target: fl
         input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
         targets = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
         # Padding stands after the end, where the causal mask keeps it from the tokens that count.
-        logits = model(input_ids=input_ids).logits[:, :-1]
-        loss = cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten(), ignore_index=-100)
+        logits = model(input_ids=input_ids.to(model.device)).logits[:, :-1]
+        targets = targets[:, 1:].to(model.device)
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -185,10 +202,12 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, target: fl
             print(f"step {step:4d}  loss {loss.item():.3f}", flush=True)
         if step >= FIRST_CHECK and step % CHECK_EVERY == 0:
             # Most of the checks are far from the target, which a fifth of the problems shows in a fifth of the time.
-            some, _ = accuracy(model, tokenizer, held_out[: CHECKED_PROBLEMS // 5], max_new_tokens)
+            fifth = CHECKED_PROBLEMS // 5
+            some, _ = accuracy(model, tokenizer, held_out[:fifth], max_new_tokens)
             if some < target / 2:
                 continue
-            greedy, _ = accuracy(model, tokenizer, held_out, max_new_tokens)
+            others, _ = accuracy(model, tokenizer, held_out[fifth:], max_new_tokens)
+            greedy = (some + 4 * others) / 5
             print(f"step {step:4d}  loss {loss.item():.3f}  greedy {greedy:.1%}", flush=True)
             if greedy >= target:
                 return step
@@ -213,7 +232,7 @@ def accuracy(
         chunk = problems[start : start + 100]
         batch = tokenizer.pad(
             {"input_ids": [prompt_ids(tokenizer, problem) for problem in chunk]}, return_tensors="pt"
-        )
+        ).to(model.device)
         output = model.generate(**batch, max_new_tokens=max_new_tokens, **options)
         texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
         answers = [problem.answer for problem in chunk for _ in range(samples or 1)]
@@ -228,6 +247,8 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--task", choices=TASKS, default="arithmetic")
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3")
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda; the larger sizes want a GPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=float, default=0.4, help="share of held-out problems at which training stops")
     parser.add_argument("--problems", type=int, default=1000, help="held-out problems to report on")
@@ -239,7 +260,7 @@ def main() -> None:
     torch.set_num_threads(2)
     set_seed(args.seed)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, args.architecture)
+    model = make_model(tokenizer, args.architecture, args.size).to(args.device)
     steps = train(model, tokenizer, args.target, args.seed, args.task)
     seconds = time.perf_counter() - start
 
@@ -251,6 +272,7 @@ def main() -> None:
     card = CARD.format(
         task=args.task,
         architecture=args.architecture,
+        size=args.size,
         example=f'"{example.question}" → "{example.solution}"',
         parameters=model.num_parameters(),
         steps=steps,
@@ -258,7 +280,7 @@ def main() -> None:
         batch=BATCH_SIZE,
         seed=args.seed,
         seconds=seconds,
-        threads=torch.get_num_threads(),
+        machine=torch.cuda.get_device_name() if model.device.type == "cuda" else f"{torch.get_num_threads()} threads",
         problems=len(problems),
         greedy=greedy,
         sampled=sampled,

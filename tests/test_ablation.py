@@ -238,12 +238,13 @@ def test_ready_sweeps(name, monkeypatch, tmp_path):
         ({"threads": 0}, "threads=0"),
         ({"jobs": 3, "threads": 2}, "jobs=3"),
         ({"jobs": 0}, "jobs=0"),
-        ({"devices": "0,0"}, "devices='0,0'"),
+        ({"devices": "0,0,0"}, [{"CUDA_VISIBLE_DEVICES": "0"}] * 3),
+        ({"devices": "0+0"}, r"devices='0\+0'"),
         ({"devices": "0,"}, "devices='0,'"),
-        ({"devices": "0", "jobs": 2}, "1 device"),
+        ({"devices": "0", "jobs": 2}, "devices for 1"),
     ],
 )
-def test_never_more_threads_than_cores_nor_two_jobs_on_a_gpu(sweep_file, monkeypatch, options, expected):
+def test_never_more_threads_than_cores_nor_two_jobs_on_a_gpu_that_is_named_once(sweep_file, monkeypatch, options, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     sweep = load_sweep(sweep_file("fixed: {use_cpu: true}\ngrid: {beta: [0.0, 0.1]}"))
     if isinstance(expected, str):

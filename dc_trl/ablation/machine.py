@@ -35,8 +35,8 @@ def choose_slots(
         threads: of each job; `threads` times `jobs` may not exceed the cores.
         jobs: at a time. By default one for each device; without devices one with `launch`, which starts several
             processes, or else as many as the cores allow.
-        devices: GPUs of each job, "0,1" or "0+1,2+3". By default all, one for each job; none where every job runs on
-            the CPU, or `launch` gives them out.
+        devices: GPUs of each job, "0,1" or "0+1,2+3"; "0,0,0" has three jobs share one. By default all, one for each
+            job; none where every job runs on the CPU, or `launch` gives them out.
         launch: what starts a job of several processes.
 
     Raises:
@@ -52,7 +52,7 @@ def choose_slots(
     if not 1 <= jobs <= most:
         raise ValueError(f"jobs={jobs} with threads={threads} is invalid with {cores} cores: use 1 to {most}.")
     if groups and jobs > len(groups):
-        raise ValueError(f"jobs={jobs} is invalid with {len(groups)} device(s) for one job each: use fewer jobs.")
+        raise ValueError(f"jobs={jobs} is invalid with devices for {len(groups)}: use fewer jobs, or name more devices.")
     common = {"OMP_NUM_THREADS": str(threads)}
     if not groups:
         return [common] * jobs
@@ -62,11 +62,10 @@ def choose_slots(
 def _device_groups(sweep: Sweep, devices: str | None, launch: str | None) -> Sequence[str]:
     """GPUs as in CUDA_VISIBLE_DEVICES, a text for each job; empty where the jobs do not share them out."""
     if devices is not None:
-        groups = [group.replace("+", ",") for group in devices.split(",")]
-        single = [device for group in groups for device in group.split(",")]
-        if not all(single) or len(set(single)) < len(single):
-            raise ValueError(f"devices={devices!r} is invalid: name each GPU once, as in 0,1 or 0+1,2+3.")
-        return groups
+        groups = [group.split("+") for group in devices.split(",")]
+        if any(not all(group) or len(set(group)) < len(group) for group in groups):
+            raise ValueError(f"devices={devices!r} is invalid: name GPUs as in 0,1 or 0+1,2+3, none twice in one job.")
+        return [",".join(group) for group in groups]
     if launch or all(sweep.settings(variant).get("use_cpu") for variant in sweep.variants):
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

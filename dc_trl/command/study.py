@@ -53,6 +53,9 @@ def make_parser() -> OptionParser:
     parser.add_argument("--jobs", type=int, help="at a time (default: one for each core)")
     parser.add_argument("--threads", type=int, default=1, help="of each job; default 1")
     parser.add_argument(
+        "--devices", help="GPUs of the jobs: 0,1 or, for three jobs on one, 0,0,0 (default: one job for each GPU)"
+    )
+    parser.add_argument(
         "--against",
         type=Path,
         metavar="LINES",
@@ -75,8 +78,8 @@ def run_study(args: argparse.Namespace, study: Study) -> list[Failure]:
         return []
     for model in sorted({Path(job.settings["model_name_or_path"]) for job in jobs}):
         if model.parent == MODELS and not model.is_dir():
-            raise ValueError(f"model_name_or_path={str(model)!r} does not ship: make it by `make study-models`.")
-    slots = choose_slots(study.sweeps[0], args.threads, args.jobs)
+            raise ValueError(f"model_name_or_path={str(model)!r} does not ship: make it by `make {model}`.")
+    slots = choose_slots(study.sweeps[0], args.threads, args.jobs, args.devices)
     for sweep in study.sweeps:
         require_trainable(sweep, [sys.executable, *MODULE, "ablate", "--check", "--jobs", str(len(slots))], slots)
     if args.dry_run:

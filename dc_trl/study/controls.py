@@ -16,6 +16,9 @@ _SETTING = {
     "learning_rate",
     "temperature",
     "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "use_cpu",
+    "bf16",
     "use_vllm",
     "vllm_mode",
     "vllm_max_model_length",
@@ -26,8 +29,8 @@ Controls = Mapping[str, Mapping[int, float]]  # accuracy, 0 to 1, by the name of
 
 
 def setting_of(line: Line) -> Cell:
-    """What a run has in common with its control: model, task, rate, batch, temperature, engine. The rest makes
-    mismatch or acts on it."""
+    """What a run has in common with its control: model, task, rate, batches, temperature, engine, device and its
+    arithmetic. The rest makes mismatch or acts on it."""
     return {name: value for name, value in line.cell.items() if name in _SETTING}
 
 
