@@ -71,6 +71,10 @@ runs/study/models/llama_sorting_taught: | $(READY)
 runs/study/models/qwen3_long_sorting: | $(READY)
 	$(BIN)/python scripts/make_tiny_model.py --task long_sorting --output_dir $@
 
+# Thirty seconds on an H200; `make study-models` leaves it out.
+runs/study/models/qwen3_small: | $(READY)
+	$(BIN)/python scripts/make_tiny_model.py --size small --device cuda --output_dir $@
+
 runs/study/models/qwen3_moe_arithmetic: | $(READY)
 	$(BIN)/python scripts/make_tiny_model.py --architecture qwen3_moe --output_dir $@
 

@@ -244,7 +244,7 @@ def test_ready_sweeps(name, monkeypatch, tmp_path):
         ({"devices": "0", "jobs": 2}, "devices for 1"),
     ],
 )
-def test_never_more_threads_than_cores_nor_two_jobs_on_a_gpu_that_is_named_once(sweep_file, monkeypatch, options, expected):
+def test_never_more_threads_than_cores_nor_jobs_than_devices(sweep_file, monkeypatch, options, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     sweep = load_sweep(sweep_file("fixed: {use_cpu: true}\ngrid: {beta: [0.0, 0.1]}"))
     if isinstance(expected, str):

@@ -557,7 +557,32 @@ def test_a_model_that_does_not_ship_is_named_with_its_remedy(tmp_path):
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("error: model_name_or_path='runs/study/models/qwen3_long_sorting' does not ship: ")
-    assert "make study-models" in done.stderr
+    assert "make runs/study/models/qwen3_long_sorting" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
+def test_a_sweep_that_needs_a_gpu_is_left_out_without_one_and_refused_by_name(tmp_path):
+    folder = tmp_path / "study"
+    folder.mkdir()
+    (folder / "base.yaml").write_text((STUDY / "base.yaml").read_text())
+    (folder / "large.yaml").write_text(
+        "config: base.yaml\nfixed: {use_cpu: false, bf16: true}\nseeds: [0]\nlist: {GRPO: {}}\n"
+    )
+    (folder / "little.yaml").write_text("config: base.yaml\nseeds: [0]\nlist: {GRPO: {}}\n")
+
+    def study(*words):
+        line = [sys.executable, "scripts/study.py", "--study", str(folder), "--dry_run", *words]
+        return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    done = study()
+    assert done.returncode == 0, done.stderr
+    assert "large is left out" in done.stdout
+    assert "base/seed-0" in done.stdout
+    assert "bf16" not in done.stdout
+    refused = study("--only", "large")
+    assert refused.returncode == 1
+    assert "use_cpu" in refused.stderr
 
 
 def test_every_cell_is_a_configuration(tmp_path):
@@ -565,7 +590,7 @@ def test_every_cell_is_a_configuration(tmp_path):
         assert len(sweep.seeds) >= (3 if sweep.name == "server" else 5)
         for variant in sweep.variants:
             config = tmp_path / "config.yaml"
-            config.write_text(yaml.safe_dump(sweep.settings(variant)))
+            config.write_text(yaml.safe_dump(sweep.settings(variant) | {"use_cpu": True}))  # where tests run
             RunArguments.parse(["--config", str(config)])  # refuses what contradicts itself
 
 

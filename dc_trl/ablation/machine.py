@@ -52,7 +52,7 @@ def choose_slots(
     if not 1 <= jobs <= most:
         raise ValueError(f"jobs={jobs} with threads={threads} is invalid with {cores} cores: use 1 to {most}.")
     if groups and jobs > len(groups):
-        raise ValueError(f"jobs={jobs} is invalid with devices for {len(groups)}: use fewer jobs, or name more devices.")
+        raise ValueError(f"jobs={jobs} is invalid with devices for {len(groups)}: use fewer, or name more devices.")
     common = {"OMP_NUM_THREADS": str(threads)}
     if not groups:
         return [common] * jobs

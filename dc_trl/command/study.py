@@ -12,7 +12,10 @@ The same command goes on where a stopped or killed one was. A run that two sweep
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from ..ablation.jobs import Failure, OutputLock, require_own_folders, require_trainable, run_jobs, status
 from ..ablation.machine import choose_slots
@@ -28,7 +31,7 @@ from ..study.tables import SweepLines, comparison_table, lines_of_sweeps
 from .ablate import MODULE
 
 
-MODELS = Path("runs/study/models")  # where `make study-models` puts them
+MODELS = Path("runs/study/models")  # where the Makefile puts them
 LINES_FILE = "lines.jsonl"
 ON_TERMINAL = (0, 1, 2, 6, 7, 8, 9, 10)  # columns of a table that fit there
 
@@ -70,6 +73,8 @@ def make_parser() -> OptionParser:
 
 def run_study(args: argparse.Namespace, study: Study) -> list[Failure]:
     """Runs what is not done and writes the lines of what is; returns what failed."""
+    if not (args.only or torch.accelerator.is_available()):
+        study = _on_a_cpu(study)
     known = [] if args.known is None else read_lines(args.known)
     jobs = without_line(study.jobs(args.output), known)
     require_own_folders(jobs)
@@ -89,6 +94,14 @@ def run_study(args: argparse.Namespace, study: Study) -> list[Failure]:
         failures = run_jobs(jobs, [sys.executable, "-m", "dc_trl.command.study_job"], slots, lock, say)
     collect(args.output, jobs, known)
     return failures
+
+
+def _on_a_cpu(study: Study) -> Study:
+    """A study without the sweeps that need a GPU; says which are left out."""
+    needy = [sweep for sweep in study.sweeps if not all(sweep.settings(v).get("use_cpu") for v in sweep.variants)]
+    for sweep in needy:
+        say(f"{sweep.name} is left out: its runs need a GPU (use_cpu: false), and this machine has none")
+    return replace(study, sweeps=tuple(sweep for sweep in study.sweeps if sweep not in needy))
 
 
 def collect(output: Path, jobs: list[Job], known: list[Line]) -> None:

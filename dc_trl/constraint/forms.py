@@ -219,7 +219,7 @@ def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool, clips:
         method = f"constraint_form={settings.constraint_form!r}" if constrained else "constraint='none'"
         return (
             f"{method} {meets}, with a sampler whose weights may lag: in our runs that ended so far apart GRPO lost "
-            "16 points of accuracy or more. Truncations and masks won back a part, two-sided forms nothing. Use a "
+            "8 points of accuracy or more. Truncations and masks won back a part, two-sided forms nothing. Use a "
             "smaller weight_sync_steps, constraint='static' with constraint_form='log_ratio' and lambda_init=0.5, or "
             "rollout_correction='ppo_clip'; see docs/staleness.md."
         )
