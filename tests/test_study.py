@@ -25,6 +25,7 @@ from dc_trl.data.sorting import LONG, SHORT, sorting_problems
 from dc_trl.files import read_yaml
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.runs import Run
+from dc_trl.records.tables import markdown_table
 from dc_trl.study.controls import controls_of, setting_of
 from dc_trl.study.figures import draw_mismatch, draw_sweep, kind_of
 from dc_trl.study.first_order import first_order, sampled_batch
@@ -594,27 +595,32 @@ def test_every_cell_is_a_configuration(tmp_path):
             RunArguments.parse(["--config", str(config)])  # refuses what contradicts itself
 
 
-def test_the_page_is_what_its_raw_lines_say(tmp_path):
+def test_the_page_is_what_its_raw_lines_say():
     """Every table of a sweep in docs/study.md is made again from docs/study.jsonl, and that of the runs that were made
     twice from docs/study_again.jsonl beside it."""
     page = (ROOT / "docs" / "study.md").read_text()
-    tables = {}
-    for words in ("docs/study.jsonl", "docs/study_again.jsonl --only headline --against docs/study.jsonl"):
-        made = subprocess.run(
-            [sys.executable, "scripts/study.py", "--output", str(tmp_path), "--tables", *words.split()],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert made.returncode == 0, made.stderr
-        for section in (tmp_path / "tables.md").read_text().split("## ")[1:]:
-            name, _, table = section.partition("\n\n")
-            tables.setdefault(name, table.strip())
+    found = lines_of_sweeps(load_study(STUDY), read_lines(ROOT / "docs" / "study.jsonl"))
+    tables = {sweep.sweep.name: sweep.table() for sweep in found}
+    (again,) = lines_of_sweeps(load_study(STUDY, ["headline"]), read_lines(ROOT / "docs" / "study_again.jsonl"))
+    (once,) = (sweep for sweep in found if sweep.sweep.name == "headline")
+    tables["headline, compared"] = comparison_table(again, once)
     shown = re.findall("<!-- (.*?) -->", page)
-    assert "headline, compared" in shown
+    assert sorted(shown) == sorted(tables)
     for name in shown:
-        assert f"<!-- {name} -->\n\n{tables[name]}\n" in page, name
+        assert f"<!-- {name} -->\n\n{markdown_table(*tables[name]).rstrip()}\n\n" in page + "\n", name
+
+
+@pytest.mark.long
+def test_tables_and_figures_are_made_of_lines_by_one_command(tmp_path):
+    lines = "docs/study_again.jsonl --only headline --against docs/study.jsonl"
+    words = [sys.executable, "scripts/study.py", "--output", str(tmp_path), "--tables", *lines.split()]
+    made = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    page = (ROOT / "docs" / "study.md").read_text()
+    _, compared = (tmp_path / "tables.md").read_text().split("## headline, compared\n\n")
+    assert f"<!-- headline, compared -->\n\n{compared.strip()}\n" in page
+    assert (tmp_path / "headline.png").stat().st_size > 10_000
+    assert (tmp_path / "mismatch.png").stat().st_size > 10_000
 
 
 @pytest.mark.long
