@@ -207,7 +207,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, target: fl
             if some < target / 2:
                 continue
             others, _ = accuracy(model, tokenizer, held_out[fifth:], max_new_tokens)
-            greedy = (some + 4 * others) / 5
+            greedy = round(some * fifth + others * (CHECKED_PROBLEMS - fifth)) / CHECKED_PROBLEMS
             print(f"step {step:4d}  loss {loss.item():.3f}  greedy {greedy:.1%}", flush=True)
             if greedy >= target:
                 return step
