@@ -557,6 +557,7 @@ def test_script_has_no_truncated_sampling_and_no_unknown_engine(script, tmp_path
     assert "no vLLM server answers there" in stop.value.code
 
 
+@pytest.mark.long
 @requires_vllm
 def test_script_measures_a_running_fp8_server(script, tmp_path, fp8_server, capsys):
     script("--engine", fp8_server.url, "replica:bf16", output=tmp_path / "out", prompts=16)

@@ -381,6 +381,7 @@ def test_the_site_builds_and_needs_nothing_from_elsewhere(tmp_path, refused):
         assert str(error) in words
 
 
+@pytest.mark.long
 def test_the_commands_of_the_first_pages_exist(parsers):
     for block in blocks(page("quickstart.md") + page("install.md"), "bash"):
         words = shlex.split(block)

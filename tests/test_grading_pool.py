@@ -210,6 +210,7 @@ if sys.argv[1:] == ["wait"]:
 """
 
 
+@pytest.mark.long
 def test_in_a_script_without_a_main_guard_before_and_after_a_fork(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -184,6 +184,7 @@ def test_rooms_without_engines_load_none():
     assert not within(loaded, ENGINES)
 
 
+@pytest.mark.long
 def test_the_trainer_loads_neither_graders_nor_problems():
     loaded = loaded_by("import dc_trl.trainer", before="from trl import GRPOTrainer")
     assert "dc_trl.trainer" in loaded

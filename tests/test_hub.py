@@ -91,6 +91,7 @@ def assert_without_token(folder):
                 assert not any(TOKEN.encode() in archive.read(name) for name in archive.namelist()), path
 
 
+@pytest.mark.long
 def test_what_a_run_leaves_on_the_hub(hub, tmp_path, monkeypatch, capfd, caplog):
     # Everything that can log does.
     monkeypatch.setattr(constants, "HF_DEBUG", True)

@@ -471,6 +471,7 @@ def test_attention_rounds_the_weights_that_vllm_rounds(in_tiles, width, monkeypa
     torch.testing.assert_close(query.grad, by_query.bfloat16(), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.long
 def test_a_configuration_knows_the_schemes_without_compressed_tensors():
     code = "import sys; from dc_trl import DCGRPOConfig; print('compressed_tensors' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -160,6 +160,7 @@ def test_an_api_key_is_asked_for_and_kept_secret_and_ctrl_c_ends_everything(tmp_
         wait_until_gone(family)
 
 
+@pytest.mark.long
 def test_a_required_key_that_is_missing_is_an_error_at_once(tmp_path):
     server = Serve(tmp_path, "--require_api_key", VLLM_API_KEY="")
     assert server.process.wait(60) == 1

@@ -168,6 +168,7 @@ def test_the_aligned_forward_is_nearer_to_the_server(fp8_server, tmp_path):
     assert gaps[True] < 0.1 * gaps[False], gaps
 
 
+@pytest.mark.long
 def test_weights_that_lag_come_back_after_an_evaluation_and_after_a_kill(fp8_server, tmp_path):
     options = {"weight_sync_steps": 8, "learning_rate": 3e-3, "constraint": "none"}
     options |= {"per_device_train_batch_size": 32}  # of one prompt all completions may earn the same: no weight moves
@@ -213,6 +214,7 @@ def test_weights_that_lag_come_back_after_an_evaluation_and_after_a_kill(fp8_ser
     assert served_by(resumed.model) == "first"
 
 
+@pytest.mark.long
 def test_the_next_batch_is_sampled_beside_training_and_comes_back_after_a_kill(fp8_server, tmp_path):
     # The server draws the same numbers for each request, so that two runs can be compared.
     options = {"rollout_overlap": True, "learning_rate": 1e-3, "generation_kwargs": {"seed": 3}, "max_steps": 5}
