@@ -126,6 +126,21 @@ def test_interior_policies_are_the_closed_forms(measure):
     np.testing.assert_allclose(optimal_policy(q, advantages, beta, measure), policy, atol=1e-9)
 
 
+@sides
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.99])
+def test_a_budget_that_an_action_of_little_probability_spends(share, one_sided):
+    """By hand: the others' ratios are 27 at most, so that the best one's spends the budget to thirteen digits."""
+    q = np.exp(np.append(np.zeros(27), -16.0))
+    q /= q.sum()
+    budget = share * (1 / q[-1] - 1) ** 2
+    for others in (np.zeros(27), np.linspace(-1, 0, 27)):
+        policy, beta = budgeted_policy(q, np.append(others, 1), budget, "prob_ratio", one_sided)
+        assert beta > 0
+        assert policy[-1] == pytest.approx(q[-1] + math.sqrt(share) * (1 - q[-1]), rel=1e-9)
+        assert policy.sum() == pytest.approx(1, abs=1e-12)
+        assert policy.min() >= 0
+
+
 def test_a_budget_that_no_penalised_maximum_spends():
     # One-sided, two actions: p = q e^√B by hand, beyond e q where the penalised objective is convex.
     policy, beta = budgeted_policy([0.01, 0.99], [1.0, 0.0], 9.0, "log_prob", one_sided=True)

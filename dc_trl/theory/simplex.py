@@ -23,6 +23,7 @@ Vector = NDArray[np.float64]
 SMALLEST_PROBABILITY = 1e-100
 # As far as the penalised problem is solved; closer to zero it is the limit β → 0, to all digits.
 SMALLEST_BETA = 1e-200
+_LOWEST = -1e300  # of (A − max A)/β, whose differences then are finite
 # Of Lambert's W. The float64 nearest to −1/e lies just below it, where SciPy's W is NaN.
 _BRANCH_POINT = math.nextafter(-1 / math.e, 0)
 
@@ -85,8 +86,17 @@ class Problem:
         """The maximum over the concave region with Σ π = mass, where log_prob's D ≤ 1; None if that holds less."""
         if self.measure == "log_prob" and math.e * self.q.sum() < mass:
             return None
-        with np.errstate(over="ignore"):
-            t = -self.gaps / beta
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            t = np.where(self.gaps > 0, np.maximum(-self.gaps / beta, _LOWEST), 0.0)
+        if self.one_sided:
+            shared, above = self._shared(t, mass)
+            if shared is not None:
+                return shared
+            if self.measure != "log_prob":
+                policy = self._linear(t, above, mass)
+                return policy * (mass / policy.sum())
+        elif self.measure != "log_prob":
+            return self._projected(t, mass)
 
         # x = t − τ, so τ is ν in units of β, from the best advantage.
         def surplus(tau: float) -> float:
@@ -101,31 +111,44 @@ class Problem:
         while not self.one_sided and surplus(high) > 0:
             high, step = high + step, 2 * step
         if self.one_sided:
-            for level in np.unique(t)[::-1]:
-                if level < low:
-                    break
-                marginal = t == level
-                policy = self.reply(t - level)
-                rest = mass - policy.sum()
-                if rest <= 0:
-                    low = float(level)
-                    break
-                if rest <= self.q[marginal].sum() * (1 + 1e-15):
-                    policy[marginal] = rest * self.q[marginal] / self.q[marginal].sum()
-                    return policy
-                high = min(high, float(level))
+            low, high = float(np.max(t[~above], initial=low)), float(np.min(t[above], initial=high))
         policy = self.reply(t - _root(surplus, low, high))
         # A Newton step on the policy: τ itself may be too large to hold the digits that the last masses need.
-        if self.measure == "prob_diff":
-            slope = np.ones_like(policy)
-        elif self.measure == "prob_ratio":
-            slope = self.q**2
-        else:
-            room = 1 - np.log(np.maximum(policy, 1e-300) / self.q)
-            slope = np.where(room > 1e-6, policy**2 / np.maximum(room, 1e-6), 0)  # those at D = 1 stay there
-        slope = np.where(policy > 0, slope, 0)
+        room = 1 - np.log(np.maximum(policy, 1e-300) / self.q)
+        slope = np.where((policy > 0) & (room > 1e-6), policy**2 / np.maximum(room, 1e-6), 0)  # none at D = 1
         if slope.any():
             policy = np.maximum(policy + slope * ((mass - policy.sum()) / slope.sum()), 0)
+        return policy * (mass / policy.sum())
+
+    def _shared(self, t: Vector, mass: float) -> tuple[Vector | None, NDArray[np.bool_]]:
+        """One-sided: the maximum if actions of one advantage share what is left at x = 0, and those above it."""
+        for level in np.unique(t)[::-1]:
+            marginal = t == level
+            policy = self.reply(t - level)
+            rest = mass - policy.sum()
+            if rest <= 0:
+                return None, t > level
+            if rest <= self.q[marginal].sum() * (1 + 1e-15):
+                policy[marginal] = rest * self.q[marginal] / self.q[marginal].sum()
+                return policy, t > level
+        return None, np.ones_like(t, dtype=bool)
+
+    def _linear(self, t: Vector, kept: NDArray[np.bool_], mass: float) -> Vector:
+        """q + s (t − τ) of the actions that are kept, with the τ of Σ π = mass; s = dπ/dx of a quadratic cost."""
+        s = np.where(kept, 1.0 if self.measure == "prob_diff" else self.q**2, 0)
+        # From the action that moves most, because t itself may be too large to hold the digits that are needed.
+        apart = np.where(kept, t - t[s.argmax()], 0)
+        rise = (mass - self.q[kept].sum() - s @ apart) / s.sum()
+        return np.where(kept, self.q + s * (apart + rise), 0)
+
+    def _projected(self, t: Vector, mass: float) -> Vector:
+        """Two-sided, for a quadratic cost: what falls below 0 is dropped until nothing does, which is exact.
+
+        C. Michelot, Journal of Optimization Theory and Applications 50 (1986).
+        """
+        kept = np.ones_like(t, dtype=bool)
+        while (policy := self._linear(t, kept, mass)).min() < 0:
+            kept &= policy > 0
         return policy * (mass / policy.sum())
 
     def raisable(self) -> list[int]:
