@@ -66,7 +66,7 @@ def _device_groups(sweep: Sweep, devices: str | None, launch: str | None) -> Seq
         if any(not all(group) or len(set(group)) < len(group) for group in groups):
             raise ValueError(f"devices={devices!r} is invalid: name GPUs as in 0,1 or 0+1,2+3, none twice in one job.")
         return [",".join(group) for group in groups]
-    if launch or all(sweep.settings(variant).get("use_cpu") for variant in sweep.variants):
+    if launch or sweep.on_cpu:
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]

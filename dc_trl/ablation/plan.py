@@ -80,6 +80,11 @@ class Sweep:
         ]
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether every variant asks for the CPU, so that no run needs a GPU."""
+        return all(self.settings(variant).get("use_cpu") for variant in self.variants)
+
+    @property
     def axis(self) -> str | None:
         """The field that alone tells the variants apart, by a number; None where there is no such field."""
         return self.axes[0] if len(self.axes) == 1 else None

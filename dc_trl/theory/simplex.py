@@ -70,11 +70,7 @@ class Problem:
         return np.where(x > 0, policy, 0) if self.one_sided else policy
 
     def inverse(self, mass: float) -> Vector:
-        """The x at which an action holds ``mass`` alone, or for log_prob the largest of the concave branch."""
-        if self.measure == "prob_diff":
-            return mass - self.q
-        if self.measure == "prob_ratio":
-            return (mass - self.q) / self.q / self.q
+        """For log_prob: the x at which an action holds ``mass`` alone, or the largest of the concave branch."""
         u = np.minimum(np.log(mass / self.q), 1)
         return u * np.exp(-u) / self.q
 
