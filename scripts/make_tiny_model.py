@@ -60,8 +60,8 @@ tags: [dc_trl, {task}]
 # {architecture} ({size}) for {task}
 
 A {architecture} of {parameters:,} parameters with a byte-level tokenizer, trained from random weights
-for {steps} steps of {batch} worked problems ({example}), so that it is right in {target:.0%} of
-them and reinforcement learning has something to improve. It knows nothing else.
+for {steps} steps of {batch} worked problems ({example}), until it is right in {target:.0%} of
+held-out ones, so that reinforcement learning has something to improve. It knows nothing else.
 
 Made by `python scripts/make_tiny_model.py --task {task} --architecture {architecture} --size {size} --seed {seed}
 --target {target}` ({seconds:.0f} s, {machine}).

@@ -73,7 +73,7 @@ def make_parser() -> OptionParser:
 
 def run_study(args: argparse.Namespace, study: Study) -> list[Failure]:
     """Runs what is not done and writes the lines of what is; returns what failed."""
-    if not (args.only or torch.accelerator.is_available()):
+    if not (args.only or args.collect or torch.accelerator.is_available()):
         study = _on_a_cpu(study)
     known = [] if args.known is None else read_lines(args.known)
     jobs = without_line(study.jobs(args.output), known)
@@ -98,10 +98,10 @@ def run_study(args: argparse.Namespace, study: Study) -> list[Failure]:
 
 def _on_a_cpu(study: Study) -> Study:
     """A study without the sweeps that need a GPU; says which are left out."""
-    needy = [sweep for sweep in study.sweeps if not all(sweep.settings(v).get("use_cpu") for v in sweep.variants)]
-    for sweep in needy:
-        say(f"{sweep.name} is left out: its runs need a GPU (use_cpu: false), and this machine has none")
-    return replace(study, sweeps=tuple(sweep for sweep in study.sweeps if sweep not in needy))
+    for sweep in study.sweeps:
+        if not sweep.on_cpu:
+            say(f"{sweep.name} is left out: its runs need a GPU (use_cpu: false), and this machine has none")
+    return replace(study, sweeps=tuple(sweep for sweep in study.sweeps if sweep.on_cpu))
 
 
 def collect(output: Path, jobs: list[Job], known: list[Line]) -> None:
