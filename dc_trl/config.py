@@ -4,9 +4,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from accelerate.logging import get_logger
 from trl import GRPOConfig
 
 from .constraint.balance import BalancedMultiplier
+from .constraint.forms import lag_warning
 from .constraint.lagrangian import LagrangeMultiplier
 from .constraint.multiplier import multiplier_of
 from .constraint.settings import CHOICES, Constraint, ConstraintSettings, read_tolerance
@@ -19,7 +21,10 @@ from .settings.described import described
 from .settings.distribution import require_division
 from .settings.ranges import COUNT, FINITE, TRAINING, require_choice, require_number, require_numbers
 from .settings.recipes import RECIPES, Recipe
+from .settings.values import require_kinds
 
+
+logger = get_logger(__name__)
 
 WeightSync = Literal["auto", "nccl", "checkpoint"]
 SyncTrigger = Literal["steps", "discrepancy"]
@@ -234,6 +239,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         require_no_contradiction(self)
         self._check_waits()
         self._check_sampling()
+        self._warn_of_lag()
 
     def multiplier(self) -> LagrangeMultiplier | BalancedMultiplier:
         """The multiplier λ that these settings describe."""
@@ -260,8 +266,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
 
     @property
     def truncated_sampling(self) -> bool:
-        """Whether top-p, top-k or min-p cut off what is sampled, and are corrected for under a constraint."""
-        return self.constraint != "none" and truncates(self._sampling)
+        """Whether top-p, top-k or min-p cut off what is sampled, and are corrected for as the engines are compared."""
+        return self.compared_by is not None and truncates(self._sampling)
 
     @property
     def named_tokens(self) -> int:
@@ -304,10 +310,11 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         ):
             number = str(self.pad_to_multiple_of)
             require_number("pad_to_multiple_of", int(number) if number.isdecimal() else number, COUNT)
-        for weight in self.reward_weights or []:
-            require_number("reward_weights", weight, FINITE)
         if self.vllm_server_base_urls is not None:
             require_addresses("vllm_server_base_urls", self.vllm_server_base_urls)
+        require_kinds(self)
+        for weight in self.reward_weights or []:
+            require_number("reward_weights", weight, FINITE)
         self._check_dicts()
         if self.deployment_scheme is not None:
             written = self.use_vllm or (self.push_to_hub and self.hub_deployment != "none")
@@ -320,6 +327,12 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             if value is not None and not a_file:
                 parse_object(name, value)
 
+    def _warn_of_lag(self) -> None:
+        name = "weight_sync_steps" if self.weight_sync_steps > 1 else "rollout_overlap"
+        warning = lag_warning(self, f"{name}={getattr(self, name)!r}")
+        if warning is not None and (self.weight_sync_steps > 1 or self.rollout_overlap):
+            logger.warning(warning)
+
     def _check_waits(self) -> None:
         if self.use_vllm and self.vllm_mode == "server":
             require_waits_that_fit(
@@ -331,15 +344,15 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             )
 
     def _check_sampling(self) -> None:
-        """Refuses what makes the engine's distribution another one than the policy's, under a constraint."""
-        if self.constraint == "none":
+        """Refuses what makes the engine's distribution another one than the policy's, where the two are compared."""
+        if self.compared_by is None:
             return
         for name, value, remedy in restrictions(self._sampling, corrected=TRUNCATIONS):
             where = " in generation_kwargs" if name in (self.generation_kwargs or {}) else ""
             raise ValueError(
                 f"{name}={value!r}{where} makes the engine sample from a distribution that is not the policy's, or "
-                f"report another's, and constraint={self.constraint!r} would constrain that difference: {remedy} or "
-                "constraint='none'."
+                f"report another's, and {self.comparison} would take that difference for mismatch: {remedy} or "
+                f"{self.compared_by}='none'."
             )
         top_k = self._sampling["top_k"]
         if not (self.use_vllm and self.truncated_sampling):
@@ -348,7 +361,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             raise ValueError(
                 f"top_k={top_k} with top_p={self._sampling['top_p']!r} and min_p={self._sampling['min_p']!r} leaves "
                 "open how many tokens vLLM keeps, and it cannot name them all: set top_k too (for example 20), sample "
-                "by the in-process replica (use_vllm=False, deployment_scheme), or set constraint='none'."
+                f"by the in-process replica (use_vllm=False, deployment_scheme), or set {self.compared_by}='none'."
             )
         if self.vllm_mode == "colocate" and top_k > _COLOCATED_LOGPROBS:
             raise ValueError(

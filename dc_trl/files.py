@@ -77,6 +77,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
+def line_of(path: Path, name: str) -> int:
+    """The line on which a YAML file that `read_yaml` has read sets a name, from 1; its first line where none does."""
+    root = yaml.compose(read_text(path), _Loader)
+    return next((key.start_mark.line + 1 for key, _ in root.value if key.value == name), 1)
+
+
 class _Loader(yaml.SafeLoader):
     """A key that stands twice would silently lose what stands there first."""
 

@@ -226,7 +226,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
                 "routing_replay=True needs the experts that the engine chose, and a rollout_func does not pass them "
                 "on: leave it out, or set routing_replay=False."
             )
-        scheme, needy = args.deployment_scheme, _in_need_of_logps(args)
+        scheme, needy = args.deployment_scheme, args.compared_by
         sharding = sharding_of(args)
         for name, own_gradients in {"constraint": ["balance"], "constraint_form": TWO_SIDED}.items():
             if sharding.kind is not None and getattr(args, name) in own_gradients:
@@ -262,7 +262,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         if self.model.training:
             self.samples = sampled(self, self._rewards)
         if "sampling_per_token_logps" not in batch:
-            if (needy := _in_need_of_logps(self.args)) is not None:
+            if (needy := self.args.compared_by) is not None:
                 raise ValueError(
                     f"{needy}={getattr(self.args, needy)!r} needs the rollouts' log-probabilities, and the engine "
                     f"returned none (logprobs=None): return them from rollout_func, or set {needy}='none'."
@@ -550,11 +550,6 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         if within_batch:
             self._mean_discrepancy = state["batch_discrepancy"]
             self._gradient_norms = state.get("gradient_norms")  # absent in checkpoints of before there was a balance
-
-
-def _in_need_of_logps(args: DCGRPOConfig) -> str | None:
-    """The setting that cannot do without the rollouts' log-probabilities; None where all can."""
-    return next((name for name in ("constraint", "rollout_correction") if getattr(args, name) != "none"), None)
 
 
 def _loss_mask(batch: dict[str, Any]) -> Tensor:

@@ -124,6 +124,7 @@ def test_the_versions_are_those_that_are_installed(tmp_path):
         ("train --config missing.yaml", "config='missing.yaml' does not exist"),
         ("train --config quikstart", "config='quikstart' does not exist: did you mean quickstart?"),
         ("train --config wrong.yaml", "lamda_lr is no field of the configuration: did you mean lambda_lr?"),
+        ("train --config kinds.yaml", "kinds.yaml, line 3: learning_rate='fast' is invalid: use a number."),
         ("train --config=quickstart --model_name_or_path ./none", "model_name_or_path='./none' does not exist"),
         ("train --config quickstart --model-name-or-path runs/my/model", "model_name_or_path='runs/my/model'"),
         ("train --config quickstart --dataset_name rows.jsonl", "dataset_name='rows.jsonl' does not exist"),
@@ -146,13 +147,14 @@ def test_the_versions_are_those_that_are_installed(tmp_path):
 )
 def test_refused_at_once(words, expected, tmp_path):
     (tmp_path / "wrong.yaml").write_text("lamda_lr: 1\n")
+    (tmp_path / "kinds.yaml").write_text("max_steps: 3\n\nlearning_rate: fast\n")
     code, shown, error = watched(words.split(), tmp_path)
     assert code in (1, 2)
     assert expected in error
     assert error.startswith("error: ")
     assert "\n" not in error
     assert not shown
-    assert [path.name for path in tmp_path.iterdir()] == ["wrong.yaml"]
+    assert {path.name for path in tmp_path.iterdir()} == {"wrong.yaml", "kinds.yaml"}
 
 
 def test_a_message_names_the_command_that_is_there(tmp_path):

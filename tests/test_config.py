@@ -1,16 +1,20 @@
 """Every invalid or contradictory setting is refused before anything expensive, by name, value and remedy."""
 
+import copy
 import math
+import pickle
 
 import pytest
 from transformers import HfArgumentParser
 from trl import GRPOConfig
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
+from dc_trl.async_grpo import AsyncDCGRPOConfig
 
 from .helpers import Rollouts, distinct_characters, make_config
 
 
+CORRECTED = {"recipe": "trl", "rollout_correction": "icepop"}
 SEVERAL = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_urls": ["http://a:1", "http://b:1"]}
 
 
@@ -147,6 +151,21 @@ def test_a_correction_of_ours_takes_the_place_of_trls(tmp_path):
             ["deployment_scheme='fp8'", "use_transformers_continuous_batching=True"],
         ),
         ({"use_transformers_continuous_batching": True}, ["log-probabilities", "deployment_scheme"]),
+        # What a constraint asks of the sampler, a correction asks too.
+        (
+            CORRECTED | {"use_transformers_continuous_batching": True},
+            ["rollout_correction='icepop' needs", "use_transformers_continuous_batching=True"],
+        ),
+        (CORRECTED | {"repetition_penalty": 1.1}, ["repetition_penalty=1.1", "rollout_correction='none'"]),
+        (CORRECTED | {"generation_kwargs": {"presence_penalty": 1.0}}, ["presence_penalty=1.0"]),
+        (CORRECTED | {"generation_kwargs": {"temperature": 0.3}}, ["generation_kwargs['temperature']=0.3"]),
+        (CORRECTED | {"vllm_structured_outputs_regex": "[0-9]+"}, ["rollout_correction='icepop'", "unset it"]),
+        (CORRECTED | {"top_p": 0.9, "use_vllm": True}, ["top_p=0.9", "set top_k too", "rollout_correction='none'"]),
+        # Truth values and lists of other types are true in Python, or iterated over.
+        ({"padding_free": "no"}, ["padding_free='no'", "use True or False"]),
+        ({"gradient_checkpointing": "false"}, ["gradient_checkpointing='false'"]),
+        ({"reward_weights": 1.0}, ["reward_weights=1.0", "use a list of numbers"]),
+        ({"reward_weights": ["1"]}, ["reward_weights='1'", "finite number"]),
     ],
 )
 def test_refused_when_the_config_is_made(tmp_path, fields, words):
@@ -155,6 +174,49 @@ def test_refused_when_the_config_is_made(tmp_path, fields, words):
     for word in words:
         assert word in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo", "sapo", "luspo"])
+@pytest.mark.parametrize("correction", ["token_truncate", "token_mask", "icepop", "tv_mask", "ppo_clip"])
+def test_one_ratio_for_a_trajectory_and_a_weight_for_each_token_are_refused(tmp_path, correction, loss_type):
+    fields = {"constraint": "none", "rollout_correction": correction, "loss_type": loss_type}
+    with pytest.raises(ValueError, match=f"rollout_correction='{correction}'.*loss_type='{loss_type}'"):
+        make_config(tmp_path, importance_sampling_level="sequence", **fields)
+    make_config(tmp_path, **fields)
+    for of_trajectories in ("sequence_truncate", "sequence_mask", "geometric_mask"):
+        make_config(tmp_path, importance_sampling_level="sequence", **fields | {"rollout_correction": of_trajectories})
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"weight_sync_steps": 2}, "weight_sync_steps=2"),
+        ({"weight_sync_steps": 2, "constraint": "static", "constraint_form": "complete"}, "weight_sync_steps=2"),
+        ({"use_vllm": True, "vllm_mode": "server", "rollout_overlap": True}, "rollout_overlap=True"),
+        ({"weight_sync_steps": 2, "constraint_form": "log_ratio"}, None),
+        ({"weight_sync_steps": 2, "recipe": "trl"}, None),
+        ({}, None),
+    ],
+)
+def test_a_form_that_pushes_is_warned_of_with_a_sampler_that_lags(tmp_path, caplog, fields, named):
+    make_config(tmp_path, deployment_scheme="fp8", **fields)
+    warned = [record.message for record in caplog.records if "pushes" in record.message]
+    assert len(warned) == (named is not None)
+    assert all(named in message and "constraint_form=" in message for message in warned)
+
+
+@pytest.mark.parametrize("settings", [DCGRPOConfig, AsyncDCGRPOConfig])
+def test_a_misspelt_field_gets_the_nearest_name(tmp_path, settings):
+    with pytest.raises(TypeError, match=r"^rollout_corection is no field .*did you mean rollout_correction\?$"):
+        settings(str(tmp_path), rollout_corection="icepop")
+    with pytest.raises(TypeError, match=r"^zzz is no field"):
+        settings(str(tmp_path), zzz=1)
+
+
+def test_a_config_can_be_copied(tmp_path):
+    config = make_config(tmp_path, rollout_correction="icepop")
+    for copied in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert copied.to_dict() == config.to_dict()
 
 
 def test_truncated_sampling_is_free_without_a_constraint(tmp_path):

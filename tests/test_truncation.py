@@ -288,7 +288,11 @@ class Watched(DCGRPOTrainer):
         return among
 
 
-@pytest.mark.parametrize("fields", TRUNCATED, ids=by_name)
+@pytest.mark.parametrize(
+    "fields",
+    [*TRUNCATED, {"constraint": "none", "rollout_correction": "sequence_mask", "top_p": 0.5}],
+    ids=by_name,
+)
 def test_identical_engines_do_not_differ_by_the_truncation(tmp_path, seen_by_the_loss, fields):
     """A policy in bf16 and its replica in bf16: what remains is rounding; before, it was the mass that was cut off."""
     trainer = make_trainer(tmp_path, Watched, make_model().bfloat16(), max_steps=1, learning_rate=0.0, **fields)

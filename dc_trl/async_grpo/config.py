@@ -2,14 +2,18 @@
 
 from dataclasses import dataclass, fields
 
+from accelerate.logging import get_logger
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
+from ..constraint.forms import lag_warning
 from ..constraint.settings import CHOICES, ConstraintForm, ConstraintSettings, read_tolerance
 from ..rollouts.neutral_sampling import restrictions
 from ..settings.contradictions import RULES_OF_THE_CONSTRAINT_ALONE, Rule, require
 from ..settings.described import described
 from ..settings.ranges import TRAINING, require_choice, require_number
 
+
+logger = get_logger(__name__)
 
 RULES = (
     Rule(
@@ -62,10 +66,13 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
                 require_number(name, getattr(self, name), TRAINING[name])
         self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)
         require(self, RULES, RULES_OF_THE_CONSTRAINT_ALONE)
-        if self.constraint != "none":
+        if self.compared_by is not None:
             sampling = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
             for name, value, remedy in restrictions(sampling):
                 raise ValueError(
                     f"{name}={value!r} makes the engine sample from a distribution that is not the policy's, and "
-                    f"constraint={self.constraint!r} would constrain that difference: {remedy} or constraint='none'."
+                    f"{self.comparison} would take that difference for mismatch: {remedy} or "
+                    f"{self.compared_by}='none'."
                 )
+        if warning := lag_warning(self, "the asynchronous sampler of AsyncGRPO"):
+            logger.warning(warning)

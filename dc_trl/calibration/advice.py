@@ -1,13 +1,10 @@
 """What to do about a discrepancy, by where it comes from."""
 
-from ..constraint.forms import FAR_IN_STEP
+from ..constraint.thresholds import LAG_COSTS, NO_REMEDY_IN_STEP, PULLS_HARM_IN_STEP
 from ..records.estimators import Estimate
 from .result import Split
 
 
-SMALL_KL = (
-    1e-4  # nats; the tiny model's BF16 server, which runs the trained weights, has 2e-5, and its FP8 server 4e-4
-)
 _LARGE = 0.25  # of δ̄: a part from which on a cause is worth a setting
 _ALIGNED = ("weights", "activations", "precision", "adapter")
 
@@ -19,10 +16,13 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
         split: of δ̄.
         kl: KL(π_inf ‖ π_train) of the engine, in nats.
     """
-    if kl.high < SMALL_KL:
+    lags = "staleness" in split.shares
+    small = LAG_COSTS if lags else NO_REMEDY_IN_STEP
+    if kl.high < small:
         return [
             f"Nothing is needed: KL(π_inf ‖ π_train) is {kl.value:.1e} nats, at most {kl.high:.1e}, and below "
-            f"{SMALL_KL:.0e}. A constraint would answer to noise."
+            f"{small:g}, up to which no remedy was shown to help our tiny models{' with a lag' if lags else ''}; see "
+            "docs/which_one.md."
         ]
     shares = {cause: share.value for cause, share in split.shares.items()}
     parts = {
@@ -44,8 +44,8 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
             split.unexplained.value + shares.get("decoding", 0.0),
             "if the engine is a server, see first that its checkpoint was written from these weights, in this dtype. "
             "Then only measure it, with constraint: none. In our runs with a sampler that does not lag, no constraint "
-            f"and no correction was seen to help, and above a KL of {FAR_IN_STEP:g} nats pulls to it lost most of the "
-            "reward; see docs/study.md.",
+            f"and no correction was seen to help, and above a KL of {PULLS_HARM_IN_STEP:g} nats pulls to it lost most "
+            "of the reward; see docs/study.md.",
         ),
     }
     ordered = sorted(parts.items(), key=lambda part: -part[1][0])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import read_object, read_yaml
-from ..settings.command_line import OptionParser, misspelt, refused_in_one_line, unknown_field
+from ..settings.command_line import OptionParser, misspelt, refused_in_one_line
 from ..settings.paths import (
     NEWEST_CHECKPOINT,
     NO_CHECKPOINT,
@@ -24,6 +24,7 @@ from ..settings.paths import (
     shipped,
 )
 from ..settings.program import here
+from ..settings.values import TRUTH_VALUES, type_of, values_of
 
 
 FILE = Path(__file__).with_name("options.json")
@@ -61,7 +62,7 @@ def require_options(name: str, words: Sequence[str]) -> None:
     with refused_in_one_line():
         given = {key: value for key, value in vars(args).items() if value is not None}
         if name == "train":
-            given = _settings(given, parser, made_here)
+            given = _settings(given, table["commands"][name]["types"] if made_here else None)
         _require_paths(name, given)
 
 
@@ -99,8 +100,7 @@ def _add(group: argparse._ActionsContainer, described: Mapping[str, Any]) -> Non
 
 
 def _truth(word: str) -> str:
-    # The words that transformers' parser takes.
-    if word.lower() not in ("yes", "true", "t", "y", "1", "no", "false", "f", "n", "0"):
+    if word.lower() not in TRUTH_VALUES:
         raise argparse.ArgumentTypeError(f"{word!r} is neither true nor false")
     return word
 
@@ -120,15 +120,15 @@ def _as_listed(word: str, parser: OptionParser) -> list[str]:
     return [f"{other}{equals}{value}"] if name.startswith("--") and name not in known and other in known else [word]
 
 
-def _settings(given: Mapping[str, Any], parser: OptionParser, all_known: bool) -> dict[str, Any]:
-    """What the configuration file says, and the command line on top of it."""
+def _settings(given: Mapping[str, Any], types: Mapping[str, str] | None) -> dict[str, Any]:
+    """What the configuration file says, with fields of these types, and the command line on top of it."""
     settings: dict[str, Any] = {}
     if "config" in given:
-        settings = read_yaml(config_file(given["config"]))
-        known = {action.dest for action in parser._actions}
-        for name in settings if all_known else ():
-            if name not in known and name != "env":  # TRL sets variables of the environment from the latter
-                raise ValueError(unknown_field(name, known))
+        file = config_file(given["config"])
+        settings = read_yaml(file)
+        settings.pop("env", None)  # TRL sets variables of the environment from it
+        if types is not None:
+            settings = values_of(settings, {name: type_of(line) for name, line in types.items()}, file)
     return settings | {name: value for name, value in given.items() if name != "config"}
 
 

@@ -12,9 +12,11 @@ from enum import Enum
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from ..files import write_text
+from ..settings.values import written
+from ..training.arguments import ARGUMENTS
 from . import COMMANDS
 from .options import FILE, TRUE_OR_FALSE
 
@@ -86,6 +88,9 @@ def file_text() -> str:
         fields = module.field_groups() if name == "train" else {}
         commands[name] = described(module.make_parser(), module.__doc__ or "", fields)
     commands["train"]["groups"] = {"the configuration": [_CONFIG], **commands["train"]["groups"]}
+    listed = {option["dest"] for options in commands["train"]["groups"].values() for option in options}
+    types = {name: kind for part in ARGUMENTS for name, kind in get_type_hints(part).items() if name in listed}
+    commands["train"]["types"] = {name: written(kind) for name, kind in types.items()}
     table = {"made with": {library: version(library) for library in _MADE_WITH}, "commands": commands}
     return json.dumps(table, indent=1, ensure_ascii=False) + "\n"
 

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from .discrepancy import bounded_log_ratio, detached, discrepancy_penalty, signed_discrepancy, token_discrepancy
-from .settings import TWO_SIDED, ConstraintSettings, Level, Measure
+from .settings import PUSHES, TWO_SIDED, ConstraintSettings, Level, Measure
+from .thresholds import CLIP_COSTS_IN_STEP, FAR, PULLS_HARM_IN_STEP
 
 
 # Below it a probability counts as this much where it is divided by: 1/q and 1/π of rare tokens have no bound, and one
@@ -178,12 +179,6 @@ _COEFFICIENTS: dict[str, Coefficient | None] = {
 }
 
 
-# Above this k3 the sampler is another policy; docs/staleness.md and docs/study.md have the runs.
-_FAR = 1e-2
-# The same for a pull to a sampler in step. FP8 was below it in the study, where pulls did no harm, and INT3 above.
-FAR_IN_STEP = 3e-3
-
-
 def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool, clips: bool = False) -> str | None:
     """What to tell whoever uses a method that, so far from its sampler, led our runs to little reward; None elsewhere.
 
@@ -196,11 +191,11 @@ def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool, clips:
     constrained = settings.constraint != "none"
     # The two-sided forms see neither the sampler nor its lag; in two bits in step they did no harm.
     form = settings.constraint_form if constrained and settings.constraint_form not in TWO_SIDED else None
-    pushes = form in ("injected", "complete")
+    pushes = form in PUSHES
     pulls = not pushes and (form is not None or clips or settings.rollout_correction == "ppo_clip")
     if not pushes and pulls == may_lag:  # a pull repaired the runs with a lag; those in step needed none
         return None
-    far = FAR_IN_STEP if pulls else _FAR
+    far = FAR if not pulls else PULLS_HARM_IN_STEP if form is not None else CLIP_COSTS_IN_STEP
     if not k3 > far:
         return None
     meets = f"meets discrepancy/k3_kl={k3:.3g}, above {far:g}"
@@ -223,12 +218,33 @@ def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool, clips:
             "smaller weight_sync_steps, constraint='static' with constraint_form='log_ratio' and lambda_init=0.5, or "
             "rollout_correction='ppo_clip'; see docs/staleness.md."
         )
-    pull = f"rollout_correction={settings.rollout_correction!r}" if form is None else f"constraint_form={form!r}"
+    if form is None:
+        pull = f"rollout_correction={settings.rollout_correction!r}"
+        harm = "PPO's clip cost 4 points of accuracy in int4, and much of it, or all, in int3 and int2"
+    else:
+        pull = f"constraint_form={form!r}"
+        harm = "the log ratio and the quadratic form lost most of the accuracy in int3 and int2"
     return (
-        f"{pull} {meets}, with a sampler that has the present weights and follows the policy. In our runs in int2 and "
-        "int3 the log ratio, the quadratic form and PPO's clip lost much of the accuracy, or all. Use "
+        f"{pull} {meets}, with a sampler that has the present weights and follows the policy. In our runs {harm}. Use "
         "train_through_quantization, a deployment_scheme of higher precision, or neither constraint nor correction; "
         "see docs/study.md."
+    )
+
+
+def lag_warning(settings: ConstraintSettings, lag: str) -> str | None:
+    """What to tell whoever gives a form that pushes a sampler whose weights lag; None for other settings.
+
+    Args:
+        settings: of the run.
+        lag: what lets the sampler have older weights than the policy, the setting with its value.
+    """
+    if settings.constraint == "none" or settings.constraint_form not in PUSHES:
+        return None
+    return (
+        f"constraint_form={settings.constraint_form!r} with {lag}: the form pushes down each token that differs, and "
+        "a sampler that lags differs more at each step. Our runs with such a lag and λ 0.1 ended without reward. Use "
+        "constraint_form='log_ratio' with constraint='static' and lambda_init=0.5, or rollout_correction='ppo_clip' "
+        "with constraint='none'; see docs/staleness.md."
     )
 
 

@@ -1,8 +1,9 @@
 """The settings of the constraint. What reads the records of a run has their defaults here, without TRL."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..settings.command_line import unknown_field
 from ..settings.ranges import AT_LEAST_0, require_number
 
 
@@ -13,6 +14,8 @@ Constraint = Literal["none", "static", "lagrangian", "balance"]
 ConstraintForm = Literal["injected", "complete", "quadratic", "log_ratio", "two_sided_kl", "two_sided_l1"]
 # Forms that compare the policy with its quantized self, in the loss.
 TWO_SIDED = ("two_sided_kl", "two_sided_l1")
+# Forms that push down each sampled token that differs, whichever engine gives it more.
+PUSHES = ("injected", "complete")
 Correction = Literal[
     "none",
     "token_truncate",
@@ -62,6 +65,27 @@ class ConstraintSettings:
     rollout_correction_max: float | None = None
     rollout_correction_min: float | None = None
     deployment_scheme: str | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "ConstraintSettings":
+        """Refuses a misspelt field with the nearest name; Python would only say that it is unexpected."""
+        known = [field.name for field in fields(cls) if field.init]
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(unknown_field(name, known))
+        return super().__new__(cls)
+
+    @property
+    def compared_by(self) -> str | None:
+        """The field that has the trainer act on the difference of the engines; None where nothing does.
+
+        It needs the rollouts' log-probabilities, and an engine that samples from the policy's distribution.
+        """
+        return next((name for name in ("constraint", "rollout_correction") if getattr(self, name) != "none"), None)
+
+    @property
+    def comparison(self) -> str:
+        """`compared_by` with its value, for messages."""
+        return "" if self.compared_by is None else f"{self.compared_by}={getattr(self, self.compared_by)!r}"
 
 
 def read_tolerance(value: Any) -> float | Literal["auto"]:

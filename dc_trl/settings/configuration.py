@@ -1,22 +1,15 @@
 """A training configuration as its user writes it, in YAML and on a command line; what is wrong in it is named."""
 
 import sys
-from collections.abc import Iterable, Mapping
-from enum import Enum
-from numbers import Integral, Real
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Iterable
+from typing import Any, get_type_hints
 
 from trl import TrlParser
 
 from ..files import read_yaml
-from .command_line import misspelt, unknown_field
+from .command_line import misspelt
 from .paths import config_file
-
-
-# Text fields whose truth values TRL reads too.
-_ALSO_TRUTH_VALUES = ("scale_rewards",)
+from .values import values_of
 
 
 class ConfigurationParser(TrlParser):
@@ -49,84 +42,16 @@ class ConfigurationParser(TrlParser):
             behind = words.index("--config") + 1
             if not words[behind:]:
                 raise ValueError("config is not set: name a YAML file behind --config.")
-            words[behind] = str(config_file(words[behind]))
-            read_yaml(Path(words[behind]))
+            self._file = config_file(words[behind])
+            words[behind] = str(self._file)
+            read_yaml(self._file)
         if wrong := misspelt([word for word in words if word != "--config"], self):
             raise ValueError(f"{wrong}.")
         return super().parse_args_and_config(words, *positional, **kwargs)
 
     def set_defaults_with_config(self, **settings: Any) -> list[str]:
-        """Takes over what the configuration file says. TRL's hook."""
-        return super().set_defaults_with_config(**self.checked(settings))
-
-    def checked(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of a configuration file as values of their fields.
-
-        Raises:
-            ValueError: there is no such field, or it takes another type.
-        """
+        """Takes over what the configuration file says, each value in its field's type. TRL's hook."""
         types = {name: kind for part in self.dataclass_types for name, kind in get_type_hints(part).items()}
-        known = {action.dest for action in self._actions} & types.keys()
-        values = {}
-        for name, value in settings.items():
-            if name not in known:
-                raise ValueError(unknown_field(name, known))
-            values[name] = _value(name, value, types[name])
-        return values
-
-
-def _value(name: str, value: Any, kind: Any) -> Any:
-    """The value of a field, from what YAML makes of it. Numbers in text are for the parser, which reads them."""
-    kinds = list(get_args(kind)) if get_origin(kind) in (Union, UnionType) else [kind]
-    if get_origin(kind) is Literal and isinstance(value, bool):
-        written = ("yes", "on", "true") if value else ("no", "off", "false")
-        if meant := [word for word in get_args(kind) if word in written]:
-            return meant[0]
-    if str not in kinds and list in [get_origin(each) for each in kinds] and not isinstance(value, list | None):
-        value = [value]  # as one word on a command line
-    if any(_fits(value, each) for each in kinds) or (name in _ALSO_TRUTH_VALUES and isinstance(value, bool)):
-        return value
-    as_text = _as_text(value)
-    if any(_fits(as_text, each) for each in kinds):
-        return as_text
-    hint = ""
-    if isinstance(value, bool) and str in kinds:
-        word = "true" if value else "no"
-        hint = f" in quotes, as in {name}: '{word}' (YAML reads yes, no, on, off, true and false as truth values)"
-    raise ValueError(f"{name}={value!r} is invalid: use {' or '.join(dict.fromkeys(map(_words, kinds)))}{hint}.")
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    origin = get_origin(kind) or kind
-    if origin is Literal:
-        return value in get_args(kind)
-    if origin is list:
-        (item,) = get_args(kind) or (Any,)
-        return isinstance(value, list) and all(_fits(each, item) for each in value)
-    if origin in (int, float):
-        # Text is for the parser, which reads a number from it or refuses it. YAML reads 1e-6, without point, as text.
-        number = Integral if origin is int else Real
-        return isinstance(value, str) or (isinstance(value, number) and not isinstance(value, bool))
-    if origin is bool:
-        return isinstance(value, bool | str)
-    if isinstance(origin, type) and issubclass(origin, Enum):
-        return isinstance(value, str)
-    return origin is Any or isinstance(value, origin)
-
-
-def _as_text(value: Any) -> Any:
-    """Numbers and dates as they stand in the file, also those of a list: a GPU's number, a run's name."""
-    if isinstance(value, list):
-        return [_as_text(each) for each in value]
-    return value if value is None or isinstance(value, bool | dict) else str(value)
-
-
-def _words(kind: Any) -> str:
-    origin = get_origin(kind) or kind
-    if origin is Literal:
-        return f"one of {', '.join(map(repr, get_args(kind)))}"
-    if origin is list:
-        (item,) = get_args(kind) or (Any,)
-        return f"a list of {_words(item)}s" if item is not Any else "a list"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
-    return "nothing" if origin is NoneType else words.get(origin, "text")
+        options = {action.dest for action in self._actions}
+        known = {name: kind for name, kind in types.items() if name in options}
+        return super().set_defaults_with_config(**values_of(settings, known, self._file))

@@ -20,7 +20,8 @@ def require_no_contradiction(config: Any) -> None:
     Raises:
         ValueError: names the fields, their values and the remedy.
     """
-    require(config, RULES, RULES_OF_A_CONSTRAINT if config.constraint != "none" else ())
+    compared = RULES_OF_A_COMPARISON if config.compared_by is not None else ()
+    require(config, RULES, compared, RULES_OF_A_CONSTRAINT if config.constraint != "none" else ())
 
 
 def require(config: Any, *tables: Sequence[Rule]) -> None:
@@ -37,6 +38,8 @@ def require(config: Any, *tables: Sequence[Rule]) -> None:
 # The losses of CISPO and VESPO multiply log π_train of each token; the others multiply the ratio, which a trajectory
 # may have one of.
 _LOSSES_BY_TOKEN = ("cispo", "vespo")
+# Corrections that give all tokens of a trajectory one weight, or none.
+_CORRECTIONS_OF_TRAJECTORIES = ("none", "sequence_truncate", "sequence_mask", "geometric_mask")
 
 
 def _two_sided(config: Any) -> bool:
@@ -181,6 +184,17 @@ RULES = (
         "'icepop'.",
     ),
     Rule(
+        lambda c: (
+            c.importance_sampling_level == "sequence"
+            and c.rollout_correction not in _CORRECTIONS_OF_TRAJECTORIES
+            and c.loss_type not in _LOSSES_BY_TOKEN
+        ),
+        "rollout_correction={c.rollout_correction!r} weighs each token by itself, and importance_sampling_level="
+        "'sequence' with loss_type={c.loss_type!r} has one ratio for a trajectory, through which a masked token still "
+        "gets the gradient of the others: set rollout_correction='sequence_truncate', 'sequence_mask' or "
+        "'geometric_mask', or importance_sampling_level='token'.",
+    ),
+    Rule(
         lambda c: not c.use_vllm and c.weight_sync != "auto",
         "weight_sync={c.weight_sync!r} has no effect with use_vllm=False: unset it or set use_vllm=True.",
     ),
@@ -303,15 +317,28 @@ RULES = (
     ),
 )
 
-# Those that follow make the constraint unmeasurable, or keep its penalty from the tokens that δ̄ counts: λ would climb
-# to `lambda_max` without effect.
-RULES_OF_A_CONSTRAINT = (
+# Those that follow make the engines' difference unmeasurable, or more than their mismatch, for whatever acts on it.
+RULES_OF_A_COMPARISON = (
     Rule(
         lambda c: c.use_transformers_continuous_batching and not c.use_vllm,
-        "constraint={c.constraint!r} needs the rollouts' log-probabilities, and "
-        "use_transformers_continuous_batching=True returns none: set deployment_scheme (for example 'bf16'), "
-        "use_vllm=True, or constraint='none'.",
+        "{c.comparison} needs the rollouts' log-probabilities, and use_transformers_continuous_batching=True returns "
+        "none: set deployment_scheme (for example 'bf16'), use_vllm=True, or {c.compared_by}='none'.",
     ),
+    Rule(
+        lambda c: (c.generation_kwargs or {}).get("temperature", c.temperature) != c.temperature,
+        "generation_kwargs['temperature']={c.generation_kwargs[temperature]!r} contradicts "
+        "temperature={c.temperature!r}, at which the training log-probabilities are taken: set temperature alone.",
+    ),
+    Rule(
+        lambda c: c.vllm_structured_outputs_regex is not None,
+        "vllm_structured_outputs_regex={c.vllm_structured_outputs_regex!r} restricts the tokens that vLLM samples, "
+        "and {c.comparison} would take that difference for mismatch: unset it or set {c.compared_by}='none'.",
+    ),
+)
+
+# Those that follow keep the constraint's penalty from the tokens that δ̄ counts: λ would climb to `lambda_max` without
+# effect.
+RULES_OF_A_CONSTRAINT = (
     Rule(
         lambda c: (
             c.importance_sampling_level == "sequence"
@@ -336,15 +363,5 @@ RULES_OF_A_CONSTRAINT = (
         "most, and with them the penalty of constraint={c.constraint!r}: set "
         "rollout_correction={c.vllm_importance_sampling_mode!r} in its place, which takes those tokens out of δ̄ too, "
         "vllm_importance_sampling_mode='token_truncate' or 'sequence_truncate', or constraint='none'.",
-    ),
-    Rule(
-        lambda c: (c.generation_kwargs or {}).get("temperature", c.temperature) != c.temperature,
-        "generation_kwargs['temperature']={c.generation_kwargs[temperature]!r} contradicts "
-        "temperature={c.temperature!r}, at which the training log-probabilities are taken: set temperature alone.",
-    ),
-    Rule(
-        lambda c: c.vllm_structured_outputs_regex is not None,
-        "vllm_structured_outputs_regex={c.vllm_structured_outputs_regex!r} restricts the tokens that vLLM samples, "
-        "and constraint={c.constraint!r} would constrain that difference: unset it or set constraint='none'.",
     ),
 )

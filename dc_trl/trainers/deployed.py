@@ -199,7 +199,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
             )
         settings = {name: value for name, value in vars(config).items() if name[0] != "_"}
         _check_model_settings(self.args, settings, corrected=TRUNCATIONS)
-        self._truncated = self.args.constraint != "none" and truncates(settings)
+        self._truncated = self.args.compared_by is not None and truncates(settings)
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 
@@ -502,11 +502,11 @@ def _check_server_defaults(args: DCGRPOConfig, policy: Any) -> None:
 
 
 def _check_model_settings(args: DCGRPOConfig, settings: dict[str, Any], corrected: Collection[str] = ()) -> None:
-    if args.constraint == "none":
+    if args.compared_by is None:
         return
     for name, value, remedy in restrictions(settings, corrected):
         raise ValueError(
             f"{name}={value!r} of the model's generation_config makes the engine sample from a distribution that is "
-            f"not the policy's, and constraint={args.constraint!r} would constrain that difference: {remedy} in "
-            "model.generation_config (generation_config.json) or constraint='none'."
+            f"not the policy's, and {args.comparison} would take that difference for mismatch: {remedy} in "
+            f"model.generation_config (generation_config.json) or {args.compared_by}='none'."
         )

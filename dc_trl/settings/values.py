@@ -1,0 +1,167 @@
+"""The type of a field's value as a configuration file has it: what fits is taken over, all else is named."""
+
+import functools
+import json
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from enum import Enum
+from numbers import Integral, Real
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ..files import line_of
+from .command_line import unknown_field
+
+
+# The words that transformers' parser takes for a truth value.
+TRUTH_VALUES = ("yes", "true", "t", "y", "1", "no", "false", "f", "n", "0")
+# Text fields whose truth values TRL reads too.
+_ALSO_TRUTH_VALUES = ("scale_rewards",)
+# Types of fields by the names that `options.json` has for them.
+_NAMED: dict[str, Any] = {
+    **{kind.__name__: kind for kind in (int, float, bool, str, dict)},
+    "list[int]": list[int],
+    "list[float]": list[float],
+    "list[str]": list[str],
+    "None": NoneType,
+}
+
+
+def values_of(settings: Mapping[str, Any], types: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """The settings of a configuration file as values of their fields.
+
+    Args:
+        settings: as YAML reads them.
+        types: annotation of each field by its name.
+        file: of the settings, for messages.
+
+    Raises:
+        ValueError: there is no such field, or it takes another type; the message has file and line, the field, its
+            value and what to write.
+    """
+    found = {}
+    for name, value in settings.items():
+        try:
+            if name not in types:
+                raise ValueError(unknown_field(name, types))
+            found[name] = _value(name, value, types[name])
+        except ValueError as error:
+            raise ValueError(f"{file}, line {line_of(file, name)}: {error}") from None
+    return found
+
+
+def require_kinds(settings: Any) -> None:
+    """Refuses what is no truth value in a field of one, and no list in a field of one: Python would go on with it.
+
+    Args:
+        settings: an instance of a dataclass, as its user has filled it.
+
+    Raises:
+        ValueError: names the field, its value and what to write.
+    """
+    hints = get_type_hints(type(settings))
+    for field in fields(settings):
+        value, kinds = getattr(settings, field.name), [kind for kind in _kinds(hints[field.name]) if kind != NoneType]
+        if value is None or len(kinds) != 1:
+            continue
+        if kinds[0] is bool and not isinstance(value, bool):
+            raise ValueError(f"{field.name}={value!r} is invalid: use True or False.")
+        if get_origin(kinds[0]) is list and (isinstance(value, str) or not isinstance(value, Sequence)):
+            raise ValueError(f"{field.name}={value!r} is invalid: use {_words(kinds[0])}.")
+
+
+def written(kind: Any) -> str:
+    """An annotation as one line: the types that a field may have, and of a `Literal` its words as JSON."""
+    return " | ".join(dict.fromkeys(word for each in _kinds(kind) if (word := _written(each))))
+
+
+def _written(kind: Any) -> str:
+    origin = get_origin(kind) or kind
+    if origin is Literal:
+        return json.dumps(get_args(kind))
+    if origin is list:
+        (item,) = get_args(kind)
+        return f"list[{_written(item)}]"
+    if isinstance(origin, type) and issubclass(origin, Enum):
+        return "str"
+    return next((name for name, known in _NAMED.items() if known is origin), "")
+
+
+def type_of(line: str) -> Any:
+    """The annotation that `written` has put into a line."""
+    kinds = [Literal[tuple(json.loads(word))] if word[0] == "[" else _NAMED[word] for word in line.split(" | ")]
+    return functools.reduce(operator.or_, kinds)
+
+
+def _kinds(kind: Any) -> list[Any]:
+    return list(get_args(kind)) if get_origin(kind) in (Union, UnionType) else [kind]
+
+
+def _value(name: str, value: Any, kind: Any) -> Any:
+    """The value of a field, from what YAML makes of it. Numbers in text are for the parser, which reads them too."""
+    kinds = _kinds(kind)
+    if get_origin(kind) is Literal and isinstance(value, bool):
+        written = ("yes", "on", "true") if value else ("no", "off", "false")
+        if meant := [word for word in get_args(kind) if word in written]:
+            return meant[0]
+    if str not in kinds and list in [get_origin(each) for each in kinds] and not isinstance(value, list | None):
+        value = [value]  # as one word on a command line
+    if any(_fits(value, each) for each in kinds) or (name in _ALSO_TRUTH_VALUES and isinstance(value, bool)):
+        return value
+    as_text = _as_text(value)
+    if any(_fits(as_text, each) for each in kinds):
+        return as_text
+    hint = ""
+    if isinstance(value, bool) and str in kinds:
+        word = "true" if value else "no"
+        hint = f" in quotes, as in {name}: '{word}' (YAML reads yes, no, on, off, true and false as truth values)"
+    raise ValueError(f"{name}={value!r} is invalid: use {' or '.join(dict.fromkeys(map(_words, kinds)))}{hint}.")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin = get_origin(kind) or kind
+    if origin is Literal:
+        return value in get_args(kind)
+    if origin is list:
+        (item,) = get_args(kind) or (Any,)
+        return isinstance(value, list) and all(_fits(each, item) for each in value)
+    if origin in (int, float):
+        number = Integral if origin is int else Real
+        # YAML reads 1e-6, without point, as text.
+        return _reads(origin, value) or (isinstance(value, number) and not isinstance(value, bool))
+    if origin is bool:
+        return isinstance(value, bool) or (isinstance(value, str) and value.lower() in TRUTH_VALUES)
+    if isinstance(origin, type) and issubclass(origin, Enum):
+        return isinstance(value, str)
+    return origin is Any or isinstance(value, origin)
+
+
+def _reads(kind: type[int] | type[float], value: Any) -> bool:
+    """Whether the parser of a command line reads a number from this text."""
+    if not isinstance(value, str):
+        return False
+    try:
+        kind(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _as_text(value: Any) -> Any:
+    """Numbers and dates as they stand in the file, also those of a list: a GPU's number, a run's name."""
+    if isinstance(value, list):
+        return [_as_text(each) for each in value]
+    return value if value is None or isinstance(value, bool | dict) else str(value)
+
+
+def _words(kind: Any) -> str:
+    origin = get_origin(kind) or kind
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, get_args(kind)))}"
+    if origin is list:
+        (item,) = get_args(kind) or (Any,)
+        return f"a list of {_words(item).removeprefix('a ')}s" if item is not Any else "a list"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
+    return "nothing" if origin is NoneType else words.get(origin, "text")
