@@ -187,13 +187,12 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             Where a push puts the deployment checkpoint: in the `"subfolder"` `deployment/` of `hub_model_id`, in a
             second `"repository"` `{hub_model_id}-{deployment_scheme}`, or nowhere (`"none"`).
         export_run (`bool`, defaults to `True`):
-            With `deployment_scheme`, `train` leaves the deployable checkpoint (`deployment/`), `history.jsonl`,
-            `settings.json` and `run.png` in `output_dir`, and `save_model` the deployable checkpoint beside the model.
-            `False`: nothing but TRL's files (`dc-trl train` keeps its history all the same). An export gathers,
-            quantizes and writes all weights, at the end of `train` and in each call of `save_model`: its time and its
-            disk grow with the model (docs/tour.md has some), and a deployment that was there stays until the new one
-            is whole. No `checkpoint-N` has one. Formats that no engine serves (`"int3"`, `"int2"`) leave history and
-            figure alone.
+            `train` leaves `history.jsonl`, `settings.json` and `run.png` in `output_dir`, and with `deployment_scheme`
+            the deployable checkpoint (`deployment/`) too, which `save_model` leaves beside the model. `False`: nothing
+            but TRL's files (`dc-trl train` keeps its history all the same). An export gathers, quantizes and writes
+            all weights, at the end of `train` and in each call of `save_model`: its time and its disk grow with the
+            model (docs/tour.md has some), and a deployment that was there stays until the new one is whole. No
+            `checkpoint-N` has one. Formats that no engine serves (`"int3"`, `"int2"`) leave history and figure alone.
     """
 
     recipe: Recipe = "trl"
@@ -257,7 +256,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     @property
     def keeps_history(self) -> bool:
         """Whether the trainer keeps settings, history and figure of a run by itself."""
-        return self.export_run and self.deployment_scheme is not None
+        return self.export_run
 
     @property
     def exports_deployment(self) -> bool:

@@ -34,6 +34,7 @@ from .constraint.statistics import BatchStatistics
 from .constraint.trust import trust_of
 from .hub.trainer import HubMixin
 from .records.samples import Sample
+from .records.verdict import NOT_MEASURED, first_batch
 from .rollouts.buffer import with_nonempty_completions
 from .settings.distribution import sharding_of
 from .settings.micro_batches import MEAN_OVER_COMPLETIONS
@@ -74,8 +75,8 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
     (`deployment_scheme`), or of a `rollout_func` do. With `constraint="none"`, the default, the losses are TRL's, bit
     for bit; `recipe="paper"` is the paper's.
 
-    With `deployment_scheme`, `train` leaves `deployment/` (what `vllm serve` takes), `history.jsonl`, `settings.json`
-    and `run.png` in `args.output_dir`, and `save_model` leaves `deployment/` beside the model: see `export_run`.
+    `train` leaves `history.jsonl`, `settings.json` and `run.png` in `args.output_dir`, and with `deployment_scheme`
+    `deployment/` too (what `vllm serve` takes), which `save_model` leaves beside the model: see `export_run`.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the policy in training: a causal
@@ -84,8 +85,8 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             functions that take prompts, completions and the data set's other columns, and return one reward for each
             completion or `None`; or reward models. Their rewards are summed, by `args.reward_weights`. May be left
             out where an environment gives the reward.
-        args (`DCGRPOConfig`, *optional*): by default `DCGRPOConfig` with `deployment_scheme="bf16"`, so that the
-            in-process replica samples, or without it where a `rollout_func` does.
+        args (`DCGRPOConfig`, *optional*): by default `DCGRPOConfig` as it stands, as in TRL. Nothing is measured then,
+            unless a `rollout_func` returns log-probabilities.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*): rows with a `prompt`, plain
             or conversational. May be left out where an environment gives the prompts; a stream needs
             `args.max_steps`.
@@ -165,13 +166,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
     ):
         if args is None:
             model_id = model if isinstance(model, str) else get_config_model_id(model.config)
-            # The constraint needs an engine's log-probabilities. The replica in bf16 is one that every machine has and
-            # whose policy is the trained one to rounding; model.generate returns none.
-            args = DCGRPOConfig(
-                f"{model_id.split('/')[-1]}-DC-GRPO",
-                deployment_scheme="bf16" if rollout_func is None else None,
-                use_cpu=not torch.accelerator.is_available(),
-            )
+            args = DCGRPOConfig(f"{model_id.split('/')[-1]}-DC-GRPO", use_cpu=not torch.accelerator.is_available())
         self._check_arguments(args, rollout_func)
         if rollout_func is not None:
             rollout_func = with_nonempty_completions(rollout_func)
@@ -180,14 +175,16 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         self.trust = trust_of(args)
         self.lagrange_multiplier = args.multiplier()
         self._warned_of_drift = False
+        self._seen_first_batch = False  # of the present training
         self._statistics = {mode: BatchStatistics(args.batch_reduction) for mode in ("train", "eval")}
         # δ̄ of the present generation batch, from the time it is known to the update of λ at the batch's end.
         self._mean_discrepancy: float | None = None
         # Norms of the reward's and the constraint's gradient in this generation batch, likewise; constraint="balance".
         self._gradient_norms: list[float] | None = None
         # Between two hooks of TRL: rewards of the completions that were scored last, of all processes, NaN where there
-        # is none; and the inputs of the loss that is being computed.
+        # is none, in all and by each function; and the inputs of the loss that is being computed.
         self._rewards: Tensor
+        self._rewards_per_func: Tensor
         self._loss_inputs: dict[str, Any] | None = None
         self._evaluation_set = ""  # name of the one that is being evaluated, where there are several
         self._two_sided: TwoSidedDivergence | None = None
@@ -209,6 +206,8 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             environment_factory=environment_factory,
         )
         self.add_callback(SampleRecordCallback(self))
+        if not args.use_vllm and args.deployment_scheme is None and rollout_func is None:
+            logger.warning(f"The mismatch will not be measured: {NOT_MEASURED}")
         if args.constraint != "none" and args.constraint_form in TWO_SIDED:
             from .quantization.two_sided import TwoSidedDivergence
 
@@ -261,6 +260,9 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         self._compare_rewards(batch)
         if self.model.training:
             self.samples = sampled(self, self._rewards)
+            if not self._seen_first_batch:
+                self._seen_first_batch = True
+                self._look_at_first_batch("sampling_per_token_logps" in batch)
         if "sampling_per_token_logps" not in batch:
             if (needy := self.args.compared_by) is not None:
                 raise ValueError(
@@ -276,8 +278,27 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._rewards_per_func = rewards_per_func
         self._rewards = total_rewards(rewards_per_func, self.reward_weights)
         return rewards_per_func
+
+    def _look_at_first_batch(self, measured: bool) -> None:
+        """Warns at once of what would keep the whole run from learning, or from measuring, anything."""
+        one_by_one = self.args.multi_objective_aggregation == "normalize_then_sum"
+        rewards = self._rewards_per_func.T if one_by_one else self._rewards.unsqueeze(0)
+        warning = first_batch(
+            rewards.tolist(),
+            self.num_generations,
+            list(self._logs["completion"])[-rewards.shape[1] :],
+            self._metrics["train"]["completions/clipped_ratio"][-1],
+            self.max_completion_length,
+        )
+        if warning is not None:
+            logger.warning(warning)
+        if not measured and self.rollout_func is not None:
+            logger.warning(
+                "The mismatch is not measured: rollout_func returns no logprobs. Return them beside the ids."
+            )
 
     def _compare_rewards(self, batch: dict[str, Any]) -> None:
         """Replaces the advantages of a batch and drops groups from it, as `advantage_estimator` and so on say."""
@@ -535,7 +556,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         self.lagrange_multiplier.load_state_dict(self.args.multiplier().state_dict())
         self._statistics["train"].clear()
         self._mean_discrepancy = self._gradient_norms = None
-        self._warned_of_drift = False
+        self._warned_of_drift = self._seen_first_batch = False
 
     def _iteration_state(self):
         return super()._iteration_state() | {

@@ -180,7 +180,7 @@ def test_turned_off_it_leaves_what_trl_leaves(tmp_path):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"deployment_scheme": None, "constraint": "none"}, set()),
+        ({"deployment_scheme": None, "constraint": "none"}, OF_A_RUN - {"deployment"}),
         ({"deployment_scheme": "int2"}, OF_A_RUN - {"deployment"}),
     ],
 )

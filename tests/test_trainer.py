@@ -16,6 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer, LambdaLoggingCallback, mismatch_metrics
 from dc_trl.constraint.lagrangian import AUTO_BATCHES
+from dc_trl.records.runs import read_history
 
 from .helpers import (
     TINY_MODEL,
@@ -599,22 +600,59 @@ def test_torch_compile_trains_the_same_policy_against_the_same_replica(tmp_path,
     assert plain.keys() == compiled.keys()
 
 
-def test_without_arguments_the_replica_in_bf16_samples(tmp_path, tokenizer, monkeypatch):
+class OneStep(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = True
+
+
+@pytest.mark.parametrize("with_arguments", [True, False])
+def test_where_nothing_can_be_measured_a_warning_says_so_and_what_measures(
+    tmp_path, monkeypatch, caplog, with_arguments
+):
+    """With an argument object as without one: model.generate samples as in TRL, and says nothing of its tokens."""
     monkeypatch.chdir(tmp_path)
 
-    class OneStep(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = True
+    def one_step(**fields):
+        caplog.clear()
+        args = (
+            DCGRPOConfig(str(tmp_path / "run"), use_cpu=True, report_to="none", **fields) if with_arguments else None
+        )
+        trainer = DCGRPOTrainer(str(TINY_MODEL), distinct_characters, args, make_prompts(2), callbacks=[OneStep()])
+        trainer.generation_config.max_new_tokens = 8
+        trainer.train()
+        warned = [record.message for record in caplog.records if "not be measured" in record.message]
+        return trainer, warned, logged(trainer, "discrepancy/mean")
 
-    trainer = DCGRPOTrainer(str(TINY_MODEL), distinct_characters, train_dataset=make_prompts(2), callbacks=[OneStep()])
-    assert (trainer.args.deployment_scheme, trainer.args.constraint) == ("bf16", "none")
-    trainer.generation_config.max_new_tokens = 8
-    trainer.train()
-    assert 0 < logged(trainer, "discrepancy/mean")[0] < 0.05
-    with_rollouts = DCGRPOTrainer(
-        str(TINY_MODEL), distinct_characters, train_dataset=make_prompts(2), rollout_func=Rollouts()
+    trainer, warned, measured = one_step()
+    assert (trainer.replica, trainer.args.constraint, measured) == (None, "none", [])
+    assert len(warned) == 1
+    assert "deployment_scheme='bf16'" in warned[0]
+    assert "reward" in read_history(os.path.join(trainer.args.output_dir, "history.jsonl"))[0]
+    if with_arguments:
+        trainer, warned, measured = one_step(deployment_scheme="bf16")
+        assert not warned
+        assert 0 < measured[0] < 0.05
+
+
+@pytest.mark.parametrize("with_logprobs", [True, False])
+def test_a_rollout_function_without_log_probabilities_is_told_of(tmp_path, tokenizer, caplog, with_logprobs):
+    class Silent(Rollouts):
+        def __call__(self, prompts, trainer):
+            rollouts = super().__call__(prompts, trainer)
+            return rollouts if with_logprobs else rollouts | {"logprobs": None}
+
+    trainer = DCGRPOTrainer(
+        make_model(),
+        distinct_characters,
+        make_config(tmp_path, recipe="trl"),
+        train_dataset=make_prompts(),
+        processing_class=tokenizer,
+        rollout_func=Silent(),
     )
-    assert with_rollouts.replica is None
+    trainer.train()
+    warned = [record.message for record in caplog.records if "measured" in record.message]
+    assert [("rollout_func" in message) for message in warned] == [] if with_logprobs else [True]
+    assert (len(logged(trainer, "discrepancy/mean")) > 0) == with_logprobs
 
 
 # --- a trainer that trains again

@@ -13,6 +13,7 @@ from ..records.runs import (
     FIGURE_FILE,
     HISTORY_FILE,
     SUMMARY_FILE,
+    Run,
     greedy_is_share,
     read_baseline,
     read_history,
@@ -20,6 +21,7 @@ from ..records.runs import (
 from ..records.sync import sync_facts
 from ..records.tables import print_table, reward_text, weighted_sum
 from ..records.time_parts import time_cells
+from ..records.verdict import rewards_of, verdict_of
 from ..trainer import DCGRPOTrainer
 from .benchmarks import greedy_rewards
 
@@ -115,7 +117,7 @@ def reward_weights(trainer: DCGRPOTrainer) -> dict[str, float]:
 
 
 def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
-    """Prints the summary table and saves it beside the model."""
+    """Prints what the run amounts to and the summary table, and saves the table beside the model."""
     before, after = run.before, run.after
     args, multiplier = trainer.args, trainer.lagrange_multiplier
     if args.use_vllm:
@@ -135,6 +137,11 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     ):
         if before.get(key) is not None and after.get(key) is not None:
             rows.append((label, form.format(before[key]), form.format(after[key])))
+    lag = {"weight_sync_steps": args.weight_sync_steps, "rollout_overlap": args.rollout_overlap}
+    logged = Run("", trainer.state.log_history, lag)
+    if (ends := rewards_of(logged)) is not None:
+        label = f"training reward{of}, first and last {ends.steps} logged steps"
+        rows.append((label, f"{ends.first:.3f}", f"{ends.last:.3f}"))
     if args.constraint != "none":
         rows.append(("multiplier λ", f"{args.lambda_init:.4g}", f"{multiplier.value:.4g}"))
     if args.discrepancy_tolerance == "auto" and multiplier.tolerance is not None:
@@ -150,6 +157,8 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     tokens = trainer.state.num_input_tokens_seen
     rows.append(("tokens sampled and read", "", f"{tokens:,}"))
     rows.append(("training seconds", "", f"{trainer.training_seconds:.0f}"))
+    verdict = verdict_of(logged)
+    print("\n".join(verdict.lines))
     title = f"Deployed policy ({engine}), {trainer.state.global_step} steps, {args.constraint}"
     print_table(("", "before", "after"), rows, title)
     seconds = trainer.parts_clock.seconds()
@@ -177,4 +186,5 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     write_text(Path(args.output_dir, SUMMARY_FILE), json.dumps(summary, indent=2) + "\n")
     print(f"Model, {HISTORY_FILE} and {FIGURE_FILE} are in {args.output_dir}")
     if args.exports_deployment:
-        print(f"Serve it: vllm serve {Path(args.output_dir, DEPLOYMENT_FOLDER)}")
+        deployment = Path(args.output_dir, DEPLOYMENT_FOLDER)
+        print(f"Serve it: vllm serve {deployment}" if verdict.worth_serving else f"The policy is in {deployment}")

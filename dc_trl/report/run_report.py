@@ -8,6 +8,7 @@ from pathlib import Path
 from ..files import make_folder
 from ..records.runs import Run, group_seeds, read_run
 from ..records.samples import three_moments
+from ..records.verdict import verdict_of
 from ..version import __version__
 from .html import Page, Quote, page_generator
 from .panels import BENCHMARK_PREFIX, PANEL_NAMES, Panel, panels_of, run_lines
@@ -42,6 +43,9 @@ def write_report(
     runs = _read_runs(run_dirs)
     lines, panels = run_lines(runs), panels_of(runs)
     page = Page(title or _title(runs), f"dc_trl {__version__}", GENERATOR)
+    page.heading("Verdict")
+    for run in runs:
+        page.text(" ".join([*([f"{run.name}:"] if len(runs) > 1 else []), *verdict_of(run).lines]))
     page.heading("Summary")
     for table in (origin_table(runs), summary_table(runs)):
         if table[1]:  # a history alone says nothing of its origin

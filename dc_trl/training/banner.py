@@ -54,7 +54,9 @@ def _engine(args: DCGRPOConfig, own_server: bool) -> str:
 
 def _constraint(args: DCGRPOConfig) -> str:
     if args.constraint == "none":
-        return "none: the mismatch is measured"
+        # Without either, model.generate samples, which returns no log-probabilities.
+        measured = args.use_vllm or args.deployment_scheme is not None
+        return f"none: the mismatch is {'measured' if measured else 'not measured (deployment_scheme=bf16 does)'}"
     if args.constraint == "static":
         return f"static, λ = {args.lambda_init:g}"
     if args.constraint == "balance":

@@ -1,0 +1,156 @@
+"""What a run amounts to, in a few sentences: after its first generation batch, and at its end.
+
+A run that ends has not learned for that. These are the sentences of the warning after the first batch, above the table
+of `dc-trl train`, and at the head of a report.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..constraint.thresholds import reading
+from .runs import Run, setting
+
+
+WINDOW = 10  # logged steps that stand for the beginning and for the end of a run; of a short run half of them
+_ENOUGH = 3  # logged steps whose spread tells a trend from noise, at each end
+_MOSTLY = 0.5  # share of completions that were cut off, from which on it is the first thing to repair
+_NO_SPREAD = 0.99  # share of prompts whose completions all earned the same
+NOT_MEASURED = (
+    "the rollouts carry no log-probabilities. Set deployment_scheme='bf16', or the format that you will serve, to "
+    "sample from an in-process replica that has them, or use_vllm=True."
+)
+
+
+def first_batch(
+    columns: Sequence[Sequence[float]], generations: int, completions: Sequence[object], clipped: float, longest: int
+) -> str | None:
+    """What keeps a run from learning anything from its first generation batch, and the cure; None where nothing does.
+
+    Args:
+        columns: rewards whose spread teaches, NaN where there is none: one list of each completion's total, or one for
+            each reward function where they are normalised one by one.
+        generations: completions of a prompt, which stand one after the other.
+        completions: as text or messages.
+        clipped: share of the completions that did not end by themselves, in [0, 1].
+        longest: `max_completion_length`, tokens.
+    """
+    found = []
+    if clipped >= _MOSTLY:
+        found.append(
+            f"{clipped:.0%} of the completions were cut off at max_completion_length={longest}: raise it, ask for "
+            "shorter answers, or check that the model ends its answers by the tokenizer's eos_token."
+        )
+    starts = range(0, len(completions), generations)
+    groups = [[column[start : start + generations] for start in starts] for column in columns]
+    rewards = [value for column in columns for value in column if not math.isnan(value)]
+    if not rewards:
+        found.append(
+            "No reward function gave any completion a reward, all returned None: check what they read, the columns of "
+            "the data set and the form of the answers."
+        )
+    elif not any(_spreads(group) for column in groups for group in column):
+        what = f"the reward {rewards[0]:g}" if len(set(rewards)) == 1 else "one reward"
+        found.append(
+            f"All completions of each prompt earned {what}, so every advantage is 0: look at a few completions and at "
+            "the reward function, and take prompts of another difficulty, more num_generations or a finer reward."
+        )
+    texts = [repr(completion) for completion in completions]
+    if all(len(set(texts[start : start + generations])) == 1 for start in starts):
+        found.append(
+            "All completions of each prompt are equal, so nothing is sampled: set temperature=1.0, and leave top_k, "
+            "top_p and a seed in generation_kwargs out."
+        )
+    if not found:
+        return None
+    return f"The first generation batch teaches nothing, or little. {' '.join(found)}"
+
+
+def _spreads(group: Sequence[float]) -> bool:
+    return len({value for value in group if not math.isnan(value)}) > 1
+
+
+class Verdict(NamedTuple):
+    """What a run amounts to.
+
+    Args:
+        lines: sentences, the most important first.
+        worth_serving: whether its policy may be better than the one that it began with, for all that is known.
+    """
+
+    lines: list[str]
+    worth_serving: bool
+
+
+class Rewards(NamedTuple):
+    """Mean training reward at both ends of a run.
+
+    Args:
+        first, last: means over `steps` logged steps at the beginning and at the end.
+        noise: standard error of their difference; None where there are too few steps.
+        steps: logged steps in each mean.
+    """
+
+    first: float
+    last: float
+    noise: float | None
+    steps: int
+
+
+def rewards_of(run: Run) -> Rewards | None:
+    """The training reward at both ends of a run; None where none was logged."""
+    values = run.series("reward").values
+    if not values:
+        return None
+    steps = max(1, min(WINDOW, len(values) // 2))
+    ends = values[:steps], values[-steps:]
+    noise = None
+    if steps >= _ENOUGH:
+        noise = math.sqrt(sum(statistics.variance(end) for end in ends) / steps)
+    return Rewards(statistics.fmean(ends[0]), statistics.fmean(ends[1]), noise, steps)
+
+
+def verdict_of(run: Run) -> Verdict:
+    """What a run amounts to: whether it learned, what kept it from it, and what its mismatch means.
+
+    Learning: the mean reward of the last logged steps against that of the first, with twice the standard error of the
+    difference as the bound of noise. The mismatch: `reading` of the median k3 of the last steps.
+    """
+    if run.steps == 0:
+        return Verdict(["No optimizer step was made: nothing was trained."], False)
+    learning, worth_serving = _learning(run)
+    lines = [learning]
+    clipped = run.series("completions/clipped_ratio").values[-WINDOW:]
+    if clipped and statistics.fmean(clipped) >= _MOSTLY:
+        share = f"{statistics.fmean(clipped):.0%}"
+        lines.append(f"{share} of the last completions were cut off at max_completion_length: raise it.")
+    return Verdict([*lines, _mismatch(run)], worth_serving)
+
+
+def _learning(run: Run) -> tuple[str, bool]:
+    """Whether a run learned, in a sentence, and whether its policy is worth serving for that."""
+    rewards = rewards_of(run)
+    if rewards is None:
+        return "Nothing was learned: no completion earned a reward, all functions returned None.", False
+    spread = run.series("frac_reward_zero_std").values
+    if spread and min(spread) >= _NO_SPREAD:
+        of = f"the same reward, on the mean {rewards.last:.3g} in the last steps"
+        return f"Nothing was learned from the reward: all completions of each prompt earned {of}.", False
+    both = f"the mean training reward was {rewards.first:.3g} at first and {rewards.last:.3g} at last"
+    if rewards.noise is None:
+        return f"There are too few steps to tell whether the run learned: {both}.", True
+    steps = f"{rewards.steps} logged steps each"
+    change = rewards.last - rewards.first
+    if abs(change) <= 2 * rewards.noise:
+        return f"The run is not shown to have learned: {both} ({steps}), which is within the noise.", True
+    return f"The run {'learned' if change > 0 else 'lost reward'}: {both} ({steps}).", change > 0
+
+
+def _mismatch(run: Run) -> str:
+    measured = run.series("discrepancy/k3_kl").values[-WINDOW:]
+    if not measured:
+        return f"The mismatch was not measured: {NOT_MEASURED}"
+    k3 = statistics.median(measured)
+    may_lag = (setting(run, "weight_sync_steps") or 1) > 1 or bool(setting(run, "rollout_overlap"))
+    return f"The mismatch was measured: k3 {k3:.2g} nats, {reading(k3, may_lag)}."

@@ -1,0 +1,185 @@
+"""A run that ends has not learned for that: what is said after its first generation batch, and at its end."""
+
+import math
+import random
+import statistics
+
+import pytest
+
+from dc_trl import DCGRPOTrainer
+from dc_trl.callbacks.summary import BeforeAndAfter, summarize
+from dc_trl.records.runs import Run
+from dc_trl.records.verdict import first_batch, verdict_of
+from dc_trl.report import write_report
+
+from .helpers import Rollouts, distinct_characters, make_config, make_model, make_prompts
+
+
+def zero_reward(completions, **kwargs):
+    return [0.0] * len(completions)
+
+
+def run_of(rewards, k3=0.001, settings=None, **others):
+    rows = [
+        {"step": step, "reward": reward, "frac_reward_zero_std": 0.0, "completions/clipped_ratio": 0.0}
+        | ({} if k3 is None else {"discrepancy/k3_kl": k3})
+        | others
+        for step, reward in enumerate(rewards, start=1)
+    ]
+    return Run("run", [*rows, {"step": len(rewards), "train_runtime": 1.0}], settings or {})
+
+
+# --- at the end ---------------------------------------------------------------------------------------------------
+
+
+def noisy(first, last, steps=40, spread=0.05):
+    rng = random.Random(0)
+    return [first + (last - first) * step / (steps - 1) + rng.gauss(0, spread) for step in range(steps)]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "says", "worth_serving"),
+    [
+        (noisy(0.2, 0.8), "The run learned", True),
+        (noisy(0.8, 0.2), "The run lost reward", False),
+        (noisy(0.5, 0.5), "not shown to have learned", True),
+        ([0.2, 0.9], "too few steps", True),
+        ([0.4], "too few steps", True),
+        ([math.nan] * 5, "no completion earned a reward", False),
+    ],
+)
+def test_learning_by_the_first_and_the_last_rewards(rewards, says, worth_serving):
+    lines, serve = verdict_of(run_of(rewards))
+    assert says in lines[0]
+    assert serve == worth_serving
+    if not math.isnan(rewards[0]):
+        ends = max(1, min(10, len(rewards) // 2))
+        for mean in (statistics.fmean(rewards[:ends]), statistics.fmean(rewards[-ends:])):
+            assert f"{mean:.3g}" in lines[0]
+
+
+def test_noise_alone_is_learning_in_one_run_of_twenty_at_most():
+    rng = random.Random(1)
+    told = [verdict_of(run_of([rng.gauss(0.5, 0.2) for _ in range(40)])).lines[0] for _ in range(400)]
+    assert sum("not shown" in line for line in told) >= 0.92 * 400
+
+
+def test_what_keeps_a_run_from_learning_is_said():
+    lines, serve = verdict_of(run_of([0.0] * 20, frac_reward_zero_std=1.0))
+    assert ("Nothing was learned" in lines[0], serve) == (True, False)
+    assert "max_completion_length" not in " ".join(lines)
+    lines, _ = verdict_of(run_of(noisy(0.2, 0.8), **{"completions/clipped_ratio": 0.75}))
+    assert "75% of the last completions were cut off at max_completion_length" in lines[1]
+    assert verdict_of(Run("run", [{"step": 0, "train_runtime": 1.0}])) == (
+        ["No optimizer step was made: nothing was trained."],
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("k3", "settings", "says"),
+    [  # the bounds of docs/which_one.md
+        (0.0049, {}, "below 0.005"),
+        (0.0051, {}, "between 0.005 and 0.01"),
+        (0.0101, {}, "above 0.01"),
+        (0.0019, {"weight_sync_steps": 8}, "below 0.002"),
+        (0.0021, {"weight_sync_steps": 8}, "above 0.002"),
+        (0.0021, {"rollout_overlap": True}, "above 0.002"),
+        (0.0101, {"weight_sync_steps": 8}, "above 0.01"),
+        (None, {}, "not measured"),
+    ],
+)
+def test_the_mismatch_is_read_by_the_bounds_of_the_study(k3, settings, says):
+    assert says in verdict_of(run_of([0.5] * 4, k3, settings)).lines[-1]
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_run_ends_with_its_verdict_and_its_report_begins_with_it(tmp_path, tokenizer, capsys, zero):
+    trainer = DCGRPOTrainer(
+        make_model(),
+        zero_reward if zero else distinct_characters,
+        make_config(tmp_path / "run", deployment_scheme="fp8", export_run=True, max_steps=4),
+        train_dataset=make_prompts(),
+        processing_class=tokenizer,
+    )
+    run = BeforeAndAfter(trainer)
+    trainer.add_callback(run)
+    trainer.train()
+    capsys.readouterr()
+    summarize(trainer, run)
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("Nothing was learned" if zero else "There are too few steps")
+    assert any("training reward, first and last 2 logged steps" in line for line in others)  # there is no held-out set
+    assert any(line.startswith("Serve it") for line in others) != zero
+    page, *_ = write_report([tmp_path / "run"], tmp_path / "page.html")
+    text = page.read_text()
+    assert 0 < text.index("Verdict") < text.index(first[:20]) < text.index("What came out")
+
+
+# --- after the first generation batch -------------------------------------------------------------------------------
+
+TEXTS = ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "completions", "clipped", "says"),
+    [
+        ([[0.0, 1.0, 0.0, 0.0]], TEXTS, 0.0, []),
+        ([[0.0, 1.0, math.nan, math.nan]], TEXTS, 0.4, []),
+        ([[0.0, 0.0, 1.0, 1.0]], TEXTS, 0.0, ["one reward"]),
+        ([[0.0] * 4], TEXTS, 0.0, ["the reward 0,"]),
+        (
+            [[0.0] * 4],
+            TEXTS,
+            1.0,
+            ["100% of the completions were cut off at max_completion_length=8", "the reward 0,"],
+        ),
+        ([[math.nan] * 4], TEXTS, 0.0, ["all returned None"]),
+        ([[1.0, math.nan, math.nan, 1.0]], TEXTS, 0.0, ["the reward 1,"]),
+        ([[0.0] * 4], ["a", "a", "b", "b"], 0.0, ["the reward 0,", "are equal"]),
+        ([[0.0, 1.0, 0.0, 1.0]], ["a", "a", "b", "b"], 0.0, ["are equal"]),
+        # Normalised one by one, functions whose sum does not spread teach all the same.
+        ([[0.0, 1.0, 0.0, 1.0], [1.0, 0.0, 1.0, 0.0]], TEXTS, 0.0, []),
+        ([[0.0, 0.0, 1.0, 1.0], [2.0] * 4], TEXTS, 0.0, ["one reward"]),
+    ],
+)
+def test_the_first_batch_by_hand(columns, completions, clipped, says):
+    warning = first_batch(columns, 2, completions, clipped, 8)
+    assert (warning is None) == (not says)
+    assert all(words in warning for words in says)
+    assert warning is None or "\n" not in warning
+
+
+def no_reward(completions, **kwargs):
+    return [None] * len(completions)
+
+
+def cut_off(call, completions, logprobs):
+    for ids in completions:
+        ids[-1] = 7  # in place of the end token
+
+
+@pytest.mark.parametrize(
+    ("reward", "edit", "says"),
+    [
+        (distinct_characters, None, None),
+        (zero_reward, None, "the reward 0,"),
+        (no_reward, None, "all returned None"),
+        (distinct_characters, cut_off, "max_completion_length=8"),
+    ],
+)
+def test_a_run_is_warned_after_its_first_batch_and_once(tmp_path, tokenizer, caplog, reward, edit, says):
+    trainer = DCGRPOTrainer(
+        make_model(),
+        reward,
+        make_config(tmp_path, max_steps=2),
+        train_dataset=make_prompts(),
+        processing_class=tokenizer,
+        rollout_func=Rollouts(edit=edit),
+    )
+    for _ in range(2):  # a second training looks again
+        caplog.clear()
+        trainer.train()
+        warned = [record.message for record in caplog.records if "first generation batch" in record.message]
+        assert len(warned) == (says is not None)
+        assert all(says in message for message in warned)
