@@ -28,7 +28,7 @@ from dc_trl.command import serve
 from dc_trl.command.options import FILE, parser_of
 from dc_trl.files import read_object
 from dc_trl.records.time_parts import PARTS
-from dc_trl.settings.contradictions import RULES, RULES_OF_A_CONSTRAINT
+from dc_trl.settings.contradictions import RULES, RULES_OF_A_COMPARISON, RULES_OF_A_CONSTRAINT
 from dc_trl.settings.recipes import RECIPES
 from dc_trl.training.arguments import ARGUMENTS
 
@@ -103,7 +103,7 @@ def test_the_recipes_are_shown():
 
 def test_every_contradiction_is_shown(refused):
     shown = {line: str(error) for line, error in refused.items()}
-    for rule in (*RULES, *RULES_OF_A_CONSTRAINT):
+    for rule in (*RULES, *RULES_OF_A_COMPARISON, *RULES_OF_A_CONSTRAINT):
         words = ".*".join(map(re.escape, re.split(r"\{.*?\}", rule.message)))
         assert any(re.fullmatch(words, error) for error in shown.values()), (
             f"docs/configuration.md lacks {rule.message}"
