@@ -11,7 +11,7 @@ from pyarrow import ArrowException
 from transformers import PreTrainedTokenizerBase
 
 from ..files import parse_object
-from ..grading import GRADING_COLUMNS, is_gradable
+from ..grading import GRADING_COLUMNS, gold_answer, is_gradable
 from ..settings.paths import READERS, is_data_file, require_data_file
 from .schema import require_grading
 from .templates import base_prompt, chat_prompt
@@ -141,17 +141,6 @@ def _require_columns(rows: Dataset, columns: Mapping[str, str]) -> None:
         if column.split(".")[0] not in rows.column_names:
             known = ", ".join(map(repr, _fields(rows)))
             raise ValueError(f"{option}={column!r} is missing: set it to a column of the data set, one of {known}.")
-
-
-def gold_answer(value: Any) -> str | None:
-    """Gold answer as text, None where there is none: whole numbers without a point, GSM8K's part after `####`."""
-    if isinstance(value, list) and len(value) == 1:
-        return gold_answer(value[0])
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(int(value)) if float(value).is_integer() else str(value)
-    if not isinstance(value, str):
-        return None
-    return value.rsplit("####", 1)[-1].strip() or None
 
 
 def describe_counts(counts: dict[str, int]) -> str:
