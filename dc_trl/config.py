@@ -71,9 +71,9 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             How the discrepancy enters the objective (`dc_trl.constraint.forms`). `"injected"`: the paper's, advantages
             minus λ·δ. `"complete"`: with the gradient of δ itself. `"quadratic"`: the gradient of half the squared
             discrepancy (the paper's appendix B). `"log_ratio"`: advantages minus λ·log π_train/π_inf, the gradient of
-            a KL divergence. `"two_sided_kl"` and `"two_sided_l1"`: a term of the loss between the policy and its
-            quantized self, with gradients through both; they need `deployment_scheme`, and one more forward and
-            backward pass.
+            half the expected square of that logarithm over the engine's tokens, and nearly of a KL divergence.
+            `"two_sided_kl"` and `"two_sided_l1"`: a term of the loss between the policy and its quantized self, with
+            gradients through both; they need `deployment_scheme`, and one more forward and backward pass.
         discrepancy_measure (`str`, defaults to `"prob_diff"`):
             δ of a token (eq. 2): `"prob_diff"` |π_train − π_inf|, `"prob_ratio"` |π_train/π_inf − 1|, or `"log_prob"`
             |log π_train − log π_inf|.

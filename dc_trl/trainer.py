@@ -72,8 +72,8 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
 
     Takes everything that [`~trl.GRPOTrainer`] takes, with [`DCGRPOConfig`] in place of `GRPOConfig`. The rollouts must
     carry the log-probabilities of the sampled tokens: those of vLLM (`use_vllm=True`), of the in-process replica
-    (`deployment_scheme`), or of a `rollout_func` do. With `constraint="none"`, the default, the losses are TRL's, bit
-    for bit; `recipe="paper"` is the paper's.
+    (`deployment_scheme`), or of a `rollout_func` do. With `constraint="none"`, the default, the losses are TRL's:
+    bit for bit with `length_aware_batches=False`, otherwise to rounding; `recipe="paper"` is the paper's.
 
     `train` leaves `history.jsonl`, `settings.json` and `run.png` in `args.output_dir`, and with `deployment_scheme`
     `deployment/` too (what `vllm serve` takes), which `save_model` leaves beside the model: see `export_run`.

@@ -228,6 +228,32 @@ def test_the_script_writes_what_training_reads(prepare, tokenizer):
     assert {"multiple_answers", "unit", "relative_tolerance", "absolute_tolerance"} < set(prompts.column_names)
 
 
+def test_the_script_reads_other_columns(prepare, tmp_path, tokenizer):
+    """GSM8K's rows, chat messages with nested answers, and rows that say how an answer is graded."""
+    rows = [{"question": f"How many is {n} and {n}?", "solution": f"{n}+{n}\n#### {1000 * n:,}"} for n in (1, 2)]
+    chat = [
+        {"messages": [{"role": "user", "content": "Halve one."}], "gold": {"value": 0.5}, "absolute_tolerance": 0.1}
+    ]
+    for number, (made, prompt, answer, expected) in enumerate(
+        (
+            (rows, "question", "solution", [(r["question"], f"{n},000", 0.0) for n, r in enumerate(rows, start=1)]),
+            (chat, "messages", "gold.value", [("Halve one.", "0.5", 0.1)]),
+            ([{"question": "1+1?", "answer": 2}], "question", None, [("1+1?", "2", 0.0)]),
+        )
+    ):
+        file = tmp_path / f"mine{number}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in made))
+        options = ["--prompt_column", prompt] + ([] if answer is None else ["--answer_column", answer])
+        output, _ = prepare("--file", file, *options, output=f"out{number}")
+        kept = load_rows(str(output / "train.parquet"))
+        assert kept.features == FEATURES
+        assert [(row["problem"], row["answer"], row["absolute_tolerance"]) for row in kept] == expected
+    with pytest.raises(SystemExit, match=r"error: .*answer_column='gold' is missing: .*'question', 'answer'"):
+        prepare("--file", file, "--prompt_column", "question", "--answer_column", "gold")
+    with pytest.raises(SystemExit, match=r"error: .*prompt_column='prompt' is missing"):
+        prepare("--file", file, "--answer_column", "answer")
+
+
 def test_the_script_refuses_before_it_reads(prepare, tmp_path):
     prepare(output="there")
     before = (tmp_path / "there" / "train.parquet").stat()

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.ablation.plan import load_sweep
-from dc_trl.command import COMMANDS
+from dc_trl.command import COMMANDS, main
 from dc_trl.command.options import FILE
 from dc_trl.command.write_options import file_text
 from dc_trl.evaluation.results import Evaluation
@@ -84,12 +84,32 @@ def test_the_program_lists_its_commands_and_refuses_others(tmp_path):
     code, shown, _ = watched(["--help"], tmp_path)
     assert code == 0
     assert re.findall(r"^  ([a-z-]+) {2,}\w", shown, re.MULTILINE)[: len(COMMANDS)] == list(COMMANDS)
-    code, _, error = watched(["trian"], tmp_path)
+    code, _, error = watched(["xyz"], tmp_path)
     assert code == 2
-    assert "'trian' is no command: use one of train, serve" in error
+    assert "'xyz' is no command: use one of train, serve" in error
     code, _, error = watched(["--verion"], tmp_path)
     assert code == 2
     assert "did you mean --version?" in error
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("trian", "train"),
+        ("TRAIN", "train"),
+        ("prepare_data", "prepare-data"),
+        ("prepare", "prepare-data"),
+        ("eval", "evaluate"),
+        ("plans", "plan"),
+        ("docter", "doctor"),
+        ("reports", "report"),
+    ],
+)
+def test_an_unknown_command_gets_the_nearest_name(word, name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([word])
+    assert ended.value.code == 2
+    assert f"error: {word!r} is no command: did you mean {name}?" in capsys.readouterr().err
 
 
 def test_the_versions_are_those_that_are_installed(tmp_path):

@@ -14,6 +14,7 @@ import traceback
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args, get_origin
+from urllib.parse import unquote, urlsplit
 
 import pytest
 import trl
@@ -357,6 +358,22 @@ def test_every_page_is_in_the_table_of_contents():
 # --- the site
 
 
+def broken_links(site: Path) -> list[tuple[str, str]]:
+    """(page, address) of what pages of a site load or link, and that is not there: files, and places in pages."""
+    texts = {file: file.read_text(encoding="utf-8") for file in sorted(site.rglob("*.html"))}
+    places = {file: set(re.findall(r'\b(?:id|name)="([^"]+)"', text)) for file, text in texts.items()}
+    broken = []
+    for file, text in texts.items():
+        for address in re.findall(r'<[^>]*?\s(?:src|href|poster|data)="([^"]+)"', text):
+            url = urlsplit(html.unescape(address))
+            target = (file.parent / unquote(url.path)).resolve() if url.path else file
+            if url.scheme or url.netloc:
+                continue
+            is_there = target.exists() and (not url.fragment or unquote(url.fragment) in places.get(target, ()))
+            broken += [] if is_there else [(str(file.relative_to(site)), address)]
+    return broken
+
+
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("sphinx") is None, reason="Sphinx is not installed (make docs)")
 def test_the_site_builds_and_needs_nothing_from_elsewhere(tmp_path, refused):
@@ -366,6 +383,12 @@ def test_the_site_builds_and_needs_nothing_from_elsewhere(tmp_path, refused):
     for file in (tmp_path / "site").glob("*.html"):
         loaded = re.findall(r"<(?:script|img|link)\b[^>]*?(?:src|href)=\"((?:https?:)?//[^\"]+)", file.read_text())
         assert not loaded, (file.name, loaded)
+    assert broken_links(tmp_path / "site") == []
+    (tmp_path / "site" / "broken.html").write_text('<img src="images/none.png"><a href="tour.html#nowhere">')
+    assert broken_links(tmp_path / "site") == [
+        ("broken.html", "images/none.png"),
+        ("broken.html", "tour.html#nowhere"),
+    ]
     reference = (tmp_path / "site" / "api.html").read_text()
     assert 'id="dc_trl.DCGRPOTrainer"' in reference
     assert "system-message" not in reference

@@ -55,7 +55,18 @@ def test_documented(gold, options, answer, correct):
         (r"\text{so \boxed{46}}", "46"),
         (r"\boxed{\boxed{46}}", r"\boxed{46}"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{40}, or \boxed{46", "40"),
+        (r"\boxed{40}, or \boxed{46", None),
+        (r"\boxed{40}, or \fbox{46", None),
+        (r"\boxed{40}, or \boxed{\frac{1}{2}", None),
+        (r"\boxed{40}, or \boxed{46\}", None),
+        (r"\boxed{40}, or \boxed", None),
+        (r"\boxed{40}, or \fbox ", None),
+        (r"\boxed{40}, or \boxe", None),
+        (r"\boxed{\boxed{40} + 6", None),
+        (r"\boxed{40}, and {46", "40"),
+        (r"\boxed{40}, and \frac", "40"),
+        ("\\boxed{4, no.\n\nSo \\boxed{46}", "46"),
+        ("\\boxed{\n\n46\n\n}", "46"),
         (r"{ \boxed{46}", "46"),
         (r"} \boxed{46}", "46"),
         (r"\boxed{}", ""),
@@ -72,6 +83,139 @@ def test_a_box_in_a_box_is_unwrapped_and_nothing_else_with_it():
     assert grade(r"\boxed{\boxed{46}}", Gold("46")).correct
     assert not grade(r"\boxed{47 \boxed{46}}", Gold("46")).correct
     assert not grade(r"\boxed{46, 47}", Gold("46")).correct
+
+
+# Mathematics that SymPy does not survive, or has no value for.
+MONSTERS = [
+    *("2024^{4046}", r"\frac{1}{2004!}", r"2024^{4046}x", "(2024^{4046}, 1)", r"x > 2024^{4046}", "2024.5^{4046}"),
+    *(r"\mathbb{R} \setminus \{2024^{4046}\}", r"x > 2^{5000} \text{ and } x < 3^{5000}", "(10^{100})^{100}"),
+    *(
+        "9^{9^{9}}",
+        "(10000!)!",
+        "10^{10^{10}}",
+        r"\sin(9^{9^{9}})",
+        "1.0000001^{10^{12}}",
+        "x^{9^{9}}",
+        "(x+y)^{10^{6}}",
+    ),
+    *(r"\binom{10^{10}}{5\cdot 10^{9}}", r"\log_2(2^{10^{10}})", r"\gamma(9^{99})", "9999!", "((5!)!)!"),
+    *(r"\frac{0}{0}", "1/0", r"\frac{1}{0}y", r"\infty-\infty", r"0\cdot\infty", r"\ln 0", r"1 \bmod 0", "(-1)!"),
+    *("nan", "zoo", "inf", r"-\infty", "None", r"\text{nan}", r"\lfloor\infty\rfloor", r"\lfloor\frac00\rfloor"),
+    *(r"\frac{d}{dx}x", r"\int x", r"\int 3\frac{1}{2}", r"\sum_{k=1}^{\infty} k", r"\lim_{x\to 0} \frac{1}{x}"),
+    *(
+        r"\sqrt[0]{2}",
+        r"\log_1 2",
+        r"\begin{pmatrix}1&2\\3\end{pmatrix}",
+        r"\begin{pmatrix}\end{pmatrix}",
+        r"\emptyset",
+    ),
+    *("[1,2)\\cup\\{3\\}", r"\mathbb{R}\setminus\{1/0\}", "x = 5+6 = 11", "x=y=z", "x \\in x \\in x", "==", r"\pm\pm"),
+    *("1" * 400, "1" * 401, "1" * 5000, "1" * 400 + "^{999999999}", "1e400", "1e999999999", "1/3/7", "xy" * 50),
+    *("-" * 500 + "5", "5" + "!" * 500, "x^x^x^x", "x_x_x", r"\sqrt" * 150 + "2", r"\frac" * 150 + "12"),
+    *(
+        "{" * 24 + "1" + "}" * 24,
+        "(" * 400,
+        r"\frac{1}{" * 11 + "1" + "}" * 11,
+        "5}",
+        "{5",
+        "}{",
+        "5\\",
+        "\\boxed{3",
+        "",
+    ),
+    *(
+        "4\x006",
+        "46\ud800",
+        "\ud800",
+        "𝟒",
+        "٣",
+        "x²³",
+        "½^½",
+        "√√2",
+        "x**y**z",
+        "**5**",
+        "2**-x",
+        "12:00",
+        "%5",
+        "5%%",
+    ),
+]
+
+
+@pytest.mark.parametrize("text", MONSTERS, ids=range(len(MONSTERS)))
+def test_no_text_raises_and_every_gold_accepts_its_own(text):
+    gold = Gold(text)
+    assert grade(boxed(text), gold).correct is (True if is_gradable(gold) else None)
+    for answer in ("5", r"\sqrt{3}", "x+1", r"\frac{0}{0}", "2024^{4046}"):
+        assert (grade(boxed(answer), gold).correct is None) is not is_gradable(gold)
+        assert (grade(boxed(text), Gold(answer)).correct is None) is (answer == r"\frac{0}{0}")
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.one_of(
+        st.text(max_size=20),
+        st.lists(
+            st.sampled_from(
+                [
+                    *(
+                        r"\frac",
+                        r"\sqrt",
+                        r"\binom",
+                        r"\log",
+                        r"\cup",
+                        r"\pm",
+                        r"\text{a}",
+                        r"\infty",
+                        r"\boxed{",
+                        r"\\",
+                        r"\{",
+                    ),
+                    *(
+                        *"<>=+-*/^_!,;&{}()[]|%$~. 12xi",
+                        "\x00",
+                        "½",
+                        "**",
+                        "nan",
+                        "inf",
+                        "pi",
+                        "and",
+                        "1/0",
+                        "n!",
+                        "1e5",
+                        "4 4/9",
+                    ),
+                ]
+            ),
+            max_size=10,
+        ).map("".join),
+    )
+)
+def test_no_text_raises(text):
+    gold = Gold(text)
+    assert grade(boxed(text), gold).correct is (True if is_gradable(gold) else None)
+    assert grade(text, Gold(r"\sqrt{3}")).correct in (True, False)
+
+
+@pytest.mark.parametrize(
+    "gold", [r"\frac{0}{0}", "1/0", "0^{-1}", "1 \\bmod 0", "\\infty-\\infty", "(1, 0/0)", "x = 1/0", "5}"]
+)
+def test_what_has_no_value_is_no_gold(gold):
+    assert not is_gradable(gold)
+    assert grade(boxed(gold), Gold(gold)).correct is None
+
+
+def test_a_number_of_thousands_of_digits_is_compared_by_its_value():
+    assert grade(boxed("(2024)^{4046}"), Gold("2024^{4046}"))
+    assert not grade(boxed("2024^{4045}"), Gold("2024^{4046}"))
+    assert not grade(boxed(r"\frac{1}{2005!}"), Gold(r"\frac{1}{2004!}"))
+
+
+def test_gamma_without_an_argument_is_a_symbol():
+    """It is the function whose pole is at -1 to latex2sympy, and all golds with `\\gamma^2-1` were equal."""
+    assert is_gradable(r"\gamma^{2}-1")
+    assert grade(boxed(r"(\gamma-1)(\gamma+1)"), Gold(r"\gamma^{2}-1"))
+    assert not grade(boxed(r"\gamma^{3}-1"), Gold(r"\gamma^{2}-1"))
 
 
 @pytest.mark.parametrize("gold", ["", " ", "???", "none", "no solution", "n/a", r"\frac{1}{", "1" * 5000, "4\x006"])

@@ -3,6 +3,8 @@
 import json
 import logging
 import re
+import unicodedata
+from fractions import Fraction
 from math import gcd, isqrt
 from pathlib import Path
 
@@ -282,6 +284,117 @@ def test_units_may_be_added_and_left_out(gold, tail):
     assert verdicts(gold, gold + tail) == [True, True]
 
 
+# --- Numbers, powers and constants in other spellings
+
+
+@pytest.mark.parametrize("character", "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞")
+def test_fractions_in_one_character(character):
+    value = Fraction(unicodedata.numeric(character)).limit_denominator(10)
+    fraction = f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    assert verdicts(character, fraction) == [True, True]
+    assert verdicts(f"-3{character}", str(-3 - value)) == [True, True]
+    assert verdicts(f"x = 2{character}", f"2{fraction}") == [True, True]
+    assert verdicts(f"{character}\\sqrt{{3}}", f"{fraction}\\sqrt{{3}}") == [True, True]
+    assert verdicts(character, str(value + 1)) == [False, False]
+    assert verdicts(character, f"{character}\\%") == [False, False]
+
+
+NO_DECIMALS = [
+    "\\frac{1}{2}",
+    "1/2",
+    "½",
+    "4 4/9",
+    "1\\frac{1}{2}",
+    "10^2",
+    "8.7 \\times 10^8",
+    "\\sqrt{2}",
+    "x+1",
+    "\\pi",
+    "2^{10}",
+    "n!",
+]
+
+
+@pytest.mark.parametrize("sign", ["%", "\\%", "\\text{ percent}"])
+@pytest.mark.parametrize("number", NO_DECIMALS)
+def test_a_percent_sign_is_part_of_what_is_no_decimal(number, sign):
+    assert verdicts(number, number + sign) == [False, False]
+    assert verdicts(f"({number}, 1)", f"({number}{sign}, 1)") == [False, False]
+    assert grade(boxed(f"{number}\\%"), Gold(number + sign))
+    # What the data states about all answers is no part of this one.
+    assert grade(boxed(number), Gold(number, unit="%"))
+
+
+@given(st.decimals(0, 10**6, places=2), st.sampled_from(["", "-"]), st.sampled_from(["%", "\\%", "\\text{ percent}"]))
+def test_a_percent_sign_may_be_left_out_of_a_decimal(value, minus, sign):
+    number = f"{minus}{value}"
+    assert verdicts(number, number + sign) == [True, True]
+    assert verdicts(f"{number}{sign}", str(Fraction(number) / 100)) == [True, True]
+    assert verdicts(f"{number}{sign}", f"{number}\\text{{ dollars}}") == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("x**6", "x^6"),
+        ("2**100", "2^{100}"),
+        ("x**-2", "x^{-2}"),
+        ("x**2.5", "x^{2.5}"),
+        ("x ** 10 + 1", "x^{10}+1"),
+        ("x**(n+1)", "x^{n+1}"),
+        ("2**x**2", "2^{x^2}"),
+        ("x**\\frac12", "\\sqrt{x}"),
+        ("(x+1)**2", "(x+1)^2"),
+        ("e**(2*x)", "e^{2x}"),
+        ("2**sqrt(2)", "2^{\\sqrt2}"),
+        ("x⁻¹⁰", "x^{-10}"),
+        ("2*pi*r**2", "2\\pi r^2"),
+        ("pi", "\\pi"),
+        ("\\text{pi}", "pi"),
+        ("sqrt(pi)", "\\sqrt{\\pi}"),
+        ("inf", "\\infty"),
+        ("-oo", "-\\infty"),
+        ("(-infinity, 5)", "x < 5"),
+        ("(-inf, pi]", "(-\\infty, \\pi]"),
+        ("[0, +Infinity)", "x \\ge 0"),
+        ("(-oo, oo)", "\\mathbb{R}"),
+        ("(-oo, 1) \\cup (2, oo)", "x < 1 \\text{ or } x > 2"),
+    ],
+)
+def test_as_programs_write(one, other):
+    assert verdicts(one, other) == [True, True]
+    assert verdicts(one, f"{other}, 7919") == [False, False]
+
+
+@pytest.mark.parametrize("prose", ["the value of pi", "oops", "to infinity and beyond", "nan", "none"])
+def test_a_constant_in_prose_makes_it_no_mathematics(prose):
+    assert not is_gradable(prose)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.lists(st.integers(0, 99), min_size=2, max_size=2), min_size=2, max_size=3, unique_by=tuple),
+    st.lists(
+        st.sampled_from(["; ", ", ", r" \text{ and } ", " or ", r" \quad\text{or}\quad "]), min_size=2, max_size=2
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_several_solutions_in_any_form(solutions, separators, random):
+    def written(rows, separator, names="pq"):
+        return separator.join(", ".join(f"{name}={row['pq'.index(name)]}" for name in names) for row in rows)
+
+    one = written(solutions, separators[0])
+    shuffled = random.sample(solutions, len(solutions))
+    assert verdicts(one, written(shuffled, separators[1])) == [True, True]
+    assert verdicts(one, written(shuffled, separators[1], "qp")) == [True, True]
+    assert verdicts(one, ", ".join(f"({p}, {q})" for p, q in shuffled)) == [True, True]
+    changed = [[solutions[0][0] + 100, solutions[0][1]], *solutions[1:]]
+    assert verdicts(one, written(changed, separators[1])) == [False, False]
+    crossed = [[p, q] for (p, _), (_, q) in zip(solutions, [*solutions[1:], solutions[0]], strict=True)]
+    same = sorted(crossed) == sorted(solutions)
+    assert verdicts(one, written(crossed, separators[1])) == [same, same]
+
+
 # --- Verdicts and exceptions
 
 
@@ -298,8 +411,10 @@ RAISES = r"\int 3\frac{1}{2}"
 
 def test_an_exception_in_grading_is_counted_and_shown(caplog):
     assert is_gradable(RAISES)
-    with pytest.raises(ValueError, match="Invalid limits"):
-        grade(boxed("3"), Gold(RAISES))
+    with caplog.at_level(logging.WARNING, "dc_trl.grading"):
+        assert grade(boxed("3"), Gold(RAISES)).correct is False  # without a pool too
+    assert "ValueError: Invalid limits" in caplog.text
+    caplog.clear()
     texts = [boxed("3"), boxed("4"), boxed("4")]
     with Grader(processes=1) as grader, caplog.at_level(logging.WARNING, "dc_trl.grading"):
         graded = grader.grade(texts, [Gold(RAISES), Gold(RAISES), Gold("4")])

@@ -19,6 +19,7 @@ from trl import TrlParser
 from trl.trainer.utils import compute_flops_per_token
 
 from dc_trl import DCGRPOConfig
+from dc_trl.command import plan as plan_command
 from dc_trl.command.serve import make_parser
 from dc_trl.planning import commands, measured
 from dc_trl.planning.architecture import architecture_of, load_architecture
@@ -383,16 +384,31 @@ def test_the_trainer_takes_gradients_that_are_reduced_each_time(plan, tmp_path):
 
 def test_the_batch_of_a_recipe():
     path = ROOT / "configs" / "qwen3_30b_a3b_fp8.yaml"
-    found, model = settings_of_config(path, None, ROOT / "configs" / "accelerate" / "fsdp2_moe.yaml")
+    found, model = settings_of_config(path, 16)
     assert model == "Qwen/Qwen3-30B-A3B"
     work = PlanSettings(**found).workload()
     assert (work.completions, work.completions_per_step, work.generations) == (512, 128, 8)
     assert (work.lengths.cap, work.longest, work.scheme) == (8192, 10240, "fp8")
     assert work.precision == BF16_COMPUTE
-    with pytest.raises(ValueError, match="processes is not set"):
-        settings_of_config(path, None, None)
     with pytest.raises(ValueError, match="use_vllm"):
-        settings_of_config(ROOT / "configs" / "quickstart.yaml", 1, None)
+        settings_of_config(ROOT / "configs" / "quickstart.yaml", 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "completions"),
+    [
+        ("--gpus 8", [1024]),
+        ("--gpus 4 8", [512, 1024]),
+        ("--gpus 8 16 --processes 4", [512, 512]),
+        ("--gpus 16 --accelerate_config configs/accelerate/fsdp2.yaml", [512]),
+    ],
+)
+def test_the_devices_are_the_processes_that_the_batch_is_for(options, completions, monkeypatch):
+    """By hand: the file has 2 rows for each process, 64 times; fsdp2.yaml has 4 processes."""
+    monkeypatch.chdir(ROOT)
+    words = f"--model configs/models/qwen3_8b.json --config configs/qwen3_8b_fp8.yaml {options}"
+    plans, _ = plan_command.make_plans(plan_command.make_parser().parse_args(words.split()))
+    assert [plan.work.completions for plan in plans] == completions
 
 
 @pytest.mark.parametrize(

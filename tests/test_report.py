@@ -17,6 +17,7 @@ from PIL import Image
 from trl import GRPOConfig
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl.command import report as report_command
 from dc_trl.records.runs import read_history, read_run
 from dc_trl.records.settings import changed_settings, default_of, json_value, training_defaults
 from dc_trl.report import write_report
@@ -390,6 +391,26 @@ def test_what_stands_in_the_way_is_kept(tmp_path):
     with pytest.raises(ValueError, match="give at least one"):
         write_report([], tmp_path / "other.html")
     assert not (tmp_path / "other.html").exists()
+
+
+def test_without_an_output_the_page_is_in_the_run(tmp_path, capsys):
+    run, other = make_run(tmp_path / "run"), make_run(tmp_path / "other")
+    for _ in range(2):  # the second call replaces the first one's page
+        report_command.main([str(run)])
+    assert {"report.html", "report_figures"} < {path.name for path in run.iterdir()}
+    assert read_report(run / "report.html").texts["h1"] == ["Run run"]
+    assert str(run / "report.html") in capsys.readouterr().out
+    report_command.main([str(run), "--output", str(tmp_path / "page.html")])
+    assert (tmp_path / "page.html").exists()
+    with pytest.raises(SystemExit, match="error: output is not set, and there are 2 runs: name the page"):
+        report_command.main([str(run), str(other)])
+    (other / "report.html").write_text("mine")
+    with pytest.raises(SystemExit, match="exists and is no report of runs: choose another file"):
+        report_command.main([str(other)])
+    assert (other / "report.html").read_text() == "mine"
+    with pytest.raises(SystemExit, match=r"error: .*none"):
+        report_command.main([str(tmp_path / "none")])
+    assert not (tmp_path / "none").exists()
 
 
 # --- settings of a real run ------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ A module has `make_parser()` and `main(words)`. What its parser says stands in `
 refusals come at once: torch and TRL take seconds to import. `options.py` reads it.
 """
 
+import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -68,7 +69,10 @@ def main(words: Sequence[str] | None = None) -> None:
             print("\n".join(versions()))
         return
     if given[0] not in COMMANDS:
-        parser.error(f"{given[0]!r} is no command: use one of {', '.join(COMMANDS)}")
+        word = given[0].lower().replace("_", "-")
+        close = difflib.get_close_matches(word, COMMANDS, n=1) or [name for name in COMMANDS if name in word]
+        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(COMMANDS)}"
+        parser.error(f"{given[0]!r} is no command: {hint}")
     call(given[0], given[1:])
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from ..files import read_yaml
 from ..planning.architecture import load_architecture
 from ..planning.commands import shell_lines, vllm_command
 from ..planning.devices import DEVICES, FAST, SLOW, Assumptions, with_overrides
@@ -39,7 +40,13 @@ def make_parser() -> OptionParser:
     what.add_argument("--growth", action="store_true", help="measure step time against size here")
     machine = parser.add_argument_group("the machine")
     machine.add_argument("--device", default="h100", choices=DEVICES, help="kind of device (default: h100)")
-    machine.add_argument("--gpus", type=int, nargs="+", default=[8], help="devices in all; several give a table")
+    machine.add_argument(
+        "--gpus",
+        type=int,
+        nargs="+",
+        default=[8],
+        help="devices in all, several give a table; and the processes of --config",
+    )
     machine.add_argument("--gpus_per_node", type=int, default=8, help="devices of a node (default: 8)")
     machine.add_argument("--transport", choices=("memory", "shared", "nccl"), help="how weights reach the engine")
     work = parser.add_argument_group("the work")
@@ -48,8 +55,10 @@ def make_parser() -> OptionParser:
     )
     work.add_argument("--revision", default="main", help="revision of a Hub model")
     work.add_argument("--config", help="training configuration, or the name of one that ships, as for dc-trl train")
-    work.add_argument("--accelerate_config", type=shipped, help="the launch configuration whose processes it is for")
-    work.add_argument("--processes", type=int, help="processes that it is for, in place of the latter's")
+    work.add_argument(
+        "--accelerate_config", type=shipped, help="a launch configuration, whose processes --config is for"
+    )
+    work.add_argument("--processes", type=int, help="processes that --config is for, in place of --gpus")
     add_fields(work, PlanSettings, *WORK)
     parser.set_defaults(**dict.fromkeys(WORK))  # what is given overrides the configuration
     assumed = parser.add_argument_group("assumptions, one number or the slow and the fast one")
@@ -63,25 +72,30 @@ def make_parser() -> OptionParser:
 
 def make_plans(args: argparse.Namespace) -> tuple[list[Plan | NoPlan], tuple[Assumptions, Assumptions]]:
     """One plan for each number of devices."""
-    given = {name: value for name in WORK if (value := getattr(args, name)) is not None}
-    named = args.model
-    if args.config is not None:
-        launch = None if args.accelerate_config is None else Path(args.accelerate_config)
-        found, model = settings_of_config(config_file(args.config), args.processes, launch)
-        given, named = found | given, named or shipped(model)
-    if named is None:
-        raise ValueError("model is not set: give --model, or --config with a model_name_or_path.")
     for name in ("gpus_per_node", "processes"):
         if (value := getattr(args, name)) is not None:
             require_number(name, value, COUNT)
     for count in args.gpus:
         require_number("gpus", count, COUNT)
-    work = PlanSettings(**given).workload()
+    given = {name: value for name in WORK if (value := getattr(args, name)) is not None}
+    named, found = args.model, [given] * len(args.gpus)
+    if args.config is not None:
+        processes = args.processes
+        if processes is None and args.accelerate_config is not None:
+            processes = read_yaml(Path(args.accelerate_config)).get("num_processes", 1)
+        of_config = [settings_of_config(config_file(args.config), processes or count) for count in args.gpus]
+        named, found = named or shipped(of_config[0][1]), [settings | given for settings, _ in of_config]
+    if named is None:
+        raise ValueError("model is not set: give --model, or --config with a model_name_or_path.")
+    works = [PlanSettings(**settings).workload() for settings in found]
     overrides = {field.name: value for field in fields(Assumptions) if (value := getattr(args, field.name))}
     assumptions = with_overrides(overrides)
     architecture = load_architecture(named, args.revision)
     clusters = [Cluster(DEVICES[args.device], count, args.gpus_per_node) for count in args.gpus]
-    return [make_plan(architecture, work, cluster, assumptions, args.transport) for cluster in clusters], assumptions
+    pairs = zip(works, clusters, strict=True)
+    return [
+        make_plan(architecture, work, cluster, assumptions, args.transport) for work, cluster in pairs
+    ], assumptions
 
 
 def print_plan(plan: Plan | NoPlan, assumptions: tuple[Assumptions, Assumptions], config: str) -> None:

@@ -1,6 +1,7 @@
 """Cleans training problems, removes what the benchmarks hold, and writes them with a report.
 
     dc-trl prepare-data --dataset dapo --output data/dapo
+    dc-trl prepare-data --file mine.jsonl --prompt_column question --answer_column answer --output data/mine
 
 Train on the result: `dc-trl train --dataset_name data/dapo/train.parquet --prompt_column problem`.
 """
@@ -28,6 +29,8 @@ def make_parser() -> OptionParser:
     parser = OptionParser(__doc__, "prepare-data")
     parser.add_argument("--dataset", choices=["dapo"], default="dapo", help=f"from the Hub: {DAPO.hub_id}")
     parser.add_argument("--file", help="local JSON, JSONL or Parquet file of the data set, in place of the Hub")
+    parser.add_argument("--prompt_column", help="column of the problems, where the file has others than DAPO's")
+    parser.add_argument("--answer_column", help="column of the gold answers; a dot reads nested fields")
     parser.add_argument("--output", required=True, type=Path, help="new directory for the result")
     parser.add_argument(
         "--benchmarks",
@@ -77,7 +80,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> Report:
     files = benchmark_files(arguments.benchmark_files, arguments.benchmarks)
     tokenizer = load_config_and_tokenizer(arguments.tokenizer, "tokenizer")[1] if arguments.tokenizer else None
     options = Cleaning(tokenizer=tokenizer, **{name: getattr(arguments, name) for name in CLEANING_FIELDS})
-    rows, repeats = load_dapo(arguments.file)
+    rows, repeats = load_dapo(arguments.file, arguments.prompt_column, arguments.answer_column)
     benchmarks = {name: load_benchmark(name, files.get(name)) for name in arguments.benchmarks}
     kept, report = clean(rows, benchmarks, options)
     sources = {arguments.dataset: arguments.file or str(DAPO)}

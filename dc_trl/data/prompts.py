@@ -11,7 +11,7 @@ from pyarrow import ArrowException
 from transformers import PreTrainedTokenizerBase
 
 from ..files import parse_object
-from ..grading import GRADING_COLUMNS, is_gradable
+from ..grading import GRADING_COLUMNS, gold_answer, is_gradable
 from ..settings.paths import READERS, is_data_file, require_data_file
 from .schema import require_grading
 from .templates import base_prompt, chat_prompt
@@ -103,14 +103,14 @@ def load_prompts(
     Raises:
         ValueError: a column is missing, a grading column holds what grading cannot use, or no row is left.
     """
-    _require_columns(rows, {"prompt_column": prompt_column, "answer_column": answer_column})
+    require_columns(rows, {"prompt_column": prompt_column, "answer_column": answer_column})
     counts = Counter(rows=len(rows), kept=0)
     grading = [column for column in GRADING_COLUMNS if column in rows.column_names]
     kept: list[dict[str, Any]] = []
     for number, row in enumerate(rows):
         require_grading(row, f"row {number}")
-        question = _text(_nested(row, prompt_column, "prompt_column"))
-        answer = gold_answer(_nested(row, answer_column, "answer_column"))
+        question = text_of_prompt(nested(row, prompt_column, "prompt_column"))
+        answer = gold_answer(nested(row, answer_column, "answer_column"))
         prompt = make_prompt(question, tokenizer, instruction)
         if not question:
             counts["without prompt"] += 1
@@ -135,23 +135,12 @@ def load_prompts(
     return Dataset.from_list(kept, features=Features(features)), dict(counts)
 
 
-def _require_columns(rows: Dataset, columns: Mapping[str, str]) -> None:
+def require_columns(rows: Dataset, columns: Mapping[str, str]) -> None:
     """Refuses a column (by the option that names it) that the rows do not have."""
     for option, column in columns.items():
         if column.split(".")[0] not in rows.column_names:
             known = ", ".join(map(repr, _fields(rows)))
             raise ValueError(f"{option}={column!r} is missing: set it to a column of the data set, one of {known}.")
-
-
-def gold_answer(value: Any) -> str | None:
-    """Gold answer as text, None where there is none: whole numbers without a point, GSM8K's part after `####`."""
-    if isinstance(value, list) and len(value) == 1:
-        return gold_answer(value[0])
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(int(value)) if float(value).is_integer() else str(value)
-    if not isinstance(value, str):
-        return None
-    return value.rsplit("####", 1)[-1].strip() or None
 
 
 def describe_counts(counts: dict[str, int]) -> str:
@@ -168,7 +157,12 @@ def _fields(rows: Dataset) -> list[str]:
     return names
 
 
-def _nested(row: dict[str, Any], column: str, field: str) -> Any:
+def nested(row: Mapping[str, Any], column: str, field: str) -> Any:
+    """What a column holds, or by `a.b` a field of it; None where a record on the way is null.
+
+    Raises:
+        ValueError: the row has no such field; the message names the option, `field`.
+    """
     value: Any = row
     for key in column.split("."):
         if value is None:
@@ -179,7 +173,8 @@ def _nested(row: dict[str, Any], column: str, field: str) -> Any:
     return value
 
 
-def _text(prompt: Any) -> str:
+def text_of_prompt(prompt: Any) -> str:
+    """The text, or what the user says in a list of chat messages; "" for everything else."""
     if isinstance(prompt, list):
         messages = [message for message in prompt if isinstance(message, dict) and message.get("role") == "user"]
         texts: list[Any] = [message.get("content") for message in messages]

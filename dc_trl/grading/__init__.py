@@ -6,7 +6,7 @@ intervals, matrices, names) → `answers` (the verdict) → `pool` (worker proce
 
 from .answers import GRADING_COLUMNS, Gold, Verdict, grade, is_gradable
 from .pool import Grader
-from .text import extract_answer
+from .text import extract_answer, gold_answer
 
 
-__all__ = ["GRADING_COLUMNS", "Gold", "Grader", "Verdict", "extract_answer", "grade", "is_gradable"]
+__all__ = ["GRADING_COLUMNS", "Gold", "Grader", "Verdict", "extract_answer", "gold_answer", "grade", "is_gradable"]

@@ -1,15 +1,22 @@
 r"""The verdict: lists, sets, intervals and matrices part by part, numbers as numbers, the rest as expressions."""
 
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
 
-from .expressions import equal, exact, is_expensive, parse_expression, same_relation, within
+from .expressions import equal, has_value, is_expensive, parse_expression, printed, same_relation, within
 from .literals import Literal, parse_literal, parse_unit
 from .structure import Node, last_value, parse, relation_sides
-from .text import clean, extract_answer, is_reasonable, squash
+from .text import clean, extract_answer, gold_answer, is_reasonable, squash
+
+
+logger = logging.getLogger("dc_trl.grading")
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -17,7 +24,7 @@ class Gold:
     r"""The right answer, and how closely an answer has to meet it.
 
     Attributes:
-        answer: LaTeX or a plain number, may be inside `\boxed{}`.
+        answer: LaTeX or a plain number, may be inside `\boxed{}`, or after `####` as in GSM8K's solutions.
         multiple_answers: `answer` holds several, separated by commas; all are needed, in any order.
         unit: unit of the answer; the same unit or none is accepted.
         relative_tolerance: largest |answer − gold| / |gold| of a number, ≥ 0.
@@ -68,46 +75,94 @@ class Verdict(NamedTuple):
 
 
 _TEXT = re.compile(r"\\(?:text|mathrm)\s*\{([^{}]*)\}")
-_TRAILING_UNIT = re.compile(r"(.*[^\s_^{])\s*(\\(?:text|mathrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?|\^\\circ)")
+_TRAILING_UNIT = re.compile(r"(.*[^\s_^{])\s*(\\(?:text|mathrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?|\^\\circ|%)")
 _WORD = re.compile(r"[^\W\d_]{2,}|n/a", re.IGNORECASE)
+_CLOCK = re.compile(r"\d+(?::\d+)+", re.ASCII)  # 12:00 is no division by zero
 _OPERATOR = re.compile(r"[\d\\+*^=<>_]|\w\(")
 
 
 def is_gradable(gold: Gold | str) -> bool:
-    r"""Whether a gold answer can be graded: numbers, mathematics and `\text{...}`, not prose or broken LaTeX."""
-    return _parse_gold(gold if isinstance(gold, Gold) else Gold(gold)) is not None
+    r"""Whether a gold answer can be graded: numbers, mathematics and `\text{...}`.
+
+    False of prose, of broken LaTeX, and of what has no value, as `\frac{0}{0}`. Every other gold accepts its own text.
+    """
+    return isinstance(_attempt(_parse_gold, gold if isinstance(gold, Gold) else Gold(gold)), _ParsedGold)
 
 
 def grade(text: str, gold: Gold) -> Verdict:
     """Verdict on the last boxed answer of a text, in this process and without limits of time and memory.
 
-    [`Grader`] is the safe way to grade what a model wrote. What SymPy raises on mathematics without meaning is raised.
+    [`Grader`] is the safe way to grade what a model wrote. Here too, no text raises: an answer whose comparison SymPy
+    ends with an exception is wrong, as a warning says.
     """
-    return grade_answer(extract_answer(text), gold)
+    answer = extract_answer(text)
+    verdict = try_to_grade(answer, gold)
+    if isinstance(verdict, Verdict):
+        return verdict
+    logger.warning("Grading %.80r against %.80r raised %s. The answer counts as wrong.", answer, gold.answer, verdict)
+    return Verdict(False, squash(answer or ""))
 
 
-def grade_answer(answer: str | None, gold: Gold) -> Verdict:
-    """Verdict on what a box holds (None: there is no box)."""
-    gold_node = _parse_gold(gold)
-    if gold_node is None:
+def try_to_grade(answer: str | None, gold: Gold) -> Verdict | str:
+    """Verdict on what a box holds (None: there is no box), or the exception that the comparison raised, as text."""
+    parsed = _attempt(_parse_gold, gold)
+    if not isinstance(parsed, _ParsedGold):
         return Verdict(None, answer)
+    verdict = _attempt(_grade, answer, parsed, gold)
+    if isinstance(verdict, Verdict):
+        return verdict
+    return f"{type(verdict).__name__}: {' '.join(str(verdict).split())}"
+
+
+def _attempt(function: Callable[..., _T], *arguments: Any) -> _T | Exception:
+    """What a function returns, or raises on mathematics without meaning: what SymPy raises is no closed list.
+
+    Raises:
+        MemoryError: it is no property of the text alone.
+    """
+    try:
+        return function(*arguments)
+    except MemoryError:
+        raise
+    except Exception as error:
+        return error
+
+
+class _ParsedGold(NamedTuple):
+    node: Node
+    texts: frozenset[str]  # its own, which are right whatever they mean
+    cleaned: str
+    plain: bool  # nothing but numbers
+
+
+def _grade(answer: str | None, parsed: _ParsedGold, gold: Gold) -> Verdict:
     if answer is None:
         return Verdict(False, None)
-    if not is_reasonable(answer):
+    is_own = answer in parsed.texts
+    if not is_own and not is_reasonable(answer):
         return Verdict(False, squash(answer[:100]))
-    node = parse(clean(answer), gold.multiple_answers)
-    plain = all(parse_literal(text) is not None for text in _texts(gold_node))
-    if not plain and any(is_expensive(text, gold.answer) for text in _texts(node)):
+    cleaned = clean(answer)
+    is_own = is_own or squash(cleaned) == squash(parsed.cleaned)
+    node = parse(cleaned, gold.multiple_answers)
+    if not is_own and not parsed.plain and any(is_expensive(text, parsed.cleaned) for text in _texts(node)):
         return Verdict(False, squash(answer))
-    return Verdict(_equal(gold_node, node, gold), _canonical(node, symbolic=not plain))
+    correct = is_own or _equal(parsed.node, node, gold)
+    return Verdict(correct, _canonical(parsed.node if is_own else node, symbolic=not parsed.plain))
 
 
-def _parse_gold(gold: Gold) -> Node | None:
-    answer = extract_answer(gold.answer) or gold.answer
-    if not is_reasonable(answer) or not clean(answer):
+@lru_cache(maxsize=256)
+def _parse_gold(gold: Gold) -> _ParsedGold | None:
+    text = gold_answer(gold.answer) or ""
+    answer = extract_answer(text) or text
+    # What cannot stand in a box, as `5}`, could not be answered by its own text.
+    if not is_reasonable(answer) or not clean(answer) or extract_answer(f"\\boxed{{{answer}}}") != answer:
         return None
-    node = parse(last_value(clean(answer)), gold.multiple_answers)
-    return node if _is_gradable_node(node) else None
+    cleaned = clean(answer)
+    node = parse(last_value(cleaned), gold.multiple_answers)
+    if not _is_gradable_node(node):
+        return None
+    plain = all(parse_literal(text) is not None for text in _texts(node))
+    return _ParsedGold(node, frozenset({gold.answer.strip(), text, answer}), cleaned, plain)
 
 
 def _texts(node: Node) -> list[str]:
@@ -120,16 +175,20 @@ def _texts(node: Node) -> list[str]:
 def _is_gradable_node(node: Node) -> bool:
     if node.kind == "relation":
         sides = relation_sides(node.text)
-        return sides is not None and None not in (parse_expression(sides[0]), parse_expression(sides[2]))
+        return sides is not None and _has_value(sides[0]) and _has_value(sides[2])
     if node.kind != "scalar":
         return all(map(_is_gradable_node, node.parts)) and (bool(node.parts) or node.kind == "set")
     text = node.text
-    if parse_literal(text) is not None or (_TEXT.search(text) and _plain_text(text)):
+    if parse_literal(text) is not None or (_TEXT.search(text) and _plain_text(text)) or _CLOCK.fullmatch(text):
         return True
     # Prose parses too, as a product of its letters: "none" would be e·n²·o.
     if not text or (_WORD.search(text) and not _OPERATOR.search(node.whole or text)):
         return False
-    return parse_expression(_without_unit(text)[0]) is not None
+    return _has_value(_without_unit(text)[0])
+
+
+def _has_value(text: str) -> bool:
+    return (expression := parse_expression(text)) is not None and has_value(expression)
 
 
 def _equal(gold_node: Node, node: Node, gold: Gold) -> bool:
@@ -142,7 +201,10 @@ def _equal(gold_node: Node, node: Node, gold: Gold) -> bool:
         return False
     if gold_node.kind in ("list", "set", "union"):
         return _equal_in_any_order(gold_node.parts, list(node.parts), gold)
-    return all(_equal(one, other, gold) for one, other in zip(gold_node.parts, node.parts, strict=True))
+    pairs = [gold_node.parts, node.parts]
+    if all(part.name for parts in pairs for part in parts):  # (q=2, p=5) is (p=5, q=2)
+        pairs = [tuple(sorted(parts, key=lambda part: part.name)) for parts in pairs]
+    return all(_equal(one, other, gold) for one, other in zip(*pairs, strict=True))
 
 
 def _equal_relations(gold_text: str, text: str) -> bool:
@@ -184,8 +246,8 @@ def _equal_scalars(gold_text: str, text: str, gold: Gold) -> bool:
         return _plain_text(gold_text) == _plain_text(text)
     gold_value, gold_unit = _without_unit(gold_text)
     value, unit = _without_unit(text)
-    gold_unit = gold_unit or gold.unit_name
-    if gold_unit and unit and gold_unit != unit:
+    stated = gold_unit or gold.unit_name
+    if (stated and unit and stated != unit) or _lacks_percent(gold_unit, unit, gold):
         return False
     if squash(gold_value) == squash(value):
         return True
@@ -199,18 +261,22 @@ def _equal_scalars(gold_text: str, text: str, gold: Gold) -> bool:
 
 def _equal_literals(gold_literal: Literal, literal: Literal, gold: Gold) -> bool:
     gold_unit = gold_literal.unit or gold.unit_name
-    if gold_unit and literal.unit and gold_unit != literal.unit and "%" not in (gold_unit, literal.unit):
+    if gold_unit and literal.unit and gold_unit != literal.unit:
         return False
     if literal.misspelled or not (literal.finished or gold_literal.scientific or gold.is_tolerant):
         return False
     relative, absolute = Fraction(gold.relative_tolerance), Fraction(gold.absolute_tolerance)
-    golds, values = [gold_literal.value], [literal.value]
-    # 50 % is the same number as 1/2, and the percent sign is also a unit that may be left out.
-    if gold_unit == "%" and literal.unit != "%":
-        golds.append(gold_literal.value / 100)
-    if literal.unit == "%" and gold_unit != "%":
-        values.append(literal.value / 100)
-    return any(abs(one - other) <= max(absolute, relative * abs(one)) for one in golds for other in values)
+    one, other = gold_literal.value, literal.value
+    # 50 % is the same number as 1/2, and of an integer or a decimal the sign may be left out as other units are.
+    pairs = [(one / 100 if gold_unit == "%" else one, other / 100 if literal.unit == "%" else other)]
+    if not _lacks_percent(gold_literal.unit, literal.unit, gold) or (gold_literal.decimal and literal.decimal):
+        pairs.append((one, other))
+    return any(abs(one - other) <= max(absolute, relative * abs(one)) for one, other in pairs)
+
+
+def _lacks_percent(gold_unit: str, unit: str, gold: Gold) -> bool:
+    """Whether one side has a percent sign that the other lacks, and that `Gold.unit` does not state for both."""
+    return gold.unit_name != "%" and (gold_unit == "%") != (unit == "%")
 
 
 def _plain_text(text: str) -> str:
@@ -245,6 +311,7 @@ def _canonical_scalar(text: str, symbolic: bool) -> str:
         return f"{literal.value}{'%' if literal.unit == '%' else ''}"
     if words := _plain_text(text):
         return words
-    value, _ = _without_unit(text)
+    value, unit = _without_unit(text)
     expression = parse_expression(value) if symbolic else None
-    return squash(value) if expression is None else str(exact(expression).doit())
+    spelling = (None if expression is None else printed(expression)) or squash(value)
+    return f"{spelling}{'%' if unit == '%' else ''}"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 from random import Random
+from typing import NamedTuple
 
 import sympy
 from latex2sympy2_extended import NormalizationConfig
@@ -37,6 +38,7 @@ _NAMES = [
         r"(?<![A-Za-z\\])E\s*_": r"\\Upsilon_",
         r"\\hbar(?![A-Za-z])": r"\\Xi ",
         r"\\odot(?![A-Za-z])": "o",
+        r"\\[gG]amma(?![A-Za-z])(?!\s*\()": r"\\varsigma ",  # `\gamma^2-1` would be the function's pole at -1
         r"\\(?:text|mathrm)\s*\{\s*([A-Za-z])\s*\}": r" \1 ",
     }.items()
 ]
@@ -47,6 +49,9 @@ _POWER_TOWER = re.compile(r"\^\s*\{[^{}]*\^|\^\s*[^\s{]\s*\^|\}\s*\^|\^\s*\{?\s*
 _NO_TOWER = re.compile(  # braces after which a power is none of a power
     r"_\s*\{[^{}]*\}|\\(?:text|mathrm|mathbf)\s*\{[A-Za-z]\}|\\sqrt\s*(?:\[\d\])?\s*\{(?:[^{}^]|\^\d(?!\d))*\}"
 )
+MAX_BITS = 2**20  # of a number that is computed; 2024^{4046} has 44,439
+_PRINTED_BITS = 2_000  # of an integer that is printed; Python refuses above 4,300 digits, or 640 where it is told to
+_FACTORIALS = (CombinatorialFunction, sympy.gamma)
 _FACTORIAL = re.compile(r"\d{4,}\s*[)}]*\s*!|!\s*[)}]*\s*!")
 
 
@@ -74,6 +79,76 @@ def is_expensive(text: str, gold: str) -> bool:
     return any(form.search(text) and not form.search(gold) for form in (_HEAVY, _POWER_TOWER, _FACTORIAL))
 
 
+def is_immense(expression: Basic | MatrixBase) -> bool:
+    """Whether evaluating it would make numbers of over a million bits, such as `9^{9^9}` and `(10!)!`.
+
+    SymPy takes minutes or all memory for them. Estimates from the leaves up; symbols count as the numbers of `_at`.
+    """
+    if isinstance(expression, MatrixBase):
+        return any(map(is_immense, expression.flat()))
+    sizes: dict[Basic, _Size] = {}
+    for node in sympy.postorder_traversal(expression):
+        if node not in sizes:
+            sizes[node] = size = _size(node, [sizes[part] for part in node.args if isinstance(part, Basic)])
+            if size.bits > MAX_BITS:
+                return True
+    return False
+
+
+class _Size(NamedTuple):
+    bits: float  # that computing the value takes
+    log: float  # log₂ of its size, at least 0: what it adds as an exponent or under a factorial
+    log_inverse: float  # log₂ of the size of its inverse, at least 0
+
+
+def _size(node: Basic, parts: list[_Size]) -> _Size:
+    if isinstance(node, Rational):
+        top, bottom = max(abs(node.p) - 1, 0).bit_length(), (node.q - 1).bit_length()
+        return _Size(top + bottom, max(0, top - bottom + bool(bottom)), max(0, bottom - top + 1))
+    if isinstance(node, Float):
+        log = float(sympy.log(abs(node), 2)) if node.is_finite and node else 0.0
+        return _Size(53, max(0.0, log), max(0.0, -log))
+    if not parts:
+        return _Size(9, 4, 1)
+    bits, log = sum(part.bits for part in parts), max(part.log for part in parts)
+    if isinstance(node, Pow):
+        base, exponent = parts
+        factor = 2.0 ** min(exponent.log, 64)
+        logs = [base.log * factor, base.log_inverse * factor]
+        return _Size(base.bits * factor, *(logs[::-1] if node.args[1].could_extract_minus_sign() else logs))
+    if isinstance(node, Mul):
+        return _Size(bits, sum(part.log for part in parts), sum(part.log_inverse for part in parts))
+    if isinstance(node, _FACTORIALS):
+        log = (log + 1) * 2.0 ** min(log, 64)
+        return _Size(log, log, 0)
+    if isinstance(node, sympy.exp):
+        return _Size(max(bits, log), 1.5 * 2.0 ** min(log, 64), 1.5 * 2.0 ** min(log, 64))
+    return _Size(max(bits, log), log + len(parts), 4)
+
+
+def printed(expression: Basic | MatrixBase) -> str | None:
+    """One spelling of the value; None where that is too large to be printed. Sums and integrals stay as they are."""
+    if is_immense(expression):
+        return None
+    value = exact(expression)
+    if not value.has(Sum, Product, Integral, Limit):
+        value = value.doit()
+    numbers = value.atoms(Rational)
+    if any(max(abs(number.p), number.q).bit_length() > _PRINTED_BITS for number in numbers):
+        return None
+    return str(value)
+
+
+def has_value(expression: Basic | MatrixBase) -> bool:
+    """Whether it equals itself: false of `0/0` and `1/0`, and of what SymPy cannot evaluate, such as `5 mod 0`.
+
+    True without a look where the evaluation may take for ever: of sums, integrals, limits and immense numbers.
+    """
+    if expression.has(Sum, Product, Integral, Limit) or is_immense(expression):
+        return True
+    return expression.doit() not in (sympy.nan, sympy.zoo)
+
+
 def exact(expression: Basic | MatrixBase) -> Basic | MatrixBase:
     """With decimals as fractions: math-verify would round them to six places, and 1e-8 is not 0."""
     return expression.xreplace({number: Rational(str(number)) for number in expression.atoms(Float)})
@@ -82,7 +157,7 @@ def exact(expression: Basic | MatrixBase) -> Basic | MatrixBase:
 def number(text: str) -> float | None:
     """The value of a real constant, None for everything else."""
     expression = parse_expression(text)
-    if not isinstance(expression, sympy.Expr) or not expression.is_number:
+    if not isinstance(expression, sympy.Expr) or not expression.is_number or is_immense(expression):
         return None
     value = sympy.N(expression)
     return float(value) if value.is_real else None
@@ -90,6 +165,8 @@ def number(text: str) -> float | None:
 
 def equal(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool:
     """Whether math-verify finds two expressions equal, without the answer leaving more undone than the gold."""
+    if is_immense(gold) or is_immense(answer):
+        return bool(gold == answer)
     if undone(answer) > undone(gold):
         return False
     gold, answer = exact(gold), exact(answer)
@@ -110,7 +187,7 @@ Sides = tuple[Basic | MatrixBase | None, Basic | MatrixBase | None]
 def same_relation(gold: Sides, answer: Sides, ordered: bool) -> bool:
     """Whether the sides' differences are the same up to a constant factor (`ordered`: above 0), at three points."""
     sides = [side for side in (*gold, *answer) if isinstance(side, sympy.Expr)]
-    if len(sides) < 4 or sum(map(undone, sides[2:])) > sum(map(undone, sides[:2])):
+    if len(sides) < 4 or any(map(is_immense, sides)) or sum(map(undone, sides[2:])) > sum(map(undone, sides[:2])):
         return False
     differences = [exact(sides[0]) - exact(sides[1]), exact(sides[2]) - exact(sides[3])]
     ratios: list[complex] = []
@@ -125,15 +202,17 @@ def same_relation(gold: Sides, answer: Sides, ordered: bool) -> bool:
 
 def _ratio(gold: sympy.Expr, answer: sympy.Expr, point: int) -> complex | None:
     """Their ratio where every symbol has a value of its own (integers for i to n); None where there is none."""
-    values = []
+    values: list[sympy.Expr] = []
     for expression in (gold, answer):
         functions = {node: sympy.Symbol(str(node), real=True) for node in expression.atoms(AppliedUndef)}
         expression = expression.xreplace(functions)
         value = sympy.N(expression.xreplace({symbol: _at(symbol.name, point) for symbol in expression.free_symbols}))
         if not (value.is_number and value.is_finite):
             return None
-        values.append(complex(value))
-    return values[0] / values[1] if values[1] else None if not values[0] else complex("inf")
+        values.append(value)
+    if values[1].is_zero:
+        return None if values[0].is_zero else complex("inf")
+    return complex(sympy.N(values[0] / values[1]))  # divided as SymPy's numbers: 1/2004! is 0 to a complex
 
 
 def _is_undefined(expression: sympy.Expr) -> bool:
@@ -149,6 +228,8 @@ def _at(name: str, point: int) -> Rational:
 def within(gold: Basic | MatrixBase, answer: Basic | MatrixBase, relative: float, absolute: float) -> bool:
     """Whether two constants differ by no more than the tolerance."""
     if not all(isinstance(value, sympy.Expr) and value.is_number for value in (gold, answer)):
+        return False
+    if is_immense(gold) or is_immense(answer):
         return False
     difference, size = abs(sympy.N(gold - answer)), abs(sympy.N(gold))
     return bool(difference <= max(absolute, relative * size))

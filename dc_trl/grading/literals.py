@@ -78,6 +78,7 @@ class Literal:
         finished: written to the end: lowest terms, no leading zeros, a mantissa of at least 1 and below 10.
         scientific: written with a power of ten.
         misspelled: not finished in a way that no scientific notation excuses: `047`, `2/4`.
+        decimal: an integer or a decimal, `50` or `0.5`, and no fraction, mixed number or power of ten.
     """
 
     value: Fraction
@@ -85,6 +86,7 @@ class Literal:
     finished: bool = True
     scientific: bool = False
     misspelled: bool = False
+    decimal: bool = False
 
 
 def parse_literal(text: str) -> Literal | None:
@@ -169,7 +171,7 @@ def _read_mixed(match: re.Match[str]) -> Literal | None:
     fraction = _read_fraction(match, first=2)
     if fraction is None or not 0 < fraction.value < 1:
         return None
-    misspelled = fraction.misspelled or match[1].startswith("0")
+    misspelled = fraction.misspelled or _has_leading_zeros(match[1])
     return Literal(int(match[1]) + fraction.value, finished=not misspelled, misspelled=misspelled)
 
 
@@ -191,7 +193,7 @@ def _read_power_of_ten(match: re.Match[str]) -> Literal | None:
 
 def _read_decimal(match: re.Match[str]) -> Literal:
     misspelled = _has_leading_zeros(match[0])
-    return Literal(_number(match[0]), finished=not misspelled, misspelled=misspelled)
+    return Literal(_number(match[0]), finished=not misspelled, misspelled=misspelled, decimal=True)
 
 
 # ASCII: 𝟒 is a digit too, but in no answer that means to be read.

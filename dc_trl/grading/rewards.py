@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..settings.reward_functions import RewardFunction
-from . import GRADING_COLUMNS, Gold, Grader
+from . import GRADING_COLUMNS, Gold, Grader, gold_answer
+from .text import last_box
 
 
 Completion = str | list[dict[str, Any]]
@@ -31,7 +32,8 @@ def math_reward(completions: Sequence[Completion], answer: Sequence[str], **kwar
 
     Args:
         completions: plain or conversational completions.
-        answer: gold answer of each, LaTeX or a plain number, with or without `\boxed{}`.
+        answer: gold answer of each: LaTeX or a plain number, with or without `\boxed{}`, or a text of which what
+            follows `####` counts, as in GSM8K.
         **kwargs: other columns of the data set. `multiple_answers`, `unit`, `relative_tolerance` and
             `absolute_tolerance` say how an answer is compared, one value for each completion, None for the default
             (see [`dc_trl.grading.Gold`]); the trainer's `log_metric` is called; the others are unused.
@@ -41,7 +43,10 @@ def math_reward(completions: Sequence[Completion], answer: Sequence[str], **kwar
     """
     columns = {field: kwargs[field] for field in GRADING_COLUMNS if kwargs.get(field) is not None}
     golds = [
-        Gold(gold, **{field: values[row] for field, values in columns.items() if values[row] is not None})
+        Gold(
+            gold_answer(gold) or "",
+            **{field: values[row] for field, values in columns.items() if values[row] is not None},
+        )
         for row, gold in enumerate(answer)
     ]
     failures = _GRADER.failures.total()
@@ -59,7 +64,7 @@ def arithmetic_reward(completions: Sequence[Completion], answer: Sequence[str], 
 
     Args:
         completions: plain or conversational completions.
-        answer: gold answer of each, a plain integer.
+        answer: gold answer of each, a plain integer, or a text of which what follows `####` counts, as in GSM8K.
         **kwargs: other columns of the data set; unused.
 
     Returns:
@@ -67,8 +72,9 @@ def arithmetic_reward(completions: Sequence[Completion], answer: Sequence[str], 
     """
     rewards: list[float | None] = []
     for completion, gold in zip(completions, answer, strict=True):
-        boxes = _BOXED.findall(completion_text(completion))
-        rewards.append(float(bool(boxes) and boxes[-1] == gold) if _PLAIN_INTEGER.fullmatch(gold) else None)
+        text, integer = completion_text(completion), gold_answer(gold) or ""
+        is_correct = last_box(text) == integer and _BOXED.findall(text)[-1:] == [integer]
+        rewards.append(float(is_correct) if _PLAIN_INTEGER.fullmatch(integer) else None)
     return rewards
 
 

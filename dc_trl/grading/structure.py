@@ -100,12 +100,26 @@ def _parse_list(text: str) -> Node | None:
     if len(groups) == 1 and len(groups[0]) == 1:
         return None
     nodes = [[parse(part) for part in group if part.strip()] for group in groups]
-    if len(groups) > 1 and all(len(group) > 1 for group in groups):  # p=5, q=2; p=7, q=2
+    if solutions := _solutions([node for group in nodes for node in group]):
+        return solutions
+    if len(groups) > 1 and all(len(group) > 1 for group in groups):  # 5, 2; 7, 2
         return Node("list", tuple(Node("()", tuple(group)) for group in nodes))
     flat = tuple(part for group in nodes for node in group for part in (node.parts if node.kind == "list" else [node]))
-    if len(flat) > 1 and all(part.kind in INTERVALS and part.whole and part.name == flat[0].name for part in flat):
+    are_ranges = all(part.kind in INTERVALS and part.whole and "=" not in part.whole for part in flat)
+    if len(flat) > 1 and are_ranges and all(part.name == flat[0].name for part in flat):
         return replace(_join_inequalities(flat, "or" in text), name=flat[0].name)
     return Node("list", flat)
+
+
+def _solutions(nodes: list[Node]) -> Node | None:
+    """`p=5, q=2 and p=7, q=2` as a list of tuples, whatever stands between them; None where names do not repeat so."""
+    names = list(dict.fromkeys(node.name for node in nodes))
+    rows = [nodes[start : start + len(names)] for start in range(0, len(nodes), max(1, len(names)))]
+    if len(names) < 2 or "" in names or len(rows) < 2:
+        return None
+    if any({node.name for node in row} != set(names) or len(row) != len(names) for row in rows):
+        return None
+    return Node("list", tuple(Node("()", tuple(sorted(row, key=lambda node: names.index(node.name)))) for row in rows))
 
 
 def _split_commas(text: str) -> list[str]:

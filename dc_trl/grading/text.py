@@ -1,8 +1,10 @@
 r"""The text of an answer: found in a completion, and spelled in one way."""
 
 import re
+import unicodedata
 from collections.abc import Iterable
 from itertools import accumulate
+from typing import Any
 
 
 MAX_TEXT = 1_000_000  # characters at the end of a completion in which a box is looked for
@@ -12,6 +14,7 @@ MAX_DIGITS = 400  # digits in a row
 
 # Bounded, so that a million backslashes take no more than a million steps. Some models escape the command twice.
 _TOKEN = re.compile(r"\\{1,2}(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+_CUT_COMMAND = re.compile(r"\\(?:bo(?:xe?d?)?|fb(?:ox?)?)\s*\Z")  # a text that ends here was opening a box
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _DIGITS = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
 
@@ -49,13 +52,27 @@ _SPELLINGS = [
         "π": r"\\pi ",
         "∪": r"\\cup ",
         "∈": r"\\in ",
-        "²": "^2",
-        "³": "^3",
         r"√\s*(\d+|[A-Za-z])": r"\\sqrt{\1}",
         r"\\(?:approx|simeq)(?![a-zA-Z])": "≈",
         r"\s+": " ",
     }.items()
 ]
+_SUPERSCRIPT = re.compile("[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+|ⁿ")
+_VULGAR = {  # `½` is `\frac{1}{2}`, and `1½` the mixed number `1\frac{1}{2}`
+    ord(character): "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", character).split("\u2044"))
+    for character in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞↉"
+} | {ord("\u2044"): "/"}
+_POWER = re.compile(r"(?<=[\w)}\]])\s*\*\*\s*(?=[\w({\\+-])")  # `x**6`, but not the stars of `**5**`
+_SIGNED_NUMBER = re.compile(r"[+-]?\s*(?:\d+(?:\.\d+)?|\.\d+)?")
+_NAME = re.compile(r"[A-Za-z]+|\\[A-Za-z]+")
+# Constants in words. Where other words stand beside them it may be prose, and they stay.
+_CONSTANTS = {"infinity": "\\infty ", "inf": "\\infty ", "oo": "\\infty ", "pi": "\\pi "}
+_FUNCTIONS = {"sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "ln", "log", "exp"}
+_BARE_WORD = re.compile(
+    rf"\\(?:text|mathrm)\s*\{{\s*(?P<text>{'|'.join(_CONSTANTS)})\s*\}}"
+    r"|\\(?:text|mathrm|operatorname|begin|end)\s*\{[^{}]*\}|(?<![A-Za-z\\])(?P<word>[A-Za-z]{2,})",
+    re.IGNORECASE,
+)
 _BRACES = re.compile(r"\\.|[{}]")  # and, to pass over, what is escaped
 _WITH_ARGUMENTS = re.compile(r"\\(frac|sqrt\s*\[[^\[\]]*\]|sqrt)(?![a-zA-Z])")
 _COMMAND = re.compile(r"\\(?:(frac|sqrt|binom|text|math[a-z]+|overline|bar|vec|hat)(?![a-zA-Z])|[a-zA-Z]+)")
@@ -64,11 +81,20 @@ _WRAPPED_NUMBER = re.compile(r"\\(?:text|mathrm)\s*\{([^a-zA-Z{}]*|\s*[-+]?\d[^{
 
 
 def extract_answer(text: str) -> str | None:
-    r"""Content of the last balanced `\boxed{...}` or `\fbox{...}`, None if there is none.
+    r"""Content of the last `\boxed{...}` or `\fbox{...}` without outer spaces, None if there is none (`last_box`)."""
+    box = last_box(text)
+    return None if box is None else box.strip()
 
-    Boxes end where they close, so of nested boxes the outer one is last. Only the last million characters count.
+
+def last_box(text: str) -> str | None:
+    r"""Content of the last balanced `\boxed{...}` or `\fbox{...}`, None if there is none or a later one is cut off.
+
+    Boxes end where they close, so of nested boxes the outer one is last. A text that ends within a box has no answer:
+    the boxes before it are those that it went on from. A box whose brace was forgotten, and which an empty line ended
+    (as it does in TeX), does not count against a box that follows. Only the last million characters are read.
     """
     answer: tuple[int, int] | None = None
+    newest = 0  # where the content of the box starts that was opened last
     opened: list[int | None] = []  # for each open brace where its box's content starts, None where it is no box's
     text = text[-MAX_TEXT:]
     if "box" not in text:
@@ -79,10 +105,25 @@ def extract_answer(text: str) -> str | None:
             if start is not None:
                 answer = (start, token.start())
         elif token[0][-1] == "{" and "box" in token[0]:
-            opened.append(token.end())
+            newest = token.end()
+            opened.append(newest)
         elif token[0] == "{":
             opened.append(None)
-    return text[slice(*answer)].strip() if answer else None
+    is_cut = any(start is not None and (start == newest or "\n\n" not in text[start:]) for start in opened)
+    return None if is_cut or answer is None or _CUT_COMMAND.search(text) else text[slice(*answer)]
+
+
+def gold_answer(value: Any) -> str | None:
+    """Gold answer as text, None where there is none: whole numbers without a point, GSM8K's part after `####`."""
+    if isinstance(value, list) and len(value) == 1:
+        return gold_answer(value[0])
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
+            return None  # Python prints no integer of more than 4,300 digits, and none is gradable
+        return str(int(value)) if value == value // 1 else str(value)
+    if not isinstance(value, str):
+        return None
+    return value.rsplit("####", 1)[-1].strip() or None
 
 
 def is_reasonable(answer: str) -> bool:
@@ -112,7 +153,53 @@ def clean(latex: str) -> str:
     text = _LAYOUT.sub("", text)
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
-    return unwrap(brace_arguments(text).strip().rstrip(".,;\\").strip())
+    text = _SUPERSCRIPT.sub(_raised, text.translate(_VULGAR))
+    text = _braced_powers(brace_arguments(_constants(text)))
+    return unwrap(text.strip().rstrip(".,;\\").strip())
+
+
+def _raised(match: re.Match[str]) -> str:
+    digits = unicodedata.normalize("NFKC", match[0]).replace("\u2212", "-")
+    return f"^{digits}" if len(digits) == 1 else f"^{{{digits}}}"
+
+
+def _constants(text: str) -> str:
+    """With the constants that are written as words (`pi`, `-infinity`) as commands, where no other words stand."""
+    words = {match["word"].lower() for match in _BARE_WORD.finditer(text) if match["word"]}
+    if not words <= _CONSTANTS.keys() | _FUNCTIONS | {"and", "or"}:
+        return text
+    return _BARE_WORD.sub(lambda match: _CONSTANTS.get((match["text"] or match["word"] or "").lower(), match[0]), text)
+
+
+def _braced_powers(text: str) -> str:
+    """`x**6` as `x^{6}` and `2**-n` as `2^{-n}`; of `x**y**z` the last power is taken first, as Python does."""
+    for match in reversed(list(_POWER.finditer(text))):
+        end = _exponent_end(text, match.end())
+        text = f"{text[: match.start()]}^{{{text[match.end() : end].strip()}}}{text[end:]}"
+    return text
+
+
+def _exponent_end(text: str, start: int) -> int:
+    """Where the exponent ends that begins at `start`: a number, a name with its arguments, or a group."""
+    number = _SIGNED_NUMBER.match(text, start)
+    assert number is not None  # all of it is optional
+    end = number.end()
+    if not any(map(str.isdigit, number[0])):
+        name = _NAME.match(text, end)
+        end = name.end() if name else end
+        while text[end : end + 1] in ("(", "{"):
+            end = _group_end(text, end)
+    return _group_end(text, end + 1) if text.startswith("^{", end) else end
+
+
+def _group_end(text: str, start: int) -> int:
+    """Where the bracket closes that opens at `start`; the end of the text where it does not."""
+    depth = 0
+    for index in range(start, len(text)):
+        depth += (text[index] in "([{") - (text[index] in ")]}")
+        if depth == 0:
+            return index + 1
+    return len(text)
 
 
 def brace_arguments(text: str) -> str:

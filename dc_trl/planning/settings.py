@@ -106,15 +106,12 @@ class PlanSettings:
         )
 
 
-def settings_of_config(
-    path: Path, processes: int | None, accelerate_config: Path | None
-) -> tuple[dict[str, Any], str]:
+def settings_of_config(path: Path, processes: int) -> tuple[dict[str, Any], str]:
     """What a training configuration says of the work, and the model that it names.
 
     Args:
         path: the YAML file of `dc-trl train`.
-        processes: that the file's batch is meant for; by default those of the launch configuration.
-        accelerate_config: the launch configuration.
+        processes: that the file's batch is meant for, at least 1.
 
     Returns:
         Values of `PlanSettings` by name, and the model.
@@ -125,13 +122,6 @@ def settings_of_config(
     """
     config = training_defaults() | {"dtype": "float32", "use_peft": False} | read_yaml(path)
     _require_planned(config)
-    if processes is None and accelerate_config is not None:
-        processes = read_yaml(accelerate_config).get("num_processes", 1)
-    if processes is None:
-        raise ValueError(
-            f"processes is not set, and the batch of {path} is that of one process: name the launch configuration "
-            "(--accelerate_config), or say --processes."
-        )
     per_step = processes * config["per_device_train_batch_size"] * config["gradient_accumulation_steps"]
     batches = config["steps_per_generation"] or config["gradient_accumulation_steps"]
     completions = config["generation_batch_size"] or (processes * config["per_device_train_batch_size"] * batches)
