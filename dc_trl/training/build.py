@@ -98,7 +98,7 @@ def _problems(
     steps = args.max_steps if args.max_steps > 0 else 1000
     train_dataset, eval_dataset, line = load_data(data, tokenizer, args.seed, prompts_per_step * steps)
     for name, reward in zip(data.rewards, rewards, strict=True):
-        require_callable(name, reward, train_dataset.column_names)
+        require_callable(f"rewards={name!r}", reward, train_dataset.column_names)
     PartialState().print(line)
     return train_dataset, eval_dataset
 
