@@ -33,6 +33,7 @@ def require_startable(
     quantization_config: Any = None,
     rollout_func: Any = None,
     environment_factory: Any = None,
+    reward_elsewhere: bool = False,
     field: str = "model",
 ) -> list[Rows]:
     """Refuses arguments of a trainer with which no step could be made, or none that learns.
@@ -40,6 +41,7 @@ def require_startable(
     Args:
         model, reward_funcs, args, train_dataset, eval_dataset, processing_class, peft_config, quantization_config,
             rollout_func, environment_factory: of the trainer.
+        reward_elsewhere: whether something else may give the rewards, as an asynchronous trainer's rollout worker.
         field: the option that the model comes from.
 
     Returns:
@@ -61,7 +63,7 @@ def require_startable(
         require_end(processing_class)
     functions = _functions(reward_funcs)
     environments = environment_factory is not None
-    if not functions and not environments:
+    if not functions and not environments and not reward_elsewhere:
         raise ValueError(
             "reward_funcs is not given: pass a function, a reward model, or an environment_factory whose environment "
             "has a get_reward."

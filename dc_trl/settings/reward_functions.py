@@ -29,7 +29,7 @@ class CheckedReward:
         name: of it in messages and metrics.
     """
 
-    def __init__(self, reward: RewardFunction, name: str):
+    def __init__(self, reward: Callable[..., Any], name: str):
         self._reward: Callable[..., Any] = reward
         self.__name__ = name  # which TRL reads
 
@@ -44,7 +44,7 @@ class AsyncCheckedReward(CheckedReward):
         return require_rewards(self.__name__, await self._reward(*args, **kwargs), len(kwargs["prompts"]))
 
 
-def checked_reward(reward: RewardFunction, name: str | None = None) -> CheckedReward:
+def checked_reward(reward: Callable[..., Any], name: str | None = None) -> CheckedReward:
     """A reward function that refuses what is no list of rewards, see `require_rewards`.
 
     Args:
@@ -56,14 +56,14 @@ def checked_reward(reward: RewardFunction, name: str | None = None) -> CheckedRe
     return (AsyncCheckedReward if is_async(reward) else CheckedReward)(reward, name or reward_name(reward))
 
 
-def reward_name(reward: RewardFunction) -> str:
+def reward_name(reward: Callable[..., Any]) -> str:
     """The name that TRL gives a reward function: the function's, also within `partial`, or the class's."""
     while isinstance(reward, functools.partial):
         reward = reward.func
     return getattr(reward, "__name__", type(reward).__name__)
 
 
-def is_async(reward: RewardFunction) -> bool:
+def is_async(reward: Callable[..., Any]) -> bool:
     """Whether a reward function returns a coroutine, as TRL sees it."""
     while isinstance(reward, functools.partial):
         reward = reward.func
@@ -83,7 +83,7 @@ def require_rewards(name: str, rewards: Any, completions: int) -> list[float | N
         TypeError: it is no such collection, or holds what is no number.
         ValueError: there are more or fewer rewards than completions, or one is larger than `LARGEST`.
     """
-    remedy = "return one number for each completion, None where there is none"
+    remedy = "return one for each, a number or None"
     if isinstance(rewards, str | bytes | Mapping | Set) or not (isinstance(rewards, Sized) and _has_length(rewards)):
         raise TypeError(f"reward function {name!r} returned {excerpt(rewards)}, a {type(rewards).__name__}: {remedy}.")
     if len(rewards) != completions:
