@@ -161,9 +161,9 @@ def _is_conversation(prompt: Any) -> bool:
 
 
 def _is_message(message: Any) -> bool:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
         return False
-    content = message.get("content")
+    content = message["content"]
     # An assistant that called a tool may have said nothing.
     return isinstance(content, str | list) or (content is None and bool(message.get("tool_calls")))
 

@@ -46,22 +46,32 @@ class GatedTrainer(GRPOTrainer):
         shown = require_startable(model=model, reward_funcs=reward_funcs, args=args, **arguments)
         scoring = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         scoring_by_name = [isinstance(each, str) for each in scoring]
-        super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        self._require_fit(by_name, shown)
+        if not by_name:  # transformers trips over some of them
+            require_whole(model, "model", False, sharding_of(args))
+        try:
+            super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        except RuntimeError as error:
+            if "ignore_mismatched_sizes" not in str(error):
+                raise
+            raise ValueError(
+                "model, or a reward model: its weights have other shapes than its config.json says (the report above "
+                "has their names): copy or save it again."
+            ) from error
+        if by_name:
+            require_whole(self.model, "model", True, sharding_of(args))
+        self._require_fit(shown)
         self._check_rewards(scoring_by_name)
 
-    def _require_fit(self, by_name: bool, shown: list[Rows]) -> None:
+    def _require_fit(self, shown: list[Rows]) -> None:
         """Refuses a policy that would not learn, or that tokenizer and prompts do not fit.
 
         Args:
-            by_name: whether the policy was given by name, and not loaded by the user.
             shown: rows of the data sets.
 
         Raises:
             ValueError: names what is wrong and the remedy.
         """
         args, policy, sharding = self.args, self.model, sharding_of(self.args)
-        require_whole(policy, "model", by_name, sharding)
         moving = require_trainable(policy, self.optimizer, args.learning_rate)
         optimizer, rate = str(args.optim), args.learning_rate
         if self.optimizer is not None:
