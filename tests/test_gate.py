@@ -23,8 +23,10 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
+    BitsAndBytesConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    Mxfp4Config,
     Qwen3Config,
     Qwen3ForSequenceClassification,
     T5Config,
@@ -33,7 +35,7 @@ from transformers import (
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.command.train import main
-from dc_trl.gate.policy import _is_finite, warn_of_rounding
+from dc_trl.gate.policy import _is_finite, require_policy, warn_of_rounding
 from dc_trl.gate.rows import Rows, some_rows
 from dc_trl.settings.distribution import Sharding
 from dc_trl.settings.reward_functions import checked_reward, is_async, require_rewards
@@ -107,6 +109,14 @@ def with_more_tokens():
     return tokenizer
 
 
+def deployment(folder):
+    """What a run leaves to be served."""
+    arguments = {"train_dataset": make_prompts(), "processing_class": plain_tokenizer()}
+    config = make_config(folder.parent / "earlier", deployment_scheme="fp8")
+    DCGRPOTrainer(make_model(), distinct_characters, config, **arguments).save_deployment(folder)
+    return folder
+
+
 def bert(folder):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     return saved(folder, BertForMaskedLM(BertConfig(vocab_size=262, **sizes)))
@@ -139,6 +149,7 @@ MISTAKES = [
     ("adapter", adapter, {}, ["is the folder of an adapter", "--adapter_name_or_path", "is_trainable=True"]),
     ("no model", lambda folder: folder.mkdir() or folder, {}, ["has no config.json"]),
     ("compressed", lambda f: edited(f, quantization_config=PACKED), {}, ["quantized already (compressed-tensors)"]),
+    ("a run's deployment", deployment, {}, ["quantized already (compressed-tensors)", "as a run's deployment/ is"]),
     ("fp8", lambda f: edited(f, quantization_config=FP8), {}, ["quantized already (fp8)"]),
     (
         "gptq with an adapter",
@@ -609,6 +620,20 @@ def test_let_through(tmp_path, case):
     if steps is not None:
         trainer.train()
         assert trainer.state.global_step == steps
+
+
+def test_a_packed_base_with_an_adapter_and_one_that_is_unpacked_when_loaded(tmp_path):
+    packed = edited(tmp_path / "packed", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    require_policy(str(packed), adapter=True, quantization_config=None)
+    require_policy(str(packed), adapter=True, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+    require_policy(get_peft_model(stored_as("bitsandbytes"), LORA), adapter=False, quantization_config=None)
+    four_bits = edited(tmp_path / "four_bits", quantization_config={"quant_method": "mxfp4"})
+    require_policy(str(four_bits), adapter=False, quantization_config=Mxfp4Config(dequantize=True))
+    with pytest.raises(ValueError, match="quantized already"):
+        require_policy(str(four_bits), adapter=True, quantization_config=None)
+    plain = saved(tmp_path / "plain", make_model())
+    with pytest.raises(ValueError, match="train an adapter beside them"):
+        require_policy(str(plain), adapter=False, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
 
 
 # --- what is known of a row only when it comes ----------------------------------------------------------------------

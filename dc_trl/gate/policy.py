@@ -99,8 +99,8 @@ def _require_trainable_format(named: str, stored: Any, asked: Any, adapter: bool
         asked: that of the call, which may undo it.
         adapter: whether an adapter is trained beside the weights.
     """
-    asked = {} if asked is None else asked if isinstance(asked, dict) else asked.to_dict()
-    config = asked or (stored if isinstance(stored, dict) else stored.to_dict() if stored is not None else {})
+    chosen = asked or stored or {}
+    config = chosen if isinstance(chosen, dict) else vars(chosen)  # its to_dict leaves dequantize out
     method = config.get("quant_method")  # a string, or one of an enumeration
     if not config or config.get("dequantize") or (method == "bitsandbytes" and adapter):
         return
