@@ -118,8 +118,9 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         samples (`list[Sample]`): first, best and worst completion of the present generation batch, of all processes.
 
     Raises:
-        TypeError: `args` is not a `DCGRPOConfig`.
-        ValueError: the constraint cannot be measured with these arguments, or they contradict each other.
+        TypeError: `args` is not a `DCGRPOConfig`, or another argument has the wrong type.
+        ValueError: the constraint cannot be measured with these arguments, they contradict each other, or nothing
+            would be trained with them (docs/troubleshooting.md).
 
     Example:
 

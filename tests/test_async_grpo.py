@@ -8,11 +8,13 @@ import json
 import math
 import queue
 import random
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
@@ -20,7 +22,7 @@ from dc_trl.async_grpo import AsyncDCGRPOConfig, AsyncDCGRPOTrainer
 from dc_trl.async_grpo.rows import Trajectories
 from dc_trl.constraint.statistics import mismatch_metrics
 
-from .helpers import logged, make_model, make_prompts
+from .helpers import logged, make_model, make_prompts, make_tokenizer
 from .test_hub import require_a_whole_card
 
 
@@ -381,6 +383,25 @@ def test_settings_that_cannot_work_are_refused(tmp_path, fields, message):
 def test_trls_own_settings_are_refused(tmp_path):
     with pytest.raises(TypeError, match="AsyncDCGRPOConfig"):
         AsyncDCGRPOTrainer("model", args=AsyncGRPOConfig(str(tmp_path), use_cpu=True, bf16=False))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"model": "./nothing"}, "model='./nothing' does not exist"),
+        ({"train_dataset": Dataset.from_dict({"prompt": []})}, "train_dataset has no rows"),
+        ({"train_dataset": Dataset.from_dict({"question": ["1"]})}, "none called 'prompt'"),
+        ({"reward_funcs": lambda completions, solution, **_: [0.0]}, "missing a required argument: 'solution'"),
+    ],
+)
+def test_what_would_train_nothing_is_refused_as_in_the_other_trainer(tmp_path, changed, words):
+    model = make_model()
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    arguments = {"model": str(tmp_path / "model"), "reward_funcs": [], "train_dataset": make_prompts()}
+    config = AsyncDCGRPOConfig(str(tmp_path / "run"), use_cpu=True, bf16=False)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        AsyncDCGRPOTrainer(**arguments | changed, args=config, rollout_worker=Worker([]))
 
 
 def test_the_model_card_is_ours(make_trainer):

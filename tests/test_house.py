@@ -28,7 +28,7 @@ FLOORS = [
     ["trainers"],
     ["evaluation"],
     ["hub", "report", "resuming"],
-    ["config", "data"],
+    ["config", "data", "gate"],
     ["rollouts"],
     ["serving"],
     ["quantization"],

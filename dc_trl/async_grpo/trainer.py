@@ -32,8 +32,14 @@ from ..constraint.report import batch_metrics
 from ..constraint.statistics import BatchStatistics
 from ..constraint.trust import trust_of
 from ..files import read_object, write_text
+from ..gate.fit import limits_of
+from ..gate.policy import require_trainable, require_whole
+from ..gate.start import require_startable
 from ..hub.card import write_run_card
+from ..quantization.policy import base_model
 from ..resuming.checkpoints import STATE_FILE
+from ..settings.distribution import sharding_of
+from ..settings.reward_functions import checked_reward
 from .config import AsyncDCGRPOConfig
 from .rows import Trajectories
 
@@ -87,6 +93,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
 
     Raises:
         TypeError: `args` is not an `AsyncDCGRPOConfig`.
+        ValueError: nothing would be trained with these arguments, or they do not fit each other.
     """
 
     _tag_names: ClassVar = ["trl", "async-grpo", "dc-grpo"]
@@ -110,6 +117,19 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             args = AsyncDCGRPOConfig(f"{model.split('/')[-1]}-AsyncDC-GRPO")
         if not isinstance(args, AsyncDCGRPOConfig):
             raise TypeError(f"args is a {type(args).__name__}: AsyncDCGRPOTrainer needs an AsyncDCGRPOConfig.")
+        require_startable(
+            model=model,
+            reward_funcs=reward_funcs,
+            args=args,
+            train_dataset=train_dataset,
+            processing_class=processing_class,
+            peft_config=peft_config,
+            environment_factory=environment_factory,
+            reward_elsewhere=rollout_worker is not None,
+        )
+        if reward_funcs is not None:
+            functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+            reward_funcs = [checked_reward(function) for function in functions]
         self.form = form_of(args)
         self.trust = trust_of(args)
         self.lagrange_multiplier = lagrange_multiplier_of(args)
@@ -129,6 +149,10 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             rollout_worker=rollout_worker,
             weight_transfer=weight_transfer,
         )
+        require_whole(self.model, "model", True, sharding_of(args))
+        require_trainable(self.model, self.optimizer, args.learning_rate)
+        policy = base_model(self.model)
+        limits_of(policy, self.processing_class, "the model", args.max_completion_length)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """Writes README.md into the output directory, from our own template and not TRL's."""

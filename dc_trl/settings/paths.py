@@ -68,6 +68,12 @@ def require_model_path(name: str | None, option: str = "model_name_or_path") -> 
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
+            if (path / "adapter_config.json").is_file():
+                raise ValueError(
+                    f"{option}={name!r} is the folder of an adapter, and no model: give the model that the adapter is "
+                    "for, and the adapter as --adapter_name_or_path, or in Python "
+                    "model=PeftModel.from_pretrained(the model, the adapter, is_trainable=True)."
+                )
             raise ValueError(
                 f"{option}={name!r} is a directory that has no config.json, so it holds no model: give the Hub id or "
                 "the directory of one."

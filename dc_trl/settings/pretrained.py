@@ -1,5 +1,7 @@
 """A model's name as a user gives it: what is missing or broken behind it is said before the weights are loaded."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,34 @@ def _require_readable(folder: Path) -> None:
             raise ValueError(f"{file} holds no whole weights ({error}): copy or save the model again.") from error
 
 
+def load_config(name: str, field: str = "model_name_or_path", **options: Any) -> PretrainedConfig:
+    """Configuration of a model.
+
+    Args:
+        name: Hub id or directory.
+        field: the option that it comes from.
+        **options: of `from_pretrained`: revision, trust_remote_code.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    with _named(name, field):
+        return AutoConfig.from_pretrained(name, **options)
+
+
+@contextmanager
+def _named(name: str | None, field: str) -> Iterator[None]:
+    """Has what transformers raises over a model's files name the option that the model comes from."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, TemplateError) as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        if isinstance(error, TypeError | LookupError | AttributeError):
+            # What transformers trips over in files that are JSON of another shape.
+            reason = f"one of its files holds something else than expected, {type(error).__name__}: {reason}"
+        raise ValueError(f"{field}={name!r} cannot be loaded: {reason}") from error
+
+
 def load_config_and_tokenizer(
     name: str | None, field: str = "model_name_or_path", padding_side: str | None = None, **options: Any
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
@@ -58,17 +88,11 @@ def load_config_and_tokenizer(
     """
     require_model(name, field)
     tokenizer_options = options if padding_side is None else options | {"padding_side": padding_side}
-    try:
+    with _named(name, field):
         config = AutoConfig.from_pretrained(name, **options)
         tokenizer = AutoTokenizer.from_pretrained(name, **tokenizer_options)
         if tokenizer.chat_template is not None:
             tokenizer.apply_chat_template([{"role": "user", "content": "1"}], add_generation_prompt=True)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, TemplateError) as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        if isinstance(error, TypeError | LookupError | AttributeError):
-            # What transformers trips over in files that are JSON of another shape.
-            reason = f"one of its files holds something else than expected, {type(error).__name__}: {reason}"
-        raise ValueError(f"{field}={name!r} cannot be loaded: {reason}") from error
     if not tokenizer("1", add_special_tokens=False)["input_ids"]:
         # What transformers makes of a directory without a tokenizer's files.
         raise ValueError(f"{field}={name!r} holds no tokenizer: save one there with tokenizer.save_pretrained.")

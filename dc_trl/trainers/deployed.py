@@ -15,7 +15,6 @@ from accelerate import DistributedType
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import GenerationConfig, ProcessorMixin, TrainerCallback
-from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -30,8 +29,8 @@ from ..rollouts.padding_free import PaddingFree, prepared
 from ..rollouts.sync_schedule import SyncSchedule
 from ..rollouts.truncation import Kept, KeptHead
 from ..settings.distribution import require_as_asked
-from ..settings.paths import shipped
 from ..settings.reward_functions import RewardFunction, call_reward
+from .gated import GatedTrainer
 
 
 # Imported where a run samples or writes in a deployment scheme: compressed-tensors and what it needs take 0.15 s.
@@ -52,7 +51,7 @@ _OF_VLLM = (
 )
 
 
-class DeployedPolicyTrainer(GRPOTrainer):
+class DeployedPolicyTrainer(GatedTrainer):
     """TRL's GRPO trainer whose policy is sampled and written as it is deployed; see [`DCGRPOTrainer`].
 
     Attributes:
@@ -75,9 +74,9 @@ class DeployedPolicyTrainer(GRPOTrainer):
         self._held: int | None = None  # the step whose weights the engine holds
         self._truncated = args.truncated_sampling
         self._kept: Kept | None = None  # of the completions that are scored by the present call of a hook
+        self._engine_context = args.vllm_max_model_length if args.use_vllm else None
         # TRL would build an engine that knows no deployment scheme. It is built here, once the rest is there.
         use_vllm, args.use_vllm = args.use_vllm, False
-        model = shipped(model) if isinstance(model, str) else model
         try:
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         finally:
@@ -311,7 +310,7 @@ class DeployedPolicyTrainer(GRPOTrainer):
             The reward of each row, or None where no function scored it.
 
         Raises:
-            ValueError: see `deployed_completion_ids` and `call_reward`.
+            TypeError, ValueError: see `deployed_completion_ids` and `call_reward`.
         """
         prompts = [row["prompt"] for row in rows]
         completions, completion_ids = self._complete(prompts)

@@ -11,6 +11,7 @@ from ..callbacks.benchmarks import BenchmarkCallback
 from ..callbacks.collapse import CollapseAlarmCallback
 from ..config import DCGRPOConfig
 from ..evaluation import Benchmark
+from ..gate.start import require_startable
 from ..grading.rewards import get_reward
 from ..records.settings import changed_settings
 from ..resuming.checkpoints import on_main_process
@@ -67,6 +68,19 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
         "dtype": model.dtype,
         **(args.model_init_kwargs or {}),
     }
+    peft_config, quantization_config = get_peft_config(model), get_quantization_config(model)
+    # The trainer asks the same; a server would take a minute before it.
+    require_startable(
+        model=model.model_name_or_path,
+        reward_funcs=rewards,
+        args=args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        peft_config=peft_config,
+        quantization_config=quantization_config,
+        field="model_name_or_path",
+    )
     if server.serve is not None and PartialState().is_main_process:
         start_server(server, args, model.model_name_or_path, model.model_revision, stack)
     settings = changed_settings(data) | changed_settings(server) | changed_settings(watch)
@@ -78,8 +92,8 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
         callbacks=[LambdaLoggingCallback(settings)],
-        quantization_config=get_quantization_config(model),
-        peft_config=get_peft_config(model),
+        quantization_config=quantization_config,
+        peft_config=peft_config,
     )
     if benchmarks:
         temperature, batch_size = data.eval_benchmark_temperature, args.per_device_eval_batch_size
@@ -98,7 +112,7 @@ def _problems(
     steps = args.max_steps if args.max_steps > 0 else 1000
     train_dataset, eval_dataset, line = load_data(data, tokenizer, args.seed, prompts_per_step * steps)
     for name, reward in zip(data.rewards, rewards, strict=True):
-        require_callable(name, reward, train_dataset.column_names)
+        require_callable(f"rewards={name!r}", reward, train_dataset.column_names)
     PartialState().print(line)
     return train_dataset, eval_dataset
 

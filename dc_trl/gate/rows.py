@@ -1,0 +1,188 @@
+"""Whether there is something to train on: as many rows as a generation batch takes, with the columns that are read."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Of a data set with more rows than this, some are looked at: the first, the longest, the shortest and those without a
+# prompt among them.
+_ALL = 256
+_SOME = 32
+# Names that other data sets have for what the trainer calls `prompt`, the likeliest first.
+_OTHER_NAMES = ("question", "problem", "query", "instruction", "input", "text", "messages")
+# What TRL passes to reward functions by these names, beside the columns of the rows.
+PASSED = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
+
+
+class Rows(NamedTuple):
+    """Some rows of a data set by their numbers, and the name that messages have for it."""
+
+    name: str
+    rows: dict[int, Mapping[str, Any]]
+
+    @property
+    def columns(self) -> list[str]:
+        return list(next(iter(self.rows.values())))
+
+
+def data_sets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
+    """The data sets of a run by the name that messages have for them.
+
+    Raises:
+        TypeError: one is something else than a data set.
+    """
+    found = {} if train_dataset is None else {"train_dataset": train_dataset}
+    if isinstance(eval_dataset, dict):  # DatasetDict and IterableDatasetDict are dicts too
+        found |= {f"eval_dataset[{name!r}]": rows for name, rows in eval_dataset.items()}
+    elif eval_dataset is not None:
+        found["eval_dataset"] = eval_dataset
+    for name, rows in found.items():
+        if isinstance(rows, DatasetDict | IterableDatasetDict):
+            raise TypeError(
+                f"{name} is a {type(rows).__name__} with the splits {', '.join(map(repr, rows))}: pass one of them, "
+                f"for example {name}={name.partition('_')[0]}_dataset[{next(iter(rows), 'train')!r}]."
+            )
+        if not isinstance(rows, Dataset | IterableDataset):
+            raise TypeError(
+                f"{name} is a {type(rows).__name__}: pass a data set, for example datasets.Dataset.from_list(rows)."
+            )
+    return found
+
+
+def some_rows(name: str, dataset: Dataset | IterableDataset, needed: int, why: str) -> Rows:
+    """Rows of a data set that stand for all: of a stream the first ones, which it will give again.
+
+    Args:
+        name: of the data set, for messages.
+        dataset: any.
+        needed: rows that it has to have.
+        why: what takes them, for the message.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    if isinstance(dataset, IterableDataset):
+        rows = dict(enumerate(dataset.take(needed)))
+        count = len(rows)
+    else:
+        count = len(dataset)
+        rows = {} if count < needed else {number: dataset[number] for number in _chosen(dataset)}
+    if count == 0:
+        raise ValueError(f"{name} has no rows: there is nothing to train on or to evaluate.")
+    if count < needed:
+        raise ValueError(f"{name} has {count} rows, and {why}.")
+    return Rows(name, rows)
+
+
+def _chosen(dataset: Dataset) -> Sequence[int]:
+    """Numbers of the rows that are looked at."""
+    count = len(dataset)
+    if count <= _ALL:
+        return range(count)
+    lengths: NDArray[Any] | None = None
+    if "prompt" in dataset.column_names and dataset.format["type"] in (None, "python"):
+        prompts = dataset.with_format("arrow", columns=["prompt"]).iter(batch_size=10_000)
+        parts = [_lengths(table["prompt"].combine_chunks()) for table in prompts]
+        if all(part is not None for part in parts):
+            lengths = np.concatenate(parts)  # type: ignore[arg-type]
+    if lengths is None:
+        return np.linspace(0, count - 1, _ALL, dtype=int).tolist()
+    order = np.argsort(lengths, kind="stable")
+    return sorted({*range(_SOME), *order[:_SOME].tolist(), *order[-_SOME:].tolist()})
+
+
+def _lengths(prompts: pa.Array | pa.ChunkedArray) -> NDArray[Any] | None:
+    """Characters of each prompt, -1 where there is none; None where they are neither text nor messages of text."""
+    if isinstance(prompts, pa.ChunkedArray):
+        prompts = pa.concat_arrays(prompts.chunks)
+    kind = prompts.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return np.asarray(pc.fill_null(pc.utf8_length(prompts), -1), dtype=float)
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if not is_list or not pa.types.is_struct(kind.value_type):
+        return None
+    parts = {field.name: field.type for field in kind.value_type}
+    if not all(name in parts and pa.types.is_string(parts[name]) for name in ("role", "content")):
+        return None
+    messages, owners = pc.list_flatten(prompts), np.asarray(pc.list_parent_indices(prompts))
+    contents = np.asarray(pc.fill_null(pc.utf8_length(pc.struct_field(messages, "content")), 0))
+    lengths = np.bincount(owners, weights=contents, minlength=len(prompts))
+    without_role = owners[np.asarray(pc.is_null(pc.struct_field(messages, "role")))]
+    lengths[without_role] = -1
+    lengths[np.asarray(pc.fill_null(pc.list_value_length(prompts), 0)) == 0] = -1
+    return lengths
+
+
+def require_prompts(rows: Rows) -> None:
+    """Refuses rows whose prompts are neither all text nor all conversations.
+
+    Raises:
+        ValueError: names the data set, the row and its prompt; or there is no such column.
+    """
+    if "prompt" not in rows.columns:
+        known = ", ".join(map(repr, rows.columns))
+        likely = [name for name in _OTHER_NAMES if name in rows.columns]
+        close = (likely or difflib.get_close_matches("prompt", rows.columns, n=1) or rows.columns)[0]
+        raise ValueError(
+            f"{rows.name} has the columns {known} and none called 'prompt': rename yours, for example "
+            f"{rows.name}.rename_column({close!r}, 'prompt')."
+        )
+    kinds: dict[bool, int] = {}
+    for number, row in rows.rows.items():
+        prompt = row["prompt"]
+        if not isinstance(prompt, str) and not _is_conversation(prompt):
+            text = " ".join(repr(prompt).split())
+            raise ValueError(
+                f"{rows.name}: row {number} has prompt={text if len(text) <= 80 else text[:77] + '...'}: a prompt is "
+                "text, or a list of messages, each with a role and a content. Leave such rows out, for example with "
+                "filter."
+            )
+        kinds.setdefault(isinstance(prompt, str), number)
+    if len(kinds) == 2:
+        raise ValueError(
+            f"{rows.name}: the prompt of row {kinds[True]} is text, and that of row {kinds[False]} a list of "
+            "messages: write all of them in one way."
+        )
+
+
+def _is_conversation(prompt: Any) -> bool:
+    return isinstance(prompt, list) and len(prompt) > 0 and all(map(_is_message, prompt))
+
+
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+        return False
+    content = message["content"]
+    # An assistant that called a tool may have said nothing.
+    return isinstance(content, str | list) or (content is None and bool(message.get("tool_calls")))
+
+
+def require_no_clash(rows: Rows, passed: Sequence[str]) -> None:
+    """Refuses columns that have the name of what TRL passes to reward functions.
+
+    Raises:
+        ValueError: names the data set and the column.
+    """
+    for column in rows.columns:
+        if column in passed:
+            raise ValueError(
+                f"{rows.name} has a column {column!r}, and the trainer passes something else to reward functions by "
+                f"this name: rename it, for example {rows.name}.rename_column({column!r}, 'my_{column}')."
+            )
+
+
+def prompts_of(rows: Rows) -> Iterator[tuple[str, Any]]:
+    """Each prompt, with the words that messages have for its row."""
+    for number, row in rows.rows.items():
+        yield f"{rows.name}: the prompt of row {number}", row["prompt"]
