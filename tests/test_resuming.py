@@ -1,5 +1,6 @@
 """Which checkpoint a run goes on from, and what is said of the others."""
 
+import json
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ from transformers import TrainerCallback
 from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback, LambdaLoggingCallback
 from dc_trl.resuming.checkpoints import checkpoint_defect, resumable_checkpoint
 from dc_trl.resuming.interruption import RunInterrupted, StopSignals
+from dc_trl.resuming.manifest import write_manifest
 from dc_trl.serving.errors import ServerError
 
 from .helpers import Rollouts, distinct_characters, logged, make_config, make_model, make_prompts, make_tokenizer
@@ -43,8 +45,30 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture
+def sealed(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "sealed" / "checkpoint-1")
+
+
+@pytest.fixture
 def checkpoint(saved, tmp_path):
-    return shutil.copytree(saved, tmp_path / "run" / "checkpoint-1")
+    """As versions before the manifest have left it."""
+    folder = shutil.copytree(saved, tmp_path / "run" / "checkpoint-1")
+    (folder / "manifest.json").unlink()
+    edit(folder / "dc_grpo_state.json", lambda state: [state.pop(name) for name in ("manifest", "lambda_bounds")])
+    return folder
+
+
+def edit(file, change):
+    value = json.loads(file.read_text())
+    change(value)
+    file.write_text(json.dumps(value))
+
+
+def copy_as(checkpoint, step):
+    """The checkpoint as one of another step."""
+    folder = shutil.copytree(checkpoint, checkpoint.with_name(f"checkpoint-{step}"))
+    edit(folder / "trainer_state.json", lambda state: state.update(global_step=step))
+    return folder
 
 
 # What resuming reads, and what it may not lack. tokenizer.json and the like are checked, but a model has its own.
@@ -104,7 +128,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_others_named(checkpoint, c
     run = checkpoint.parent
     assert resumable_checkpoint(None, run) is resumable_checkpoint(False, run) is resumable_checkpoint("false", run)
     for step in (2, 3, 10):
-        shutil.copytree(checkpoint, run / f"checkpoint-{step}")
+        copy_as(checkpoint, step)
     (run / "checkpoint-3" / "optimizer.pt").unlink()
     (run / "checkpoint-10" / "trainer_state.json").unlink()
     (run / "checkpoint-99").mkdir()
@@ -113,7 +137,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_others_named(checkpoint, c
     for wanted in (True, "true", "True"):
         caplog.clear()
         assert resumable_checkpoint(wanted, run) == str(run / "checkpoint-2")
-        (message,) = (record.getMessage() for record in caplog.records)
+        (message,) = (text for record in caplog.records if "Going on" in (text := record.getMessage()))
         for words in (
             "checkpoint-99 holds no trainer_state.json",
             "checkpoint-10 holds no",
@@ -165,6 +189,7 @@ def test_checkpoints_of_adapters_and_in_shards_are_whole(tmp_path):
     folder = tmp_path / "shards" / "checkpoint-1"
     (folder / "model.safetensors").unlink()
     trainer.model.save_pretrained(folder, max_shard_size="20KB")
+    write_manifest(folder, hashes=True)
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 1
     assert checkpoint_defect(folder) is None

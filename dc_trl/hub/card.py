@@ -18,7 +18,7 @@ from transformers import Trainer
 from transformers.utils import logging
 from trl.trainer.utils import get_comet_experiment_url, get_config_model_id, get_trackio_space_url
 
-from ..files import read_text, set_aside
+from ..files import read_text, set_aside, write_text
 from ..records import runs
 from ..records.tables import with_error
 
@@ -123,7 +123,7 @@ def write_run_card(
     )
     card = ModelCard(rendered)
     card.text = _signed(card.text)
-    card.save(folder / CARD_FILE)
+    write_text(folder / CARD_FILE, str(card))
 
 
 def address_card(path: Path, repo_id: str, deployment_id: str | None) -> None:
@@ -136,7 +136,7 @@ def address_card(path: Path, repo_id: str, deployment_id: str | None) -> None:
     card.text = card.text.replace(UNKNOWN_REPOSITORY, repo_id)
     if ours:
         card.text = _signed(card.text)
-    card.save(path)
+    write_text(path, str(card))
 
 
 def deployment_card(repo_id: str, model_id: str, scheme: str) -> ModelCard:
