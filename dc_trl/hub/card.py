@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, parse_local_safetensors_file_metadata
+from huggingface_hub.errors import SafetensorsParsingError
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from transformers import Trainer
 from transformers.utils import logging
@@ -199,7 +200,10 @@ def _serving(folder: Path, repo_id: str, deployment_id: str | None) -> str:
 def _parameter_counts(folder: Path) -> Counter[str]:
     """How many parameters of each dtype the weights in a folder hold."""
     files = [*folder.glob("model*.safetensors")] or folder.glob("adapter_model.safetensors")
-    return sum((Counter(parse_local_safetensors_file_metadata(file).parameter_count) for file in files), Counter())
+    try:
+        return sum((Counter(parse_local_safetensors_file_metadata(file).parameter_count) for file in files), Counter())
+    except SafetensorsParsingError:  # of a run that was killed; a card is no reason to end the one that goes on
+        return Counter()
 
 
 def _measured(folder: Path, args: Any, summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
