@@ -193,6 +193,9 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             all weights, at the end of `train` and in each call of `save_model`: its time and its disk grow with the
             model (docs/tour.md has some), and a deployment that was there stays until the new one is whole. No
             `checkpoint-N` has one. Formats that no engine serves (`"int3"`, `"int2"`) leave history and figure alone.
+        checkpoint_hashes (`bool`, defaults to `True`):
+            Each `checkpoint-N` has the SHA-256 of its files in its `manifest.json`, and a run that goes on from it
+            compares them first: a second for each gigabyte, both times. `False` leaves it to the files' sizes.
     """
 
     recipe: Recipe = "trl"
@@ -227,6 +230,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     length_aware_batches: bool = True
     max_tokens_per_micro_batch: int | None = None
     export_run: bool = True
+    checkpoint_hashes: bool = True
 
     def __post_init__(self):
         require_choice("recipe", self.recipe, Recipe)

@@ -1,4 +1,9 @@
-"""Reads and writes files whole, locks folders against other processes, and removes what killed ones left behind."""
+"""Reads and writes files whole, locks folders against other processes, and removes what killed ones left behind.
+
+Nothing here writes through a link: a new file takes the place of a link that has its name, and a file that is written
+in place must be no link, symbolic or hard. The folders on the way to it may be links: a user's output directory often
+is one.
+"""
 
 import errno
 import fcntl
@@ -7,10 +12,12 @@ import logging
 import os
 import shutil
 import socket
+import stat
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -18,16 +25,127 @@ import yaml
 LOCK_FILE = ".dc_trl.lock"  # in an output directory, while a run writes there
 
 # Output directories that this process has locked, by their resolved paths.
-_locked: dict[Path, int] = {}
+_locked: dict[Path, BinaryIO] = {}
 
 logger = logging.getLogger(__name__)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file in UTF-8, whole or not at all."""
+    """Writes a file in UTF-8, whole or not at all.
+
+    Raises:
+        OSError: the file system refused; the message names the file.
+    """
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes, durable: bool = False) -> None:
+    """Writes a file, whole or not at all; a link of its name is replaced, and not followed.
+
+    Args:
+        path: of the file; its folder must exist.
+        content: of the file.
+        durable: returns once the file and its name are on the disk.
+
+    Raises:
+        OSError: the file system refused; the message names the file.
+    """
     unfinished = path.with_name(f".{path.name}.tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, path)
+    with _naming(path):
+        unfinished.unlink(missing_ok=True)  # a killed process has left it, or it is a link
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                if durable:
+                    os.fsync(descriptor)
+            os.replace(unfinished, path)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
+        if durable:
+            sync_to_disk(path.parent)
+
+
+def append_text(path: Path, text: str) -> None:
+    """Adds to a file in UTF-8, which is begun where there is none.
+
+    Raises:
+        OSError: the file system refused, or the file is a link; the message names it.
+    """
+    with open_in_place(path, os.O_WRONLY | os.O_APPEND) as file, _naming(path):
+        file.write(text.encode())
+        file.flush()
+
+
+def open_in_place(path: Path, flags: int) -> BinaryIO:
+    """Opens a file to be written as it stands, unbuffered, and begins it where there is none.
+
+    Args:
+        path: of the file.
+        flags: of `os.open`, which say how; a file is never cut to nothing here.
+
+    Raises:
+        OSError: the file system refused, or it is a link or no file; the message names it.
+    """
+    with _naming(path):
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            os.close(descriptor)
+            raise OSError(errno.ELOOP, "")
+    os.set_blocking(descriptor, True)
+    return open(descriptor, "rb+" if flags & os.O_RDWR else "wb", buffering=0)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Has an `OSError` name the file that it is about, which writing to a descriptor leaves open."""
+    try:
+        yield
+    except OSError as error:
+        what = error.strerror
+        if error.errno == errno.ELOOP:
+            what = "It is a link or no file, and nothing is written through one: remove it"
+        raise OSError(error.errno, what, str(path)) from error
+
+
+def sync_to_disk(path: Path) -> None:
+    """Returns once a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems have it for files alone
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def replace_folder_link(folder: Path) -> None:
+    """Removes a symbolic link in whose place a folder is about to be made or moved."""
+    if folder.is_symlink():
+        folder.unlink()
+
+
+@contextmanager
+def written_beside(folder: Path) -> Iterator[Path]:
+    """A new folder within `folder`, whose files are moved into `folder` when the block ends well.
+
+    For writers of other libraries, which write through links: a moved file takes the place of a link.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f".files-{uuid.uuid4().hex}.partial"
+    with locked_folder(folder / name, others=".files-*.partial", mode=0o700) as partial:
+        yield partial
+        for file in sorted(partial.rglob("*")):
+            target = folder / file.relative_to(partial)
+            if file.is_dir():
+                replace_folder_link(target)
+                target.mkdir(exist_ok=True)
+            else:
+                os.replace(file, target)
 
 
 def read_text(path: Path) -> str:
@@ -133,9 +251,9 @@ def set_aside(files: Iterable[Path]) -> dict[Path, Path]:
         The new path of each that was there, by its old one.
     """
     kept, number = list(files), 1
-    while any(file.with_suffix(f".{number}{file.suffix}").exists() for file in kept):
+    while any(os.path.lexists(file.with_suffix(f".{number}{file.suffix}")) for file in kept):
         number += 1
-    return {file: file.rename(file.with_suffix(f".{number}{file.suffix}")) for file in kept if file.exists()}
+    return {file: file.rename(file.with_suffix(f".{number}{file.suffix}")) for file in kept if os.path.lexists(file)}
 
 
 def lock_folder(folder: Path) -> int:
@@ -193,44 +311,44 @@ def lock_output(output_dir: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        if (descriptor := _locked.pop(folder, None)) is not None:  # None in a fork
+        if (file := _locked.pop(folder, None)) is not None:  # None in a fork
             (folder / LOCK_FILE).unlink(missing_ok=True)
-            os.close(descriptor)
+            file.close()
 
 
-def _lock(path: Path) -> int:
-    """Descriptor of a locked file, which says who holds it; a BlockingIOError names another process that does."""
+def _lock(path: Path) -> BinaryIO:
+    """A locked file, which says who holds it; a BlockingIOError names another process that does."""
     while True:
         # A file and not the folder: over NFS only what is open for writing is locked on other machines too.
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        file = open_in_place(path, os.O_RDWR)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(descriptor, 1024).decode(errors="replace")
-            os.close(descriptor)
+            holder = file.read(1024).decode(errors="replace")
+            file.close()
             raise BlockingIOError(holder or "which is just starting") from None
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
-                os.close(descriptor)
+                file.close()
                 raise
             logger.warning(f"{path.parent} cannot be locked ({error.strerror}): start no second run in it.")
-        if os.fstat(descriptor).st_nlink > 0:
+        if os.fstat(file.fileno()).st_nlink > 0:
             break
-        os.close(descriptor)  # a run that ended just now has removed the file
+        file.close()  # a run that ended just now has removed the file
     try:
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
     except OSError:
         path.unlink()
-        os.close(descriptor)
+        file.close()
         raise
-    return descriptor
+    return file
 
 
 def _leave_locks_to_parent() -> None:
     """In a forked child: a copy of the descriptor would hold the lock for as long as the child lives."""
-    for descriptor in _locked.values():
-        os.close(descriptor)
+    for file in _locked.values():
+        file.close()
     _locked.clear()
 
 

@@ -562,6 +562,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
     def _iteration_state(self):
         return super()._iteration_state() | {
             "lagrange_multiplier": self.lagrange_multiplier.state_dict(),
+            "lambda_bounds": [self.args.lambda_min, self.args.lambda_max],
             "batch_discrepancy": self._mean_discrepancy,
             "gradient_norms": self._gradient_norms,
         }

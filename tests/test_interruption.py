@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from importlib import import_module
 
 import psutil
 import pytest
@@ -90,7 +92,9 @@ def rows(folder):
 
 
 @pytest.mark.long
-def test_sigterm_loses_no_step(tmp_path, launch):
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP], ids=lambda signum: signum.name)
+def test_a_signal_loses_no_step(tmp_path, launch, signum):
+    import_module("dc_trl.training.command")  # takes longer than the run's steps on a machine with other work
     # The run stops between the two optimizer steps of a generation batch, or behind them: wherever the signal comes.
     options = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "learning_rate": 1e-3, "max_steps": 16}
     with started(tmp_path / "run", **options) as run:
@@ -98,24 +102,27 @@ def test_sigterm_loses_no_step(tmp_path, launch):
         with pytest.raises(SystemExit, match=rf"in use by another run, process {run.process.pid} on"):
             launch(output_dir=run.folder, **options)
         run.wait_for(run.steps)
-        run.process.terminate()
-        assert run.process.wait(120) == 143
+        run.process.send_signal(signum)
+        assert run.process.wait(120) == 128 + signum
     done = run.steps()[-1]
     assert done < 16
     assert run.steps() == list(range(1, done + 1))
     checkpoint = run.folder / f"checkpoint-{done}"
     assert checkpoint_defect(checkpoint) is None
     assert (
-        f"SIGTERM has ended the run. The run is saved: go on with resume_from_checkpoint='{checkpoint}'" in run.output
+        f"{signum.name} has ended the run. The run is saved: go on with resume_from_checkpoint='{checkpoint}'"
+        in run.output
     )
-    assert run.output.count("SIGTERM: the run ends after this step") == 1
+    assert run.output.count(f"{signum.name}: the run ends after this step") == 1
     assert "Traceback" not in run.output
     # It has not come to its end.
     left = {path.name for path in run.folder.iterdir()}
     assert left.isdisjoint({"summary.json", "deployment", "model.safetensors", ".dc_trl.lock"})
     assert "train_runtime" not in (run.folder / "history.jsonl").read_text()
 
-    launch(output_dir=run.folder, resume_from_checkpoint="true", **options)
+    launch(output_dir=run.folder, resume_from_checkpoint="auto", **options)
+    if signum != signal.SIGTERM:
+        return
     launch(output_dir=tmp_path / "whole", **options)
     assert len(rows(run.folder)) == 16
     assert rows(run.folder) == rows(tmp_path / "whole")
@@ -239,3 +246,79 @@ def test_a_second_signal_ends_a_process_that_is_stuck(tmp_path):
         process.communicate()
         if child.is_running():
             child.kill()
+
+
+@pytest.mark.long
+def test_the_launcher_passes_slurms_warning_on_where_it_is_told_to(tmp_path, monkeypatch):
+    # As configs/slurm has it: SLURM signals every process of a step, the launcher among them.
+    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    with started(tmp_path / "run", launcher=TWO_PROCESSES, per_device_train_batch_size=8) as run:
+        run.wait_for(run.steps)
+        for process in [run.process, *psutil.Process(run.process.pid).children(recursive=True)]:
+            if "train.py" in " ".join(psutil.Process(process.pid).cmdline()):
+                process.send_signal(signal.SIGUSR1)
+        assert run.process.wait(120) != 0
+    assert run.output.count("SIGUSR1 has ended the run. The run is saved") == 1
+    assert checkpoint_defect(run.folder / f"checkpoint-{run.steps()[-1]}") is None
+
+
+@pytest.mark.long
+def test_an_error_in_a_reward_is_told_with_the_way_back(tmp_path, launch, monkeypatch):
+    (tmp_path / "broken_reward.py").write_text(
+        "def reward(completions, trainer_state, **kwargs):\n"
+        "    if trainer_state.global_step == 2:\n"
+        "        raise KeyError('a bug')\n"
+        "    return [float(len(completion)) for completion in completions]\n"
+    )
+    with started(tmp_path / "run", rewards="broken_reward.reward") as run:
+        assert run.process.wait(120) == 1
+    assert "Traceback" in run.output  # of the bug
+    assert "broken_reward.py" in run.output
+    (line,) = (line for line in run.output.splitlines() if line.startswith("error: "))
+    checkpoint = run.folder / "checkpoint-2"
+    assert line.startswith("error: KeyError: 'a bug'")
+    assert f"The run is saved: go on with resume_from_checkpoint='{checkpoint}'" in line
+    assert checkpoint_defect(checkpoint) is None
+
+
+@pytest.mark.long
+def test_a_finished_run_says_so_and_stays_as_it_is(tmp_path, launch, capsys):
+    options = {"output_dir": tmp_path / "run", "max_steps": 2, "eval_size": 16, "resume_from_checkpoint": "auto"}
+    launch(**options)
+    left = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    for _ in range(2):
+        launch(**options)
+        printed = capsys.readouterr().out
+        assert f"The run in {tmp_path / 'run'} is finished" in printed
+        assert "Serve it" not in printed
+    changed = {path for path, at in left.items() if path.stat().st_mtime_ns != at}
+    assert {path.name for path in changed} <= {"history.jsonl", "run.png"}
+    # Killed between the last step and the summary: the rest is made.
+    for name in ("summary.json", "model.safetensors"):
+        (tmp_path / "run" / name).unlink()
+    launch(**options)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+@pytest.mark.long
+def test_auto_begins_again_after_a_kill_within_the_first_save(tmp_path, launch):
+    folder = tmp_path / "run"
+    launch(output_dir=folder, max_steps=2, save_steps=2)
+    for path in folder.iterdir():  # what a run has that is killed in the middle of its first save
+        if path.name not in ("history.jsonl", "settings.json", "starts.json", "checkpoint-2"):
+            path.unlink() if path.is_file() else shutil.rmtree(path)
+    (folder / "checkpoint-2" / "manifest.json").unlink()
+    options = {"output_dir": folder, "max_steps": 2, "save_steps": 2}
+    with pytest.raises(SystemExit, match="already holds a run"):
+        launch(**options)
+    with pytest.raises(SystemExit, match="holds no whole checkpoint"):
+        launch(resume_from_checkpoint="true", **options)
+    launch(resume_from_checkpoint="auto", **options)
+    assert checkpoint_defect(folder / "checkpoint-2") is None
+    assert {"unfinished-checkpoint-2", "history.1.jsonl", "summary.json"} <= {path.name for path in folder.iterdir()}
+    # A run that has ended and kept no checkpoint is not begun again.
+    shutil.rmtree(folder / "checkpoint-2")
+    with pytest.raises(SystemExit, match="already holds a run"):
+        launch(resume_from_checkpoint="auto", **options)

@@ -1,9 +1,13 @@
 """Which checkpoint a run goes on from, and what is said of the others."""
 
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from transformers import TrainerCallback
 from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback, LambdaLoggingCallback
 from dc_trl.resuming.checkpoints import checkpoint_defect, resumable_checkpoint
 from dc_trl.resuming.interruption import RunInterrupted, StopSignals
+from dc_trl.resuming.manifest import write_manifest
 from dc_trl.serving.errors import ServerError
 
 from .helpers import Rollouts, distinct_characters, logged, make_config, make_model, make_prompts, make_tokenizer
@@ -43,8 +48,30 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture
+def sealed(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "sealed" / "checkpoint-1")
+
+
+@pytest.fixture
 def checkpoint(saved, tmp_path):
-    return shutil.copytree(saved, tmp_path / "run" / "checkpoint-1")
+    """As versions before the manifest have left it."""
+    folder = shutil.copytree(saved, tmp_path / "run" / "checkpoint-1")
+    (folder / "manifest.json").unlink()
+    edit(folder / "dc_grpo_state.json", lambda state: [state.pop(name) for name in ("manifest", "lambda_bounds")])
+    return folder
+
+
+def edit(file, change):
+    value = json.loads(file.read_text())
+    change(value)
+    file.write_text(json.dumps(value))
+
+
+def copy_as(checkpoint, step):
+    """The checkpoint as one of another step."""
+    folder = shutil.copytree(checkpoint, checkpoint.with_name(f"checkpoint-{step}"))
+    edit(folder / "trainer_state.json", lambda state: state.update(global_step=step))
+    return folder
 
 
 # What resuming reads, and what it may not lack. tokenizer.json and the like are checked, but a model has its own.
@@ -104,7 +131,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_others_named(checkpoint, c
     run = checkpoint.parent
     assert resumable_checkpoint(None, run) is resumable_checkpoint(False, run) is resumable_checkpoint("false", run)
     for step in (2, 3, 10):
-        shutil.copytree(checkpoint, run / f"checkpoint-{step}")
+        copy_as(checkpoint, step)
     (run / "checkpoint-3" / "optimizer.pt").unlink()
     (run / "checkpoint-10" / "trainer_state.json").unlink()
     (run / "checkpoint-99").mkdir()
@@ -113,7 +140,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_others_named(checkpoint, c
     for wanted in (True, "true", "True"):
         caplog.clear()
         assert resumable_checkpoint(wanted, run) == str(run / "checkpoint-2")
-        (message,) = (record.getMessage() for record in caplog.records)
+        (message,) = (text for record in caplog.records if "Going on" in (text := record.getMessage()))
         for words in (
             "checkpoint-99 holds no trainer_state.json",
             "checkpoint-10 holds no",
@@ -165,6 +192,7 @@ def test_checkpoints_of_adapters_and_in_shards_are_whole(tmp_path):
     folder = tmp_path / "shards" / "checkpoint-1"
     (folder / "model.safetensors").unlink()
     trainer.model.save_pretrained(folder, max_shard_size="20KB")
+    write_manifest(folder, hashes=True)
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 1
     assert checkpoint_defect(folder) is None
@@ -299,3 +327,108 @@ def test_a_disk_too_full_for_the_last_checkpoint_is_said_so(tmp_path, small_disk
         trainer.train()
     with pytest.raises(ValueError, match=r"holds no whole checkpoint: checkpoint-1 "):
         make_trainer(small_disk / "run").train(resume_from_checkpoint=True)
+
+
+# --- the manifest ---------------------------------------------------------------------------------------------------
+
+
+def flip(file):
+    """Changes one bit in the middle of a file; size and format stay."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_file_that_was_changed_is_found_by_its_hash(sealed, caplog):
+    listed = json.loads((sealed / "manifest.json").read_text())["files"]
+    files = {str(path.relative_to(sealed)) for path in sealed.rglob("*") if path.is_file()}
+    assert set(listed) == {name for name in files if not name.startswith(("deployment/", "manifest.json"))}
+    sums = subprocess.run(["sha256sum", *listed], cwd=sealed, capture_output=True, text=True, check=True).stdout
+    assert {name: entry["sha256"] for name, entry in listed.items()} == {
+        line.split(maxsplit=1)[1]: line.split()[0] for line in sums.splitlines()
+    }
+    assert {name: entry["size"] for name, entry in listed.items()} == {
+        name: (sealed / name).stat().st_size for name in listed
+    }
+    assert checkpoint_defect(sealed) is None
+    for name in listed:
+        flip(sealed / name)
+        assert name in checkpoint_defect(sealed), name
+        flip(sealed / name)
+        assert checkpoint_defect(sealed) is None
+    (sealed / "notes.txt").write_text("the user's")
+    assert checkpoint_defect(sealed) is None
+
+    (sealed.parent / "checkpoint-0").mkdir()
+    flip(sealed / "optimizer.pt")
+    with pytest.raises(ValueError, match=r"checkpoint-1' holds optimizer\.pt, whose bytes are not those"):
+        resumable_checkpoint(str(sealed), sealed.parent)
+    with pytest.raises(ValueError, match=r"holds no whole checkpoint: checkpoint-1 holds optimizer\.pt"):
+        make_trainer(sealed.parent).train(resume_from_checkpoint=True)
+    # Left to sizes, which find another size and not another bit.
+    assert checkpoint_defect(sealed, hashes=False) is None
+    with open(sealed / "training_args.bin", "ab") as file:
+        file.write(b"x")
+    assert "training_args.bin with" in checkpoint_defect(sealed, hashes=False)
+
+
+def test_hashes_can_be_left_out_and_older_checkpoints_are_taken_with_a_word(tmp_path, checkpoint, caplog):
+    make_trainer(tmp_path / "sizes", checkpoint_hashes=False).train()
+    listed = json.loads((tmp_path / "sizes" / "checkpoint-1" / "manifest.json").read_text())["files"]
+    assert all(set(entry) == {"size"} for entry in listed.values())
+    assert checkpoint_defect(tmp_path / "sizes" / "checkpoint-1") is None
+    assert resumable_checkpoint(True, checkpoint.parent) == str(checkpoint)
+    assert caplog.text.count("has no manifest.json") == 1
+
+
+def test_a_checkpoint_whose_manifest_was_not_written_is_not_whole(sealed):
+    (sealed / "manifest.json").unlink()
+    assert checkpoint_defect(sealed) == "holds no manifest.json: its save was cut short"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lagrange_multiplier": {"value": 7.0}}, "lambda=7.0"),
+        ({"lagrange_multiplier": {"value": float("nan")}}, "lambda=nan"),
+        ({"lagrange_multiplier": {"value": float("inf")}}, "lambda=inf"),
+        ({"lagrange_multiplier": {"value": -0.1}}, "lambda=-0.1"),
+        ({"lagrange_multiplier": {"value": "0.1"}}, "lambda='0.1'"),
+        ({"lagrange_multiplier": {"value": 0.1, "recent": [float("nan")]}}, "recent"),
+        ({"lagrange_multiplier": 3}, "lambda=None"),
+        ({"micro_batches_done": "1"}, "micro_batches_done='1'"),
+    ],
+)
+def test_a_state_that_no_run_has_is_refused(sealed, change, words):
+    edit(sealed / "dc_grpo_state.json", lambda state: state.update(change))
+    write_manifest(sealed, hashes=True)
+    assert words in checkpoint_defect(sealed)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(sealed):
+    for name in ("checkpoint-2", "last-good-10"):
+        other = shutil.copytree(sealed, sealed.with_name(name))
+        assert "trainer_state.json of step 1" in checkpoint_defect(other)
+    assert checkpoint_defect(shutil.copytree(sealed, sealed.with_name("best"))) is None
+
+
+_removals: list = []
+sys.addaudithook(lambda event, args: [watch(args[0]) for watch in _removals] if event == "shutil.rmtree" else None)
+
+
+def test_an_old_checkpoint_goes_when_the_new_one_is_whole(tmp_path):
+    removed = []
+
+    def watch(path):
+        path = Path(path)
+        if path.parent == tmp_path and path.name.startswith("checkpoint-"):
+            newer = tmp_path / f"checkpoint-{int(path.name.rpartition('-')[2]) + 1}"
+            removed.append((path.name, checkpoint_defect(newer), (newer / "manifest.json").is_file()))
+
+    _removals.append(watch)
+    try:
+        make_trainer(tmp_path, max_steps=3, save_total_limit=1).train()
+    finally:
+        _removals.remove(watch)
+    assert removed == [("checkpoint-1", None, True), ("checkpoint-2", None, True)]
+    assert torch.load(tmp_path / "checkpoint-3" / "training_args.bin", weights_only=False).save_total_limit == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from ..files import lock_folder, read_object, write_text
+from ..files import lock_folder, open_in_place, read_object, write_text
 from ..records.runs import SUMMARY_FILE
 from ..resuming.checkpoints import TRAINER_STATE_FILE, checkpoint_defect, checkpoints
 from ..serving import watchdog
@@ -148,8 +148,8 @@ class _Attempt:
         if checkpoint is not None:
             command += ["--resume_from_checkpoint", str(checkpoint)]
         self.begin = time.monotonic()
-        with open(job.folder / LOG_FILE, "ab") as log:
-            self._log_begin = log.tell()
+        with open_in_place(job.folder / LOG_FILE, os.O_WRONLY | os.O_APPEND) as log:
+            self._log_begin = log.seek(0, os.SEEK_END)
             self.process = subprocess.Popen(
                 [sys.executable, watchdog.__file__, str(_GRACE), *command],
                 env=os.environ | dict(slot),
@@ -236,7 +236,7 @@ def require_trainable(sweep: Sweep, command: Sequence[str], slots: Sequence[Mapp
     with tempfile.TemporaryDirectory(prefix="dc_trl-ablate-") as folder:
         file = Path(folder, "variants.yaml")
         own = {"output_dir": folder, "seed": sweep.seeds[0]}
-        file.write_text(yaml.safe_dump({v.name: sweep.settings(v) | own for v in sweep.variants}))
+        write_text(file, yaml.safe_dump({v.name: sweep.settings(v) | own for v in sweep.variants}))
         environment = os.environ | dict(slots[0])
         try:
             done = subprocess.run([*command, str(file)], env=environment, capture_output=True, text=True)

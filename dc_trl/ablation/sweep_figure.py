@@ -6,7 +6,17 @@ from matplotlib.axes import Axes
 from matplotlib.transforms import ScaledTranslation
 
 from ..records.runs import Run
-from ..report.figures import INK, MUTED, PANEL_WIDTH, moving_average, new_figure, say_empty, scale_x, series_style
+from ..report.figures import (
+    INK,
+    MUTED,
+    PANEL_WIDTH,
+    moving_average,
+    new_figure,
+    save_figure,
+    say_empty,
+    scale_x,
+    series_style,
+)
 from .plan import as_number, show
 from .results import Mean, Results, mean_over_seeds
 
@@ -52,7 +62,7 @@ def draw_sweep(results: Results, output: Path) -> list[Path]:
         handles += axes[0].plot([], [], color=colour, linestyle=line, marker=marker, label=variant.name)
     figure.legend(handles=handles, loc="outside upper left", ncols=2, frameon=False, fontsize=9, handlelength=4)
     path = output / FIGURE_FILE
-    figure.savefig(path)
+    save_figure(figure, path)
     return [path]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..records.estimators import Estimate
 from ..records.tables import TableRows, print_table, verdict
+from ..report.figures import save_figure
 from ..report.html import Page
 from .doctor import REMOVALS
 from .figures import (
@@ -171,10 +172,10 @@ def write_report(calibration: Calibration, directory: str | os.PathLike[str]) ->
     """Writes `calibration.json`, `report.html` and the figures as PNG into a directory, over what is there."""
     directory = Path(directory)
     calibration.save(directory / CALIBRATION_FILE)
-    probability_figure(calibration.engines).savefig(directory / "probabilities.png")
+    save_figure(probability_figure(calibration.engines), directory / "probabilities.png")
     split = {"split": _SPLIT} if any(engine.diagnosis for engine in calibration.engines) else {}
     for name, (draw, _) in {"comparison": _COMPARISON, **split, **_FIGURES}.items():
-        draw(calibration).savefig(directory / f"{name}.png")
+        save_figure(draw(calibration), directory / f"{name}.png")
     report_page(calibration).save(directory / REPORT_FILE)
 
 

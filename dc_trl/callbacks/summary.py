@@ -17,11 +17,13 @@ from ..records.runs import (
     greedy_is_share,
     read_baseline,
     read_history,
+    run_ended,
 )
 from ..records.sync import sync_facts
 from ..records.tables import print_table, reward_text, weighted_sum
 from ..records.time_parts import time_cells
 from ..records.verdict import rewards_of, verdict_of
+from ..settings.program import serve_line
 from ..trainer import DCGRPOTrainer
 from .benchmarks import greedy_rewards
 
@@ -82,6 +84,8 @@ class BeforeAndAfter(TrainerCallback):
             write_text(self._baseline, json.dumps(measured) + "\n")
 
     def on_train_end(self, args, state, control, **kwargs):
+        if run_ended(args.output_dir, state.global_step):
+            return  # and is resumed all the same
         if self._trainer.eval_dataset is not None and not self.after and state.global_step >= state.max_steps:
             self._trainer.evaluate()  # the run was resumed after its last step
         if self._trainer.eval_dataset is None and state.is_world_process_zero:
@@ -187,4 +191,4 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     print(f"Model, {HISTORY_FILE} and {FIGURE_FILE} are in {args.output_dir}")
     if args.exports_deployment:
         deployment = Path(args.output_dir, DEPLOYMENT_FOLDER)
-        print(f"Serve it: vllm serve {deployment}" if verdict.worth_serving else f"The policy is in {deployment}")
+        print(f"Serve it: {serve_line(deployment)}" if verdict.worth_serving else f"The policy is in {deployment}")

@@ -15,6 +15,7 @@ from ..files import read_object, read_yaml
 from ..settings.command_line import OptionParser, misspelt, refused_in_one_line
 from ..settings.paths import (
     NEWEST_CHECKPOINT,
+    NEWEST_OR_NONE,
     NO_CHECKPOINT,
     config_file,
     is_data_file,
@@ -146,7 +147,7 @@ def _require_paths(name: str, given: Mapping[str, Any]) -> None:
         if file := word.partition("=")[2]:
             require_data_file(file, "eval_benchmarks")
     checkpoint = given.get("resume_from_checkpoint")
-    if isinstance(checkpoint, str) and checkpoint.lower() not in (NEWEST_CHECKPOINT, NO_CHECKPOINT):
+    if isinstance(checkpoint, str) and checkpoint.lower() not in (NEWEST_CHECKPOINT, NEWEST_OR_NONE, NO_CHECKPOINT):
         require_path(checkpoint, "resume_from_checkpoint")
     if "file" in given:
         require_path(given["file"], "file")

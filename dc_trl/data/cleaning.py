@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
+from ..files import write_text
 from ..grading import is_gradable
 from ..settings.described import described
 from ..settings.ranges import require_choice
@@ -221,12 +222,12 @@ class Report:
     def save(self, path: Path | str) -> None:
         """Writes the counts and options as JSON; `save_dropped` writes the rows."""
         content = {key: value for key, value in asdict(self).items() if key != "dropped"} | {"dropped": self.counts}
-        Path(path).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_text(Path(path), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
     def save_dropped(self, path: Path | str) -> None:
         """Writes one JSON line for each row left out: `id`, `reason`, `detail`."""
         lines = [json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in self.dropped]
-        Path(path).write_text("".join(lines), encoding="utf-8")
+        write_text(Path(path), "".join(lines))
 
 
 def clean(

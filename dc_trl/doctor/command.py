@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from ..files import write_text
 from ..settings.command_line import OptionParser, add_serve_options, refused_in_one_line, say
 from ..settings.ranges import ABOVE_0, SEED, require_number
 from .block import Report, block, progress, publishable, system, variables, versions
@@ -104,7 +105,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     say("\nTo paste into an issue:\n\n" + block(report))
     if args.json is not None:
-        args.json.write_text(json.dumps(asdict(report), indent=2) + "\n")
+        write_text(args.json, json.dumps(asdict(report), indent=2) + "\n")
     if interrupted:
         return _INTERRUPTED
     return int(any(result.status == "failed" for result in results))

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from ..files import append_text, open_in_place
 from ..settings.secrets import without_secrets
 from .checks import DEVICE, IMPORT, Check, Result, Setup
 
@@ -105,7 +106,7 @@ class Worker:
         quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
         if Path(setup.model).is_dir():
             quiet["HF_HUB_OFFLINE"] = "1"
-        with open(setup.log, "ab") as log:
+        with open_in_place(Path(setup.log), os.O_WRONLY | os.O_APPEND) as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "dc_trl.doctor.worker", name],
                 env={**os.environ, **quiet, **environment},
@@ -130,8 +131,7 @@ class Worker:
             check: what to run.
             left: seconds for all that is still to come.
         """
-        with self._log.open("a") as log:
-            log.write(f"\n=== {check.name}\n")
+        append_text(self._log, f"\n=== {check.name}\n")
         start = time.monotonic()
         found: dict[str, Any] = {}
         self._send({"probe": check.probe, "scheme": check.scheme})

@@ -6,6 +6,7 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..data.benchmarks import BENCHMARKS
+from ..files import append_text, write_text
 from ..hub.card import load_card, quoted, with_results
 from .results import Evaluation
 
@@ -51,7 +52,7 @@ def write_eval_results(card: str | Path, evaluations: Sequence[Evaluation]) -> N
     assert isinstance(content.data, ModelCardData)
     content.data.model_name = content.data.model_name or name
     content.data.eval_results = with_results(content.data.eval_results, eval_results(evaluations))
-    content.save(path)
+    write_text(path, str(content))
 
 
 def require_card(path: Path) -> None:
@@ -63,7 +64,7 @@ def require_card(path: Path) -> None:
     begun = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()  # changes nothing where there is one
+        append_text(path, "")  # changes nothing where there is one
     except OSError as error:
         raise ValueError(
             f"card={str(path)!r} cannot be written ({error.strerror}): name a file, README.md."

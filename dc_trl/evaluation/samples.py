@@ -1,5 +1,6 @@
 """Sampled answers on disk, written as they come, so that an evaluation that stops goes on where it was."""
 
+import io
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..files import lock_folder, read_object, write_text
+from ..files import lock_folder, read_object, write_bytes, write_text
 
 
 SETTINGS_FILE = "settings.json"
@@ -121,9 +122,9 @@ class SampleStore:
     def _write(self, kind: str, samples: list[Sample]) -> Path:
         path = self.folder / f"{kind}-{self._next:06d}.parquet"
         self._next += 1
-        unfinished = path.with_name(f".{path.name}.tmp")
-        pq.write_table(pa.Table.from_pylist([sample._asdict() for sample in samples], schema=_SCHEMA), unfinished)
-        os.replace(unfinished, path)
+        content = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist([sample._asdict() for sample in samples], schema=_SCHEMA), content)
+        write_bytes(path, content.getvalue())
         return path
 
 

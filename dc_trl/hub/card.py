@@ -13,12 +13,13 @@ from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, parse_local_safetensors_file_metadata
+from huggingface_hub.errors import SafetensorsParsingError
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from transformers import Trainer
 from transformers.utils import logging
 from trl.trainer.utils import get_comet_experiment_url, get_config_model_id, get_trackio_space_url
 
-from ..files import read_text, set_aside
+from ..files import read_text, set_aside, write_text
 from ..records import runs
 from ..records.tables import with_error
 
@@ -123,7 +124,7 @@ def write_run_card(
     )
     card = ModelCard(rendered)
     card.text = _signed(card.text)
-    card.save(folder / CARD_FILE)
+    write_text(folder / CARD_FILE, str(card))
 
 
 def address_card(path: Path, repo_id: str, deployment_id: str | None) -> None:
@@ -136,7 +137,7 @@ def address_card(path: Path, repo_id: str, deployment_id: str | None) -> None:
     card.text = card.text.replace(UNKNOWN_REPOSITORY, repo_id)
     if ours:
         card.text = _signed(card.text)
-    card.save(path)
+    write_text(path, str(card))
 
 
 def deployment_card(repo_id: str, model_id: str, scheme: str) -> ModelCard:
@@ -199,7 +200,10 @@ def _serving(folder: Path, repo_id: str, deployment_id: str | None) -> str:
 def _parameter_counts(folder: Path) -> Counter[str]:
     """How many parameters of each dtype the weights in a folder hold."""
     files = [*folder.glob("model*.safetensors")] or folder.glob("adapter_model.safetensors")
-    return sum((Counter(parse_local_safetensors_file_metadata(file).parameter_count) for file in files), Counter())
+    try:
+        return sum((Counter(parse_local_safetensors_file_metadata(file).parameter_count) for file in files), Counter())
+    except SafetensorsParsingError:  # of a run that was killed; a card is no reason to end the one that goes on
+        return Counter()
 
 
 def _measured(folder: Path, args: Any, summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

@@ -23,6 +23,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig, HubDeployment
+from ..files import write_text
 from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, SUMMARY_FILE
 from ..settings.program import command_words
 from ..version import __version__
@@ -150,7 +151,7 @@ class HubClient:
                 commit = self.api.upload_folder(repo_id=repo_id, folder_path=folder, **options | choice)
             if (second := self.second_repository(repo_id)) is not None:
                 served = folder / DEPLOYMENT_FOLDER
-                deployment_card(second, repo_id, str(self.scheme)).save(served / CARD_FILE)
+                write_text(served / CARD_FILE, str(deployment_card(second, repo_id, str(self.scheme))))
                 replace(self, deployment="none").upload_folder(repo_id=second, folder_path=served, **options)
             return commit
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from transformers import Trainer
 
+from ..files import write_bytes
 from ..records.runs import DEPLOYMENT_FOLDER
 from .card import CARD_FILE, write_run_card
 from .push import HubClient, without_token
@@ -54,7 +55,7 @@ class HubMixin(Trainer):
             if content is None:
                 card.unlink(missing_ok=True)
             else:
-                card.write_bytes(content)
+                write_bytes(card, content)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """Writes README.md into the output directory, from our own template and not TRL's."""

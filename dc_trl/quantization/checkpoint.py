@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..files import locked_folder
+from ..files import locked_folder, replace_folder_link, write_text
 from .file_plan import KeptFiles, plan_files
 from .policy import base_model, empty_copy
 from .schemes import quantized_weights, require_served_scheme, resolve_scheme
@@ -167,7 +167,7 @@ class CheckpointWriter:
     ) -> WriteCost:
         plan, index = plan_files(self._stored, frozen, self._max_shard_bytes)
         for name, text in index.items():
-            (directory / name).write_text(text)
+            write_text(directory / name, text)
         kept = None if store is None else KeptFiles(store, [file.name for file in plan if file.frozen])
         reused = kept is not None and self._held == (store, frozen)
         bytes_reused = kept.bring(directory) if kept is not None and reused else 0
@@ -275,6 +275,7 @@ def _timed(items: Iterable[T], seconds: dict[str, float], name: str) -> Iterator
 
 def _move_into_place(source: Path, target: Path) -> None:
     """Renames a directory over another, in one step; the old content ends up at `source`."""
+    replace_folder_link(target)
     try:
         source.rename(target)
         return

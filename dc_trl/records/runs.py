@@ -244,6 +244,15 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return summary
 
 
+def run_ended(folder: str | PathLike[str], step: int) -> bool:
+    """Whether a run of `dc-trl train` has come to its end at this step: its summary is the last thing that it writes.
+
+    Raises:
+        ValueError: the summary cannot be read; the message names it.
+    """
+    return read_summary(Path(folder)).get("steps") == step
+
+
 def read_baseline(folder: Path) -> dict[str, Any]:
     """The deployed policy before the first step, as a run measured it, {} where there is none.
 

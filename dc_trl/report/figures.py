@@ -1,12 +1,17 @@
 """The look of a figure: colours, line styles, axes, the smoothed curve."""
 
+import io
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cbook import strip_math
 from matplotlib.figure import Figure
+
+from ..files import write_bytes
 
 
 INK, MUTED, ACCENT = "#1f3b5c", "#9aa7b4", "#c8553d"
@@ -151,3 +156,19 @@ def draw_curve(
         axes.plot(x, moving_average(y, window), color=colour, linestyle=line, linewidth=1.8)
     else:
         axes.plot(x, y, color=colour, linestyle=line, linewidth=1.2, marker=marker, markersize=2.5)
+
+
+def save_figure(figure: Figure, path: str | PathLike[str], **options: Any) -> None:
+    """Writes a figure in the format of the file's suffix, whole or not at all, over what is there.
+
+    Args:
+        figure: to be drawn.
+        path: of the file, which ends in a suffix that matplotlib knows.
+        **options: of [`~matplotlib.figure.Figure.savefig`].
+
+    Raises:
+        OSError: the file system refused; the message names the file.
+    """
+    content = io.BytesIO()
+    figure.savefig(content, format=Path(path).suffix.removeprefix("."), **options)
+    write_bytes(Path(path), content.getvalue())

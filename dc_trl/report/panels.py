@@ -27,7 +27,7 @@ from .drawing import (
     draw_time_shares,
     named_share,
 )
-from .figures import INK, has_exponent, new_figure, place_axes, say_empty, series_style
+from .figures import INK, has_exponent, new_figure, place_axes, save_figure, say_empty, series_style
 
 
 BENCHMARK_PREFIX = "benchmark_"  # of the names of panels that benchmarks have
@@ -142,7 +142,7 @@ def plot_run(history: Sequence[Mapping[str, Any]], path: str | Path, title: str 
         say_empty(all_axes[2], "no constraint")
     all_axes[-1].set_xlabel("optimizer step")
     figure.align_ylabels()
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 _OUTCOME, _CONSTRAINT, _GAP, _COURSE = "Reward and accuracy", "Constraint", "Mismatch of the engines", "Training"

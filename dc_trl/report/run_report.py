@@ -10,6 +10,7 @@ from ..records.runs import Run, group_seeds, read_run
 from ..records.samples import three_moments
 from ..records.verdict import verdict_of
 from ..version import __version__
+from .figures import save_figure
 from .html import Page, Quote, page_generator
 from .panels import BENCHMARK_PREFIX, PANEL_NAMES, Panel, panels_of, run_lines
 from .tables import origin_table, seeds_table, settings_tables, summary_table, time_table
@@ -77,7 +78,7 @@ def write_report(
         if old not in figures and (old.stem in PANEL_NAMES or old.stem.startswith(BENCHMARK_PREFIX)):
             old.unlink()  # of a report that had more to show
     for file, figure in figures.items():
-        figure.savefig(file, pil_kwargs={"compress_level": 1})  # half the time of 6, for files a tenth larger
+        save_figure(figure, file, pil_kwargs={"compress_level": 1})  # half the time of 6, for files a tenth larger
     return [page_path, *figures]
 
 

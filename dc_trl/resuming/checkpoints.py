@@ -1,6 +1,7 @@
 """Finds the checkpoint that a run goes on from, and says what an incomplete one lacks."""
 
 import json
+import math
 import re
 import zipfile
 from collections.abc import Callable
@@ -14,8 +15,9 @@ from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ..records.runs import DEPLOYMENT_FOLDER
-from ..settings.paths import NEWEST_CHECKPOINT, NO_CHECKPOINT
+from ..files import set_aside
+from ..settings.paths import NEWEST_CHECKPOINT, NEWEST_OR_NONE, NO_CHECKPOINT
+from .manifest import MANIFEST_FILE, files_of, manifest_defect
 
 
 TRAINER_STATE_FILE = "trainer_state.json"  # transformers writes it last
@@ -24,13 +26,12 @@ SAMPLER_FOLDER = "sampler"  # the weights that sample, where they lag behind tho
 ROLLOUTS_FILE = "rollouts_rank{rank}.safetensors"
 AHEAD_FILE = "rollouts_ahead.safetensors"  # of all processes: the batch that was sampled beside training
 
-_STATE_FIELDS = (
-    "lagrange_multiplier",
-    "batch_discrepancy",
-    "micro_batches_done",
-    "micro_batches_per_iteration",
-    "num_processes",
-)
+UNFINISHED = "unfinished"  # begins the name of a checkpoint that is not whole and that a new run has set aside
+
+_COUNTS = ("micro_batches_done", "micro_batches_per_iteration", "num_processes")
+_STATE_FIELDS = ("lagrange_multiplier", "batch_discrepancy", *_COUNTS)
+# Folders that are named by the step of the checkpoint in them: the trainer's, and those that the collapse alarm keeps.
+_NAMED_BY_STEP = re.compile(rf"(?:{PREFIX_CHECKPOINT_DIR}|last-good)-(\d+)")
 # Beginnings of the names under which transformers, PEFT, FSDP and DeepSpeed keep weights.
 _WEIGHTS = ("model.safetensors", "pytorch_model", "adapter_model", "*/adapter_model", "latest")
 
@@ -57,42 +58,70 @@ def on_main_process(action: Callable[[], Result]) -> Result:
 
 
 def resumable_checkpoint(
-    wanted: str | PathLike[str] | bool | None, output_dir: str | PathLike[str], save_on_each_node: bool = False
+    wanted: str | PathLike[str] | bool | None,
+    output_dir: str | PathLike[str],
+    save_on_each_node: bool = False,
+    hashes: bool = True,
 ) -> str | None:
     """The directory of the checkpoint that `resume_from_checkpoint` means, None for none.
 
     Args:
         wanted: directory of a checkpoint, or `True` or "true" for the newest whole one in `output_dir`: the log names
-            those that are passed over. `None`, `False` and "false": none.
+            those that are passed over. "auto": the same, and none where there is no whole one; checkpoints that are
+            not whole are then renamed. `None`, `False` and "false": none.
+        output_dir: of the run.
         save_on_each_node: as in `TrainingArguments`: the files of other machines' processes are not here.
+        hashes: whether files are read and compared with the hashes of the checkpoint's manifest.
 
     Raises:
         ValueError: it is not whole, or none is; the message says what is missing, and what to do.
     """
-    if isinstance(wanted, str) and wanted.lower() in (NEWEST_CHECKPOINT, NO_CHECKPOINT):
-        wanted = wanted.lower() == NEWEST_CHECKPOINT
-    if wanted is None or wanted is False:
+    if isinstance(wanted, bool):
+        wanted = NEWEST_CHECKPOINT if wanted else NO_CHECKPOINT
+    word = wanted.lower() if isinstance(wanted, str) else ""
+    if wanted is None or word == NO_CHECKPOINT:
         return None
-    if wanted is not True:
-        if (defect := checkpoint_defect(Path(wanted), save_on_each_node)) is not None:
+    if word not in (NEWEST_CHECKPOINT, NEWEST_OR_NONE):
+        if (defect := checkpoint_defect(Path(wanted), save_on_each_node, hashes)) is not None:
             raise ValueError(
                 f"resume_from_checkpoint={str(wanted)!r} {defect}. Give another checkpoint, or true for the newest "
                 "whole one in output_dir."
             )
-        return str(wanted)
-    passed_over: list[str] = []
+        return _chosen(Path(wanted))
+    passed_over: dict[Path, str] = {}
     for folder in checkpoints(output_dir):
-        defect = checkpoint_defect(folder, save_on_each_node)
+        defect = checkpoint_defect(folder, save_on_each_node, hashes)
         if defect is None:
             if passed_over:
-                logger.warning(f"Going on from {folder}. Passed over: {'; '.join(passed_over)}.")
-            return str(folder)
-        passed_over.append(f"{folder.name} {defect}")
-    state = f"holds no whole checkpoint: {'; '.join(passed_over)}" if passed_over else "holds no checkpoint"
+                logger.warning(f"Going on from {folder}. Passed over: {'; '.join(passed_over.values())}.")
+            return _chosen(folder)
+        passed_over[folder] = f"{folder.name} {defect}"
+    if word == NEWEST_OR_NONE:
+        _begin_anew(output_dir, passed_over)
+        return None
+    state = f"holds no whole checkpoint: {'; '.join(passed_over.values())}" if passed_over else "holds no checkpoint"
     raise ValueError(
         f"resume_from_checkpoint=true, but output_dir={str(output_dir)!r} {state}. To start again, leave "
-        "resume_from_checkpoint out and choose another output_dir."
+        "resume_from_checkpoint out and choose another output_dir, or use resume_from_checkpoint=auto."
     )
+
+
+def _chosen(folder: Path) -> str:
+    if not (folder / MANIFEST_FILE).is_file():
+        logger.warning_once(
+            f"{folder} has no {MANIFEST_FILE}, since an earlier version or another trainer has saved it: its files "
+            "are there and can be read, but whether they are those that were saved is not known."
+        )
+    return str(folder)
+
+
+def _begin_anew(output_dir: str | PathLike[str], passed_over: dict[Path, str]) -> None:
+    """Takes checkpoints that are not whole out of a new run's way: it would replace them, or rotate them out."""
+    for folder, defect in passed_over.items():
+        target = folder.with_name(f"{UNFINISHED}-{folder.name}")
+        set_aside([target])
+        folder.rename(target)
+        logger.warning(f"{defect}: it is kept as {target.name}, and the run begins anew in {str(output_dir)!r}.")
 
 
 def checkpoints(output_dir: str | PathLike[str]) -> list[Path]:
@@ -109,31 +138,39 @@ def numbered_folders(output_dir: str | PathLike[str], prefix: str) -> dict[int, 
     }
 
 
-def checkpoint_defect(folder: Path, save_on_each_node: bool = False) -> str | None:
-    """Why training cannot go on from a checkpoint as it was: a file is missing or cut short; None if it can.
+def checkpoint_defect(folder: Path, save_on_each_node: bool = False, hashes: bool = True) -> str | None:
+    """Why training cannot go on from a checkpoint as it was: a file is missing, cut short or changed; None if it can.
 
-    Headers and sizes are read, not weights.
+    Args:
+        folder: of the checkpoint.
+        save_on_each_node: as in `TrainingArguments`: the files of other machines' processes are not here.
+        hashes: whether files are read and compared with the hashes of the manifest. Without, or where there are none,
+            headers and sizes are read.
     """
     if not folder.is_dir():
         return "does not exist" if not folder.exists() else "is no directory"
     if not (folder / TRAINER_STATE_FILE).is_file():
         return f"holds no {TRAINER_STATE_FILE}: it is no checkpoint, or its save was cut short"
-    for file in _files(folder):
-        if (reason := _unreadable(file)) is not None:
+    for file in (*files_of(folder), folder / MANIFEST_FILE):
+        if file.is_file() and (reason := _unreadable(file)) is not None:
             return f"holds {file.relative_to(folder)}, which {reason}"
-    if not isinstance(_object(folder / TRAINER_STATE_FILE).get("global_step"), int):
+    return (
+        _wrong_step(folder)
+        or _missing_weights(folder)
+        or _missing_optimizer(folder)
+        or _missing_own_files(folder, save_on_each_node)
+        or manifest_defect(folder, hashes)
+    )
+
+
+def _wrong_step(folder: Path) -> str | None:
+    step = _object(folder / TRAINER_STATE_FILE).get("global_step")
+    if type(step) is not int:
         return f"holds {TRAINER_STATE_FILE}, which lacks 'global_step'"
-    return _missing_weights(folder) or _missing_optimizer(folder) or _missing_own_files(folder, save_on_each_node)
-
-
-def _files(folder: Path) -> list[Path]:
-    """Files that resuming reads: not the deployment checkpoint, nor what is left of an unfinished one."""
-    return [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-        and not any(part == DEPLOYMENT_FOLDER or part.startswith(".") for part in path.relative_to(folder).parts[:-1])
-    ]
+    named = _NAMED_BY_STEP.fullmatch(folder.resolve().name)
+    if named is not None and int(named[1]) != step:
+        return f"holds {TRAINER_STATE_FILE} of step {step}: its name and its content are not of one checkpoint"
+    return None
 
 
 def _unreadable(file: Path) -> str | None:
@@ -197,6 +234,13 @@ def _missing_own_files(folder: Path, save_on_each_node: bool) -> str | None:
     state = _object(folder / STATE_FILE)
     if lacking := [name for name in _STATE_FIELDS if name not in state]:
         return f"holds {STATE_FILE}, which lacks {lacking[0]!r}"
+    for name in _COUNTS:
+        if type(state[name]) is not int or state[name] < 0:
+            return f"holds {STATE_FILE}, whose {name}={state[name]!r} is no number of them"
+    if (wrong := _wrong_multiplier(state)) is not None:
+        return f"holds {STATE_FILE}, whose {wrong}"
+    if state.get("manifest") and not (folder / MANIFEST_FILE).is_file():
+        return f"holds no {MANIFEST_FILE}: its save was cut short"
     count = state["num_processes"]
     names = ["rng_state.pth"] if count == 1 else [f"rng_state_{rank}.pth" for rank in range(count)]
     if state["micro_batches_done"] > 0:
@@ -211,3 +255,21 @@ def _missing_own_files(folder: Path, save_on_each_node: bool) -> str | None:
     lags = not save_on_each_node and state.get("weight_sync", {}).get("kept", False)
     defect = _missing_weights(folder / SAMPLER_FOLDER) if lags else None
     return defect and f"holds {SAMPLER_FOLDER}, which {defect}"
+
+
+def _wrong_multiplier(state: dict) -> str | None:
+    """What of λ a run cannot have saved: a number that is not finite, or λ outside the bounds that it had then."""
+    multiplier = state["lagrange_multiplier"]
+    value = multiplier.get("value") if isinstance(multiplier, dict) else None
+    low, high = state.get("lambda_bounds", (0.0, math.inf))  # absent in older checkpoints
+    if not _is_number(value) or not low <= value <= high:
+        return f"lambda={value!r} is no number from lambda_min={low} to lambda_max={high}"
+    for name, of in multiplier.items():
+        numbers = of if isinstance(of, list) else [of]
+        if not all(number is None or _is_number(number) for number in numbers):
+            return f"{name}={of!r} of lambda is not finite"
+    return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

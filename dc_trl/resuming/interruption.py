@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the run finishes its step, saves a checkpoint, and leaves with the signal's exit code."""
+"""Signals that end a run: it finishes its step, saves a checkpoint, and leaves with the signal's exit code."""
 
 import os
 import shlex
@@ -13,10 +13,11 @@ from accelerate import PartialState
 from accelerate.utils import gather
 from transformers import Trainer, TrainerCallback
 
+from ..settings.command_line import ENDING
 from .checkpoints import checkpoints
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, *ENDING)
 _SAME = 1.0  # seconds: a launcher passes on what has already reached all its processes
 BEGIN_AGAIN = "No step had ended, so nothing is lost: the same command begins again."
 
@@ -36,14 +37,14 @@ class RunInterrupted(Exception):  # noqa: N818 (nothing went wrong)
 
 
 class StopSignals(TrainerCallback):
-    """Has SIGINT and SIGTERM end a run in order, for the time of a `with` block: of a script, in its main thread.
+    """Has SIGINT, SIGTERM, SIGHUP and SIGUSR1 end a run in order, for the time of a `with` block in a main thread.
 
     While it trains, the present step is finished, or the evaluation left, and [`RunInterrupted`] raised: in all
     processes, whichever of them the signal has reached. [`DCGRPOTrainer`] then saves a checkpoint, once a step has
     ended; the run that goes on from it begins with the evaluation that was left. Before training and after it, the
     process leaves at once, by `SystemExit`. A second signal, more than a second after the first, ends the process
     whatever it is doing. Each way out ends with a line that says how to go on. The exit code is 128 + the signal's
-    number, 130 or 143. A signal that was ignored when the block began, as a shell does it for what runs in the
+    number, such as 130 or 143. A signal that was ignored when the block began, as a shell does it for what runs in the
     background, still is.
 
     Add it to the trainer as the last callback.
@@ -164,11 +165,12 @@ _installed: list[StopSignals] = []
 
 
 def _leave_signals_to_parent() -> None:
-    """In a forked child: the pipe is the parent's. Ctrl-C is for the parent too, and who ends the child means it."""
+    """In a forked child: the pipe is the parent's. What a terminal or SLURM sends to all is for the parent too."""
     for signals in _installed:
         signal.set_wakeup_fd(-1)
         for signum in signals._previous:
-            signal.signal(signum, signal.SIG_IGN if signum == signal.SIGINT else signal.SIG_DFL)
+            # Who ends the child means it.
+            signal.signal(signum, signal.SIG_DFL if signum == signal.SIGTERM else signal.SIG_IGN)
 
 
 os.register_at_fork(after_in_child=_leave_signals_to_parent)

@@ -31,7 +31,7 @@ class OverlappedGeneration(ServerGeneration):
     """
 
     vllm_client: Any  # a `ServerClient`, or what stands in for it while TRL's `generate` runs
-    _ahead: BackgroundRollout | None = None  # on the main process, from `begin` to the next one or to `drop`
+    ahead: BackgroundRollout | None = None  # on the main process, from `begin` to the next one or to `drop`
     _claimed = False  # whether the next `generate` returns it
 
     def begin(self, prompts: list[list[int]], num_generations: int) -> None:
@@ -45,8 +45,8 @@ class OverlappedGeneration(ServerGeneration):
         if request is not None:
             if isinstance(self.vllm_client, ServerPool):
                 self.vllm_client.draw_seed()  # in this thread, which also draws for training
-            self._ahead = BackgroundRollout(request)
-            self._ahead.start(self.vllm_client)
+            self.ahead = BackgroundRollout(request)
+            self.ahead.start(self.vllm_client)
 
     def claim(self, prompts: list[list[int]], num_generations: int) -> Claim:
         """Waits for the batch ahead, which the next `generate` returns if it has these prompts; else it is dropped.
@@ -59,11 +59,11 @@ class OverlappedGeneration(ServerGeneration):
         request = self._request(prompts, num_generations)
         claim = Claim(fits=False)
         with raised_together(ServerError):
-            ahead, self._ahead = self._ahead, None
+            ahead, self.ahead = self.ahead, None
             if ahead is not None and request is not None:
                 ahead.result()
                 if ahead.answers(request):
-                    claim, self._ahead = Claim(True, ahead.seconds, ahead.waited), ahead
+                    claim, self.ahead = Claim(True, ahead.seconds, ahead.waited), ahead
         claim = agree(claim)
         self._claimed = claim.fits
         return claim
@@ -73,35 +73,35 @@ class OverlappedGeneration(ServerGeneration):
             self.wait()
             return super().generate(prompts, *args, **kwargs)
         self._claimed = False
-        if self._ahead is None:
+        if self.ahead is None:
             return super().generate(prompts, *args, **kwargs)
-        ahead, client = self._ahead, self.vllm_client
+        ahead, client = self.ahead, self.vllm_client
         client.routed_experts = ahead.routed_experts  # an evaluation may have been in between
         with self._in_place_of_client(_StandIn(lambda **request: ahead.result(), client)):
             return super().generate(prompts, *args, **kwargs)
 
     def wait(self) -> None:
         """Waits until the server samples nothing any more."""
-        if self._ahead is not None:
-            self._ahead.wait()
+        if self.ahead is not None:
+            self.ahead.wait()
 
     def drop(self) -> None:
         """Forgets the batch ahead."""
         self.wait()
-        self._ahead, self._claimed = None, False
+        self.ahead, self._claimed = None, False
 
     def save_ahead(self, path: Path) -> bool:
         """Writes the batch ahead, and returns whether there is one that did not fail. Every process has to call it."""
         self.wait()
-        there = agree(self._ahead is not None and self._ahead.output is not None)
-        if there and self._ahead is not None:
-            self._ahead.save(path)
+        there = agree(self.ahead is not None and self.ahead.output is not None)
+        if there and self.ahead is not None:
+            self.ahead.save(path)
         return there
 
     def load_ahead(self, path: Path) -> None:
         """Takes up what `save_ahead` wrote."""
         if self.accelerator.is_main_process:
-            self._ahead = BackgroundRollout.load(path)
+            self.ahead = BackgroundRollout.load(path)
 
     # --- weights: not while the server samples ----------------------------------------------------------------------
 

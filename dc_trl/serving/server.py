@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from ..files import locked_folder
+from ..files import locked_folder, open_in_place
 from ..quantization.checkpoint import write_deployable
 from ..settings.ranges import ABOVE_0, COUNT, PORT, require_number
 from ..settings.secrets import HIDDEN, hide_in_options, is_secret_name, secrets_in_options, without_secrets
@@ -171,8 +171,8 @@ class VLLMServer:
         self._report(f"starting {self.command}\n(log: {self.log_path})")
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *self.arguments]
         folder = [] if self._folder is None else ["--folder", str(self._folder)]
-        with self.log_path.open("ab") as log:
-            self._log_begin = log.tell()
+        with open_in_place(self.log_path, os.O_WRONLY | os.O_APPEND) as log:
+            self._log_begin = log.seek(0, os.SEEK_END)
             self._watchdog = subprocess.Popen(
                 [sys.executable, str(_WATCHDOG), *folder, str(_GRACE), *command],
                 env=os.environ | self.environment,

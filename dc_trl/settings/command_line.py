@@ -16,6 +16,10 @@ from .paths import shipped
 from .program import command, here
 
 
+# Signals that ask a program to end: a job system's, a closed terminal's, and SLURM's warning that its time is up.
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
 class OptionParser(argparse.ArgumentParser):
     """argparse's parser, whose refusals are one line like all others: `error: `, the option, its value.
 
@@ -119,7 +123,7 @@ def leave_on_sigterm() -> None:
 
 @contextmanager
 def left_while_loading() -> Iterator[None]:
-    """Has Ctrl-C and SIGTERM end the program with one line and 128 + the signal's number: for the time of imports.
+    """Has Ctrl-C and the like end the program with one line and 128 + the signal's number: for the time of imports.
 
     A signal that is ignored, as in the background, stays so.
     """
@@ -128,7 +132,7 @@ def left_while_loading() -> Iterator[None]:
         os.write(2, f"\n{signal.Signals(signum).name}: nothing had begun, the same command begins again.\n".encode())
         sys.exit(128 + signum)
 
-    signals = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
+    signals = [s for s in (signal.SIGINT, *ENDING) if signal.getsignal(s) is not signal.SIG_IGN]
     before = {signum: signal.signal(signum, leave) for signum in signals}
     try:
         yield

@@ -11,6 +11,7 @@ from .program import PACKAGE
 READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 # Words of `resume_from_checkpoint` that are no path.
 NEWEST_CHECKPOINT, NO_CHECKPOINT = "true", "false"
+NEWEST_OR_NONE = "auto"  # begins anew where there is no whole checkpoint
 
 
 def shipped_configs() -> Path:

@@ -31,6 +31,11 @@ def command(name: str) -> str:
     return shlex.join(command_words(name))
 
 
+def serve_line(folder: Path) -> str:
+    """What to type into a shell to serve a checkpoint."""
+    return f"vllm serve {shlex.quote(str(folder))}"
+
+
 def launched_words(name: str) -> list[str]:
     """What comes behind `accelerate launch` and its options, to start a sub-command in several processes."""
     started = Path(sys.argv[0])

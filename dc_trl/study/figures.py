@@ -11,7 +11,7 @@ from matplotlib.ticker import NullFormatter
 
 from ..ablation.plan import Variant, as_number, show
 from ..ablation.results import Mean, mean_over_seeds
-from ..report.figures import MUTED, PANEL_WIDTH, new_figure, say_empty, scale_x, series_style
+from ..report.figures import MUTED, PANEL_WIDTH, new_figure, save_figure, say_empty, scale_x, series_style
 from .controls import PRIMARY, control_of, controls_of
 from .lines import WINDOWS, Line
 from .tables import SweepLines
@@ -138,7 +138,7 @@ def _finish(figure: Figure, left: Axes, labelled: Axes, path: Path) -> None:
         figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     else:
         say_empty(left, "no run has ended")
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def draw_mismatch(lines: Sequence[Line], path: Path) -> None:
@@ -167,7 +167,7 @@ def draw_mismatch(lines: Sequence[Line], path: Path) -> None:
         figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     else:
         say_empty(axes, "no run has ended")
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def kind_of(line: Line) -> str:

@@ -434,6 +434,14 @@ class DeployedPolicyTrainer(GatedTrainer):
         else:
             self._schedule.wanted = True
 
+    def _sampling_state(self) -> dict[str, Any]:
+        """What is known of the batches that are sampled, between two optimizer steps."""
+        return {"schedule": self._schedule.state_dict()}
+
+    def _return_to_sampling_state(self, state: dict[str, Any]) -> None:
+        """Brings back what `_sampling_state` gave, so that it can be saved after a later step has failed."""
+        self._schedule.load_state_dict(state["schedule"])
+
     @property
     def _engine_name(self) -> str:
         return f"{'vllm' if self.use_vllm else 'replica'} {self.args.deployment_scheme}"

@@ -14,6 +14,7 @@ from ..quantization.policy import unwrapped
 from ..quantization.tensors import require_merged_form
 from ..records.runs import DEPLOYMENT_FOLDER
 from ..resuming.checkpoints import on_main_process
+from ..settings.program import serve_line
 from .batching import LengthAwareTrainer
 from .history import LambdaLoggingCallback
 
@@ -107,7 +108,7 @@ class ExportingTrainer(LengthAwareTrainer):
                     logger.warning(f"{folder} is not of this run and is kept as {kept.name}.")
         self.save_deployment(folder)
         self._replaceable.add(folder)
-        logger.info(f"The policy is exported: vllm serve {folder}")
+        logger.info(f"The policy is exported: {serve_line(folder)}")
 
 
 def _deployment_in(directory: str | os.PathLike[str]) -> Path:

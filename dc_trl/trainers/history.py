@@ -11,7 +11,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig
-from ..files import set_aside, write_text
+from ..files import append_text, set_aside, write_text
 from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, read_history
 from ..records.samples import SAMPLES_FILE
 from ..records.settings import changed_settings, json_value
@@ -69,6 +69,7 @@ class LambdaLoggingCallback(HistoryKeeper):
     def __init__(self, settings: Mapping[str, Any] | None = None):
         self._settings = settings or {}
         self._history: Path | None = None  # of the present training, or of the last one
+        self._ended = False  # the history has the end of the training already, which is resumed all the same
         self._before_training: list[dict[str, Any]] = []
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
@@ -85,14 +86,16 @@ class LambdaLoggingCallback(HistoryKeeper):
             if self._before_training:
                 self._write(self._before_training)
         self._before_training = []
-        record_start(self._history.parent, state.global_step, device_name(args.device), args.world_size)
+        self._ended = state.global_step >= state.max_steps and self._has_end(state.global_step)
+        if not self._ended:
+            record_start(self._history.parent, state.global_step, device_name(args.device), args.world_size)
         settings = self._history.with_name(SETTINGS_FILE)
         if not settings.exists():
             found = training_settings(args, model, self._settings)
             write_text(settings, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not state.is_world_process_zero:
+        if not state.is_world_process_zero or (self._ended and "train_runtime" in (logs or {})):
             return
         row: dict[str, Any] = {"step": state.global_step}
         row |= {name: value for name, value in (logs or {}).items() if value is None or isinstance(value, int | float)}
@@ -100,8 +103,7 @@ class LambdaLoggingCallback(HistoryKeeper):
             # An evaluation alone begins no run: what an earlier one has left stays where it is.
             self._before_training.append(row)
             return
-        with open(self._history, "a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_text(self._history, json.dumps(row) + "\n")
 
     def on_save(self, args, state, control, **kwargs):
         # Before the first log there is nothing to draw: a run that ends there is saved all the same.
@@ -111,6 +113,12 @@ class LambdaLoggingCallback(HistoryKeeper):
             plot_run(read_history(self._history), self._history.with_name(FIGURE_FILE), self._history.parent.name)
 
     on_train_end = on_save
+
+    def _has_end(self, step: int) -> bool:
+        assert self._history is not None
+        return self._history.exists() and any(
+            "train_runtime" in row and row["step"] == step for row in read_history(self._history)
+        )
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         assert self._history is not None

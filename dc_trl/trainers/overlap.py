@@ -180,6 +180,16 @@ class OverlapTrainer(DeployedPolicyTrainer):
                 "rollout_overlap=True, which this run does not have: it is dropped, and a new one sampled."
             )
 
+    def _sampling_state(self):
+        ahead = self.vllm_generation.ahead if self.args.rollout_overlap else None
+        return super()._sampling_state() | {"ahead_of": self._ahead_of, "ahead": ahead}
+
+    def _return_to_sampling_state(self, state):
+        super()._return_to_sampling_state(state)
+        if self.args.rollout_overlap:
+            self.vllm_generation.drop()
+            self._ahead_of, self.vllm_generation.ahead = state["ahead_of"], state["ahead"]
+
     def _drop_ahead(self) -> None:
         """Forgets what an earlier training of this object has sampled ahead, and how long that took."""
         self._ahead_of = None

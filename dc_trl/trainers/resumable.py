@@ -1,23 +1,37 @@
 """What makes a run one that can be stopped: an output directory of its own, whole checkpoints, a last save."""
 
+import copy
 import json
 import os
+import random
 import shutil
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from peft import PeftModel
 from safetensors import SafetensorError
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from ..files import lock_output, read_object, write_text
+from ..files import lock_output, read_object, replace_folder_link, write_text, written_beside
 from ..quantization.policy import unwrapped
-from ..resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE, on_main_process, resumable_checkpoint
+from ..records.runs import DEPLOYMENT_FOLDER
+from ..resuming.checkpoints import (
+    ROLLOUTS_FILE,
+    STATE_FILE,
+    TRAINER_STATE_FILE,
+    on_main_process,
+    resumable_checkpoint,
+)
 from ..resuming.interruption import BEGIN_AGAIN, RunInterrupted, resume_command, stop_if_asked
+from ..resuming.manifest import write_manifest
 from ..rollouts.buffer import load_rollouts, save_rollouts
 from ..rollouts.sync_schedule import SyncSchedule
 from ..serving.errors import ServerError
@@ -33,21 +47,57 @@ torch.serialization.register_package(
 logger = get_logger(__name__)
 
 
+# How long a process that fails waits for the others to fail too, which it cannot save without.
+_OTHERS_FAIL_WITHIN = timedelta(seconds=20)
+
+
+class WholeStep(NamedTuple):
+    """What of a run is to be saved as it was between two optimizer steps, when the next one has begun and failed.
+
+    Weights and optimizer are not in it: no one but the optimizer moves them.
+    """
+
+    step: int  # optimizer steps that have ended
+    micro_batches: int  # TRL's count
+    rollouts: Any  # the slices of the generation batch that is in use
+    random: dict[str, Any]
+    iteration: dict[str, Any]  # of `_iteration_state`
+    sampling: dict[str, Any]  # of `_sampling_state`
+    counted: dict[str, Any]  # in transformers' state
+    flops: float
+
+
 class ResumableTrainer(ExportingTrainer):
     """A trainer that locks its output directory, resumes from whole checkpoints, and saves before it is stopped."""
 
     _saved_at: int | None = None  # step of the last checkpoint that the present training saved or resumed from
     _evaluating = False  # what a checkpoint says of an evaluation that was cut short
+    _whole: WholeStep | None = None  # the last step that has ended in the present training
+    _moving_from: int | None = None  # the step from which the optimizer is moving the weights
+    _resumed_at: int | None = None  # step of the checkpoint that the present training goes on from
+    _state_to_save: dict[str, Any] | None = None  # of the last step that has ended, once a later one has failed
+    _waiting_limit: int | None = None  # save_total_limit, while a checkpoint is being saved
+    _train_sampler: Any = None  # None of a stream
+    _failures: Any = None  # a group of all processes, where there are several
+
+    def __init__(self, model, reward_funcs, args, *positional, **kwargs):
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        self.add_callback(_WeightsMove(self))
 
     # --- training, and how it ends ----------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         """Trains as [`~transformers.Trainer.train`] does; called again, as in a new trainer with the present weights.
 
-        λ starts at `lambda_init` again, or where the checkpoint of `resume_from_checkpoint` left it; `True` is the
-        newest one in `output_dir` that is whole. The directory is locked meanwhile. When the vLLM server is lost, the
-        run is saved before the error is raised. An evaluation that a signal or a lost server has cut short is made
-        again, whole, by the run that goes on.
+        λ starts at `lambda_init` again, or where the checkpoint of `resume_from_checkpoint` left it. `True` is the
+        newest one in `output_dir` that is whole; `"auto"` too, and where none is whole the run begins anew. A run
+        whose steps are all done is not trained any further: its weights are loaded, what its end still lacked (an
+        evaluation, the deployment) is made, and the result returned.
+
+        The directory is locked meanwhile. Whatever ends training early, an error of a reward function or callback
+        or Ctrl-C, the last step that had ended is saved before it is raised, with a note that says how to go on. It
+        is not where the optimizer was just moving the weights, and of several processes not where one fails alone.
+        An evaluation that was cut short is made again, whole, by the run that goes on.
 
         Raises:
             ValueError: the checkpoint is not whole, another process trains into `output_dir`, or it cannot be written.
@@ -58,14 +108,22 @@ class ResumableTrainer(ExportingTrainer):
         if self._step > 0:  # this object has trained before
             self._start_again()
         output_dir, eval_on_start = self.args.output_dir, self.args.eval_on_start
-        self._saved_at, self._evaluating = None, False
+        self._saved_at, self._evaluating, self._resumed_at = None, False, None
+        self._whole = self._moving_from = self._state_to_save = None
         with ExitStack() as stack:
 
             def open_output() -> str | None:
                 stack.enter_context(lock_output(output_dir))
-                return resumable_checkpoint(resume_from_checkpoint, output_dir, self.args.save_on_each_node)
+                return resumable_checkpoint(
+                    resume_from_checkpoint, output_dir, self.args.save_on_each_node, self.args.checkpoint_hashes
+                )
 
             checkpoint = on_main_process(open_output)
+            if checkpoint is not None:
+                self._resumed_at = read_object(Path(checkpoint, TRAINER_STATE_FILE))["global_step"]
+            if self.accelerator.num_processes > 1:
+                # Beside the group of the gradients, in which others may be waiting for a process that has failed.
+                self._failures = self._failures or dist.new_group(backend="gloo", timeout=_OTHERS_FAIL_WITHIN)
             try:
                 return super().train(checkpoint, *args, **kwargs)
             except ServerError as error:
@@ -75,6 +133,10 @@ class ResumableTrainer(ExportingTrainer):
                     raise RunInterrupted(stop.signum, BEGIN_AGAIN) from stop
                 way_back = f"{self._save_before_stopping()}, or {resume_command(output_dir)}."
                 raise RunInterrupted(stop.signum, way_back) from stop
+            except BaseException as error:
+                if self._whole is not None or self._moving_from is not None:
+                    error.add_note(f"{self._save_after_failure()}, or {resume_command(output_dir)}.")
+                raise
             finally:
                 self.args.eval_on_start = eval_on_start  # of the next training; see _load_optimizer_and_scheduler
 
@@ -85,6 +147,34 @@ class ResumableTrainer(ExportingTrainer):
         self._evaluating = False
         return metrics
 
+    def set_initial_training_values(self, args, dataloader):
+        epochs, steps_per_epoch, *others, steps = super().set_initial_training_values(args, dataloader)
+        if self._resumed_at is None:
+            return (epochs, steps_per_epoch, *others, steps)
+        for _ in range(self._resumed_at // steps_per_epoch):
+            next(
+                iter(self._train_sampler or ()), None
+            )  # TRL's draws the order of an epoch from where the last one left
+        if self._resumed_at < steps:
+            return (epochs, steps_per_epoch, *others, steps)
+        logger.warning(
+            f"All {steps} steps of this run are done (step {self._resumed_at} of resume_from_checkpoint): nothing is "
+            "trained. For more steps raise max_steps or num_train_epochs."
+        )
+        if self.exports_at_end:
+            self.exports_at_end = not on_main_process(self._is_exported)
+        return (0, steps_per_epoch, *others, steps)  # transformers would make one step of the last epoch
+
+    def _get_train_sampler(self, *args, **kwargs):
+        self._train_sampler = super()._get_train_sampler(*args, **kwargs)
+        return self._train_sampler
+
+    def _is_exported(self) -> bool:
+        """Whether the deployment is the one of the last step: older ones were there before its checkpoint."""
+        exported = Path(self.args.output_dir, DEPLOYMENT_FOLDER, "config.json")
+        saved = Path(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self._resumed_at}", TRAINER_STATE_FILE)
+        return exported.is_file() and saved.is_file() and exported.stat().st_mtime >= saved.stat().st_mtime
+
     def _start_again(self) -> None:
         """Forgets what an earlier training of this object has left, save the weights."""
         self._step, self._buffered_inputs, self._accumulated = 0, None, 0
@@ -94,22 +184,84 @@ class ResumableTrainer(ExportingTrainer):
         self._drop_ahead()
 
     def _save_before_stopping(self) -> str:
-        """Saves what the run has reached, all processes together; says where, and how to go on."""
+        """Saves the last step that has ended, all processes together; says where, and how to go on."""
+        self._return_to_whole_step()
         failure = None
         if self._saved_at != self.state.global_step:  # a folder of that name may be of a run that was left
             try:
                 self._save_checkpoint(self.model, trial=None)
                 self.callback_handler.on_save(self.args, self.state, self.control)
-            except (OSError, SafetensorError, RuntimeError) as error:  # how the writers report a full disk
-                failure = str(error)
+            except Exception as error:  # a full disk, a callback of the user's: what ends the run is to be raised
+                failure = f"{type(error).__name__}: {error}" if self._saved_at != self.state.global_step else None
+                logger.warning(f"Saving the run has failed: {type(error).__name__}: {error}")
         # A process that ends before the others has the launcher end them, perhaps while they write.
         failures = gather_object([failure])
         if any(failures):
-            return (
-                f"The run could not be saved ({next(filter(None, failures))}): go on from an earlier checkpoint, with "
-                "resume_from_checkpoint=true"
-            )
+            return _not_saved(next(filter(None, failures)))
         return f"The run is saved: go on with resume_from_checkpoint={self._checkpoint_folder(trial=None)!r}"
+
+    def _save_after_failure(self) -> str:
+        """Saves the last step that has ended, where it can be; says how to go on. Any process may fail alone."""
+        if self.accelerator.num_processes > 1 and not self._all_have_failed():
+            return _not_saved("another process had not failed, and one alone cannot save")
+        torn = self._moving_from is not None and self._moving_from == self.state.global_step
+        stands = gather_object([(torn, self.state.global_step)])
+        if len(set(stands)) > 1 or torn:
+            return _not_saved("the optimizer was moving the weights")
+        return self._save_before_stopping()
+
+    def _all_have_failed(self) -> bool:
+        """Waits for the others, no longer than `_OTHERS_FAIL_WITHIN`; those that train on are not held up."""
+        try:
+            dist.monitored_barrier(self._failures, timeout=_OTHERS_FAIL_WITHIN)
+        except RuntimeError:
+            return False
+        return True
+
+    # --- the last step that has ended -------------------------------------------------------------------------------
+
+    def _prepare_inputs(self, generation_batch):
+        inputs = super()._prepare_inputs(generation_batch)
+        # DeepSpeed moves the weights at the end of the last micro-batch's backward pass, without an event.
+        if self.is_deepspeed_enabled and self.model.training and self.accelerator.sync_gradients:
+            self._moving_from = self.state.global_step
+        return inputs
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs):
+        self._end_step()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._end_step()  # what has been sampled meanwhile has moved the random numbers
+
+    def _end_step(self) -> None:
+        """Takes down what the next step will change before it has ended."""
+        # What transformers counts while the step goes on.
+        counted = {name: getattr(self.state, name) for name in ("epoch", "num_input_tokens_seen", "total_flos")}
+        in_use = self._step % self._micro_batches_per_iteration > 0
+        self._whole = WholeStep(
+            step=self.state.global_step,
+            micro_batches=self._step,
+            rollouts=self._buffered_inputs if in_use else None,
+            random=_random_state(),
+            iteration=copy.deepcopy(self._iteration_state()),
+            sampling=self._sampling_state(),
+            counted=counted,
+            flops=self.current_flos,
+        )
+        self._moving_from = None
+
+    def _return_to_whole_step(self) -> None:
+        """Brings back what a step that has not ended has changed. Its gradients are lost."""
+        if self._moving_from is not None and self.state.global_step > self._moving_from:
+            self._end_step()  # a callback failed after the optimizer
+        whole = self._whole
+        if whole is None:
+            return
+        self._step, self._buffered_inputs, self.current_flos = whole.micro_batches, whole.rollouts, whole.flops
+        for name, value in whole.counted.items():
+            setattr(self.state, name, value)
+        _set_random_state(whole.random)
+        self._state_to_save = whole.iteration
+        self._return_to_sampling_state(whole.sampling)
 
     # --- where the run stands in its generation batch ---------------------------------------------------------------
 
@@ -132,6 +284,7 @@ class ResumableTrainer(ExportingTrainer):
     def _new_checkpoint_folder(self, trial) -> str:
         """The folder of the checkpoint that is about to be saved, with nothing in it."""
         folder = self._checkpoint_folder(trial)
+        replace_folder_link(Path(folder))
         if self.args.should_save and os.path.isdir(folder):
             # Of a run that was left, or of a save that was cut short: a mixture with it must never count as whole.
             shutil.rmtree(folder)
@@ -150,7 +303,8 @@ class ResumableTrainer(ExportingTrainer):
         weight_sync = self._save_weights(folder)
         ahead = self._save_ahead(folder)
         if self.args.should_save:
-            state = self._iteration_state() | {
+            state = (self._iteration_state() if self._state_to_save is None else self._state_to_save) | {
+                "manifest": True,
                 "evaluating": self._evaluating,
                 "weight_sync": weight_sync,
                 "rollout_ahead": ahead,
@@ -159,8 +313,42 @@ class ResumableTrainer(ExportingTrainer):
                 "num_processes": self.accelerator.num_processes,
             }
             write_text(Path(folder, STATE_FILE), json.dumps(state, indent=2))
-        super()._save_checkpoint(model, trial)
+        # No old checkpoint goes before the new one is whole on the disk.
+        limit = self._waiting_limit = self.args.save_total_limit
+        self.args.save_total_limit = None
+        try:
+            super()._save_checkpoint(model, trial)
+            if not self.args.push_to_hub:
+                self._make_whole(folder)
+        except (RuntimeError, SafetensorError) as error:
+            if isinstance(error, SafetensorError) or "PytorchStreamWriter" in str(error):  # how they say a full disk
+                raise OSError(f"{folder} cannot be written ({error}): free some space.") from error
+            raise
+        finally:
+            self.args.save_total_limit, self._waiting_limit = limit, None
         self._saved_at = self.state.global_step
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(self._get_output_dir(trial=trial), limit, best, use_mtime=True)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        self._make_whole(checkpoint_folder)
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    def _make_whole(self, folder: str) -> None:
+        """Writes what makes a checkpoint count as whole, once every process has written its files."""
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            write_manifest(Path(folder), self.args.checkpoint_hashes)
+
+    def _save(self, output_dir=None, state_dict=None):
+        waiting = self.args.save_total_limit
+        self.args.save_total_limit = waiting if self._waiting_limit is None else self._waiting_limit  # it is pickled
+        try:
+            with written_beside(Path(self.args.output_dir if output_dir is None else output_dir)) as folder:
+                super()._save(str(folder), state_dict)
+        finally:
+            self.args.save_total_limit = waiting
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         policy = unwrapped(self.accelerator, self.model if model is None else model)
@@ -212,3 +400,31 @@ class ResumableTrainer(ExportingTrainer):
                 f"{checkpoint} was saved within a generation batch by a run with other steps_per_generation, "
                 "num_iterations or number of processes: the rest of that batch is dropped and a new one generated."
             )
+
+
+class _WeightsMove(TrainerCallback):
+    """Tells a trainer that its optimizer is about to move the weights."""
+
+    def __init__(self, trainer: ResumableTrainer):
+        self._trainer = trainer
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self._trainer._moving_from = state.global_step
+
+
+def _not_saved(why: str) -> str:
+    return f"The run could not be saved ({why}): go on from an earlier checkpoint, with resume_from_checkpoint=true"
+
+
+def _random_state() -> dict[str, Any]:
+    """States of all generators that a checkpoint has."""
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

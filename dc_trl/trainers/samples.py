@@ -44,13 +44,18 @@ class SampleRecordCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._start, self._record = state.global_step, None
+        if state.is_world_process_zero and self._start > 0 and self._is_kept():
+            self._record = SampleRecord(Path(args.output_dir), self._start)  # a damaged file is refused before a step
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         # The log at the end of training and those of an evaluation have no loss.
         if not state.is_world_process_zero or "loss" not in (logs or {}) or not self._trainer.samples:
             return
-        if not any(isinstance(callback, HistoryKeeper) for callback in self._trainer.callback_handler.callbacks):
+        if not self._is_kept():
             return
         if self._record is None:
             self._record = SampleRecord(Path(args.output_dir), self._start)
         self._record.add(state.global_step, self._trainer.samples)
+
+    def _is_kept(self) -> bool:
+        return any(isinstance(callback, HistoryKeeper) for callback in self._trainer.callback_handler.callbacks)

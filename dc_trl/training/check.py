@@ -5,6 +5,7 @@ from pathlib import Path
 
 import yaml
 
+from ..files import write_text
 from .arguments import RunArguments
 
 
@@ -23,7 +24,7 @@ def check_configurations(path: Path, jobs: int) -> None:
     """
     file = path.with_name(f"variant-{os.getpid()}.yaml")
     for name, settings in yaml.safe_load(path.read_text()).items():
-        file.write_text(yaml.safe_dump(settings))
+        write_text(file, yaml.safe_dump(settings))
         try:
             arguments = RunArguments.parse(["--config", str(file)])
             arguments.check()

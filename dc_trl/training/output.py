@@ -1,6 +1,5 @@
 """The output directory of a training run: locked, its own, writable, and large enough."""
 
-import os
 import shutil
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -11,23 +10,35 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..config import DCGRPOConfig
-from ..files import lock_output
+from ..files import lock_output, write_bytes
 from ..hub.push import HubClient
 from ..quantization.policy import empty_copy, unwrapped
 from ..quantization.schemes import quantized_weights, resolve_scheme
-from ..records.runs import BASELINE_FILE, DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, read_history
+from ..records.runs import (
+    BASELINE_FILE,
+    DEPLOYMENT_FOLDER,
+    HISTORY_FILE,
+    SUMMARY_FILE,
+    read_baseline,
+    read_history,
+    read_summary,
+)
+from ..records.samples import read_samples
+from ..records.started import read_starts
 from ..resuming.checkpoints import checkpoints, resumable_checkpoint
+from ..settings.paths import NEWEST_OR_NONE
 from ..trainer import DCGRPOTrainer
 
 
+# The weights that a run leaves when it has ended.
+WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
 # What makes an output directory one that holds a run.
 RUN_FILES = (
     HISTORY_FILE,
     BASELINE_FILE,
     SUMMARY_FILE,
     DEPLOYMENT_FOLDER,
-    "model.safetensors",
-    "adapter_model.safetensors",
+    *WEIGHTS,
     "checkpoint-*",
     "last-good-*",
 )
@@ -44,9 +55,14 @@ def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
     """
     output_dir = Path(args.output_dir)
     stack.enter_context(lock_output(output_dir))
-    checkpoint = resumable_checkpoint(args.resume_from_checkpoint, output_dir, args.save_on_each_node)
+    checkpoint = resumable_checkpoint(
+        args.resume_from_checkpoint, output_dir, args.save_on_each_node, args.checkpoint_hashes
+    )
     if checkpoint is None:
-        _require_no_run(output_dir)
+        anew = str(args.resume_from_checkpoint).lower() == NEWEST_OR_NONE
+        _require_no_run(output_dir, anew)
+    else:
+        _require_records(output_dir)
     _require_writable(output_dir)
     if args.push_to_hub:
         name = args.hub_model_id or output_dir.absolute().name
@@ -54,9 +70,18 @@ def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
     return checkpoint
 
 
-def _require_no_run(output_dir: Path) -> None:
+def _require_records(output_dir: Path) -> None:
+    """Refuses to resume a run whose records are damaged, before its model is loaded."""
+    for read in (read_starts, read_samples, read_baseline, read_summary):
+        read(output_dir)
+    if (output_dir / HISTORY_FILE).exists():
+        read_history(output_dir / HISTORY_FILE)
+
+
+def _require_no_run(output_dir: Path, anew: bool) -> None:
+    """Refuses a directory that holds a run; `anew`: one may have been killed there before it had a checkpoint."""
     found = {path.name for pattern in RUN_FILES for path in output_dir.glob(pattern)}
-    if found <= _BEFORE_STEPS and not (HISTORY_FILE in found and _has_steps(output_dir / HISTORY_FILE)):
+    if found <= _BEFORE_STEPS and (anew or not (HISTORY_FILE in found and _has_steps(output_dir / HISTORY_FILE))):
         return
     if not checkpoints(output_dir):
         raise ValueError(
@@ -77,10 +102,7 @@ def _require_writable(output_dir: Path) -> None:
     """Writes a megabyte, because a full disk shows only then."""
     probe = output_dir / ".write-probe"
     try:
-        with open(probe, "wb") as file:
-            file.write(bytes(1 << 20))
-            file.flush()
-            os.fsync(file.fileno())
+        write_bytes(probe, bytes(1 << 20), durable=True)
     except OSError as error:
         raise ValueError(
             f"output_dir={str(output_dir)!r} cannot be written ({error.strerror}): choose another one."

@@ -2,6 +2,7 @@
 
 import sys
 import time
+import traceback
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeAlias
@@ -10,12 +11,13 @@ from ..callbacks.collapse import CollapseAlarmCallback
 from ..callbacks.summary import BeforeAndAfter, summarize
 from ..data.dapo import DAPO
 from ..hub.push import HubError, push_command
-from ..records.runs import BASELINE_FILE, HISTORY_FILE, SETTINGS_FILE
+from ..records.runs import BASELINE_FILE, HISTORY_FILE, SETTINGS_FILE, run_ended
 from ..records.started import STARTS_FILE
-from ..resuming.checkpoints import checkpoints
+from ..resuming.checkpoints import checkpoints, on_main_process
 from ..resuming.interruption import RunInterrupted, StopSignals
 from ..serving.errors import ServerError
 from ..trainer import DCGRPOTrainer
+from .output import WEIGHTS
 from .problems import DataArguments
 
 
@@ -47,6 +49,12 @@ def run(
         trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     except (ServerError, RunInterrupted) as error:
         return _end_early(trainer, error, stack)
+    except Exception as error:
+        return _fail(error, stack)
+    if _was_finished(trainer):
+        trainer.accelerator.print(f"The run in {trainer.args.output_dir} is finished, and stays as it is.", flush=True)
+        release_processes(trainer)
+        return None
     if alarm is not None and alarm.stopped is not None:
         # What trained last is not to be taken for the run's result.
         way_back = f"resume_from_checkpoint={alarm.last_good!r}" if alarm.last_good else "no checkpoint is good"
@@ -59,6 +67,28 @@ def run(
     if failure is None:
         release_processes(trainer)
     return failure
+
+
+def _was_finished(trainer: DCGRPOTrainer) -> bool:
+    """Whether the run had come to its end before it was resumed, with what its end leaves."""
+    args, step = trainer.args, trainer.state.global_step
+
+    def found() -> bool:
+        folder = Path(args.output_dir)
+        weights = any(path for name in WEIGHTS for path in folder.glob(name))
+        return step >= trainer.state.max_steps and run_ended(folder, step) and weights
+
+    return args.resume_from_checkpoint is not None and on_main_process(found)
+
+
+def _fail(error: Exception, stack: ExitStack) -> Outcome:
+    """Ends the run's own server, and the process: others that still train, the launcher ends."""
+    way_back = " ".join(error.__notes__) if hasattr(error, "__notes__") else ""
+    if not isinstance(error, OSError):  # which is no fault of a program
+        traceback.print_exception(error)
+    stack.close()
+    text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    return f"error: {' '.join(text.split())} {way_back}".rstrip()
 
 
 def _end_early(trainer: DCGRPOTrainer, error: ServerError | RunInterrupted, stack: ExitStack) -> Outcome:

@@ -1,0 +1,98 @@
+"""The manifest of a checkpoint: sizes and hashes of its files, written last, so that what has one is whole."""
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ..files import sync_to_disk, write_bytes
+from ..records.runs import DEPLOYMENT_FOLDER
+
+
+MANIFEST_FILE = "manifest.json"
+_BLOCK = 1 << 22  # bytes that are read and hashed at a time
+_THREADS = 8  # hashing lets go of Python's lock
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Files that resuming reads: not the deployment checkpoint, nor what is left of an unfinished one."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and path != folder / MANIFEST_FILE
+        and not any(part == DEPLOYMENT_FOLDER or part.startswith(".") for part in path.relative_to(folder).parts[:-1])
+    ]
+
+
+def write_manifest(folder: Path, hashes: bool) -> None:
+    """Writes the manifest of a checkpoint; when this returns, checkpoint and manifest are on the disk.
+
+    Args:
+        folder: of the checkpoint, all of whose files are written.
+        hashes: whether it has SHA-256 beside sizes.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    files = files_of(folder)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(sync_to_disk, files))
+        digests = list(pool.map(_digest, files)) if hashes else [None] * len(files)
+    for inner in sorted({file.parent for file in files} | {folder}):
+        sync_to_disk(inner)
+    described: dict[str, dict[str, Any]] = {}
+    for file, digest in zip(files, digests, strict=True):
+        described[str(file.relative_to(folder))] = {"size": file.stat().st_size} | (
+            {} if digest is None else {"sha256": digest}
+        )
+    text = json.dumps({"files": described}, indent=1, ensure_ascii=False) + "\n"
+    write_bytes(folder / MANIFEST_FILE, text.encode(), durable=True)
+    sync_to_disk(folder.parent)  # which has the checkpoint's own name
+
+
+def manifest_defect(folder: Path, hashes: bool) -> str | None:
+    """What of a checkpoint is not as its manifest says; None where all is, or there is no manifest.
+
+    Files that the manifest does not know are left alone. With `hashes` every file is read, unless this process has
+    read it before and size and time are the same.
+    """
+    path = folder / MANIFEST_FILE
+    if not path.is_file():
+        return None
+    try:
+        described = {
+            str(name): (int(entry["size"]), entry.get("sha256"))
+            for name, entry in json.loads(path.read_text(encoding="utf-8"))["files"].items()
+        }
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return f"holds {MANIFEST_FILE}, which is no manifest"
+    for name, (size, _) in described.items():
+        if not (folder / name).is_file():
+            return f"holds no {name}, which its {MANIFEST_FILE} lists"
+        if (found := (folder / name).stat().st_size) != size:
+            return f"holds {name} with {found:,} bytes in place of {size:,}: it was changed or cut short"
+    if hashes:
+        hashed = {folder / name: digest for name, (_, digest) in described.items() if digest is not None}
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for (file, expected), digest in zip(hashed.items(), pool.map(_digest, hashed), strict=True):
+                if digest != expected:
+                    return f"holds {file.relative_to(folder)}, whose bytes are not those that were saved"
+    return None
+
+
+def _digest(file: Path) -> str:
+    found = file.stat()
+    return _digest_of(os.path.realpath(file), found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)  # the command looks at the checkpoint before it loads the model, and its trainer again
+def _digest_of(file: str, size: int, modified: int) -> str:
+    digest = hashlib.sha256()
+    with open(file, "rb", buffering=0) as content:
+        while block := content.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

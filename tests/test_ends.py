@@ -1,0 +1,277 @@
+"""How a training ends: finished already, begun anew, or by an error of whoever takes part in it."""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+
+import pytest
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_utils import TrainOutput
+
+from dc_trl import DCGRPOTrainer
+from dc_trl.resuming.checkpoints import checkpoint_defect, checkpoints
+
+from .helpers import (
+    ROOT,
+    TWO_PROCESSES,
+    distinct_characters,
+    logged,
+    make_config,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+    untimed_rows,
+)
+
+
+def make_trainer(folder, reward=distinct_characters, prompts=16, evaluated=False, **options):
+    """A trainer whose replica samples: what it draws depends on the random numbers of all steps before."""
+    options = {"deployment_scheme": "bf16", "save_strategy": "steps", "save_steps": 500, **options}
+    if evaluated:
+        options |= {"eval_strategy": "steps", "eval_steps": 1}
+    return DCGRPOTrainer(
+        make_model(),
+        reward,
+        make_config(folder, **options),
+        train_dataset=make_prompts(prompts),
+        eval_dataset=make_prompts(4) if evaluated else None,
+        processing_class=make_tokenizer(),
+    )
+
+
+def weights(trainer):
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def assert_same_weights(trainer, expected):
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def contents(folder):
+    return {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in folder.rglob("*") if path.is_file()}
+
+
+# --- a run that is finished -----------------------------------------------------------------------------------------
+
+ENDS = {
+    "max_steps": {"max_steps": 2},
+    "within a generation batch": {"max_steps": 3, "steps_per_generation": 2, "gradient_accumulation_steps": 1},
+    "in the second epoch": {"max_steps": 3, "prompts": 2},
+    "epochs": {"max_steps": -1, "num_train_epochs": 2, "prompts": 2},
+    "a part of an epoch": {"max_steps": -1, "num_train_epochs": 1.5, "prompts": 2},
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_finished_run_is_not_trained_any_further(tmp_path, end):
+    first = make_trainer(tmp_path, export_run=True, **ENDS[end])
+    first.train()
+    done, expected, left = first.state.global_step, weights(first), contents(tmp_path)
+    for wanted in (True, "auto"):
+        again = make_trainer(tmp_path, export_run=True, **ENDS[end])
+        output = again.train(resume_from_checkpoint=wanted)
+        assert isinstance(output, TrainOutput)
+        assert output.global_step == again.state.global_step == done
+        assert_same_weights(again, expected)
+        assert {
+            name: at for name, at in contents(tmp_path).items() if name.suffix in (".safetensors", ".json", ".pt")
+        } == {name: at for name, at in left.items() if name.suffix in (".safetensors", ".json", ".pt")}
+    assert [path.name for path in checkpoints(tmp_path)] == [f"checkpoint-{done}"]
+    history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in history if "train_runtime" in row] == [done]
+    further = ENDS[end] | {"max_steps": done + 2}
+    again = make_trainer(tmp_path, export_run=True, **further)
+    again.train(resume_from_checkpoint=True)
+    assert [row["step"] for row in again.state.log_history if "loss" in row] == list(range(1, done + 3))
+
+
+def test_what_the_end_of_a_finished_run_lacks_is_made(tmp_path):
+    first = make_trainer(tmp_path, max_steps=2, export_run=True)
+    first.train()
+    deployed = (tmp_path / "deployment" / "model.safetensors").read_bytes()
+    shutil.rmtree(tmp_path / "deployment")
+    make_trainer(tmp_path, max_steps=2, export_run=True).train(resume_from_checkpoint=True)
+    assert (tmp_path / "deployment" / "model.safetensors").read_bytes() == deployed
+    # A deployment of an earlier end is not the one of this one.
+    longer = make_trainer(tmp_path, max_steps=3, export_run=True)
+    longer._export = lambda folder: None  # as if killed before
+    longer.train(resume_from_checkpoint=True)
+    make_trainer(tmp_path, max_steps=3, export_run=True).train(resume_from_checkpoint=True)
+    assert (tmp_path / "deployment" / "model.safetensors").read_bytes() != deployed
+
+
+def test_an_evaluation_that_was_cut_short_at_the_end_is_made_by_the_finished_run(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=2, evaluated=True)
+    trainer.add_callback(Raise("on_prediction_step", 2))
+    with pytest.raises(BrokenError):
+        trainer.train()
+    again = make_trainer(tmp_path, max_steps=2, evaluated=True)
+    again.train(resume_from_checkpoint=True)
+    assert [row["step"] for row in again.state.log_history if "loss" in row] == [1, 2]
+    assert [row["step"] for row in again.state.log_history if "eval_loss" in row] == [1, 2]
+
+
+# --- auto -----------------------------------------------------------------------------------------------------------
+
+
+def test_auto_begins_anew_where_nothing_is_whole_and_goes_on_otherwise(tmp_path, caplog):
+    run = tmp_path / "run"
+    first = make_trainer(run, max_steps=2, save_steps=1, export_run=True)
+    first.train(resume_from_checkpoint="auto")
+    assert logged(first, "loss") != []
+    (run / "checkpoint-2" / "manifest.json").unlink()  # a kill within the save
+    second = make_trainer(run, max_steps=3, save_steps=1)
+    second.train(resume_from_checkpoint="auto")
+    assert "checkpoint-2 holds no manifest.json" in caplog.text
+    assert [row["step"] for row in untimed_rows(second)] == [1, 2, 3]
+    for step in (1, 2, 3):
+        (run / f"checkpoint-{step}" / "optimizer.pt").unlink()
+    third = make_trainer(run, max_steps=1, save_steps=1, save_total_limit=1)
+    third.train(resume_from_checkpoint="AUTO")
+    assert [row["step"] for row in untimed_rows(third)] == [1]
+    assert checkpoint_defect(run / "checkpoint-1") is None
+    kept = sorted(path.name for path in run.glob("unfinished-*"))
+    assert kept == ["unfinished-checkpoint-1", "unfinished-checkpoint-2", "unfinished-checkpoint-3"]
+
+
+# --- an error ends the training -------------------------------------------------------------------------------------
+
+
+class BrokenError(Exception):
+    pass
+
+
+class Raise(TrainerCallback):
+    """Raises an error at an event, when so many steps have ended."""
+
+    def __init__(self, event, step, error=BrokenError):
+        self._step, self._error = step, error
+        setattr(self, event, self._raise)
+
+    def _raise(self, args, state, control, **kwargs):
+        if state.global_step == self._step:
+            raise self._error("broken by the test")
+
+
+class BrokenReward:
+    __name__ = "reward"
+
+    def __init__(self, call):
+        self._left = call
+
+    def __call__(self, completions, **kwargs):
+        self._left -= 1
+        if self._left == 0:
+            raise BrokenError("broken by the test")
+        return distinct_characters(completions)
+
+
+# What breaks, how many steps have ended by then, and how batches are made.
+TWO_STEPS = {"steps_per_generation": 2, "gradient_accumulation_steps": 1}
+ACCUMULATED = {"steps_per_generation": 1, "gradient_accumulation_steps": 2}
+PASSES = {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "num_iterations": 2}
+BREAKS = {
+    "the reward": (BrokenReward(4), 3, {}),
+    "the reward of the second micro-batch": (BrokenReward(6), 2, ACCUMULATED),
+    "the first step of a generation batch": (Raise("on_step_begin", 2), 2, TWO_STEPS),
+    "the second one": (Raise("on_pre_optimizer_step", 3), 3, TWO_STEPS),
+    "between micro-batches": (Raise("on_substep_end", 3), 3, PASSES),
+    "Ctrl-C": (Raise("on_substep_end", 2, KeyboardInterrupt), 2, PASSES),
+    "memory": (Raise("on_step_begin", 2, MemoryError), 2, {}),
+    "a callback behind the optimizer": (Raise("on_step_end", 2), 2, TWO_STEPS),
+    "a log": (Raise("on_log", 3), 3, {}),
+    "an epoch": (Raise("on_epoch_begin", 4), 4, {"prompts": 4}),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_an_error_loses_no_step_that_had_ended(tmp_path, what):
+    breaks, done, options = BREAKS[what]
+    options = {"max_steps": 6, "constraint": "lagrangian"} | options
+    broken = make_trainer(
+        tmp_path / "run", breaks if isinstance(breaks, BrokenReward) else distinct_characters, **options
+    )
+    if isinstance(breaks, TrainerCallback):
+        broken.callback_handler.callbacks.insert(0, breaks)
+    with pytest.raises((BrokenError, KeyboardInterrupt, MemoryError)) as raised:
+        broken.train()
+    checkpoint = tmp_path / "run" / f"checkpoint-{done}"
+    assert checkpoint_defect(checkpoint) is None
+    (note,) = raised.value.__notes__
+    assert f"resume_from_checkpoint='{checkpoint}'" in note
+
+    resumed = make_trainer(tmp_path / "run", **options)
+    resumed.train(resume_from_checkpoint=True)
+    whole = make_trainer(tmp_path / "whole", **options)  # which seeds the random numbers
+    whole.train()
+    assert_same_weights(resumed, weights(whole))
+    assert resumed.lagrange_multiplier.state_dict() == whole.lagrange_multiplier.state_dict()
+    assert untimed_rows(resumed, after=done) == untimed_rows(whole, after=done)
+    assert resumed.state.num_input_tokens_seen == whole.state.num_input_tokens_seen
+
+
+def test_weights_that_the_optimizer_was_moving_are_not_saved(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=3, save_steps=1)
+    trainer.create_optimizer()
+    step = trainer.optimizer.step
+
+    def half(*args, **kwargs):
+        if trainer.state.global_step == 1:
+            next(iter(trainer.model.parameters())).data.add_(1)
+            raise BrokenError("in the middle of the weights")
+        return step(*args, **kwargs)
+
+    trainer.optimizer.step = half
+    with pytest.raises(BrokenError) as raised:
+        trainer.train()
+    (note,) = raised.value.__notes__
+    assert "could not be saved (the optimizer was moving the weights)" in note
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]
+
+
+def test_an_error_before_the_first_step_has_ended_leaves_no_checkpoint(tmp_path):
+    trainer = make_trainer(tmp_path, BrokenReward(1))
+    with pytest.raises(BrokenError):
+        trainer.train()
+    assert checkpoints(tmp_path) == []
+
+
+WORKER = """
+import sys, time
+from tests.test_ends import BrokenError, BrokenReward, make_trainer
+folder, alone = sys.argv[1:]
+trainer = make_trainer(folder, prompts=16, max_steps=4, save_steps=2)
+rank = trainer.accelerator.process_index
+if alone == "all" or rank == 1:
+    trainer.reward_funcs[0] = BrokenReward(4)
+trainer.train()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("alone", ["all", "one"])
+def test_of_two_processes_one_that_fails_alone_does_not_wait_for_good(tmp_path, alone):
+    (tmp_path / "worker.py").write_text(WORKER)
+    begin = time.monotonic()
+    done = subprocess.run(
+        [*TWO_PROCESSES, str(tmp_path / "worker.py"), str(tmp_path / "run"), alone],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode != 0
+    assert time.monotonic() - begin < 240
+    assert "BrokenError: broken by the test" in done.stderr
+    whole = [path.name for path in checkpoints(tmp_path / "run") if checkpoint_defect(path) is None]
+    if alone == "all":
+        assert whole == ["checkpoint-3", "checkpoint-2"]
+        assert "checkpoint-3'" in done.stderr
+    else:
+        assert whole == ["checkpoint-2"]
+        assert "another process had not failed" in done.stderr

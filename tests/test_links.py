@@ -1,0 +1,253 @@
+"""Nothing that is written goes through a link: planted at every name that a run and its reports have written."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+from contextlib import suppress
+
+import pytest
+from transformers import TrainerCallback
+
+from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback, LambdaLoggingCallback
+from dc_trl.command.report import main as report
+from dc_trl.files import LOCK_FILE, append_text, lock_output, write_bytes, write_text
+from dc_trl.settings.program import serve_line
+from dc_trl.training.command import train
+
+from .helpers import ROOT, Rollouts, distinct_characters, make_config, make_model, make_prompts, make_tokenizer
+
+
+WORDS = [
+    *("--config", "configs/quickstart.yaml", "--max_steps", "2", "--eval_size", "8", "--disable_tqdm", "true"),
+    *("--per_device_train_batch_size", "16", "--per_device_eval_batch_size", "16", "--max_completion_length", "8"),
+    *("--save_steps", "1"),
+]
+
+
+def run(folder, *words):
+    """What `dc-trl train` makes of it, as a text."""
+    try:
+        return str(train([*WORDS, "--output_dir", str(folder), *words]))
+    except SystemExit as stopped:
+        return str(stopped.code)
+
+
+def plant(folder, names, make):
+    """Makes links under these names to files outside; returns these files with their content."""
+    outside = folder.parent / "outside"
+    outside.mkdir()
+    targets = {}
+    for number, name in enumerate(names):
+        target = outside / str(number)
+        target.write_text("mine")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        make(target, folder / name)
+        targets[name] = target
+    return targets
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory):
+    """Names of all that a run with its report has left, or writes on the way."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    os.chdir(ROOT)
+    assert run(folder) == "None"
+    report([str(folder), "--output", str(folder / "report.html")])
+    left = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert {"history.jsonl", "model.safetensors", "run.png", "README.md", "deployment/model.safetensors"} <= left
+    top = {name for name in left if "/" not in name}
+    return sorted(top | {f".{name}.tmp" for name in top} | {".dc_trl.lock", ".write-probe", "..write-probe.tmp"})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", [lambda target, link: link.symlink_to(target), os.link], ids=["symbolic", "hard"])
+def test_a_run_changes_nothing_that_a_link_in_its_folder_leads_to(names, tmp_path, monkeypatch, make):
+    monkeypatch.chdir(ROOT)
+    # Each alone first, where the run refuses the folder of another run: lock and probe come before all else.
+    for name in (".dc_trl.lock", "..write-probe.tmp", ".settings.json.tmp", ".history.jsonl.tmp"):
+        (folder := tmp_path / name / "run").mkdir(parents=True)
+        (target,) = plant(folder, [name], make).values()
+        outcome = run(folder, "--max_steps", "1")
+        assert target.read_text() == "mine", name
+        assert outcome == "None" or re.fullmatch(r"error: .*", outcome), outcome
+    # Then all at once, in a run that goes on: nothing is refused for its name.
+    run(tmp_path / "run", "--max_steps", "1")
+    for name in names:
+        path = tmp_path / "run" / name
+        if path.name in ("starts.json", "history.jsonl", "before.json", "summary.json", "completions.json"):
+            continue  # read before they are written, and refused where they are not what a run writes
+        path.unlink(missing_ok=True)
+    rest = [name for name in names if name != ".dc_trl.lock" and not (tmp_path / "run" / name).exists()]
+    targets = plant(tmp_path / "run", rest, make)
+    assert run(tmp_path / "run", "--resume_from_checkpoint", "true") == "None"
+    with pytest.raises(SystemExit, match=r"report\.html' exists and is no report"):
+        report([str(tmp_path / "run"), "--output", str(tmp_path / "run" / "report.html")])
+    assert {name: target.read_text() for name, target in targets.items() if target.read_text() != "mine"} == {}
+
+
+def test_links_to_folders_in_the_place_of_checkpoint_and_deployment_are_replaced(tmp_path):
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    for name in ("checkpoint-1", "deployment"):
+        (outside / name).mkdir(parents=True)
+        (outside / name / "config.json").write_text("mine")
+        (run / name).symlink_to(outside / name)
+    config = make_config(run, deployment_scheme="fp8", max_steps=1, save_strategy="steps", save_steps=1)
+    trainer = DCGRPOTrainer(
+        make_model(), distinct_characters, config, train_dataset=make_prompts(), processing_class=make_tokenizer()
+    )
+    trainer.add_callback(DeploymentCheckpointCallback(trainer))
+    trainer.train()
+    for name in ("checkpoint-1", "deployment"):
+        assert (run / name / "model.safetensors").is_file()
+        assert not (run / name).is_symlink()
+        assert os.listdir(outside / name) == ["config.json"]
+        assert (outside / name / "config.json").read_text() == "mine"
+    assert sorted(path.name for path in run.iterdir()) == ["README.md", "checkpoint-1", "deployment"]
+
+
+def test_an_output_directory_may_be_a_link(tmp_path):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "scratch")
+    with lock_output(tmp_path / "run"):
+        write_text(tmp_path / "run" / "a", "b")
+    assert (tmp_path / "scratch" / "a").read_text() == "b"
+
+
+@pytest.mark.parametrize("kind", ["symbolic", "hard", "dangling", "pipe"])
+def test_writers_replace_or_refuse(tmp_path, kind):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("mine")
+
+    def plant_it(path):
+        path.unlink(missing_ok=True)
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "hard":
+            os.link(target, path)
+        else:
+            path.symlink_to(target if kind == "symbolic" else tmp_path / "nothing")
+
+    plant_it(link)
+    with pytest.raises(OSError, match=f"(?s)remove it|No such device.*'{link}'") as refused:
+        append_text(link, "theirs")
+    assert str(link) in str(refused.value)
+    (tmp_path / "run").mkdir()
+    plant_it(tmp_path / "run" / LOCK_FILE)
+    with pytest.raises(ValueError, match="cannot be written"), lock_output(tmp_path / "run"):
+        pass
+    plant_it(tmp_path / ".link.tmp")
+    write_bytes(link, b"ours")
+    assert link.read_bytes() == b"ours"
+    assert not link.is_symlink()
+    assert target.read_text() == "mine"
+    assert not (tmp_path / "nothing").exists()
+
+
+# Calls that open a file for writing by its name, beside those of files.py; each in a folder that was just made.
+ALLOWED = {
+    "doctor/worker.py": "a temporary file of this user, made by mkstemp",
+    "planning/measured.py": "/proc/self/clear_refs",
+    "report/html.py": "a figure into memory",
+    "report/figures.py": "a figure into memory",
+    "rollouts/buffer.py": "within a checkpoint that is being made",
+    "rollouts/background.py": "within a checkpoint that is being made",
+    "rollouts/replica.py": "within a checkpoint that is being made",
+    "grading/worker.py": "/dev/null, and the pipe of the pool",
+    "quantization/tensor_file.py": "O_EXCL, in a folder that was just made",
+}
+
+
+def test_only_files_py_opens_files_for_writing():
+    found = set()
+    for path in sorted((ROOT / "dc_trl").rglob("*.py")):
+        name = str(path.relative_to(ROOT / "dc_trl"))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            modes = [
+                arg.value
+                for arg in (*node.args, *(keyword.value for keyword in node.keywords))
+                if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+            ]
+            of_path = isinstance(node.func, ast.Attribute) and called in ("write_text", "write_bytes", "savefig")
+            opened = called in ("open", "fdopen") and any(re.fullmatch(r"[rwax]b?\+?b?", mode) for mode in modes)
+            if of_path or called == "save_file" or (opened and not all(re.fullmatch("rb?", mode) for mode in modes)):
+                found.add(name)
+    assert found - {"files.py"} <= set(ALLOWED), found - set(ALLOWED)
+
+
+# --- what else can happen to the folder ------------------------------------------------------------------------------
+
+
+def test_the_line_that_serves_is_one_for_a_shell(tmp_path):
+    folder = tmp_path / "it's $HOME; a run"
+    words = serve_line(folder / "deployment")
+    said = subprocess.run(["sh", "-c", words.replace("vllm serve", "printf %s")], capture_output=True, text=True)
+    assert said.stdout == str(folder / "deployment")
+
+
+@pytest.mark.long
+def test_a_damaged_folder_is_one_line_that_names_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert run(tmp_path / "whole", "--max_steps", "1") == "None"
+    for name in ("history.jsonl", "completions.json", "starts.json", "before.json", "summary.json"):
+        folder = shutil.copytree(tmp_path / "whole", tmp_path / name / "run")
+        content = (folder / name).read_text()
+        (folder / name).write_text(content[: len(content) // 2] + "\n" if name == "history.jsonl" else content[:-9])
+        outcome = run(folder, "--resume_from_checkpoint", "auto")
+        assert outcome.startswith(f"error: {folder / name}"), outcome
+        assert "\n" not in outcome
+        if name == "before.json":
+            continue  # the summary has it
+        with pytest.raises(SystemExit, match=str(folder / name)):
+            report([str(folder), "--output", str(tmp_path / "report.html")])
+
+
+@pytest.mark.long
+def test_a_folder_that_goes_while_it_trains_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "takes_away.py").write_text(
+        "import shutil, pathlib\n"
+        "calls = 0\n"
+        "def reward(completions, trainer_state, **kwargs):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        f"    if trainer_state.global_step == 2: shutil.rmtree({str(tmp_path / 'run')!r})\n"
+        "    return [float(len(c)) for c in completions]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ("--eval_size", "0", "--max_steps", "5", "--save_steps", "500", "--rewards", "takes_away.reward")
+    outcome = run(tmp_path / "run", *words)
+    assert outcome.startswith("error: ")
+    assert "history.jsonl" in outcome
+    assert "The run is saved" in outcome
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_names_the_file(small_disk):
+    class Fill(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                (small_disk / "filler").touch()
+                with suppress(OSError), open(small_disk / "filler", "ab", buffering=0) as file:
+                    while True:
+                        file.write(bytes(4096))
+
+    history = LambdaLoggingCallback()
+    trainer = DCGRPOTrainer(
+        make_model(),
+        distinct_characters,
+        make_config(small_disk / "run", max_steps=3),
+        train_dataset=make_prompts(),
+        processing_class=make_tokenizer(),
+        rollout_func=Rollouts(),
+        callbacks=[history, Fill()],
+    )
+    with pytest.raises(OSError, match=r"No space left on device: '.*(history\.jsonl|completions\.json)'") as raised:
+        trainer.train()
+    (note,) = raised.value.__notes__
+    assert "could not be saved" in note
