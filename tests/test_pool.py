@@ -182,7 +182,7 @@ def test_the_seed_of_a_rollout_may_be_drawn_before_it(stubs, lines):
     pool = make_pool(stubs, lines)
     usual = generate(pool)
     torch.manual_seed(0)
-    pool.draw_seed()
+    pool.seeds.draw()
     assert generate(pool, seed=1) == usual
     assert generate(pool, seed=1) != usual
 

@@ -20,7 +20,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
 from ..quantization.tensors import deployed_tensors, frozen_tensors, is_packed
-from ..serving.client import ServerClient, Weights
+from ..serving.client import LOADING, ServerClient, Weights
 from ..serving.connection import Deadline, Patience, Tries, is_local
 from ..serving.errors import ServerError
 from ..serving.fit import check_server
@@ -303,6 +303,7 @@ class ServerGeneration(_DeployedGeneration):
         client, version = self.vllm_client, self.weight_version
         client.weights = Weights(version, None)
         with client.connection.task():
+            client.connection.persist(lambda first: client.name_weights(LOADING + version))
             try:
                 super().sync_weights()
             except (RuntimeError, OSError) as error:  # of a request or of NCCL
@@ -311,7 +312,7 @@ class ServerGeneration(_DeployedGeneration):
                 if isinstance(error, ServerError):
                     raise
                 raise ServerError(f"weight_sync='nccl' failed: {error}") from error
-            client.connection.persist(lambda first: client.name_weights(version))
+            client.connection.persist(lambda first: client.name_loaded(version))
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         # Kept, so that it can be brought to its end when what reads it fails.
