@@ -504,24 +504,23 @@ def in_next_rollout(trainer, server, action):
 
     The engine behind the server's HTTP is stopped when the request is sent: it cannot be done before the action.
     """
-    http = trainer.vllm_generation.vllm_client.connection._http
-    request = http.request
+    connection = trainer.vllm_generation.vllm_client.connection
+    request = connection.arequest
     engine = engine_processes(server)[1:]
 
     def act():
         time.sleep(0.2)  # the request is at the server
         action(engine)
 
-    def send(method, url, **kwargs):
-        if url.endswith("/v1/completions"):
-            http.request = request
-            for process in engine:
-                process.suspend()
-            thread.start()
-        return request(method, url, **kwargs)
+    def send(*args, **kwargs):
+        connection.arequest = request
+        for process in engine:
+            process.suspend()
+        thread.start()
+        return request(*args, **kwargs)
 
     thread = threading.Thread(target=act)
-    http.request = send
+    connection.arequest = send
     return thread
 
 
@@ -742,6 +741,7 @@ def test_colocated_vllm_reloads_the_scheme(tmp_path, scheme):
         env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr, done.stderr[-3000:]  # the process group has gone before the engine
     logs = json.loads((tmp_path / "logs.json").read_text())
     gaps = logs["gaps"]
     assert len(gaps) == 2
