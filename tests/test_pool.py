@@ -1,5 +1,6 @@
 """Several servers in place of one: how prompts are spread, and what becomes of them when a server fails."""
 
+import json
 import random
 import threading
 import time
@@ -192,6 +193,31 @@ def test_one_server_gets_the_seeds_that_several_get_also_when_it_is_asked_again(
     client.generate(PROMPTS, generation_kwargs={"seed": 7})
     assert torch.equal(torch.get_rng_state(), before)
     assert Counter(body.get("seed") for body in stubs[0].bodies) == {None: len(PROMPTS), 7: len(PROMPTS)}
+
+
+def test_prompts_with_images_get_seeds_too(stubs):
+    asked = []
+
+    def complete(path, body):
+        if path != "/inference/v1/generate":
+            return answered(path, body)
+        asked.append((body["features"]["image"], body["sampling_params"]["seed"]))
+        time.sleep(0.02 * (len(PROMPTS) - body["features"]["image"]))  # the last one is done first
+        logprobs = {"content": [{"token": "token_id:7", "logprob": -1.0, "top_logprobs": []}]}
+        image = body["features"]["image"]
+        return 200, json.dumps({"choices": [{"index": 0, "token_ids": [image], "logprobs": logprobs}]})
+
+    answered, stubs[0].answer = stubs[0].answer, complete
+    client = ServerClient(stubs[0].url)
+    features = [{"image": number} for number in range(len(PROMPTS))]
+    for _ in range(2):
+        torch.manual_seed(0)
+        output = client.generate(PROMPTS, features=features, n=1)
+        assert output["prompt_ids"] == PROMPTS
+        assert output["completion_ids"] == [[number] for number in range(len(PROMPTS))]
+    first, second = asked[: len(PROMPTS)], asked[len(PROMPTS) :]
+    assert sorted(first) == sorted(second)
+    assert len({seed for _, seed in first}) == len(PROMPTS)
 
 
 def test_a_rollout_of_one_server_ends_in_its_time(stubs):

@@ -1,11 +1,9 @@
 """The watchdog of a server: what it ends and removes when the server, or the process that asked for it, is killed."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -53,20 +51,12 @@ time.sleep(600)
 
 
 @pytest.fixture
-def temporary():
-    """A directory for temporary files whose name is short."""
-    folder = Path(tempfile.mkdtemp(prefix="w-"))
-    yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.fixture
-def family(tmp_path, temporary):
+def family(tmp_path, short_tmp):
     """A process that asks for a server and a folder, what was started for them, and the folder."""
     folder = tmp_path / "folder"
     folder.mkdir()
     command = [sys.executable, "-c", PARENT, watchdog.__file__, str(folder), SERVER]
-    parent = psutil.Popen(command, env=os.environ | {"TMPDIR": str(temporary)})
+    parent = psutil.Popen(command, env=os.environ | {"TMPDIR": str(short_tmp)})
     try:
         end = time.monotonic() + 60
         while not shared_memory(parent.children(recursive=True)):
@@ -80,11 +70,11 @@ def family(tmp_path, temporary):
         parent.wait()
 
 
-def test_what_a_killed_engine_leaves_is_removed(family, temporary):
+def test_what_a_killed_engine_leaves_is_removed(family, short_tmp):
     _, processes, folder = family
     left = shared_memory(processes)
     assert all(path.exists() for path in left)
-    (own,) = temporary.iterdir()
+    (own,) = short_tmp.iterdir()
     assert (own / "socket").is_socket()
     (engine,) = [process for process in processes if shared_memory([process])]
     engine.kill()
@@ -94,7 +84,7 @@ def test_what_a_killed_engine_leaves_is_removed(family, temporary):
     assert folder.is_dir()  # of the parent, which lives on
 
 
-def test_what_a_killed_server_leaves_is_removed_also_where_its_watchdog_is_to_end_with_it(family, temporary):
+def test_what_a_killed_server_leaves_is_removed_also_where_its_watchdog_is_to_end_with_it(family, short_tmp):
     """SLURM sends SIGTERM to all processes of a job."""
     _, processes, _ = family
     left = shared_memory(processes)
@@ -103,10 +93,10 @@ def test_what_a_killed_server_leaves_is_removed_also_where_its_watchdog_is_to_en
     processes[1].kill()
     wait_until_gone(processes)
     assert not any(path.exists() for path in left)
-    assert list(temporary.iterdir()) == []
+    assert list(short_tmp.iterdir()) == []
 
 
-def test_server_and_folder_of_a_killed_parent_are_gone_although_its_child_lives(family, temporary):
+def test_server_and_folder_of_a_killed_parent_are_gone_although_its_child_lives(family, short_tmp):
     parent, processes, folder = family
     left = shared_memory(processes)
     children = [child for child in parent.children() if child != processes[0]]
@@ -117,7 +107,7 @@ def test_server_and_folder_of_a_killed_parent_are_gone_although_its_child_lives(
     child.kill()
     assert not any(path.exists() for path in left)
     assert not folder.exists()
-    assert list(temporary.iterdir()) == []
+    assert list(short_tmp.iterdir()) == []
 
 
 def test_sockets_have_room_in_a_directory_with_a_long_name(tmp_path):

@@ -4,6 +4,7 @@ import base64
 import io
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from .fit import ROUTES_OPTION, is_cpu
 from .seeds import RolloutSeeds
 
 
+_IMAGES_AT_ONCE = 64  # prompts with images on their way, as many as TRL sends
 LOADING = "loading-"  # begins the version of weights that are not all there yet
 
 
@@ -136,6 +138,21 @@ class ServerClient(VLLMClient):
         self.require_version(self.weight_version(), self.weights)
         require_log_probs(output["logprobs"], self.base_url)
         return output
+
+    def _generate_from_features(
+        self, prompts: list[list[int]], features: list[dict[str, Any] | None], sampling_params: dict[str, Any]
+    ) -> dict[str, list]:
+        # TRL sends a request for each of these prompts, all with the same settings.
+        requests = self.seeds.requests(sampling_params | {"prompt": prompts})
+        ask = super()._generate_from_features
+
+        def complete(number: int) -> dict[str, list]:
+            settings = {name: value for name, value in requests[number].items() if name != "prompt"}
+            return ask(prompts[number : number + 1], features[number : number + 1], settings)
+
+        with ThreadPoolExecutor(min(_IMAGES_AT_ONCE, len(prompts))) as pool:
+            outputs = list(pool.map(complete, range(len(prompts))))
+        return {name: [entry for output in outputs for entry in output[name]] for name in outputs[0]}
 
     def require_routes(self) -> None:
         """See the function of this name, of the last completions."""
