@@ -135,6 +135,7 @@ def broken_streams(accelerator) -> list[list[str]]:
             end = str(error)
         accelerator.wait_for_everyone()
         version = httpx.get(f"{URL}/weight_info", timeout=10).json()["weight_version"]
+        accelerator.wait_for_everyone()  # or the next synchronization would change it
         ends.append([end, version.replace(generation.weight_version, "NAME")])
     if accelerator.is_main_process:
         whole = dict(make_model(64).named_parameters())
