@@ -63,7 +63,7 @@ class Limits(NamedTuple):
         if length >= context:
             raise ValueError(
                 f"{name} has {length} tokens, and {self.named} reads {context} ({self.counted}), completion "
-                "included: {remedy}."
+                f"included: {remedy}."
             )
         if length + self.completion > context:
             raise ValueError(
