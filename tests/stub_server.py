@@ -125,7 +125,8 @@ def completions(
         names = [f"token_id:{token}" for token in ids]
         tops = [{name: -1.0} for name in names]
         logprobs = {"token_logprobs": [-1.0] * len(ids), "top_logprobs": tops, "tokens": names}
-        choices.append({"prompt_token_ids": prompt, "token_ids": ids, "logprobs": logprobs})
+        choice = {"index": index, "text": "7", "finish_reason": "stop", "stop_reason": None}
+        choices.append(choice | {"prompt_token_ids": prompt, "token_ids": ids, "logprobs": logprobs})
         if routes is not None:
             np.save(file := io.BytesIO(), routes[index])
             choices[-1]["routed_experts"] = base64.b64encode(file.getvalue()).decode()

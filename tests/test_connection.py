@@ -1,19 +1,21 @@
 """What the answers of a server mean, and what is asked again: against a server that says what it is told to."""
 
 import asyncio
+import json
 import time
 
 import pytest
 
 from dc_trl.rollouts.sampling import Request, Sampling
 from dc_trl.rollouts.server_engine import ServerEngine
+from dc_trl.serving import connection as connection_module
 from dc_trl.serving.connection import Connection, Deadline, Patience
 from dc_trl.serving.errors import ServerError, ServerRefusedError, ServerUnavailableError
 
-from .stub_server import stub_server
+from .stub_server import completions, stub_server
 
 
-COMPLETION = (200, '{"choices": [{"text": "7", "finish_reason": "stop"}], "usage": {"completion_tokens": 2}}')
+COMPLETION = (200, json.dumps(completions([[5]], [[25, 1]], None)))
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def server():
 def pauses(monkeypatch):
     """Seconds that the process would have slept; it sleeps none."""
     seen: list[float] = []
-    monkeypatch.setattr(time, "sleep", seen.append)
+    monkeypatch.setattr(connection_module, "pause", seen.append)
     return seen
 
 

@@ -1,6 +1,5 @@
 """Completions with their log-probabilities from any engine: a vLLM server, started or running, or the replica."""
 
-import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -23,6 +22,7 @@ from ..rollouts.engines import EngineSpec
 from ..rollouts.replica import Replica
 from ..rollouts.routing import Routers, RoutesRecorder
 from ..rollouts.sampling import sample_seed
+from ..serving.answers import Bounds
 from ..serving.client import ServerClient
 from ..serving.connection import Patience
 from ..serving.errors import ServerError, ServerUnavailableError
@@ -108,6 +108,7 @@ def sample_rollouts(
         limit = min(longest + settings.max_tokens, own_limit)
         with _serving(policy, engine.scheme, tokenizer, limit, settings) as server, bar() as shown:
             client = ServerClient(server.url, patience=_PATIENCE, report=settings.report)
+            client.bounds = Bounds(policy.config.get_text_config().vocab_size, limit)
             rollouts = _from_server(client, ends, prompts, limit, settings, shown)
     return EngineSample(engine.name, engine.scheme, rollouts, [engine.scheme])
 
@@ -193,7 +194,7 @@ def _from_server(
         )
         rollouts = []
         for ids, tokens in zip(output["completion_ids"], output["logprobs"], strict=True):
-            logps = [math.nan if logp is None else logp for (logp,) in tokens]
+            logps = [logp for (logp,) in tokens]
             rollouts.append(Rollout(number, ids, logps, len(ids) >= room and ids[-1] not in ends))
         return rollouts
 
@@ -223,10 +224,13 @@ def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClien
     try:
         # No weights are sent, and the server's number format is what it is.
         needed = longest_prompt + 1
-        check_server(info, layers, scheme=None, config=policy.config, max_length=needed, weight_sync="none")
+        with client.connection.reading("/server_info"):
+            check_server(info, layers, scheme=None, config=policy.config, max_length=needed, weight_sync="none")
+            limit = info["model_config"]["max_model_len"]
     except ServerError as error:
         raise ServerError(f"engine={url!r}: {error}") from error
-    return client, layer_kinds(layers), info["model_config"]["max_model_len"]
+    client.bounds = Bounds(policy.config.get_text_config().vocab_size, limit)
+    return client, layer_kinds(layers), limit
 
 
 @contextmanager

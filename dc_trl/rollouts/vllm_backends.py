@@ -20,6 +20,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
 from ..quantization.tensors import deployed_tensors, frozen_tensors, is_packed
+from ..serving.answers import Bounds
+from ..serving.background import pause
 from ..serving.client import ServerClient, Weights
 from ..serving.connection import Deadline, Patience, Tries, is_local
 from ..serving.errors import ServerError
@@ -247,17 +249,20 @@ class ServerGeneration(_DeployedGeneration):
         Raises:
             ServerError: names what is wrong and the option of `vllm serve` to change.
         """
+        config = unwrapped(self.accelerator, self.model).config
         info, layers = client.connection.persist(lambda first: (client.get_server_info(), client.layers()))
-        check_server(
-            info,
-            layers,
-            scheme=self.deployment_scheme,
-            config=unwrapped(self.accelerator, self.model).config,
-            max_length=max(self.max_completion_length + 1, self.max_model_length or 0),
-            logprobs=self.logprobs,
-            weight_sync=self.weight_sync,
-            routing_replay=self.routing_replay,
-        )
+        with client.connection.reading("/server_info"):
+            check_server(
+                info,
+                layers,
+                scheme=self.deployment_scheme,
+                config=config,
+                max_length=max(self.max_completion_length + 1, self.max_model_length or 0),
+                logprobs=self.logprobs,
+                weight_sync=self.weight_sync,
+                routing_replay=self.routing_replay,
+            )
+            client.bounds = Bounds(config.get_text_config().vocab_size, info["model_config"]["max_model_len"])
 
     def sync_weights(self, keep: bool = False) -> None:
         """Brings the policy's present weights to the server, and makes sure that it serves them.
@@ -335,9 +340,9 @@ class ServerGeneration(_DeployedGeneration):
                 failure = f"the checkpoint for the server cannot be written to {self._folder.path}: {error}"
             if (failure := agree(failure)) is None:
                 return
-            pause = tries.pause(failure)
+            seconds = tries.pause(failure)
             logger.warning(f"{failure}; {tries} follows")
-            time.sleep(pause)
+            pause(seconds)
 
 
 class ColocateGeneration(_DeployedGeneration):
