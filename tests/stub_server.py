@@ -17,7 +17,7 @@ class StubServer(ThreadingHTTPServer):
     """Answers as a vLLM server in bf16 on a CPU would; to a rollout never, or what `completes` makes of its body.
 
     A POST to /fail with {"path": …, "times": …} has it fail at a path so many times. `says` has other answers, status
-    and text, by path. `asked` has the paths in the order of the requests.
+    and text, by path. `asked` has the paths in the order of the requests. `before` is told of each request first.
     """
 
     daemon_threads = True
@@ -27,8 +27,10 @@ class StubServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.failures: dict[str, int] = {}
         self.says: dict[str, tuple[int, str]] = {}
+        self.headers: dict[str, str] = {}  # of all answers
         self.asked: list[str] = []
         self.version = "default"
+        self.before: Callable[[StubServer, str], None] | None = None
         self.completes: Callable[[dict], dict] | None = None
         self.bodies: list[dict] = []  # of the rollouts that were asked for
         self.sequences = 256  # that it says it runs at a time
@@ -38,6 +40,8 @@ class StubServer(ThreadingHTTPServer):
     def answer(self, path: str, body: dict) -> tuple[int, str] | None:
         """Status and text of the answer to a request, None where the connection breaks."""
         self.asked.append(path)
+        if self.before is not None:
+            self.before(self, path)
         if path == "/fail":
             self.failures[body["path"]] = body["times"]
         if self.failures.get(path, 0) > 0:
@@ -92,6 +96,8 @@ class _Handler(BaseHTTPRequestHandler):
         content = text.encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
+        for name, value in self.server.headers.items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)

@@ -36,6 +36,7 @@ from ..hub.card import write_run_card
 from ..resuming.checkpoints import STATE_FILE
 from .config import AsyncDCGRPOConfig
 from .rows import Trajectories
+from .worker import CheckedRolloutWorker
 
 
 if TYPE_CHECKING:
@@ -129,6 +130,10 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             rollout_worker=rollout_worker,
             weight_transfer=weight_transfer,
         )
+        if rollout_worker is None and self.rollout_worker is not None:  # TRL's own, on the main process
+            vocabulary = self.accelerator.unwrap_model(self.model).config.get_text_config().vocab_size
+            self.rollout_worker = CheckedRolloutWorker.like(self.rollout_worker, vocabulary)
+            self.rollout_queue = self.rollout_worker.rollout_buffer
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """Writes README.md into the output directory, from our own template and not TRL's."""

@@ -4,9 +4,11 @@ import asyncio
 import math
 import os
 import socket
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlparse
 
@@ -117,7 +119,7 @@ class Connection:
             "trust_env": not is_local(self.url),  # proxies are for other machines
             # httpx limits the wait for each next byte; the limits of whole requests are ours.
             "timeout": httpx.Timeout(None, connect=_CONNECT_SECONDS),
-            "verify": httpx.create_ssl_context(),  # read from the disk once, not for each request
+            "verify": _certificates(),
         }
         self._closed = False
         try:
@@ -362,6 +364,12 @@ def persist(
             seconds = tries.pause(error)
             report(f"{error}; {tries} follows")
         pause(seconds)
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Whom we trust, read from the disk once and not for each request."""
+    return httpx.create_ssl_context()
 
 
 def is_local(url: str) -> bool:

@@ -22,6 +22,7 @@ from ..rollouts.buffer import load_rollouts, save_rollouts
 from ..rollouts.sync_schedule import SyncSchedule
 from ..serving.errors import ServerError
 from .exporting import ExportingTrainer
+from .whole_step import WholeStep
 
 
 # Several processes on a CPU: transformers loads the optimizer to accelerate's "cpu:0", which torch.load does not know.
@@ -37,6 +38,7 @@ class ResumableTrainer(ExportingTrainer):
     """A trainer that locks its output directory, resumes from whole checkpoints, and saves before it is stopped."""
 
     _saved_at: int | None = None  # step of the last checkpoint that the present training saved or resumed from
+    _whole_step: WholeStep | None = None  # of the present training
     _evaluating = False  # what a checkpoint says of an evaluation that was cut short
 
     # --- training, and how it ends ----------------------------------------------------------------------------------
@@ -59,6 +61,9 @@ class ResumableTrainer(ExportingTrainer):
             self._start_again()
         output_dir, eval_on_start = self.args.output_dir, self.args.eval_on_start
         self._saved_at, self._evaluating = None, False
+        if self._whole_step is None:
+            self.add_callback(whole_step := WholeStep(self))
+            self._whole_step = whole_step
         with ExitStack() as stack:
 
             def open_output() -> str | None:
@@ -67,9 +72,9 @@ class ResumableTrainer(ExportingTrainer):
 
             checkpoint = on_main_process(open_output)
             try:
-                return super().train(checkpoint, *args, **kwargs)
+                return self._train_or_stop(checkpoint, *args, **kwargs)
             except ServerError as error:
-                raise ServerError(f"{error} {self._save_before_stopping()} when the server is up again.") from error
+                raise ServerError(f"{error} {self._save_before_stopping()} {error.when}.") from error
             except RunInterrupted as stop:
                 if self.state.global_step == 0 and self._saved_at is None:
                     raise RunInterrupted(stop.signum, BEGIN_AGAIN) from stop
@@ -78,11 +83,20 @@ class ResumableTrainer(ExportingTrainer):
             finally:
                 self.args.eval_on_start = eval_on_start  # of the next training; see _load_optimizer_and_scheduler
 
+    def _train_or_stop(self, *args, **kwargs):
+        try:
+            return super().train(*args, **kwargs)
+        except ServerError:
+            stop_if_asked(self)  # a signal may have ended the request; all processes are here
+            raise
+
     def evaluate(self, *args, **kwargs):
         self._evaluating = True
         stop_if_asked(self)  # before the first batch, which may take minutes
         metrics = super().evaluate(*args, **kwargs)
         self._evaluating = False
+        if self._whole_step is not None:
+            self._whole_step.take()  # an evaluation samples too
         return metrics
 
     def _start_again(self) -> None:
@@ -98,6 +112,8 @@ class ResumableTrainer(ExportingTrainer):
         failure = None
         if self._saved_at != self.state.global_step:  # a folder of that name may be of a run that was left
             try:
+                if self._whole_step is not None:
+                    self._whole_step.go_back()
                 self._save_checkpoint(self.model, trial=None)
                 self.callback_handler.on_save(self.args, self.state, self.control)
             except (OSError, SafetensorError, RuntimeError) as error:  # how the writers report a full disk
