@@ -274,12 +274,14 @@ def test_a_lie_to_the_worker_of_asyncgrpo_is_an_error_of_the_trainer(server):
 
     PartialState()  # TRL's logger wants it
     server.completes = answering(LIES["another prompt"])
+    tokenizer = make_tokenizer()
+    tokenizer.response_schema = {}  # TRL knows none for its template
     worker = CheckedRolloutWorker(
         vocabulary=262,
         model_name="stub",
         dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1="}]}] * 4),
         reward_funcs=[distinct_characters],
-        processing_class=make_tokenizer(),
+        processing_class=tokenizer,
         eos_token_ids=[1],
         num_generations=2,
         max_inflight_tasks=2,

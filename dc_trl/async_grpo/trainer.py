@@ -24,6 +24,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.experimental.async_grpo import AsyncGRPOTrainer
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 from ..constraint.discrepancy import bounded_log_ratio, scored_tokens, token_discrepancy
 from ..constraint.forms import drift_warning, form_of
@@ -90,6 +91,8 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         TypeError: `args` is not an `AsyncDCGRPOConfig`.
     """
 
+    rollout_worker: Any  # TRL's own
+
     _tag_names: ClassVar = ["trl", "async-grpo", "dc-grpo"]
 
     def __init__(
@@ -130,7 +133,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             rollout_worker=rollout_worker,
             weight_transfer=weight_transfer,
         )
-        if rollout_worker is None and self.rollout_worker is not None:  # TRL's own, on the main process
+        if isinstance(self.rollout_worker, AsyncRolloutWorker) and rollout_worker is None:  # on the main process
             vocabulary = self.accelerator.unwrap_model(self.model).config.get_text_config().vocab_size
             self.rollout_worker = CheckedRolloutWorker.like(self.rollout_worker, vocabulary)
             self.rollout_queue = self.rollout_worker.rollout_buffer

@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import base_model
@@ -91,7 +91,7 @@ def sample_rollouts(
         return tqdm(total=len(prompts), unit="prompt", desc=f"{engine.name}: sampling", disable=not settings.progress)
 
     if engine.kind == "url":
-        client, kinds, limit = _connect(engine.name, policy, longest)
+        client, kinds, limit = _connect(engine.name, policy.config, longest)
         precision = f"{', '.join(kinds) or 'not quantized'}, served as {client.model}"
         require_room(prompts, limit, engine.name)
         settings.report(f"{engine.name}: {precision}, taken for the weights of {policy.name_or_path}")
@@ -211,7 +211,7 @@ def _from_server(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClient, list[str], int]:
+def _connect(url: str, config: PretrainedConfig, longest_prompt: int) -> tuple[ServerClient, list[str], int]:
     """Client of a running server that fits the policy, the kinds of its layers, and the tokens that it takes."""
     try:
         client = ServerClient(url, start_timeout=5.0, patience=_PATIENCE)
@@ -225,11 +225,11 @@ def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClien
         # No weights are sent, and the server's number format is what it is.
         needed = longest_prompt + 1
         with client.connection.reading("/server_info"):
-            check_server(info, layers, scheme=None, config=policy.config, max_length=needed, weight_sync="none")
+            check_server(info, layers, scheme=None, config=config, max_length=needed, weight_sync="none")
             limit = info["model_config"]["max_model_len"]
     except ServerError as error:
         raise ServerError(f"engine={url!r}: {error}") from error
-    client.bounds = Bounds(policy.config.get_text_config().vocab_size, limit)
+    client.bounds = Bounds(config.get_text_config().vocab_size, limit)
     return client, layer_kinds(layers), limit
 
 
@@ -247,7 +247,7 @@ def _serving(
             yield server
 
 
-def require_engines(engines: Sequence[EngineSpec], policy: Policy) -> None:
+def require_engines(engines: Sequence[EngineSpec], config: PretrainedConfig) -> None:
     """Raises what stands in the way of the engines, before any of them starts.
 
     Raises:
@@ -256,6 +256,6 @@ def require_engines(engines: Sequence[EngineSpec], policy: Policy) -> None:
     """
     for engine in engines:
         if engine.kind == "url":
-            _connect(engine.name, policy, 0)
+            _connect(engine.name, config, 0)
         elif engine.kind == "vllm":
             vllm_version()

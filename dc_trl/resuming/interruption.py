@@ -170,7 +170,7 @@ class _News:
         self._key = f"dc_trl/signal/{next(_trainings)}"
 
     def tell(self) -> None:
-        self._store.set(self._key, b"1")
+        self._store.set(self._key, "1")
 
     def has_come(self) -> bool:
         return self._store.check([self._key])

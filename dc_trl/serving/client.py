@@ -160,6 +160,10 @@ class ServerClient(VLLMClient):
         if served != weights.version:
             raise ServerUnavailableError(f"vLLM at {self.base_url} lost or changed its weights during a rollout")
 
+    def describe(self, first: bool = True) -> tuple[dict[str, Any], str]:
+        """The server's configuration and its engine's layers, as `check_server` takes them; one try."""
+        return self.get_server_info(), self.layers()
+
     def layers(self) -> str:
         """The engine's layers, as text."""
         answers = self._collective_rpc("get_model_inspection")

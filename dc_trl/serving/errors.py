@@ -40,4 +40,4 @@ class RequestAbandonedError(ServerError):
 class WeightsNotWrittenError(ServerError):
     """The checkpoint that the server is to load cannot be written."""
 
-    when = "when there is room"
+    when = "when it can be"

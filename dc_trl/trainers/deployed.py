@@ -32,6 +32,7 @@ from ..rollouts.truncation import Kept, KeptHead
 from ..settings.distribution import require_as_asked
 from ..settings.paths import shipped
 from ..settings.reward_functions import RewardFunction, call_reward
+from .required_servers import config_of, require_servers
 
 
 # Imported where a run samples or writes in a deployment scheme: compressed-tensors and what it needs take 0.15 s.
@@ -75,9 +76,11 @@ class DeployedPolicyTrainer(GRPOTrainer):
         self._held: int | None = None  # the step whose weights the engine holds
         self._truncated = args.truncated_sampling
         self._kept: Kept | None = None  # of the completions that are scored by the present call of a hook
+        model = shipped(model) if isinstance(model, str) else model
+        if args.use_vllm and args.vllm_mode == "server":
+            require_servers(args, config_of(model, args))
         # TRL would build an engine that knows no deployment scheme. It is built here, once the rest is there.
         use_vllm, args.use_vllm = args.use_vllm, False
-        model = shipped(model) if isinstance(model, str) else model
         try:
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         finally:

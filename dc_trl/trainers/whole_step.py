@@ -1,18 +1,12 @@
 """Where a run stood when its last optimizer step had ended, for the save that comes in the middle of the next one."""
 
-from __future__ import annotations
-
 import random
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import TrainerCallback
-
-
-if TYPE_CHECKING:
-    from .resumable import ResumableTrainer
 
 
 class WholeStep(TrainerCallback):
@@ -20,9 +14,12 @@ class WholeStep(TrainerCallback):
 
     These are the random numbers, which a rollout draws its seeds from; the micro-batches, and λ, which moves with the
     last one of a generation batch, in the middle of a step where a step takes several of them.
+
+    Args:
+        trainer: a `ResumableTrainer`.
     """
 
-    def __init__(self, trainer: ResumableTrainer):
+    def __init__(self, trainer: Any):
         self._trainer = trainer
         self._taken: tuple[dict[str, Any], int, Any, dict[str, Any]] | None = None
 
