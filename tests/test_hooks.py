@@ -153,6 +153,7 @@ HOOKS: dict[str, str] = {
     "peft.tuners.lora.Embedding": "class",
     "peft.tuners.lora.ParamWrapper": "class",
     "torch.Tensor._version": "getset_descriptor",
+    "transformers.Trainer._load_rng_state": "(self, checkpoint)",
     "torch.cpu._init_amx": "()",
     "torch.distributed.distributed_c10d._get_default_store": "()",
     "torch.ops.aten._int_mm": "(*args, **kwargs)",

@@ -195,13 +195,16 @@ class ServerPool(VLLMClient):
             require_log_probs(output["logprobs"], self.base_url)
         return output
 
-    def draw_seed(self) -> None:
+    def draw_seed(self, seed: int | None = None) -> int:
         """Draws the seed of the next rollout now, from PyTorch's generator, which a resumed run has as it was.
+
+        What was drawn for it before, by a run that could not sample it, may be given again.
 
         `generate` draws it by itself. Where that runs in another thread, beside training, which draws from the same
         generator, it has to be drawn before: the order would be another one each time.
         """
-        self._seed = int(torch.randint(2**62, ()).item())
+        self._seed = int(torch.randint(2**62, ()).item()) if seed is None else seed
+        return self._seed
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
         """The request that TRL writes for all prompts, answered by all servers together."""
@@ -213,9 +216,8 @@ class ServerPool(VLLMClient):
         prompts, n, longest = body["prompt"], body["n"], body["max_tokens"]
         requests = [body | {"prompt": [prompt]} for prompt in prompts]
         if body["temperature"] > 0 and body.get("seed") is None:
-            if self._seed is None:
-                self.draw_seed()
-            for request, seed in zip(requests, _seeds(self._seed, len(prompts)), strict=True):
+            of_batch = self.draw_seed() if self._seed is None else self._seed
+            for request, seed in zip(requests, _seeds(of_batch, len(prompts)), strict=True):
                 request["seed"] = seed
             self._seed = None
         costs = [self._lengths.cost(prompt, n, longest) for prompt in prompts]
@@ -251,7 +253,7 @@ def _finite(seconds: float) -> float | None:
     return None if seconds == math.inf else seconds
 
 
-def _seeds(of_batch: int | None, count: int) -> list[int]:
+def _seeds(of_batch: int, count: int) -> list[int]:
     """A seed for each prompt of a batch. vLLM counts on from it for a prompt's completions, so they are far apart."""
     return [int(seed) >> 2 for seed in np.random.SeedSequence(of_batch).generate_state(count, np.uint64)]
 

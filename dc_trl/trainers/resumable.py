@@ -39,6 +39,8 @@ class ResumableTrainer(ExportingTrainer):
 
     _saved_at: int | None = None  # step of the last checkpoint that the present training saved or resumed from
     _whole_step: WholeStep | None = None  # of the present training
+    _left_in: str | None = None  # a checkpoint of an evaluation that was cut short, and is to be made again
+    _made_again = False  # such an evaluation, and no step since
     _evaluating = False  # what a checkpoint says of an evaluation that was cut short
 
     # --- training, and how it ends ----------------------------------------------------------------------------------
@@ -61,6 +63,7 @@ class ResumableTrainer(ExportingTrainer):
             self._start_again()
         output_dir, eval_on_start = self.args.output_dir, self.args.eval_on_start
         self._saved_at, self._evaluating = None, False
+        self._left_in, self._made_again = None, False
         if self._whole_step is None:
             self.add_callback(whole_step := WholeStep(self))
             self._whole_step = whole_step
@@ -93,11 +96,22 @@ class ResumableTrainer(ExportingTrainer):
     def evaluate(self, *args, **kwargs):
         self._evaluating = True
         stop_if_asked(self)  # before the first batch, which may take minutes
+        if self._left_in is not None:
+            self._load_rng_state(self._left_in)
+            self._left_in, self._made_again = None, True
         metrics = super().evaluate(*args, **kwargs)
         self._evaluating = False
         if self._whole_step is not None:
             self._whole_step.take()  # an evaluation samples too
         return metrics
+
+    def _load_rng_state(self, checkpoint):
+        if self._made_again:  # transformers comes here once more before the first step, which follows the evaluation
+            assert self._whole_step is not None
+            self._whole_step.go_back_to_random_numbers()
+            self._made_again = False
+        else:
+            super()._load_rng_state(checkpoint)
 
     def _start_again(self) -> None:
         """Forgets what an earlier training of this object has left, save the weights."""
@@ -215,6 +229,7 @@ class ResumableTrainer(ExportingTrainer):
         self._load_iteration_state(state, within_batch)
         if state.get("evaluating") and self.eval_dataset is not None:  # the key is absent in older checkpoints
             self.args.eval_on_start = True  # which transformers reads next
+            self._left_in = checkpoint
         if "weight_sync" in state:  # saved since there is one
             self._load_weights(checkpoint, state["weight_sync"])
         if state.get("rollout_ahead") is not None:  # likewise

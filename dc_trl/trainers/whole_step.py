@@ -38,9 +38,14 @@ class WholeStep(TrainerCallback):
     def go_back(self) -> None:
         """Puts the trainer back to where the last step has ended; nothing, where none has since training began."""
         if self._taken is not None:
-            state, self._trainer._step, self._trainer._buffered_inputs, iteration = self._taken
-            _set_random_state(state)
+            _, self._trainer._step, self._trainer._buffered_inputs, iteration = self._taken
+            self.go_back_to_random_numbers()
             self._trainer._load_iteration_state(iteration, within_batch=True)
+
+    def go_back_to_random_numbers(self) -> None:
+        """Has the random numbers go on from where they were last taken note of."""
+        if self._taken is not None:
+            _set_random_state(self._taken[0])
 
 
 def _random_state() -> dict[str, Any]:
