@@ -5,8 +5,9 @@ import io
 import json
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 
 import numpy as np
 
@@ -17,7 +18,7 @@ class StubServer(ThreadingHTTPServer):
     """Answers as a vLLM server in bf16 on a CPU would; to a rollout never, or what `completes` makes of its body.
 
     A POST to /fail with {"path": …, "times": …} has it fail at a path so many times. `says` has other answers, status
-    and text, by path. `asked` has the paths in the order of the requests.
+    and text, by path. `asked` has the paths in the order of the requests. `before` is told of each request first.
     """
 
     daemon_threads = True
@@ -27,8 +28,11 @@ class StubServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.failures: dict[str, int] = {}
         self.says: dict[str, tuple[int, str]] = {}
+        self.headers: dict[str, str] = {}  # of all answers
+        self.drips: str | None = None  # the path whose answers come byte by byte, without end
         self.asked: list[str] = []
         self.version = "default"
+        self.before: Callable[[StubServer, str], None] | None = None
         self.completes: Callable[[dict], dict] | None = None
         self.bodies: list[dict] = []  # of the rollouts that were asked for
         self.sequences = 256  # that it says it runs at a time
@@ -38,6 +42,8 @@ class StubServer(ThreadingHTTPServer):
     def answer(self, path: str, body: dict) -> tuple[int, str] | None:
         """Status and text of the answer to a request, None where the connection breaks."""
         self.asked.append(path)
+        if self.before is not None:
+            self.before(self, path)
         if path == "/fail":
             self.failures[body["path"]] = body["times"]
         if self.failures.get(path, 0) > 0:
@@ -89,12 +95,27 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         status, text = answer
+        if self.path.partition("?")[0] == self.server.drips:
+            self._drip()
+            return
         content = text.encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
+        for name, value in self.server.headers.items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
+
+    def _drip(self) -> None:
+        """A header and then an answer that never end, a byte every 50 ms."""
+        with suppress(OSError):  # until nobody reads any more
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+            for number in count():
+                if self.server.ended.wait(0.05):
+                    break
+                self.wfile.write(b"\r\nContent-Length: 99999999\r\n\r\n" if number == 5 else b" ")
+        self.close_connection = True
 
     do_POST = do_GET  # noqa: N815 (http.server's name)
 
@@ -125,7 +146,8 @@ def completions(
         names = [f"token_id:{token}" for token in ids]
         tops = [{name: -1.0} for name in names]
         logprobs = {"token_logprobs": [-1.0] * len(ids), "top_logprobs": tops, "tokens": names}
-        choices.append({"prompt_token_ids": prompt, "token_ids": ids, "logprobs": logprobs})
+        choice = {"index": index, "text": "7", "finish_reason": "stop", "stop_reason": None}
+        choices.append(choice | {"prompt_token_ids": prompt, "token_ids": ids, "logprobs": logprobs})
         if routes is not None:
             np.save(file := io.BytesIO(), routes[index])
             choices[-1]["routed_experts"] = base64.b64encode(file.getvalue()).decode()

@@ -8,14 +8,16 @@ import pytest
 
 from dc_trl.rollouts.sampling import Request, Sampling
 from dc_trl.rollouts.server_engine import ServerEngine
+from dc_trl.serving import connection as connection_module
+from dc_trl.serving.background import abandon_requests, allow_requests, in_thread, pause
 from dc_trl.serving.client import ServerClient
 from dc_trl.serving.connection import Connection, Deadline, Patience
-from dc_trl.serving.errors import ServerError, ServerRefusedError, ServerUnavailableError
+from dc_trl.serving.errors import RequestAbandonedError, ServerError, ServerRefusedError, ServerUnavailableError
 
-from .stub_server import stub_server
+from .stub_server import completions, stub_server
 
 
-COMPLETION = (200, '{"choices": [{"text": "7", "finish_reason": "stop"}], "usage": {"completion_tokens": 2}}')
+COMPLETION = (200, json.dumps(completions([[5]], [[25, 1]], None)))
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def server():
 def pauses(monkeypatch):
     """Seconds that the process would have slept; it sleeps none."""
     seen: list[float] = []
-    monkeypatch.setattr(time, "sleep", seen.append)
+    monkeypatch.setattr(connection_module, "pause", seen.append)
     return seen
 
 
@@ -222,3 +224,55 @@ def test_completions_that_nobody_reads_any_more_are_given_up():
             with pytest.raises(ServerUnavailableError, match="broke during /v1/completions"):
                 next(samples)
     assert time.monotonic() - begin < 120
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/weight_info", "/collective_rpc", "/health"])
+def test_the_limit_is_of_the_whole_request_however_slowly_it_is_answered(server, path):
+    """A byte every 50 ms is no progress: headers that drip, and then an answer that does."""
+    server.drips = path
+    server.completes = lambda body: completions([[5]], [[25, 1]], None)
+    for limit in (0.15, 0.6):  # within the headers, and within the answer
+        connection = Connection(server.url, Patience(request_timeout=limit, prefix="vllm_"))
+
+        async def ask(connection=connection):
+            async with connection.asynchronous() as http:
+                await connection.arequest(http, "GET", path)
+
+        for request in (lambda of=connection: of.get(path), lambda of=ask: asyncio.run(of())):
+            begin = time.monotonic()
+            with pytest.raises(ServerUnavailableError, match=f"did not answer {path} within vllm_request_timeout"):
+                request()
+            assert limit <= time.monotonic() - begin < limit + 2
+        with connection.task(Deadline(0.1)), pytest.raises(ServerUnavailableError, match="s that were left for it"):
+            connection.get(path)
+    begin = time.monotonic()
+    assert (connection.why_down(0.3) is None) == (path != "/health")
+    assert time.monotonic() - begin < 2
+
+
+def test_a_closed_connection_ends_what_is_on_its_way(server):
+    """As when calibrate gets Ctrl-C: the threads that ask end, and the process with them."""
+    connection = Connection(server.url)
+    asked = in_thread(lambda: connection.get("/v1/completions"))  # which hangs
+    while "/v1/completions" not in server.asked:
+        time.sleep(0.01)
+    connection.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        asked.result(10)
+
+
+def test_abandoned_requests_end_and_none_begins_until_they_are_allowed_again(server):
+    connection = Connection(server.url, Patience(max_retries=5), report=lambda line: None)
+    asked = in_thread(lambda: connection.persist(lambda first: connection.get("/v1/completions")))
+    while "/v1/completions" not in server.asked:
+        time.sleep(0.01)
+    try:
+        abandon_requests()
+        for ask in (lambda: asked.result(10), lambda: connection.get("/weight_info"), lambda: pause(60)):
+            begin = time.monotonic()
+            with pytest.raises(RequestAbandonedError):
+                ask()
+            assert time.monotonic() - begin < 2
+    finally:
+        allow_requests()
+    assert connection.get("/weight_info") == {"weight_version": "default"}

@@ -2,14 +2,16 @@
 
 import json
 import subprocess
+import time
 
 import pytest
 
 from dc_trl import DCGRPOTrainer
+from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.serving.errors import ServerError
 
 from .helpers import ROOT, TWO_PROCESSES, distinct_characters, make_config, make_model, make_prompts, make_tokenizer
-from .stub_server import stub_server
+from .stub_server import completions, stub_server
 from .vllm_server import requires_vllm
 
 
@@ -106,3 +108,76 @@ def test_a_first_request_that_keeps_breaking_ends_the_run(tmp_path):
 def test_one_process_has_no_limit_but_that_of_each_request(tmp_path):
     config = make_config(tmp_path, use_vllm=True, vllm_mode="server", vllm_request_timeout=7200.0, ddp_timeout=60)
     assert config.vllm_time_limit == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"vllm_server_base_url": "http://127.0.0.1:9"}, ["http://127.0.0.1:9", "correct vllm_server_base_url"]),
+        ({"deployment_scheme": "fp8"}, ["deployment_scheme='fp8'", "not quantized", "set deployment_scheme to what"]),
+        ({"vllm_max_model_length": 9999}, ["takes 4096 tokens", "9999"]),
+        ({"weight_sync": "nccl", "max_completion_length": 5000}, ["5001", "lower max_completion_length"]),
+    ],
+    ids=["address", "format", "length", "completion"],
+)
+def test_a_server_that_does_not_fit_is_refused_before_the_model_is_loaded(tmp_path, options, words, monkeypatch):
+    """From Python; the model is on the disk, and nobody opens its weights."""
+    make_model(64).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("transformers.modeling_utils.load_state_dict", None)
+    with stub_server() as server:
+        options = {"vllm_server_base_url": server.url, "deployment_scheme": "bf16"} | options
+        waits = {"vllm_server_timeout": 0.5, "vllm_max_retries": 0}
+        config = make_config(tmp_path, use_vllm=True, vllm_mode="server", **waits | options)
+        (tmp_path / "model" / "model.safetensors").write_bytes(b"no weights")
+        begin = time.monotonic()
+        with pytest.raises(ServerError) as error:
+            DCGRPOTrainer(
+                str(tmp_path / "model"),
+                distinct_characters,
+                config,
+                train_dataset=make_prompts(),
+                processing_class=make_tokenizer(),
+            )
+    assert time.monotonic() - begin < 5
+    assert all(word in str(error.value) for word in words), error.value
+    assert config.use_vllm
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "localhost", "ftp://a:1", "http://", "http://a:99999", "http://a:x"]
+)
+def test_an_address_that_is_none_is_refused_with_the_field(tmp_path, url):
+    with pytest.raises(ValueError, match=r"vllm_server_base_url='.*use http://HOST:PORT"):
+        make_config(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_base_url=url)
+
+
+def test_a_full_disk_of_the_weights_is_named_with_what_they_take(tmp_path, monkeypatch):
+    """The file system's own word, at the first byte of the weights of the second step."""
+    (tmp_path / "sync").mkdir()
+    with stub_server() as server:
+        server.completes = lambda body: completions(body["prompt"] * body["n"], [[30, 31, 1]] * body["n"], None)
+        trainer = make_trainer(
+            server.url, tmp_path / "run", weight_sync_dir=str(tmp_path / "sync"), vllm_max_retries=0
+        )
+        write, written = CheckpointWriter.write, []
+
+        def full(self, *args):
+            written.append(args)
+            if len(written) > 1:
+                with open("/dev/full", "w", buffering=1) as disk:
+                    disk.write("a weight\n")
+            return write(self, *args)
+
+        monkeypatch.setattr(CheckpointWriter, "write", full)
+        with pytest.raises(ServerError) as error:
+            trainer.train()
+    said = str(error.value)
+    for word in (
+        f"weight_sync_dir='{tmp_path / 'sync'}'",
+        "No space left on device",
+        "MiB are free",
+        "The run is saved",
+    ):
+        assert word in said
+    assert "when the server is up again" not in said
+    assert (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").is_file()

@@ -74,6 +74,14 @@ HOOKS: dict[str, str] = {
     "trl.GRPOTrainer._last_loaded_step": "= -1",
     "trl.experimental.async_grpo.AsyncGRPOTrainer": "class",
     "trl.experimental.async_grpo.AsyncGRPOConfig": "class",
+    "trl.experimental.async_grpo.async_rollout_worker.AsyncRolloutWorker": "class",
+    "trl.experimental.async_grpo.async_rollout_worker.AsyncRolloutWorker._loop_cls": "class",
+    "trl.experimental.async_grpo.async_rollout_worker.AsyncRolloutWorker._loop_kwargs": "= loop_kwargs",
+    "trl.experimental.async_grpo.async_rollout_worker.AsyncRolloutWorker.check_health": "(self, stale_after_s)",
+    "trl.experimental.async_grpo.async_rollout_worker._AsyncRolloutLoop": "class",
+    "trl.experimental.async_grpo.async_rollout_worker._AsyncRolloutLoop._post": (
+        "(self, path, payload, timeout, max_retries)"
+    ),
     "trl.experimental.async_grpo.AsyncGRPOTrainer.compute_loss": (
         "(self, model, inputs, return_outputs, num_items_in_batch)"
     ),
@@ -157,7 +165,9 @@ HOOKS: dict[str, str] = {
     "peft.tuners.lora.Embedding": "class",
     "peft.tuners.lora.ParamWrapper": "class",
     "torch.Tensor._version": "getset_descriptor",
+    "transformers.Trainer._load_rng_state": "(self, checkpoint)",
     "torch.cpu._init_amx": "()",
+    "torch.distributed.distributed_c10d._get_default_store": "()",
     "torch.ops.aten._int_mm": "(*args, **kwargs)",
     "torch.ops.aten._scaled_mm": "(*args, **kwargs)",
     "peft.utils.integrations.dequantize_module_weight": "(module)",

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dc_trl import DCGRPOTrainer
+from dc_trl.serving import connection as connection_module
 from dc_trl.serving import pool as pool_module
 from dc_trl.serving import shared_batch
 from dc_trl.serving.client import ServerClient, Weights
@@ -117,7 +118,7 @@ def lines():
 @pytest.fixture
 def no_pauses(monkeypatch):
     """Nothing waits between two tries."""
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(connection_module, "pause", lambda seconds: None)
 
 
 def make_pool(stubs, lines, fits=lambda client: None, **patience):

@@ -24,6 +24,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.experimental.async_grpo import AsyncGRPOTrainer
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 from ..constraint.discrepancy import bounded_log_ratio, scored_tokens, token_discrepancy
 from ..constraint.forms import drift_warning, form_of
@@ -42,6 +43,7 @@ from ..settings.distribution import sharding_of
 from ..settings.reward_functions import checked_reward
 from .config import AsyncDCGRPOConfig
 from .rows import Trajectories
+from .worker import CheckedRolloutWorker
 
 
 if TYPE_CHECKING:
@@ -95,6 +97,8 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         TypeError: `args` is not an `AsyncDCGRPOConfig`.
         ValueError: nothing would be trained with these arguments, or they do not fit each other.
     """
+
+    rollout_worker: Any  # TRL's own
 
     _tag_names: ClassVar = ["trl", "async-grpo", "dc-grpo"]
 
@@ -153,6 +157,10 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         require_trainable(self.model, self.optimizer, args.learning_rate)
         policy = base_model(self.model)
         limits_of(policy, self.processing_class, "the model", args.max_completion_length)
+        if isinstance(self.rollout_worker, AsyncRolloutWorker) and rollout_worker is None:  # on the main process
+            vocabulary = self.accelerator.unwrap_model(self.model).config.get_text_config().vocab_size
+            self.rollout_worker = CheckedRolloutWorker.like(self.rollout_worker, vocabulary)
+            self.rollout_queue = self.rollout_worker.rollout_buffer
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """Writes README.md into the output directory, from our own template and not TRL's."""

@@ -59,7 +59,7 @@ def calibrate(
         raise ValueError("engines is empty: give at least one, 'fp8' for example.")
     if sampler is not None:
         _require_same_architecture(model, sampler)
-    require_engines(specs, sampler or model)
+    require_engines(specs, (sampler or model).config)
     ids = tokenize(prompts, tokenizer, **(how.chat_template_kwargs or {}))
     samples = _sample(specs, model, sampler or model, tokenizer, ids, how)
     longest = max(len(rollout.ids) for sample in samples for rollout in sample.rollouts)

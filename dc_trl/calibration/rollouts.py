@@ -1,6 +1,5 @@
 """Completions with their log-probabilities from any engine: a vLLM server, started or running, or the replica."""
 
-import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
@@ -11,7 +10,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import base_model
@@ -22,6 +21,7 @@ from ..rollouts.engines import EngineSpec
 from ..rollouts.replica import Replica
 from ..rollouts.routing import Routers, RoutesRecorder
 from ..rollouts.sampling import sample_seed
+from ..serving.answers import Bounds
 from ..serving.client import ServerClient, require_loaded
 from ..serving.connection import Patience
 from ..serving.errors import ServerError, ServerUnavailableError
@@ -91,7 +91,7 @@ def sample_rollouts(
         return tqdm(total=len(prompts), unit="prompt", desc=f"{engine.name}: sampling", disable=not settings.progress)
 
     if engine.kind == "url":
-        client, kinds, limit = _connect(engine.name, policy, longest)
+        client, kinds, limit = _connect(engine.name, policy.config, longest)
         precision = f"{', '.join(kinds) or 'not quantized'}, served as {client.model}"
         require_room(prompts, limit, engine.name)
         settings.report(f"{engine.name}: {precision}, taken for the weights of {policy.name_or_path}")
@@ -108,6 +108,7 @@ def sample_rollouts(
         limit = min(longest + settings.max_tokens, own_limit)
         with _serving(policy, engine.scheme, tokenizer, limit, settings) as server, bar() as shown:
             client = ServerClient(server.url, patience=_PATIENCE, report=settings.report)
+            client.bounds = Bounds(policy.config.get_text_config().vocab_size, limit)
             rollouts = _from_server(client, ends, prompts, limit, settings, shown)
     return EngineSample(engine.name, engine.scheme, rollouts, [engine.scheme])
 
@@ -193,7 +194,7 @@ def _from_server(
         )
         rollouts = []
         for ids, tokens in zip(output["completion_ids"], output["logprobs"], strict=True):
-            logps = [math.nan if logp is None else logp for (logp,) in tokens]
+            logps = [logp for (logp,) in tokens]
             rollouts.append(Rollout(number, ids, logps, len(ids) >= room and ids[-1] not in ends))
         return rollouts
 
@@ -217,7 +218,7 @@ def _from_server(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClient, list[str], int]:
+def _connect(url: str, config: PretrainedConfig, longest_prompt: int) -> tuple[ServerClient, list[str], int]:
     """Client of a running server that fits the policy, the kinds of its layers, and the tokens that it takes."""
     try:
         client = ServerClient(url, start_timeout=5.0, patience=_PATIENCE)
@@ -231,10 +232,13 @@ def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClien
         require_loaded(client.weight_version(), client.base_url)
         # No weights are sent, and the server's number format is what it is.
         needed = longest_prompt + 1
-        check_server(info, layers, scheme=None, config=policy.config, max_length=needed, weight_sync="none")
+        with client.connection.reading("/server_info"):
+            check_server(info, layers, scheme=None, config=config, max_length=needed, weight_sync="none")
+            limit = info["model_config"]["max_model_len"]
     except ServerError as error:
         raise ServerError(f"engine={url!r}: {error}") from error
-    return client, layer_kinds(layers), info["model_config"]["max_model_len"]
+    client.bounds = Bounds(config.get_text_config().vocab_size, limit)
+    return client, layer_kinds(layers), limit
 
 
 @contextmanager
@@ -251,7 +255,7 @@ def _serving(
             yield server
 
 
-def require_engines(engines: Sequence[EngineSpec], policy: Policy) -> None:
+def require_engines(engines: Sequence[EngineSpec], config: PretrainedConfig) -> None:
     """Raises what stands in the way of the engines, before any of them starts.
 
     Raises:
@@ -260,6 +264,6 @@ def require_engines(engines: Sequence[EngineSpec], policy: Policy) -> None:
     """
     for engine in engines:
         if engine.kind == "url":
-            _connect(engine.name, policy, 0)
+            _connect(engine.name, config, 0)
         elif engine.kind == "vllm":
             vllm_version()

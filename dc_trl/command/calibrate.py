@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ..calibration import Calibration, CalibrationSettings, calibrate
 from ..calibration.report import REPORT_FILE, print_calibration, write_report
 from ..calibration.result import CALIBRATION_FILE
+from ..calibration.rollouts import require_engines
 from ..data.benchmarks import BENCHMARKS
 from ..data.prompts import parse_template_kwargs
 from ..files import make_folder
@@ -153,15 +154,16 @@ def run(args: argparse.Namespace) -> None:
         },
         report=say,
     )
-    for word in args.engine:
-        EngineSpec.parse(word)
+    engines = [EngineSpec.parse(word) for word in args.engine]
     require_device(args.device)
     config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
     require_trained("model", args.model, config)
+    sampled = config
     if args.sampler_model is not None:
-        older, _ = load_config_and_tokenizer(args.sampler_model, "sampler_model")
-        require_trained("sampler_model", args.sampler_model, older)
+        sampled, _ = load_config_and_tokenizer(args.sampler_model, "sampler_model")
+        require_trained("sampler_model", args.sampler_model, sampled)
     require_output(args.output, args.overwrite)
+    require_engines(engines, sampled)
     data = DataArguments(dataset_name=args.dataset_name, **{name: getattr(args, name) for name in DATA_FIELDS})
     prompts = draw_prompts(data, tokenizer, args.prompts, args.seed, args.benchmark)
     model = AutoModelForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=dtype)

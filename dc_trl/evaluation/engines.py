@@ -112,8 +112,9 @@ def start_engine(
         ServerError: a server is not there, or does not start.
     """
     assert engine.scheme is not None
+    vocabulary = model.config.get_text_config().vocab_size
     if engine.kind == "url":
-        running = ServerEngine(engine.name, concurrency=concurrency)
+        running = ServerEngine(engine.name, concurrency=concurrency, vocabulary=vocabulary)
         require_served(engine.name, running.disclosed, model.name, engine.scheme)
         scheme = f"taken for {model.name} in {engine.scheme}"
         say(f"{engine.name} holds {running.disclosed}, {scheme}")
@@ -133,7 +134,7 @@ def start_engine(
             options=serve_options,
             report=say,
         ) as server:
-            yield ServerEngine(server.url, concurrency=concurrency), fingerprint(model)
+            yield ServerEngine(server.url, concurrency=concurrency, vocabulary=vocabulary), fingerprint(model)
 
 
 def require_served(url: str, disclosed: Disclosed, model: str, scheme: str | None) -> None:

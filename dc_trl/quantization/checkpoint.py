@@ -99,6 +99,11 @@ class CheckpointWriter:
             None  # a store, and of which weights its files are
         )
 
+    @property
+    def size(self) -> int:
+        """Bytes of a checkpoint's tensors."""
+        return sum(spec.size for tensors in self._stored.values() for spec in tensors.values())
+
     def _check_published_layout(self) -> None:
         """Refuses to quantize experts that the model's published checkpoints hold in one tensor."""
         for name in sorted(self._quantized):

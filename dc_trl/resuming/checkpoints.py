@@ -252,7 +252,8 @@ def _missing_own_files(folder: Path, save_on_each_node: bool) -> str | None:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         return f"holds no {missing[0]}: its save was cut short"
-    lags = not save_on_each_node and state.get("weight_sync", {}).get("kept", False)
+    asked = (state.get("rollout_ahead") or {}).get("saved") == "request"  # which wants the weights of its turn
+    lags = not save_on_each_node and (asked or state.get("weight_sync", {}).get("kept", False))
     defect = _missing_weights(folder / SAMPLER_FOLDER) if lags else None
     return defect and f"holds {SAMPLER_FOLDER}, which {defect}"
 

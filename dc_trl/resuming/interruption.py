@@ -6,19 +6,23 @@ import signal
 import sys
 import threading
 import time
+from itertools import count
 from types import FrameType
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather
+from torch.distributed.distributed_c10d import _get_default_store
 from transformers import Trainer, TrainerCallback
 
+from ..serving.background import abandon_requests, allow_requests, in_thread
 from ..settings.command_line import ENDING
 from .checkpoints import checkpoints
 
 
 _SIGNALS = (signal.SIGINT, *ENDING)
 _SAME = 1.0  # seconds: a launcher passes on what has already reached all its processes
+_LOOK_SECONDS = 0.5  # between two looks whether a signal has reached another process
 BEGIN_AGAIN = "No step had ended, so nothing is lost: the same command begins again."
 
 
@@ -40,12 +44,13 @@ class StopSignals(TrainerCallback):
     """Has SIGINT, SIGTERM, SIGHUP and SIGUSR1 end a run in order, for the time of a `with` block in a main thread.
 
     While it trains, the present step is finished, or the evaluation left, and [`RunInterrupted`] raised: in all
-    processes, whichever of them the signal has reached. [`DCGRPOTrainer`] then saves a checkpoint, once a step has
-    ended; the run that goes on from it begins with the evaluation that was left. Before training and after it, the
-    process leaves at once, by `SystemExit`. A second signal, more than a second after the first, ends the process
-    whatever it is doing. Each way out ends with a line that says how to go on. The exit code is 128 + the signal's
-    number, such as 130 or 143. A signal that was ignored when the block began, as a shell does it for what runs in the
-    background, still is.
+    processes, whichever of them the signal has reached. What waits for a vLLM server waits no longer: the request ends
+    at once, whichever process has sent it, and the present step with it. [`DCGRPOTrainer`] then saves a checkpoint,
+    once a step has ended; the run that goes on from it begins with the evaluation that was left. Before training and
+    after it, the process leaves at once, by `SystemExit`. A second signal, more than a second after the first, ends
+    the process whatever it is doing. Each way out ends with a line that says how to go on. The exit code is 128 + the
+    signal's number, such as 130 or 143. A signal that was ignored when the block began, as a shell does it for what
+    runs in the background, still is.
 
     Add it to the trainer as the last callback.
     """
@@ -78,10 +83,14 @@ class StopSignals(TrainerCallback):
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         os.close(self._write)  # ends the thread
+        allow_requests()
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._output_dir, self._steps = args.output_dir, state.global_step
         self._training = True
+        if PartialState().num_processes > 1:
+            self._news = _News()
+            in_thread(self._listen)
 
     def on_train_end(self, args, state, control, **kwargs):
         self.check()
@@ -109,6 +118,14 @@ class StopSignals(TrainerCallback):
         if self._training and (signum := self._agree()):
             raise RunInterrupted(signum)
 
+    def _listen(self) -> None:
+        """Ends the requests of this process once a signal has reached another one, which may wait for them."""
+        while self._training and not self._signum:
+            if self._news.has_come():
+                abandon_requests()
+                return
+            time.sleep(_LOOK_SECONDS)
+
     def _agree(self) -> int:
         state = PartialState()
         if state.num_processes == 1:
@@ -129,6 +146,9 @@ class StopSignals(TrainerCallback):
                 self._signum, first = data[0], time.monotonic()
                 if self._training:
                     _say(data[0], "the run ends after this step or evaluation batch; a second signal ends it at once.")
+                    abandon_requests()
+                    if PartialState().num_processes > 1:
+                        in_thread(self._news.tell)  # which may wait, and a second signal may not
             elif time.monotonic() - first > _SAME:
                 _say(data[0], f"ended at once. {self._way_back()}")
                 os._exit(128 + self._signum)
@@ -141,6 +161,20 @@ class StopSignals(TrainerCallback):
         if checkpoints(self._output_dir):
             return f"Go on from the last checkpoint: {resume_command(self._output_dir)}."
         return f"No checkpoint was saved: begin again in another output_dir, or remove {self._output_dir}."
+
+
+class _News:
+    """That a signal has reached one of several processes, told past collectives, in which the others may wait."""
+
+    def __init__(self) -> None:
+        self._store = _get_default_store()
+        self._key = f"dc_trl/signal/{next(_trainings)}"
+
+    def tell(self) -> None:
+        self._store.set(self._key, "1")
+
+    def has_come(self) -> bool:
+        return self._store.check([self._key])
 
 
 def _say(signum: int, what: str) -> None:
@@ -162,6 +196,7 @@ def stop_if_asked(trainer: Trainer) -> None:
 
 
 _installed: list[StopSignals] = []
+_trainings = count()  # the same number in each process, as all of them train together
 
 
 def _leave_signals_to_parent() -> None:

@@ -17,6 +17,7 @@ class BackgroundRollout:
 
     Args:
         request: keyword arguments of the client's `generate`: `prompts`, and settings that JSON can hold.
+        seed: that the client was given for it; None where it draws none.
 
     Attributes:
         output: what `generate` returned; None as long as it has not, or where it failed.
@@ -25,8 +26,8 @@ class BackgroundRollout:
         waited: seconds of these that `wait` has waited for it.
     """
 
-    def __init__(self, request: dict[str, Any]):
-        self.request = request
+    def __init__(self, request: dict[str, Any], seed: int | None = None):
+        self.request, self.seed = request, seed
         self.output: dict[str, Any] | None = None
         self.routed_experts: list[np.ndarray | None] = []
         self.seconds = 0.0
@@ -73,9 +74,20 @@ class BackgroundRollout:
         return self.request["prompts"] == request["prompts"] and _settings(self.request) == _settings(request)
 
     def save(self, path: Path) -> None:
-        """Writes what was sampled as safetensors, for `load`; log-probabilities in float64, as JSON had them."""
-        output = self.result()
+        """Writes what was sampled as safetensors, for `load`; log-probabilities in float64, as JSON had them.
+
+        Of what could not be sampled, it writes what was asked for.
+        """
+        self.wait()
         arrays = _packed("prompts", self.request["prompts"], np.int64)
+        values: dict[str, Any] = {"seconds": self.seconds, "waited": self.waited, "routes": len(self.routed_experts)}
+        values |= {"seed": self.seed, "sampled": self.output is not None}
+        if self.output is not None:
+            arrays |= self._arrays(self.output)
+        save_file(arrays, path, metadata={"settings": _settings(self.request), "values": json.dumps(values)})
+
+    def _arrays(self, output: dict[str, Any]) -> dict[str, np.ndarray]:
+        arrays: dict[str, np.ndarray] = {}
         arrays |= _packed("completion_ids", output["completion_ids"], np.int64)
         for name, dtype in _OF_TOKENS.items():
             # Several values for each token: as many as the server has named.
@@ -84,17 +96,18 @@ class BackgroundRollout:
         for index, routes in enumerate(self.routed_experts):
             if routes is not None:
                 arrays[f"routed_experts.{index}"] = np.ascontiguousarray(routes)
-        values = {"seconds": self.seconds, "waited": self.waited, "routes": len(self.routed_experts)}
-        save_file(arrays, path, metadata={"settings": _settings(self.request), "values": json.dumps(values)})
+        return arrays
 
     @classmethod
     def load(cls, path: Path) -> "BackgroundRollout":
-        """Reads what `save` wrote."""
+        """Reads what `save` wrote; `output` is None where it was not sampled."""
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata()
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         prompts, values = _unpacked("prompts", arrays), json.loads(metadata["values"])
-        rollout = cls({"prompts": prompts} | json.loads(metadata["settings"]))
+        rollout = cls({"prompts": prompts} | json.loads(metadata["settings"]), values.get("seed"))
+        if not values.get("sampled", True):  # the key is absent in older checkpoints
+            return rollout
         rollout.output = {"prompt_ids": prompts, "completion_ids": _unpacked("completion_ids", arrays)}
         for name in _OF_TOKENS:
             rollout.output[name] = _split(_unpacked(name, arrays), arrays[f"{name}.tokens"])

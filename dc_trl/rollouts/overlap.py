@@ -42,8 +42,8 @@ class OverlappedGeneration(ServerGeneration):
         """
         request = self._request(prompts, num_generations)
         if request is not None:
-            self.vllm_client.seeds.draw()  # in this thread, which also draws for training
-            self.ahead = BackgroundRollout(request)
+            seed = self.vllm_client.seeds.draw()  # in this thread, which also draws for training
+            self.ahead = BackgroundRollout(request, seed)
             self.ahead.start(self.vllm_client)
 
     def claim(self, prompts: list[list[int]], num_generations: int) -> Claim:
@@ -52,16 +52,18 @@ class OverlappedGeneration(ServerGeneration):
         Every process has to call it.
 
         Raises:
-            ServerError: it could not be sampled; it is dropped.
+            ServerError: it could not be sampled.
         """
         request = self._request(prompts, num_generations)
         claim = Claim(fits=False)
         with raised_together(ServerError):
-            ahead, self.ahead = self.ahead, None
+            ahead = self.ahead
             if ahead is not None and request is not None:
                 ahead.result()
                 if ahead.answers(request):
-                    claim, self.ahead = Claim(True, ahead.seconds, ahead.waited), ahead
+                    claim = Claim(True, ahead.seconds, ahead.waited)
+                else:
+                    self.ahead = None
         claim = agree(claim)
         self._claimed = claim.fits
         return claim
@@ -88,18 +90,34 @@ class OverlappedGeneration(ServerGeneration):
         self.wait()
         self.ahead, self._claimed = None, False
 
-    def save_ahead(self, path: Path) -> bool:
-        """Writes the batch ahead, and returns whether there is one that did not fail. Every process has to call it."""
+    def save_ahead(self, path: Path, weights: Path) -> str | None:
+        """Writes the batch ahead; of one that could not be sampled, what was asked for, and the weights to ask with.
+
+        Returns "batch" or "request", None where there is neither. Every process has to call it.
+
+        Args:
+            path: file of the batch.
+            weights: directory of the weights, see `save_weights`; they may be there already.
+        """
         self.wait()
-        there = agree(self.ahead is not None and self.ahead.output is not None)
-        if there and self.ahead is not None:
+        there = agree(self.ahead is not None)
+        sampled = agree(self.ahead is not None and self.ahead.output is not None)
+        if not (sampled or (there and self.weight_sync == "checkpoint")):
+            return None
+        if self.ahead is not None:
             self.ahead.save(path)
-        return there
+            if not sampled and not weights.exists():
+                self.save_weights(weights)
+        return "batch" if sampled else "request"
 
     def load_ahead(self, path: Path) -> None:
-        """Takes up what `save_ahead` wrote."""
+        """Takes up what `save_ahead` wrote; what was not sampled is, by the weights that the server holds."""
         if self.accelerator.is_main_process:
             self.ahead = BackgroundRollout.load(path)
+            if self.ahead.output is None:
+                if self.ahead.seed is not None:
+                    self.vllm_client.seeds.draw(self.ahead.seed)
+                self.ahead.start(self.vllm_client)
 
     # --- weights: not while the server samples ----------------------------------------------------------------------
 

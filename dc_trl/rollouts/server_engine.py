@@ -4,14 +4,15 @@ import asyncio
 import queue
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 
+from ..serving.answers import Bounds, require_rollout
 from ..serving.background import in_event_loop
 from ..serving.client import require_loaded
 from ..serving.connection import Connection, Patience
-from ..serving.errors import ServerError, ServerRefusedError
+from ..serving.errors import ServerAnswerError, ServerError, ServerRefusedError
 from .neutral_sampling import SERVER_DEFAULTS
 from .sampling import Completion, Request, Sampling
 
@@ -39,6 +40,7 @@ class ServerEngine:
         request_timeout: seconds that one completion may take, the time that it waits in the server included.
         server_timeout: seconds to wait for a server that went away to be up again.
         max_retries: tries after the first, where the connection broke or the server failed.
+        vocabulary: token ids that the model can sample are below it; None where it is not known.
 
     Attributes:
         model: the name that the server goes by.
@@ -57,6 +59,7 @@ class ServerEngine:
         request_timeout: float = 14400.0,
         server_timeout: float = 240.0,
         max_retries: int = 3,
+        vocabulary: int | None = None,
     ):
         patience = Patience(request_timeout, server_timeout, max_retries)
         self._connection = Connection(url, patience)
@@ -65,16 +68,19 @@ class ServerEngine:
         self.disclosed, self.max_length = self._connection.persist(self._disclose, first_try)
         require_loaded(self.disclosed.weight_version, self._connection.url)
         self.model = self.disclosed.name
+        self._bounds = Bounds(vocabulary, self.max_length)
 
     def _disclose(self, first: bool) -> tuple[Disclosed, int]:
-        card = self._connection.get("/v1/models")["data"][0]
-        versions, config = {}, {}
+        models = self._connection.get("/v1/models")
+        versions: dict[str, Any] = {}
+        info: dict[str, Any] = {"vllm_config": {"model_config": {}}}
         with suppress(ServerRefusedError):  # without its development endpoints, a server does not say
             versions = self._connection.get("/weight_info")
             info = self._connection.get("/server_info", params={"config_format": "json"})
-            config = info["vllm_config"]["model_config"]
-        weights = versions.get("weight_version"), config.get("revision"), config.get("quantization")
-        return Disclosed(card["id"], card["root"], *weights), card["max_model_len"]
+        with self._connection.reading("/v1/models and /server_info"):
+            card, config = models["data"][0], info["vllm_config"]["model_config"]
+            weights = versions.get("weight_version"), config.get("revision"), config.get("quantization")
+            return Disclosed(str(card["id"]), str(card["root"]), *weights), int(card["max_model_len"])
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """See `Engine.sample`.
@@ -129,14 +135,19 @@ class ServerEngine:
             "seed": request.seed,
             **SERVER_DEFAULTS,
             "top_p": sampling.top_p,
+            "return_token_ids": True,  # which say whose completion an answer is, and how long
         }
         connection = self._connection
-        answer = await connection.apersist(
-            http, lambda: connection.arequest(http, "POST", "/v1/completions", json=body)
-        )
+
+        async def ask() -> list[dict[str, Any]]:
+            answer = await connection.arequest(http, "POST", "/v1/completions", json=body)
+            return require_rollout(body, answer, connection.url, self._bounds)
+
+        (choice,) = await connection.apersist(http, ask)
+        if not isinstance(choice.get("text"), str):
+            raise ServerAnswerError(f"vLLM at {connection.url} answered with token ids and without their text.")
         if self.disclosed.weight_version is not None:
             # After each of them: what is handed over is stored at once, and has to be of these weights.
             held = await connection.apersist(http, lambda: connection.arequest(http, "GET", "/weight_info"))
-            self._require_kept(self.disclosed._replace(weight_version=held["weight_version"]))
-        (choice,) = answer["choices"]
-        return Completion(choice["text"], answer["usage"]["completion_tokens"], choice["finish_reason"] == "length")
+            self._require_kept(self.disclosed._replace(weight_version=held.get("weight_version")))
+        return Completion(choice["text"], len(choice["token_ids"]), choice["finish_reason"] == "length")

@@ -1,5 +1,6 @@
 """How new weights reach vLLM, and how a run survives its faults: what TRL's `VLLMGeneration` leaves open."""
 
+import errno
 import math
 import shutil
 import time
@@ -14,16 +15,18 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
 from ..quantization.tensors import deployed_tensors, frozen_tensors, is_packed
+from ..serving.answers import Bounds
+from ..serving.background import pause
 from ..serving.client import LOADING, ServerClient, Weights
 from ..serving.connection import Deadline, Patience, Tries, is_local
-from ..serving.errors import ServerError
+from ..serving.errors import ServerError, ServerUnavailableError, WeightsNotWrittenError
 from ..serving.fit import check_server
 from ..serving.pool import ServerPool
 from .checkpoint_folder import CheckpointFolder, folder_path
@@ -142,15 +145,36 @@ class _DeployedGeneration(Generation):
             self._folder = CheckpointFolder(self.weight_sync_dir, self._run)
 
     def _write(self) -> None:
-        """Writes the present weights on the processes that are to; all processes take part in gathering them."""
+        """Writes the present weights on the processes that are to; all processes take part in gathering them.
+
+        Raises:
+            WeightsNotWrittenError: one of them cannot; on all processes.
+        """
         tensors = deployed_tensors(self.accelerator, self.model, self._iter_named_params)
+        failure = None
         try:
             if self._writes:
                 frozen = frozen_tensors(self.accelerator, self.model)
                 self.last_sync = self._folder.write(self._writer, tensors, frozen, self.weight_version, self._kept)
+        except OSError as error:
+            failure = self._not_written(error)
         finally:
             for _ in tensors:
                 pass  # take part in gathering what nobody writes any more
+        for message in gather_object([failure]):
+            if message is not None:
+                raise WeightsNotWrittenError(message)
+
+    def _not_written(self, error: OSError) -> str:
+        root, sizes = self._folder.path.parent, ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            needed, free = self._writer.size / 2**20, shutil.disk_usage(root).free / 2**20
+            sizes = f"; they take {needed:,.1f} MiB, and {free:,.1f} MiB are free"
+        return (
+            f"weight_sync_dir={self.weight_sync_dir!r}: the weights for vLLM cannot be written to {root} "
+            f"({error.strerror}{sizes}). Make room, or set weight_sync_dir to another directory that trainer and "
+            "server see."
+        )
 
 
 class ServerGeneration(_DeployedGeneration):
@@ -264,17 +288,20 @@ class ServerGeneration(_DeployedGeneration):
         Raises:
             ServerError: names what is wrong and the option of `vllm serve` to change.
         """
-        info, layers = client.connection.persist(lambda first: (client.get_server_info(), client.layers()))
-        check_server(
-            info,
-            layers,
-            scheme=self.deployment_scheme,
-            config=unwrapped(self.accelerator, self.model).config,
-            max_length=max(self.max_completion_length + 1, self.max_model_length or 0),
-            logprobs=self.logprobs,
-            weight_sync=self.weight_sync,
-            routing_replay=self.routing_replay,
-        )
+        config = unwrapped(self.accelerator, self.model).config
+        info, layers = client.connection.persist(client.describe)
+        with client.connection.reading("/server_info"):
+            check_server(
+                info,
+                layers,
+                scheme=self.deployment_scheme,
+                config=config,
+                max_length=max(self.max_completion_length + 1, self.max_model_length or 0),
+                logprobs=self.logprobs,
+                weight_sync=self.weight_sync,
+                routing_replay=self.routing_replay,
+            )
+            client.bounds = Bounds(config.get_text_config().vocab_size, info["model_config"]["max_model_len"])
 
     def sync_weights(self, keep: bool = False) -> None:
         """Brings the policy's present weights to the server, and makes sure that it serves them.
@@ -348,22 +375,21 @@ class ServerGeneration(_DeployedGeneration):
         """Writes the checkpoint, all processes taking part.
 
         Raises:
-            ServerUnavailableError: on all processes, where the main one cannot write it.
+            WeightsNotWrittenError: on all processes, where the main one cannot write it.
         """
         tries = Tries(self._patience, Deadline(math.inf))
         while True:
-            failure = None
             try:
                 self._write()
-            except OSError as error:
-                if not self.accelerator.is_main_process:
-                    raise
-                failure = f"the checkpoint for the server cannot be written to {self._folder.path}: {error}"
-            if (failure := agree(failure)) is None:
                 return
-            pause = tries.pause(failure)
+            except WeightsNotWrittenError as error:
+                failure = error
+            try:
+                seconds = tries.pause(failure)
+            except ServerUnavailableError as error:
+                raise WeightsNotWrittenError(str(error)) from failure
             logger.warning(f"{failure}; {tries} follows")
-            time.sleep(pause)
+            pause(seconds)
 
 
 class ColocateGeneration(_DeployedGeneration):

@@ -1,8 +1,5 @@
 """TRL's client of a vLLM server, with the weights that the server is to hold, and with requests that end."""
 
-import base64
-import io
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -12,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from trl.generation.vllm_client import VLLMClient
 
+from .answers import UNKNOWN, Bounds, require_rollout, routes_of
+from .background import pause
 from .connection import ONE_TRY, Connection, Deadline, Patience
 from .errors import ServerError, ServerUnavailableError
 from .fit import ROUTES_OPTION, is_cpu
@@ -40,6 +39,9 @@ def require_loaded(version: str | None, url: str) -> None:
         )
 
 
+ROLLOUTS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")  # where completions are asked for
+
+
 class Weights(NamedTuple):
     """The weights that a server is to hold."""
 
@@ -66,6 +68,7 @@ class ServerClient(VLLMClient):
         connection: what the requests go through.
         weights: what the server has to hold for a rollout; None: whatever it holds.
         seeds: of the prompts of rollouts.
+        bounds: what is known of the server's model, against which its answers are checked.
         routed_experts: experts that the last completions were sampled with, each of shape (tokens of prompt and
             completion less one, decoder layers, k), unsigned; None where the server does not return them.
 
@@ -87,11 +90,13 @@ class ServerClient(VLLMClient):
         self.connection = Connection(base_url, patience, report)
         self.weights: Weights | None = None
         self.seeds = RolloutSeeds()
+        self.bounds: Bounds = UNKNOWN
         self.routed_experts: list[np.ndarray | None] = []
         connect = super().__init__
-        with self.connection.task(deadline) as end:
+        with self.connection.task(deadline) as end, self.connection.reading("/v1/models"):
             self.check_server(min(start_timeout, end.left))
             self.connection.persist(lambda first: connect(base_url=self.connection.url, group_port=group_port))
+        self.session: Any = _Session(self)  # what TRL asks past `_get` and `_post`
 
     # --- TRL's ways to the server -----------------------------------------------------------------------------------
 
@@ -101,20 +106,31 @@ class ServerClient(VLLMClient):
 
     def get_server_info(self) -> dict[str, Any]:
         """The server's resolved configuration (`VllmConfig`), as a JSON tree."""
-        return self.connection.get("/server_info", params={"config_format": "json"})["vllm_config"]
+        answer = self.connection.get("/server_info", params={"config_format": "json"})
+        with self.connection.reading("/server_info"):
+            return answer["vllm_config"]
 
     def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
         return self.connection.get(url.removeprefix(self.base_url), **kwargs)
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
         path = url.removeprefix(self.base_url)
-        if path != "/v1/completions":
-            return self.connection.request("POST", path, **kwargs)
-        # A request for each prompt, which alone can have a seed of its own.
-        answers = self.connection.post_all(path, self.seeds.requests(kwargs["json"]))
-        choices = [choice for answer in answers for choice in answer["choices"]]
-        self.routed_experts = routes_of(choices)  # TRL passes on no more than tokens and log-probabilities
-        return {"choices": choices}
+        if path == "/v1/completions":
+            # A request for each prompt, which alone can have a seed of its own.
+            requests = self.seeds.requests(kwargs["json"])
+            answers = zip(requests, self.connection.post_all(path, requests), strict=True)
+            choices = [choice for asked, answer in answers for choice in self._read(asked, answer)]
+            answer = {"choices": choices}
+        else:
+            answer = self.connection.request("POST", path, **kwargs)
+            if path not in ROLLOUTS:
+                return answer
+            answer["choices"] = self._read(kwargs["json"], answer)
+        self.routed_experts = routes_of(answer["choices"])  # which TRL does not pass on
+        return answer
+
+    def _read(self, request: dict[str, Any], answer: dict[str, Any]) -> list[dict[str, Any]]:
+        return require_rollout(request, answer, self.base_url, self.bounds)
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
@@ -195,13 +211,21 @@ class ServerClient(VLLMClient):
         if served != weights.version:
             raise ServerUnavailableError(f"vLLM at {self.base_url} lost or changed its weights during a rollout")
 
+    def describe(self, first: bool = True) -> tuple[dict[str, Any], str]:
+        """The server's configuration and its engine's layers, as `check_server` takes them; one try."""
+        return self.get_server_info(), self.layers()
+
     def layers(self) -> str:
         """The engine's layers, as text."""
-        return self._collective_rpc("get_model_inspection")[0]
+        answers = self._collective_rpc("get_model_inspection")
+        with self.connection.reading("/collective_rpc"):
+            return answers[0]
 
     def weight_version(self) -> str:
         """Version of the weights that the server holds; "default" since it started."""
-        return self.connection.get("/weight_info")["weight_version"]
+        answer = self.connection.get("/weight_info")
+        with self.connection.reading("/weight_info"):
+            return answer["weight_version"]
 
     def load_checkpoint(self, directory: str, weight_version: str) -> None:
         """Has the server reload its weights in place, and forget what it cached with the old ones.
@@ -254,19 +278,33 @@ class ServerClient(VLLMClient):
         """
         # Blocks of a request that has just ended may be held for a moment.
         for _ in range(50):
-            if self.connection.request("POST", "/reset_prefix_cache")["success"]:
-                return
-            time.sleep(0.1)
+            answer = self.connection.request("POST", "/reset_prefix_cache")
+            with self.connection.reading("/reset_prefix_cache"):
+                if answer["success"]:
+                    return
+            pause(0.1)
         raise ServerUnavailableError(
             f"vLLM at {self.base_url} cannot empty its prefix cache: requests of another client are running on it"
         )
 
     def _collective_rpc(self, method: str, **kwargs: Any) -> list:
         body = {"method": method, "kwargs": kwargs}
-        return self.connection.request("POST", "/collective_rpc", json=body)["results"]
+        answer = self.connection.request("POST", "/collective_rpc", json=body)
+        with self.connection.reading("/collective_rpc"):
+            return answer["results"]
 
 
-def require_log_probs(logprobs: list[list[list[float | None]]] | None, where: str) -> None:
+class _Session:
+    """Has what TRL's client asks by its `requests.Session` go through our connection."""
+
+    def __init__(self, client: ServerClient):
+        self._client = client
+
+    def post(self, url: str, **kwargs: Any) -> Any:
+        return self._client.connection.response("POST", url.removeprefix(self._client.base_url), **kwargs)
+
+
+def require_log_probs(logprobs: list[list[list[float]]] | None, where: str) -> None:
     """Refuses completions that cannot be trained on.
 
     Args:
@@ -274,13 +312,10 @@ def require_log_probs(logprobs: list[list[list[float | None]]] | None, where: st
         where: the server's address, for the message.
 
     Raises:
-        ServerUnavailableError: some are NaN, which TRL's client calls None.
         ServerError: there are none.
     """
     if logprobs is None:
         raise ServerError(f"vLLM at {where} returned no log-probabilities: leave `logprobs` to the trainer.")
-    if any(value is None for logps in logprobs for token in logps for value in token):
-        raise ServerUnavailableError(f"vLLM at {where} returned log-probabilities that are NaN")
 
 
 def require_routes(routed_experts: list[np.ndarray | None], where: str) -> None:
@@ -294,13 +329,3 @@ def require_routes(routed_experts: list[np.ndarray | None], where: str) -> None:
             f"vLLM at {where} did not return the experts that routing_replay=True replays: start it with "
             f"{ROUTES_OPTION}."
         )
-
-
-def routes_of(choices: list[dict[str, Any]]) -> list[np.ndarray | None]:
-    """The experts of each completion in the answer of a server; see `ServerClient.routed_experts`."""
-    return [_array(choice.get("routed_experts")) for choice in choices]
-
-
-def _array(text: str | None) -> np.ndarray | None:
-    """An array as vLLM sends it: its .npy file in base64."""
-    return None if text is None else np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)

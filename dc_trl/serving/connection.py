@@ -4,9 +4,11 @@ import asyncio
 import math
 import os
 import socket
+import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlparse
 
@@ -14,8 +16,14 @@ import httpx
 import psutil
 
 from ..settings.program import command
-from .background import in_coroutine
-from .errors import ServerError, ServerRefusedError, ServerUnavailableError
+from .background import end_requests_of, in_coroutine, pause
+from .errors import (
+    RequestAbandonedError,
+    ServerAnswerError,
+    ServerError,
+    ServerRefusedError,
+    ServerUnavailableError,
+)
 
 
 T = TypeVar("T")
@@ -23,6 +31,7 @@ T = TypeVar("T")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CONNECT_SECONDS = 10.0
 _AT_ONCE = 512  # requests on their way; a process may have 1,024 files open by default
+_TRY_AGAIN = (408, 425, 429)  # of HTTP 4xx, what says "later" and not "no"
 
 
 class Deadline:
@@ -41,7 +50,9 @@ class Deadline:
 class Patience(NamedTuple):
     """How long a server is waited for, and how often it is asked again."""
 
-    request_timeout: float = 3600.0  # seconds that any one request may take: a generation batch, a reload of weights
+    # Seconds that any one request may take, from its connection to the last byte of its answer: a generation batch, a
+    # reload of weights.
+    request_timeout: float = 3600.0
     server_timeout: float = 240.0  # seconds to wait for a server that went away to be up again
     max_retries: int = 0  # tries after the first, where the connection broke or the server failed
     time_limit: float = math.inf  # seconds that one task may take, with all its tries; a part of ddp_timeout
@@ -60,7 +71,7 @@ class Tries:
         self.made = 0  # tries that failed
 
     def pause(self, failure: object) -> float:
-        """Seconds to wait before the next try.
+        """Seconds to wait before the next try: as many as the server asks for, where these are more than ours.
 
         Raises:
             ServerUnavailableError: there is none; the message has the failure and the limit that was reached.
@@ -71,7 +82,9 @@ class Tries:
         elif self.made > self._patience.max_retries:
             limit = f"{self._patience.prefix}max_retries"
         else:
-            return min(2**self.made, 30, self._deadline.left)
+            asked = failure.retry_after if isinstance(failure, ServerUnavailableError) else 0.0
+            ours = min(2**self.made, 30)
+            return min(max(ours, min(asked, self._patience.server_timeout)), self._deadline.left)
         raise ServerUnavailableError(f"{failure} (tried {self.made} times: {limit})")
 
     def __str__(self) -> str:
@@ -105,16 +118,20 @@ class Connection:
             # A connection for each request: a busy server closes those that are kept alive while it is on its way.
             "limits": httpx.Limits(max_connections=None, max_keepalive_connections=0),
             "trust_env": not is_local(self.url),  # proxies are for other machines
-            "timeout": httpx.Timeout(patience.request_timeout, connect=_CONNECT_SECONDS),
+            # httpx limits the wait for each next byte; the limits of whole requests are ours.
+            "timeout": httpx.Timeout(None, connect=_CONNECT_SECONDS),
+            "verify": _certificates(),
         }
+        self._closed = False
         try:
-            self._http = httpx.Client(**self._options)
+            httpx.URL(self.url)
         except httpx.InvalidURL as error:
             raise ServerError(f"{url!r} is no address of a vLLM server ({error}): use http://HOST:PORT") from error
 
     def close(self) -> None:
-        """Sends no more requests: who tries to, in another thread, gets a RuntimeError."""
-        self._http.close()
+        """Ends what is on its way and sends no more: who asks in another thread gets a RuntimeError."""
+        self._closed = True
+        end_requests_of(self)
 
     @contextmanager
     def task(self, deadline: Deadline | None = None) -> Iterator[Deadline]:
@@ -142,14 +159,40 @@ class Connection:
             ServerRefusedError: HTTP 4xx.
             ServerError: the server asks for a key.
         """
+        return self._read(path, self._response(method, path, **kwargs))
+
+    def response(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+        """`request`, for who wants the response that the JSON is in."""
+        response = self._response(method, path, **kwargs)
+        self._read(path, response)
+        return response
+
+    def _response(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         left = math.inf if self._deadline is None else self._deadline.left
         if left == 0:
             raise ServerUnavailableError(f"vLLM at {self.url} was not asked for {path}: no time is left for it")
         limit = min(self.patience.request_timeout, left)
         with self._reaching(path, None if limit < left else limit):
-            timeout = httpx.Timeout(limit, connect=min(_CONNECT_SECONDS, limit))
-            response = self._http.request(method, path, timeout=timeout, **kwargs)
-        return self._read(path, response)
+            return self._send(limit, method, path, **kwargs)
+
+    def _send(self, limit: float, method: str, path: str, **kwargs: Any) -> httpx.Response:
+        """Sends a request, which ends after `limit` seconds: with its answer, or by a TimeoutError."""
+
+        async def send() -> httpx.Response:
+            async with asyncio.timeout(limit), self.asynchronous() as http:
+                return await http.request(method, path, **kwargs)
+
+        return self._run(send)
+
+    def _run(self, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Runs what asks the server, until this connection is closed."""
+        if not self._closed:
+            try:
+                return in_coroutine(action(), owner=self)
+            except RequestAbandonedError:
+                if not self._closed:
+                    raise
+        raise RuntimeError(f"the connection to vLLM at {self.url} is closed")
 
     def post_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """What the server answers to several requests at once, within the time that one of them may take.
@@ -178,7 +221,7 @@ class Connection:
                     await asyncio.gather(*tasks, return_exceptions=True)
 
         with self._reaching(path, None if limit < left else limit):
-            return in_coroutine(ask_all())
+            return self._run(ask_all)
 
     def asynchronous(self) -> httpx.AsyncClient:
         """A client for an event loop, to be given to `arequest`."""
@@ -187,8 +230,24 @@ class Connection:
     async def arequest(self, http: httpx.AsyncClient, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
         """`request` in an event loop, within `request_timeout`."""
         with self._reaching(path, None):
-            response = await http.request(method, path, **kwargs)
+            async with asyncio.timeout(self.patience.request_timeout):
+                response = await http.request(method, path, **kwargs)
         return self._read(path, response)
+
+    @contextmanager
+    def reading(self, path: str) -> Iterator[None]:
+        """A block that reads an answer, and in which what the answer lacks is an error of the server.
+
+        Raises:
+            ServerAnswerError: something is not there, or is of another kind.
+        """
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ServerAnswerError(
+                f"what answers {path} at {self.url} does not say what vLLM says there ({type(error).__name__}: "
+                f"{error}): check that the address is that of vllm serve, in a version that is supported."
+            ) from error
 
     @contextmanager
     def _reaching(self, path: str, left: float | None) -> Iterator[None]:
@@ -215,6 +274,8 @@ class Connection:
             raise ServerError(
                 f"vLLM at {self.url} asks for an API key: set the environment variable VLLM_API_KEY to its key."
             )
+        if status == 404 and path.endswith("/render"):
+            raise ServerRefusedError(f"vLLM at {self.url} does not serve {path}: restart it with --enable-scale-out.")
         if status == 404 and not path.startswith("/v1"):
             raise ServerRefusedError(
                 f"vLLM at {self.url} does not serve {path}: restart it with VLLM_SERVER_DEV_MODE=1 in its environment."
@@ -224,16 +285,25 @@ class Connection:
             raise ServerUnavailableError(
                 f"vLLM at {self.url} computed NaN for {path}: its weights are broken, or the policy has diverged"
             )
-        if status >= 500:
-            raise ServerUnavailableError(f"vLLM at {self.url} failed at {path} (HTTP {status}): {text[:500]}")
+        if status >= 500 or status in _TRY_AGAIN:
+            after = response.headers.get("Retry-After", "")
+            raise ServerUnavailableError(
+                f"vLLM at {self.url} failed at {path} (HTTP {status}): {text[:500]}",
+                retry_after=float(after) if after.isdecimal() else 0.0,
+            )
         if status >= 400:
             raise ServerRefusedError(f"vLLM at {self.url} refused {path} (HTTP {status}): {text[:500]}")
         try:
-            return response.json()
-        except ValueError as error:
+            answer = response.json()
+        except (ValueError, RecursionError) as error:
             raise ServerUnavailableError(
                 f"what answers {path} at {self.url} sends no JSON and seems to be no vLLM: {text[:100]!r}"
             ) from error
+        if not isinstance(answer, dict):
+            raise ServerAnswerError(
+                f"what answers {path} at {self.url} sends no JSON object and seems to be no vLLM: {text[:100]!r}"
+            )
+        return answer
 
     # --- tries ------------------------------------------------------------------------------------------------------
 
@@ -250,20 +320,21 @@ class Connection:
             try:
                 return await action()
             except ServerUnavailableError as error:
-                pause = tries.pause(error)
-            await asyncio.sleep(pause)
+                seconds = tries.pause(error)
+            await asyncio.sleep(seconds)
             wait = Deadline(self.patience.server_timeout)
             while wait.left > 0:  # a server that stays away for longer is met by the next try
-                with suppress(httpx.RequestError):
-                    if (await http.get("/health", timeout=5.0)).status_code == 200:
-                        break
+                with suppress(httpx.RequestError, TimeoutError):
+                    async with asyncio.timeout(5.0):
+                        if (await http.get("/health")).status_code == 200:
+                            break
                 await asyncio.sleep(1.0)
 
     def why_down(self, timeout: float = 5.0) -> str | None:
         """None where the server is up, else in a word what it is that is not."""
         try:
-            status = self._http.get("/health", timeout=timeout).status_code
-        except httpx.RequestError as error:
+            status = self._send(timeout, "GET", "/health").status_code
+        except (httpx.RequestError, TimeoutError) as error:
             return type(error).__name__
         return None if status == 200 else f"HTTP {status}"
 
@@ -294,7 +365,7 @@ def wait_until_one_is_up(
         if time.monotonic() - reported >= 10:
             reported = time.monotonic()
             report(f"waiting for vLLM at {urls} ({reason}): {waited:.0f} of {timeout:g} s")
-        time.sleep(interval)
+        pause(interval)
 
 
 def persist(
@@ -324,9 +395,15 @@ def persist(
                 wait_until_up(min(patience.server_timeout, deadline.left))
             return action(tries.made == 0)
         except ServerUnavailableError as error:
-            pause = tries.pause(error)
+            seconds = tries.pause(error)
             report(f"{error}; {tries} follows")
-        time.sleep(pause)
+        pause(seconds)
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Whom we trust, read from the disk once and not for each request."""
+    return httpx.create_ssl_context()
 
 
 def is_local(url: str) -> bool:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from trl.generation.vllm_client import VLLMClient
 
+from .answers import routes_of
 from .background import in_coroutine, in_thread
-from .client import ServerClient, Weights, require_log_probs, require_routes, routes_of
+from .client import ServerClient, Weights, require_log_probs, require_routes
 from .connection import Deadline, Patience, persist, wait_until_one_is_up
 from .errors import ServerError, ServerUnavailableError
 from .pooled_server import Fits, PooledServer

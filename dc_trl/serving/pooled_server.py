@@ -29,7 +29,9 @@ class PooledServer:
         self._fits = fits
         fits(client)
         info = client.get_server_info()
-        self.sequences = info["scheduler_config"]["max_num_seqs"] * info["parallel_config"]["data_parallel_size"]
+        with client.connection.reading("/server_info"):
+            scheduler, parallel = info["scheduler_config"], info["parallel_config"]
+            self.sequences = int(scheduler["max_num_seqs"]) * int(parallel["data_parallel_size"])
         self.lost: str | None = None
         self.answered = 0
         self.has_loaded = False  # a checkpoint of this run
@@ -45,7 +47,9 @@ class PooledServer:
             if (reason := self.client.connection.why_down(_LOOK_SECONDS)) is not None:
                 raise ServerUnavailableError(f"vLLM at {self.url} is not up ({reason})")
             if self.lost is not None:  # it may have been started anew, with other options
-                self.client.model = self.client.connection.get("/v1/models")["data"][0]["id"]
+                answer = self.client.connection.get("/v1/models")
+                with self.client.connection.reading("/v1/models"):
+                    self.client.model = answer["data"][0]["id"]
                 self._fits(self.client)
             if weights is not None:
                 # Whoever was lost may have loaded weights, and not have said so.

@@ -2,6 +2,7 @@
 
 import re
 import socket
+from urllib.parse import urlparse
 
 from transformers import PretrainedConfig
 
@@ -47,13 +48,33 @@ def require_model(model: str, revision: str) -> None:
         )
 
 
+def _is_address(url: object) -> bool:
+    if not (isinstance(url, str) and _ADDRESS.match(url)):
+        return False
+    try:
+        parts = urlparse(url)
+        return bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # a port that is none
+        return False
+
+
+def require_address(name: str, url: object) -> None:
+    """Refuses what is no address of a server.
+
+    Raises:
+        ValueError: names the field, its value and the remedy.
+    """
+    if not _is_address(url):
+        raise ValueError(f"{name}={url!r} is no address of a vLLM server: use http://HOST:PORT.")
+
+
 def require_addresses(name: str, urls: object) -> None:
     """Refuses what is no list of addresses of different servers.
 
     Raises:
         ValueError: names the field, its value and the remedy.
     """
-    if not (isinstance(urls, list) and urls and all(isinstance(url, str) and _ADDRESS.match(url) for url in urls)):
+    if not (isinstance(urls, list) and urls and all(map(_is_address, urls))):
         raise ValueError(
             f"{name}={urls!r} is no list of addresses of vLLM servers: use ['http://HOST:PORT', 'http://HOST:PORT'] "
             f"(in YAML the same, on a command line --{name} http://HOST:PORT http://HOST:PORT)."

@@ -15,9 +15,14 @@ class RolloutSeeds:
     def __init__(self) -> None:
         self._of_rollout: int | None = None
 
-    def draw(self) -> None:
-        """Draws for the next rollout now. `requests` does it where this was not called."""
-        self._of_rollout = int(torch.randint(2**62, ()).item())
+    def draw(self, seed: int | None = None) -> int:
+        """Draws for the next rollout now, and returns what was drawn. `requests` does it where this was not called.
+
+        Args:
+            seed: what was drawn for it before, by a run that could not sample it.
+        """
+        self._of_rollout = int(torch.randint(2**62, ()).item()) if seed is None else seed
+        return self._of_rollout
 
     def requests(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """A request for each prompt of a body for /v1/completions; with the same seeds again until `forget`.
@@ -27,10 +32,9 @@ class RolloutSeeds:
         prompts = body["prompt"]
         requests = [body | {"prompt": [prompt]} for prompt in prompts]
         if body["temperature"] > 0 and body.get("seed") is None:
-            if self._of_rollout is None:
-                self.draw()
+            of_rollout = self.draw() if self._of_rollout is None else self._of_rollout
             # vLLM counts on from a seed for the prompt's completions, so they are far apart.
-            seeds = np.random.SeedSequence(self._of_rollout).generate_state(len(prompts), np.uint64)
+            seeds = np.random.SeedSequence(of_rollout).generate_state(len(prompts), np.uint64)
             for request, seed in zip(requests, seeds, strict=True):
                 request["seed"] = int(seed) >> 2
         return requests

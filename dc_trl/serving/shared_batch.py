@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from .answers import require_rollout
 from .client import Weights
 from .connection import Deadline
 from .errors import ServerUnavailableError
@@ -117,9 +118,11 @@ class SharedBatch:
         client, http = share.server.client, share.http
         body = self._requests[prompt] | {"model": client.model}
         answer = await client.connection.arequest(http, "POST", "/v1/completions", json=body)
+        answer["choices"] = require_rollout(body, answer, share.server.url, client.bounds)
         if self._weights is not None:
             held = await client.connection.arequest(http, "GET", "/weight_info")
-            client.require_version(held["weight_version"], self._weights)
+            with client.connection.reading("/weight_info"):
+                client.require_version(held["weight_version"], self._weights)
         return answer
 
     def _take(self, task: asyncio.Task[dict[str, Any]], share: "_Share", shares: list["_Share"]) -> None:

@@ -31,6 +31,7 @@ from ..rollouts.truncation import Kept, KeptHead
 from ..settings.distribution import require_as_asked
 from ..settings.reward_functions import RewardFunction, call_reward
 from .gated import GatedTrainer
+from .required_servers import config_of, require_servers
 
 
 # Imported where a run samples or writes in a deployment scheme: compressed-tensors and what it needs take 0.15 s.
@@ -75,6 +76,7 @@ class DeployedPolicyTrainer(GatedTrainer):
         self._truncated = args.truncated_sampling
         self._kept: Kept | None = None  # of the completions that are scored by the present call of a hook
         self._engine_context = args.vllm_max_model_length if args.use_vllm else None
+        self._engine_is_server = args.use_vllm and args.vllm_mode == "server"
         # TRL would build an engine that knows no deployment scheme. It is built here, once the rest is there.
         use_vllm, args.use_vllm = args.use_vllm, False
         try:
@@ -92,6 +94,10 @@ class DeployedPolicyTrainer(GatedTrainer):
             self.replica = self._build_replica(args.deployment_scheme)
         if args.train_through_quantization and args.deployment_scheme is not None:
             self.deployed_forward = self._align_forward(args.deployment_scheme)
+
+    def _require_engine(self, model, args):
+        if self._engine_is_server:
+            require_servers(args, config_of(model, args))
 
     def _align_forward(self, scheme: str) -> DeployedForward:
         sharding = self.accelerator.distributed_type

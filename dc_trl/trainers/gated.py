@@ -44,6 +44,7 @@ class GatedTrainer(GRPOTrainer):
         model = shipped(model) if by_name else model
         arguments: dict[str, Any] = {name: kwargs.get(name) for name in _BEFORE}
         shown = require_startable(model=model, reward_funcs=reward_funcs, args=args, **arguments)
+        self._require_engine(model, args)
         scoring = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         scoring_by_name = [isinstance(each, str) for each in scoring]
         if not by_name:  # transformers trips over some of them
@@ -61,6 +62,9 @@ class GatedTrainer(GRPOTrainer):
             require_whole(self.model, "model", True, sharding_of(args))
         self._require_fit(shown)
         self._check_rewards(scoring_by_name)
+
+    def _require_engine(self, model: Any, args: DCGRPOConfig) -> None:
+        """Refuses an engine that is not there or does not fit, before the model is loaded."""
 
     def _require_fit(self, shown: list[Rows]) -> None:
         """Refuses a policy that would not learn, or that tokenizer and prompts do not fit.

@@ -19,7 +19,7 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 
 from ..config import DCGRPOConfig
-from ..resuming.checkpoints import AHEAD_FILE
+from ..resuming.checkpoints import AHEAD_FILE, SAMPLER_FOLDER
 from ..rollouts.look_ahead import LookAhead
 from .deployed import DeployedPolicyTrainer
 
@@ -96,9 +96,9 @@ class OverlapTrainer(DeployedPolicyTrainer):
     def _take_up(self, prompts: list, sampler_step: int) -> None:
         """Waits for the batch ahead, if it is the one that training has come to."""
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
-        self._ahead_of = None
         with profiling_context(self, "vLLM.wait"):
             claim = self.vllm_generation.claim(prompt_ids, self.num_generations)
+        self._ahead_of = None
         self._claimed = claim.fits
         if claim.fits:
             self._ahead_of, self._sampler_step = sampler_step, sampler_step
@@ -164,16 +164,25 @@ class OverlapTrainer(DeployedPolicyTrainer):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def _save_ahead(self, folder: str) -> dict[str, Any] | None:
-        """Saves the batch ahead, once it is sampled; returns what `_load_ahead` needs, None where there is none."""
-        if self._ahead_of is None or not self.vllm_generation.save_ahead(Path(folder, AHEAD_FILE)):
+        """Saves the batch ahead, once it is sampled; returns what `_load_ahead` needs, None where there is none.
+
+        One that could not be sampled is sampled by the run that goes on, with the weights of its turn.
+        """
+        if self._ahead_of is None:
             return None
-        return {"weights_of_step": self._ahead_of, "engine": self._engine_name}
+        saved = self.vllm_generation.save_ahead(Path(folder, AHEAD_FILE), Path(folder, SAMPLER_FOLDER))
+        if saved is None:
+            return None
+        return {"weights_of_step": self._ahead_of, "engine": self._engine_name, "saved": saved}
 
     def _load_ahead(self, folder: str, state: dict[str, Any]) -> None:
         """Goes on with the batch ahead that `_save_ahead` saved."""
         if self.args.rollout_overlap and state["engine"] == self._engine_name:
-            self.vllm_generation.load_ahead(Path(folder, AHEAD_FILE))
             self._ahead_of = state["weights_of_step"]
+            if state.get("saved") == "request":  # the key is absent in older checkpoints
+                self.vllm_generation.load_weights(Path(folder, SAMPLER_FOLDER))
+                self._held = self._ahead_of
+            self.vllm_generation.load_ahead(Path(folder, AHEAD_FILE))
         else:
             logger.warning(
                 f"{folder} holds a generation batch that was sampled ahead by {state['engine']!r} with "

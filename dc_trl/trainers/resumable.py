@@ -71,6 +71,8 @@ class ResumableTrainer(ExportingTrainer):
     """A trainer that locks its output directory, resumes from whole checkpoints, and saves before it is stopped."""
 
     _saved_at: int | None = None  # step of the last checkpoint that the present training saved or resumed from
+    _left_in: str | None = None  # a checkpoint of an evaluation that was cut short, and is to be made again
+    _made_again: dict[str, Any] | None = None  # random numbers after such an evaluation, where no step has ended since
     _evaluating = False  # what a checkpoint says of an evaluation that was cut short
     _whole: WholeStep | None = None  # the last step that has ended in the present training
     _moving_from: int | None = None  # the step from which the optimizer is moving the weights
@@ -110,6 +112,7 @@ class ResumableTrainer(ExportingTrainer):
         output_dir, eval_on_start = self.args.output_dir, self.args.eval_on_start
         self._saved_at, self._evaluating, self._resumed_at = None, False, None
         self._whole = self._moving_from = self._state_to_save = None
+        self._left_in = self._made_again = None
         with ExitStack() as stack:
 
             def open_output() -> str | None:
@@ -125,9 +128,9 @@ class ResumableTrainer(ExportingTrainer):
                 # Beside the group of the gradients, in which others may be waiting for a process that has failed.
                 self._failures = self._failures or dist.new_group(backend="gloo", timeout=_OTHERS_FAIL_WITHIN)
             try:
-                return super().train(checkpoint, *args, **kwargs)
+                return self._train_or_stop(checkpoint, *args, **kwargs)
             except ServerError as error:
-                raise ServerError(f"{error} {self._save_before_stopping()} when the server is up again.") from error
+                raise ServerError(f"{error} {self._save_before_stopping()} {error.when}.") from error
             except RunInterrupted as stop:
                 if self.state.global_step == 0 and self._saved_at is None:
                     raise RunInterrupted(stop.signum, BEGIN_AGAIN) from stop
@@ -140,11 +143,22 @@ class ResumableTrainer(ExportingTrainer):
             finally:
                 self.args.eval_on_start = eval_on_start  # of the next training; see _load_optimizer_and_scheduler
 
+    def _train_or_stop(self, *args, **kwargs):
+        try:
+            return super().train(*args, **kwargs)
+        except ServerError:
+            stop_if_asked(self)  # a signal may have ended the request; all processes are here
+            raise
+
     def evaluate(self, *args, **kwargs):
         self._evaluating = True
         stop_if_asked(self)  # before the first batch, which may take minutes
+        if self._left_in is not None:
+            super()._load_rng_state(self._left_in)
         metrics = super().evaluate(*args, **kwargs)
         self._evaluating = False
+        if self._left_in is not None:
+            self._left_in, self._made_again = None, _random_state()
         return metrics
 
     def set_initial_training_values(self, args, dataloader):
@@ -174,6 +188,13 @@ class ResumableTrainer(ExportingTrainer):
         exported = Path(self.args.output_dir, DEPLOYMENT_FOLDER, "config.json")
         saved = Path(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self._resumed_at}", TRAINER_STATE_FILE)
         return exported.is_file() and saved.is_file() and exported.stat().st_mtime >= saved.stat().st_mtime
+
+    def _load_rng_state(self, checkpoint):
+        if self._made_again is None:
+            super()._load_rng_state(checkpoint)
+        else:  # transformers comes here once more before the first step, which follows the evaluation
+            _set_random_state(self._made_again)
+            self._made_again = None
 
     def _start_again(self) -> None:
         """Forgets what an earlier training of this object has left, save the weights."""
@@ -387,6 +408,7 @@ class ResumableTrainer(ExportingTrainer):
         self._load_iteration_state(state, within_batch)
         if state.get("evaluating") and self.eval_dataset is not None:  # the key is absent in older checkpoints
             self.args.eval_on_start = True  # which transformers reads next
+            self._left_in = checkpoint
         if "weight_sync" in state:  # saved since there is one
             self._load_weights(checkpoint, state["weight_sync"])
         if state.get("rollout_ahead") is not None:  # likewise

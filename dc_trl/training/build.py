@@ -20,6 +20,7 @@ from ..settings.ranges import ADAPTER, require_numbers
 from ..settings.reward_functions import RewardFunction, require_callable
 from ..trainer import DCGRPOTrainer
 from ..trainers.history import LambdaLoggingCallback
+from ..trainers.required_servers import require_servers
 from .arguments import RunArguments
 from .output import open_output, require_space
 from .own_server import require_servable, start_server
@@ -47,12 +48,14 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     if model.use_peft:
         require_numbers(model, ADAPTER)
     # Fails early, on small files.
-    _, tokenizer = load_config_and_tokenizer(
+    config, tokenizer = load_config_and_tokenizer(
         model.model_name_or_path,
         padding_side="left",
         revision=model.model_revision,
         trust_remote_code=args.trust_remote_code,
     )
+    if args.use_vllm and args.vllm_mode == "server" and server.serve is None:
+        require_servers(args, config)
     train_dataset, eval_dataset = _problems(data, rewards, args, tokenizer)
     benchmarks = _eval_benchmarks(data)
     if data.eval_greedy and (eval_dataset is None or args.eval_strategy == "no"):

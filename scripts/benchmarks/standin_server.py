@@ -79,6 +79,8 @@ class StandInServer(ThreadingHTTPServer):
                 for prompt in body["prompt"]
                 for index in range(body["n"])
             ]
+            for index, choice in enumerate(choices):
+                choice["index"] = index
             end = time.monotonic() + self.seconds
             while (left := end - time.monotonic()) > 0 and not self.down:
                 time.sleep(min(left, 0.02))
@@ -92,7 +94,8 @@ class StandInServer(ThreadingHTTPServer):
         names = [f"token_id:{token}" for token in tokens]
         tops = [{name: value} for name, value in zip(names, logps, strict=True)]
         logprobs = {"token_logprobs": logps, "top_logprobs": tops, "tokens": names}
-        return {"prompt_token_ids": prompt, "token_ids": tokens, "logprobs": logprobs}
+        end = "length" if length == longest else "stop"
+        return {"prompt_token_ids": prompt, "token_ids": tokens, "logprobs": logprobs, "finish_reason": end}
 
     @contextmanager
     def _recorded(self, path: str, prompts: list[list[int]]) -> Iterator[None]:

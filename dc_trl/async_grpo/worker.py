@@ -1,0 +1,57 @@
+"""AsyncGRPO's worker, which samples in a process of its own, with its server's answers checked."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
+
+from ..serving.answers import Bounds, require_rollout
+from ..serving.errors import ServerAnswerError, ServerError, ServerUnavailableError
+
+
+_KINDS = {kind.__name__ for kind in (ServerAnswerError, ServerUnavailableError)}
+
+
+class CheckedRolloutLoop(_AsyncRolloutLoop):
+    """What runs in the worker's process; `vocabulary`: token ids of the model are below it."""
+
+    def __init__(self, *, vocabulary: int, **kwargs: Any):
+        super().__init__(**kwargs)
+        self._bounds = Bounds(vocabulary)
+
+    async def _post(self, path: str, payload: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            answer = await super()._post(path, payload, *args, **kwargs)
+        except ValueError as error:
+            raise ServerAnswerError(f"what answers {path} at {self.vllm_server_url} sends no JSON: {error}") from error
+        if not isinstance(answer, dict):
+            raise ServerAnswerError(f"what answers {path} at {self.vllm_server_url} sends no JSON object")
+        if path == "/v1/completions":
+            answer["choices"] = require_rollout(payload, answer, self.vllm_server_url, self._bounds)
+        return answer
+
+
+class CheckedRolloutWorker(AsyncRolloutWorker):
+    """TRL's worker, whose loop is `CheckedRolloutLoop`.
+
+    Raises:
+        ServerError: by `check_health`, once an answer was refused.
+    """
+
+    _loop_cls: ClassVar = CheckedRolloutLoop
+
+    @classmethod
+    def like(cls, worker: AsyncRolloutWorker, vocabulary: int) -> CheckedRolloutWorker:
+        """A worker with the settings of another one, which has not started."""
+        return cls(vocabulary=vocabulary, **worker._loop_kwargs)
+
+    def check_health(self, stale_after_s: float) -> None:
+        try:
+            super().check_health(stale_after_s)
+        except RuntimeError as error:
+            # TRL passes on the name of the error, what it says, and where it was raised.
+            kind, _, said = str(error.__cause__ or "").partition(": ")
+            if kind in _KINDS:
+                raise ServerError(said.partition("\nTraceback (most")[0]) from error
+            raise

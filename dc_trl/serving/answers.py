@@ -1,0 +1,224 @@
+"""Whether what a server answers to a rollout can be its answer: nothing that was sampled is believed before."""
+
+import base64
+import io
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from .errors import ServerAnswerError, ServerUnavailableError
+
+
+# What vLLM ends a completion with. "abort" and "error" are completions that it did not bring to their end.
+_WHOLE = ("stop", "length", "repetition", "tool_calls")
+_LOWEST = -1e4  # vLLM writes −9999 for all that is less
+_HIGHEST = 1e-4  # of a log-probability, by rounding
+_MOST = 1.01  # that probabilities of one position add up to, by rounding
+_NAME = "token_id:"
+
+
+class Bounds(NamedTuple):
+    """What a server can answer at most; None where it is not known.
+
+    Args:
+        vocabulary: token ids are below it.
+        context: tokens of a prompt and its completion together.
+    """
+
+    vocabulary: int | None = None
+    context: int | None = None
+
+
+UNKNOWN = Bounds()
+
+
+def require_rollout(
+    request: dict[str, Any], answer: dict[str, Any], where: str, bounds: Bounds = UNKNOWN
+) -> list[dict[str, Any]]:
+    """The completions in a server's answer, the prompts' in a row, where the answer can be one to the request.
+
+    The number of completions and their indices, the prompts that are echoed, the token ids, their number, the reason
+    for the end, one log-probability for each token and of that token, and experts where they come along. What is only
+    in another order, by its own indices, is put into order.
+
+    Args:
+        request: the body that was sent: of /v1/completions with `return_token_ids`, /v1/chat/completions likewise, or
+            /inference/v1/generate.
+        answer: what came back.
+        where: the server's address, for messages.
+        bounds: what is known of the server.
+
+    Returns:
+        The entries of `choices`, prompts × `n` of them, with their experts as arrays.
+
+    Raises:
+        ServerAnswerError: it cannot be the answer; the message says why.
+        ServerUnavailableError: a log-probability is NaN, or the server has broken off a completion.
+    """
+    sampling = request.get("sampling_params", request)
+    prompts = _prompts(request)
+    n = sampling.get("n", 1)
+    reader = _Reader(where, sampling, bounds, named=request.get("return_tokens_as_token_ids", "token_ids" in request))
+    choices = reader.in_order(answer.get("choices"), n * len(prompts))
+    for number, choice in enumerate(choices):
+        # TRL reads the prompt of the first completion of each.
+        echoed = choice.get("prompt_token_ids")
+        prompt = prompts[number // n]
+        if request.get("return_token_ids") and prompt is not None:
+            if echoed is None and number % n == 0:
+                reader.refuse(f"choice {number} does not say whose prompt it completes")
+            if echoed is not None and echoed != prompt:
+                reader.refuse(f"choice {number} completes the prompt {_short(echoed)} and not {_short(prompt)}")
+        reader.read(f"choice {number}", choice, prompt)
+    return choices
+
+
+def _prompts(request: dict[str, Any]) -> Sequence[list[int] | None]:
+    """Token ids of the prompts of a request; None for what was given as text or messages."""
+    prompts = request.get("prompt", request.get("token_ids"))
+    if prompts is None or isinstance(prompts, str):
+        return [None]
+    if isinstance(prompts[0], int):
+        return [prompts]
+    return [None if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+class _Reader:
+    """Reads the completions of one answer, and refuses it."""
+
+    def __init__(self, where: str, sampling: dict[str, Any], bounds: Bounds, named: bool):
+        self._where = where
+        self._longest = sampling.get("max_tokens")
+        # A chat's `logprobs` are true or false, and their number is the other one.
+        self._named_tokens: int | None = sampling.get("top_logprobs", sampling.get("logprobs"))
+        self._bounds = bounds
+        self._named = named  # tokens are called by their ids
+
+    def refuse(self, what: str) -> NoReturn:
+        raise ServerAnswerError(
+            f"vLLM at {self._where} did not answer what it was asked: {what}. Nothing of the answer is used: look at "
+            "what stands at this address, and at its version."
+        )
+
+    def in_order(self, choices: Any, count: int) -> list[dict[str, Any]]:
+        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+            self.refuse(f"its choices are {_short(choices)}")
+        if len(choices) != count:
+            self.refuse(f"it has {len(choices)} choices where {count} were asked for")
+        indices = [choice.get("index") for choice in choices]
+        if not _are_integers(indices) or sorted(indices) != list(range(count)):
+            self.refuse(f"the indices of its {count} choices are {_short(indices)}")
+        return sorted(choices, key=lambda choice: choice["index"])
+
+    def read(self, name: str, choice: dict[str, Any], prompt: list[int] | None) -> None:
+        ids = choice.get("token_ids")
+        if not isinstance(ids, list) or not _are_integers(ids):
+            self.refuse(f"the token_ids of {name} are {_short(ids)}")
+        vocabulary = self._bounds.vocabulary or 2**31
+        if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
+            out = next(token for token in ids if not 0 <= token < vocabulary)
+            self.refuse(f"{name} has the token {_short(out)}, and the vocabulary {vocabulary} tokens")
+        if self._longest is not None and len(ids) > self._longest:
+            self.refuse(f"{name} has {len(ids)} tokens where max_tokens is {self._longest}")
+        self._read_end(name, choice.get("finish_reason"), ids, prompt)
+        if self._named_tokens is not None:
+            self._read_logprobs(name, choice.get("logprobs"), ids)
+        if choice.get("routed_experts") is not None:
+            choice["routed_experts"] = self._read_routes(name, choice["routed_experts"], ids, prompt)
+
+    def _read_end(self, name: str, reason: Any, ids: list[int], prompt: list[int] | None) -> None:
+        if reason in ("abort", "error"):
+            raise ServerUnavailableError(f"vLLM at {self._where} has broken off {name} (finish_reason {reason!r})")
+        if reason not in _WHOLE:
+            self.refuse(f"the finish_reason of {name} is {_short(reason)}")
+        if reason != "length" or self._longest is None:
+            return
+        full = self._bounds.context is None or prompt is None or len(prompt) + len(ids) >= self._bounds.context
+        if len(ids) < self._longest and (not full or not ids):
+            self.refuse(f"{name} ends for its length after {len(ids)} of {self._longest} tokens")
+
+    def _read_routes(self, name: str, text: Any, ids: list[int], prompt: list[int] | None) -> np.ndarray:
+        """An array as vLLM sends it: its .npy file in base64."""
+        try:
+            routes = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+        except (ValueError, TypeError, OSError, EOFError) as error:
+            self.refuse(f"the routed_experts of {name} cannot be read ({error})")
+        if routes.ndim != 3 or routes.dtype.kind not in "ui" or (routes.size and routes.min() < 0):
+            self.refuse(f"the routed_experts of {name} are {routes.dtype} of the shape {routes.shape}")
+        if prompt is not None and len(routes) != len(prompt) + len(ids) - 1:
+            self.refuse(f"the routed_experts of {name} are of {len(routes)} tokens, not {len(prompt) + len(ids) - 1}")
+        return routes
+
+    def _read_logprobs(self, name: str, logprobs: Any, ids: list[int]) -> None:
+        tokens, values, tops = self._columns(name, logprobs)
+        for column, entries in (("tokens", tokens), ("token_logprobs", values), ("top_logprobs", tops)):
+            if not isinstance(entries, list) or len(entries) != len(ids):
+                count = len(entries) if isinstance(entries, list) else 0
+                self.refuse(f"{name} has {count} {column} for {len(ids)} tokens")
+        names = [f"{_NAME}{token}" for token in ids]
+        if self._named and tokens != names:
+            place = next(place for place, pair in enumerate(zip(tokens, names, strict=True)) if pair[0] != pair[1])
+            self.refuse(f"log-probability {place} of {name} is that of {_short(tokens[place])}, not {names[place]}")
+        self._require_log_probs(name, values)
+        if self._named and tops != [{of: value} for of, value in zip(names, values, strict=True)]:
+            self._read_named(name, names, values, tops)
+
+    def _columns(self, name: str, logprobs: Any) -> tuple[Any, Any, Any]:
+        """Tokens, log-probabilities, and most probable tokens, as /v1/completions has them."""
+        if not isinstance(logprobs, dict):
+            self.refuse(f"the logprobs of {name} are {_short(logprobs)}")
+        if "content" not in logprobs:
+            return logprobs.get("tokens"), logprobs.get("token_logprobs"), logprobs.get("top_logprobs")
+        entries = logprobs["content"]
+        try:
+            tops = [{top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries]
+            return [entry["token"] for entry in entries], [entry["logprob"] for entry in entries], tops
+        except (LookupError, TypeError) as error:
+            self.refuse(f"the logprobs of {name} cannot be read ({type(error).__name__}: {error})")
+
+    def _read_named(self, name: str, names: list[str], values: list[float], tops: list[Any]) -> None:
+        """Reads the most probable tokens at each position, the sampled one among them or beside them."""
+        vocabulary = self._bounds.vocabulary or 2**31
+        most = vocabulary if self._named_tokens in (None, -1) else self._named_tokens + 1
+        for place, (sampled, value, top) in enumerate(zip(names, values, tops, strict=True)):
+            if top is None:
+                continue
+            if not isinstance(top, dict) or len(top) > most:
+                self.refuse(f"the top_logprobs of {name} at token {place} are {_short(top)}")
+            if top.get(sampled, value) != value:
+                self.refuse(f"{name} has two log-probabilities of token {place}: {value} and {_short(top[sampled])}")
+            for token in top:
+                number = token.removeprefix(_NAME)
+                known = token.startswith(_NAME) and len(number) <= 10 and number.isdecimal()
+                if not known or str(int(number)) != number or int(number) >= vocabulary:
+                    self.refuse(f"{name} names the token {_short(token)} at token {place}")
+            self._require_log_probs(name, list(top.values()))
+            if (total := math.fsum(map(math.exp, top.values()))) > _MOST:
+                self.refuse(f"the probabilities at token {place} of {name} add up to {total:.3g}")
+
+    def _require_log_probs(self, name: str, values: list[Any]) -> None:
+        if not set(map(type, values)) <= {float, int}:
+            kind = next(value for value in values if type(value) not in (float, int))
+            self.refuse(f"a log-probability of {name} is {_short(kind)}")
+        if any(value != value for value in values):
+            raise ServerUnavailableError(f"vLLM at {self._where} returned log-probabilities that are NaN")
+        if values and not (min(values) >= _LOWEST and max(values) <= _HIGHEST):
+            out = next(value for value in values if not _LOWEST <= value <= _HIGHEST)
+            self.refuse(f"a log-probability of {name} is {_short(out)}")
+
+
+def routes_of(choices: list[dict[str, Any]]) -> list[np.ndarray | None]:
+    """The experts of each completion that `require_rollout` returned; see `ServerClient.routed_experts`."""
+    return [choice.get("routed_experts") for choice in choices]
+
+
+def _are_integers(values: list[Any]) -> bool:
+    """Whether all are numbers without a fraction; true and false are none, though Python takes them for some."""
+    return set(map(type, values)) <= {int}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

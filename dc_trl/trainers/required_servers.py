@@ -1,0 +1,79 @@
+"""Whether the vLLM servers of a run are there and fit it, asked before its model is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import PartialState
+from accelerate.logging import get_logger
+from transformers import AutoConfig, PretrainedConfig
+
+from ..config import DCGRPOConfig
+
+
+# vLLM's client is imported where a server is asked.
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+logger = get_logger(__name__)
+
+
+def config_of(model: str | PreTrainedModel, args: DCGRPOConfig) -> PretrainedConfig:
+    """Configuration of a model that is given as the trainer takes it."""
+    if not isinstance(model, str):
+        return model.config
+    options = args.model_init_kwargs or {}
+    return AutoConfig.from_pretrained(
+        model, revision=options.get("revision", "main"), trust_remote_code=args.trust_remote_code
+    )
+
+
+def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
+    """Refuses servers that are not there within `vllm_server_timeout`, or do not fit; every process has to call it.
+
+    What only the model itself can show, and who reaches whom in a weight stream, is left to `ServerGeneration`.
+
+    Args:
+        args: of the trainer, with `vllm_mode="server"`.
+        config: of the model that is trained.
+
+    Raises:
+        ServerError: names the server, what is wrong, and the option to change.
+    """
+    from ..rollouts.vllm_backends import raised_together
+    from ..serving.client import ServerClient
+    from ..serving.connection import Deadline, Patience
+    from ..serving.errors import ServerError
+    from ..serving.fit import check_server
+
+    one = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    urls = args.vllm_server_base_urls or [one]
+    weight_sync: str = args.weight_sync
+    if weight_sync == "auto":
+        quantized = args.deployment_scheme not in (None, "bf16")
+        weight_sync = "checkpoint" if quantized or len(urls) > 1 or not torch.cuda.is_available() else "none"
+    with raised_together(ServerError):
+        if not PartialState().is_main_process:
+            return
+        patience = Patience(60.0, args.vllm_server_timeout, args.vllm_max_retries, args.vllm_time_limit, "vllm_")
+        deadline = Deadline(args.vllm_time_limit)
+        for url in urls:
+            client = ServerClient(
+                url,
+                start_timeout=args.vllm_server_timeout,
+                patience=patience,
+                deadline=deadline,
+                report=logger.warning,
+            )
+            with client.connection.task(deadline), client.connection.reading("/server_info"):
+                check_server(
+                    *client.connection.persist(client.describe),
+                    scheme=args.deployment_scheme,
+                    config=config,
+                    max_length=max(args.max_completion_length + 1, args.vllm_max_model_length or 0),
+                    logprobs=args.named_tokens,
+                    weight_sync=weight_sync,
+                    routing_replay=args.routing_replay,
+                )

@@ -1,0 +1,181 @@
+"""A signal ends the request that a run waits for: the last whole step is saved at once, and the run can go on."""
+
+import os
+import random
+import re
+import signal
+import threading
+import time
+from contextlib import ExitStack
+
+import psutil
+import pytest
+
+from dc_trl import DCGRPOTrainer
+from dc_trl.resuming.checkpoints import checkpoint_defect
+from dc_trl.resuming.interruption import RunInterrupted, StopSignals
+
+from .helpers import (
+    TWO_PROCESSES,
+    distinct_characters,
+    make_config,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+    untimed_rows,
+)
+from .stub_server import completions, stub_server
+from .test_interruption import started
+from .vllm_server import requires_vllm
+
+
+pytestmark = requires_vllm
+SECONDS = 5.0  # that a signal's way to the saved run may take here, where cores are shared
+
+
+def answer(body):
+    """As vLLM: completions that hang on the prompt and the seed alone."""
+    prompts, tokens = [], []
+    for prompt in body["prompt"]:
+        for index in range(body["n"]):
+            draw = random.Random(f"{prompt} {body.get('seed', 0) + index}")
+            prompts.append(prompt)
+            tokens.append([draw.randrange(20, 200) for _ in range(draw.randrange(1, body["max_tokens"]))])
+    return completions(prompts, tokens, None)
+
+
+class Hang:
+    """Has servers answer until they are asked for one thing often enough; then a signal comes, and they hang."""
+
+    def __init__(self, servers, path, number):
+        self._servers, self._path, self._left = servers, path, number
+        self._lock = threading.Lock()
+        self.sent_at = None
+        for server in servers:
+            server.completes = answer
+            server.before = self
+
+    def __call__(self, server, path):
+        with self._lock:
+            if path != self._path or self._left == 0:
+                return
+            self._left -= 1
+            if self._left > 0:
+                return
+        time.sleep(0.3)  # the request is on its way by now, and so is whoever waits for it
+        self.sent_at = time.monotonic()
+        os.kill(os.getpid(), signal.SIGTERM)
+        server.ended.wait()
+
+
+def make_trainer(servers, output_dir, **options):
+    addresses = (
+        {"vllm_server_base_url": servers[0].url}
+        if len(servers) == 1
+        else {"vllm_server_base_urls": [server.url for server in servers]}
+    )
+    return DCGRPOTrainer(
+        make_model(64),
+        distinct_characters,
+        make_config(
+            output_dir,
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_server_timeout=10.0,
+            deployment_scheme="bf16",
+            **addresses | {"max_steps": 5} | options,
+        ),
+        train_dataset=make_prompts(),
+        eval_dataset=make_prompts(4) if "eval_strategy" in options else None,
+        processing_class=make_tokenizer(),
+    )
+
+
+@pytest.fixture
+def stubs():
+    with ExitStack() as stack:
+        yield [stack.enter_context(stub_server()) for _ in range(2)]
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
+SMALL_BATCHES = {"gradient_accumulation_steps": 2, "steps_per_generation": 1}
+# Servers, the request that hangs and the how manieth of them it is, and the settings of the run. A load takes one for
+# each server, after one that looks at the layers when the trainer is made and one when it meets the server.
+CASES = {
+    "rollout": (1, "/v1/completions", 4, {}),
+    "rollout-of-several": (2, "/v1/completions", 4, {}),
+    "reload": (1, "/collective_rpc", 5, {}),
+    "reload-of-several": (2, "/collective_rpc", 9, {}),
+    "evaluation": (1, "/v1/completions", 4, EVALUATED),
+    "evaluation-of-several": (2, "/v1/completions", 5, EVALUATED),
+    "a-look-at-the-weights": (1, "/weight_info", 9, {}),
+    "within-a-step": (1, "/v1/completions", 6, SMALL_BATCHES),
+    "within-a-step-of-several": (2, "/v1/completions", 6, SMALL_BATCHES),
+    "ahead": (1, "/v1/completions", 4, {"rollout_overlap": True}),
+    "ahead-of-several": (2, "/v1/completions", 4, {"rollout_overlap": True}),
+}
+QUICK = ("rollout", "reload-of-several", "evaluation-of-several", "within-a-step-of-several", "ahead-of-several")
+
+
+@pytest.mark.parametrize(
+    ("number", "path", "count", "options"),
+    [pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.long) for name, case in CASES.items()],
+)
+def test_a_signal_ends_the_request_and_the_run_goes_on_as_if_nothing_had_been(
+    tmp_path, stubs, number, path, count, options
+):
+    servers = stubs[:number]
+    hang = Hang(servers, path, count)
+    trainer = make_trainer(servers, tmp_path / "run", **options)
+    with StopSignals() as signals:
+        trainer.add_callback(signals)
+        with pytest.raises(RunInterrupted, match="The run is saved") as stopped:
+            trainer.train()
+        took = time.monotonic() - hang.sent_at
+    assert stopped.value.exit_code == 143
+    assert took < SECONDS
+    done = trainer.state.global_step
+    assert 0 < done < 5
+    checkpoint = tmp_path / "run" / f"checkpoint-{done}"
+    assert checkpoint_defect(checkpoint) is None
+
+    with ExitStack() as stack:
+        others = [stack.enter_context(stub_server()) for _ in servers]
+        for server in others:
+            server.completes = answer
+        resumed = make_trainer(others, tmp_path / "run", **options)
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        whole = make_trainer(others, tmp_path / "whole", **options)
+        whole.train()
+    rows = [untimed_rows(trainer, after=done) for trainer in (resumed, whole)]
+    for row in rows[0] + rows[1]:
+        row.pop("entropy")  # TRL's mean of it is not the same to the last bit each time
+    assert rows[0] == rows[1]
+    mine, theirs = resumed.model.state_dict(), whole.model.state_dict()
+    assert all(mine[name].equal(theirs[name]) for name in theirs)
+
+
+@pytest.mark.long
+def test_a_signal_to_a_process_that_waits_ends_the_request_of_the_main_one(tmp_path):
+    """Two processes, of which the main one asks; the other one, which gets the signal, is in a collective."""
+    with stub_server() as server:
+        hung = threading.Event()
+
+        def hang(stub, path):
+            if path == "/v1/completions" and stub.asked.count(path) == 3:
+                hung.set()
+                stub.ended.wait()
+
+        server.completes, server.before = answer, hang
+        options = {"per_device_train_batch_size": 8, "use_vllm": "true", "vllm_mode": "server"}
+        options |= {"vllm_server_base_url": server.url, "deployment_scheme": "bf16", "logging_steps": 1}
+        with started(tmp_path / "run", launcher=TWO_PROCESSES, **options) as run:
+            run.wait_for(hung.is_set)
+            time.sleep(1)
+            for process in psutil.Process(run.process.pid).children(recursive=True):
+                if process.environ().get("RANK") == "1" and "train.py" in " ".join(process.cmdline()):
+                    process.terminate()
+            assert run.process.wait(60) == 1  # torchrun's own code
+    assert run.output.count("SIGTERM has ended the run. The run is saved") == 1
+    assert len(re.findall(r"exitcode\s*: 143", run.output)) >= 1
+    assert checkpoint_defect(run.folder / "checkpoint-2") is None
