@@ -204,9 +204,10 @@ def test_prompts_with_images_get_seeds_too(stubs):
             return answered(path, body)
         asked.append((body["features"]["image"], body["sampling_params"]["seed"]))
         time.sleep(0.02 * (len(PROMPTS) - body["features"]["image"]))  # the last one is done first
-        logprobs = {"content": [{"token": "token_id:7", "logprob": -1.0, "top_logprobs": []}]}
         image = body["features"]["image"]
-        return 200, json.dumps({"choices": [{"index": 0, "token_ids": [image], "logprobs": logprobs}]})
+        logprobs = {"content": [{"token": f"token_id:{image}", "logprob": -1.0, "top_logprobs": []}]}
+        choice = {"index": 0, "token_ids": [image], "logprobs": logprobs, "finish_reason": "stop"}
+        return 200, json.dumps({"choices": [choice]})
 
     answered, stubs[0].answer = stubs[0].answer, complete
     client = ServerClient(stubs[0].url)

@@ -27,7 +27,7 @@ from ..serving.background import pause
 from ..serving.client import LOADING, ServerClient, Weights
 from ..serving.connection import Deadline, Patience, Tries, is_local
 from ..serving.errors import ServerError, ServerUnavailableError, WeightsNotWrittenError
-from ..serving.fit import check_server
+from ..serving.fit import check_server, require_shared_directory
 from ..serving.pool import ServerPool
 from .checkpoint_folder import CheckpointFolder, folder_path
 from .truncation import named_by_vllm
@@ -262,13 +262,7 @@ class ServerGeneration(_DeployedGeneration):
             ServerError: there are none.
         """
         if self.weight_sync == "checkpoint":
-            away = [url for url in self._urls if not is_local(url)]
-            if self.weight_sync_dir is None and away:
-                stream = ", or weight_sync='nccl'" if len(self._urls) == 1 else ""
-                raise ServerError(
-                    f"weight_sync_dir=None: the server at {' and '.join(away)} is on another machine, which does not "
-                    f"see this one's shared memory. Set weight_sync_dir to a directory that both see{stream}."
-                )
+            require_shared_directory(self.weight_sync_dir, self._urls)
             self._prepare_checkpoints(writes=True)
         deadline = Deadline(self._patience.time_limit)
         waits = {"start_timeout": self.server_timeout, "patience": self._patience, "deadline": deadline}

@@ -1,11 +1,13 @@
 """Whether a vLLM server serves us: samples what is trained, and takes its weights as they are sent."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from ..settings.program import command
+from .connection import is_local
 from .errors import ServerError
 
 
@@ -141,3 +143,18 @@ def schemes_of(kinds: list[str]) -> list[str]:
 def is_cpu(info: dict[str, Any]) -> bool:
     """Whether a server runs on a CPU, from `vllm_config` of its `/server_info`."""
     return info["device_config"]["device"].startswith("cpu")
+
+
+def require_shared_directory(weight_sync_dir: str | None, urls: Sequence[str]) -> None:
+    """Refuses servers on other machines where checkpoints go through this one's shared memory.
+
+    Raises:
+        ServerError: names these servers.
+    """
+    away = [url for url in urls if not is_local(url)]
+    if weight_sync_dir is None and away:
+        stream = ", or weight_sync='nccl'" if len(urls) == 1 else ""
+        raise ServerError(
+            f"weight_sync_dir=None: the server at {' and '.join(away)} is on another machine, which does not see this "
+            f"one's shared memory. Set weight_sync_dir to a directory that both see{stream}."
+        )

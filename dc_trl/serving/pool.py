@@ -81,7 +81,7 @@ class ServerPool(VLLMClient):
 
         meetings = {url: in_thread(partial(meet, url)) for url in urls}
         wait(meetings.values())
-        _raise_failures({url: meeting.exception() for url, meeting in meetings.items()})
+        raise_failures({url: meeting.exception() for url, meeting in meetings.items()})
         self.servers = [meeting.result() for meeting in meetings.values()]
         self.model = self.servers[0].client.model
         self.base_url = " and ".join(server.url for server in self.servers)  # for messages
@@ -130,7 +130,7 @@ class ServerPool(VLLMClient):
             self.lose(server, error)
         ready = [server for server in self.servers if server.lost is None]
         if not ready:
-            _raise_failures(failures)
+            raise_failures(failures)
         self._require_shared_folder(ready)
         return ready
 
@@ -238,7 +238,7 @@ def _finite(seconds: float) -> float | None:
     return None if seconds == math.inf else seconds
 
 
-def _raise_failures(failures: dict[str, BaseException | None]) -> None:
+def raise_failures(failures: dict[str, BaseException | None]) -> None:
     """Raises what servers failed with as one error, which is worth another try where all of them are.
 
     Args:

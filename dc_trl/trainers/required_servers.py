@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from concurrent.futures import wait
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,10 +46,12 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
         ServerError: names the server, what is wrong, and the option to change.
     """
     from ..rollouts.vllm_backends import raised_together
+    from ..serving.background import in_thread
     from ..serving.client import ServerClient
     from ..serving.connection import Deadline, Patience
     from ..serving.errors import ServerError
-    from ..serving.fit import check_server
+    from ..serving.fit import check_server, require_shared_directory
+    from ..serving.pool import raise_failures
 
     one = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
     urls = args.vllm_server_base_urls or [one]
@@ -54,26 +59,33 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
     if weight_sync == "auto":
         quantized = args.deployment_scheme not in (None, "bf16")
         weight_sync = "checkpoint" if quantized or len(urls) > 1 or not torch.cuda.is_available() else "none"
+    seconds = min(60.0, args.vllm_request_timeout or math.inf)
+    patience = Patience(seconds, args.vllm_server_timeout, args.vllm_max_retries, args.vllm_time_limit, "vllm_")
+    deadline = Deadline(args.vllm_time_limit)
+
+    def meet(url: str) -> None:
+        client = ServerClient(
+            url, start_timeout=args.vllm_server_timeout, patience=patience, deadline=deadline, report=logger.warning
+        )
+        with client.connection.task(deadline), client.connection.reading("/server_info"):
+            check_server(
+                *client.connection.persist(client.describe),
+                scheme=args.deployment_scheme,
+                config=config,
+                max_length=max(args.max_completion_length + 1, args.vllm_max_model_length or 0),
+                logprobs=args.named_tokens,
+                weight_sync=weight_sync,
+                routing_replay=args.routing_replay,
+            )
+
     with raised_together(ServerError):
         if not PartialState().is_main_process:
             return
-        patience = Patience(60.0, args.vllm_server_timeout, args.vllm_max_retries, args.vllm_time_limit, "vllm_")
-        deadline = Deadline(args.vllm_time_limit)
-        for url in urls:
-            client = ServerClient(
-                url,
-                start_timeout=args.vllm_server_timeout,
-                patience=patience,
-                deadline=deadline,
-                report=logger.warning,
-            )
-            with client.connection.task(deadline), client.connection.reading("/server_info"):
-                check_server(
-                    *client.connection.persist(client.describe),
-                    scheme=args.deployment_scheme,
-                    config=config,
-                    max_length=max(args.max_completion_length + 1, args.vllm_max_model_length or 0),
-                    logprobs=args.named_tokens,
-                    weight_sync=weight_sync,
-                    routing_replay=args.routing_replay,
-                )
+        if weight_sync == "checkpoint":
+            require_shared_directory(args.weight_sync_dir, urls)
+        if len(urls) == 1:
+            meet(*urls)
+            return
+        meetings = {url: in_thread(partial(meet, url)) for url in urls}
+        wait(meetings.values())
+        raise_failures({url: meeting.exception() for url, meeting in meetings.items()})
