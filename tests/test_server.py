@@ -1,6 +1,5 @@
 """`scripts/serve.py` and what it starts: a real vLLM server, its peers, its end."""
 
-import shutil
 import signal
 import subprocess
 import sys
@@ -8,7 +7,6 @@ import tempfile
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import psutil
 import pytest
@@ -23,7 +21,7 @@ from dc_trl.serving.server import VLLMServer, serve
 from dc_trl.settings.secrets import hide_in_options
 
 from .helpers import ROOT, TINY_MODEL, load_script, make_model, make_tokenizer
-from .vllm_server import Serve, requires_vllm, serving, shared_memory, wait_until_gone
+from .vllm_server import Serve, litter, requires_vllm, serving, shared_memory, wait_until_gone
 
 
 HAS_AMX = torch.cpu.get_capabilities().get("amx_tile", False)
@@ -137,10 +135,10 @@ def test_the_printed_command_starts_the_same_server_elsewhere_and_wrong_options_
 
 
 @pytest.mark.long
-def test_an_api_key_is_asked_for_and_kept_secret_and_ctrl_c_ends_everything(tmp_path, monkeypatch):
+def test_an_api_key_is_asked_for_and_kept_secret_and_ctrl_c_ends_everything(tmp_path, short_tmp, monkeypatch):
     key, token = "sk-wxyz-never-to-be-seen", "mine-and-nobody-elses"
     options = ["--", "--hf-token", token]
-    with serving(tmp_path, "--require_api_key", *options, VLLM_API_KEY=key) as server:
+    with serving(tmp_path, "--require_api_key", *options, VLLM_API_KEY=key, TMPDIR=str(short_tmp)) as server:
         url = server.url()
         assert "--hf-token '(hidden)'" in server.output
         assert token not in server.output + server.log_path.read_text()
@@ -158,6 +156,7 @@ def test_an_api_key_is_asked_for_and_kept_secret_and_ctrl_c_ends_everything(tmp_
         assert server.process.wait(60) == 0
         assert server.output.endswith("stopped\n")
         wait_until_gone(family)
+        assert litter(short_tmp) == []
 
 
 @pytest.mark.long
@@ -176,14 +175,6 @@ def wait_for_engine(processes):
     return [process for process in processes() if shared_memory([process])], left
 
 
-@pytest.fixture
-def short_tmp():
-    """A directory for temporary files of its own: the names of sockets are short."""
-    folder = Path(tempfile.mkdtemp(prefix="s-"))
-    yield folder
-    shutil.rmtree(folder)
-
-
 @pytest.mark.long
 def test_nothing_outlives_a_killed_serve(tmp_path, short_tmp):
     server = Serve(tmp_path, "--scheme", "fp8", TMPDIR=str(short_tmp))
@@ -196,6 +187,7 @@ def test_nothing_outlives_a_killed_serve(tmp_path, short_tmp):
     wait_until_gone(family)
     assert not any(path.exists() for path in left)
     assert not checkpoint.exists()
+    assert litter(short_tmp) == []
 
 
 @pytest.mark.long
@@ -232,6 +224,7 @@ def test_after_a_killed_engine_nothing_is_left_and_nobody_waits_for_the_next_one
     assert "no longer needed" in lines[-1]
     wait_until_gone(second)
     assert not checkpoint.exists()
+    assert litter(short_tmp) == []
     assert server.pid is None
 
 
@@ -250,13 +243,14 @@ def test_after_a_killed_engine_nothing_is_left_and_nobody_waits_for_the_next_one
     ],
     ids=["too-long", "no-kernel", "no-kv-memory", "unknown-option"],
 )
-def test_a_server_that_dies_says_why_and_where_its_log_is(tmp_path, arguments, words):
-    server = Serve(tmp_path, *arguments)
+def test_a_server_that_dies_says_why_and_where_its_log_is(tmp_path, short_tmp, arguments, words):
+    server = Serve(tmp_path, *arguments, TMPDIR=str(short_tmp))
     assert server.process.wait(180) == 1
     message = server.output.splitlines()[-1]
     assert message.startswith("error: vLLM ended with exit code"), server.output[-3000:]
     assert words in message
     assert str(server.log_path) in message
+    assert litter(short_tmp) == []
 
 
 @pytest.mark.long

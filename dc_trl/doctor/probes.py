@@ -271,6 +271,7 @@ def server(setup: Setup, scheme: str) -> Found:
     from ..quantization.tensors import policy_tensors
     from ..rollouts.engines import EngineSpec
     from ..serving.client import ServerClient
+    from ..serving.guard import temporary_folder
     from ..serving.server import serve, vllm_version
 
     policy, tokenizer = load_model(setup)
@@ -297,8 +298,8 @@ def server(setup: Setup, scheme: str) -> Found:
         client = ServerClient(running.url)
         writer = CheckpointWriter(policy, scheme, tokenizer)
         memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-        with tempfile.TemporaryDirectory(dir=memory, prefix="dc_trl-doctor-") as folder:
-            checkpoint = Path(folder, "checkpoint")
+        with temporary_folder("reload", memory) as folder:
+            checkpoint = folder / "checkpoint"
 
             def write() -> None:
                 shutil.rmtree(checkpoint, ignore_errors=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..files import locked_folder
 from ..quantization.checkpoint import CheckpointWriter
 from ..serving.errors import ServerError
+from ..serving.guard import guarded_folder
 
 
 _FROZEN = ".frozen"  # files of weights that training leaves alone
@@ -26,8 +26,9 @@ def folder_path(parent: str | None, run: str) -> Path:
 class CheckpointFolder:
     """Folder in shared memory (or where the user says) with the checkpoints that the engine reads.
 
-    It is locked as long as its process lives and removed with it; what a killed process left behind is removed by the
-    next one on the same host. Other hosts may write to the same directory, and not see the locks of this one.
+    It is locked as long as its process lives and removed with it, also where that is killed; what is left where a
+    machine lost its power is removed by the next one on the same host. Other hosts may write to the same directory,
+    and not see the locks of this one.
     """
 
     def __init__(self, parent: str | None, run: str):
@@ -39,7 +40,7 @@ class CheckpointFolder:
                 "the trainer and the vLLM server both see."
             )
         stack = ExitStack()
-        stack.enter_context(locked_folder(self.path, others=folder_path(parent, "*").name))
+        stack.enter_context(guarded_folder(self.path, others=folder_path(parent, "*").name))
         weakref.finalize(self, stack.close)
 
     def write(

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -20,17 +19,16 @@ from typing import Any
 
 import psutil
 
-from ..files import locked_folder
 from ..quantization.checkpoint import write_deployable
 from ..settings.ranges import ABOVE_0, COUNT, PORT, require_number
 from ..settings.secrets import HIDDEN, hide_in_options, is_secret_name, secrets_in_options, without_secrets
 from .connection import LOOPBACK, Connection
 from .errors import ServerError
 from .fit import CPU_EXTENSION, ROUTES_OPTION
+from .guard import end_watchdog, start_watchdog, temporary_folder
 from .preflight import free_port, require_model
 
 
-_WATCHDOG = Path(__file__).with_name("watchdog.py")
 _GRACE = 20.0  # seconds that a server has to end by itself
 _OPTIONS = [
     *("--dtype", "bfloat16"),
@@ -73,10 +71,10 @@ class VLLMServer:
         port: 0 for a free one.
         max_model_len: longest prompt and completion together, in tokens; the model's own limit by default.
         start_timeout: seconds to wait for the server to be up.
-        log_path: file that the server's output is appended to; one in the directory for temporary files by default.
+        log_path: file that the server's output is appended to. By default it is one in the directory for temporary
+            files, which is removed when a block that the server was the context manager of ends without an error.
         options: further options of `vllm serve`. Keys and tokens among them are not shown anywhere.
         environment: further environment variables of the server, CUDA_VISIBLE_DEVICES for example.
-        folder: a folder that this process removes when the server is gone; the watchdog does where it is killed.
         report: takes a line about what is happening now and then; `print` by default.
 
     Raises:
@@ -96,7 +94,6 @@ class VLLMServer:
         log_path: str | os.PathLike[str] | None = None,
         options: Sequence[str] = (),
         environment: dict[str, str] | None = None,
-        folder: Path | None = None,
         report: Callable[[str], None] = print,
     ):
         require_number("port", port, replace(PORT, or_else=(0, "for a free one")))
@@ -114,9 +111,9 @@ class VLLMServer:
             )
         shown_host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         self.url = f"http://[{shown_host}]:{self.port}" if ":" in shown_host else f"http://{shown_host}:{self.port}"
+        self._keeps_log = log_path is not None
         self.log_path = Path(log_path or Path(tempfile.gettempdir(), f"vllm-{self.port}-{os.getpid()}.log"))
         self._start_timeout = start_timeout
-        self._folder = folder
         self._report = report
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._log_begin = 0  # of the present server, behind the earlier ones of this file
@@ -170,16 +167,10 @@ class VLLMServer:
         free_port(self.host, self.port)  # nobody may have taken it since
         self._report(f"starting {self.command}\n(log: {self.log_path})")
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *self.arguments]
-        folder = [] if self._folder is None else ["--folder", str(self._folder)]
         with self.log_path.open("ab") as log:
             self._log_begin = log.tell()
-            self._watchdog = subprocess.Popen(
-                [sys.executable, str(_WATCHDOG), *folder, str(_GRACE), *command],
-                env=os.environ | self.environment,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for this process
+            self._watchdog = start_watchdog(
+                str(_GRACE), *command, env=os.environ | self.environment, stdout=log, stderr=subprocess.STDOUT
             )
         atexit.register(self.stop)
         try:
@@ -232,11 +223,8 @@ class VLLMServer:
         """Ends the server and all its processes, by force when they take longer than 20 seconds."""
         atexit.unregister(self.stop)
         watchdog, self._watchdog = self._watchdog, None
-        if watchdog is None:
-            return
-        assert watchdog.stdin is not None
-        watchdog.stdin.close()
-        watchdog.wait()
+        if watchdog is not None:
+            end_watchdog(watchdog)
 
     def last_error(self) -> str:
         """The line of the server's log that says best why it died."""
@@ -261,8 +249,11 @@ class VLLMServer:
         self.start()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.stop()
+        # Ctrl-C is an end in order too; an error may have named the file.
+        if not self._keeps_log and not (kind is not None and issubclass(kind, Exception)):
+            self.log_path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -293,13 +284,12 @@ def serve(
         OSError: there is no such model.
         ServerError: the server did not come up.
     """
-    temporary = Path(tempfile.gettempdir(), f"dc_trl-checkpoint-{uuid.uuid4().hex}")
-    with locked_folder(temporary, others="dc_trl-checkpoint-*", mode=0o700) as folder:
+    with temporary_folder("checkpoint") as folder:
         served = model if scheme == "bf16" else str(checkpoint_dir or folder / "checkpoint")
         if scheme == "bf16":
             options = ["--revision", revision, *options]
         # Whatever is wrong is said before the model is loaded.
-        server = VLLMServer(served, name=model, report=report, options=options, folder=folder, **kwargs)
+        server = VLLMServer(served, name=model, report=report, options=options, **kwargs)
         require_model(model, revision)
         if scheme != "bf16":
             size = write_deployable(model, scheme, served, revision=revision)

@@ -1,20 +1,26 @@
-"""Runs a command for as long as the process that asks for it lives. Standard library only, run as a file.
+"""Cleans up after a process that may be killed: ends its server, or removes its folder. Run as a file.
 
-    python watchdog.py [--folder FOLDER] GRACE COMMAND [ARGUMENT ...]
+    python watchdog.py --folder FOLDER
+    python watchdog.py GRACE COMMAND [ARGUMENT ...]
 
-Its standard input is a pipe that the asking process holds open and never writes to; the system closes it
-when that process exits, is killed or closes it on purpose. The command then gets SIGTERM, and after GRACE seconds it
-and all processes of its group get SIGKILL: a vLLM server that is still starting hangs on SIGTERM, and a killed one
-leaves its engine behind. FOLDER is what the asking process removes at its end; where that was killed, it is removed
-here. The exit code is the command's.
+Its standard input is a pipe that the asking process holds open. When that process writes to it, exits or is killed,
+FOLDER is removed; a command gets SIGTERM, and after GRACE seconds it and all processes of its group get SIGKILL: a
+vLLM server that is still starting hangs on SIGTERM, and a killed one leaves its engine behind. A command has a
+directory for temporary files of its own, which is removed when it has ended: vLLM leaves its sockets there. The exit
+code is the command's.
+
+Only the standard library is imported, so that it starts at once and takes little memory.
 """
 
 import argparse
+import getpass
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -22,6 +28,9 @@ from pathlib import Path
 
 
 _TRACKER_SECONDS = 10.0  # that Python's resource tracker has to remove what the other processes left
+# Bytes of a directory's name in which vLLM's sockets can have theirs: the system allows 107 for both, and the longest
+# that is made there is that of Python's `multiprocessing`, "/pymp-xxxxxxxx/listener-xxxxxxxx"; ZeroMQ's have 37.
+_LONGEST_FOLDER = 70
 
 
 def members(group: int) -> list[int]:
@@ -57,10 +66,17 @@ def end_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def end_with_parent(process: subprocess.Popen, grace: float) -> None:
-    # Until the pipe is closed; a buffered read would hold a lock that the interpreter wants when it exits.
-    while os.read(sys.stdin.fileno(), 1):
+def wait_for_parent(parent: int) -> None:
+    """Waits until the asking process wants the end, or is gone.
+
+    The pipe alone does not tell: what that process has forked holds it open too, and may outlive it.
+    """
+    while os.getppid() == parent and not select.select([sys.stdin], [], [], 1.0)[0]:
         pass
+
+
+def end_with_parent(process: subprocess.Popen, parent: int, grace: float) -> None:
+    wait_for_parent(parent)
     process.terminate()
     try:
         process.wait(grace)
@@ -68,20 +84,49 @@ def end_with_parent(process: subprocess.Popen, grace: float) -> None:
         process.kill()
 
 
+def make_temporary_folder() -> str:
+    """A directory for temporary files whose name leaves room for those of sockets."""
+    folder = tempfile.mkdtemp(prefix="vllm-")
+    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="vllm-", dir="/tmp")
+    return folder
+
+
+def run(command: list[str], parent: int, grace: float) -> int:
+    """Exit code of a command that ends with the asking process, if not before; nothing that it started is left."""
+    # What PyTorch compiles is no litter: another start finds it again, where it would have been without us.
+    with suppress(KeyError, OSError):  # a user without a name
+        cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+    folder = make_temporary_folder()
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, start_new_session=True, env=os.environ | {"TMPDIR": folder}
+        )
+        threading.Thread(target=end_with_parent, args=(process, parent, grace), daemon=True).start()
+        code = process.wait()
+        end_group(process.pid)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return code if code >= 0 else 128 - code
+
+
 def main() -> None:
     parent = os.getppid()
+    # Who ends all processes of a job together, as SLURM does, ends the command too: it is cleaned up after. A handler,
+    # since the command would inherit it if the signals were ignored.
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, lambda *_: None)
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder")
-    parser.add_argument("grace", type=float)
+    parser.add_argument("grace", type=float, nargs="?")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
-    process = subprocess.Popen(args.command, stdin=subprocess.DEVNULL, start_new_session=True)
-    threading.Thread(target=end_with_parent, args=(process, args.grace), daemon=True).start()
-    code = process.wait()
-    end_group(process.pid)
-    if args.folder is not None and os.getppid() != parent:
-        shutil.rmtree(args.folder, ignore_errors=True)
-    sys.exit(code if code >= 0 else 128 - code)
+    if args.folder is None:
+        sys.exit(run(args.command, parent, args.grace))
+    wait_for_parent(parent)
+    shutil.rmtree(args.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
