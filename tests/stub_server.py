@@ -66,7 +66,7 @@ class StubServer(ThreadingHTTPServer):
                         "revision": None,
                     },
                     "parallel_config": {"worker_extension_cls": CPU_EXTENSION, "data_parallel_size": 1},
-                    "scheduler_config": {"max_num_seqs": self.sequences},
+                    "scheduler_config": {"max_num_seqs": self.sequences, "enable_chunked_prefill": False},
                     "device_config": {"device": "cpu"},
                     "weight_transfer_config": {"backend": "nccl"},
                     "aux_output_config": {"enable_return_routed_experts": self.routes},

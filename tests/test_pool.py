@@ -1,5 +1,6 @@
 """Several servers in place of one: how prompts are spread, and what becomes of them when a server fails."""
 
+import json
 import random
 import threading
 import time
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from dc_trl import DCGRPOTrainer
 from dc_trl.serving import pool as pool_module
 from dc_trl.serving import shared_batch
-from dc_trl.serving.client import Weights
+from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.connection import Deadline, Patience
 from dc_trl.serving.errors import ServerError
 from dc_trl.serving.pool import ServerPool
@@ -178,11 +179,59 @@ def test_seeds_belong_to_the_prompts_of_a_batch_and_differ(stubs, lines):
     assert Counter(said) == {None: len(PROMPTS), 7: len(PROMPTS)}
 
 
+def test_one_server_gets_the_seeds_that_several_get_also_when_it_is_asked_again(stubs, no_pauses):
+    """One alone samples what a pool samples, and what is tried again is what was to be sampled."""
+    waits = Patience(server_timeout=5.0, max_retries=2)
+    client = ServerClient(stubs[0].url, patience=waits, report=lambda line: None)
+    assert generate(client) == expected_rollout()
+    stubs[0].failures = {"/v1/completions": 2}
+    assert generate(client) == expected_rollout()
+    assert generate(client, 1) == expected_rollout(1) != expected_rollout()
+    stubs[0].bodies.clear()
+    before = torch.get_rng_state()
+    client.generate(PROMPTS, temperature=0.0)
+    client.generate(PROMPTS, generation_kwargs={"seed": 7})
+    assert torch.equal(torch.get_rng_state(), before)
+    assert Counter(body.get("seed") for body in stubs[0].bodies) == {None: len(PROMPTS), 7: len(PROMPTS)}
+
+
+def test_prompts_with_images_get_seeds_too(stubs):
+    asked = []
+
+    def complete(path, body):
+        if path != "/inference/v1/generate":
+            return answered(path, body)
+        asked.append((body["features"]["image"], body["sampling_params"]["seed"]))
+        time.sleep(0.02 * (len(PROMPTS) - body["features"]["image"]))  # the last one is done first
+        logprobs = {"content": [{"token": "token_id:7", "logprob": -1.0, "top_logprobs": []}]}
+        image = body["features"]["image"]
+        return 200, json.dumps({"choices": [{"index": 0, "token_ids": [image], "logprobs": logprobs}]})
+
+    answered, stubs[0].answer = stubs[0].answer, complete
+    client = ServerClient(stubs[0].url)
+    features = [{"image": number} for number in range(len(PROMPTS))]
+    for _ in range(2):
+        torch.manual_seed(0)
+        output = client.generate(PROMPTS, features=features, n=1)
+        assert output["prompt_ids"] == PROMPTS
+        assert output["completion_ids"] == [[number] for number in range(len(PROMPTS))]
+    first, second = asked[: len(PROMPTS)], asked[len(PROMPTS) :]
+    assert sorted(first) == sorted(second)
+    assert len({seed for _, seed in first}) == len(PROMPTS)
+
+
+def test_a_rollout_of_one_server_ends_in_its_time(stubs):
+    stubs[0].completes = None  # it never answers
+    client = ServerClient(stubs[0].url, patience=Patience(request_timeout=60.0))
+    with client.connection.task(Deadline(1.0)), pytest.raises(ServerError, match="within the"):
+        generate(client)
+
+
 def test_the_seed_of_a_rollout_may_be_drawn_before_it(stubs, lines):
     pool = make_pool(stubs, lines)
     usual = generate(pool)
     torch.manual_seed(0)
-    pool.draw_seed()
+    pool.seeds.draw()
     assert generate(pool, seed=1) == usual
     assert generate(pool, seed=1) != usual
 

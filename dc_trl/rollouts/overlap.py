@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..serving.errors import ServerError
-from ..serving.pool import ServerPool
 from .background import BackgroundRollout
 from .vllm_backends import Generation, ServerGeneration, agree, raised_together
 
@@ -43,8 +42,7 @@ class OverlappedGeneration(ServerGeneration):
         """
         request = self._request(prompts, num_generations)
         if request is not None:
-            if isinstance(self.vllm_client, ServerPool):
-                self.vllm_client.draw_seed()  # in this thread, which also draws for training
+            self.vllm_client.seeds.draw()  # in this thread, which also draws for training
             self._ahead = BackgroundRollout(request)
             self._ahead.start(self.vllm_client)
 

@@ -14,6 +14,7 @@ import httpx
 import psutil
 
 from ..settings.program import command
+from .background import in_coroutine
 from .errors import ServerError, ServerRefusedError, ServerUnavailableError
 
 
@@ -21,6 +22,7 @@ T = TypeVar("T")
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CONNECT_SECONDS = 10.0
+_AT_ONCE = 512  # requests on their way; a process may have 1,024 files open by default
 
 
 class Deadline:
@@ -149,6 +151,35 @@ class Connection:
             response = self._http.request(method, path, timeout=timeout, **kwargs)
         return self._read(path, response)
 
+    def post_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What the server answers to several requests at once, within the time that one of them may take.
+
+        Raises:
+            ServerError: see `request`; the others are given up.
+        """
+        left = math.inf if self._deadline is None else self._deadline.left
+        if left == 0:
+            raise ServerUnavailableError(f"vLLM at {self.url} was not asked for {path}: no time is left for it")
+        limit = min(self.patience.request_timeout, left)
+        room = asyncio.Semaphore(_AT_ONCE)
+
+        async def ask(http: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
+            async with room:
+                return await self.arequest(http, "POST", path, json=body)
+
+        async def ask_all() -> list[dict[str, Any]]:
+            async with asyncio.timeout(limit), self.asynchronous() as http:
+                tasks = [asyncio.create_task(ask(http, body)) for body in bodies]
+                try:
+                    return await asyncio.gather(*tasks)
+                finally:
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.gather(*tasks, return_exceptions=True)
+
+        with self._reaching(path, None if limit < left else limit):
+            return in_coroutine(ask_all())
+
     def asynchronous(self) -> httpx.AsyncClient:
         """A client for an event loop, to be given to `arequest`."""
         return httpx.AsyncClient(**self._options)
@@ -164,7 +195,7 @@ class Connection:
         """What it means that there is no answer, where `left` seconds were left for it; None: `request_timeout`."""
         try:
             yield
-        except httpx.TimeoutException as error:
+        except (httpx.TimeoutException, TimeoutError) as error:
             setting = f"{self.patience.prefix}request_timeout={self.patience.request_timeout:g} s"
             allowed = setting if left is None else f"the {left:.3g} s that were left for it"
             raise ServerUnavailableError(f"vLLM at {self.url} did not answer {path} within {allowed}") from error

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from trl.generation.vllm_client import VLLMClient
 
 from .background import in_coroutine, in_thread
@@ -16,6 +15,7 @@ from .client import ServerClient, Weights, require_log_probs, require_routes, ro
 from .connection import Deadline, Patience, persist, wait_until_one_is_up
 from .errors import ServerError, ServerUnavailableError
 from .pooled_server import Fits, PooledServer
+from .seeds import RolloutSeeds
 from .shared_batch import SLOW, SharedBatch
 from .spread import ExpectedLengths
 
@@ -46,7 +46,7 @@ class ServerPool(VLLMClient):
 
     Attributes:
         servers: the servers, in the order of `urls`.
-        weights, routed_experts: see `ServerClient`.
+        weights, routed_experts, seeds: see `ServerClient`.
 
     Raises:
         ServerError: a server is not up within `start_timeout`, or does not fit; the message names all of them.
@@ -67,7 +67,7 @@ class ServerPool(VLLMClient):
         self.weights: Weights | None = None
         self.routed_experts: list[np.ndarray | None] = []
         self._lengths = ExpectedLengths()
-        self._seed: int | None = None  # of the next rollout, once it is drawn
+        self.seeds = RolloutSeeds()
 
         def meet(url: str) -> PooledServer:
             client = ServerClient(
@@ -194,14 +194,6 @@ class ServerPool(VLLMClient):
             require_log_probs(output["logprobs"], self.base_url)
         return output
 
-    def draw_seed(self) -> None:
-        """Draws the seed of the next rollout now, from PyTorch's generator, which a resumed run has as it was.
-
-        `generate` draws it by itself. Where that runs in another thread, beside training, which draws from the same
-        generator, it has to be drawn before: the order would be another one each time.
-        """
-        self._seed = int(torch.randint(2**62, ()).item())
-
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
         """The request that TRL writes for all prompts, answered by all servers together."""
         choices = self._complete(kwargs["json"])
@@ -210,13 +202,8 @@ class ServerPool(VLLMClient):
 
     def _complete(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         prompts, n, longest = body["prompt"], body["n"], body["max_tokens"]
-        requests = [body | {"prompt": [prompt]} for prompt in prompts]
-        if body["temperature"] > 0 and body.get("seed") is None:
-            if self._seed is None:
-                self.draw_seed()
-            for request, seed in zip(requests, _seeds(self._seed, len(prompts)), strict=True):
-                request["seed"] = seed
-            self._seed = None
+        requests = self.seeds.requests(body)
+        self.seeds.forget()
         costs = [self._lengths.cost(prompt, n, longest) for prompt in prompts]
         batch = SharedBatch(requests, costs, n, self.weights, lose=self.lose, report=self._report)
         deadline = Deadline(self._patience.time_limit)
@@ -248,11 +235,6 @@ class ServerPool(VLLMClient):
 def _finite(seconds: float) -> float | None:
     """As `concurrent.futures` takes it: None for no limit."""
     return None if seconds == math.inf else seconds
-
-
-def _seeds(of_batch: int | None, count: int) -> list[int]:
-    """A seed for each prompt of a batch. vLLM counts on from it for a prompt's completions, so they are far apart."""
-    return [int(seed) >> 2 for seed in np.random.SeedSequence(of_batch).generate_state(count, np.uint64)]
 
 
 def _raise_failures(failures: dict[str, BaseException | None]) -> None:

@@ -121,7 +121,7 @@ _ANSWERS: dict[str, dict[str, Any]] = {
                 "revision": None,
             },
             "parallel_config": {"worker_extension_cls": CPU_EXTENSION, "data_parallel_size": 1},
-            "scheduler_config": {"max_num_seqs": 256},
+            "scheduler_config": {"max_num_seqs": 256, "enable_chunked_prefill": False},
             "device_config": {"device": "cpu"},
         }
     },
