@@ -115,21 +115,28 @@ def sharded_generation(accelerator, weight_sync: str) -> ServerGeneration:
     return generation
 
 
-def broken_streams(accelerator) -> list[str]:
-    """A synchronization that fails before, in and after the stream, and one that does not: what each ended with."""
+def broken_streams(accelerator) -> list[list[str]]:
+    """A synchronization that fails before, in and after the stream, and one that does not.
+
+    What each ended with, and what the server calls its weights then.
+    """
     stream = vllm_client.packed_nccl_broadcast_producer = Stream()
     ServerClient.init_communicator = lambda self, device: None
     generation = sharded_generation(accelerator, "nccl")
     ends = []
-    for fault in ("/start_weight_update", "/update_weights", "/reset_prefix_cache", 2, None):
+    for fault in ("/update_weight_version", "/start_weight_update", "/update_weights", "/reset_prefix_cache", 2, None):
         stream.breaks_after = fault if isinstance(fault, int) else None
         if isinstance(fault, str) and accelerator.is_main_process:
             httpx.post(f"{URL}/fail", json={"path": fault, "times": 1}, timeout=10)
         try:
             generation.sync_weights()
-            ends.append("synchronized")
+            end = "synchronized"
         except ServerError as error:
-            ends.append(str(error))
+            end = str(error)
+        accelerator.wait_for_everyone()
+        version = httpx.get(f"{URL}/weight_info", timeout=10).json()["weight_version"]
+        accelerator.wait_for_everyone()  # or the next synchronization would change it
+        ends.append([end, version.replace(generation.weight_version, "NAME")])
     if accelerator.is_main_process:
         whole = dict(make_model(64).named_parameters())
         assert stream.taken.keys() == whole.keys()

@@ -1,12 +1,14 @@
 """What the answers of a server mean, and what is asked again: against a server that says what it is told to."""
 
 import asyncio
+import json
 import time
 
 import pytest
 
 from dc_trl.rollouts.sampling import Request, Sampling
 from dc_trl.rollouts.server_engine import ServerEngine
+from dc_trl.serving.client import ServerClient
 from dc_trl.serving.connection import Connection, Deadline, Patience
 from dc_trl.serving.errors import ServerError, ServerRefusedError, ServerUnavailableError
 
@@ -157,6 +159,52 @@ def test_completions_whose_connection_broke_are_asked_for_again(server):
     server.says["/v1/completions"] = (500, "out of memory")
     with pytest.raises(ServerUnavailableError, match=r"out of memory \(tried 2 times: max_retries\)"):
         list(engine.sample([Request([5], 0)], Sampling(8)))
+
+
+def test_no_sample_of_weights_that_came_later_is_handed_over(server):
+    engine = ServerEngine(server.url, concurrency=1)
+
+    def complete(body):
+        if body["seed"] == 2:
+            server.version = "loading-next"
+        return json.loads(COMPLETION[1])
+
+    server.completes = complete
+    got = []
+    with pytest.raises(ServerError, match=r"did not keep its weights: .*loading-next.* changed while it sampled"):
+        got.extend(position for position, _ in engine.sample([Request([5], seed) for seed in range(6)], Sampling(8)))
+    assert got == [0, 1]
+    with pytest.raises(ServerError, match=r"holds weights 'loading-next'.*start it anew"):
+        ServerEngine(server.url)
+
+
+@pytest.mark.parametrize(
+    ("fault", "left"),
+    [
+        (lambda server: server.says.update({"/collective_rpc": (500, "out of memory")}), "loading-new"),
+        (lambda server: server.failures.update({"/collective_rpc": 1}), "loading-new"),
+        (lambda server: server.says.update({"/reset_prefix_cache": (500, "no")}), "loading-new"),
+        (lambda server: setattr(server, "version", "loading-other"), "loading-other"),  # another run's load has begun
+        (lambda server: setattr(server, "version", "other"), "other"),
+    ],
+    ids=["fails", "breaks", "cache", "another-loads", "another-loaded"],
+)
+def test_a_load_that_does_not_end_well_leaves_no_name_of_whole_weights(server, monkeypatch, fault, left):
+    client = ServerClient(server.url)
+    seen, answer = [], server.answer
+
+    def spy(path, body):
+        if path == "/collective_rpc":
+            seen.append(server.version)
+            fault(server)
+        return answer(path, body)
+
+    client.load_checkpoint("folder", "old")
+    monkeypatch.setattr(server, "answer", spy)
+    with pytest.raises(ServerUnavailableError):
+        client.load_checkpoint("folder", "new")
+    assert seen == ["loading-new"]
+    assert client.weight_version() == left
 
 
 def test_completions_that_nobody_reads_any_more_are_given_up():

@@ -18,6 +18,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from dc_trl import DCGRPOTrainer
+from dc_trl.calibration.rollouts import require_engines
 from dc_trl.data.schema import MathProblem, to_dataset
 from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from dc_trl.evaluation.card import eval_results, require_card, write_eval_results
@@ -28,10 +29,11 @@ from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.estimators import mean_estimate
 from dc_trl.records.tables import markdown_table
 from dc_trl.rollouts.end_tokens import end_tokens
+from dc_trl.rollouts.engines import EngineSpec
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.sampling import ReplicaEngine, Request, Sampling, sample_seed
 from dc_trl.rollouts.server_engine import ServerEngine
-from dc_trl.serving.client import ServerClient
+from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.errors import ServerError
 
 from .helpers import (
@@ -430,6 +432,50 @@ def test_samples_of_a_server_are_known_by_what_it_discloses(fp8_server, tmp_path
     with pytest.raises(SystemExit, match=r"^error: weights=.*run-8.*holds samples that were drawn with .*run-7"):
         script([*command, "--samples", "2"])
     assert stored(tmp_path / "fp8" / "arithmetic") == before
+
+
+# Has a server load weights, and is killed 0.03 s later; it never says that they are loaded.
+LOAD_AND_DIE = """
+import os, sys, threading, time
+from dc_trl.serving.client import ServerClient
+
+client = ServerClient(sys.argv[1])
+ask = client._collective_rpc
+
+def die(method, **kwargs):
+    if "weights_path" in kwargs:
+        threading.Timer(0.03, lambda: os.kill(os.getpid(), 9)).start()
+        ask(method, **kwargs)
+        time.sleep(60)
+    return ask(method, **kwargs)
+
+client._collective_rpc = die
+client.load_checkpoint(sys.argv[2], "cut-off")
+"""
+
+
+@requires_vllm
+@pytest.mark.long
+def test_weights_whose_load_was_cut_off_are_not_taken_for_the_old_ones(fp8_server, tmp_path, script):
+    client = ServerClient(fp8_server.url)
+    root = httpx.get(f"{fp8_server.url}/v1/models", timeout=30).json()["data"][0]["root"]
+    client.load_checkpoint(root, "default")
+    done = subprocess.run([sys.executable, "-c", LOAD_AND_DIE, fp8_server.url, root], cwd=ROOT, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    try:
+        assert client.weight_version() == "loading-cut-off"
+        options = ["--url", fp8_server.url, "--scheme", "fp8", "--limit", "2", "--output", str(tmp_path)]
+        with pytest.raises(SystemExit, match=r"^error: vLLM at .* holds weights 'loading-cut-off'.*start it anew"):
+            script(evaluate_script(*options))
+        assert not list(tmp_path.rglob("settings.json"))
+        with pytest.raises(ServerError, match="holds weights 'loading-cut-off'"):
+            require_engines([EngineSpec.parse(fp8_server.url)], AutoModelForCausalLM.from_pretrained(TINY_MODEL))
+        # A run gives it weights of its own, and is not in doubt of them.
+        client.load(Weights("own", Path(root)))
+        assert client.generate([[5, 6]], max_tokens=2)["completion_ids"]
+    finally:
+        client.load_checkpoint(root, "default")
+    assert ServerEngine(fp8_server.url).disclosed.weight_version == "default"
 
 
 @requires_vllm

@@ -36,12 +36,15 @@ def seen(tmp_path_factory):
 
 @pytest.mark.long
 def test_a_stream_that_breaks_on_one_process_is_an_error_on_both_and_hangs_neither(seen):
-    start, update, reset, nccl, healthy = seen["ends"]
+    (naming, start, update, reset, nccl, healthy), names = zip(*seen["ends"], strict=True)
+    assert "broke during /update_weight_version" in naming
     assert "broke during /start_weight_update" in start
     assert "broke during /update_weights" in update
     assert "broke during /reset_prefix_cache" in reset
     assert "weight_sync='nccl' failed: NCCL error" in nccl
     assert healthy == "synchronized"
+    # Weights that may have been sent in part have no name of weights that are whole.
+    assert names[1:] == ("loading-NAME",) * 4 + ("NAME",)
 
 
 @pytest.mark.long

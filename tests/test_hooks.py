@@ -104,6 +104,9 @@ HOOKS: dict[str, str] = {
     "trl.generation.vllm_client.VLLMClient.reset_prefix_cache": "(self)",
     "trl.generation.vllm_client.VLLMClient._get": "(self, url, **kwargs)",
     "trl.generation.vllm_client.VLLMClient._post": "(self, url, **kwargs)",
+    "trl.generation.vllm_client.VLLMClient._generate_from_features": (
+        "(self, prompts, features, sampling_params, max_concurrent_requests)"
+    ),
     "trl.generation.vllm_client.VLLMClient.image_features": "(self, images, max_concurrent_requests)",
     "trl.generation.vllm_client.VLLMClient.generate": (
         "(self, prompts, features, n, repetition_penalty, temperature, top_p, top_k, min_p, max_tokens, "
@@ -172,6 +175,8 @@ HOOKS: dict[str, str] = {
     "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod.process_weights_after_loading": (
         "(self, layer)"
     ),
+    "vllm.v1.engine.core_client.InprocClient.shutdown": "(self, timeout)",
+    "vllm.v1.engine.core_client.InprocClient._finalizer": "= weakref.finalize(self, self.engine_core.shutdown)",
     "vllm.v1.worker.cpu_worker.CPUWorker.reload_weights": "(self, *args, **kwargs)",
     "vllm.v1.worker.cpu_worker.CPUWorker.get_model": "(self)",
 }

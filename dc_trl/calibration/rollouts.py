@@ -1,7 +1,6 @@
 """Completions with their log-probabilities from any engine: a vLLM server, started or running, or the replica."""
 
 import math
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
@@ -23,10 +22,11 @@ from ..rollouts.engines import EngineSpec
 from ..rollouts.replica import Replica
 from ..rollouts.routing import Routers, RoutesRecorder
 from ..rollouts.sampling import sample_seed
-from ..serving.client import ServerClient
+from ..serving.client import ServerClient, require_loaded
 from ..serving.connection import Patience
 from ..serving.errors import ServerError, ServerUnavailableError
 from ..serving.fit import check_server, layer_kinds, schemes_of
+from ..serving.guard import temporary_folder
 from ..serving.server import VLLMServer, vllm_version
 from ..settings.program import command
 from .settings import CalibrationSettings
@@ -197,12 +197,19 @@ def _from_server(
             rollouts.append(Rollout(number, ids, logps, len(ids) >= room and ids[-1] not in ends))
         return rollouts
 
+    begun_with = client.weight_version()
+    require_loaded(begun_with, client.base_url)
     pool = ThreadPoolExecutor(_REQUESTS, "dc_trl-rollouts")
     try:
         futures = [pool.submit(complete, number) for number in range(len(prompts))]
         for future in as_completed(futures):
             future.result()  # raises what went wrong
             bar.update()
+        if (now := client.weight_version()) != begun_with:
+            raise ServerError(
+                f"vLLM at {client.base_url} did not keep its weights: it began with {begun_with!r} and has {now!r}. "
+                "The weights changed while it sampled: measure again when no run loads others into this server."
+            )
         return [rollout for future in futures for rollout in future.result()]
     finally:
         # After an error or Ctrl-C, nobody waits for what is still on its way, and nothing is asked again.
@@ -221,6 +228,7 @@ def _connect(url: str, policy: Policy, longest_prompt: int) -> tuple[ServerClien
         ) from error
     info, layers = client.get_server_info(), client.layers()
     try:
+        require_loaded(client.weight_version(), client.base_url)
         # No weights are sent, and the server's number format is what it is.
         needed = longest_prompt + 1
         check_server(info, layers, scheme=None, config=policy.config, max_length=needed, weight_sync="none")
@@ -236,8 +244,8 @@ def _serving(
     """A server of the policy's present weights in a scheme, for the time of the block."""
     log = Path(settings.log_dir, f"vllm_server_{scheme}.log") if settings.log_dir is not None else None
     options, report = settings.serve_options, settings.report
-    with tempfile.TemporaryDirectory(prefix="dc_trl-calibrate-") as folder:
-        checkpoint = Path(folder, "checkpoint")
+    with temporary_folder("calibrate") as folder:
+        checkpoint = folder / "checkpoint"
         CheckpointWriter(policy, scheme, tokenizer).write(policy_tensors(policy), checkpoint)
         with VLLMServer(checkpoint, max_model_len=limit, options=options, log_path=log, report=report) as server:
             yield server

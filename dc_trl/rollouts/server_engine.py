@@ -9,6 +9,7 @@ from typing import NamedTuple
 import httpx
 
 from ..serving.background import in_event_loop
+from ..serving.client import require_loaded
 from ..serving.connection import Connection, Patience
 from ..serving.errors import ServerError, ServerRefusedError
 from .neutral_sampling import SERVER_DEFAULTS
@@ -45,7 +46,7 @@ class ServerEngine:
         disclosed: what the server says of the weights that it holds.
 
     Raises:
-        ServerError: no server answers there, or it asks for a key.
+        ServerError: no server answers there, or it asks for a key, or its weights are being loaded.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class ServerEngine:
         self._concurrency = concurrency
         first_try = patience._replace(max_retries=0)
         self.disclosed, self.max_length = self._connection.persist(self._disclose, first_try)
+        require_loaded(self.disclosed.weight_version, self._connection.url)
         self.model = self.disclosed.name
 
     def _disclose(self, first: bool) -> tuple[Disclosed, int]:
@@ -87,10 +89,19 @@ class ServerEngine:
             while (item := done.get()) is not None:
                 yield item
             sampled.result()  # raises what ended it
-        if (now := self._connection.persist(self._disclose)[0]) != self.disclosed:
+        self._require_kept(self._connection.persist(self._disclose)[0])
+
+    def _require_kept(self, now: Disclosed) -> None:
+        """Refuses what was sampled before the server has said this of its weights.
+
+        Raises:
+            ServerError: it began with others.
+        """
+        if now != self.disclosed:
             raise ServerError(
                 f"vLLM at {self._connection.url} did not keep its weights: it began with {self.disclosed} and has "
-                f"{now}. What it sampled is of both, and not to be used."
+                f"{now}. The weights changed while it sampled. What is stored is of the first ones: have it hold "
+                "these again to go on, or choose another output directory."
             )
 
     async def _sample_all(self, requests: Sequence[Request], sampling: Sampling, done: queue.SimpleQueue) -> None:
@@ -123,5 +134,9 @@ class ServerEngine:
         answer = await connection.apersist(
             http, lambda: connection.arequest(http, "POST", "/v1/completions", json=body)
         )
+        if self.disclosed.weight_version is not None:
+            # After each of them: what is handed over is stored at once, and has to be of these weights.
+            held = await connection.apersist(http, lambda: connection.arequest(http, "GET", "/weight_info"))
+            self._require_kept(self.disclosed._replace(weight_version=held["weight_version"]))
         (choice,) = answer["choices"]
         return Completion(choice["text"], answer["usage"]["completion_tokens"], choice["finish_reason"] == "length")

@@ -4,6 +4,7 @@ import math
 import shutil
 import time
 import uuid
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
 from ..quantization.tensors import deployed_tensors, frozen_tensors, is_packed
-from ..serving.client import ServerClient, Weights
+from ..serving.client import LOADING, ServerClient, Weights
 from ..serving.connection import Deadline, Patience, Tries, is_local
 from ..serving.errors import ServerError
 from ..serving.fit import check_server
@@ -45,6 +46,14 @@ class Generation(VLLMGeneration):
         self.last_sync: dict[str, float] = {}
         self.syncs: Counter[str] = Counter()
         super().__init__(**kwargs)
+        if self.mode == "colocate":
+            # Made after vLLM's own, so that it comes first when the process exits.
+            self._end_engine = weakref.finalize(self, _end_engine, self.llm.llm_engine.engine_core)
+
+    def close(self) -> None:
+        """Ends an engine of this process, and with it the process group of `torch.distributed`; a server lives on."""
+        if self.mode == "colocate":
+            self._end_engine()
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         """See TRL's; where the kept tokens are known, log-probabilities are `KeptLogProb`, one for each token."""
@@ -52,6 +61,14 @@ class Generation(VLLMGeneration):
         if self.logprobs and self.temperature > 0:
             logprobs = named_by_vllm(completion_ids, logprobs, token_ids)
         return prompt_ids, completion_ids, logprobs, token_ids
+
+
+def _end_engine(engine: Any) -> None:
+    """What vLLM does when the process exits, save where the process group is gone by then, and its own with it."""
+    if torch.distributed.is_initialized():
+        engine.shutdown()
+    else:
+        engine._finalizer.detach()
 
 
 class _DeployedGeneration(Generation):
@@ -269,10 +286,20 @@ class ServerGeneration(_DeployedGeneration):
             if self.weight_sync == "checkpoint":
                 self._write_checkpoint()
                 self._timed(self._bring)
-            elif self.accelerator.is_main_process:
+                return
+            self._announce()
+            if self.accelerator.is_main_process:
                 self._stream_weights()
             else:
                 super().sync_weights()
+
+    def _announce(self) -> None:
+        """Has the server say that it is given weights; where it cannot, no process begins to gather them."""
+        with raised_together(ServerError):
+            if self.accelerator.is_main_process:
+                client, version = self.vllm_client, self.weight_version
+                client.weights = Weights(version, None)
+                client.connection.persist(lambda first: client.name_weights(LOADING + version))
 
     def _load(self) -> None:
         with raised_together(ServerError):
@@ -301,7 +328,6 @@ class ServerGeneration(_DeployedGeneration):
     def _stream_weights(self) -> None:
         """TRL's stream of the weights, on the main process; the others take part in gathering them."""
         client, version = self.vllm_client, self.weight_version
-        client.weights = Weights(version, None)
         with client.connection.task():
             try:
                 super().sync_weights()
@@ -311,7 +337,7 @@ class ServerGeneration(_DeployedGeneration):
                 if isinstance(error, ServerError):
                     raise
                 raise ServerError(f"weight_sync='nccl' failed: {error}") from error
-            client.connection.persist(lambda first: client.name_weights(version))
+            client.connection.persist(lambda first: client.name_loaded(version))
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         # Kept, so that it can be brought to its end when what reads it fails.

@@ -4,6 +4,7 @@ import base64
 import io
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,29 @@ from trl.generation.vllm_client import VLLMClient
 from .connection import ONE_TRY, Connection, Deadline, Patience
 from .errors import ServerError, ServerUnavailableError
 from .fit import ROUTES_OPTION, is_cpu
+from .seeds import RolloutSeeds
+
+
+_IMAGES_AT_ONCE = 64  # prompts with images on their way, as many as TRL sends
+LOADING = "loading-"  # begins the version of weights that are not all there yet
+
+
+def require_loaded(version: str | None, url: str) -> None:
+    """Refuses the weights of a server that are not all of one version.
+
+    Args:
+        version: that the server gives; None where it gives none.
+        url: of the server, for the message.
+
+    Raises:
+        ServerError: they are being loaded, or a load of them was cut off.
+    """
+    if version is not None and version.startswith(LOADING):
+        raise ServerError(
+            f"vLLM at {url} holds weights {version!r}: they are being loaded, or a load of them was cut off, and then "
+            "nobody can say what they are. Wait until it has ended; where no run uses this server any more, start it "
+            "anew."
+        )
 
 
 class Weights(NamedTuple):
@@ -26,7 +50,8 @@ class Weights(NamedTuple):
 class ServerClient(VLLMClient):
     """Client of a vLLM server whose weights are replaced during training.
 
-    `generate` is tried again where the server fails. Once the client has been given weights, completions count only
+    `generate` is tried again where the server fails. Each prompt is a request of its own with a seed of its own, so
+    that the same run samples the same again. Once the client has been given weights, completions count only
     if the server held these before and after them; a server that lost them gets them again first.
 
     Args:
@@ -40,6 +65,7 @@ class ServerClient(VLLMClient):
     Attributes:
         connection: what the requests go through.
         weights: what the server has to hold for a rollout; None: whatever it holds.
+        seeds: of the prompts of rollouts.
         routed_experts: experts that the last completions were sampled with, each of shape (tokens of prompt and
             completion less one, decoder layers, k), unsigned; None where the server does not return them.
 
@@ -60,6 +86,7 @@ class ServerClient(VLLMClient):
     ):
         self.connection = Connection(base_url, patience, report)
         self.weights: Weights | None = None
+        self.seeds = RolloutSeeds()
         self.routed_experts: list[np.ndarray | None] = []
         connect = super().__init__
         with self.connection.task(deadline) as end:
@@ -80,10 +107,14 @@ class ServerClient(VLLMClient):
         return self.connection.get(url.removeprefix(self.base_url), **kwargs)
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        answer = self.connection.request("POST", url.removeprefix(self.base_url), **kwargs)
-        if "choices" in answer:  # TRL passes on no more than tokens and log-probabilities
-            self.routed_experts = routes_of(answer["choices"])
-        return answer
+        path = url.removeprefix(self.base_url)
+        if path != "/v1/completions":
+            return self.connection.request("POST", path, **kwargs)
+        # A request for each prompt, which alone can have a seed of its own.
+        answers = self.connection.post_all(path, self.seeds.requests(kwargs["json"]))
+        choices = [choice for answer in answers for choice in answer["choices"]]
+        self.routed_experts = routes_of(choices)  # TRL passes on no more than tokens and log-probabilities
+        return {"choices": choices}
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
@@ -94,7 +125,10 @@ class ServerClient(VLLMClient):
             ServerError: the server refused, or failed for good; or it did not give what a rollout of its weights
                 needs.
         """
-        return self.connection.persist(lambda first: self._generate(first, *args, **kwargs))
+        try:
+            return self.connection.persist(lambda first: self._generate(first, *args, **kwargs))
+        finally:
+            self.seeds.forget()  # not before: what is tried again is sampled alike
 
     def _generate(self, first: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
         if self.weights is None:
@@ -104,6 +138,21 @@ class ServerClient(VLLMClient):
         self.require_version(self.weight_version(), self.weights)
         require_log_probs(output["logprobs"], self.base_url)
         return output
+
+    def _generate_from_features(
+        self, prompts: list[list[int]], features: list[dict[str, Any] | None], sampling_params: dict[str, Any]
+    ) -> dict[str, list]:
+        # TRL sends a request for each of these prompts, all with the same settings.
+        requests = self.seeds.requests(sampling_params | {"prompt": prompts})
+        ask = super()._generate_from_features
+
+        def complete(number: int) -> dict[str, list]:
+            settings = {name: value for name, value in requests[number].items() if name != "prompt"}
+            return ask(prompts[number : number + 1], features[number : number + 1], settings)
+
+        with ThreadPoolExecutor(min(_IMAGES_AT_ONCE, len(prompts))) as pool:
+            outputs = list(pool.map(complete, range(len(prompts))))
+        return {name: [entry for output in outputs for entry in output[name]] for name in outputs[0]}
 
     def require_routes(self) -> None:
         """See the function of this name, of the last completions."""
@@ -136,11 +185,6 @@ class ServerClient(VLLMClient):
                 "with a fresh server, or use weight_sync='checkpoint'."
             )
         self.load_checkpoint(str(weights.checkpoint), weights.version)
-        if (served := self.weight_version()) != weights.version:
-            raise ServerUnavailableError(
-                f"vLLM at {self.base_url} serves weights {served!r} where {weights.version!r} were loaded: does "
-                "another run use it?"
-            )
 
     def require_version(self, served: str, weights: Weights) -> None:
         """Refuses completions after which the server held another version than that of their weights.
@@ -165,18 +209,42 @@ class ServerClient(VLLMClient):
         Args:
             directory: of the checkpoint, as the server sees it.
             weight_version: see `name_weights`.
+
+        Raises:
+            ServerUnavailableError: it failed, or loads others meanwhile.
         """
+        self.name_weights(LOADING + weight_version)
         self._collective_rpc(self._reload_method, weights_path=directory)
         self.reset_prefix_cache()
-        self.name_weights(weight_version)
+        self.name_loaded(weight_version)
 
     @cached_property
     def _reload_method(self) -> str:
         return "reload_checkpoint" if is_cpu(self.get_server_info()) else "reload_weights"
 
     def name_weights(self, weight_version: str) -> None:
-        """Has the server call its present weights by this version from now on."""
+        """Has the server call its present weights by this version from now on.
+
+        A version that begins with `LOADING` is of weights that are being loaded. The server has it from before the
+        first of them changes until all have: whatever cuts a load off, no name outlives the weights that it was given
+        to.
+        """
         self.connection.request("POST", "/update_weight_version", json={"new_version": weight_version})
+
+    def name_loaded(self, weight_version: str) -> None:
+        """Takes away the `LOADING` from the name of weights whose load has ended well.
+
+        Raises:
+            ServerUnavailableError: another client has begun to load others into the server.
+        """
+        before = self.weight_version()
+        if before == LOADING + weight_version:
+            self.name_weights(weight_version)
+        if (served := self.weight_version()) != weight_version:
+            raise ServerUnavailableError(
+                f"vLLM at {self.base_url} serves weights {served!r} where {weight_version!r} were loaded: does "
+                "another run use it?"
+            )
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache.

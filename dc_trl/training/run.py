@@ -96,9 +96,11 @@ def _publish(trainer: DCGRPOTrainer, dataset_name: str | None) -> Outcome:
 
 
 def release_processes(trainer: DCGRPOTrainer) -> None:
-    """Lets go of the process group: processes that still hold it may abort at exit."""
+    """Lets go of the engine and of the process group: processes that still hold it may abort at exit."""
     # Gloo deadlocks when it is taken down while its thread lets go of the last gather, which takes the interpreter's
     # lock (torch 2.13): leave it the time.
     if trainer.accelerator.num_processes > 1:
         time.sleep(1)
+    if trainer.use_vllm:
+        trainer.vllm_generation.close()
     trainer.accelerator.end_training()
