@@ -193,6 +193,18 @@ def test_two_processes_stop_together_and_go_on_together(tmp_path):
 
 
 @pytest.mark.long
+def test_the_process_that_is_left_says_how_to_go_on_where_the_main_one_has_died(tmp_path):
+    """As when the kernel's memory killer takes it: the launcher's own traceback says nothing of a checkpoint."""
+    with started(tmp_path / "run", launcher=TWO_PROCESSES, per_device_train_batch_size=8, save_steps=1) as run:
+        run.wait_for((run.folder / "checkpoint-1" / "trainer_state.json").exists)
+        for process in psutil.Process(run.process.pid).children(recursive=True):
+            if process.environ().get("RANK") == "0" and "train.py" in " ".join(process.cmdline()):
+                process.kill()
+        assert run.process.wait(120) == 1
+    assert f"Go on from the last checkpoint: the same command with --output_dir {run.folder}" in run.output
+
+
+@pytest.mark.long
 def test_ctrl_c_while_it_imports_is_one_line(tmp_path):
     with started(tmp_path / "run") as run:
         time.sleep(1)

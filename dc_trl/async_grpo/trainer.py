@@ -39,6 +39,7 @@ from ..gate.start import require_startable
 from ..hub.card import write_run_card
 from ..quantization.policy import base_model
 from ..resuming.checkpoints import STATE_FILE
+from ..serving.errors import ServerError
 from ..settings.distribution import sharding_of
 from ..settings.reward_functions import checked_reward
 from .config import AsyncDCGRPOConfig
@@ -161,6 +162,24 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             vocabulary = self.accelerator.unwrap_model(self.model).config.get_text_config().vocab_size
             self.rollout_worker = CheckedRolloutWorker.like(self.rollout_worker, vocabulary)
             self.rollout_queue = self.rollout_worker.rollout_buffer
+
+    def train(self, *args, **kwargs):
+        """Trains as TRL's trainer does; where an answer of the server cannot be used, the last whole step is saved.
+
+        With several processes it is not: the others wait for samples of the main one, and hear nothing of its error.
+
+        Raises:
+            ServerError: what was wrong with the answer.
+        """
+        try:
+            return super().train(*args, **kwargs)
+        except ServerError as error:
+            if self.accelerator.num_processes > 1 or self.state.global_step == 0:
+                raise
+            self._save_checkpoint(self.model, trial=None)
+            folder = Path(self._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            way_back = f"The run is saved: go on with resume_from_checkpoint={str(folder)!r} {error.when}."
+            raise ServerError(f"{error} {way_back}") from error
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """Writes README.md into the output directory, from our own template and not TRL's."""

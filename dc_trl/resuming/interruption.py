@@ -6,9 +6,11 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from itertools import count
 from types import FrameType
 
+import psutil
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather
@@ -77,7 +79,10 @@ class StopSignals(TrainerCallback):
         _installed.append(self)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
+        if kind is not None and self._training and not issubclass(kind, (RunInterrupted, SystemExit)):
+            # A traceback follows, and that of a launcher, which say what happened and not how to go on.
+            _write(f"\n{kind.__name__} has ended the training. {self._way_back()}\n")
         _installed.remove(self)
         signal.set_wakeup_fd(self._wakeup)
         for signum, handler in self._previous.items():
@@ -145,7 +150,7 @@ class StopSignals(TrainerCallback):
             if not self._signum:
                 self._signum, first = data[0], time.monotonic()
                 if self._training:
-                    _say(data[0], "the run ends after this step or evaluation batch; a second signal ends it at once.")
+                    _say(data[0], f"the run ends after this step or evaluation batch; {self._else()}")
                     abandon_requests()
                     if PartialState().num_processes > 1:
                         in_thread(self._news.tell)  # which may wait, and a second signal may not
@@ -153,6 +158,13 @@ class StopSignals(TrainerCallback):
                 _say(data[0], f"ended at once. {self._way_back()}")
                 os._exit(128 + self._signum)
         os.close(signals)
+
+    def _else(self) -> str:
+        """What becomes of a run that a signal cannot end after its step."""
+        if PartialState().num_processes == 1:
+            return "a second signal ends it at once."
+        # A launcher sends the signal where a process has died, for which the others would wait.
+        return f"a second signal ends it at once. Where one of its processes has died: {self._way_back()}"
 
     def _way_back(self) -> str:
         """How to go on where nothing more is saved."""
@@ -178,9 +190,27 @@ class _News:
 
 
 def _say(signum: int, what: str) -> None:
-    # Not by print, whose buffer the main thread may be writing to. RANK is what launchers set.
-    if os.environ.get("RANK", "0") == "0":
-        os.write(sys.stderr.fileno(), f"\n{signal.Signals(signum).name}: {what}\n".encode())
+    _write(f"\n{signal.Signals(signum).name}: {what}\n")
+
+
+def _write(line: str) -> None:
+    """Writes to stderr, from the first process of a launch that still lives on this machine."""
+    # Not by print, whose buffer the main thread may be writing to.
+    if _is_first():
+        os.write(sys.stderr.fileno(), line.encode())
+
+
+def _is_first() -> bool:
+    rank = int(os.environ.get("RANK", "0"))  # which launchers set
+    if rank == 0:
+        return True
+    if int(os.environ.get("GROUP_RANK", "0")) > 0:  # of another machine than the first
+        return False
+    for process in psutil.Process(os.getppid()).children():
+        with suppress(psutil.Error):  # it has ended meanwhile
+            if process.status() != psutil.STATUS_ZOMBIE and int(process.environ().get("RANK", str(rank))) < rank:
+                return False
+    return True
 
 
 def resume_command(output_dir: str) -> str:

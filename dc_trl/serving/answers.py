@@ -4,6 +4,7 @@ import base64
 import io
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -94,6 +95,7 @@ class _Reader:
         # A chat's `logprobs` are true or false, and their number is the other one.
         self._named_tokens: int | None = sampling.get("top_logprobs", sampling.get("logprobs"))
         self._bounds = bounds
+        self._read_names: set[str] = set()  # of tokens of the vocabulary
         self._named = named  # tokens are called by their ids
 
     def refuse(self, what: str) -> NoReturn:
@@ -157,12 +159,12 @@ class _Reader:
             if not isinstance(entries, list) or len(entries) != len(ids):
                 count = len(entries) if isinstance(entries, list) else 0
                 self.refuse(f"{name} has {count} {column} for {len(ids)} tokens")
-        names = [f"{_NAME}{token}" for token in ids]
+        names = list(map(_NAME.__add__, map(str, ids)))
         if self._named and tokens != names:
             place = next(place for place, pair in enumerate(zip(tokens, names, strict=True)) if pair[0] != pair[1])
             self.refuse(f"log-probability {place} of {name} is that of {_short(tokens[place])}, not {names[place]}")
         self._require_log_probs(name, values)
-        if self._named and tops != [{of: value} for of, value in zip(names, values, strict=True)]:
+        if self._named and not _of_the_sampled_alone(names, values, tops):
             self._read_named(name, names, values, tops)
 
     def _columns(self, name: str, logprobs: Any) -> tuple[Any, Any, Any]:
@@ -182,27 +184,36 @@ class _Reader:
         """Reads the most probable tokens at each position, the sampled one among them or beside them."""
         vocabulary = self._bounds.vocabulary or 2**31
         most = vocabulary if self._named_tokens in (None, -1) else self._named_tokens + 1
-        for place, (sampled, value, top) in enumerate(zip(names, values, tops, strict=True)):
-            if top is None:
-                continue
+        tops = [{} if top is None else top for top in tops]
+        for place, top in enumerate(tops):
             if not isinstance(top, dict) or len(top) > most:
                 self.refuse(f"the top_logprobs of {name} at token {place} are {_short(top)}")
-            if top.get(sampled, value) != value:
-                self.refuse(f"{name} has two log-probabilities of token {place}: {value} and {_short(top[sampled])}")
-            for token in top:
-                number = token.removeprefix(_NAME)
-                known = token.startswith(_NAME) and len(number) <= 10 and number.isdecimal()
-                if not known or str(int(number)) != number or int(number) >= vocabulary:
-                    self.refuse(f"{name} names the token {_short(token)} at token {place}")
-            self._require_log_probs(name, list(top.values()))
-            if (total := math.fsum(map(math.exp, top.values()))) > _MOST:
-                self.refuse(f"the probabilities at token {place} of {name} add up to {total:.3g}")
+        of_sampled = list(map(dict.get, tops, names, values))
+        if of_sampled != values:
+            place = next(place for place, value in enumerate(of_sampled) if value != values[place])
+            both = f"{values[place]} and {_short(of_sampled[place])}"
+            self.refuse(f"{name} has two log-probabilities of token {place}: {both}")
+        new = set(chain.from_iterable(tops)) - self._read_names
+        for token in new:
+            number = token.removeprefix(_NAME)
+            known = token.startswith(_NAME) and len(number) <= 10 and number.isdecimal()
+            if not known or str(int(number)) != number or int(number) >= vocabulary:
+                self.refuse(f"{name} names the token {_short(token)}")
+        self._read_names |= new
+        every = list(chain.from_iterable(map(dict.values, tops)))
+        self._require_log_probs(name, every)
+        places = np.repeat(np.arange(len(tops)), list(map(len, tops)))
+        totals = np.bincount(places, np.exp(np.array(every, np.float64)))
+        if len(totals) and totals.max() > _MOST:
+            self.refuse(f"the probabilities at token {totals.argmax()} of {name} add up to {totals.max():.3g}")
 
     def _require_log_probs(self, name: str, values: list[Any]) -> None:
-        if not set(map(type, values)) <= {float, int}:
+        kinds = set(map(type, values))
+        if not kinds <= {float, int}:
             kind = next(value for value in values if type(value) not in (float, int))
             self.refuse(f"a log-probability of {name} is {_short(kind)}")
-        if any(value != value for value in values):
+        # A sum is NaN where one of them is, or where they are infinite in both directions.
+        if (kinds != {float} or math.isnan(sum(values))) and any(value != value for value in values):
             raise ServerUnavailableError(f"vLLM at {self._where} returned log-probabilities that are NaN")
         if values and not (min(values) >= _LOWEST and max(values) <= _HIGHEST):
             out = next(value for value in values if not _LOWEST <= value <= _HIGHEST)
@@ -212,6 +223,13 @@ class _Reader:
 def routes_of(choices: list[dict[str, Any]]) -> list[np.ndarray | None]:
     """The experts of each completion that `require_rollout` returned; see `ServerClient.routed_experts`."""
     return [choice.get("routed_experts") for choice in choices]
+
+
+def _of_the_sampled_alone(names: list[str], values: list[float], tops: list[Any]) -> bool:
+    """Whether the log-probability of the sampled token is all that stands at each position."""
+    if not set(map(type, tops)) <= {dict}:
+        return False
+    return sum(map(len, tops)) == len(tops) and list(map(dict.get, tops, names)) == values
 
 
 def _are_integers(values: list[Any]) -> bool:
