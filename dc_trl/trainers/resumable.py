@@ -1,6 +1,7 @@
 """What makes a run one that can be stopped: an output directory of its own, whole checkpoints, a last save."""
 
 import json
+import math
 import os
 import shutil
 from contextlib import ExitStack
@@ -10,13 +11,21 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
+from datasets import IterableDataset
 from peft import PeftModel
 from safetensors import SafetensorError
+from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..files import lock_output, read_object, write_text
 from ..quantization.policy import unwrapped
-from ..resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE, on_main_process, resumable_checkpoint
+from ..resuming.checkpoints import (
+    ROLLOUTS_FILE,
+    STATE_FILE,
+    TRAINER_STATE_FILE,
+    on_main_process,
+    resumable_checkpoint,
+)
 from ..resuming.interruption import BEGIN_AGAIN, RunInterrupted, resume_command, stop_if_asked
 from ..rollouts.buffer import load_rollouts, save_rollouts
 from ..rollouts.sync_schedule import SyncSchedule
@@ -36,6 +45,7 @@ logger = get_logger(__name__)
 class ResumableTrainer(ExportingTrainer):
     """A trainer that locks its output directory, resumes from whole checkpoints, and saves before it is stopped."""
 
+    _train_sampler: Sampler  # of the present training, where its data set is no stream
     _saved_at: int | None = None  # step of the last checkpoint that the present training saved or resumed from
     _evaluating = False  # what a checkpoint says of an evaluation that was cut short
 
@@ -123,6 +133,31 @@ class ResumableTrainer(ExportingTrainer):
 
     def _load_iteration_state(self, state: dict[str, Any], within_batch: bool) -> None:
         """Takes up what `_iteration_state` gave; `within_batch` says whether the generation batch goes on too."""
+
+    # --- where it stands in its data --------------------------------------------------------------------------------
+
+    def _get_train_sampler(self, dataset=None):
+        self._train_sampler = super()._get_train_sampler(dataset)
+        return self._train_sampler
+
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+    ):
+        epochs, batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if resume_from_checkpoint is not None and isinstance(self.train_dataset, IterableDataset):
+            # transformers takes an epoch of a stream to be max_steps long, and a run that has been through the stream
+            # would go on from its begin. The epoch that it saves counts each pass, and steps in it by max_steps.
+            saved = read_object(Path(resume_from_checkpoint, TRAINER_STATE_FILE))
+            epochs = max(0, math.ceil(saved["epoch"]) - 1)
+            if not self.args.ignore_data_skip:
+                steps = round((saved["epoch"] - epochs) * saved["max_steps"])
+                batches = steps * self.args.gradient_accumulation_steps
+        elif resume_from_checkpoint is not None:
+            for _ in range(epochs):  # TRL's sampler draws the order of an epoch from where the last one has left it
+                next(iter(self._train_sampler), None)
+        return epochs, batches
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
