@@ -18,7 +18,16 @@ from dc_trl.training.arguments import RunArguments
 from dc_trl.training.banner import banner
 from dc_trl.training.build import build_trainer
 
-from .helpers import ROOT, TINY_MODEL, distinct_characters, logged, make_config, make_model, make_prompts, make_tokenizer
+from .helpers import (
+    ROOT,
+    TINY_MODEL,
+    distinct_characters,
+    logged,
+    make_config,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+)
 
 
 LORA = {"r": 4, "lora_alpha": 6, "lora_dropout": 0.0, "target_modules": ["q_proj", "down_proj"]}
@@ -97,7 +106,10 @@ def test_a_command_goes_on_from_an_adapter_on_the_base_that_it_names(tmp_path, t
     theirs = load_file(adapter / "adapter_model.safetensors")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert {name.split(".")[-3] for name, p in trainer.model.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
+    assert {name.split(".")[-3] for name, p in trainer.model.named_parameters() if p.requires_grad} == {
+        "lora_A",
+        "lora_B",
+    }
 
 
 @pytest.mark.long

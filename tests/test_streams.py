@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from datasets import DatasetDict, IterableDataset, IterableDatasetDict
 
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
 from dc_trl.callbacks.summary import BeforeAndAfter
@@ -61,9 +61,7 @@ def test_held_out_problems_of_every_kind_are_evaluated_whole(tmp_path, kind):
     held_out = HELD_OUT[kind]()
     sets = held_out if isinstance(held_out, dict) else {"": held_out}
     evaluated = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "per_device_eval_batch_size": 4}
-    trainer, asked = make_trainer(
-        tmp_path, make_prompts(), held_out, max_steps=2, disable_tqdm=False, **evaluated
-    )
+    trainer, asked = make_trainer(tmp_path, make_prompts(), held_out, max_steps=2, disable_tqdm=False, **evaluated)
     trainer.train()
     for name in sets:
         assert len(logged(trainer, "_".join(filter(None, ["eval", name, "reward"])))) == 2
@@ -85,7 +83,9 @@ def test_a_stream_is_evaluated_as_a_set_of_the_same_rows_is(tmp_path):
         trainer, _ = make_trainer(tmp_path / name, make_prompts(), held_out, learning_rate=0.0, max_steps=1)
         trainer.add_callback(run := BeforeAndAfter(trainer))
         trainer.train()
-        measured[name] = [(values["greedy"], values["greedy_se"], values["problems"]) for values in (run.before, run.after)]
+        measured[name] = [
+            (values["greedy"], values["greedy_se"], values["problems"]) for values in (run.before, run.after)
+        ]
         assert len(logged(trainer, "eval_greedy_reward")) == 2
     assert measured["stream"] == measured["set"]
     assert measured["set"][0][2] == 5

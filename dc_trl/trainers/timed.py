@@ -106,7 +106,9 @@ class TimedTrainer(ResumableTrainer):
         return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, dataloader, *args, **kwargs):
-        if isinstance(dataloader.dataset, IterableDataset):  # of a stream nobody knows how far it is, and transformers shows no bar either
+        if isinstance(
+            dataloader.dataset, IterableDataset
+        ):  # of a stream nobody knows how far it is, and transformers shows no bar either
             return super().evaluation_loop(dataloader, *args, **kwargs)
         # Made before transformers would make one, after its first batch and without a label.
         with evaluation_bar(self, "held-out problems", len(dataloader)) as bar:

@@ -142,9 +142,7 @@ def _require_adapter(name: str, folder: Path) -> None:
     if newest:
         raise ValueError(f"{_FIELD}={name!r} has no {CONFIG_FILE}, only its checkpoints: give {str(newest[0])!r}.")
     if (folder / "config.json").is_file():
-        raise ValueError(
-            f"{_FIELD}={name!r} holds a whole model and no {CONFIG_FILE}: give it as model_name_or_path."
-        )
+        raise ValueError(f"{_FIELD}={name!r} holds a whole model and no {CONFIG_FILE}: give it as model_name_or_path.")
     raise ValueError(f"{_FIELD}={name!r} has no {CONFIG_FILE}, so it holds no adapter: give the directory of one.")
 
 
@@ -156,7 +154,9 @@ def _require_agreement(name: str, config: PeftConfig, model: ModelConfig) -> Non
         if given == defaults[field] or given in ("all-linear", ["all-linear"]):  # which PEFT has resolved
             continue
         if _comparable(given, trained) != _comparable(trained, given):
-            raise ValueError(f"{field}={given!r} contradicts {_FIELD}={name!r}, which has {own}={trained!r}: leave it out.")
+            raise ValueError(
+                f"{field}={given!r} contradicts {_FIELD}={name!r}, which has {own}={trained!r}: leave it out."
+            )
 
 
 def _comparable(value: Any, other: Any) -> Any:
