@@ -115,6 +115,7 @@ HOOKS: dict[str, str] = {
     ),
     "trl.TrlParser.set_defaults_with_config": "(self, **kwargs)",
     "trl.GRPOConfig._VALID_DICT_FIELDS": "list",
+    "trl.trainer.utils.create_model_from_path": "(model_id, architecture, **kwargs)",
     "trl.trainer.utils.get_config_model_id": "(config)",
     "trl.trainer.utils.split_pixel_values_by_grid": "(batch)",
     "trl.trainer.utils.unsplit_pixel_values_by_grid": "(batch)",

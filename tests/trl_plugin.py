@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 
 
-HUB = tempfile.mkdtemp(prefix="trl-tests-hub-")
-os.environ |= {"HF_HUB_CACHE": HUB, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+os.environ["HF_HUB_CACHE"] = tempfile.mkdtemp(prefix="trl-tests-hub-")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import datasets
 import torch
@@ -29,6 +30,7 @@ import trl
 from trl import import_utils
 
 
+HUB = os.environ["HF_HUB_CACHE"]
 CHECKOUT = Path(os.environ["TRL_TESTS"])
 TOKENIZER = Path(__file__).resolve().parent.parent / "dc_trl" / "assets" / "tiny_qwen3"
 OWNER = "trl-internal-testing"
@@ -89,7 +91,7 @@ def pytest_unconfigure(config):
 
 
 def is_available(name: str) -> Callable[[], bool]:
-    """`is_joblib_available` and the like, where the checkout's tests ask TRL for one that the installed TRL has not."""
+    """`is_joblib_available` and the like, where the checkout asks for one that the installed TRL has not."""
     package = name.removeprefix("is_").removesuffix("_available")
     if name != f"is_{package}_available":
         raise AttributeError(name)

@@ -132,7 +132,7 @@ def address_card(path: Path, repo_id: str, deployment_id: str | None, base_model
     """Writes the repositories of model, deployment checkpoint and base into a run's card that did not know them."""
     card = load_card(path)
     if base_model is not None:
-        card.data.base_model = base_model
+        card.data["base_model"] = base_model
     ours = card.text == _signed(card.text)
     for name in (UNKNOWN_REPOSITORY, repo_id):
         if serving := _serving(path.parent, name, None):

@@ -1,7 +1,7 @@
 """What a push sends in place of texts that name directories of this machine.
 
-Configurations, settings and logs keep the paths that a run needs, and are sent without them: of a path its last part is
-left. Everything else is sent as it lies in the folder.
+Configurations, settings and logs keep the paths that a run needs, and are sent without them: of a path its last part
+is left. Everything else is sent as it lies in the folder.
 """
 
 import json

@@ -176,9 +176,9 @@ class HubClient:
         base = local_base(folder) if self.base_model is None else None
         if base is not None:
             logger.warning(
-                f"The adapter in {str(folder)!r} adapts {base!r}, a directory of this machine: nobody else can load it. "
-                f"Give the Hub id of its base as hub_base_model_id ({command('push')} --base_model), or have others use "
-                f"{DEPLOYMENT_FOLDER}/, which is whole."
+                f"The adapter in {str(folder)!r} adapts {base!r}, a directory of this machine: nobody else can load "
+                f"it. Give the Hub id of its base as hub_base_model_id ({command('push')} --base_model), or have "
+                f"others use {DEPLOYMENT_FOLDER}/, which is whole."
             )
 
 

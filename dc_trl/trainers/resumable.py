@@ -202,8 +202,8 @@ class ResumableTrainer(ExportingTrainer):
         if self.is_fsdp_enabled or isinstance(policy, PeftModel) or "router_logits" not in policy.can_record_outputs:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             if isinstance(policy, PeftModel) and len(policy.peft_config) > 1:
-                # Where there is a reference adapter too, transformers loads the adapters in folders of their own alone,
-                # and the one that is trained lies in none.
+                # Where there is a reference adapter too, transformers loads the adapters in folders of their own
+                # alone, and the one that is trained lies in none.
                 policy.load_adapter(resume_from_checkpoint, policy.active_adapter, is_trainable=True)
             return
         # transformers saves the experts of a layer one by one, looks here for their name in memory, and goes on with

@@ -58,7 +58,7 @@ def adapter_of(arguments: AdapterArguments, model: ModelConfig) -> PeftConfig | 
         The configuration of the adapter; None where a run begins without one.
 
     Raises:
-        ValueError: there is no such adapter, or it has no base that can be had, or the fields of `model` contradict it.
+        ValueError: there is no such adapter, or none knows its base, or the fields of `model` contradict it.
     """
     name = arguments.adapter_name_or_path
     if name is None:

@@ -103,7 +103,7 @@ def _adapted(adapter: AdapterArguments, model: ModelConfig, args: DCGRPOConfig) 
         options["device_map"] = None
     args.model_init_kwargs = None  # TRL warns that it does not use them
     base = create_model_from_path(model.model_name_or_path, **options)
-    return load_adapted(base, model.model_name_or_path, adapter.adapter_name_or_path)
+    return load_adapted(base, model.model_name_or_path, str(adapter.adapter_name_or_path))
 
 
 def _problems(
