@@ -186,6 +186,9 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         hub_deployment (`str`, defaults to `"subfolder"`):
             Where a push puts the deployment checkpoint: in the `"subfolder"` `deployment/` of `hub_model_id`, in a
             second `"repository"` `{hub_model_id}-{deployment_scheme}`, or nowhere (`"none"`).
+        hub_base_model_id (`str`, *optional*):
+            The Hub id of the model that is trained, where it is loaded from a directory. A pushed adapter and the
+            model card name their base by it; directories of this machine are not pushed.
         export_run (`bool`, defaults to `True`):
             `train` leaves `history.jsonl`, `settings.json` and `run.png` in `output_dir`, and with `deployment_scheme`
             the deployable checkpoint (`deployment/`) too, which `save_model` leaves beside the model. `False`: nothing
@@ -227,6 +230,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     vllm_request_timeout: float | None = None
     vllm_max_retries: int = 3
     hub_deployment: HubDeployment = "subfolder"
+    hub_base_model_id: str | None = None
     length_aware_batches: bool = True
     max_tokens_per_micro_batch: int | None = None
     export_run: bool = True

@@ -89,7 +89,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             unless a `rollout_func` returns log-probabilities.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*): rows with a `prompt`, plain
             or conversational. May be left out where an environment gives the prompts; a stream needs
-            `args.max_steps`.
+            `args.max_steps`, and begins anew where it is shorter.
         eval_dataset (the same, or several by name in a `dict` or [`~datasets.DatasetDict`], *optional*): held-out
             rows.
         processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):

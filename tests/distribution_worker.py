@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
+from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from dc_trl import DCGRPOTrainer
@@ -109,6 +110,7 @@ RUNS: dict[str, tuple[dict, tuple]] = {
     "balance of the last group": (BALANCE | {"max_steps": 1}, (truncate, FIRST)),
     "experts": ({}, ()),
     "through the deployed forward": ({"train_through_quantization": True}, ()),
+    "streams": ({}, ()),
     "rollouts": ({"deployment_scheme": None}, ()),  # the one that DeepSpeed's ZeRO-3 can make
 }
 
@@ -144,11 +146,16 @@ def train(folder: Path, name: str, options: argparse.Namespace) -> dict:
     # Two processes fill the last batch of five prompts up with the first ones in TRL's order, and count these again.
     again = torch.randperm(5, generator=torch.Generator().manual_seed(42))[:3].tolist()
     prompts = make_prompts(5).select([*range(5), *(again if processes == 1 else [])])
+    problems = make_prompts()
+    if name == "streams":  # which TRL shuffles otherwise
+        again = list(make_prompts(5).to_iterable_dataset().shuffle(seed=42))[:3]
+        rows = Dataset.from_list([*make_prompts(5), *(again if processes == 1 else [])])
+        problems, prompts = problems.to_iterable_dataset(), rows.to_iterable_dataset()
     trainer = kind(
         model,
         reward,
         make_config(folder / name, **fields),
-        train_dataset=make_prompts(),
+        train_dataset=problems,
         eval_dataset=prompts,
         processing_class=make_tokenizer(),
         rollout_func=Rollouts() if name == "rollouts" else None,
@@ -169,7 +176,7 @@ def train(folder: Path, name: str, options: argparse.Namespace) -> dict:
             rollouts |= part
         if trainer.accelerator.is_main_process:
             (folder / "rollouts.json").write_text(json.dumps(rollouts))
-    elif name in ("steps", "experts") and options.replay is None:
+    elif name in ("steps", "experts", "streams") and options.replay is None:
         logs["evaluation"] = trainer.evaluate()
         trainer.save_model(str(folder / name / "model"))
         trainer.save_deployment(folder / name / "deployment")

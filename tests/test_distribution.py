@@ -123,7 +123,7 @@ def test_a_balance_takes_the_norms_of_both_processes(one, two):
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["MULTI_CPU", "FSDP"])
 def test_an_evaluation_whose_batches_are_uneven(one, two, launcher):
-    for name in ("steps", "experts"):
+    for name in ("steps", "experts", "streams"):
         single, double = (logs[name]["evaluation"] for logs in (one, two(launcher)[1]))
         compared = [metric for metric in single if metric.startswith("eval_discrepancy/")]
         assert len(compared) == 13

@@ -49,6 +49,7 @@ HOOKS: dict[str, str] = {
     "trl.GRPOTrainer.get_gamma_weights": (
         "(advantages, log_ratio_per_token, mask, importance_sampling_ratio, k_pos, lambda_pos, k_neg, lambda_neg)"
     ),
+    "trl.GRPOTrainer._get_train_sampler": "(self, dataset)",
     "trl.GRPOTrainer._calculate_rewards": "(self, inputs, prompts, completions, completion_ids_list)",
     "trl.GRPOTrainer._prepare_inputs": "(self, generation_batch)",
     "trl.GRPOTrainer.compute_loss": "(self, model, inputs, return_outputs, num_items_in_batch)",
@@ -125,6 +126,7 @@ HOOKS: dict[str, str] = {
     ),
     "trl.TrlParser.set_defaults_with_config": "(self, **kwargs)",
     "trl.GRPOConfig._VALID_DICT_FIELDS": "list",
+    "trl.trainer.utils.create_model_from_path": "(model_id, architecture, **kwargs)",
     "trl.trainer.utils.get_config_model_id": "(config)",
     "trl.trainer.utils.split_pixel_values_by_grid": "(batch)",
     "trl.trainer.utils.unsplit_pixel_values_by_grid": "(batch)",
@@ -134,6 +136,9 @@ HOOKS: dict[str, str] = {
     "trl.trainer.utils.get_comet_experiment_url": "()",
     "trl.trainer.utils.get_trackio_space_url": "()",
     "transformers.Trainer._save_checkpoint": "(self, model, trial)",
+    "transformers.Trainer._init_training_state": (
+        "(self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)"
+    ),
     "transformers.Trainer._load_from_checkpoint": "(self, resume_from_checkpoint, model)",
     "transformers.Trainer._issue_warnings_after_load": "(self, load_result)",
     "transformers.Trainer._load_optimizer_and_scheduler": "(self, checkpoint)",

@@ -5,28 +5,31 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from huggingface_hub import ModelCard, constants, metadata_load, snapshot_download
+from huggingface_hub import HfApi, ModelCard, constants, metadata_load, snapshot_download
 from huggingface_hub.utils import logging as hub_logging
 from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
-from peft import LoraConfig
+from peft import LoraConfig, PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
 from dc_trl.evaluation.card import write_eval_results
 from dc_trl.hub.card import address_card, hub_dataset, quoted
-from dc_trl.hub.push import HubError, push_run, run_files
+from dc_trl.hub.local_paths import shared_text
+from dc_trl.hub.push import HubError, push_command, push_run, run_files
 from dc_trl.quantization.checkpoint import write_deployable
 
 from .helpers import (
@@ -404,6 +407,122 @@ def test_an_adapter(hub, tmp_path):
     assert set(files) == {"adapter_config.json", "adapter_model.safetensors", "README.md"} | TOKENIZER | CHECKPOINT
     # PEFT writes into the card at every save; that makes it no card of the user's.
     assert not list(folder.glob("README.*.md"))
+
+
+def pushed_adapter(folder, base, **fields):
+    """A run that trains an adapter of a model in a directory, and has pushed it and its last checkpoint."""
+    trainer = DCGRPOTrainer(
+        model=str(base),
+        reward_funcs=distinct_characters,
+        args=make_config(
+            folder,
+            **{
+                "max_steps": 1,
+                "deployment_scheme": "fp8",
+                "push_to_hub": True,
+                "hub_strategy": "checkpoint",
+                "save_strategy": "steps",
+                "save_steps": 1,
+                "export_run": True,
+                "metric_for_best_model": "reward",
+                "eval_strategy": "steps",
+                "eval_steps": 1,
+                "load_best_model_at_end": True,
+            }
+            | fields,
+        ),
+        train_dataset=make_prompts(),
+        eval_dataset=make_prompts(4),
+        peft_config=LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False),
+    )
+    trainer.train()
+    summary = {"steps": 1, "before": {}, "after": {}, "note": f"from {folder}/before.json"}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    trainer.push_to_hub(dataset_name=str(folder / "rows.jsonl"))
+    return trainer
+
+
+def test_no_path_of_this_machine_is_pushed(hub, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(transformers_logging._get_library_root_logger(), "propagate", True)
+    base, folder = tmp_path / "models" / "my base", tmp_path / "rün"
+    shutil.copytree(TINY_MODEL, base)
+    pushed_adapter(folder, base, hub_model_id="run")
+    (files,) = [repository.files for repository in hub.repositories.values()]
+    for name, content in files.items():
+        for path in (tmp_path, ROOT, Path.home()):
+            for text in (str(path), json.dumps(str(path))[1:-1]):
+                assert text.encode() not in content, (name, text)
+    # The files that say where the run was did so, and still do; what they say is otherwise the same.
+    for name in ("settings.json", "adapter_config.json", "summary.json"):
+        assert str(tmp_path) in (folder / name).read_text(), name
+        assert json.loads(files[name]).keys() == json.loads((folder / name).read_text()).keys()
+    state = json.loads(files["last-checkpoint/trainer_state.json"])
+    assert state["best_model_checkpoint"] == "checkpoint-1"
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "my base"
+    assert local_files(folder, TOKENIZER | CHECKPOINT) == {name: files[name] for name in TOKENIZER | CHECKPOINT}
+    (said,) = {record.getMessage() for record in caplog.records if "nobody else can load it" in record.getMessage()}
+    assert str(base) in said
+    assert "hub_base_model_id" in said
+
+
+def test_a_pushed_adapter_is_loaded_with_its_base_from_the_hub(hub, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(transformers_logging._get_library_root_logger(), "propagate", True)
+    base = shutil.copytree(TINY_MODEL, tmp_path / "base")
+    client = HfApi(endpoint=hub.url, token=TOKEN)
+    client.create_repo(f"{USER}/base")
+    client.upload_folder(repo_id=f"{USER}/base", folder_path=base)
+    folder = tmp_path / "run"
+    trainer = pushed_adapter(folder, base, hub_base_model_id=f"{USER}/base")
+    assert "nobody else" not in caplog.text
+    repository = hub.repositories[f"{USER}/run"]
+    for name in ("", "last-checkpoint/"):
+        config = json.loads(repository.files[f"{name}adapter_config.json"])
+        assert config["base_model_name_or_path"] == f"{USER}/base"
+    assert ModelCard(repository.files["README.md"].decode()).data.base_model == f"{USER}/base"
+    shutil.move(base, tmp_path / "elsewhere")
+    fetch = partial(snapshot_download, token=TOKEN, cache_dir=tmp_path / "cache")
+    adapter = fetch(f"{USER}/run")
+    its_base = AutoModelForCausalLM.from_pretrained(fetch(PeftConfig.from_pretrained(adapter).base_model_name_or_path))
+    loaded = PeftModel.from_pretrained(its_base, adapter)
+    tokens = torch.arange(10, 60).unsqueeze(0)
+    torch.testing.assert_close(loaded(tokens).logits, trainer.model.eval()(tokens).logits, rtol=1e-4, atol=1e-4)
+
+    # Pushed later, by the command, whose id counts.
+    push_run(folder, f"{USER}/later", base_model=f"{USER}/base")
+    files = hub.repositories[f"{USER}/later"].files
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == f"{USER}/base"
+    assert "--base_model tester/base" in push_command(trainer.args, "me/m")
+
+
+@pytest.mark.parametrize(
+    ("text", "shared"),
+    [
+        ({"a": "/home/me/x", "b": ["--dir=/home/me/y", "~/z"]}, {"a": "x", "b": ["--dir=y", "~/z"]}),
+        ({"a": "/home/m e/a b"}, {"a": "a b"}),
+        ({"a": "see file:///home/me/x."}, {"a": "see x."}),
+        ({"/home/me/x": 1}, {"x": 1}),
+        ({"a": "/home/jürgen/größe"}, {"a": "größe"}),
+        ({"a": "/hub/models--Qwen--Qwen3-0.6B/snapshots/abc"}, {"a": "Qwen/Qwen3-0.6B"}),
+        (
+            {"a": "http://host/v1/x", "b": "/no_think", "c": "</think>", "d": "openai/gsm8k", "e": "/", "f": "1/2/3"},
+            None,
+        ),
+    ],
+)
+def test_paths_in_texts(tmp_path, text, shared):
+    for name, write in {"a.json": json.dumps, "a.jsonl": lambda each: f"{json.dumps(each)}\n" * 2}.items():
+        path = tmp_path / name
+        path.write_text(write(text))
+        result = shared_text(path, None)
+        if shared is None:
+            assert result is None
+        else:
+            assert [json.loads(line) for line in (result.splitlines() if name == "a.jsonl" else [result])] == (
+                [shared] * (2 if name == "a.jsonl" else 1)
+            )
+    card = tmp_path / "README.md"
+    card.write_text(f"POST /v1/chat/completions to {tmp_path}/x, or http://host{tmp_path}/x")
+    assert shared_text(card, None) == f"POST /v1/chat/completions to x, or http://host{tmp_path}/x"
 
 
 def test_a_push_while_training_that_fails_is_said(hub, tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from accelerate.utils import gather_object
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 
 from ..evaluation.evaluate import Benchmark, tokenize_prompts
@@ -20,13 +20,13 @@ from ..trainers.progress import evaluation_bar
 
 
 def greedy_rewards(
-    trainer: DCGRPOTrainer, dataset: Dataset, reward: RewardFunction | None, batch_size: int
+    trainer: DCGRPOTrainer, dataset: Dataset | IterableDataset, reward: RewardFunction | None, batch_size: int
 ) -> list[float]:
     """Rewards of the deployed policy's greedy completions, the problems divided among the processes.
 
     Args:
         trainer: with a replica or vLLM (`deployment_scheme` or `use_vllm` set).
-        dataset: with the column `prompt`, and others that the reward reads.
+        dataset: with the column `prompt`, and others that the reward reads. Every process reads the whole of a stream.
         reward: called with what TRL passes (`prompts`, `completions`, `completion_ids`, the columns, …); may be async.
             None: the trainer's own reward functions, weighted as in training.
         batch_size: prompts at a time in each process.
@@ -35,13 +35,14 @@ def greedy_rewards(
         One for each problem that got a reward; the same list in every process.
     """
     rewards: list[float | None] = []
-    for rows, counted in _shares(trainer, len(dataset), batch_size, "held-out problems, greedy"):
-        rewards += trainer.deployed_rewards([dataset[row] for row in rows], reward)[:counted]
+    problems = list(dataset) if isinstance(dataset, IterableDataset) else dataset
+    for rows, counted in _shares(trainer, len(problems), batch_size, "held-out problems, greedy"):
+        rewards += trainer.deployed_rewards([problems[row] for row in rows], reward)[:counted]
     return [value for value in gather_object(rewards) if value is not None]
 
 
 def greedy_accuracy(
-    trainer: DCGRPOTrainer, dataset: Dataset, reward: RewardFunction | None, batch_size: int
+    trainer: DCGRPOTrainer, dataset: Dataset | IterableDataset, reward: RewardFunction | None, batch_size: int
 ) -> Estimate:
     """Mean of `greedy_rewards`, which has the arguments; problems without a reward are left out.
 

@@ -40,9 +40,17 @@ class BeforeAndAfter(TrainerCallback):
     Args:
         trainer: of the run.
         between: also measures and logs greedy completions at the trainer's evaluations between the two.
+
+    Raises:
+        ValueError: there are several evaluation sets, which `transformers` evaluates one by one.
     """
 
     def __init__(self, trainer: DCGRPOTrainer, between: bool = False):
+        if isinstance(trainer.eval_dataset, dict):
+            raise ValueError(
+                f"eval_dataset has {len(trainer.eval_dataset)} sets, {', '.join(map(repr, trainer.eval_dataset))}: "
+                "BeforeAndAfter compares one, give the trainer that one."
+            )
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
         self._trainer = trainer

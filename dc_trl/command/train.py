@@ -17,6 +17,7 @@ from trl import GRPOConfig, ModelConfig
 
 from ..config import DCGRPOConfig
 from ..settings.configuration import ConfigurationParser
+from ..training.adapter import AdapterArguments
 from ..training.arguments import ARGUMENTS
 from ..training.command import train
 from ..training.own_server import ServerArguments
@@ -30,6 +31,7 @@ _TITLES = {
     DataArguments: "problems and rewards",
     ServerArguments: "a vLLM server that the run starts",
     WatchArguments: "learning rate and alarm",
+    AdapterArguments: "an adapter to go on from",
     GRPOConfig: "TRL's GRPOConfig",
     ModelConfig: "TRL's ModelConfig",
     TrainingArguments: "transformers' TrainingArguments",

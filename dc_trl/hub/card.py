@@ -22,6 +22,7 @@ from trl.trainer.utils import get_comet_experiment_url, get_config_model_id, get
 from ..files import read_text, set_aside, write_text
 from ..records import runs
 from ..records.tables import with_error
+from .local_paths import hub_id_of, is_directory
 
 
 CARD_FILE = "README.md"
@@ -79,7 +80,8 @@ def write_run_card(
     """
     args, folder = trainer.args, Path(trainer.args.output_dir)
     repo_id = trainer.hub_model_id or UNKNOWN_REPOSITORY
-    base_model = get_config_model_id(trainer.model.config) or ""
+    loaded = get_config_model_id(trainer.model.config) or ""
+    base_model = (hub_id_of(loaded) or loaded) if args.hub_base_model_id is None else args.hub_base_model_id
     if dataset_name is not None and hub_dataset(dataset_name) is None:
         dataset_name = Path(dataset_name).name  # the card is no place for somebody's directories
     wandb = sys.modules.get("wandb")  # a run that it tracks has imported it; the import takes seconds
@@ -95,7 +97,7 @@ def write_run_card(
     results = _held_out_results(summary.get("after", {}), dataset_name, args.deployment_scheme)
     earlier = _set_card_aside(folder / CARD_FILE)
     data = ModelCardData(
-        base_model=base_model if base_model and not Path(base_model).is_dir() else None,
+        base_model=base_model if base_model and not is_directory(base_model) else None,
         datasets=hub_dataset(dataset_name),
         library_name="transformers",
         model_name=model_name or folder.absolute().name,
@@ -127,9 +129,11 @@ def write_run_card(
     write_text(folder / CARD_FILE, str(card))
 
 
-def address_card(path: Path, repo_id: str, deployment_id: str | None) -> None:
-    """Writes the repositories of model and deployment checkpoint into a run's card that did not know them yet."""
+def address_card(path: Path, repo_id: str, deployment_id: str | None, base_model: str | None = None) -> None:
+    """Writes the repositories of model, deployment checkpoint and base into a run's card that did not know them."""
     card = load_card(path)
+    if base_model is not None:
+        card.data["base_model"] = base_model
     ours = card.text == _signed(card.text)
     for name in (UNKNOWN_REPOSITORY, repo_id):
         if serving := _serving(path.parent, name, None):

@@ -25,9 +25,10 @@ from transformers.utils import logging
 from ..config import DCGRPOConfig, HubDeployment
 from ..files import write_text
 from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, SUMMARY_FILE
-from ..settings.program import command_words
+from ..settings.program import command, command_words
 from ..version import __version__
 from .card import CARD_FILE, address_card, deployment_card, load_card
+from .local_paths import local_base, without_local_paths
 
 
 # Patterns of the files that `save_pretrained` writes. Of several forms of weights only safetensors; each ? is a digit
@@ -41,8 +42,9 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_temp
 MODEL_FILES = (*_WEIGHTS, *_CONFIGURATIONS, *_TOKENIZERS, *_VOCABULARIES, *_TEMPLATES)
 RUN_FILES = (CARD_FILE, HISTORY_FILE, FIGURE_FILE, SUMMARY_FILE, SETTINGS_FILE)
 
-# Files of a checkpoint that it does not take to resume: pickled arguments, and what is still being written.
-_NOT_TO_RESUME = [f"*{TRAINING_ARGS_NAME}", ".*", "*/.*"]
+# Files of a checkpoint that it does not take to resume: pickled arguments, what is still being written, and the card
+# that PEFT writes beside each adapter, whose base the Hub refuses where it is a directory.
+_NOT_TO_RESUME = [f"*{TRAINING_ARGS_NAME}", f"*{CARD_FILE}", ".*", "*/.*"]
 
 logger = logging.get_logger(__name__)
 
@@ -70,17 +72,20 @@ class HubClient:
             by the scheme), or `"none"`.
         scheme: deployment scheme; needed for a second repository.
         revision: branch that is pushed to, and begun where it is missing; by default the main one.
+        base_model: Hub id of the model that an adapter adapts, where it was loaded from a directory.
     """
 
     api: HfApi
     deployment: HubDeployment
     scheme: str | None
     revision: str | None
+    base_model: str | None = None
 
     @classmethod
     def of(cls, args: DCGRPOConfig) -> "HubClient":
         """The client that the settings of a run describe."""
-        return cls(hub_api(args.hub_token), args.hub_deployment, args.deployment_scheme, args.hub_revision)
+        api, base_model = hub_api(args.hub_token), args.hub_base_model_id
+        return cls(api, args.hub_deployment, args.deployment_scheme, args.hub_revision, base_model)
 
     def second_repository(self, repo_id: str | None) -> str | None:
         """The repository of the deployment checkpoint; None if it has none of its own, or the model has none yet."""
@@ -126,7 +131,8 @@ class HubClient:
     ) -> CommitInfo | Future:
         """Sends a run, or with `path_in_repo` one of its checkpoints. The parameters are those of transformers' calls.
 
-        What the Hub has already is not sent again, so a push that failed goes on where it was.
+        What the Hub has already is not sent again, so a push that failed goes on where it was. Texts go without the
+        directories of this machine that they name.
 
         Returns:
             The commit to `repo_id`, or with `run_as_future` its future.
@@ -137,18 +143,23 @@ class HubClient:
         folder, subfolder = Path(folder_path), self.deployment == "subfolder"
         options["revision"] = options.get("revision") or self.revision
         choice: dict[str, Any] = {"ignore_patterns": [*_NOT_TO_RESUME], "delete_patterns": ["*"]}
+        files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
         if options.get("path_in_repo") is None:
             # Listed now: a push in the background may begin later. Weights of an earlier push, whose shards may have
             # had other names, would be loaded as the model's.
+            files = run_files(folder, subfolder)
             choice = {
-                "allow_patterns": [glob.escape(file) for file in run_files(folder, subfolder)],
+                "allow_patterns": [glob.escape(file) for file in files],
                 "ignore_patterns": None,  # transformers' choice
                 "delete_patterns": [*_WEIGHTS, f"{DEPLOYMENT_FOLDER}/*"] if subfolder else [*_WEIGHTS],
             }
 
+            self._warn_of_base(folder)
+
         def send() -> CommitInfo:
-            with _explained(repo_id, self.api.endpoint):
-                commit = self.api.upload_folder(repo_id=repo_id, folder_path=folder, **options | choice)
+            shared = without_local_paths(folder, files, self.base_model)
+            with _explained(repo_id, self.api.endpoint), shared as source:
+                commit = self.api.upload_folder(repo_id=repo_id, folder_path=source, **options | choice)
             if (second := self.second_repository(repo_id)) is not None:
                 served = folder / DEPLOYMENT_FOLDER
                 write_text(served / CARD_FILE, str(deployment_card(second, repo_id, str(self.scheme))))
@@ -160,6 +171,16 @@ class HubClient:
         future = self.api.run_as_future(send)
         future.add_done_callback(_warn_of_failure)
         return future
+
+    def _warn_of_base(self, folder: Path) -> None:
+        """Says of an adapter whose base is a directory that nobody else can load it."""
+        base = local_base(folder) if self.base_model is None else None
+        if base is not None:
+            logger.warning(
+                f"The adapter in {str(folder)!r} adapts {base!r}, a directory of this machine: nobody else can load "
+                f"it. Give the Hub id of its base as hub_base_model_id ({command('push')} --base_model), or have "
+                f"others use {DEPLOYMENT_FOLDER}/, which is whole."
+            )
 
 
 def hub_api(token: str | None = None) -> HfApi:
@@ -175,6 +196,7 @@ def push_run(
     scheme: str | None = None,
     private: bool | None = None,
     revision: str | None = None,
+    base_model: str | None = None,
     token: str | None = None,
 ) -> str:
     """Pushes a run from its output directory: one that was not pushed, or whose push failed.
@@ -182,7 +204,7 @@ def push_run(
     Args:
         repo_id: repository, made where it is missing.
         private: of repositories that are made; by default as the account has it.
-        deployment, scheme, revision: see [`HubClient`].
+        deployment, scheme, revision, base_model: see [`HubClient`].
         token: see [`hub_api`]; it has to have write access.
 
     Returns:
@@ -201,9 +223,9 @@ def push_run(
             f"hub_deployment='repository' pushes {str(folder / DEPLOYMENT_FOLDER)!r} to a second repository that is "
             f"named by deployment_scheme={scheme!r}: give both, or hub_deployment='subfolder'."
         )
-    client = HubClient(hub_api(token), deployment, scheme, revision)
+    client = HubClient(hub_api(token), deployment, scheme, revision, base_model)
     repo_id = client.create_repo(repo_id, private=private).repo_id
-    address_card(folder / CARD_FILE, repo_id, client.second_repository(repo_id))
+    address_card(folder / CARD_FILE, repo_id, client.second_repository(repo_id), base_model)
     commit = client.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Push of a finished run")
     assert isinstance(commit, CommitInfo)
     return commit.commit_url
@@ -212,6 +234,7 @@ def push_run(
 def push_command(args: DCGRPOConfig, repo_id: str) -> str:
     """The command that pushes a run of these settings later, by [`push_run`]."""
     values = {"--scheme": args.deployment_scheme, "--revision": args.hub_revision}
+    values["--base_model"] = args.hub_base_model_id
     words = ["--deployment", args.hub_deployment, *(["--private"] if args.hub_private_repo else [])]
     words += [word for name, value in values.items() if value is not None for word in (name, value)]
     return shlex.join([*command_words("push"), args.output_dir, "--repo_id", repo_id, *words])

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import random
 import shutil
@@ -15,8 +16,10 @@ import torch
 import torch.distributed as dist
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
+from datasets import IterableDataset
 from peft import PeftModel
 from safetensors import SafetensorError
+from torch.utils.data import Sampler
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
@@ -70,6 +73,7 @@ class WholeStep(NamedTuple):
 class ResumableTrainer(ExportingTrainer):
     """A trainer that locks its output directory, resumes from whole checkpoints, and saves before it is stopped."""
 
+    _train_sampler: Sampler  # of the present training, where its data set is no stream
     _saved_at: int | None = None  # step of the last checkpoint that the present training saved or resumed from
     _left_in: str | None = None  # a checkpoint of an evaluation that was cut short, and is to be made again
     _made_again: dict[str, Any] | None = None  # random numbers after such an evaluation, where no step has ended since
@@ -79,7 +83,6 @@ class ResumableTrainer(ExportingTrainer):
     _resumed_at: int | None = None  # step of the checkpoint that the present training goes on from
     _state_to_save: dict[str, Any] | None = None  # of the last step that has ended, once a later one has failed
     _waiting_limit: int | None = None  # save_total_limit, while a checkpoint is being saved
-    _train_sampler: Any = None  # None of a stream
     _failures: Any = None  # a group of all processes, where there are several
 
     def __init__(self, model, reward_funcs, args, *positional, **kwargs):
@@ -165,10 +168,6 @@ class ResumableTrainer(ExportingTrainer):
         epochs, steps_per_epoch, *others, steps = super().set_initial_training_values(args, dataloader)
         if self._resumed_at is None:
             return (epochs, steps_per_epoch, *others, steps)
-        for _ in range(self._resumed_at // steps_per_epoch):
-            next(
-                iter(self._train_sampler or ()), None
-            )  # TRL's draws the order of an epoch from where the last one left
         if self._resumed_at < steps:
             return (epochs, steps_per_epoch, *others, steps)
         logger.warning(
@@ -178,10 +177,6 @@ class ResumableTrainer(ExportingTrainer):
         if self.exports_at_end:
             self.exports_at_end = not on_main_process(self._is_exported)
         return (0, steps_per_epoch, *others, steps)  # transformers would make one step of the last epoch
-
-    def _get_train_sampler(self, *args, **kwargs):
-        self._train_sampler = super()._get_train_sampler(*args, **kwargs)
-        return self._train_sampler
 
     def _is_exported(self) -> bool:
         """Whether the deployment is the one of the last step: older ones were there before its checkpoint."""
@@ -297,6 +292,31 @@ class ResumableTrainer(ExportingTrainer):
     def _load_iteration_state(self, state: dict[str, Any], within_batch: bool) -> None:
         """Takes up what `_iteration_state` gave; `within_batch` says whether the generation batch goes on too."""
 
+    # --- where it stands in its data --------------------------------------------------------------------------------
+
+    def _get_train_sampler(self, dataset=None):
+        self._train_sampler = super()._get_train_sampler(dataset)
+        return self._train_sampler
+
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+    ):
+        epochs, batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if resume_from_checkpoint is not None and isinstance(self.train_dataset, IterableDataset):
+            # transformers takes an epoch of a stream to be max_steps long, and a run that has been through the stream
+            # would go on from its begin. The epoch that it saves counts each pass, and steps in it by max_steps.
+            saved = read_object(Path(resume_from_checkpoint, TRAINER_STATE_FILE))
+            epochs = max(0, math.ceil(saved["epoch"]) - 1)
+            if not self.args.ignore_data_skip:
+                steps = round((saved["epoch"] - epochs) * saved["max_steps"])
+                batches = steps * self.args.gradient_accumulation_steps
+        elif resume_from_checkpoint is not None:
+            for _ in range(epochs):  # TRL's sampler draws the order of an epoch from where the last one has left it
+                next(iter(self._train_sampler), None)
+        return epochs, batches
+
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def _checkpoint_folder(self, trial) -> str:
@@ -375,6 +395,10 @@ class ResumableTrainer(ExportingTrainer):
         policy = unwrapped(self.accelerator, self.model if model is None else model)
         if self.is_fsdp_enabled or isinstance(policy, PeftModel) or "router_logits" not in policy.can_record_outputs:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if isinstance(policy, PeftModel) and len(policy.peft_config) > 1:
+                # Where there is a reference adapter too, transformers loads the adapters in folders of their own
+                # alone, and the one that is trained lies in none.
+                policy.load_adapter(resume_from_checkpoint, policy.active_adapter, is_trainable=True)
             return
         # transformers saves the experts of a layer one by one, looks here for their name in memory, and goes on with
         # those of the initial model (its issue 48805, open with 5.17). from_pretrained reads what was saved.

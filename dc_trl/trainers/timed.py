@@ -18,6 +18,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from ..config import DCGRPOConfig
@@ -105,6 +106,10 @@ class TimedTrainer(ResumableTrainer):
         return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, dataloader, *args, **kwargs):
+        if isinstance(
+            dataloader.dataset, IterableDataset
+        ):  # of a stream nobody knows how far it is, and transformers shows no bar either
+            return super().evaluation_loop(dataloader, *args, **kwargs)
         # Made before transformers would make one, after its first batch and without a label.
         with evaluation_bar(self, "held-out problems", len(dataloader)) as bar:
             for callback in progress_callbacks(self):

@@ -10,6 +10,7 @@ from ..grading.rewards import get_reward
 from ..settings.configuration import ConfigurationParser
 from ..settings.paths import shipped
 from ..settings.pretrained import require_model
+from .adapter import AdapterArguments
 from .own_server import ServerArguments, require_servable
 from .problems import DataArguments
 from .watch import WatchArguments
@@ -21,6 +22,7 @@ class RunArguments(NamedTuple):
     data: DataArguments
     server: ServerArguments
     watch: WatchArguments
+    adapter: AdapterArguments
     trainer: DCGRPOConfig
     model: ModelConfig
 
@@ -44,7 +46,8 @@ class RunArguments(NamedTuple):
             ValueError: names the field, its value and the remedy.
         """
         require_servable(self.server, self.trainer)
-        require_model(self.model.model_name_or_path)
+        if self.model.model_name_or_path is not None or self.adapter.adapter_name_or_path is None:
+            require_model(self.model.model_name_or_path)
         for reward in self.data.rewards:
             get_reward(reward)
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 
 from ..callbacks.summary import reward_weights
 from ..config import DCGRPOConfig
@@ -33,8 +33,11 @@ def _model(trainer: DCGRPOTrainer, arguments: RunArguments) -> str:
     name = without_secrets(model.model_name_or_path or "")
     revision = "" if model.model_revision == "main" else f", revision {model.model_revision}"
     adapter = ""
-    if isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel):
-        adapter = f", LoRA of rank {model.lora_r}"
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    if isinstance(policy, PeftModel):
+        config, source = policy.active_peft_config, arguments.adapter.adapter_name_or_path
+        adapter = f", LoRA of rank {config.r}" if isinstance(config, LoraConfig) else f", {config.peft_type.value}"
+        adapter += "" if source is None else f", going on from {without_secrets(source)}"
     stored = ", held in 4 bits" if model.load_in_4bit else ", held in 8 bits" if model.load_in_8bit else ""
     return f"{name}{revision}{adapter}{stored}"
 

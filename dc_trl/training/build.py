@@ -2,10 +2,12 @@
 
 from contextlib import ExitStack
 
-from accelerate import PartialState
+from accelerate import DistributedType, PartialState
 from datasets import Dataset
+from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
-from trl import get_peft_config, get_quantization_config
+from trl import ModelConfig, get_peft_config, get_quantization_config
+from trl.trainer.utils import create_model_from_path
 
 from ..callbacks.benchmarks import BenchmarkCallback
 from ..callbacks.collapse import CollapseAlarmCallback
@@ -21,6 +23,7 @@ from ..settings.reward_functions import RewardFunction, require_callable
 from ..trainer import DCGRPOTrainer
 from ..trainers.history import LambdaLoggingCallback
 from ..trainers.required_servers import require_servers
+from .adapter import AdapterArguments, adapter_of, load_adapted
 from .arguments import RunArguments
 from .output import open_output, require_space
 from .own_server import require_servable, start_server
@@ -41,12 +44,13 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
         OSError: a file or the Hub cannot be reached.
         ServerError: the run's own server did not start, or does not fit.
     """
-    data, server, watch, args, model = arguments
+    data, server, watch, adapter, args, model = arguments
     require_servable(server, args)
     args.resume_from_checkpoint = on_main_process(lambda: open_output(args, stack))
     rewards = [get_reward(name) for name in data.rewards]
     if model.use_peft:
         require_numbers(model, ADAPTER)
+    trained = adapter_of(adapter, model)
     # Fails early, on small files.
     config, tokenizer = load_config_and_tokenizer(
         model.model_name_or_path,
@@ -71,7 +75,8 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
         "dtype": model.dtype,
         **(args.model_init_kwargs or {}),
     }
-    peft_config, quantization_config = get_peft_config(model), get_quantization_config(model)
+    peft_config = get_peft_config(model) if trained is None else trained
+    quantization_config = get_quantization_config(model)
     # The trainer asks the same; a server would take a minute before it.
     require_startable(
         model=model.model_name_or_path,
@@ -86,17 +91,17 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     )
     if server.serve is not None and PartialState().is_main_process:
         start_server(server, args, model.model_name_or_path, model.model_revision, stack)
-    settings = changed_settings(data) | changed_settings(server) | changed_settings(watch)
+    settings = changed_settings(data) | changed_settings(server) | changed_settings(watch) | changed_settings(adapter)
     trainer = DCGRPOTrainer(
-        model=model.model_name_or_path,
+        model=model.model_name_or_path if trained is None else _adapted(adapter, model, args),
         reward_funcs=rewards,
         args=args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
         callbacks=[LambdaLoggingCallback(settings)],
-        quantization_config=quantization_config,
-        peft_config=peft_config,
+        quantization_config=quantization_config if trained is None else None,
+        peft_config=peft_config if trained is None else None,
     )
     if benchmarks:
         temperature, batch_size = data.eval_benchmark_temperature, args.per_device_eval_batch_size
@@ -105,6 +110,18 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     if trainer.accelerator.is_main_process:
         require_space(trainer)
     return trainer, alarm
+
+
+def _adapted(adapter: AdapterArguments, model: ModelConfig, args: DCGRPOConfig) -> PeftModel:
+    """The model with the adapter that it goes on from, loaded as TRL loads one by name."""
+    options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    if (quantization := get_quantization_config(model)) is not None:
+        options["quantization_config"] = quantization
+    if args.distributed_state.distributed_type in (DistributedType.MULTI_GPU, DistributedType.DEEPSPEED):
+        options["device_map"] = None
+    args.model_init_kwargs = None  # TRL warns that it does not use them
+    base = create_model_from_path(model.model_name_or_path, **options)
+    return load_adapted(base, model.model_name_or_path, str(adapter.adapter_name_or_path))
 
 
 def _problems(

@@ -1,0 +1,179 @@
+"""Going on from a trained adapter: which base it belongs to, and whether it fits that."""
+
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import HFValidationError
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict, load_peft_weights
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+from trl import ModelConfig
+
+from ..files import read_object
+from ..resuming.checkpoints import checkpoints
+from ..settings.described import described
+from ..settings.paths import shipped
+
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_FIELD = "adapter_name_or_path"
+# Fields of TRL's `ModelConfig` and of the adapter's own configuration that say the same.
+_SAME = {
+    "lora_r": "r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "lora_target_modules": "target_modules",
+    "lora_target_parameters": "target_parameters",
+    "lora_modules_to_save": "modules_to_save",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+}
+
+
+@described
+@dataclass
+class AdapterArguments:
+    """The adapter that a run goes on from.
+
+    Args:
+        adapter_name_or_path (`str`, *optional*):
+            Directory or Hub id of a trained adapter, which this run goes on training: another run's output directory,
+            or one of its checkpoints. Its base is model_name_or_path, by default the one that it was trained on. Rank
+            and the like are the adapter's own. See docs/lora.md.
+    """
+
+    adapter_name_or_path: str | None = None
+
+
+def adapter_of(arguments: AdapterArguments, model: ModelConfig) -> PeftConfig | None:
+    """Reads the adapter's own configuration, and fills in the base of the model's.
+
+    Args:
+        arguments: of the run.
+        model: its `model_name_or_path` and `model_revision` are filled in where they are left out.
+
+    Returns:
+        The configuration of the adapter; None where a run begins without one.
+
+    Raises:
+        ValueError: there is no such adapter, or none knows its base, or the fields of `model` contradict it.
+    """
+    name = arguments.adapter_name_or_path
+    if name is None:
+        return None
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        _require_adapter(name, folder)
+        name = str(folder)
+    elif folder.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+        what = "is no directory" if folder.exists() else "does not exist"
+        raise ValueError(f"{_FIELD}={name!r} {what}: give the directory or the Hub id of an adapter.")
+    try:
+        config = PeftConfig.from_pretrained(name)
+    except (ValueError, TypeError, KeyError, OSError, HFValidationError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{_FIELD}={name!r} cannot be loaded: {reason}") from error
+    _require_agreement(name, config, model)
+    base = shipped(config.base_model_name_or_path or "")
+    if model.model_name_or_path is None:
+        if not base or _is_gone(base):
+            what = "which is not there" if base else "so nothing says what it adapts"
+            raise ValueError(
+                f"{_FIELD}={name!r} was trained on base_model_name_or_path={base!r}, {what}: give its base as "
+                "model_name_or_path."
+            )
+        model.model_name_or_path = base
+        if config.revision is not None and model.model_revision == "main":
+            model.model_revision = config.revision
+    elif base and _differ(base, model.model_name_or_path):
+        raise ValueError(
+            f"model_name_or_path={model.model_name_or_path!r} is not what {_FIELD}={name!r} was trained on, which is "
+            f"{base!r}: leave model_name_or_path out."
+        )
+    return config
+
+
+def load_adapted(base: PreTrainedModel, base_name: str, name: str) -> PeftModel:
+    """The base with the adapter on it, to go on training.
+
+    Raises:
+        ValueError: the adapter is another model's; the message names both.
+    """
+    name = os.path.expanduser(name)
+    try:
+        model = PeftModel.from_pretrained(base, name, is_trainable=True)
+        reason = _unmatched(model, name)
+    except KeyError as error:  # PEFT looks a trained copy of a module up
+        raise ValueError(_misfit(base_name, name, f"the adapter has no {error}")) from error
+    except (RuntimeError, ValueError, TypeError, OSError, SafetensorError) as error:
+        # How PyTorch, PEFT and the Hub's client say it.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = next((line for line in lines if "mismatch" in line), lines[0] if lines else type(error).__name__)
+        raise ValueError(_misfit(base_name, name, reason)) from error
+    if reason is not None:
+        raise ValueError(_misfit(base_name, name, reason))
+    return model
+
+
+def _misfit(base_name: str, name: str, reason: str) -> str:
+    return f"{_FIELD}={name!r} does not fit model_name_or_path={base_name!r} ({reason}): give the base of the adapter."
+
+
+def _unmatched(model: PeftModel, name: str) -> str | None:
+    """What of the adapter has no place in the model, or the other way round, which PEFT passes over."""
+    saved, wanted = load_peft_weights(name, device="cpu").keys(), get_peft_model_state_dict(model).keys()
+    if left := sorted(saved - wanted):
+        return f"the model has no place for {left[0]!r}, and {len(left)} tensors in all"
+    if missing := sorted(wanted - saved):
+        return f"the adapter has no {missing[0]!r}, and lacks {len(missing)} tensors in all"
+    return None
+
+
+def _require_adapter(name: str, folder: Path) -> None:
+    """Refuses a directory that holds no adapter, or no whole one."""
+    if (folder / CONFIG_FILE).is_file():
+        read_object(folder / CONFIG_FILE)
+        if not (folder / WEIGHTS_FILE).is_file():
+            raise ValueError(f"{_FIELD}={name!r} has no {WEIGHTS_FILE}: save the adapter again, as safetensors.")
+        return
+    newest = [path for path in checkpoints(folder) if (path / CONFIG_FILE).is_file()]
+    if newest:
+        raise ValueError(f"{_FIELD}={name!r} has no {CONFIG_FILE}, only its checkpoints: give {str(newest[0])!r}.")
+    if (folder / "config.json").is_file():
+        raise ValueError(f"{_FIELD}={name!r} holds a whole model and no {CONFIG_FILE}: give it as model_name_or_path.")
+    raise ValueError(f"{_FIELD}={name!r} has no {CONFIG_FILE}, so it holds no adapter: give the directory of one.")
+
+
+def _require_agreement(name: str, config: PeftConfig, model: ModelConfig) -> None:
+    """Refuses fields of the command that say something else of the adapter than the adapter does."""
+    defaults = {field.name: field.default for field in fields(ModelConfig)}
+    for field, own in _SAME.items():
+        given, trained = getattr(model, field), config.to_dict().get(own)
+        if given == defaults[field] or given in ("all-linear", ["all-linear"]):  # which PEFT has resolved
+            continue
+        if _comparable(given, trained) != _comparable(trained, given):
+            raise ValueError(
+                f"{field}={given!r} contradicts {_FIELD}={name!r}, which has {own}={trained!r}: leave it out."
+            )
+
+
+def _comparable(value: Any, other: Any) -> Any:
+    """A value, and names in order; TRL writes a list of one name as the name."""
+    if isinstance(value, str) and isinstance(other, list | set):
+        return [value]
+    return sorted(value) if isinstance(value, list | set) else value
+
+
+def _is_gone(base: str) -> bool:
+    """Whether this is a path, and nothing is there; a Hub id is no path."""
+    return not Path(base).expanduser().exists() and (base.startswith((".", "~", os.sep)) or base.count("/") > 1)
+
+
+def _differ(base: str, given: str) -> bool:
+    """Whether two names mean two models for certain: a directory may be a copy of one on the Hub, or have moved."""
+    first, second = Path(base).expanduser(), Path(given).expanduser()
+    if first.is_dir() and second.is_dir():
+        return not first.samefile(second)
+    return not (first.is_dir() or second.is_dir() or _is_gone(base)) and base != given

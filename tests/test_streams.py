@@ -1,0 +1,158 @@
+"""Data sets of every kind that TRL takes: streams, sets by name, and a run that goes on where it stood in them."""
+
+from collections import Counter
+
+import pytest
+import torch
+from datasets import DatasetDict, IterableDataset, IterableDatasetDict
+
+from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl.callbacks.summary import BeforeAndAfter
+
+from .helpers import distinct_characters, load_script, logged, make_config, make_model, make_prompts, make_tokenizer
+
+
+standing_in = load_script("benchmarks/standin_server").standing_in
+
+
+def stream(count: int) -> IterableDataset:
+    return make_prompts(count).to_iterable_dataset()
+
+
+class Asked:
+    """A reward that keeps the prompts of each generation batch that it scores."""
+
+    __name__ = "asked"
+
+    def __init__(self):
+        self.batches = []
+
+    def __call__(self, prompts, completions, **kwargs):
+        self.batches.append(prompts)
+        return distinct_characters(completions)
+
+
+def make_trainer(output_dir, train, held_out=None, **fields):
+    asked = Asked()
+    trainer = DCGRPOTrainer(
+        make_model(),
+        asked,
+        make_config(output_dir, **{"deployment_scheme": "bf16", "num_generations_eval": 2} | fields),
+        train_dataset=train,
+        eval_dataset=held_out,
+        processing_class=make_tokenizer(),
+        callbacks=[LambdaLoggingCallback()],
+    )
+    return trainer, asked
+
+
+HELD_OUT = {
+    "a stream": lambda: stream(5),
+    "streams": lambda: {"easy": stream(5), "hard": stream(3)},
+    "streams in a dict of theirs": lambda: IterableDatasetDict({"easy": stream(5), "hard": stream(3)}),
+    "sets": lambda: DatasetDict({"easy": make_prompts(5), "hard": make_prompts(3)}),
+    "a set and a stream": lambda: {"easy": make_prompts(5), "hard": stream(3)},
+    "a stream and a set": lambda: {"easy": stream(5), "hard": make_prompts(3)},
+}
+
+
+@pytest.mark.parametrize("kind", HELD_OUT)
+def test_held_out_problems_of_every_kind_are_evaluated_whole(tmp_path, kind):
+    held_out = HELD_OUT[kind]()
+    sets = held_out if isinstance(held_out, dict) else {"": held_out}
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "per_device_eval_batch_size": 4}
+    trainer, asked = make_trainer(tmp_path, make_prompts(), held_out, max_steps=2, disable_tqdm=False, **evaluated)
+    trainer.train()
+    for name in sets:
+        assert len(logged(trainer, "_".join(filter(None, ["eval", name, "reward"])))) == 2
+    # Two completions of each; the easy set begins with the prompts of the hard one.
+    once = Counter({f"{n}+{n}=": 2 * (1 if n > 2 else len(sets)) for n in range(5)})
+    scored = Counter(prompt for batch in asked.batches if len(set(batch)) > 1 for prompt in batch)
+    scored += Counter(prompt for batch in asked.batches if len(batch) == 2 for prompt in batch)
+    assert scored == once + once
+
+    asked.batches.clear()
+    trainer.evaluate(held_out)  # given directly
+    assert sum(map(Counter, asked.batches), Counter()) == once
+
+
+def test_a_stream_is_evaluated_as_a_set_of_the_same_rows_is(tmp_path):
+    """Greedy completions of the deployed policy, before and after; sampled ones come in another order."""
+    measured = {}
+    for name, held_out in {"set": make_prompts(5), "stream": stream(5)}.items():
+        trainer, _ = make_trainer(tmp_path / name, make_prompts(), held_out, learning_rate=0.0, max_steps=1)
+        trainer.add_callback(run := BeforeAndAfter(trainer))
+        trainer.train()
+        measured[name] = [
+            (values["greedy"], values["greedy_se"], values["problems"]) for values in (run.before, run.after)
+        ]
+        assert len(logged(trainer, "eval_greedy_reward")) == 2
+    assert measured["stream"] == measured["set"]
+    assert measured["set"][0][2] == 5
+
+
+def test_the_summary_compares_one_set(tmp_path):
+    trainer, _ = make_trainer(tmp_path, make_prompts(), HELD_OUT["streams"]())
+    with pytest.raises(ValueError, match=r"eval_dataset has 2 sets, 'easy', 'hard': .* give the trainer that one"):
+        BeforeAndAfter(trainer)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"shuffle_dataset": False},
+        {"gradient_accumulation_steps": 2, "num_generations_eval": 4},
+        {"steps_per_generation": 2, "num_iterations": 2},
+    ],
+    ids=["plain", "in order", "accumulated", "reused"],
+)
+@pytest.mark.parametrize("rows", [make_prompts, stream])
+def test_a_run_resumed_after_its_first_epoch_goes_on_with_the_prompts_that_would_have_come(tmp_path, rows, fields):
+    """An epoch of three problems, or of one pair of them, ends with a checkpoint, and one lies within the next."""
+    fields = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1} | fields
+    whole, asked = make_trainer(tmp_path, rows(3), **fields)
+    whole.train()
+    for step in (3, 4):
+        resumed, again = make_trainer(tmp_path, rows(3), **fields)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert resumed.state.global_step == 5
+        assert again.batches == asked.batches[len(asked.batches) - len(again.batches) :]
+        for name, parameter in resumed.model.named_parameters():
+            assert torch.equal(parameter, whole.model.get_parameter(name)), (step, name)
+
+
+def test_a_run_on_a_stream_that_is_longer_now_goes_on_in_it(tmp_path):
+    """`max_steps`, by which transformers counts epochs of a stream, may be another one."""
+    fields = {"save_strategy": "steps", "save_steps": 3, "shuffle_dataset": False}
+    first, _ = make_trainer(tmp_path, stream(16), max_steps=3, **fields)
+    first.train()
+    longer, asked = make_trainer(tmp_path, stream(16), max_steps=6, **fields)
+    longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert [batch[0] for batch in asked.batches] == ["3+3=", "4+4=", "5+5="]
+
+
+def test_a_stream_is_sampled_ahead_as_a_set_is(tmp_path):
+    asked = {}
+    with standing_in(shortest=1) as server:
+        for name, rows in {"set": make_prompts(3), "stream": stream(3)}.items():
+            trainer, rewarded = make_trainer(
+                tmp_path / name,
+                rows,
+                max_steps=5,
+                shuffle_dataset=False,
+                rollout_overlap=True,
+                use_vllm=True,
+                vllm_mode="server",
+                vllm_server_base_url=server.url,
+            )
+            trainer.train()
+            asked[name] = rewarded.batches, logged(trainer, "sync/age")
+    assert asked["stream"] == asked["set"]
+    assert [batch[0] for batch in asked["set"][0]] == ["0+0=", "1+1=", "2+2=", "0+0=", "1+1="]
+
+
+def test_a_stream_needs_a_number_of_steps(tmp_path):
+    trainer, _ = make_trainer(tmp_path, stream(5), max_steps=-1)
+    with pytest.raises(ValueError, match="max_steps"):
+        trainer.train()
