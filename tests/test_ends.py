@@ -66,7 +66,12 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+def _cases(table, quick):
+    """Names of a table; those that are not quick are for `make test-all`."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.long) for name in table]
+
+
+@pytest.mark.parametrize("end", _cases(ENDS, {"epochs"}))
 def test_a_finished_run_is_not_trained_any_further(tmp_path, end):
     first = make_trainer(tmp_path, export_run=True, **ENDS[end])
     first.train()
@@ -188,7 +193,9 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("what", BREAKS)
+@pytest.mark.parametrize(
+    "what", _cases(BREAKS, {"the reward of the second micro-batch", "the second one", "an epoch"})
+)
 def test_an_error_loses_no_step_that_had_ended(tmp_path, what):
     breaks, done, options = BREAKS[what]
     options = {"max_steps": 6, "constraint": "lagrangian"} | options

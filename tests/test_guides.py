@@ -434,7 +434,7 @@ SBATCH_OPTIONS = {
     "gpus-per-node": r"\d+",
     "exclusive": "",
     "time": r"\d+:\d\d:\d\d",
-    "signal": r"(B:)?TERM@\d+",
+    "signal": r"(B:)?USR1@\d+",
     "output": r"[\w%./-]+",
 }
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from transformers import TrainerCallback
@@ -106,6 +107,10 @@ def test_links_to_folders_in_the_place_of_checkpoint_and_deployment_are_replaced
         assert os.listdir(outside / name) == ["config.json"]
         assert (outside / name / "config.json").read_text() == "mine"
     assert sorted(path.name for path in run.iterdir()) == ["README.md", "checkpoint-1", "deployment"]
+
+
+def test_a_log_may_go_to_nowhere():
+    append_text(Path(os.devnull), "a line")
 
 
 def test_an_output_directory_may_be_a_link(tmp_path):

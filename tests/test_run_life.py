@@ -19,6 +19,7 @@ from dc_trl.hub.card import write_run_card
 from dc_trl.records.runs import greedy_is_share, read_run
 from dc_trl.records.tables import weighted_sum
 from dc_trl.report.tables import summary_table
+from dc_trl.resuming.manifest import write_manifest
 from dc_trl.trainers import progress
 from dc_trl.training.arguments import RunArguments
 from dc_trl.training.banner import banner
@@ -195,6 +196,7 @@ def test_bars_say_what_is_evaluated_and_seconds_add_up(tmp_path, tokenizer, caps
         saved = json.loads(state.read_text())
         assert saved["training_seconds"] > 0
         state.write_text(json.dumps(saved | {"training_seconds": 1000.0}))
+        write_manifest(state.parent, hashes=True)
         checkpoint = str(tmp_path / "checkpoint-1")
         trainer, summary = trained(
             tmp_path, tokenizer, [zero_or_one], resume=checkpoint, bars=False, disable_tqdm=True
