@@ -150,9 +150,3 @@ def test_a_stream_is_sampled_ahead_as_a_set_is(tmp_path):
             asked[name] = rewarded.batches, logged(trainer, "sync/age")
     assert asked["stream"] == asked["set"]
     assert [batch[0] for batch in asked["set"][0]] == ["0+0=", "1+1=", "2+2=", "0+0=", "1+1="]
-
-
-def test_a_stream_needs_a_number_of_steps(tmp_path):
-    trainer, _ = make_trainer(tmp_path, stream(5), max_steps=-1)
-    with pytest.raises(ValueError, match="max_steps"):
-        trainer.train()

@@ -3,8 +3,7 @@
     TRL_TESTS=../trl make test-all ARGS=tests/test_trl_suite.py
 
 What passes with TRL's trainer has to pass with ours. Tests that do not pass with TRL's own are no measure: the
-checkout may be of another version, and some need what lies on the Hub (`tests/trl_plugin.py` says what stands in for
-it).
+checkout may be of another version, and some need what lies on the Hub (`tests/trl_plugin.py` says what stands in).
 """
 
 import os
