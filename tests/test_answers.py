@@ -105,7 +105,7 @@ def by_async(server, other):
 
 
 WAYS = {
-    "client": (by_client, LIES | LIES_OF_LOGPS | LIES_OF_NAMES | LIES_OF_ORDER),
+    "client": (by_client, LIES | LIES_OF_LOGPS | LIES_OF_NAMES),
     "calibration": (by_calibration, LIES | LIES_OF_LOGPS | LIES_OF_NAMES),
     "pool": (by_pool, LIES | LIES_OF_LOGPS | LIES_OF_NAMES),
     "evaluation": (by_evaluation, LIES),
@@ -133,6 +133,14 @@ def test_no_lie_is_believed(server, other, way):
     assert (believed, raw) == ([], {})
 
 
+def test_an_answer_to_several_prompts_has_them_in_order():
+    request = {"prompt": PROMPTS, "n": 2, "max_tokens": 8, "return_token_ids": True}
+    assert len(require_rollout(request, honest(request), "here", BOUNDS)) == 4
+    for lie in LIES_OF_ORDER.values():
+        with pytest.raises(ServerAnswerError, match="completes the prompt"):
+            require_rollout(request, lie(honest(request)), "here", BOUNDS)
+
+
 def test_there_are_enough_lies():
     assert len(LIES | LIES_OF_LOGPS | LIES_OF_NAMES | LIES_OF_ORDER) >= 90
 
@@ -157,7 +165,7 @@ def test_what_another_try_may_cure_is_tried_again(server, other, monkeypatch):
         server.bodies.clear()
         server.completes = answering(lie)
         with pytest.raises(ServerUnavailableError if tries > 1 else ServerAnswerError):
-            client.generate(PROMPTS, n=2, max_tokens=8)
+            client.generate(PROMPTS[:1], n=2, max_tokens=8)
         assert len(server.bodies) == tries
 
 
@@ -254,13 +262,13 @@ def test_a_busy_server_is_asked_again_when_it_says_so(monkeypatch):
                     stub.says = {path: (status, "busy")}
 
             server.before = busy
-            assert len(client.generate(PROMPTS, n=2, max_tokens=8)["completion_ids"]) == 4
+            assert len(client.generate(PROMPTS[:1], n=2, max_tokens=8)["completion_ids"]) == 2
             assert left == [0]
         assert pauses == [2, 4] * 5
         pauses.clear()
         server.headers = {"Retry-After": "17"}
         server.before = partial(busy, status=429, left=[1])
-        client.generate(PROMPTS, n=2, max_tokens=8)
+        client.generate(PROMPTS[:1], n=2, max_tokens=8)
         assert pauses == [17]
 
 

@@ -16,6 +16,7 @@ from dc_trl.rollouts.replica import Replica
 from dc_trl.serving.errors import ServerError
 
 from .helpers import distinct_characters, logged, make_config, make_model, make_prompts
+from .stub_server import stub_server
 from .vllm_server import requires_vllm
 
 
@@ -277,11 +278,14 @@ def test_vllms_word_for_no_truncation_is_the_replicas_too(tmp_path, tokenizer):
 
 @requires_vllm
 def test_penalties_that_a_server_takes_from_the_model_are_refused(tmp_path, tokenizer):
-    fields = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://127.0.0.1:9"}
-    fields |= {"vllm_server_timeout": 0.5, "top_p": 1.0}
-    with pytest.raises(ValueError, match=r"presence_penalty=1\.5 of the model's generation_config.*constraint='none'"):
-        train(tmp_path, tokenizer, {"presence_penalty": 1.5}, **fields)
-    # Said by the request, it is no matter; the next thing that is missing is the server.
-    requested = {"generation_kwargs": {"presence_penalty": 0.0}}
-    with pytest.raises(ServerError, match="no vLLM server answers"):
-        train(tmp_path, tokenizer, {"presence_penalty": 1.5, "top_k": 20}, **fields | requested)
+    fields = {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 0.5, "vllm_max_retries": 0, "top_p": 1.0}
+    with stub_server() as server:
+        fields["vllm_server_base_url"] = server.url
+        refused = r"presence_penalty=1\.5 of the model's generation_config.*constraint='none'"
+        with pytest.raises(ValueError, match=refused):
+            train(tmp_path, tokenizer, {"presence_penalty": 1.5}, **fields)
+        # Said by the request, it is no matter, and the trainer asks this server, which answers no rollout.
+        requested = {"generation_kwargs": {"presence_penalty": 0.0}}
+        server.says = {"/v1/completions": (400, "no")}
+        with pytest.raises(ServerError, match="refused /v1/completions"):
+            train(tmp_path, tokenizer, {"presence_penalty": 1.5, "top_k": 20, "do_sample": True}, **fields | requested)

@@ -27,6 +27,7 @@ from dc_trl import DCGRPOTrainer
 from dc_trl.constraint.statistics import mismatch_metrics
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.routing import OWN_CHOICE, RoutesRecorder, RoutingReplay, Turn, batch_routes, expert_scores
+from dc_trl.serving.answers import require_rollout
 from dc_trl.serving.errors import ServerError
 from dc_trl.serving.server import VLLMServer
 
@@ -539,10 +540,12 @@ def test_the_routes_of_a_server_are_replayed(tmp_path, there):
 def test_vllms_own_encoding_is_read():
     from vllm.utils.serial_utils import numpy2base64
 
-    from dc_trl.serving.client import _array
-
-    routes = random_routes(2, 5).numpy().astype(np.uint16)
-    assert np.array_equal(_array(numpy2base64(routes)), routes)
+    routes = random_routes(1, 5).numpy().astype(np.uint16)[0]
+    tokens = list(range(len(routes) - 1))
+    choice = {"index": 0, "token_ids": tokens, "finish_reason": "stop", "routed_experts": numpy2base64(routes)}
+    request = {"prompt": [[7, 8]], "n": 1, "max_tokens": 99}
+    (read,) = require_rollout(request, {"choices": [choice]}, "here")
+    assert np.array_equal(read["routed_experts"], routes)
 
 
 @requires_vllm

@@ -29,6 +29,7 @@ from .helpers import (
     make_prompts,
     untimed_rows,
 )
+from .stub_server import stub_server
 from .vllm_server import requires_vllm
 
 
@@ -569,10 +570,11 @@ def test_an_adapter_on_one_of_tied_embeddings_makes_no_mismatch(tmp_path, tokeni
     ("mode", "remedy"), [("server", "use vllm_mode='colocate' with deployment_scheme"), ("colocate", "'bf16'")]
 )
 def test_an_adapter_on_one_of_tied_embeddings_is_refused_where_vllm_has_one_matrix(tmp_path, tokenizer, mode, remedy):
-    config = make_config(tmp_path, use_vllm=True, vllm_mode=mode, vllm_server_base_url="http://127.0.0.1:9")
     adapter = LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM")
-    with pytest.raises(ValueError, match=rf"tie_word_embeddings=True.*(?i:{remedy}).*ensure_weight_tying=True"):
-        make_trainer(config, tokenizer, peft_config=adapter)
+    with stub_server() as server:
+        config = make_config(tmp_path, use_vllm=True, vllm_mode=mode, vllm_server_base_url=server.url)
+        with pytest.raises(ValueError, match=rf"tie_word_embeddings=True.*(?i:{remedy}).*ensure_weight_tying=True"):
+            make_trainer(config, tokenizer, peft_config=adapter)
 
 
 @pytest.mark.parametrize("loss_type", ["bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])
