@@ -235,7 +235,7 @@ def test_dapo_accepts_flat_rows_and_leaves_missing_answers_to_cleaning(write):
     rows, repeats = load_dapo(write({"problem": "P?", "answer": 4}, {"problem": "P?", "answer": None}))
     assert rows["answer"] == ["4", ""]
     assert repeats == 0
-    with pytest.raises(ValueError, match="dapo: a row holds none of the fields 'prompt', 'problem'"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl: a row holds none of the fields 'prompt', 'problem': it has q"):
         load_dapo(write({"q": "P?"}))
 
 

@@ -36,7 +36,7 @@ def ranked(completions, **kwargs):
     return [float(rank) for rank in range(len(completions))]
 
 
-def make_trainer(output_dir, kind=DCGRPOTrainer, curve=None, optimizers=(None, None), **overrides):
+def make_trainer(output_dir, kind=DCGRPOTrainer, curve=None, optimizers=(None, None), model=None, **overrides):
     overrides = {"max_steps": 4, "max_completion_length": 2, "deployment_scheme": "bf16", **overrides}
     config = make_config(output_dir, **overrides)
     if kind is not DCGRPOTrainer:
@@ -46,7 +46,7 @@ def make_trainer(output_dir, kind=DCGRPOTrainer, curve=None, optimizers=(None, N
         plain |= {"beta": 0.0, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": config.save_strategy}
         config = config_type(str(output_dir), **plain, save_steps=config.save_steps)
     return kind(
-        model=make_model(16),
+        model=model or make_model(16),
         reward_funcs=ranked,
         args=config,
         train_dataset=make_prompts(64),  # one epoch: in a second one TRL shuffles differently after a resume
@@ -141,9 +141,10 @@ def test_lengths_of_several_steps_stand_for_each_of_them(tmp_path):
 
 
 def test_a_schedule_in_optimizers_is_the_one_that_is_used(tmp_path):
-    optimizer = make_trainer(tmp_path).create_optimizer()
+    model = make_model(16)
+    optimizer = torch.optim.AdamW(model.parameters())
     schedule = LengthDecaySchedule(optimizer, decay_period=2, floor=0.5)
-    trainer = make_trainer(tmp_path, optimizers=(optimizer, schedule))
+    trainer = make_trainer(tmp_path, model=model, optimizers=(optimizer, schedule))
     callback = LengthDecayCallback(trainer)
     assert callback.schedule is schedule
     with pytest.raises(ValueError, match=r"decay_period=3, floor=0\.1 contradict"):
@@ -182,8 +183,11 @@ def test_settings_that_contradict_the_schedule_are_refused(tmp_path, overrides, 
 
 
 def test_another_scheduler_is_refused(tmp_path):
-    optimizer = make_trainer(tmp_path).create_optimizer()
-    trainer = make_trainer(tmp_path, optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)))
+    model = make_model(16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    trainer = make_trainer(
+        tmp_path, model=model, optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+    )
     with pytest.raises(ValueError, match="already has the scheduler ConstantLR"):
         LengthDecayCallback(trainer)
     trainer = make_trainer(tmp_path)

@@ -519,9 +519,8 @@ def test_the_routes_of_a_server_are_replayed(tmp_path, there):
     with stub_server() as server:
         server.routes = True
         trainer = served(server.url, tmp_path)
-        prompts = make_tokenizer()([make_prompts()[0]["prompt"]])["input_ids"] * 4
-        said = completions(prompts, [[40, 41, 42, 43, 44, 45, 46, 1]] * 4, routes if there else None)
-        server.says = {"/v1/completions": (200, json.dumps(said))}
+        tokens = [[40, 41, 42, 43, 44, 45, 46, 1]] * 4
+        server.completes = lambda body: completions(body["prompt"] * 4, tokens, routes if there else None)
         if not there:
             with pytest.raises(ServerError, match=r"did not return the experts that routing_replay=True replays"):
                 trainer.train()

@@ -19,6 +19,7 @@ from transformers import Trainer
 from transformers.utils import logging
 from trl.trainer.utils import get_comet_experiment_url, get_config_model_id, get_trackio_space_url
 
+from ..config import DCGRPOConfig
 from ..files import read_text, set_aside, write_text
 from ..records import runs
 from ..records.tables import with_error
@@ -81,7 +82,8 @@ def write_run_card(
     args, folder = trainer.args, Path(trainer.args.output_dir)
     repo_id = trainer.hub_model_id or UNKNOWN_REPOSITORY
     loaded = get_config_model_id(trainer.model.config) or ""
-    base_model = (hub_id_of(loaded) or loaded) if args.hub_base_model_id is None else args.hub_base_model_id
+    given = args.hub_base_model_id if isinstance(args, DCGRPOConfig) else None
+    base_model = given or hub_id_of(loaded) or loaded
     if dataset_name is not None and hub_dataset(dataset_name) is None:
         dataset_name = Path(dataset_name).name  # the card is no place for somebody's directories
     wandb = sys.modules.get("wandb")  # a run that it tracks has imported it; the import takes seconds
