@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, ClassVar
 
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
@@ -11,6 +12,9 @@ from ..serving.errors import ServerAnswerError, ServerError, ServerUnavailableEr
 
 
 _KINDS = {kind.__name__ for kind in (ServerAnswerError, ServerUnavailableError)}
+
+
+_ON_ITS_WAY_SECONDS = 1.0
 
 
 class CheckedRolloutLoop(_AsyncRolloutLoop):
@@ -48,7 +52,13 @@ class CheckedRolloutWorker(AsyncRolloutWorker):
 
     def check_health(self, stale_after_s: float) -> None:
         try:
-            super().check_health(stale_after_s)
+            try:
+                super().check_health(stale_after_s)
+            except RuntimeError as error:
+                if error.__cause__ is not None:
+                    raise
+                time.sleep(_ON_ITS_WAY_SECONDS)  # that the worker has failed is known before what it says of it
+                super().check_health(stale_after_s)
         except RuntimeError as error:
             # TRL passes on the name of the error, what it says, and where it was raised.
             kind, _, said = str(error.__cause__ or "").partition(": ")
