@@ -420,9 +420,9 @@ def test_an_answer_that_cannot_be_used_ends_the_run_with_its_last_step_saved(mak
         raise ServerError("vLLM at http://a:1 did not answer what it was asked.")
 
     monkeypatch.setattr(Worker, "check_health", lied)
-    trainer = make_trainer(samples=make_samples(10), max_steps=3)  # of which a step takes 8
+    trainer = make_trainer(samples=make_samples(14), max_steps=3)  # a step takes 8, and 4 are read ahead
     with pytest.raises(ServerError, match=r"did not answer what it was asked\. The run is saved: .*checkpoint-1'"):
         trainer.train()
     folder = Path(trainer.args.output_dir, "checkpoint-1")
     assert (folder / "trainer_state.json").is_file()
-    assert "lagrange_multiplier" in json.loads((folder / "dc_trl_state.json").read_text())
+    assert "lagrange_multiplier" in json.loads((folder / "dc_grpo_state.json").read_text())

@@ -79,6 +79,9 @@ HOOKS: dict[str, str] = {
     "trl.experimental.async_grpo.async_rollout_worker.AsyncRolloutWorker._loop_cls": "class",
     "trl.experimental.async_grpo.async_rollout_worker.AsyncRolloutWorker._loop_kwargs": "= loop_kwargs",
     "trl.experimental.async_grpo.async_rollout_worker.AsyncRolloutWorker.check_health": "(self, stale_after_s)",
+    "trl.experimental.async_grpo.async_rollout_worker.AsyncRolloutWorker.stop": "(self)",
+    "trl.experimental.async_grpo.async_rollout_worker.AsyncRolloutWorker._process": "= None",
+    "trl.experimental.async_grpo.async_rollout_worker.AsyncRolloutWorker._failed_event": "= ctx.Event()",
     "trl.experimental.async_grpo.async_rollout_worker._AsyncRolloutLoop": "class",
     "trl.experimental.async_grpo.async_rollout_worker._AsyncRolloutLoop._post": (
         "(self, path, payload, timeout, max_retries)"

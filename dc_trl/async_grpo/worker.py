@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, ClassVar
 
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
@@ -11,6 +12,10 @@ from ..serving.errors import ServerAnswerError, ServerError, ServerUnavailableEr
 
 
 _KINDS = {kind.__name__ for kind in (ServerAnswerError, ServerUnavailableError)}
+
+
+_ON_ITS_WAY_SECONDS = 1.0
+_END_SECONDS = 15.0  # that a worker which has failed has to end by itself
 
 
 class CheckedRolloutLoop(_AsyncRolloutLoop):
@@ -40,15 +45,31 @@ class CheckedRolloutWorker(AsyncRolloutWorker):
     """
 
     _loop_cls: ClassVar = CheckedRolloutLoop
+    _process: Any  # TRL's own: of the loop, while it runs
 
     @classmethod
     def like(cls, worker: AsyncRolloutWorker, vocabulary: int) -> CheckedRolloutWorker:
         """A worker with the settings of another one, which has not started."""
         return cls(vocabulary=vocabulary, **worker._loop_kwargs)
 
+    def stop(self) -> None:
+        process = self._process
+        if process is not None and (self._failed_event.is_set() or not process.is_alive()):
+            # TRL tells it to stop, and waits for ever until one that is dead has heard it.
+            process.join(_END_SECONDS)
+            process.kill()
+            self._process = None
+        super().stop()
+
     def check_health(self, stale_after_s: float) -> None:
         try:
-            super().check_health(stale_after_s)
+            try:
+                super().check_health(stale_after_s)
+            except RuntimeError as error:
+                if error.__cause__ is not None:
+                    raise
+                time.sleep(_ON_ITS_WAY_SECONDS)  # that the worker has failed is known before what it says of it
+                super().check_health(stale_after_s)
         except RuntimeError as error:
             # TRL passes on the name of the error, what it says, and where it was raised.
             kind, _, said = str(error.__cause__ or "").partition(": ")
