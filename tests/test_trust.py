@@ -201,7 +201,7 @@ LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 @pytest.mark.parametrize("steps", [ALIGNED, MISALIGNED])
 @pytest.mark.parametrize(
     ("loss_type", "mode"),
-    # VESPO takes a ratio of each token, in TRL too; with LUSPO's one ratio of a trajectory weights of tokens are refused.
+    # VESPO takes a ratio of each token, in TRL too. With LUSPO's ratio of a trajectory weights of tokens are refused.
     [
         (loss, mode)
         for loss in LOSSES
