@@ -262,7 +262,7 @@ def test_the_next_batch_is_sampled_beside_training_and_comes_back_after_a_kill(f
     in_step = make_trainer(fp8_server.url, tmp_path / "in_step", **options | {"rollout_overlap": False})
     in_step.train()
     lagging, present = logged(whole, "discrepancy/mean"), logged(in_step, "discrepancy/mean")
-    assert lagging[0] == present[0]  # the same samples, and then the same step
+    assert lagging[0] == pytest.approx(present[0])  # the same samples, shuffled in another order, and the same step
     assert lagging[1] > 3 * present[1]
 
 
