@@ -681,12 +681,13 @@ def test_a_server_killed_while_it_samples_ahead_gets_the_weights_of_that_batch_a
     trainer.add_callback(
         At(1, lambda: threads.append(in_next_rollout(trainer, own_server, lambda _: kill(own_server))))
     )
-    with pytest.raises(ServerError, match=r"/v1/completions.*resume_from_checkpoint=.*checkpoint-2'"):
+    # The kill comes while the second step trains, or just before it begins.
+    with pytest.raises(ServerError, match=r"/v1/completions.*resume_from_checkpoint=.*checkpoint-[12]'"):
         trainer.train()
     threads[1].join()
     own_server.start()
     resumed = faulty_trainer(own_server, tmp_path / "lost", **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "lost" / "checkpoint-2"))
+    resumed.train(resume_from_checkpoint=True)
     assert logged(resumed, "sync/age") == [0, 1, 1, 1]  # asked for again, with the weights of its turn
 
 
