@@ -681,7 +681,8 @@ def test_a_server_killed_while_it_samples_ahead_gets_the_weights_of_that_batch_a
     trainer.add_callback(
         At(1, lambda: threads.append(in_next_rollout(trainer, own_server, lambda _: kill(own_server))))
     )
-    # The kill comes while the second step trains, or just before it begins.
+    # Expected is checkpoint-2. Once it was checkpoint-1, under load, and the reason is not known: to be found, and
+    # this pattern made strict again.
     with pytest.raises(ServerError, match=r"/v1/completions.*resume_from_checkpoint=.*checkpoint-[12]'"):
         trainer.train()
     threads[1].join()
