@@ -54,10 +54,10 @@ quickstart-vllm: $(READY_VLLM)
 	  --output_dir runs/quickstart-vllm-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 study: $(READY)
-	$(BIN)/python scripts/study.py $(ARGS)
+	$(BIN)/dc-trl study $(ARGS)
 
 gpu-check: $(READY)
-	$(BIN)/python scripts/doctor.py $(ARGS)
+	$(BIN)/dc-trl doctor $(ARGS)
 
 # Models of the study that do not ship: another architecture and task, and a mixture of experts. Three minutes each.
 study-models: runs/study/models/llama_sorting runs/study/models/llama_sorting_taught runs/study/models/qwen3_long_sorting runs/study/models/qwen3_moe_arithmetic

@@ -50,7 +50,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def fp8_server(tmp_path_factory):
-    """The tiny model in FP8, served by scripts/serve.py for the whole session; `url` is its address."""
+    """The tiny model in FP8, served by dc-trl serve for the whole session; `url` is its address."""
     server = Serve(tmp_path_factory.mktemp("fp8_server"), "--scheme", "fp8", "--max_model_len", "256")
     server.url = server.url()
     yield server

@@ -9,7 +9,7 @@ import random
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from dc_trl import DCGRPOConfig
+from dc_trl.command import call
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -165,6 +166,11 @@ def load_script(name: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def program(name: str) -> SimpleNamespace:
+    """`dc-trl NAME` with the words of `sys.argv`, in this process."""
+    return SimpleNamespace(main=lambda: call(name))
 
 
 def logged(trainer: Any, name: str) -> list[float]:

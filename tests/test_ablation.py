@@ -439,7 +439,15 @@ def test_a_killed_sweep_goes_on_with_the_same_command(tmp_path):
         "config: configs/quickstart.yaml\nfixed: {per_device_eval_batch_size: 8}\n"
         "list: {GRPO: {constraint: none}, DC-GRPO: {}}\nseeds: [1]\n"
     )
-    command = [sys.executable, "scripts/ablate.py", str(tmp_path / "sweep.yaml"), "--output", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "dc_trl",
+        "ablate",
+        str(tmp_path / "sweep.yaml"),
+        "--output",
+        str(tmp_path / "out"),
+    ]
     command += ["--jobs", "1", "--set", *settings.split()]
     first = tmp_path / "out" / "GRPO" / "seed-1"
     with open(tmp_path / "killed.log", "w") as log:

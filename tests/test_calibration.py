@@ -26,7 +26,7 @@ from dc_trl.rollouts.engines import EngineSpec
 from dc_trl.rollouts.replica import Replica
 from dc_trl.training.problems import DataArguments, draw_prompts
 
-from .helpers import ROOT, TINY_MODEL, load_script, make_config, make_model, make_prompts
+from .helpers import ROOT, TINY_MODEL, make_config, make_model, make_prompts, program
 from .vllm_server import requires_vllm
 
 
@@ -450,8 +450,8 @@ def test_saved_and_loaded_it_is_the_same(measured, tmp_path):
 
 @pytest.fixture
 def script(monkeypatch):
-    """Runs scripts/calibrate.py in this process, from the project's root, with the tiny model and a small sample."""
-    module = load_script("calibrate")
+    """Runs dc-trl calibrate in this process, from the project's root, with the tiny model and a small sample."""
+    module = program("calibrate")
 
     def run(*words, **options):
         arguments = {"model": str(TINY_MODEL), "prompts": 8, "samples": 2, "max_tokens": 24, "seed": 0} | options

@@ -1,6 +1,5 @@
 """Cleaning and decontamination, against brute force, and the script that runs them."""
 
-import importlib.util
 import json
 import re
 import sys
@@ -21,7 +20,7 @@ from dc_trl.data.prompts import load_prompts, load_rows
 from dc_trl.data.schema import FEATURES, MathProblem, to_dataset
 from dc_trl.data.text import words
 
-from .helpers import ROOT, TINY_MODEL
+from .helpers import TINY_MODEL, program
 from .test_benchmarks import FILES, TEMPLATE, dapo_row
 from .test_data import SHARED_DATA, requires_shared_data
 
@@ -191,11 +190,9 @@ def test_invalid_options_are_refused(tokenizer):
 
 @pytest.fixture
 def prepare(tmp_path, monkeypatch, capsys):
-    """Runs scripts/prepare_data.py in this process on made rows; returns its output directory and what it printed."""
+    """Runs dc-trl prepare-data in this process on made rows; returns its output directory and what it printed."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    spec = importlib.util.spec_from_file_location("prepare_data", ROOT / "scripts" / "prepare_data.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = program("prepare-data")
     file, amc = tmp_path / "dapo.jsonl", tmp_path / "amc.jsonl"
     rows = [dapo_row(TEMPLATE.replace("{}", problem), answer, str(n)) for n, (problem, answer) in enumerate(ROWS)]
     file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *rows]))

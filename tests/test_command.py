@@ -177,20 +177,6 @@ def test_refused_at_once(words, expected, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"wrong.yaml", "kinds.yaml"}
 
 
-def test_a_message_names_the_command_that_is_there(tmp_path):
-    def refused(*command, folder=ROOT):
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [sys.executable, *command, "--sheme", "x"], cwd=folder, env=environment, capture_output=True, text=True
-        )
-        return re.search(r"; (.*) --help lists", done.stderr)[1]
-
-    assert refused("scripts/serve.py") == "python scripts/serve.py"
-    assert refused("-m", "dc_trl", "serve") == "python -m dc_trl serve"
-    assert refused("-c", "from dc_trl.command import main; main()", "serve") == "dc-trl serve"
-    assert refused(str(ROOT / "scripts" / "train.py"), folder=tmp_path) == f"python {ROOT}/scripts/train.py"
-
-
 def test_shipped_files_are_found_from_anywhere_and_files_of_ones_own_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = RunArguments.parse(["--config=quickstart", "--max-steps", "3"])

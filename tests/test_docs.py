@@ -288,7 +288,7 @@ def parsers():
     return {
         "accelerate": known_options(launch_command_parser()),
         "scripts/train.py": known_options(TrlParser(ARGUMENTS)) | {"--config"},
-        "scripts/serve.py": known_options(serve.make_parser()),
+        "dc-trl serve": known_options(serve.make_parser()),
     }
 
 
@@ -310,7 +310,7 @@ def test_the_options_of_the_gpu_guide_exist(parsers):
         else:
             assert words[0] in ("vllm", "ssh", "export"), words
         seen.add(words[0])
-    assert {"accelerate", "python", "vllm"} <= seen
+    assert {"accelerate", "dc-trl", "vllm"} <= seen
 
 
 @pytest.mark.long

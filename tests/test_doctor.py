@@ -29,7 +29,7 @@ from dc_trl.rollouts.engines import EngineSpec
 from dc_trl.rollouts.replica import Replica
 from dc_trl.serving.fit import schemes_of
 
-from .helpers import ROOT, TINY_MODEL, load_script, make_experts, make_model
+from .helpers import ROOT, TINY_MODEL, make_experts, make_model, program
 
 
 QUIET = {"progress": False, "report": lambda line: None}
@@ -310,8 +310,8 @@ def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path):
 
 @pytest.fixture
 def script(monkeypatch, tmp_path):
-    """Runs scripts/calibrate.py in this process, with the tiny model and a small sample."""
-    module = load_script("calibrate")
+    """Runs dc-trl calibrate in this process, with the tiny model and a small sample."""
+    module = program("calibrate")
 
     def run(*words):
         command = f"--model {TINY_MODEL} --prompts 4 --samples 2 --max_tokens 12 --overwrite --output {tmp_path}/out"

@@ -40,11 +40,11 @@ from .helpers import (
     ROOT,
     TINY_MODEL,
     distinct_characters,
-    load_script,
     make_config,
     make_model,
     make_prompts,
     make_tokenizer,
+    program,
 )
 from .vllm_server import requires_vllm
 
@@ -328,13 +328,13 @@ def test_what_a_benchmark_refuses(options):
 
 
 def evaluate_script(*arguments):
-    return ["scripts/evaluate.py", "--model", MODEL, "--benchmarks", "arithmetic", *arguments]
+    return ["dc-trl evaluate", "--model", MODEL, "--benchmarks", "arithmetic", *arguments]
 
 
 @pytest.fixture
 def script(monkeypatch, capsys):
-    """Runs scripts/evaluate.py in this process, from the project's root; returns what it printed."""
-    module = load_script("evaluate")
+    """Runs dc-trl evaluate in this process, from the project's root; returns what it printed."""
+    module = program("evaluate")
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "160")
 
@@ -390,7 +390,7 @@ def test_a_killed_evaluation_is_continued_through_a_server(fp8_server, tmp_path,
     assert one.average.value == pytest.approx(other.average.value, abs=0.02)
 
     folders = [str(tmp_path / name / "fp8") for name in ("whole", "parts")]
-    assert "not shown to differ" in script(["scripts/evaluate.py", "--compare", *folders])
+    assert "not shown to differ" in script(["dc-trl evaluate", "--compare", *folders])
 
 
 @requires_vllm

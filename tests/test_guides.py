@@ -444,9 +444,7 @@ def commands_in(text):
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         for start in range(len(words)):
-            if words[start : start + 2] == ["accelerate", "launch"] or words[start + 1 : start + 2] == [
-                "scripts/serve.py"
-            ]:
+            if words[start : start + 2] in (["accelerate", "launch"], ["dc-trl", "serve"]):
                 yield [word for word in words[start:] if word not in ("&", "$@")]
                 break
 

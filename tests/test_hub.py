@@ -41,6 +41,7 @@ from .helpers import (
     load_script,
     make_config,
     make_prompts,
+    program,
 )
 from .hub_server import READ_TOKEN, TOKEN, USER, Repository, serve_hub
 from .test_evaluation import made_evaluation
@@ -585,7 +586,7 @@ def test_a_push_that_fails_goes_on_later(hub, tmp_path, train, monkeypatch, caps
     command = shlex.split(re.search(r"Push it later: dc-trl (.*)", message)[1])
     hub.forget_traffic()
     monkeypatch.setattr(sys, "argv", command)
-    load_script("push").main()
+    program("push").main()
     assert "Pushed: " in capsys.readouterr().out
     assert len(hub.received) == 2  # the two models' weights
     assert not before & set(hub.received), "what had arrived is not sent again"
@@ -605,7 +606,7 @@ def test_a_push_that_fails_goes_on_later(hub, tmp_path, train, monkeypatch, caps
     assert model.config.quantization_config is not None
     # Once more: nothing to do.
     hub.forget_traffic()
-    load_script("push").main()
+    program("push").main()
     assert not hub.received
     assert not [path for method, path in hub.requests if method == "POST" and "/commit/" in path]
 

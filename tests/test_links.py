@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback, LambdaLoggingCallback
 from dc_trl.command.report import main as report
 from dc_trl.files import LOCK_FILE, append_text, lock_output, write_bytes, write_text
-from dc_trl.settings.program import serve_line
+from dc_trl.settings.paths import serve_line
 from dc_trl.training.command import train
 
 from .helpers import ROOT, Rollouts, distinct_characters, make_config, make_model, make_prompts, make_tokenizer

@@ -1,4 +1,4 @@
-"""scripts/doctor.py: what it finds is what others find, and what fails, hangs or is missing does not stop the rest."""
+"""dc-trl doctor: what it finds is what others find, and what fails, hangs or is missing does not stop the rest."""
 
 import json
 import os
@@ -362,7 +362,7 @@ def test_the_commands_of_the_page_are_understood():
 
 def doctor(folder, *words, python=sys.executable):
     """The script as a user starts it, in an empty directory."""
-    command = [python, str(ROOT / "scripts" / "doctor.py"), "--log", "doctor.log", "--json", "doctor.json"]
+    command = [python, "-m", "dc_trl", "doctor", "--log", "doctor.log", "--json", "doctor.json"]
     return subprocess.Popen(
         [*DEFAULT_SIGINT, *command, *words],
         cwd=folder,

@@ -447,9 +447,9 @@ def test_models_that_are_not_known(tmp_path):
 @pytest.mark.long
 def test_the_script_starts_nothing(tmp_path):
     """It loads neither vLLM nor TRL nor weights, and prints the numbers of the plan."""
-    arguments = ["scripts/plan.py", "--model", str(MODELS / "qwen3_8b.json"), "--gpus", "8", "--json"]
+    arguments = ["dc-trl", "plan", "--model", str(MODELS / "qwen3_8b.json"), "--gpus", "8", "--json"]
     arguments += ["--config", "configs/qwen3_8b_fp8.yaml", "--accelerate_config", "configs/accelerate/fsdp2.yaml"]
-    code = f"import runpy, sys; sys.argv = {arguments}; runpy.run_path('scripts/plan.py', run_name='__main__')"
+    code = f"import runpy, sys; sys.argv = {arguments}; runpy.run_module('dc_trl', run_name='__main__')"
     code += "; print(sorted({'vllm', 'trl', 'deepspeed'} & set(sys.modules)), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]

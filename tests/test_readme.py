@@ -51,8 +51,8 @@ OUTPUTS = {"model.safetensors", "run.png", "history.jsonl", "summary.json", "dep
 
 def the_command(name):
     """The one command of both that is this sub-command, or its script."""
-    wanted = rf"dc-trl {name}\b|scripts/{name}\.py"
-    (command,) = (shlex.split(block.replace("\\\n", " ")) for block in blocks("bash") if re.search(wanted, block))
+    blocks_of = (shlex.split(block.replace("\\\n", " ")) for block in blocks("bash") if f"dc-trl {name}" in block)
+    (command,) = blocks_of
     return command
 
 

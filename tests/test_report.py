@@ -27,11 +27,11 @@ from .helpers import (
     ROOT,
     Rollouts,
     distinct_characters,
-    load_script,
     make_config,
     make_model,
     make_prompts,
     make_tokenizer,
+    program,
 )
 from .test_html import Reader, require_self_contained
 
@@ -508,7 +508,7 @@ def test_settings_of_other_trainers_are_compared_with_the_same_defaults(tmp_path
 
 def test_the_script_writes_a_report_and_says_what_is_wrong(tmp_path, monkeypatch, capsys):
     run = make_run(tmp_path / "run")
-    script = load_script("report")
+    script = program("report")
 
     def report(*arguments):
         monkeypatch.setattr(sys, "argv", ["report.py", *map(str, arguments)])
@@ -540,8 +540,8 @@ def test_a_report_needs_no_engine_and_no_trainer(tmp_path):
     first = make_run(tmp_path / "a", settings={"max_steps": 4, "loss_type": "grpo"})
     second = make_run(tmp_path / "b", settings={"max_steps": 4, "beta": 0.1}, summary=make_summary())
     code = (
-        "import sys; sys.argv = ['report.py', *sys.argv[1:]]; import runpy;"
-        "runpy.run_path('scripts/report.py', run_name='__main__');"
+        "import sys; sys.argv = ['dc-trl', 'report', *sys.argv[1:]]; import runpy;"
+        "runpy.run_module('dc_trl', run_name='__main__');"
         "import dc_trl.records.estimators, dc_trl.records.tables;"
         "print(*{name.partition('.')[0] for name in sys.modules})"
     )

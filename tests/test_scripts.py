@@ -22,7 +22,7 @@ from dc_trl.training.arguments import RunArguments
 from dc_trl.training.output import require_space
 from dc_trl.training.own_server import require_servable
 
-from .helpers import ROOT, TINY_MODEL, load_script, make_config, make_model, make_prompts
+from .helpers import ROOT, TINY_MODEL, load_script, make_config, make_model, make_prompts, program
 from .vllm_server import requires_vllm
 
 
@@ -328,9 +328,9 @@ def test_a_column_that_grading_cannot_use_is_named(launch, tmp_path):
         ("toy_experiment", ["--budget", "inf"], "budget=inf"),
         ("toy_experiment", ["--output", "README.md/figures"], "output='README.md/figures' cannot be a directory"),
         ("toy_experiment", ["--budget", "much"], "--budget"),
-        ("prepare_data", ["--file", "."], "file='.' does not exist"),
-        ("prepare_data", ["--tokenizer", "tests", "--max_prompt_length", "9"], "tokenizer='tests' is a directory"),
-        ("prepare_data", ["--ngram", "many"], "--ngram"),
+        ("prepare-data", ["--file", "."], "file='.' does not exist"),
+        ("prepare-data", ["--tokenizer", "tests", "--max_prompt_length", "9"], "tokenizer='tests' is a directory"),
+        ("prepare-data", ["--ngram", "many"], "--ngram"),
         ("ablate", ["--launch", "accelerate 'launch"], "launch="),
         ("ablate", ["--launch", " "], "launch=' ' is empty"),
     ],
@@ -341,7 +341,7 @@ def test_other_scripts_refuse_in_one_line(monkeypatch, tmp_path, capsys, name, o
     command = usual.get(name, ["--output", str(tmp_path / "out")])
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *command, *options])
     with pytest.raises(SystemExit) as stop:
-        load_script(name).main()
+        (load_script if name == "toy_experiment" else program)(name).main()
     message = stop.value.code if isinstance(stop.value.code, str) else capsys.readouterr().err.strip()
     assert message.startswith("error: ")
     assert words in message

@@ -1,4 +1,4 @@
-"""`scripts/serve.py` and what it starts: a real vLLM server, its peers, its end."""
+"""`dc-trl serve` and what it starts: a real vLLM server, its peers, its end."""
 
 import signal
 import subprocess
@@ -20,7 +20,7 @@ from dc_trl.serving.fit import check_server
 from dc_trl.serving.server import VLLMServer, serve
 from dc_trl.settings.secrets import hide_in_options
 
-from .helpers import ROOT, TINY_MODEL, load_script, make_model, make_tokenizer
+from .helpers import ROOT, TINY_MODEL, make_model, make_tokenizer, program
 from .vllm_server import Serve, litter, requires_vllm, serving, shared_memory, wait_until_gone
 
 
@@ -321,7 +321,7 @@ def occupied():
     ],
 )
 def test_what_cannot_start_is_refused_before_vllm_is_started(options, words, occupied, tmp_path, monkeypatch, capsys):
-    script = load_script("serve")
+    script = program("serve")
     given = {"--model": str(TINY_MODEL), "--port": "0", "--log": str(tmp_path / "log")} | options
     arguments = [word.replace("OCCUPIED", str(occupied)) for option in given.items() for word in option]
     monkeypatch.setattr(sys, "argv", ["serve.py", *arguments])

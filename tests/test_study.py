@@ -554,7 +554,7 @@ def test_runs_that_have_a_line_are_left_out(tmp_path):
 
 @pytest.mark.long
 def test_a_model_that_does_not_ship_is_named_with_its_remedy(tmp_path):
-    line = [sys.executable, str(ROOT / "scripts" / "study.py"), "--study", str(STUDY), "--dry_run", "--only", "longer"]
+    line = [sys.executable, "-m", "dc_trl", "study", "--study", str(STUDY), "--dry_run", "--only", "longer"]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("error: model_name_or_path='runs/study/models/qwen3_long_sorting' does not ship: ")
@@ -573,7 +573,7 @@ def test_a_sweep_that_needs_a_gpu_is_left_out_without_one_and_refused_by_name(tm
     (folder / "little.yaml").write_text("config: base.yaml\nseeds: [0]\nlist: {GRPO: {}}\n")
 
     def study(*words):
-        line = [sys.executable, "scripts/study.py", "--study", str(folder), "--dry_run", *words]
+        line = [sys.executable, "-m", "dc_trl", "study", "--study", str(folder), "--dry_run", *words]
         return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
 
     done = study()
@@ -613,7 +613,7 @@ def test_the_page_is_what_its_raw_lines_say():
 @pytest.mark.long
 def test_tables_and_figures_are_made_of_lines_by_one_command(tmp_path):
     lines = "docs/study_again.jsonl --only headline --against docs/study.jsonl"
-    words = [sys.executable, "scripts/study.py", "--output", str(tmp_path), "--tables", *lines.split()]
+    words = [sys.executable, "-m", "dc_trl", "study", "--output", str(tmp_path), "--tables", *lines.split()]
     made = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     page = (ROOT / "docs" / "study.md").read_text()
@@ -638,7 +638,7 @@ def test_a_killed_study_goes_on_and_measures_both_policies(tmp_path):
     (folder / "small.yaml").write_text(
         "config: base.yaml\nseeds: [0]\nlist: {GRPO: {}, log ratio: {constraint: static, constraint_form: log_ratio}}"
     )
-    command = [sys.executable, "scripts/study.py", "--study", folder, "--output", tmp_path / "out", "--jobs", "1"]
+    command = [sys.executable, "-m", "dc_trl", "study", "--study", folder, "--output", tmp_path / "out", "--jobs", "1"]
     first = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )

@@ -21,7 +21,7 @@ requires_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is no
 
 
 class Serve:
-    """`scripts/serve.py` in a process of its own, with its output in a file."""
+    """`dc-trl serve` in a process of its own, with its output in a file."""
 
     def __init__(self, folder: Path, *arguments: str, model: str = str(TINY_MODEL), **environment: str):
         self.output_path = folder / "serve.out"
@@ -31,7 +31,9 @@ class Serve:
         command = [
             *default,
             sys.executable,
-            "scripts/serve.py",
+            "-m",
+            "dc_trl",
+            "serve",
             "--model",
             model,
             "--port",

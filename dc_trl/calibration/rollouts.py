@@ -28,7 +28,6 @@ from ..serving.errors import ServerError, ServerUnavailableError
 from ..serving.fit import check_server, layer_kinds, schemes_of
 from ..serving.guard import temporary_folder
 from ..serving.server import VLLMServer, vllm_version
-from ..settings.program import command
 from .settings import CalibrationSettings
 
 
@@ -224,7 +223,7 @@ def _connect(url: str, config: PretrainedConfig, longest_prompt: int) -> tuple[S
         client = ServerClient(url, start_timeout=5.0, patience=_PATIENCE)
     except ServerUnavailableError as error:
         raise ServerUnavailableError(
-            f"engine={url!r}: no vLLM server answers there. Start one with {command('serve')}, correct the URL, or "
+            f"engine={url!r}: no vLLM server answers there. Start one with dc-trl serve, correct the URL, or "
             "give a scheme ('fp8') in its place to have one started."
         ) from error
     info, layers = client.get_server_info(), client.layers()

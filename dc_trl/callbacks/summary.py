@@ -23,7 +23,7 @@ from ..records.sync import sync_facts
 from ..records.tables import print_table, reward_text, weighted_sum
 from ..records.time_parts import time_cells
 from ..records.verdict import rewards_of, verdict_of
-from ..settings.program import serve_line
+from ..settings.paths import serve_line
 from ..trainer import DCGRPOTrainer
 from .benchmarks import greedy_rewards
 

@@ -11,7 +11,6 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from ..settings.command_line import OptionParser, left_while_loading
-from ..settings.program import command_words
 from ..version import __version__
 from .options import require_options
 
@@ -55,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if words is None else list(words)
     listed = "\n".join(f"  {name:<14}{meaning}" for name, (_, meaning) in COMMANDS.items())
     parser = OptionParser(f"GRPO for models that will be served quantized.\n\ncommands:\n{listed}")
-    parser.prog = " ".join(command_words("train")[:-1])
+    parser.prog = "dc-trl"
     parser.usage = f"{parser.prog} [--version] COMMAND [options]"
     parser.epilog = f"{parser.prog} COMMAND --help describes a command and its options."
     parser.add_argument(

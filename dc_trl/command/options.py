@@ -24,7 +24,6 @@ from ..settings.paths import (
     require_path,
     shipped,
 )
-from ..settings.program import here
 from ..settings.values import TRUTH_VALUES, type_of, values_of
 
 
@@ -81,7 +80,7 @@ def parser_of(name: str, described: Mapping[str, Any]) -> OptionParser:
 
 def _add(group: argparse._ActionsContainer, described: Mapping[str, Any]) -> None:
     names, help_, kind = described["names"], described.get("help"), described.get("kind")
-    options: dict[str, Any] = {"help": argparse.SUPPRESS if help_ is None else here(help_), "default": None}
+    options: dict[str, Any] = {"help": argparse.SUPPRESS if help_ is None else help_, "default": None}
     if names[0].startswith("-"):
         options |= {"dest": described["dest"], "required": described.get("required", False)}
     if described.get("flag"):

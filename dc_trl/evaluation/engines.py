@@ -16,7 +16,6 @@ from ..rollouts.server_engine import Disclosed, ServerEngine
 from ..serving.connection import is_local
 from ..serving.server import serve
 from ..settings.command_line import say
-from ..settings.program import command
 
 
 # In place of a scheme: a checkpoint that is quantized already is evaluated as it is.
@@ -145,13 +144,13 @@ def require_served(url: str, disclosed: Disclosed, model: str, scheme: str | Non
         raise ValueError(
             f"model={model!r}: the server at {url} serves {disclosed.name!r}, from {disclosed.root!r}. Give the one "
             "that it serves, or start it under this name "
-            f"({command('serve')} --model, vllm serve --served-model-name)."
+            f"(dc-trl serve --model, vllm serve --served-model-name)."
         )
     told = disclosed.weight_version is not None  # else the quantization is not known either
     if told and scheme != AS_IT_IS and (scheme == "bf16") != (disclosed.quantization is None):
         raise ValueError(
             f"scheme={scheme!r}: the server at {url} runs with quantization={disclosed.quantization!r}. Name the "
-            f"scheme that it runs in, or start it with {command('serve')} --scheme."
+            f"scheme that it runs in, or start it with dc-trl serve --scheme."
         )
 
 

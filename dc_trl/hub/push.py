@@ -25,7 +25,6 @@ from transformers.utils import logging
 from ..config import DCGRPOConfig, HubDeployment
 from ..files import write_text
 from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, SUMMARY_FILE
-from ..settings.program import command, command_words
 from ..version import __version__
 from .card import CARD_FILE, address_card, deployment_card, load_card
 from .local_paths import local_base, without_local_paths
@@ -178,7 +177,7 @@ class HubClient:
         if base is not None:
             logger.warning(
                 f"The adapter in {str(folder)!r} adapts {base!r}, a directory of this machine: nobody else can load "
-                f"it. Give the Hub id of its base as hub_base_model_id ({command('push')} --base_model), or have "
+                f"it. Give the Hub id of its base as hub_base_model_id (dc-trl push --base_model), or have "
                 f"others use {DEPLOYMENT_FOLDER}/, which is whole."
             )
 
@@ -237,7 +236,7 @@ def push_command(args: DCGRPOConfig, repo_id: str) -> str:
     values["--base_model"] = args.hub_base_model_id
     words = ["--deployment", args.hub_deployment, *(["--private"] if args.hub_private_repo else [])]
     words += [word for name, value in values.items() if value is not None for word in (name, value)]
-    return shlex.join([*command_words("push"), args.output_dir, "--repo_id", repo_id, *words])
+    return shlex.join(["dc-trl", "push", args.output_dir, "--repo_id", repo_id, *words])
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import shlex
 
 from ..settings.paths import shipped
-from ..settings.program import command_words, launched_words
 from .plan import Plan, accumulation
 from .step import Layout
 
@@ -48,7 +47,7 @@ def serve_command(plan: Plan) -> list[str]:
     work = plan.work
     options = ["--model", plan.model.name, "--scheme", work.scheme, "--host", _address(plan)]
     length = ["--max_model_len", str(work.longest)]
-    return [*command_words("serve"), *options, *length, "--", *engine_options(plan)]
+    return ["dc-trl", "serve", *options, *length, "--", *engine_options(plan)]
 
 
 def launch_command(plan: Plan, config: str = "CONFIG.yaml") -> list[str]:
@@ -65,7 +64,7 @@ def launch_command(plan: Plan, config: str = "CONFIG.yaml") -> list[str]:
         "gradient_accumulation_steps": steps,
         "steps_per_generation": generation,
     }
-    words = ["accelerate", "launch", *launcher_options(plan), *launched_words("train"), "--config", config]
+    words = ["accelerate", "launch", *launcher_options(plan), "-m", "dc_trl", "train", "--config", config]
     words += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     if layout.reduce_each:
         words += ["--accelerator_config", '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}']

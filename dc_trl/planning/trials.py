@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 
 from ..files import write_text
 from ..records.tables import TableRows
-from ..settings.paths import shipped_configs
-from ..settings.program import PACKAGE
+from ..settings.paths import PACKAGE, shipped_configs
 from .architecture import architecture_of
 from .measured import (
     Measured,

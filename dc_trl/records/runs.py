@@ -11,7 +11,6 @@ from types import NoneType
 from typing import Any, NamedTuple, TypeGuard
 
 from ..files import read_object, read_text
-from ..settings.program import command
 from .samples import Moment, read_samples
 from .settings import training_defaults
 from .started import read_starts
@@ -217,7 +216,7 @@ def read_run(directory: str | PathLike[str]) -> Run:
     path = folder / HISTORY_FILE
     if not path.is_file():
         raise ValueError(
-            f"run={str(folder)!r} has no {HISTORY_FILE}: give the output_dir of a run of {command('train')}, or of a "
+            f"run={str(folder)!r} has no {HISTORY_FILE}: give the output_dir of a run of dc-trl train, or of a "
             "trainer with LambdaLoggingCallback."
         )
     history = read_history(path)

@@ -15,7 +15,6 @@ from urllib.parse import urlparse
 import httpx
 import psutil
 
-from ..settings.program import command
 from .background import end_requests_of, in_coroutine, pause
 from .errors import (
     RequestAbandonedError,
@@ -360,7 +359,7 @@ def wait_until_one_is_up(
         if waited >= timeout:
             raise ServerUnavailableError(
                 f"no vLLM server answers at {urls} after {timeout:g} s ({reason}): start one with "
-                f"{command('serve')}, correct {setting}, or raise vllm_server_timeout."
+                f"dc-trl serve, correct {setting}, or raise vllm_server_timeout."
             )
         if time.monotonic() - reported >= 10:
             reported = time.monotonic()

@@ -6,7 +6,6 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ..settings.program import command
 from .connection import is_local
 from .errors import ServerError
 
@@ -116,12 +115,12 @@ def _check_format(method: str | None, kinds: list[str], scheme: str | None, weig
         raise ServerError(
             f"the server quantizes by itself (--quantization {method}), so that what samples is not the checkpoint "
             "that weight_sync='checkpoint' writes: leave --quantization out and serve a checkpoint in the scheme "
-            f"({command('serve')} --scheme), or set weight_sync='nccl'."
+            f"(dc-trl serve --scheme), or set weight_sync='nccl'."
         )
     if (scheme or "bf16") not in schemes_of(kinds) and (scheme is not None or weight_sync == "checkpoint"):
         raise ServerError(
             f"the server's layers are {', '.join(kinds) or 'not quantized'}, and deployment_scheme={scheme!r} is "
-            f"trained for: start it with {command('serve')} --scheme {scheme or 'bf16'}, or set deployment_scheme to "
+            f"trained for: start it with dc-trl serve --scheme {scheme or 'bf16'}, or set deployment_scheme to "
             "what it serves."
         )
 

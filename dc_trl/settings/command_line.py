@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from .paths import shipped
-from .program import command, here
 
 
 # Signals that ask a program to end: a job system's, a closed terminal's, and SLURM's warning that its time is up.
@@ -32,8 +31,8 @@ class OptionParser(argparse.ArgumentParser):
 
     def __init__(self, description: str | None, name: str | None = None) -> None:
         super().__init__(
-            prog=command(name) if name else None,
-            description=here(description or ""),
+            prog=f"dc-trl {name}" if name else None,
+            description=description or "",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -72,7 +71,7 @@ def misspelt(words: Sequence[str], parser: argparse.ArgumentParser) -> str | Non
 def unknown_field(name: str, known: Iterable[str]) -> str:
     """The refusal of a field that a configuration file has and training has not."""
     close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"{command('train')} --help lists the fields."
+    hint = f"did you mean {close[0]}?" if close else "dc-trl train --help lists the fields."
     return f"{name} is no field of the configuration: {hint}"
 
 

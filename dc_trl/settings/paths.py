@@ -2,16 +2,21 @@
 
 import difflib
 import os
+import shlex
 from pathlib import Path
 
-from .program import PACKAGE
 
-
+PACKAGE = Path(__file__).resolve().parent.parent
 # Suffixes of the data files that can be read, each with the reader's name in `datasets`.
 READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 # Words of `resume_from_checkpoint` that are no path.
 NEWEST_CHECKPOINT, NO_CHECKPOINT = "true", "false"
 NEWEST_OR_NONE = "auto"  # begins anew where there is no whole checkpoint
+
+
+def serve_line(folder: Path) -> str:
+    """What to type into a shell to serve a checkpoint."""
+    return f"vllm serve {shlex.quote(str(folder))}"
 
 
 def shipped_configs() -> Path:

@@ -14,7 +14,7 @@ from ..quantization.policy import unwrapped
 from ..quantization.tensors import require_merged_form
 from ..records.runs import DEPLOYMENT_FOLDER
 from ..resuming.checkpoints import on_main_process
-from ..settings.program import serve_line
+from ..settings.paths import serve_line
 from .batching import LengthAwareTrainer
 from .history import LambdaLoggingCallback
 
