@@ -1,44 +1,31 @@
 """Settings of `DCGRPOTrainer`."""
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from accelerate.logging import get_logger
 from trl import GRPOConfig
 
-from .constraint.balance import BalancedMultiplier
 from .constraint.forms import lag_warning
 from .constraint.lagrangian import LagrangeMultiplier
 from .constraint.multiplier import multiplier_of
-from .constraint.settings import CHOICES, Constraint, ConstraintSettings, read_tolerance
+from .constraint.settings import Constraint, ConstraintSettings, read_tolerance
 from .files import parse_object
 from .quantization.schemes import SCHEMES, require_scheme, require_served_scheme
 from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncates
 from .serving.preflight import require_address, require_addresses, require_waits_that_fit
 from .settings.contradictions import require_no_contradiction
-from .settings.described import described
 from .settings.distribution import require_division
-from .settings.ranges import COUNT, FINITE, TRAINING, require_choice, require_number, require_numbers
+from .settings.fields import require_fields, setting
+from .settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, FINITE, WHOLE, require_choice, require_number
 from .settings.recipes import RECIPES, Recipe
-from .settings.values import require_kinds
 
 
 logger = get_logger(__name__)
 
-WeightSync = Literal["auto", "nccl", "checkpoint"]
-SyncTrigger = Literal["steps", "discrepancy"]
-AdvantageEstimator = Literal["grpo", "rloo"]
 HubDeployment = Literal["subfolder", "repository", "none"]
-
-# Choices that TRL looks at after the first rollout.
-_TRL_CHOICES = {
-    "loss_type": Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"],
-    "importance_sampling_level": Literal["token", "sequence"],
-    "scale_rewards": Literal["group", "batch", "none", True, False],
-    "multi_objective_aggregation": Literal["sum_then_normalize", "normalize_then_sum"],
-    "vllm_importance_sampling_mode": Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
-}
+LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]
 
 # vLLM's own bound on the tokens that it names, which TRL leaves as it is where it builds the engine.
 _COLOCATED_LOGPROBS = 20
@@ -46,195 +33,153 @@ _COLOCATED_LOGPROBS = 20
 _FILE_OR_DICT = ("accelerator_config", "fsdp_config", "deepspeed")
 
 
-@described
 @dataclass
 class DCGRPOConfig(ConstraintSettings, GRPOConfig):
-    r"""Configuration of [`DCGRPOTrainer`]: everything of [`~trl.GRPOConfig`], and the discrepancy constraint.
+    """Configuration of [`DCGRPOTrainer`]: everything of [`~trl.GRPOConfig`], and the discrepancy constraint.
 
     The defaults train as TRL does, and measure. `recipe="paper"` is the dense 8B recipe of DC-GRPO (arXiv 2606.08779).
-    It gives values to the fields that are left open (`None`): `constraint`, `loss_type`, `epsilon` and
-    `vllm_importance_sampling_correction`. What is said of a field wins over the recipe. λ_0, ε and η_λ have the
-    paper's values by default.
+    A recipe gives values to the fields that are left open (`None`): `constraint`, `loss_type`, `epsilon` and
+    `vllm_importance_sampling_correction`. A value that is given wins over the recipe. λ_0, ε and η_λ have the paper's
+    values by default. docs/settings.md lists the fields, `dc-trl train --help` does too.
 
-    Args:
-        recipe (`str`, defaults to `"trl"`):
-            Where the fields that are left open get their values. `"trl"`: `constraint="none"`, and all else as in
-            TRL's `GRPOConfig`. `"paper"`: `constraint="lagrangian"`, `loss_type="grpo"`, `epsilon=0.24` and
-            `vllm_importance_sampling_correction=False`.
-        constraint (`str`, *optional*):
-            Left open, what `recipe` says. `"none"`: GRPO, the discrepancy is measured and logged only. `"static"`:
-            Dual-GRPO (eq. 4), advantages minus λ·δ with a fixed λ = `lambda_init`. `"lagrangian"`: DC-GRPO (eqs. 8 to
-            11), λ moves by dual ascent after each generation batch. `"balance"`: λ such that the gradient of the
-            constraint has `balance_share` of the norm of the reward's, measured on the first micro-batch of each
-            generation batch by two more backward passes.
-        constraint_form (`str`, defaults to `"injected"`):
-            How the discrepancy enters the objective (`dc_trl.constraint.forms`). `"injected"`: the paper's, advantages
-            minus λ·δ. `"complete"`: with the gradient of δ itself. `"quadratic"`: the gradient of half the squared
-            discrepancy (the paper's appendix B). `"log_ratio"`: advantages minus λ·log π_train/π_inf, the gradient of
-            half the expected square of that logarithm over the engine's tokens, and nearly of a KL divergence.
-            `"two_sided_kl"` and `"two_sided_l1"`: a term of the loss between the policy and its quantized self, with
-            gradients through both; they need `deployment_scheme`, and one more forward and backward pass.
-        discrepancy_measure (`str`, defaults to `"prob_diff"`):
-            δ of a token (eq. 2): `"prob_diff"` |π_train − π_inf|, `"prob_ratio"` |π_train/π_inf − 1|, or `"log_prob"`
-            |log π_train − log π_inf|.
-        discrepancy_level (`str`, defaults to `"token"`):
-            `"token"`: every token is penalised by its own δ. `"sequence"`: by the mean δ of its trajectory.
-        discrepancy_tolerance (`float` or `"auto"`, defaults to `0.0037`):
-            ε, in units of the measure: the batch discrepancy up to which λ does not grow. At least 0. `"auto"`: λ
-            rests for the first ten generation batches, and ε is the mean of their δ̄ plus 2.37 standard deviations,
-            which one healthy batch in forty exceeds (`dc_trl.constraint.lagrangian.proposed_tolerance`), logged as
-            `lagrangian/tolerance`.
-        discrepancy_margin (`float`, defaults to `0.0`):
-            Tokens with δ at or below it are not penalised. At least 0.
-        batch_reduction (`str`, defaults to `"sequence"`):
-            Batch discrepancy δ̄ (eq. 11) as the mean over trajectories of their token means (`"sequence"`), or over
-            all tokens (`"token"`).
-        dual_window (`int`, defaults to `1`):
-            Generation batches that δ̄ is averaged over before it moves λ. At least 1.
-        lambda_init (`float`, defaults to `0.1`):
-            λ_0, within [`lambda_min`, `lambda_max`].
-        lambda_lr (`float`, defaults to `1.0`):
-            Step size η_λ of the dual ascent. At least 0.
-        lambda_min (`float`, defaults to `0.0`):
-            Lower bound of λ. At least 0.
-        lambda_max (`float`, defaults to `1.0`):
-            Upper bound of λ. The paper states none; this one is ours.
-        balance_share (`float`, defaults to `0.3`):
-            Norm of λ times the constraint's gradient over the norm of the reward's, with `constraint="balance"`.
-            Above 0.
-        balance_decay (`float`, defaults to `0.9`):
-            Decay of the moving averages of both squared norms, over generation batches. At least 0, below 1.
-        rollout_correction (`str`, defaults to `"none"`):
-            What weighs the advantage of a token by r = π_train/π_inf, with any engine and any constraint: `"none"`,
-            `"token_truncate"` (TIS): r within bounds, clipped to them. `"token_mask"` (MIS): r, 0 out of bounds.
-            `"sequence_truncate"`, `"sequence_mask"`: the same with the product of a trajectory's r.
-            `"geometric_mask"`: trajectories whose geometric mean of r is out of bounds are masked. `"icepop"`:
-            `"token_mask"` with two bounds. `"tv_mask"` (DPPO): r, 0 where π_train − π_inf has passed the bound in the
-            direction of the advantage. `"ppo_clip"`: PPO's clip with the sampler as the old policy. Masked tokens are
-            not in δ̄. See `dc_trl.constraint.trust` for the papers.
-        rollout_correction_max (`float`, *optional*):
-            Upper bound of the correction, at least 1; infinity for none. By default 2 (arXiv 2602.01826), for
-            `"geometric_mask"` 1.01 (SkyRL's), for `"icepop"` 5 (verl's), for `"ppo_clip"` 1.24. For `"tv_mask"` a
-            difference of probabilities below 1, by default 0.2 (SkyRL's).
-        rollout_correction_min (`float`, *optional*):
-            Lower bound of the correction, in [0, 1]. By default 0, for `"geometric_mask"` 0.99, for `"icepop"` 0.5,
-            for `"ppo_clip"` 0.76. `"tv_mask"` has none.
-        advantage_estimator (`str`, defaults to `"grpo"`):
-            `"grpo"`: TRL's group-normalised advantage. `"rloo"`: the reward minus the mean reward of the prompt's
-            other completions (leave-one-out, arXiv 2402.14740), not scaled: `scale_rewards` has no part in it.
-        drop_zero_std_groups (`bool`, defaults to `False`):
-            Completions of a prompt that all got the same reward enter neither the loss nor δ̄, and the loss is the
-            mean over the others (arXiv 2602.01826). In training only.
-        routing_replay (`bool`, defaults to `False`):
-            In a mixture of experts, the trainer's forward takes the experts that the engine chose for each token, with
-            the weights of its own router (R3, arXiv 2510.11370). For routers like Qwen3-MoE's, and rollouts of the
-            replica, or of a vLLM server with `--enable-return-routed-experts` (on a GPU).
-        padding_free (`bool`, defaults to `False`):
-            Forward passes of training compute real tokens alone: the sequences of a micro-batch stand in one row, and
-            the attention implementation keeps them apart. Loss and gradient are those of padded rows to rounding. For
-            text models without recurrent layers, with `attn_implementation` `"flash_attention_2"`, `_3`,
-            `"flex_attention"` or `"sdpa"`; see docs/fast_loop.md.
-        deployment_scheme (`str`, *optional*):
-            Number format that the policy is deployed in, and therefore sampled in: `"bf16"`, `"fp8"`, `"fp8_block"`,
-            `"int8"`, `"int4"` or `"int4_g32"`. With `use_vllm=False` an in-process replica of the policy samples,
-            with `use_vllm=True` a vLLM engine that runs in this format. For research on a large mismatch the replica
-            also has `"int3"` and `"int2"`, which no engine serves.
-        train_through_quantization (`bool`, defaults to `False`):
-            Train through the deployed forward: the policy's layers compute with the weights and activations of
-            `deployment_scheme`, in bfloat16, as the engine does, and gradients pass the rounding unchanged to the
-            weights in training (straight-through). What is then left of δ is the kernels' own gap, see
-            docs/aligned.md. The reference model of `beta` computes so with an adapter alone, where it is the policy.
-        weight_sync (`str`, defaults to `"auto"`):
-            How new weights reach a vLLM server. `"checkpoint"`: as the deployable checkpoint in shared memory or in
-            `weight_sync_dir`, which the server reloads in place; what samples is what is exported. `"nccl"`: TRL's
-            stream of the trained weights. `"auto"`: checkpoint for quantized schemes and where NCCL cannot work (no
-            CUDA, one shared GPU).
-        weight_sync_dir (`str`, *optional*):
-            Directory that trainer and vLLM server both see under this path, for checkpoints on their way. By default
-            shared memory (`/dev/shm`), for a server on the same machine.
-        weight_sync_steps (`int`, defaults to `1`):
-            Optimizer steps after which new weights go to the engine that samples, at the first generation batch from
-            there on. Above 1 it samples with weights that lag, and δ contains the lag. A vLLM engine then gets its
-            weights as checkpoints. At least 1.
-        weight_sync_trigger (`str`, defaults to `"steps"`):
-            `"steps"`: new weights go every `weight_sync_steps`. `"discrepancy"`: also earlier, at the generation batch
-            after one whose δ̄ was above `discrepancy_tolerance`; at every one while `"auto"` still looks for it.
-        vllm_server_base_urls (`list[str]`, *optional*):
-            Addresses of several vLLM servers that sample together, in place of TRL's `vllm_server_base_url`: prompts
-            are spread over them, all hold the same weights, and the prompts of one that fails go to the others (see
-            docs/fast_loop.md). The weights go as checkpoints.
-        rollout_overlap (`bool`, defaults to `False`):
-            While a generation batch trains, a vLLM server samples the next one, with the weights from before the
-            batch's steps: one batch ahead, never more. Its log-probabilities are the sampler's own, so δ contains the
-            lag. With `vllm_mode="server"` only; see docs/fast_loop.md.
-        vllm_request_timeout (`float`, *optional*):
-            Seconds that any one request to the vLLM server may take: a generation batch, a reload of the weights. By
-            default 3600. With several processes the others wait for the one that asks the server, no longer than
-            `ddp_timeout`: by default no longer than nine tenths of that either, and a value above is refused.
-        vllm_max_retries (`int`, defaults to `3`):
-            How often a rollout or a synchronization that failed is tried again, each time once a server is up within
-            `vllm_server_timeout` seconds. With several processes all tries together, and the waits between them, take
-            no longer than nine tenths of `ddp_timeout`. Then the run saves a checkpoint and stops.
-        length_aware_batches (`bool`, defaults to `True`):
-            Within an optimizer step completions of like length share a forward, and every forward reads no more than
-            its own longest prompt and completion. Loss and gradient of the step are TRL's, to rounding. Losses that
-            are a mean over the micro-batch keep their completions together, and are only cut; see docs/batching.md.
-        max_tokens_per_micro_batch (`int`, *optional*):
-            The most tokens, prompts, completions and their padding, that a forward of training reads in each process.
-            Then `per_device_train_batch_size` times `gradient_accumulation_steps` says how many completions share an
-            optimizer step, and no longer how many share a forward. A completion that is longer is alone in its own.
-        hub_deployment (`str`, defaults to `"subfolder"`):
-            Where a push puts the deployment checkpoint: in the `"subfolder"` `deployment/` of `hub_model_id`, in a
-            second `"repository"` `{hub_model_id}-{deployment_scheme}`, or nowhere (`"none"`).
-        hub_base_model_id (`str`, *optional*):
-            The Hub id of the model that is trained, where it is loaded from a directory. A pushed adapter and the
-            model card name their base by it; directories of this machine are not pushed.
-        export_run (`bool`, defaults to `True`):
-            `train` leaves `history.jsonl`, `settings.json` and `run.png` in `output_dir`, and with `deployment_scheme`
-            the deployable checkpoint (`deployment/`) too, which `save_model` leaves beside the model. `False`: nothing
-            but TRL's files (`dc-trl train` keeps its history all the same). An export gathers, quantizes and writes
-            all weights, at the end of `train` and in each call of `save_model`: its time and its disk grow with the
-            model (docs/tour.md has some), and a deployment that was there stays until the new one is whole. No
-            `checkpoint-N` has one. Formats that no engine serves (`"int3"`, `"int2"`) leave history and figure alone.
-        checkpoint_hashes (`bool`, defaults to `True`):
-            Each `checkpoint-N` has the SHA-256 of its files in its `manifest.json`, and a run that goes on from it
-            compares them first: a second for each gigabyte, both times. `False` leaves it to the files' sizes.
+    Raises:
+        ValueError: a field has a value that it does not take, or fields contradict each other; the message names the
+            fields, their values and the remedy.
+        TypeError: there is no field of a name that was given.
     """
 
-    recipe: Recipe = "trl"
-    # Left open, the recipe fills these in.
-    constraint: Constraint | None = None  # type: ignore[assignment]
-    epsilon: float | None = field(
-        default=None, metadata={"help": "Clip range of the policy ratio (not the tolerance)."}
+    recipe: Recipe = setting(
+        "trl",
+        'Where the fields that are left open get their values. "trl": constraint="none", and everything else as in '
+        'TRL\'s GRPOConfig. "paper": constraint="lagrangian", loss_type="grpo", epsilon=0.24 and '
+        "vllm_importance_sampling_correction=false (DC-GRPO, arXiv 2606.08779).",
     )
-    loss_type: str | None = field(default=None, metadata={"help": "Loss formulation, see `GRPOConfig`."})
-    vllm_importance_sampling_correction: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Truncated or masked importance sampling (TIS/MIS) against the engine's log-probs. Left open, it "
-            "is on where TRL has it on and neither a constraint nor rollout_correction takes its place."
-        },
+    # The recipe fills in those that are left open.
+    constraint: Constraint | None = setting(  # type: ignore[assignment]
+        None, ConstraintSettings.__dataclass_fields__["constraint"].metadata["help"]
+    )
+    epsilon: Annotated[float | None, AT_LEAST_0] = setting(None, "Clip range of the policy ratio (not the tolerance).")
+    loss_type: LossType | None = setting(None, "Loss formulation, see TRL's GRPOConfig.")
+    vllm_importance_sampling_correction: bool | None = setting(
+        None,
+        "Truncated or masked importance sampling (TIS/MIS) of TRL against the engine's log-probabilities. If it is "
+        "not set, it is on where TRL has it on and neither a constraint nor rollout_correction takes its place.",
     )
 
-    advantage_estimator: AdvantageEstimator = "grpo"
-    drop_zero_std_groups: bool = False
-    train_through_quantization: bool = False
-    routing_replay: bool = False
-    padding_free: bool = False
-    weight_sync: WeightSync = "auto"
-    weight_sync_dir: str | None = None
-    weight_sync_steps: int = 1
-    weight_sync_trigger: SyncTrigger = "steps"
-    vllm_server_base_urls: list[str] | None = None
-    rollout_overlap: bool = False
-    vllm_request_timeout: float | None = None
-    vllm_max_retries: int = 3
-    hub_deployment: HubDeployment = "subfolder"
-    hub_base_model_id: str | None = None
-    length_aware_batches: bool = True
-    max_tokens_per_micro_batch: int | None = None
-    export_run: bool = True
-    checkpoint_hashes: bool = True
+    advantage_estimator: Literal["grpo", "rloo"] = setting(
+        "grpo",
+        '"grpo" is TRL\'s group-normalised advantage. "rloo" is the reward minus the mean reward of the prompt\'s '
+        "other completions (leave-one-out, arXiv 2402.14740), unscaled; scale_rewards does not apply.",
+    )
+    drop_zero_std_groups: bool = setting(
+        False,
+        "In training, leave the completions of a prompt that all got the same reward out of the loss and of δ̄; the "
+        "loss is the mean over the others (arXiv 2602.01826).",
+    )
+    train_through_quantization: bool = setting(
+        False,
+        "Train through the deployed forward: the policy's layers compute with the weights and activations of "
+        "deployment_scheme, in bfloat16, as the engine does, and gradients pass the rounding unchanged to the trained "
+        "weights (straight-through). What is left of δ is the gap between the kernels, see docs/aligned.md. The "
+        "reference model of beta computes so with an adapter only, where it is the policy.",
+    )
+    routing_replay: bool = setting(
+        False,
+        "In a mixture of experts, the trainer's forward takes the experts that the engine chose for each token, with "
+        "the weights of its own router (R3, arXiv 2510.11370). This needs a router like Qwen3-MoE's, and rollouts of "
+        "the replica or of a vLLM server with --enable-return-routed-experts (on a GPU).",
+    )
+    padding_free: bool = setting(
+        False,
+        "Let forward passes of training compute real tokens only: the sequences of a micro-batch stand in one row, "
+        "and the attention implementation keeps them apart. Loss and gradient equal those of padded rows up to "
+        "rounding. This needs a text model without recurrent layers and attn_implementation "
+        '"flash_attention_2", "flash_attention_3", "flex_attention" or "sdpa"; see docs/fast_loop.md.',
+    )
+    weight_sync: Literal["auto", "nccl", "checkpoint"] = setting(
+        "auto",
+        'How new weights reach a vLLM server. "checkpoint": as the deployable checkpoint, in shared memory or in '
+        'weight_sync_dir, which the server reloads in place; what samples is what is exported. "nccl": by TRL\'s '
+        'stream of the trained weights. "auto": by checkpoint for quantized schemes and where NCCL cannot work (no '
+        "CUDA, or one shared GPU).",
+    )
+    weight_sync_dir: str | None = setting(
+        None,
+        "Directory for checkpoints on their way, which trainer and vLLM server both see under this path. If it is "
+        "not set, shared memory (/dev/shm) is used, for a server on the same machine.",
+    )
+    weight_sync_steps: Annotated[int, COUNT] = setting(
+        1,
+        "Number of optimizer steps after which new weights go to the engine that samples, at the next generation "
+        "batch. Above 1 the engine samples with weights that lag, δ contains the lag, and a vLLM engine gets its "
+        "weights as checkpoints.",
+    )
+    weight_sync_trigger: Literal["steps", "discrepancy"] = setting(
+        "steps",
+        'With "steps" new weights go every weight_sync_steps. With "discrepancy" they also go earlier: at the '
+        "generation batch that follows one whose δ̄ was above discrepancy_tolerance, and at every one while "
+        'discrepancy_tolerance="auto" still observes.',
+    )
+    vllm_server_base_urls: list[str] | None = setting(
+        None,
+        "Addresses of several vLLM servers that sample together, in place of TRL's vllm_server_base_url. Prompts are "
+        "spread over them, all hold the same weights, and the prompts of one that fails go to the others (see "
+        "docs/fast_loop.md). The weights go as checkpoints.",
+    )
+    rollout_overlap: bool = setting(
+        False,
+        "While a generation batch trains, a vLLM server samples the next one, with the weights from before the "
+        "batch's steps: one batch ahead, never more. Its log-probabilities are the sampler's own, so δ contains the "
+        'lag. This needs vllm_mode="server"; see docs/fast_loop.md.',
+    )
+    vllm_request_timeout: Annotated[float | None, ABOVE_0] = setting(
+        None,
+        "Seconds that a request to the vLLM server may take: a generation batch, or a reload of the weights. If it is "
+        "not set, 3600. With several processes the others wait for the one that asks the server, no longer than "
+        "ddp_timeout; the default is then nine tenths of ddp_timeout at most, and a larger value is refused.",
+    )
+    vllm_max_retries: Annotated[int, WHOLE] = setting(
+        3,
+        "How often a rollout or a synchronization that failed is tried again, each time once a server is up within "
+        "vllm_server_timeout seconds. With several processes all tries and the waits between them take no longer than "
+        "nine tenths of ddp_timeout. Then the run saves a checkpoint and stops.",
+    )
+    hub_deployment: HubDeployment = setting(
+        "subfolder",
+        'Where a push puts the deployment checkpoint: "subfolder" is deployment/ of hub_model_id, "repository" is a '
+        'second repository named {hub_model_id}-{deployment_scheme}, and "none" pushes none.',
+    )
+    hub_base_model_id: str | None = setting(
+        None,
+        "Hub id of the model that is trained, where it is loaded from a directory. A pushed adapter and the model "
+        "card name their base by it; directories of this machine are not pushed.",
+    )
+    length_aware_batches: bool = setting(
+        True,
+        "Within an optimizer step completions of similar length share a forward, and a forward reads no more than its "
+        "own longest prompt and completion. Loss and gradient of the step equal TRL's up to rounding. Losses that are "
+        "a mean over the micro-batch keep their completions together, and are only cut; see docs/batching.md.",
+    )
+    max_tokens_per_micro_batch: Annotated[int | None, COUNT] = setting(
+        None,
+        "Largest number of tokens (prompts, completions and their padding) that a forward of training reads in each "
+        "process. per_device_train_batch_size times gradient_accumulation_steps then says how many completions share "
+        "an optimizer step, and no longer how many share a forward. A longer completion has a forward of its own.",
+    )
+    export_run: bool = setting(
+        True,
+        "train leaves history.jsonl, settings.json and run.png in output_dir, and with deployment_scheme also the "
+        "deployable checkpoint (deployment/), which save_model leaves beside the model too. With false there are only "
+        "TRL's files (dc-trl train keeps its history all the same). An export gathers, quantizes and writes all "
+        "weights, at the end of train and in each call of save_model: its time and its disk space grow with the model "
+        "(see docs/tour.md), and an earlier deployment stays until the new one is whole. No checkpoint-N has one. For "
+        'formats that no engine serves ("int3", "int2") only history and figure are left.',
+    )
+    checkpoint_hashes: bool = setting(
+        True,
+        "Each checkpoint-N has the SHA-256 of its files in manifest.json, and a run that resumes from it compares "
+        "them first; both take a second for each gigabyte. With false, only sizes are compared.",
+    )
 
     def __post_init__(self):
         require_choice("recipe", self.recipe, Recipe)
@@ -248,7 +193,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         self._check_sampling()
         self._warn_of_lag()
 
-    def multiplier(self) -> LagrangeMultiplier | BalancedMultiplier:
+    def multiplier(self) -> LagrangeMultiplier:
         """The multiplier λ that these settings describe."""
         return multiplier_of(self)
 
@@ -297,19 +242,10 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             self.vllm_importance_sampling_correction = self.use_vllm and nothing_of_ours
 
     def _check_values(self) -> None:
-        for name, options in {
-            **CHOICES,
-            "weight_sync": WeightSync,
-            "weight_sync_trigger": SyncTrigger,
-            "advantage_estimator": AdvantageEstimator,
-            "hub_deployment": HubDeployment,
-            **_TRL_CHOICES,
-        }.items():
-            require_choice(name, getattr(self, name), options)
+        require_fields(self)
         self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)
         if self.output_dir is not None and not str(self.output_dir).strip():
             raise ValueError(f"output_dir={self.output_dir!r} is empty: name a directory.")
-        require_numbers(self, TRAINING)
         if self.pad_to_multiple_of is not None and str(self.pad_to_multiple_of).lower() not in (
             "auto",
             "none",
@@ -321,7 +257,6 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             require_address("vllm_server_base_url", self.vllm_server_base_url)
         if self.vllm_server_base_urls is not None:
             require_addresses("vllm_server_base_urls", self.vllm_server_base_urls)
-        require_kinds(self)
         for weight in self.reward_weights or []:
             require_number("reward_weights", weight, FINITE)
         self._check_dicts()

@@ -1,30 +1,24 @@
 """Settings of `AsyncDCGRPOTrainer`."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from accelerate.logging import get_logger
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from ..constraint.forms import lag_warning
-from ..constraint.settings import CHOICES, ConstraintForm, ConstraintSettings, read_tolerance
+from ..constraint.settings import ConstraintForm, ConstraintSettings, read_tolerance
 from ..rollouts.neutral_sampling import restrictions
-from ..settings.contradictions import RULES_OF_THE_CONSTRAINT_ALONE, Rule, require
-from ..settings.described import described
-from ..settings.ranges import TRAINING, require_choice, require_number
+from ..settings.contradictions import RULES_OF_THE_CONSTRAINT_ALONE, Rule, require, require_effect
+from ..settings.fields import require_fields, setting
 
 
 logger = get_logger(__name__)
 
 RULES = (
     Rule(
-        lambda c: c.constraint == "balance",
-        "constraint='balance' takes gradients of its own, which AsyncGRPO has no place for: use constraint='static' "
-        "or 'lagrangian'.",
-    ),
-    Rule(
         lambda c: c.constraint_form.startswith("two_sided"),
         "constraint_form={c.constraint_form!r} corrects a sampler that follows at once, and AsyncGRPO's lags: use "
-        "constraint_form='log_ratio', 'quadratic', 'complete' or 'injected'.",
+        "constraint_form='log_ratio', 'quadratic' or 'injected'.",
     ),
     Rule(
         lambda c: c.deployment_scheme is not None,
@@ -40,7 +34,6 @@ RULES = (
 )
 
 
-@described
 @dataclass
 class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
     r"""Configuration of [`AsyncDCGRPOTrainer`]: everything of TRL's `AsyncGRPOConfig`, and the discrepancy constraint.
@@ -48,24 +41,20 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
     The fields of the constraint and of the correction mean what they mean in [`~dc_trl.DCGRPOConfig`]. δ contains the
     lag of the sampler here, so the default form is another one. The constraint is `"none"`
     by default: the mismatch is measured.
-
-    Args:
-        constraint_form (`str`, defaults to `"log_ratio"`):
-            `"injected"`, `"complete"`, `"quadratic"` or `"log_ratio"`, see [`~dc_trl.DCGRPOConfig`]. A signed form by
-            default: the paper's makes a sampler that lags worse (docs/staleness.md).
     """
 
-    constraint_form: ConstraintForm = "log_ratio"
+    constraint_form: ConstraintForm = setting(
+        "log_ratio",
+        '"injected", "quadratic" or "log_ratio", as in DCGRPOConfig. The default is a signed form: the paper\'s form '
+        "makes a sampler that lags worse (docs/staleness.md).",
+    )
 
     def __post_init__(self):
         super().__post_init__()
-        for name, options in CHOICES.items():
-            require_choice(name, getattr(self, name), options)
-        for name in {field.name for field in fields(ConstraintSettings)} & TRAINING.keys():
-            if getattr(self, name) is not None:
-                require_number(name, getattr(self, name), TRAINING[name])
+        require_fields(self, of=ConstraintSettings)
         self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)
         require(self, RULES, RULES_OF_THE_CONSTRAINT_ALONE)
+        require_effect(self)
         if self.compared_by is not None:
             sampling = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
             for name, value, remedy in restrictions(sampling):

@@ -28,7 +28,7 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 from ..constraint.discrepancy import bounded_log_ratio, scored_tokens, token_discrepancy
 from ..constraint.forms import drift_warning, form_of
-from ..constraint.multiplier import lagrange_multiplier_of
+from ..constraint.multiplier import multiplier_of
 from ..constraint.report import batch_metrics
 from ..constraint.statistics import BatchStatistics
 from ..constraint.trust import trust_of
@@ -137,7 +137,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             reward_funcs = [checked_reward(function) for function in functions]
         self.form = form_of(args)
         self.trust = trust_of(args)
-        self.lagrange_multiplier = lagrange_multiplier_of(args)
+        self.lagrange_multiplier = multiplier_of(args)
         self._statistics = BatchStatistics(args.batch_reduction)
         self._warned_of_drift = False
         super().__init__(

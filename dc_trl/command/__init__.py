@@ -1,7 +1,7 @@
 """`dc-trl`: one program, and a module for each of its sub-commands, which is imported when it is called.
 
-A module has `make_parser()` and `main(words)`. What its parser says stands in `options.json` too, so that help and
-refusals come at once: torch and TRL take seconds to import. `options.py` reads it.
+A module has `make_parser()` and `main(words)`. A description of its parser is kept, so that help and refusals come at
+once: torch and TRL take seconds to import. `describe.py` makes it, `options.py` reads it.
 """
 
 import difflib
@@ -9,8 +9,10 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from ..settings.command_line import OptionParser, left_while_loading
+from ..settings.generated import kept_description
 from ..version import __version__
 from .options import require_options
 
@@ -41,12 +43,23 @@ def call(name: str, words: Sequence[str] | None = None) -> None:
     """
     given = sys.argv[1:] if words is None else list(words)
     module, _ = COMMANDS[name]
-    require_options(name, given)
+    require_options(name, given, _description_of(name))
     with left_while_loading():  # torch and TRL take seconds
         command = import_module(f".{module}", __name__)
     outcome = command.main(given)
     if outcome is not None:
         sys.exit(outcome)
+
+
+def _description_of(name: str) -> dict[str, Any]:
+    """Return the description that is kept; without one, load the sub-command, which is needed next in any case."""
+    description = kept_description(name)
+    if description is None:
+        with left_while_loading():
+            from .describe import describe
+
+            description = describe(name)
+    return description
 
 
 def main(words: Sequence[str] | None = None) -> None:

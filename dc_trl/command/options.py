@@ -1,18 +1,16 @@
-"""What the sub-commands take, from a file, so that help and refusals need no torch.
+"""The parser of a sub-command, made from its description, so that help and refusals need no torch.
 
-The parsers in the commands' modules are the truth: `python -m dc_trl.command.write_options` writes the file from them,
-and a test compares the two. Where TRL or transformers have another version than the file was made with, an option that
-the file does not know is left to the command itself.
+The parsers in the commands' modules are the truth: `describe.py` describes them, `dc_trl.settings.generated` keeps the
+descriptions.
 """
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..files import read_object, read_yaml
-from ..settings.command_line import OptionParser, misspelt, refused_in_one_line
+from ..files import read_yaml
+from ..settings.command_line import OptionParser, refused_in_one_line
 from ..settings.paths import (
     NEWEST_CHECKPOINT,
     NEWEST_OR_NONE,
@@ -27,7 +25,6 @@ from ..settings.paths import (
 from ..settings.values import TRUTH_VALUES, type_of, values_of
 
 
-FILE = Path(__file__).with_name("options.json")
 _MANY = 6  # choices that are listed in the help's text and not in the option's first line
 # Options that name something that has to be there, and what it is.
 _PATHS = {
@@ -44,30 +41,27 @@ _PATHS = {
 _PLANNED = "plan"  # whose model may be a config.json too
 
 
-def require_options(name: str, words: Sequence[str]) -> None:
-    """Shows the help of a sub-command, or refuses what is wrong with its options; both end the program.
+def require_options(name: str, words: Sequence[str], description: Mapping[str, Any]) -> None:
+    """Show the help of a sub-command, or refuse what is wrong with its options; both end the program.
 
     Args:
         name: of the sub-command.
         words: of its command line.
+        description: of the sub-command.
     """
-    table = read_object(FILE)
-    made_here = all(version(library) == made for library, made in table["made with"].items())
-    parser = parser_of(name, table["commands"][name])
+    parser = parser_of(name, description)
     if name == "train":
         words = [part for word in words for part in _as_listed(word, parser)]
-    if not made_here and misspelt(words, parser) and not {"-h", "--help"} & set(words):
-        return
     args = parser.parse_args(words)
     with refused_in_one_line():
         given = {key: value for key, value in vars(args).items() if value is not None}
         if name == "train":
-            given = _settings(given, table["commands"][name]["types"] if made_here else None)
+            given = _settings(given, description["types"])
         _require_paths(name, given)
 
 
 def parser_of(name: str, described: Mapping[str, Any]) -> OptionParser:
-    """A parser with the options of a sub-command as the file describes them. What is not given is None."""
+    """Return a parser with the options of a description. Options that are not given are None."""
     parser = OptionParser(described["description"], name)
     if name == "train":
         parser.usage = f"{parser.prog} --config NAME_OR_FILE [--field value ...]"
@@ -111,7 +105,7 @@ _TYPES: dict[Any, Callable[[str], Any]] = {"N": int, "X": float, TRUE_OR_FALSE: 
 
 
 def _as_listed(word: str, parser: OptionParser) -> list[str]:
-    """An option of training as the list has it: transformers takes `--some-field` for `--some_field` too."""
+    """Return an option of training as it is listed: transformers takes `--some-field` for `--some_field` too."""
     name, equals, value = word.partition("=")
     if name == "--config" and equals:
         return [name, value]
@@ -120,15 +114,14 @@ def _as_listed(word: str, parser: OptionParser) -> list[str]:
     return [f"{other}{equals}{value}"] if name.startswith("--") and name not in known and other in known else [word]
 
 
-def _settings(given: Mapping[str, Any], types: Mapping[str, str] | None) -> dict[str, Any]:
-    """What the configuration file says, with fields of these types, and the command line on top of it."""
+def _settings(given: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the configuration file says, whose fields have these types, and the command line on top of it."""
     settings: dict[str, Any] = {}
     if "config" in given:
         file = config_file(given["config"])
         settings = read_yaml(file)
         settings.pop("env", None)  # TRL sets variables of the environment from it
-        if types is not None:
-            settings = values_of(settings, {name: type_of(line) for name, line in types.items()}, file)
+        settings = values_of(settings, {name: type_of(line) for name, line in types.items()}, file)
     return settings | {name: value for name, value in given.items() if name != "config"}
 
 

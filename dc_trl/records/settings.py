@@ -1,13 +1,13 @@
 """The settings that made a run, as it records them: what differs from the defaults, without secrets."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import Field, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from ..files import read_object
+from ..settings.fields import declared_default
+from ..settings.generated import description_of
 from ..settings.recipes import RECIPES
 from ..settings.secrets import hide_in_options, is_secret_name, without_secrets
 
@@ -38,18 +38,15 @@ def changed_settings(config: Any, defaults: type | None = None) -> dict[str, Any
 
 @cache
 def training_defaults() -> dict[str, Any]:
-    """Default of each field of `DCGRPOConfig`, from a file: those of TRL would take seconds to import."""
-    return read_object(Path(__file__).with_name("defaults.json"))
+    """Return the default of each field of `DCGRPOConfig` by its name, as JSON has it, without importing TRL here."""
+    return description_of("train")["defaults"]
 
 
 def default_of(of: Field) -> Any:
-    """Default of a field of a dataclass, what it comes to where it is left open; None where it has none."""
+    """Return the default of a field, which for a field that is left open is the recipe's; None where it has none."""
     if of.default is None and of.name in RECIPES["trl"]:
         return RECIPES["trl"][of.name]
-    if of.default is not MISSING:
-        return of.default
-    factory: Callable[[], Any] | Any = of.default_factory
-    return None if factory is MISSING else factory()
+    return declared_default(of)
 
 
 def json_value(value: Any) -> Any:

@@ -1,10 +1,124 @@
-"""Settings of `DCGRPOConfig` that contradict each other: a table of rules, each with what it says and what to do."""
+"""Settings that have no effect beside others, and settings that contradict each other: a table of each."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from itertools import chain
 from typing import Any, NamedTuple
 
+from .fields import declared_default
 from .micro_batches import MEANS_OF_MICRO_BATCHES
+
+
+class NoEffect(NamedTuple):
+    """A field that has no effect while other fields have certain values.
+
+    Attributes:
+        field: that the user has given another value than its default.
+        when: whether the field has no effect in these settings.
+        because_of: the other fields, separated by spaces; the message shows their values.
+        remedy: what else than leaving the field out helps, for the message.
+    """
+
+    field: str
+    when: Callable[[Any], bool]
+    because_of: str
+    remedy: str
+
+
+def _without_vllm(c: Any) -> bool:
+    return not c.use_vllm
+
+
+def _without_server(c: Any) -> bool:
+    return not (c.use_vllm and c.vllm_mode == "server")
+
+
+def _two_sided(c: Any) -> bool:
+    return c.constraint_form.startswith("two_sided")
+
+
+_A_SERVER = "set use_vllm=True and vllm_mode='server'"
+_A_CONSTRAINT = "choose constraint='static' or 'lagrangian'"
+
+# A rule is for all settings that have its fields: the trainers' and those that `dc-trl train` adds.
+NO_EFFECT = (
+    NoEffect(
+        "rollout_correction_max",
+        lambda c: c.rollout_correction == "none",
+        "rollout_correction",
+        "choose a correction",
+    ),
+    NoEffect(
+        "rollout_correction_min",
+        lambda c: c.rollout_correction in ("none", "tv_mask"),
+        "rollout_correction",
+        "choose a correction with a lower bound",
+    ),
+    NoEffect("discrepancy_margin", lambda c: c.constraint == "none", "constraint", _A_CONSTRAINT),
+    NoEffect("constraint_form", lambda c: c.constraint == "none", "constraint", _A_CONSTRAINT),
+    NoEffect("discrepancy_margin", _two_sided, "constraint_form", "choose another constraint_form"),
+    NoEffect("discrepancy_level", _two_sided, "constraint_form", "choose another constraint_form"),
+    NoEffect("dual_window", lambda c: c.constraint != "lagrangian", "constraint", "choose constraint='lagrangian'"),
+    NoEffect(
+        "train_through_quantization",
+        lambda c: c.deployment_scheme is None,
+        "deployment_scheme",
+        "set deployment_scheme (for example 'fp8')",
+    ),
+    NoEffect(
+        "vllm_importance_sampling_correction",
+        lambda c: c.vllm_importance_sampling_correction and not c.use_vllm,
+        "use_vllm",
+        "set use_vllm=True",
+    ),
+    NoEffect("weight_sync", _without_vllm, "use_vllm", "set use_vllm=True"),
+    NoEffect("weight_sync_dir", _without_vllm, "use_vllm", "set use_vllm=True"),
+    NoEffect("weight_sync_dir", lambda c: c.weight_sync == "nccl", "weight_sync", "set weight_sync='checkpoint'"),
+    NoEffect(
+        "weight_sync_steps",
+        lambda c: not c.use_vllm and c.deployment_scheme is None,
+        "use_vllm deployment_scheme",
+        "set deployment_scheme (for example 'bf16') or use_vllm=True",
+    ),
+    NoEffect(
+        "weight_sync_trigger",
+        lambda c: c.weight_sync_steps == 1,
+        "weight_sync_steps",
+        "raise weight_sync_steps, after which new weights go at the latest",
+    ),
+    NoEffect("vllm_server_base_urls", _without_server, "use_vllm vllm_mode", _A_SERVER),
+    NoEffect("rollout_overlap", _without_server, "use_vllm vllm_mode", _A_SERVER),
+    NoEffect(
+        "max_tokens_per_micro_batch",
+        lambda c: not c.length_aware_batches,
+        "length_aware_batches",
+        "set length_aware_batches=True",
+    ),
+    NoEffect("serve_devices", lambda c: c.serve is None, "serve", "set serve='auto'"),
+    NoEffect("serve_options", lambda c: c.serve is None, "serve", "set serve='auto'"),
+    NoEffect("length_decay_period", lambda c: not c.length_decay, "length_decay", "set length_decay=True"),
+    NoEffect("length_decay_floor", lambda c: not c.length_decay, "length_decay", "set length_decay=True"),
+)
+
+
+def require_effect(settings: Any) -> None:
+    """Refuse a field that was given a value and has no effect.
+
+    Args:
+        settings: an instance of a dataclass; rules about fields that it does not have are passed over.
+
+    Raises:
+        ValueError: names the field, the fields that leave it without effect, their values and the remedy.
+    """
+    defaults = {field.name: declared_default(field) for field in fields(settings)}
+    for field, when, because_of, remedy in NO_EFFECT:
+        others = because_of.split()
+        if not {field, *others} <= defaults.keys():
+            continue
+        value = getattr(settings, field)
+        if value != defaults[field] and when(settings):
+            reasons = " and ".join(f"{name}={getattr(settings, name)!r}" for name in others)
+            raise ValueError(f"{field}={value!r} has no effect with {reasons}: leave it out, or {remedy}.")
 
 
 class Rule(NamedTuple):
@@ -15,17 +129,19 @@ class Rule(NamedTuple):
 
 
 def require_no_contradiction(config: Any) -> None:
-    """Refuses a config that contradicts itself.
+    """Refuse a `DCGRPOConfig` that contradicts itself, or sets what has no effect.
 
     Raises:
         ValueError: names the fields, their values and the remedy.
     """
+    require(config, RULES_OF_THE_CONSTRAINT_ALONE)
+    require_effect(config)
     compared = RULES_OF_A_COMPARISON if config.compared_by is not None else ()
     require(config, RULES, compared, RULES_OF_A_CONSTRAINT if config.constraint != "none" else ())
 
 
 def require(config: Any, *tables: Sequence[Rule]) -> None:
-    """Refuses a config to which a rule of these tables applies.
+    """Refuse a config to which a rule of these tables applies.
 
     Raises:
         ValueError: names the fields, their values and the remedy.
@@ -40,10 +156,6 @@ def require(config: Any, *tables: Sequence[Rule]) -> None:
 _LOSSES_BY_TOKEN = ("cispo", "vespo")
 # Corrections that give all tokens of a trajectory one weight, or none.
 _CORRECTIONS_OF_TRAJECTORIES = ("none", "sequence_truncate", "sequence_mask", "geometric_mask")
-
-
-def _two_sided(config: Any) -> bool:
-    return config.constraint_form.startswith("two_sided")
 
 
 def _budget_rule(name: str, applies: Callable[[Any], bool]) -> Rule:
@@ -66,16 +178,6 @@ RULES_OF_THE_CONSTRAINT_ALONE = (
         "choose a value within the bounds or widen them.",
     ),
     Rule(
-        lambda c: c.rollout_correction == "none" and c.rollout_correction_max is not None,
-        "rollout_correction_max={c.rollout_correction_max!r} has no effect with rollout_correction='none': unset it "
-        "or choose a correction.",
-    ),
-    Rule(
-        lambda c: c.rollout_correction in ("none", "tv_mask") and c.rollout_correction_min is not None,
-        "rollout_correction_min={c.rollout_correction_min!r} has no effect with "
-        "rollout_correction={c.rollout_correction!r}, which has no lower bound: unset it or choose another one.",
-    ),
-    Rule(
         lambda c: c.rollout_correction == "tv_mask" and (c.rollout_correction_max or 0) >= 1,
         "rollout_correction_max={c.rollout_correction_max!r} is a difference of probabilities with "
         "rollout_correction='tv_mask', and none is larger than 1: use a number below 1, for example 0.2.",
@@ -93,49 +195,13 @@ RULES_OF_THE_CONSTRAINT_ALONE = (
         "use a number of at least 1.",
     ),
     Rule(
-        lambda c: c.constraint == "none" and c.discrepancy_margin > 0,
-        "discrepancy_margin={c.discrepancy_margin!r} has no effect with constraint='none': set discrepancy_margin=0 "
-        "or choose constraint='static' or 'lagrangian'.",
-    ),
-    Rule(
-        lambda c: c.constraint == "none" and c.constraint_form != type(c).constraint_form,
-        "constraint_form={c.constraint_form!r} has no effect with constraint='none': leave it out or choose "
-        "constraint='static', 'lagrangian' or 'balance'.",
-    ),
-    Rule(
         lambda c: _two_sided(c) and c.deployment_scheme is None,
         "constraint_form={c.constraint_form!r} compares the policy with its quantized self, and deployment_scheme is "
         "not set: set deployment_scheme (for example 'fp8') or choose constraint_form='log_ratio'.",
     ),
-    Rule(
-        lambda c: _two_sided(c) and c.discrepancy_margin > 0,
-        "discrepancy_margin={c.discrepancy_margin!r} has no effect with constraint_form={c.constraint_form!r}, which "
-        "leaves advantages alone: set discrepancy_margin=0 or choose another form.",
-    ),
-    Rule(
-        lambda c: _two_sided(c) and c.discrepancy_level != "token",
-        "discrepancy_level={c.discrepancy_level!r} has no effect with constraint_form={c.constraint_form!r}, which "
-        "leaves advantages alone: set discrepancy_level='token' or choose another form.",
-    ),
-    Rule(
-        lambda c: c.constraint != "balance" and c.balance_share != type(c).balance_share,
-        "balance_share={c.balance_share!r} has no effect with constraint={c.constraint!r}: leave it out or choose "
-        "constraint='balance'.",
-    ),
-    Rule(
-        lambda c: c.constraint != "balance" and c.balance_decay != type(c).balance_decay,
-        "balance_decay={c.balance_decay!r} has no effect with constraint={c.constraint!r}: leave it out or choose "
-        "constraint='balance'.",
-    ),
-    Rule(
-        lambda c: c.constraint != "lagrangian" and c.dual_window > 1,
-        "dual_window={c.dual_window!r} has no effect with constraint={c.constraint!r}: set dual_window=1 or choose "
-        "constraint='lagrangian'.",
-    ),
 )
 
 RULES = (
-    *RULES_OF_THE_CONSTRAINT_ALONE,
     Rule(
         lambda c: c.train_through_quantization and c.fp16,
         "fp16=True contradicts train_through_quantization=True, which computes in bfloat16 as engines do: set "
@@ -154,11 +220,6 @@ RULES = (
         lambda c: c.advantage_estimator == "rloo" and c.multi_objective_aggregation == "normalize_then_sum",
         "multi_objective_aggregation={c.multi_objective_aggregation!r} normalises advantages and contradicts "
         "advantage_estimator='rloo', which does not: leave it out, or use advantage_estimator='grpo'.",
-    ),
-    Rule(
-        lambda c: c.vllm_importance_sampling_correction and not c.use_vllm,
-        "vllm_importance_sampling_correction=True has no effect with use_vllm=False: set use_vllm=True or leave it "
-        "out.",
     ),
     Rule(
         lambda c: (
@@ -195,27 +256,9 @@ RULES = (
         "'geometric_mask', or importance_sampling_level='token'.",
     ),
     Rule(
-        lambda c: not c.use_vllm and c.weight_sync != "auto",
-        "weight_sync={c.weight_sync!r} has no effect with use_vllm=False: unset it or set use_vllm=True.",
-    ),
-    Rule(
-        lambda c: not c.use_vllm and c.weight_sync_dir is not None,
-        "weight_sync_dir={c.weight_sync_dir!r} has no effect with use_vllm=False: unset it or set use_vllm=True.",
-    ),
-    Rule(
-        lambda c: c.weight_sync == "nccl" and c.weight_sync_dir is not None,
-        "weight_sync_dir={c.weight_sync_dir!r} has no effect with weight_sync='nccl': unset it or set "
-        "weight_sync='checkpoint'.",
-    ),
-    Rule(
         lambda c: c.weight_sync == "nccl" and c.use_vllm and c.vllm_mode == "colocate",
         "weight_sync='nccl' streams weights to a server, and vllm_mode='colocate' has none: set weight_sync='auto' or "
         "vllm_mode='server'.",
-    ),
-    Rule(
-        lambda c: c.vllm_server_base_urls is not None and not (c.use_vllm and c.vllm_mode == "server"),
-        "vllm_server_base_urls={c.vllm_server_base_urls!r} has no effect with use_vllm={c.use_vllm!r} and "
-        "vllm_mode={c.vllm_mode!r}: set use_vllm=True and vllm_mode='server', or unset it.",
     ),
     Rule(
         lambda c: c.vllm_server_base_urls is not None and c.vllm_server_base_url is not None,
@@ -226,11 +269,6 @@ RULES = (
         lambda c: c.weight_sync == "nccl" and len(c.vllm_server_base_urls or []) > 1,
         "weight_sync='nccl' is TRL's stream to one server, and vllm_server_base_urls={c.vllm_server_base_urls!r} are "
         "several: set weight_sync='auto' or 'checkpoint', or use one server on several GPUs (--data-parallel-size).",
-    ),
-    Rule(
-        lambda c: c.weight_sync_steps > 1 and not c.use_vllm and c.deployment_scheme is None,
-        "weight_sync_steps={c.weight_sync_steps!r} has no effect without an engine that holds weights of its own: set "
-        "deployment_scheme (for example 'bf16') or use_vllm=True, or weight_sync_steps=1.",
     ),
     Rule(
         lambda c: c.weight_sync_steps > 1 and c.weight_sync == "nccl",
@@ -244,11 +282,6 @@ RULES = (
         "weight_sync_steps=1.",
     ),
     Rule(
-        lambda c: c.weight_sync_trigger == "discrepancy" and c.weight_sync_steps == 1,
-        "weight_sync_trigger='discrepancy' has no effect with weight_sync_steps=1, which brings new weights at every "
-        "step: raise weight_sync_steps, after which they go at the latest, or set weight_sync_trigger='steps'.",
-    ),
-    Rule(
         lambda c: (
             c.weight_sync_trigger == "discrepancy"
             and c.discrepancy_tolerance == "auto"
@@ -258,18 +291,7 @@ RULES = (
         "weight_sync_trigger='discrepancy' with constraint={c.constraint!r} would wait for it: set "
         "discrepancy_tolerance to a number.",
     ),
-    Rule(
-        lambda c: c.max_tokens_per_micro_batch is not None and not c.length_aware_batches,
-        "max_tokens_per_micro_batch={c.max_tokens_per_micro_batch!r} groups completions by length, and "
-        "length_aware_batches=False does not: set one of the two.",
-    ),
     *(_budget_rule(name, applies) for name, applies in MEANS_OF_MICRO_BATCHES.items()),
-    Rule(
-        lambda c: c.rollout_overlap and not (c.use_vllm and c.vllm_mode == "server"),
-        "rollout_overlap=True has a server sample while this process trains, and use_vllm={c.use_vllm!r} with "
-        "vllm_mode={c.vllm_mode!r} samples in the process that trains: set use_vllm=True and vllm_mode='server', or "
-        "rollout_overlap=False.",
-    ),
     Rule(
         lambda c: c.hub_deployment == "repository" and c.deployment_scheme is None,
         "hub_deployment='repository' names the second repository by deployment_scheme, which is not set: set "
@@ -289,11 +311,6 @@ RULES = (
         lambda c: c.routing_replay and c.use_vllm and c.vllm_mode == "colocate",
         "routing_replay=True with vllm_mode='colocate': TRL builds that engine without the option that returns the "
         "chosen experts. Set vllm_mode='server', or use_vllm=False with deployment_scheme.",
-    ),
-    Rule(
-        lambda c: c.train_through_quantization and c.deployment_scheme is None,
-        "train_through_quantization=True computes as deployment_scheme says, which is not set: set deployment_scheme "
-        "(for example 'fp8') or train_through_quantization=False.",
     ),
     Rule(
         lambda c: c.train_through_quantization and _two_sided(c),

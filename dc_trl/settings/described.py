@@ -1,11 +1,15 @@
-"""A field is described once, in the docstring of its dataclass or in its own line; `--help` says the same."""
+"""Reads the help of fields from the docstring of their dataclass. New fields use `setting` of fields.py instead."""
 
 import inspect
 import re
-from dataclasses import field, fields
+from dataclasses import fields
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from .fields import setting
+
+
+__all__ = ["described", "setting"]
 
 Settings = TypeVar("Settings", bound=type)
 
@@ -27,8 +31,3 @@ def described(settings: Settings) -> Settings:
         words = re.sub(r"`+", "", " ".join(text.split()))
         known[name].metadata = MappingProxyType({**known[name].metadata, "help": words})
     return settings
-
-
-def setting(default: Any, meaning: str) -> Any:
-    """A field of a dataclass, with its default and its help."""
-    return field(default=default, metadata={"help": meaning})

@@ -3,23 +3,23 @@
 import functools
 import json
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 from ..files import line_of
 from .command_line import unknown_field
+from .fields import in_words, kinds_of
 
 
 # The words that transformers' parser takes for a truth value.
 TRUTH_VALUES = ("yes", "true", "t", "y", "1", "no", "false", "f", "n", "0")
 # Text fields whose truth values TRL reads too.
 _ALSO_TRUTH_VALUES = ("scale_rewards",)
-# Types of fields by the names that `options.json` has for them.
+# Types of fields by the names that a description has for them.
 _NAMED: dict[str, Any] = {
     **{kind.__name__: kind for kind in (int, float, bool, str, dict)},
     "list[int]": list[int],
@@ -52,29 +52,9 @@ def values_of(settings: Mapping[str, Any], types: Mapping[str, Any], file: Path)
     return found
 
 
-def require_kinds(settings: Any) -> None:
-    """Refuses what is no truth value in a field of one, and no list in a field of one: Python would go on with it.
-
-    Args:
-        settings: an instance of a dataclass, as its user has filled it.
-
-    Raises:
-        ValueError: names the field, its value and what to write.
-    """
-    hints = get_type_hints(type(settings))
-    for field in fields(settings):
-        value, kinds = getattr(settings, field.name), [kind for kind in _kinds(hints[field.name]) if kind != NoneType]
-        if value is None or len(kinds) != 1:
-            continue
-        if kinds[0] is bool and not isinstance(value, bool):
-            raise ValueError(f"{field.name}={value!r} is invalid: use True or False.")
-        if get_origin(kinds[0]) is list and (isinstance(value, str) or not isinstance(value, Sequence)):
-            raise ValueError(f"{field.name}={value!r} is invalid: use {_words(kinds[0])}.")
-
-
 def written(kind: Any) -> str:
     """An annotation as one line: the types that a field may have, and of a `Literal` its words as JSON."""
-    return " | ".join(dict.fromkeys(word for each in _kinds(kind) if (word := _written(each))))
+    return " | ".join(dict.fromkeys(word for each in kinds_of(kind) if (word := _written(each))))
 
 
 def _written(kind: Any) -> str:
@@ -95,13 +75,9 @@ def type_of(line: str) -> Any:
     return functools.reduce(operator.or_, kinds)
 
 
-def _kinds(kind: Any) -> list[Any]:
-    return list(get_args(kind)) if get_origin(kind) in (Union, UnionType) else [kind]
-
-
 def _value(name: str, value: Any, kind: Any) -> Any:
     """The value of a field, from what YAML makes of it. Numbers in text are for the parser, which reads them too."""
-    kinds = _kinds(kind)
+    kinds = kinds_of(kind)
     if get_origin(kind) is Literal and isinstance(value, bool):
         written = ("yes", "on", "true") if value else ("no", "off", "false")
         if meant := [word for word in get_args(kind) if word in written]:
@@ -117,7 +93,7 @@ def _value(name: str, value: Any, kind: Any) -> Any:
     if isinstance(value, bool) and str in kinds:
         word = "true" if value else "no"
         hint = f" in quotes, as in {name}: '{word}' (YAML reads yes, no, on, off, true and false as truth values)"
-    raise ValueError(f"{name}={value!r} is invalid: use {' or '.join(dict.fromkeys(map(_words, kinds)))}{hint}.")
+    raise ValueError(f"{name}={value!r} is invalid: use {' or '.join(dict.fromkeys(map(in_words, kinds)))}{hint}.")
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -154,14 +130,3 @@ def _as_text(value: Any) -> Any:
     if isinstance(value, list):
         return [_as_text(each) for each in value]
     return value if value is None or isinstance(value, bool | dict) else str(value)
-
-
-def _words(kind: Any) -> str:
-    origin = get_origin(kind) or kind
-    if origin is Literal:
-        return f"one of {', '.join(map(repr, get_args(kind)))}"
-    if origin is list:
-        (item,) = get_args(kind) or (Any,)
-        return f"a list of {_words(item).removeprefix('a ')}s" if item is not Any else "a list"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
-    return "nothing" if origin is NoneType else words.get(origin, "text")

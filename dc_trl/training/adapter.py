@@ -13,7 +13,7 @@ from trl import ModelConfig
 
 from ..files import read_object
 from ..resuming.checkpoints import checkpoints
-from ..settings.described import described
+from ..settings.fields import setting
 from ..settings.paths import shipped
 
 
@@ -32,19 +32,16 @@ _SAME = {
 }
 
 
-@described
 @dataclass
 class AdapterArguments:
-    """The adapter that a run goes on from.
+    """The adapter that a run goes on from."""
 
-    Args:
-        adapter_name_or_path (`str`, *optional*):
-            Directory or Hub id of a trained adapter, which this run goes on training: another run's output directory,
-            or one of its checkpoints. Its base is model_name_or_path, by default the one that it was trained on. Rank
-            and the like are the adapter's own. See docs/lora.md.
-    """
-
-    adapter_name_or_path: str | None = None
+    adapter_name_or_path: str | None = setting(
+        None,
+        "Directory or Hub id of a trained adapter that this run goes on training: another run's output directory, or "
+        "one of its checkpoints. Its base is model_name_or_path; if that is not set, the model that the adapter was "
+        "trained on. Rank and the like are the adapter's own. See docs/lora.md.",
+    )
 
 
 def adapter_of(arguments: AdapterArguments, model: ModelConfig) -> PeftConfig | None:

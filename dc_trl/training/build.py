@@ -17,8 +17,9 @@ from ..gate.start import require_startable
 from ..grading.rewards import get_reward
 from ..records.settings import changed_settings
 from ..resuming.checkpoints import on_main_process
+from ..settings.fields import ranges_of
 from ..settings.pretrained import load_config_and_tokenizer
-from ..settings.ranges import ADAPTER, require_numbers
+from ..settings.ranges import require_numbers
 from ..settings.reward_functions import RewardFunction, require_callable
 from ..trainer import DCGRPOTrainer
 from ..trainers.history import LambdaLoggingCallback
@@ -49,7 +50,7 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     args.resume_from_checkpoint = on_main_process(lambda: open_output(args, stack))
     rewards = [get_reward(name) for name in data.rewards]
     if model.use_peft:
-        require_numbers(model, ADAPTER)
+        require_numbers(model, ranges_of(type(model)))
     trained = adapter_of(adapter, model)
     # Fails early, on small files.
     config, tokenizer = load_config_and_tokenizer(

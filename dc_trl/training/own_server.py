@@ -1,7 +1,7 @@
 """The vLLM server that a training run starts for itself, and ends."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,30 +10,24 @@ from ..config import DCGRPOConfig
 from ..serving.fit import ROUTES_OPTION
 from ..serving.server import serve
 from ..settings.command_line import say
-from ..settings.described import described
+from ..settings.contradictions import require_effect
+from ..settings.fields import setting
 
 
 SERVER_LOG = "vllm_server.log"
 
 
-@described
 @dataclass
 class ServerArguments:
-    """The vLLM server, where the run starts its own.
+    """The vLLM server, where the run starts its own."""
 
-    Args:
-        serve (`str`, *optional*):
-            'auto' starts a vLLM server for the model in its deployment_scheme, and ends it with the run (use_vllm:
-            true, vllm_mode: server). One that runs elsewhere: vllm_server_base_url.
-        serve_devices (`str`, *optional*):
-            GPUs of that server, as in CUDA_VISIBLE_DEVICES: '3' or '2,3'.
-        serve_options (`list[str]`, defaults to `[]`):
-            Further options of that server, as for vllm serve.
-    """
-
-    serve: str | None = None
-    serve_devices: str | None = None
-    serve_options: list[str] = field(default_factory=list)
+    serve: str | None = setting(
+        None,
+        "'auto' starts a vLLM server for the model in its deployment_scheme, and ends it with the run (use_vllm: "
+        "true, vllm_mode: server). For a server that runs elsewhere set vllm_server_base_url.",
+    )
+    serve_devices: str | None = setting(None, "GPUs of that server, as in CUDA_VISIBLE_DEVICES: '3' or '2,3'.")
+    serve_options: list[str] = setting([], "Further options of that server, as for vllm serve.")
 
 
 def require_servable(server: ServerArguments, args: DCGRPOConfig) -> None:
@@ -41,9 +35,7 @@ def require_servable(server: ServerArguments, args: DCGRPOConfig) -> None:
     if server.serve not in (None, "auto"):
         raise ValueError(f"serve={server.serve!r} is unknown: use 'auto', or vllm_server_base_url for a server's URL.")
     if server.serve is None:
-        for name in ("serve_devices", "serve_options"):
-            if value := getattr(server, name):
-                raise ValueError(f"{name}={value!r} has no effect without a server: set serve=auto.")
+        require_effect(server)
         return
     if not (args.use_vllm and args.vllm_mode == "server"):
         raise ValueError(

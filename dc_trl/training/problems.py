@@ -2,8 +2,9 @@
 
 import json
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Annotated
 
 from accelerate import PartialState
 from datasets import Dataset
@@ -16,68 +17,51 @@ from ..data.dapo import load_dapo
 from ..data.prompts import Prompt, describe_counts, load_prompts, load_rows, make_prompt, prompt_length
 from ..data.templates import BOXED_INSTRUCTION
 from ..evaluation import Benchmark
-from ..settings.described import described
-from ..settings.ranges import AT_LEAST_0, COUNT, WHOLE, require_numbers
+from ..settings.fields import require_fields, setting
+from ..settings.ranges import AT_LEAST_0, COUNT, WHOLE
 
 
-@described
 @dataclass
 class DataArguments:
-    """Prompts, answers and rewards.
+    """The prompts, answers and rewards of a training configuration."""
 
-    Args:
-        dataset_name (`str`, *optional*):
-            Hub id, local .json/.jsonl/.parquet/.csv file, 'arithmetic' (made on the spot), or 'dapo' (DAPO-Math-17K,
-            cleaned at every start; dc-trl prepare-data does it once).
-        dataset_config (`str`, *optional*):
-            Configuration of a Hub data set.
-        dataset_split (`str`, defaults to `"train"`):
-            Split of a Hub data set.
-        prompt_column (`str`, defaults to `"prompt"`):
-            Column of the prompts, which are text or messages. A dot reads nested fields.
-        answer_column (`str`, defaults to `"answer"`):
-            Column of the gold answers. A dot reads nested fields.
-        instruction (`str`, *optional*):
-            Text that is appended to each prompt after a blank line.
-        max_prompt_length (`int`, *optional*):
-            Prompts of more tokens than this are left out.
-        eval_size (`int`, defaults to `0`):
-            Problems held out to measure the deployed policy before and after training.
-        eval_greedy (`bool`, defaults to `False`):
-            Also measure its greedy completions of them at the evaluations in between (eval_strategy, eval_steps).
-        eval_benchmarks (`list[str]`, defaults to `[]`):
-            Benchmarks that the deployed policy answers whenever the trainer evaluates (needs eval_size): 'aime24',
-            'math500', … or NAME=FILE for a local file. See docs/evaluation.md.
-        eval_benchmark_samples (`int`, *optional*):
-            Samples for each problem of these benchmarks; by default as many as in the papers (32 or 4).
-        eval_benchmark_limit (`int`, *optional*):
-            How many problems of each benchmark are asked, from the first on; by default all of them.
-        eval_benchmark_temperature (`float`, defaults to `0.7`):
-            Temperature of these samples; 0 is greedy.
-        rewards (`list[str]`, defaults to `["math"]`):
-            Reward functions: 'math', 'arithmetic', or dotted paths of your own.
-    """
-
-    dataset_name: str | None = None
-    dataset_config: str | None = None
-    dataset_split: str = "train"
-    prompt_column: str = "prompt"
-    answer_column: str = "answer"
-    instruction: str | None = None
-    max_prompt_length: int | None = None
-    eval_size: int = 0
-    eval_greedy: bool = False
-    eval_benchmarks: list[str] = field(default_factory=list)
-    eval_benchmark_samples: int | None = None
-    eval_benchmark_limit: int | None = None
-    eval_benchmark_temperature: float = 0.7
-    rewards: list[str] = field(default_factory=lambda: ["math"])
+    dataset_name: str | None = setting(
+        None,
+        "Hub id, local .json/.jsonl/.parquet/.csv file, 'arithmetic' (made on the spot), or 'dapo' (DAPO-Math-17K, "
+        "cleaned at every start; dc-trl prepare-data does it once).",
+    )
+    dataset_config: str | None = setting(None, "Configuration of a Hub data set.")
+    dataset_split: str = setting("train", "Split of a Hub data set.")
+    prompt_column: str = setting(
+        "prompt", "Column of the prompts, which are text or messages. A dot reads nested fields."
+    )
+    answer_column: str = setting("answer", "Column of the gold answers. A dot reads nested fields.")
+    instruction: str | None = setting(None, "Text that is appended to each prompt after a blank line.")
+    max_prompt_length: Annotated[int | None, COUNT] = setting(None, "Prompts of more tokens than this are left out.")
+    eval_size: Annotated[int, WHOLE] = setting(
+        0, "Number of problems held out to measure the deployed policy before and after training."
+    )
+    eval_greedy: bool = setting(
+        False, "Also measure its greedy completions of them at the evaluations in between (eval_strategy, eval_steps)."
+    )
+    eval_benchmarks: list[str] = setting(
+        [],
+        "Benchmarks that the deployed policy answers whenever the trainer evaluates (needs eval_size): 'aime24', "
+        "'math500', … or NAME=FILE for a local file. See docs/evaluation.md.",
+    )
+    eval_benchmark_samples: Annotated[int | None, COUNT] = setting(
+        None, "Samples for each problem of these benchmarks. If it is not set, as many as in the papers (32 or 4)."
+    )
+    eval_benchmark_limit: Annotated[int | None, COUNT] = setting(
+        None, "Number of problems of each benchmark, from the first on. If it is not set, all are asked."
+    )
+    eval_benchmark_temperature: Annotated[float, AT_LEAST_0] = setting(
+        0.7, "Temperature of these samples; 0 is greedy."
+    )
+    rewards: list[str] = setting(["math"], "Reward functions: 'math', 'arithmetic', or dotted paths of your own.")
 
     def __post_init__(self):
-        counts = ("max_prompt_length", "eval_benchmark_samples", "eval_benchmark_limit")
-        require_numbers(
-            self, {"eval_size": WHOLE, "eval_benchmark_temperature": AT_LEAST_0, **dict.fromkeys(counts, COUNT)}
-        )
+        require_fields(self)
 
 
 def load_data(

@@ -1,7 +1,7 @@
 """The callbacks of a training run: what they do is chosen by its configuration."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from transformers import PrinterCallback, ProgressCallback
 
@@ -9,44 +9,35 @@ from ..callbacks.collapse import CollapseAlarmCallback
 from ..callbacks.deployment import DeploymentCheckpointCallback
 from ..callbacks.length_decay import LengthDecayCallback
 from ..callbacks.logging import ConstraintProgressCallback
-from ..settings.described import described
-from ..settings.ranges import COUNT, SHARE, require_numbers
+from ..settings.contradictions import require_effect
+from ..settings.fields import require_fields, setting
+from ..settings.ranges import COUNT, SHARE
 from ..trainer import DCGRPOTrainer
 
 
-@described
 @dataclass
 class WatchArguments:
-    """Learning rate and alarm, which follow what the run shows.
+    """Learning rate and alarm, which follow what the run shows."""
 
-    Args:
-        length_decay (`bool`, defaults to `False`):
-            Halve the learning rate again and again once the responses have surged (arXiv 2602.01826), in place of
-            lr_scheduler_type. See docs/learning_rate.md.
-        length_decay_period (`int`, *optional*):
-            Optimizer steps between two halvings; by default 1.8 times the step of the surge.
-        length_decay_floor (`float`, defaults to `0.1`):
-            Lowest learning rate, as a fraction of learning_rate.
-        collapse_alarm (`str`, defaults to `"warn"`):
-            What happens when reward, entropy, gradient norm, mismatch or lambda show a collapse: nothing (`"off"`),
-            one warning (`"warn"`), or a warning and the end of the run, which keeps the last good checkpoint
-            (`"stop"`). See docs/collapse.md.
-    """
-
-    length_decay: bool = False
-    length_decay_period: int | None = None
-    length_decay_floor: float = 0.1
-    collapse_alarm: Literal["off", "warn", "stop"] = "warn"
+    length_decay: bool = setting(
+        False,
+        "Halve the learning rate again and again once the responses have surged (arXiv 2602.01826), in place of "
+        "lr_scheduler_type. See docs/learning_rate.md.",
+    )
+    length_decay_period: Annotated[int | None, COUNT] = setting(
+        None, "Optimizer steps between two halvings. If it is not set, 1.8 times the step of the surge."
+    )
+    length_decay_floor: Annotated[float, SHARE] = setting(0.1, "Lowest learning rate, as a fraction of learning_rate.")
+    collapse_alarm: Literal["off", "warn", "stop"] = setting(
+        "warn",
+        "What happens when reward, entropy, gradient norm, mismatch or λ show a collapse: "
+        '"off" does nothing, "warn" warns once, and "stop" warns and ends the run, which keeps the last good '
+        "checkpoint. See docs/collapse.md.",
+    )
 
     def __post_init__(self):
-        require_numbers(self, {"length_decay_period": COUNT, "length_decay_floor": SHARE})
-        if not self.length_decay:
-            for name, default in {"length_decay_period": None, "length_decay_floor": 0.1}.items():
-                value = getattr(self, name)
-                if value != default:
-                    raise ValueError(
-                        f"{name}={value!r} has no effect without length_decay=true: set it, or leave it out."
-                    )
+        require_fields(self)
+        require_effect(self)
 
 
 def add_callbacks(trainer: DCGRPOTrainer, watch: WatchArguments) -> CollapseAlarmCallback | None:

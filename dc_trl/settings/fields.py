@@ -1,0 +1,164 @@
+"""A setting is declared once, as a field of a dataclass; help, ranges, choices and tables are read from there.
+
+    dual_window: Annotated[int, COUNT] = setting(1, "Number of generation batches that δ̄ is averaged over.")
+
+The annotation has the type, the choices (`Literal`) and the range (`Annotated` with a `Range`); the call has the
+default and the help. TRL and transformers declare their fields without ranges: `TRL_RANGES` and `TRL_CHOICES` add what
+these libraries look at after the first rollout, or never.
+"""
+
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, field, fields, replace
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from .ranges import (
+    ABOVE_0,
+    AT_LEAST_0,
+    BELOW_1,
+    COUNT,
+    FINITE,
+    PORT,
+    SEED,
+    SHARE,
+    WHOLE,
+    Range,
+    require_choice,
+    require_number,
+)
+
+
+_TRL_RANGES: dict[Range, str] = {
+    replace(COUNT, or_else=(-1, "for num_train_epochs")): "max_steps",
+    Range(least=2, whole=True): "num_generations",
+    Range(least=-1, whole=True): "local_rank",
+    replace(WHOLE, or_else=(-1, "(0 and -1: no truncation)")): "top_k",
+    Range(least=0, infinite=True): "max_grad_norm epsilon_high",
+    Range(above=0, infinite=True): "vllm_importance_sampling_clip_max vllm_importance_sampling_cap",
+    COUNT: """
+        per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps generation_batch_size
+        steps_per_generation num_iterations num_generations_eval max_completion_length torch_empty_cache_steps
+        eval_accumulation_steps save_total_limit dataloader_prefetch_factor ddp_bucket_cap_mb ddp_timeout
+        vllm_max_model_length vllm_tensor_parallel_size ref_model_sync_steps lora_r lora_alpha
+    """,
+    WHOLE: "dataloader_num_workers max_tool_calling_iterations num_completions_to_print",
+    SEED: "seed data_seed",
+    PORT: "vllm_server_port vllm_group_port",
+    AT_LEAST_0: """
+        learning_rate weight_decay adam_epsilon warmup_steps logging_steps eval_steps eval_delay neftune_noise_alpha
+        router_aux_loss_coef beta vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg entropy_coef_delta
+        entropy_target vllm_importance_sampling_clip_min vllm_server_timeout
+    """,
+    ABOVE_0: """
+        num_train_epochs save_steps temperature repetition_penalty delta sapo_temperature_neg sapo_temperature_pos
+        off_policy_mask_threshold
+    """,
+    SHARE: "top_p vllm_gpu_memory_utilization",
+    Range(least=0, most=1): "min_p label_smoothing_factor ref_model_mixup_alpha top_entropy_quantile",
+    BELOW_1: "adam_beta1 adam_beta2 lora_dropout",
+    FINITE: "entropy_coef entropy_coef_min entropy_coef_max",
+}
+# Ranges of the numbers of TRL's `GRPOConfig` and `ModelConfig`, and of transformers' `TrainingArguments`.
+TRL_RANGES = {name: range_ for range_, names in _TRL_RANGES.items() for name in names.split()}
+# Words that TRL's fields may have, which it declares as text.
+TRL_CHOICES: dict[str, Any] = {
+    "importance_sampling_level": Literal["token", "sequence"],
+    "scale_rewards": Literal["group", "batch", "none", True, False],
+    "multi_objective_aggregation": Literal["sum_then_normalize", "normalize_then_sum"],
+    "vllm_importance_sampling_mode": Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
+}
+
+
+def setting(default: Any, meaning: str) -> Any:
+    """Declare a field of a dataclass.
+
+    Args:
+        default: value of the field; each instance has its own copy of a list.
+        meaning: help of the option, in full sentences that name other fields as they are.
+    """
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": meaning})
+    return field(default=default, metadata={"help": meaning})
+
+
+def declared_default(declared: Field) -> Any:
+    """Return the default of a field; None where it has none."""
+    if declared.default is not MISSING:
+        return declared.default
+    factory: Any = declared.default_factory
+    return None if factory is MISSING else factory()
+
+
+def kinds_of(hint: Any) -> list[Any]:
+    """Return the members of a union, or the annotation itself."""
+    return list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
+
+
+@cache
+def ranges_of(settings: type) -> dict[str, Range]:
+    """Return the range of each number among the fields of a dataclass, TRL's included."""
+    found = {declared.name: TRL_RANGES.get(declared.name) for declared in fields(settings)}
+    for name, hint in get_type_hints(settings, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            found[name] = next((part for part in get_args(hint)[1:] if isinstance(part, Range)), None)
+    return {name: range_ for name, range_ in found.items() if range_ is not None}
+
+
+@cache
+def choices_of(settings: type) -> dict[str, tuple[Any, ...]]:
+    """Return the values that each field of a dataclass may have, where they are listed."""
+    found = {}
+    for name, hint in get_type_hints(settings).items():
+        literals = [kind for kind in kinds_of(TRL_CHOICES.get(name, hint)) if get_origin(kind) is Literal]
+        if literals:
+            found[name] = tuple(choice for literal in literals for choice in get_args(literal))
+    return found
+
+
+def require_fields(settings: Any, of: type | None = None) -> None:
+    """Refuse a value that its field does not take: another choice, a number out of range, a word for a truth value.
+
+    A field takes None only where its default is None.
+
+    Args:
+        settings: an instance of a dataclass, as its user has filled it.
+        of: a dataclass; only its fields are looked at. By default all fields of `settings` are.
+
+    Raises:
+        ValueError: names the field, its value and what to write.
+    """
+    choices, ranges = choices_of(type(settings)), ranges_of(type(settings))
+    defaults = {declared.name: declared_default(declared) for declared in fields(settings)}
+    looked_at = [declared.name for declared in fields(of or settings)]
+    values = {name: getattr(settings, name) for name in looked_at}
+    values = {name: value for name, value in values.items() if value is not None or defaults[name] is not None}
+    hints = get_type_hints(type(settings))
+    for name, value in values.items():
+        if name in choices:
+            require_choice(name, value, choices[name])
+        if name in ranges:
+            require_number(name, value, ranges[name])
+        _require_kind(name, value, [kind for kind in kinds_of(hints[name]) if kind is not NoneType])
+
+
+def _require_kind(name: str, value: Any, kinds: list[Any]) -> None:
+    """Refuse a word as a truth value and a number as a list, with which Python would go on."""
+    if len(kinds) != 1 or value is None:
+        return
+    if kinds[0] is bool and not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is invalid: use True or False.")
+    if get_origin(kinds[0]) is list and (isinstance(value, str) or not isinstance(value, Sequence)):
+        raise ValueError(f"{name}={value!r} is invalid: use {in_words(kinds[0])}.")
+
+
+def in_words(kind: Any) -> str:
+    """Return a type as a message names it."""
+    origin = get_origin(kind) or kind
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, get_args(kind)))}"
+    if origin is list:
+        (item,) = get_args(kind) or (Any,)
+        return f"a list of {in_words(item).removeprefix('a ')}s" if item is not Any else "a list"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
+    return "nothing" if origin is NoneType else words.get(origin, "text")
