@@ -13,7 +13,7 @@ from typing import Any
 from dc_trl.version import __version__
 
 
-sys.path.insert(0, str(Path(__file__).parent))  # where mathml.py and refused.py stand
+sys.path.insert(0, str(Path(__file__).parent))  # where mathml.py and settings_tables.py stand
 
 project = "dc_trl"
 author = "the dc_trl authors"
@@ -22,7 +22,7 @@ version = release = __version__
 extensions = [
     "mathml",
     "myst_parser",
-    "refused",
+    "settings_tables",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
@@ -66,8 +66,6 @@ def read_hugging_face_style(app, what, name, obj, options, lines: list[str]) -> 
     )
     # Absolute values are no substitutions.
     text = re.sub(r"(`+[^`]*`+)|\|", lambda match: match[1] or "\\|", text)
-    if dataclasses.is_dataclass(obj):  # its arguments are its fields, each with an anchor
-        text = re.sub(r"^Args:$", "Attributes:", text, flags=re.MULTILINE)
     # Napoleon would take the words before a colon for a type.
     text = re.sub(r"^Returns:\n {4}", ":returns: ", text, flags=re.MULTILINE)
     lines[:] = text.split("\n")

@@ -61,111 +61,71 @@ def test_a_correction_of_ours_takes_the_place_of_trls(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        # One value alone.
         ({"output_dir": " "}, ["output_dir=' '", "name a directory"]),
         ({"recipe": "dapo"}, ["recipe='dapo'", "'paper'"]),
         ({"constraint": "soft"}, ["constraint='soft'", "'lagrangian'"]),
-        ({"discrepancy_measure": "kl"}, ["discrepancy_measure='kl'", "'prob_diff'"]),
-        ({"discrepancy_level": "word"}, ["discrepancy_level='word'", "'sequence'"]),
-        ({"batch_reduction": "mean"}, ["batch_reduction='mean'", "'token'"]),
+        ({"advantage_estimator": "gae"}, ["advantage_estimator='gae'", "'rloo'"]),
         ({"deployment_scheme": "fp16"}, ["deployment_scheme='fp16'", "'fp8_block'"]),
-        ({"discrepancy_tolerance": -0.001}, ["discrepancy_tolerance=-0.001", "at least 0"]),
         ({"discrepancy_tolerance": math.nan}, ["discrepancy_tolerance=nan", "finite"]),
         ({"discrepancy_tolerance": "high"}, ["discrepancy_tolerance='high'", "number", "'auto'"]),
         ({"discrepancy_tolerance": "-1"}, ["discrepancy_tolerance=-1", "at least 0"]),
-        ({"advantage_estimator": "gae"}, ["advantage_estimator='gae'", "'rloo'"]),
-        ({"advantage_estimator": "rloo", "scale_rewards": "batch"}, ["scale_rewards='batch'", "rloo"]),
-        (
-            {"advantage_estimator": "rloo", "multi_objective_aggregation": "normalize_then_sum"},
-            ["multi_objective_aggregation='normalize_then_sum'", "rloo"],
-        ),
-        ({"vllm_importance_sampling_correction": True}, ["no effect", "use_vllm=True"]),
         ({"vllm_server_base_urls": []}, ["vllm_server_base_urls=[]", "http://HOST:PORT"]),
-        ({"vllm_server_base_urls": "http://a:1"}, ["vllm_server_base_urls='http://a:1'", "no list"]),
-        ({"vllm_server_base_urls": ["http://a:1,http://b:1"]}, ["http://a:1,http://b:1", "no list"]),
+        ({"vllm_server_base_urls": "http://a:1"}, ["vllm_server_base_urls='http://a:1'", "use a list"]),
         ({"vllm_server_base_urls": ["a:1", "b:1"]}, ["['a:1', 'b:1']", "http://HOST:PORT"]),
         ({"vllm_server_base_urls": ["http://a:1", "http://a:1/"]}, ["names http://a:1 twice"]),
-        ({"vllm_server_base_urls": ["http://a:1"], "use_vllm": True}, ["vllm_mode='colocate'", "vllm_mode='server'"]),
+        # Truth values and lists of other types are true in Python, or iterated over.
+        ({"padding_free": "no"}, ["padding_free='no'", "use True or False"]),
+        ({"reward_weights": 1.0}, ["reward_weights=1.0", "use a list of numbers"]),
+        ({"reward_weights": ["1"]}, ["reward_weights='1'", "finite number"]),
+        # No effect beside another value.
+        ({"vllm_importance_sampling_correction": True}, ["no effect with use_vllm=False", "use_vllm=True"]),
+        ({"constraint": "none", "discrepancy_margin": 0.1}, ["discrepancy_margin=0.1 has no effect", "'static'"]),
+        ({"constraint": "static", "dual_window": 4}, ["dual_window=4", "choose constraint='lagrangian'"]),
+        ({"weight_sync_dir": "/dev/shm"}, ["weight_sync_dir='/dev/shm'", "use_vllm=True"]),
+        (SEVERAL | {"vllm_mode": "colocate"}, ["use_vllm=True and vllm_mode='colocate'", "vllm_mode='server'"]),
+        (
+            {"use_vllm": True, "vllm_mode": "server", "weight_sync": "nccl", "weight_sync_dir": "/dev/shm"},
+            ["weight_sync_dir='/dev/shm'", "weight_sync='nccl'"],
+        ),
+        # Two values.
+        ({"advantage_estimator": "rloo", "scale_rewards": "batch"}, ["scale_rewards='batch'", "rloo"]),
         (
             SEVERAL | {"vllm_server_base_url": "http://c:1"},
             ["vllm_server_base_url='http://c:1'", "vllm_server_base_urls=['http://a:1', 'http://b:1']"],
         ),
         (SEVERAL | {"weight_sync": "nccl"}, ["weight_sync='nccl'", "weight_sync='auto'", "--data-parallel-size"]),
-        ({"discrepancy_margin": -1}, ["discrepancy_margin=-1", "at least 0"]),
-        ({"lambda_lr": math.inf}, ["lambda_lr=inf", "finite"]),
-        ({"lambda_init": True}, ["lambda_init=True", "number"]),
         ({"lambda_min": 0.5, "lambda_max": 0.2}, ["lambda_min=0.5", "lambda_max=0.2", "raise"]),
         ({"lambda_init": 3.0}, ["lambda_init=3.0", "lambda_max", "[0.0, 1.0]"]),
         ({"lambda_min": 0.2}, ["lambda_init=0.1", "[0.2, 1.0]"]),
-        ({"dual_window": 0}, ["dual_window=0", "at least 1"]),
-        ({"dual_window": 2.5}, ["dual_window=2.5", "whole number"]),
-        ({"temperature": 0.0}, ["temperature=0.0", "above 0"]),
+        ({"use_vllm": True, "vllm_mode": "colocate", "weight_sync": "nccl"}, ["weight_sync='nccl'", "vllm_mode"]),
+        (
+            {"deployment_scheme": "fp8", "use_transformers_continuous_batching": True},
+            ["deployment_scheme='fp8'", "use_transformers_continuous_batching=True"],
+        ),
+        # What makes the difference of the engines another one than their mismatch.
         ({"top_p": 0.9, "use_vllm": True}, ["top_p=0.9", "set top_k too"]),
         ({"top_k": 50, "use_vllm": True, "vllm_mode": "colocate"}, ["top_k=50", "vllm_mode='server'"]),
         ({"generation_kwargs": {"top_k": None}}, ["top_k=None", "set top_k=0"]),
         ({"repetition_penalty": 1.1}, ["repetition_penalty=1.1", "constraint='none'"]),
         ({"generation_kwargs": {"top_p": 0.5}, "use_vllm": True}, ["top_p=0.5", "constraint='none'"]),
-        ({"generation_kwargs": {"presence_penalty": 1.0}}, ["presence_penalty=1.0"]),
         ({"generation_kwargs": '{"no_repeat_ngram_size": 7}'}, ["no_repeat_ngram_size=7"]),
-        (
-            {"generation_kwargs": {"temperature": 0.3}},
-            ["generation_kwargs['temperature']=0.3", "set temperature alone"],
-        ),
+        ({"generation_kwargs": {"temperature": 0.3}}, ["['temperature']=0.3", "set temperature alone"]),
         ({"vllm_structured_outputs_regex": "[0-9]+"}, ["vllm_structured_outputs_regex='[0-9]+'", "unset it"]),
+        ({"use_transformers_continuous_batching": True}, ["log-probabilities", "deployment_scheme"]),
+        (CORRECTED | {"repetition_penalty": 1.1}, ["repetition_penalty=1.1", "rollout_correction='none'"]),
+        (CORRECTED | {"vllm_structured_outputs_regex": "[0-9]+"}, ["rollout_correction='icepop'", "unset it"]),
+        (CORRECTED | {"top_p": 0.9, "use_vllm": True}, ["top_p=0.9", "set top_k too", "rollout_correction='none'"]),
+        # What keeps the penalty from the tokens that δ̄ counts.
         (
             {"importance_sampling_level": "sequence"},
             ["importance_sampling_level='sequence'", "loss_type='grpo'", "discrepancy_level='sequence'"],
         ),
-        ({"importance_sampling_level": "sequence", "loss_type": "luspo"}, ["loss_type='luspo'"]),
-        ({"importance_sampling_level": "sequence", "loss_type": "sapo", "constraint": "static"}, ["loss_type='sapo'"]),
-        (
-            {"off_policy_mask_threshold": 0.01},
-            ["off_policy_mask_threshold=0.01", "constraint='lagrangian'", "constraint='none'"],
-        ),
+        ({"off_policy_mask_threshold": 0.01}, ["off_policy_mask_threshold=0.01", "constraint='none'"]),
         (
             {"use_vllm": True, "vllm_importance_sampling_correction": True},  # TRL's default mode
             ["vllm_importance_sampling_mode='sequence_mask'", "'token_truncate'", "constraint='none'"],
         ),
-        (
-            {
-                "use_vllm": True,
-                "vllm_importance_sampling_correction": True,
-                "vllm_importance_sampling_mode": "token_mask",
-            },
-            ["vllm_importance_sampling_mode='token_mask'"],
-        ),
-        ({"constraint": "none", "discrepancy_margin": 0.1}, ["discrepancy_margin=0.1", "no effect"]),
-        ({"constraint": "static", "dual_window": 4}, ["dual_window=4", "dual_window=1"]),
-        ({"weight_sync": "disk", "use_vllm": True}, ["weight_sync='disk'", "'checkpoint'"]),
-        ({"weight_sync": "checkpoint"}, ["weight_sync='checkpoint'", "use_vllm=True"]),
-        ({"weight_sync_dir": "/dev/shm"}, ["weight_sync_dir='/dev/shm'", "use_vllm=True"]),
-        (
-            {"use_vllm": True, "vllm_mode": "server", "weight_sync": "nccl", "weight_sync_dir": "/dev/shm"},
-            ["weight_sync_dir='/dev/shm'", "weight_sync='nccl'"],
-        ),
-        ({"use_vllm": True, "vllm_mode": "colocate", "weight_sync": "nccl"}, ["weight_sync='nccl'", "vllm_mode"]),
-        ({"vllm_request_timeout": 0}, ["vllm_request_timeout=0", "above 0"]),
-        ({"vllm_max_retries": -1}, ["vllm_max_retries=-1", "at least 0"]),
-        ({"vllm_max_retries": 1.5}, ["vllm_max_retries=1.5", "whole number"]),
-        (
-            {"deployment_scheme": "fp8", "use_transformers_continuous_batching": True},
-            ["deployment_scheme='fp8'", "use_transformers_continuous_batching=True"],
-        ),
-        ({"use_transformers_continuous_batching": True}, ["log-probabilities", "deployment_scheme"]),
-        # What a constraint asks of the sampler, a correction asks too.
-        (
-            CORRECTED | {"use_transformers_continuous_batching": True},
-            ["rollout_correction='icepop' needs", "use_transformers_continuous_batching=True"],
-        ),
-        (CORRECTED | {"repetition_penalty": 1.1}, ["repetition_penalty=1.1", "rollout_correction='none'"]),
-        (CORRECTED | {"generation_kwargs": {"presence_penalty": 1.0}}, ["presence_penalty=1.0"]),
-        (CORRECTED | {"generation_kwargs": {"temperature": 0.3}}, ["generation_kwargs['temperature']=0.3"]),
-        (CORRECTED | {"vllm_structured_outputs_regex": "[0-9]+"}, ["rollout_correction='icepop'", "unset it"]),
-        (CORRECTED | {"top_p": 0.9, "use_vllm": True}, ["top_p=0.9", "set top_k too", "rollout_correction='none'"]),
-        # Truth values and lists of other types are true in Python, or iterated over.
-        ({"padding_free": "no"}, ["padding_free='no'", "use True or False"]),
-        ({"gradient_checkpointing": "false"}, ["gradient_checkpointing='false'"]),
-        ({"reward_weights": 1.0}, ["reward_weights=1.0", "use a list of numbers"]),
-        ({"reward_weights": ["1"]}, ["reward_weights='1'", "finite number"]),
     ],
 )
 def test_refused_when_the_config_is_made(tmp_path, fields, words):
@@ -176,8 +136,7 @@ def test_refused_when_the_config_is_made(tmp_path, fields, words):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo", "sapo", "luspo"])
-@pytest.mark.parametrize("correction", ["token_truncate", "token_mask", "icepop", "tv_mask", "ppo_clip"])
+@pytest.mark.parametrize(("correction", "loss_type"), [("token_truncate", "grpo"), ("icepop", "luspo")])
 def test_one_ratio_for_a_trajectory_and_a_weight_for_each_token_are_refused(tmp_path, correction, loss_type):
     fields = {"constraint": "none", "rollout_correction": correction, "loss_type": loss_type}
     with pytest.raises(ValueError, match=f"rollout_correction='{correction}'.*loss_type='{loss_type}'"):
@@ -191,7 +150,6 @@ def test_one_ratio_for_a_trajectory_and_a_weight_for_each_token_are_refused(tmp_
     ("fields", "named"),
     [
         ({"weight_sync_steps": 2}, "weight_sync_steps=2"),
-        ({"weight_sync_steps": 2, "constraint": "static", "constraint_form": "complete"}, "weight_sync_steps=2"),
         ({"use_vllm": True, "vllm_mode": "server", "rollout_overlap": True}, "rollout_overlap=True"),
         ({"weight_sync_steps": 2, "constraint_form": "log_ratio"}, None),
         ({"weight_sync_steps": 2, "recipe": "trl"}, None),

@@ -2,8 +2,8 @@
 
     python -m dc_trl.command.describe NAME
 
-A description holds `description`, the text above the options, and `groups`, the options by the title of their group. That
-of `train` also holds `types`, the type of each field, and `defaults`, the default of each field of `DCGRPOConfig`.
+A description holds `description`, the text above the options, and `groups`, the options by the title of their group.
+That of `train` also holds `types`, the type of each field, and `defaults`, that of each field of `DCGRPOConfig`.
 """
 
 import argparse
@@ -50,7 +50,8 @@ def _of_training() -> dict[str, Any]:
     ranges = {name: str(range_) for part in train.ARGUMENTS for name, range_ in ranges_of(part).items()}
     description = _described(train.make_parser(), train.__doc__ or "", group_of, ranges)
     description["groups"] = {"the configuration": [_CONFIG], **description["groups"]}
-    types = {name: kind for part in train.ARGUMENTS for name, kind in get_type_hints(part).items() if name in group_of}
+    listed = {option["dest"] for options in description["groups"].values() for option in options}
+    types = {name: kind for part in train.ARGUMENTS for name, kind in get_type_hints(part).items() if name in listed}
     description["types"] = {name: written(kind) for name, kind in types.items()}
     description["defaults"] = {field.name: json_value(default_of(field)) for field in fields(train.DCGRPOConfig)}
     return description

@@ -1,8 +1,8 @@
 """Descriptions of the sub-commands, generated from the sources and kept in the user's cache folder.
 
 Help, refusals and reports need options, types and defaults, and the parsers that know them need torch and TRL, which
-take seconds to import. A description is therefore kept in a file, and generated again once a source file of this package
-or the version of a library has changed. Where the folder cannot be written, it is generated each time.
+take seconds to import. A description is therefore kept in a file, and generated again once a source file of this
+package or the version of a library has changed. Where the folder cannot be written, it is generated each time.
 """
 
 import hashlib
