@@ -200,6 +200,7 @@ def test_a_new_field_is_one_edit(tmp_path):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     (tmp_path / "cache").touch()
     variables = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": f"{tmp_path}:{tmp_path / 'docs'}"}
+    variables["COLUMNS"] = "100"
 
     def run(*words):
         command = [sys.executable, *words]
@@ -207,14 +208,14 @@ def test_a_new_field_is_one_edit(tmp_path):
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
 
-    before = run("-m", "dc_trl", "train", "--help")
+    before = watched(["train", "--help"], tmp_path)[1]
     config = tmp_path / "dc_trl" / "config.py"
     last = "    checkpoint_hashes: bool = setting("
     assert config.read_text().count(last) == 1
     config.write_text(config.read_text().replace(last, NEW_FIELD.lstrip("\n") + last))
-    variables["XDG_CACHE_HOME"] = str(tmp_path / "folder")
     shown = run("-m", "dc_trl", "train", "--help")
-    assert shown == run("-m", "dc_trl", "train", "--help")
+    variables["XDG_CACHE_HOME"] = str(tmp_path / "folder")
+    assert run("-m", "dc_trl", "train", "--help") == shown
     assert [path.name[:6] for path in (tmp_path / "folder" / "dc_trl").iterdir()] == ["train-"]
     new = set(shown.splitlines()) - set(before.splitlines())
     assert " ".join(" ".join(sorted(new, key=shown.index)).split()) == (

@@ -15,6 +15,7 @@ from .helpers import Rollouts, distinct_characters, make_config
 
 
 CORRECTED = {"recipe": "trl", "rollout_correction": "icepop"}
+TWO_SIDED = {"constraint_form": "two_sided_kl", "deployment_scheme": "fp8"}
 SEVERAL = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_urls": ["http://a:1", "http://b:1"]}
 
 
@@ -134,6 +135,26 @@ def test_refused_when_the_config_is_made(tmp_path, fields, words):
     for word in words:
         assert word in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_every_rule_of_what_has_no_effect_applies(tmp_path):
+    others = {
+        "rollout_correction_max": {"constraint": "none", "rollout_correction_max": 2.0},
+        "rollout_correction_min": {"rollout_correction": "tv_mask", "rollout_correction_min": 0.5},
+        "constraint_form": {"constraint": "none", "constraint_form": "quadratic"},
+        "discrepancy_level": {"discrepancy_level": "sequence"} | TWO_SIDED,
+        "train_through_quantization": {"train_through_quantization": True},
+        "weight_sync": {"weight_sync": "checkpoint"},
+        "weight_sync_steps": {"weight_sync_steps": 8, "constraint": "none"},
+        "weight_sync_trigger": {"weight_sync_trigger": "discrepancy", "deployment_scheme": "fp8"},
+        "rollout_overlap": {"rollout_overlap": True, "use_vllm": True, "vllm_mode": "colocate"},
+        "max_tokens_per_micro_batch": {"max_tokens_per_micro_batch": 99, "length_aware_batches": False},
+    }
+    for name, fields in others.items():
+        with pytest.raises(ValueError, match=f"^{name}=.* has no effect with .*: leave it out, or "):
+            make_config(tmp_path, **fields)
+    with pytest.raises(ValueError, match=r"discrepancy_margin=0\.1 has no effect with constraint_form='two_sided_kl'"):
+        make_config(tmp_path, discrepancy_margin=0.1, **TWO_SIDED)
 
 
 @pytest.mark.parametrize(("correction", "loss_type"), [("token_truncate", "grpo"), ("icepop", "luspo")])

@@ -5,7 +5,6 @@ import math
 import random
 import re
 from itertools import pairwise
-from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ from trl import GRPOConfig
 
 from dc_trl import DCGRPOConfig
 from dc_trl.constraint.discrepancy import scored_tokens
-from dc_trl.constraint.settings import CHOICES
 from dc_trl.constraint.trust import CORRECTIONS, trust_of
+from dc_trl.settings.fields import choices_of
 
 from .helpers import ROOT, Rollouts
 from .test_trust import in_trl
@@ -28,6 +27,7 @@ BLOCKS = [
 PAIRS = [
     (before, after) for (origin, before), (then, after) in pairwise(BLOCKS) if (origin, then) == ("TRL", "dc_trl")
 ]
+CHOICES = choices_of(DCGRPOConfig)
 FIELDS = {field.name: field for field in dataclasses.fields(DCGRPOConfig)}
 THEIRS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 
@@ -164,9 +164,8 @@ def accepted(field, value):
     """Whether a field takes what the page writes for it; bounds may be written by their letters."""
     if re.fullmatch(r"1/[ab]", value):
         return field in ("rollout_correction_min", "rollout_correction_max")
-    kind = CHOICES.get(field, FIELDS[field].type)
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
+    if field in CHOICES:
+        return value in CHOICES[field]
     return field == "deployment_scheme" or isinstance(yaml.safe_load(value), float)
 
 

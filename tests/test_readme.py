@@ -141,27 +141,6 @@ def test_make_targets():
     assert "quickstart-vllm" in targets
 
 
-def test_settings_have_the_defaults_that_the_table_says():
-    from trl import GRPOConfig
-
-    from dc_trl import DCGRPOConfig
-
-    defaults = {name: field.default for name, field in DCGRPOConfig.__dataclass_fields__.items()}
-    page = (ROOT / "docs" / "settings.md").read_text()
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([^|]+) \|", page, re.MULTILINE)
-    checked = set()
-    for names, values in rows:
-        for name, value in zip(re.findall(r"\w+", names), values.split(", "), strict=True):
-            stated = value.strip().strip("`")
-            if stated == "unset" or isinstance(defaults[name], bool):
-                assert str(defaults[name]) == {"unset": "None"}.get(stated, stated), name
-            else:
-                assert defaults[name] == type(defaults[name])(stated), name
-            checked.add(name)
-    own = set(defaults) - set(GRPOConfig.__dataclass_fields__)
-    assert checked == own
-
-
 @pytest.mark.parametrize("address", [None, "https://example.org/me/dc_trl"])
 def test_on_a_package_index_no_link_leads_into_the_repository(address):
     """Links and images as a Markdown reader sees them."""

@@ -5,7 +5,6 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import fields
 from itertools import pairwise
 
 import numpy as np
@@ -19,7 +18,7 @@ from trl import GRPOConfig
 from dc_trl import DCGRPOConfig, DCGRPOTrainer, LambdaLoggingCallback
 from dc_trl.command import report as report_command
 from dc_trl.records.runs import read_history, read_run
-from dc_trl.records.settings import changed_settings, default_of, json_value, training_defaults
+from dc_trl.records.settings import changed_settings
 from dc_trl.report import write_report
 from dc_trl.report.panels import panels_of, plot_run, run_lines
 
@@ -526,13 +525,6 @@ def test_a_number_too_large_to_draw_is_left_out(tmp_path):
     (run / "history.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": ' + "9" * 400 + "}\n")
     write_report([run], tmp_path / "report.html")
     assert read_run(run).series("reward").values == [0.5]
-
-
-def test_recorded_defaults_are_those_of_the_configuration():
-    standard = {field.name: json_value(default_of(field)) for field in fields(DCGRPOConfig)}
-    assert training_defaults() == standard, (
-        f"write into dc_trl/records/defaults.json: {json.dumps(standard, indent=2)}"
-    )
 
 
 def test_a_report_needs_no_engine_and_no_trainer(tmp_path):
