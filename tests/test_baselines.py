@@ -95,5 +95,5 @@ def test_length_decay_in_one_switch(tmp_path):
 
 @pytest.mark.parametrize("field", ["length_decay_period", "length_decay_floor"])
 def test_length_decay_settings_without_the_switch_are_refused(tmp_path, field):
-    with pytest.raises(ValueError, match=f"{field}=1.* has no effect without length_decay"):
+    with pytest.raises(ValueError, match=f"{field}=1.* has no effect with length_decay=False"):
         parsed({field: "1"}, "--output_dir", str(tmp_path))

@@ -9,7 +9,6 @@ these libraries look at after the first rollout, or never.
 
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, field, fields, replace
-from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -95,7 +94,6 @@ def kinds_of(hint: Any) -> list[Any]:
     return list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
 
 
-@cache
 def ranges_of(settings: type) -> dict[str, Range]:
     """Return the range of each number among the fields of a dataclass, TRL's included."""
     found = {declared.name: TRL_RANGES.get(declared.name) for declared in fields(settings)}
@@ -105,7 +103,6 @@ def ranges_of(settings: type) -> dict[str, Range]:
     return {name: range_ for name, range_ in found.items() if range_ is not None}
 
 
-@cache
 def choices_of(settings: type) -> dict[str, tuple[Any, ...]]:
     """Return the values that each field of a dataclass may have, where they are listed."""
     found = {}
