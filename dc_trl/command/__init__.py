@@ -1,4 +1,4 @@
-"""`dc-trl`: one program, and a module for each of its sub-commands, which is imported when it is called.
+"""`dc-trl`: one program with a module for each sub-command, which is imported when it is called.
 
 A module has `make_parser()` and `main(words)`. A description of its parser is kept, so that help and refusals come at
 once: torch and TRL take seconds to import. `describe.py` makes it, `options.py` reads it.
@@ -17,7 +17,7 @@ from ..version import __version__
 from .options import require_options
 
 
-# Sub-command → its module, and what it is for.
+# Module and purpose of each sub-command.
 COMMANDS = {
     "train": ("train", "train a policy with DC-GRPO"),
     "serve": ("serve", "start a vLLM server for training, in the deployment scheme"),
@@ -35,11 +35,11 @@ _VERSIONS = {"TRL": "trl", "transformers": "transformers", "vLLM": "vllm", "torc
 
 
 def call(name: str, words: Sequence[str] | None = None) -> None:
-    """Runs a sub-command, and ends the program where it does.
+    """Run a sub-command; end the program where the sub-command does.
 
     Args:
         name: of the sub-command.
-        words: its options; those of the process by default.
+        words: options of the sub-command; by default those of the process.
     """
     given = sys.argv[1:] if words is None else list(words)
     module, _ = COMMANDS[name]
@@ -63,7 +63,7 @@ def _description_of(name: str) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The program: its first word names the sub-command."""
+    """Run the program; the first word names the sub-command."""
     given = sys.argv[1:] if words is None else list(words)
     listed = "\n".join(f"  {name:<14}{meaning}" for name, (_, meaning) in COMMANDS.items())
     parser = OptionParser(f"GRPO for models that will be served quantized.\n\ncommands:\n{listed}")
@@ -89,7 +89,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def versions() -> list[str]:
-    """A line for this package, and for each of those that it runs on."""
+    """Return a line with the version of this package, and one for each library that it runs on."""
     lines = [f"dc_trl {__version__}"]
     for shown, distribution in _VERSIONS.items():
         try:

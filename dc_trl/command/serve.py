@@ -1,9 +1,9 @@
-"""Starts a vLLM server for training: the model in its deployment scheme, with every option that the trainer needs.
+"""Starts a vLLM server for training: the model in its deployment scheme, with all options that the trainer needs.
 
     dc-trl serve --model Qwen/Qwen3-8B --scheme fp8 --port 8000
 
-It stays in the foreground; Ctrl-C ends the server and all its processes. Options after `--` go to `vllm serve`. A key
-in the environment variable VLLM_API_KEY is asked of every client, the trainer takes it from the same variable.
+It stays in the foreground; Ctrl-C ends the server and all its processes. Options after `--` go to `vllm serve`. If the
+environment variable VLLM_API_KEY has a key, every client has to give it; the trainer reads the same variable.
 """
 
 import argparse
@@ -25,11 +25,12 @@ def make_parser() -> OptionParser:
     add_model(parser, "of the model that is trained")
     parser.add_argument("--scheme", default="bf16", choices=SCHEMES, help="format that the server runs in")
     parser.add_argument(
-        "--checkpoint_dir", help="where the checkpoint in the scheme is kept; dropped at the end if unset"
+        "--checkpoint_dir",
+        help="directory that keeps the checkpoint in the scheme; without one it is deleted at the end",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; see the warning it gives")
-    parser.add_argument("--port", type=int, default=8000, help="0 for a free one")
-    parser.add_argument("--max_model_len", type=int, help="longest prompt and completion together, in tokens")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 chooses a free one")
+    parser.add_argument("--max_model_len", type=int, help="largest number of tokens of a prompt and its completion")
     parser.add_argument("--start_timeout", type=float, default=600.0, help="seconds to wait for the server")
     parser.add_argument("--log", type=Path, help="file for the server's output")
     parser.add_argument("--routing_replay", action="store_true", help="return the experts that were chosen")

@@ -25,7 +25,7 @@ from ..training.problems import DataArguments
 from ..training.watch import WatchArguments
 
 
-# Titles of the help, in its order, and the class whose fields stand below.
+# Classes of fields in the order of the help, and the title of their group.
 _TITLES = {
     DCGRPOConfig: "DC-GRPO",
     DataArguments: "problems and rewards",
@@ -43,7 +43,7 @@ def make_parser() -> ConfigurationParser:
 
 
 def field_groups() -> dict[str, str]:
-    """Title of the help by field, in the help's order. A field is of the last class that says what it is."""
+    """Return the title of each field's group, in the order of the help; the class that declares the field decides."""
     titles: dict[type, list[str]] = {owner: [] for owner in _TITLES}
     for config in ARGUMENTS:
         for field in fields(config):
@@ -56,7 +56,7 @@ def field_groups() -> dict[str, str]:
 
 
 def _stands_for(owner: type, said: type) -> bool:
-    """Whether a class is another one, or a base of it from the same library."""
+    """Return whether a class is another one, or a subclass of it in the same library."""
     return issubclass(owner, said) and owner.__module__.partition(".")[0] == said.__module__.partition(".")[0]
 
 

@@ -1,1 +1,1 @@
-"""What a user writes: fields and their ranges, files, command lines, names of models; and what of it is secret."""
+"""What a user writes: fields with their ranges, files, command lines, names of models, and which of it is secret."""

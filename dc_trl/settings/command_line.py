@@ -1,4 +1,4 @@
-"""What the commands share: options, one line for what is wrong with them before anything starts, and the way out."""
+"""What the sub-commands share: options, refusals in one line before anything starts, and signals that end them."""
 
 import argparse
 import difflib
@@ -20,13 +20,13 @@ ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class OptionParser(argparse.ArgumentParser):
-    """argparse's parser, whose refusals are one line like all others: `error: `, the option, its value.
+    """argparse's parser with refusals of one line: `error: `, the option, its value.
 
-    Options are not abbreviated: `--max` would mean another one as soon as a second option begins so.
+    Options cannot be abbreviated: the meaning of `--max` would change with the next option that begins like it.
 
     Args:
-        description: of the help; every `dc-trl NAME` in it becomes the command that exists where the user is.
-        name: of the sub-command, None for a script that is none.
+        description: text of the help above the options.
+        name: of the sub-command; None for a script that is not one.
     """
 
     def __init__(self, description: str | None, name: str | None = None) -> None:
@@ -38,26 +38,26 @@ class OptionParser(argparse.ArgumentParser):
         )
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """See argparse; a misspelt option is refused with the nearest name, before one that is missing."""
+        """Parse as argparse does; refuse a misspelt option with the nearest name before an option that is missing."""
         words = sys.argv[1:] if args is None else list(args)
         if wrong := misspelt(words, self):
             self.error(wrong)
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with exit code 2; argparse would print the usage first."""
+        """End the program with exit code 2; argparse would print the usage first."""
         self.exit(2, f"error: {message}; {self.prog} --help lists the options.\n")
 
 
 def misspelt(words: Sequence[str], parser: argparse.ArgumentParser) -> str | None:
-    """What is wrong with the first option of a command line that a parser does not have; None where it has all."""
+    """Return what is wrong with the first option that a parser does not have; None if it has all of them."""
     known = {string: action for action in parser._actions for string in action.option_strings}
     for word in words:
         if word == "--":
             break
         name = word.partition("=")[0]
         if not re.match(r"--?[A-Za-z]", name) or " " in name:
-            continue  # a value, as argparse has it too
+            continue  # a value, as argparse sees it too
         if name not in known:
             shown = {max(action.option_strings, key=len): action for action in known.values()}
             names = [string for string, action in shown.items() if action.help != argparse.SUPPRESS]
@@ -69,28 +69,25 @@ def misspelt(words: Sequence[str], parser: argparse.ArgumentParser) -> str | Non
 
 
 def unknown_field(name: str, known: Iterable[str]) -> str:
-    """The refusal of a field that a configuration file has and training has not."""
+    """Return the refusal of a field that the configuration does not have."""
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]}?" if close else "dc-trl train --help lists the fields."
     return f"{name} is no field of the configuration: {hint}"
 
 
 def add_model(group: argparse._ActionsContainer, what: str, required: bool = True) -> None:
-    """Options for a model: `--model` and `--revision`."""
+    """Add the options for a model: `--model` and `--revision`."""
     group.add_argument("--model", required=required, type=shipped, help=f"Hub id or directory {what}")
     group.add_argument("--revision", default="main", help="revision of a Hub model")
 
 
 def add_serve_options(group: argparse._ActionsContainer) -> None:
-    """An option that takes the rest of the line: `--serve_options`."""
+    """Add the option that takes the rest of the line: `--serve_options`."""
     group.add_argument("--serve_options", nargs=argparse.REMAINDER, default=[], help="last: options of `vllm serve`")
 
 
 def add_fields(group: argparse._ActionsContainer, settings: type, *names: str) -> None:
-    """Options for fields of a dataclass that are text, one of a `Literal`'s words, or numbers.
-
-    They have the fields' defaults and help.
-    """
+    """Add options for fields of a dataclass that are text, choices or numbers, with the fields' defaults and help."""
     hints = get_type_hints(settings)
     for field in fields(settings):
         if field.name in names:
@@ -103,10 +100,10 @@ def add_fields(group: argparse._ActionsContainer, settings: type, *names: str) -
 
 @contextmanager
 def refused_in_one_line(*others: type[Exception]) -> Iterator[None]:
-    """Ends the program with `error: ` and the message, where the input is wrong and not the program.
+    """End the program with `error: ` and the message of an exception that means wrong input.
 
     Args:
-        *others: exceptions that mean this too, beside ValueError, OSError and ImportError.
+        *others: exceptions that mean wrong input here, beside ValueError, OSError and ImportError.
     """
     wrong_input: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, *others)
     try:
@@ -116,15 +113,15 @@ def refused_in_one_line(*others: type[Exception]) -> Iterator[None]:
 
 
 def leave_on_sigterm() -> None:
-    """Has SIGTERM end the program as Ctrl-C does: through the blocks that end what it started."""
+    """Let SIGTERM end the program as Ctrl-C does, through the blocks that end what it started."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 @contextmanager
 def left_while_loading() -> Iterator[None]:
-    """Has Ctrl-C and the like end the program with one line and 128 + the signal's number: for the time of imports.
+    """Let Ctrl-C and the like end the program with one line and 128 + the signal's number, during imports.
 
-    A signal that is ignored, as in the background, stays so.
+    A signal that is ignored, as in the background, stays ignored.
     """
 
     def leave(signum: int, frame: FrameType | None) -> None:
@@ -141,5 +138,5 @@ def left_while_loading() -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """Prints a line at once, also where the output goes to a file."""
+    """Print a line at once, also where the output goes to a file."""
     print(line, flush=True)

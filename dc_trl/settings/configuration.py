@@ -1,4 +1,4 @@
-"""A training configuration as its user writes it, in YAML and on a command line; what is wrong in it is named."""
+"""The parser of a training configuration, which its user writes in YAML and on a command line."""
 
 import sys
 from collections.abc import Iterable
@@ -13,21 +13,21 @@ from .values import values_of
 
 
 class ConfigurationParser(TrlParser):
-    """TRL's parser, which reads YAML and command line into dataclasses. Whatever it refuses is a `ValueError`.
+    """TRL's parser, which reads YAML and command line into dataclasses; it refuses with a `ValueError`.
 
-    Of a configuration file it also refuses what would silently be something else: a key that stands twice, a truth
-    value where YAML reads `no` or `off` as one, another type than the field's.
+    It also refuses what a configuration file would silently turn into something else: a key that stands there twice,
+    a word such as `no` that YAML reads as a truth value, another type than the field's.
     """
 
     def __init__(self, dataclass_types: Iterable[type]) -> None:
         super().__init__(dataclass_types, allow_abbrev=False)
 
     def error(self, message: str) -> None:
-        """Raises a `ValueError`, where argparse would print the usage of 300 fields and end the program."""
+        """Raise a `ValueError`; argparse would print the usage of 300 fields and end the program."""
         raise ValueError(message if message.endswith("?") else f"{message}.")
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *positional: Any, **kwargs: Any) -> tuple:
-        """See `TrlParser`.
+        """Parse as `TrlParser` does.
 
         Raises:
             ValueError: names the file, or the field with its value.
@@ -50,7 +50,7 @@ class ConfigurationParser(TrlParser):
         return super().parse_args_and_config(words, *positional, **kwargs)
 
     def set_defaults_with_config(self, **settings: Any) -> list[str]:
-        """Takes over what the configuration file says, each value in its field's type. TRL's hook."""
+        """Take over the values of the configuration file, each in the type of its field (a hook of `TrlParser`)."""
         types = {name: kind for part in self.dataclass_types for name, kind in get_type_hints(part).items()}
         options = {action.dest for action in self._actions}
         known = {name: kind for name, kind in types.items() if name in options}

@@ -1,8 +1,8 @@
-"""How a run is divided among processes: what its launch and its fields ask for, and whether they get it.
+"""How a run is divided among processes: what its launch and its fields ask for, and whether accelerate gives it.
 
-accelerate passes over what it cannot give and says nothing. Asked for FSDP on a CPU it makes DDP (MULTI_CPU), and
-processes that find no device each train by themselves. A run that is not divided as it was asked to be ends here,
-before anything is loaded. FSDP2 on a CPU is given: PyTorch has it, and accelerate only does not turn it on.
+accelerate silently gives something else where it cannot give what was asked for: DDP (MULTI_CPU) for FSDP on a CPU,
+and processes that each train by themselves where they find no device. Such a run is refused here, before anything is
+loaded. FSDP2 on a CPU works: PyTorch has it, but accelerate does not turn it on.
 """
 
 import os
@@ -14,16 +14,16 @@ import torch
 from .paths import shipped
 
 
-# Settings are read where no engine is needed, and these take seconds.
+# Settings are also read without an engine, and this import takes seconds.
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
 class Sharding(NamedTuple):
-    """What divides parameters, gradients or optimizer states among processes.
+    """The method that divides parameters, gradients or optimizer states among processes.
 
     Attributes:
-        kind: accelerate's name for it; `None`: nothing does, each process has all of them (DDP, or one process).
+        kind: accelerate's name for the method; None if each process has everything (DDP, or one process).
         level: version of FSDP, 1 or 2, or stage of DeepSpeed's ZeRO, 0 to 3; 0 for no sharding.
     """
 
@@ -35,7 +35,7 @@ class Sharding(NamedTuple):
 
     @property
     def divides_parameters(self) -> bool:
-        """Whether no process has the parameters whole."""
+        """Whether no process has all parameters."""
         return self.kind == "FSDP" or self.level == 3
 
     @property
@@ -44,9 +44,9 @@ class Sharding(NamedTuple):
 
 
 def sharding_of(args: Any) -> Sharding:
-    """What `accelerate launch` (its environment) or the fields `fsdp` and `deepspeed` ask for.
+    """Return what `accelerate launch` (through the environment) or the fields `fsdp` and `deepspeed` ask for.
 
-    Not what `args.distributed_state` says: that is MULTI_GPU for FSDP too, until the accelerator is built.
+    `args.distributed_state` does not tell: it is MULTI_GPU for FSDP too until the accelerator is built.
 
     Args:
         args: transformers' training arguments.
@@ -61,7 +61,7 @@ def sharding_of(args: Any) -> Sharding:
 
 
 def require_division(args: Any) -> None:
-    """Refuses processes that would not train together, or not sharded as asked; turns FSDP2 on where it can run.
+    """Refuse processes that would not train together or sharded as asked; turn FSDP2 on where it can run.
 
     Args:
         args: transformers' training arguments, whose `distributed_state` is set.
@@ -119,15 +119,15 @@ def _require_fsdp_on_a_cpu(sharding: Sharding, made: Any) -> None:
 
 
 def _launched_for_several() -> bool:
-    """Whether accelerate's launcher of one process was given a number above one: it sets the address to meet at."""
+    """Return whether accelerate's launcher of one process was asked for several: it has set the address to meet at."""
     return "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "RANK" not in os.environ
 
 
 def require_as_asked(args: Any, accelerator: "Accelerator") -> None:
-    """Refuses an accelerator that does not divide what it was asked to divide.
+    """Refuse an accelerator that does not divide what it was asked to divide.
 
     Raises:
-        ValueError: another accelerate configuration was made in between, or accelerate took another way.
+        ValueError: another accelerate configuration was made in between, or accelerate chose another method.
     """
     sharding, made = sharding_of(args), accelerator.distributed_type.value
     if sharding.kind is not None and made != sharding.kind:

@@ -1,7 +1,7 @@
-"""Settings whose term of the loss is a mean over a micro-batch: it depends on which completions share one.
+"""Settings whose term of the loss is a mean over a micro-batch, and therefore depends on which completions share one.
 
-A mean over the tokens of a micro-batch, and then over the micro-batches of a step, weighs a token by what it shares
-its micro-batch with. All other losses are sums over the completions of the step, however they are grouped.
+A mean over the tokens of a micro-batch, and then over the micro-batches of a step, weights a token by the other tokens
+of its micro-batch. All other losses are sums over the completions of the step, however these are grouped.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,6 @@ MEANS_OF_MICRO_BATCHES: dict[str, Callable[[Any], bool]] = {
 
 
 def mean_of_micro_batch(config: Any) -> str | None:
-    """The first of these settings that a config has, as `name=value`; None where there is none."""
+    """Return the first of these settings that a config has, as `name=value`; None if it has none."""
     names = (name for name, applies in MEANS_OF_MICRO_BATCHES.items() if applies(config))
     return next((f"{name}={getattr(config, name)!r}" for name in names), None)

@@ -1,4 +1,4 @@
-"""Paths that a user gives: the files that ship with the package, and what is missing, said before torch loads."""
+"""Paths that a user gives. Shipped files are found from anywhere; what is missing is refused before torch loads."""
 
 import difflib
 import os
@@ -15,21 +15,21 @@ NEWEST_OR_NONE = "auto"  # begins anew where there is no whole checkpoint
 
 
 def serve_line(folder: Path) -> str:
-    """What to type into a shell to serve a checkpoint."""
+    """Return the shell command that serves a checkpoint."""
     return f"vllm serve {shlex.quote(str(folder))}"
 
 
 def shipped_configs() -> Path:
-    """The folder of the shipped configurations: within the package of a wheel, beside it in a clone."""
+    """Return the folder of the shipped configurations: inside an installed package, beside it in a clone."""
     inside = PACKAGE / "configs"
     return inside if inside.is_dir() else PACKAGE.parent / "configs"
 
 
 def shipped(name: str) -> str:
-    """The path of a shipped file, or the name as it is.
+    """Return the path of a shipped file, or the name as it is.
 
-    `configs/…` and `dc_trl/assets/…` mean the files of the working directory. Where these are not there, they mean
-    those of the package, so that shipped configurations, and commands of the documentation, work from any directory.
+    `configs/…` and `dc_trl/assets/…` mean files of the working directory if they are there, and otherwise files of the
+    package, so that shipped configurations and commands of the documentation work from any directory.
     """
     path = Path(name)
     if not path.exists():
@@ -40,15 +40,15 @@ def shipped(name: str) -> str:
 
 
 def config_file(name: str, option: str = "config", folder: str = "") -> Path:
-    """The YAML file that a user means by its path, or by the name of a shipped one.
+    """Return the YAML file that a user means by its path, or by the name of a shipped one.
 
     Args:
         name: path, or name of a shipped configuration with or without `.yaml`.
         option: that it comes from, for the error message.
-        folder: of the shipped ones: "" for training configurations, "sweeps" for sweeps.
+        folder: of the shipped files, below configs/; "" for training configurations.
 
     Raises:
-        ValueError: there is neither; the message names the shipped ones, the nearest first.
+        ValueError: there is no such file; the message names the nearest and all shipped ones.
     """
     path = Path(shipped(name))
     if path.is_file():
@@ -64,7 +64,7 @@ def config_file(name: str, option: str = "config", folder: str = "") -> Path:
 
 
 def require_model_path(name: str | None, option: str = "model_name_or_path") -> None:
-    """Refuses a model that is neither a directory with a model nor what could be a Hub id.
+    """Refuse a model that is neither a directory with a model nor a possible Hub id.
 
     Raises:
         ValueError: names the option and its value.
@@ -90,20 +90,20 @@ def require_model_path(name: str | None, option: str = "model_name_or_path") -> 
 
 
 def is_data_file(name: str) -> bool:
-    """Whether a data set's name means a local file, and not one of the Hub or one that is made here."""
+    """Return whether the name of a data set means a local file, and not the Hub or a built-in one."""
     path = Path(name).expanduser()
     return path.suffix in READERS or path.is_file()
 
 
 def require_data_file(name: str, option: str = "dataset_name") -> None:
-    """Refuses a data file that cannot be read, is missing or empty.
+    """Refuse a data file that cannot be read, is missing or empty.
 
     Raises:
         ValueError: names the option and its value.
     """
     path, named = Path(name).expanduser(), f"{option}={name!r}"
     if path.suffix not in READERS:
-        raise ValueError(f"{named} is no data file: use one of {', '.join(READERS)}.")
+        raise ValueError(f"{named} is not a data file: use one of {', '.join(READERS)}.")
     if not path.is_file():
         raise ValueError(f"{named} does not exist: check the path (relative to {os.curdir!r}).")
     if path.stat().st_size == 0:
@@ -111,7 +111,7 @@ def require_data_file(name: str, option: str = "dataset_name") -> None:
 
 
 def require_path(name: str, option: str) -> None:
-    """Refuses a file or directory that is not there.
+    """Refuse a file or directory that does not exist.
 
     Raises:
         ValueError: names the option and its value.

@@ -1,4 +1,4 @@
-"""A model's name as a user gives it: what is missing or broken behind it is said before the weights are loaded."""
+"""The small files behind a model's name: what is missing or broken is refused before the weights are loaded."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from .paths import require_model_path
 
 
 def require_model(name: str | None, field: str = "model_name_or_path") -> None:
-    """Refuses a model that is neither a directory with a model nor a Hub id.
+    """Refuse a model that is neither a directory with readable files nor a Hub id.
 
     Args:
         name: Hub id or directory.
@@ -44,7 +44,7 @@ def _require_readable(folder: Path) -> None:
 
 
 def load_config(name: str, field: str = "model_name_or_path", **options: Any) -> PretrainedConfig:
-    """Configuration of a model.
+    """Load the configuration of a model.
 
     Args:
         name: Hub id or directory.
@@ -60,13 +60,13 @@ def load_config(name: str, field: str = "model_name_or_path", **options: Any) ->
 
 @contextmanager
 def _named(name: str | None, field: str) -> Iterator[None]:
-    """Has what transformers raises over a model's files name the option that the model comes from."""
+    """Turn what transformers raises about a model's files into a ValueError that names the option."""
     try:
         yield
     except (OSError, ValueError, TypeError, LookupError, AttributeError, TemplateError) as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         if isinstance(error, TypeError | LookupError | AttributeError):
-            # What transformers trips over in files that are JSON of another shape.
+            # What transformers raises about files that are JSON of another shape.
             reason = f"one of its files holds something else than expected, {type(error).__name__}: {reason}"
         raise ValueError(f"{field}={name!r} cannot be loaded: {reason}") from error
 
@@ -74,7 +74,7 @@ def _named(name: str | None, field: str) -> Iterator[None]:
 def load_config_and_tokenizer(
     name: str | None, field: str = "model_name_or_path", padding_side: str | None = None, **options: Any
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """Configuration and tokenizer of a model: small files, which show whether it is there.
+    """Load configuration and tokenizer of a model: small files, which show whether it exists.
 
     Args:
         name: Hub id or directory.
@@ -83,7 +83,7 @@ def load_config_and_tokenizer(
         **options: of `from_pretrained`: revision, trust_remote_code.
 
     Raises:
-        ValueError: as `require_model`; or the Hub has no such model, or it has no tokenizer, or a chat template that
+        ValueError: `require_model` refuses it, the Hub has no such model, it has no tokenizer, or its chat template
             cannot render a message.
     """
     require_model(name, field)

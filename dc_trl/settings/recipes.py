@@ -1,4 +1,4 @@
-"""Recipes: the values of the fields of a `DCGRPOConfig` that its user leaves open."""
+"""Recipes: values for the fields of a `DCGRPOConfig` that its user leaves open."""
 
 from collections.abc import Mapping
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""Reward functions that a user writes, called as TRL calls them, and what they return."""
+"""Reward functions that a user writes: calling them as TRL does, and checking what they return."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 
-# Settings are read where no tensor is needed.
+# Settings are also read without torch.
 if TYPE_CHECKING:
     from torch import Tensor
 
 RewardFunction = Callable[..., list[float | None]]
 
-# Largest reward: advantages are normalised in float32, and the square of a larger one has no place there.
+# Largest reward: advantages are normalised in float32, in which the square of a larger one would overflow.
 LARGEST = 1e18
 
 
 class CheckedReward:
-    """A reward function whose rewards are looked at before they become advantages. Picklable if the function is.
+    """A reward function whose rewards are checked before they become advantages. Picklable if the function is.
 
     Args:
         reward: the function, which is not async.
-        name: of it in messages and metrics.
+        name: in messages and metrics.
     """
 
     def __init__(self, reward: Callable[..., Any], name: str):
@@ -38,18 +38,18 @@ class CheckedReward:
 
 
 class AsyncCheckedReward(CheckedReward):
-    """The same for an async function, which TRL has to see that it is."""
+    """The same for an async function, which TRL has to recognise as one."""
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return require_rewards(self.__name__, await self._reward(*args, **kwargs), len(kwargs["prompts"]))
 
 
 def checked_reward(reward: Callable[..., Any], name: str | None = None) -> CheckedReward:
-    """A reward function that refuses what is no list of rewards, see `require_rewards`.
+    """Wrap a reward function so that it refuses what `require_rewards` refuses.
 
     Args:
         reward: the function, which may be async.
-        name: of it in messages and metrics; by default as `reward_name` has it.
+        name: in messages and metrics; by default the result of `reward_name`.
     """
     if isinstance(reward, CheckedReward):
         return reward
@@ -57,7 +57,7 @@ def checked_reward(reward: Callable[..., Any], name: str | None = None) -> Check
 
 
 def reward_name(reward: Callable[..., Any]) -> str:
-    """The name that TRL gives a reward function: the function's, also within `partial`, or the class's."""
+    """Return the name that TRL gives a reward function: the function's, also within `partial`, or the class's."""
     while isinstance(reward, functools.partial):
         reward = reward.func
     return getattr(reward, "__name__", type(reward).__name__)
@@ -71,16 +71,16 @@ def is_async(reward: Callable[..., Any]) -> bool:
 
 
 def require_rewards(name: str, rewards: Any, completions: int) -> list[float | None]:
-    """Rewards that a function has returned, as numbers; refuses all else.
+    """Return the rewards of a function as numbers; refuse everything else.
 
     Args:
         name: of the function, for the message.
-        rewards: what it returned: a list, tuple, array or tensor of numbers, `None` and NaN, which both mean that
-            there is no reward for a completion.
-        completions: that it was called with.
+        rewards: what it returned: a list, tuple, array or tensor of numbers. `None` and NaN mean that there is no
+            reward for a completion.
+        completions: number of completions that it was called with.
 
     Raises:
-        TypeError: it is no such collection, or holds what is no number.
+        TypeError: it is not such a collection, or holds something else than numbers.
         ValueError: there are more or fewer rewards than completions, or one is larger than `LARGEST`.
     """
     remedy = "return one for each, a number or None"
@@ -94,10 +94,10 @@ def require_rewards(name: str, rewards: Any, completions: int) -> list[float | N
 
 
 def require_finite(named: str, rewards: Tensor) -> None:
-    """Refuses rewards of models, or weighted sums, that are not finite or larger than `LARGEST`.
+    """Refuse rewards of models, or weighted sums, that are not finite or larger than `LARGEST`.
 
     Args:
-        named: what gave them, for the message.
+        named: their source, for the message.
         rewards: of completions, shape (B,).
 
     Raises:
@@ -113,7 +113,7 @@ def require_finite(named: str, rewards: Tensor) -> None:
 
 
 def _has_length(rewards: Any) -> bool:
-    """Whether it can be counted and gone through; arrays and tensors without a dimension cannot."""
+    """Return whether a value has elements; arrays and tensors without a dimension have none."""
     return hasattr(rewards, "__iter__") and getattr(rewards, "ndim", 1) > 0
 
 
@@ -138,13 +138,13 @@ def _number(name: str, row: int, value: Any, remedy: str) -> float | None:
 
 
 def excerpt(value: Any) -> str:
-    """A value as a message shows it, in at most 60 characters."""
+    """Return a value as a message shows it, in at most 60 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _signature(reward: RewardFunction) -> inspect.Signature | None:
-    """None for what is written in C and does not tell."""
+    """Return the signature; None for functions in C that have none."""
     try:
         return inspect.signature(reward)
     except ValueError:
@@ -152,17 +152,17 @@ def _signature(reward: RewardFunction) -> inspect.Signature | None:
 
 
 def call_reward(reward: RewardFunction, **arguments: Any) -> list[float | None]:
-    """Rewards from a reward function, which may be async, for arguments as TRL passes them, `prompts` among them.
+    """Call a reward function, which may be async, with arguments as TRL passes them, `prompts` among them.
 
     Returns:
-        One for each prompt; None where there is none, which the function may also call NaN.
+        One reward for each prompt; None where the function returned None or NaN.
 
     Raises:
         TypeError, ValueError: see `require_rewards`.
     """
     rewards: Any = checked_reward(reward)(**arguments)
     if inspect.iscoroutine(rewards):
-        # In a thread of its own: in a notebook, this one runs an event loop already.
+        # In a thread of its own: in a notebook, this thread runs an event loop already.
         with ThreadPoolExecutor(1, "dc_trl-reward") as pool:
             rewards = pool.submit(asyncio.run, rewards).result()
     return rewards
@@ -171,18 +171,18 @@ def call_reward(reward: RewardFunction, **arguments: Any) -> list[float | None]:
 def require_callable(
     named: str, reward: RewardFunction, columns: Iterable[str], extra: Iterable[str] = (), more: bool = False
 ) -> None:
-    """Refuses a reward function that cannot be called as TRL calls it, with the columns of the data set.
+    """Refuse a reward function that cannot be called as TRL calls it, with the columns of the data set.
 
     TRL would find out after the first rollout.
 
     Args:
         named: the function as the user has named it, for the message.
         columns: of the rows.
-        extra: what else this run passes.
-        more: whether a `rollout_func` may pass what cannot be known.
+        extra: names of further arguments that this run passes.
+        more: whether a `rollout_func` may pass arguments that cannot be known.
 
     Raises:
-        ValueError: it asks for what it is not given, or does not take what it is.
+        ValueError: it requires an argument that it is not given, or does not take one that it is given.
     """
     given = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
     given |= {*extra, *columns} - {"prompt", "completion"}  # which TRL does not pass: `prompts` holds the former
@@ -193,6 +193,6 @@ def require_callable(
         (signature.bind_partial if more else signature.bind)(**dict.fromkeys(given))
     except TypeError as error:
         raise ValueError(
-            f"{named} cannot be called ({error}): it is given {', '.join(sorted(given))}; **kwargs takes what"
-            " it does not read."
+            f"{named} cannot be called ({error}): it is given {', '.join(sorted(given))}; add **kwargs for"
+            " what it does not read."
         ) from error

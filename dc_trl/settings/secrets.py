@@ -1,4 +1,4 @@
-"""Hides what is nobody's business: tokens, keys and passwords in settings, command lines and messages."""
+"""Hides tokens, keys and passwords in settings, command lines and messages."""
 
 import re
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 HIDDEN = "(hidden)"
 
-# Names of what is nobody's business, in fields, dicts and options: hub_token, api-key, clientSecret, Authorization.
+# Names of secrets in fields, dicts and options: hub_token, api-key, clientSecret, Authorization.
 _NAME = re.compile(r"(token|key|secret|passw(or)?d|pwd|credentials?|authorization|auth|cookie)$", re.IGNORECASE)
-# Options of `vllm serve`, which takes any beginning of a name for the whole one.
+# Options of `vllm serve`, which accepts abbreviated names.
 _OPTIONS = ("--api-key", "--hf-token")
-# Values that are secrets by their form, wherever they stand, and the parts of a URL that hold some.
+# Values that are secrets by their form, and the parts of a URL that may hold secrets.
 _FORMS = re.compile(
     r"\b(hf_|sk-|ghp_|github_pat_|wandb_v1_)[\w-]{16,}|(?i:\bbearer\s+\S+)"
     r"|(?i:(?<=token=)|(?<=key=)|(?<=secret=)|(?<=password=))\S+"
@@ -20,17 +20,17 @@ _JSON_MEMBER = re.compile(rf'("[^"]*{_NAME.pattern.removesuffix("$")}"\s*:\s*)"[
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether what goes by this name is a secret."""
+    """Return whether a value of this name is a secret."""
     return _NAME.search(name) is not None
 
 
 def without_secrets(text: str) -> str:
-    """A text without what looks like a token, and with URLs that have lost their user and query."""
+    """Return a text without what looks like a token, and with URLs without user and query."""
     return _URL_PARTS.sub("", _FORMS.sub(HIDDEN, text))
 
 
 def hide_in_options(words: Sequence[str]) -> list[str]:
-    """The words of a command line with "(hidden)" for the values of `--api-key X Y`, `--hf-token=X` and their like."""
+    """Return the words of a command line with "(hidden)" for the values of options such as `--api-key X Y`."""
     shown, hiding = [], False
     for word in words:
         if word.startswith("--") or (word.startswith("-") and not hiding):  # a key may begin with a dash
@@ -45,7 +45,7 @@ def hide_in_options(words: Sequence[str]) -> list[str]:
 
 
 def secrets_in_options(words: Sequence[str]) -> list[str]:
-    """The values that `hide_in_options` hides whole."""
+    """Return the values that `hide_in_options` hides as a whole."""
     return [
         word.removeprefix(seen.removesuffix(HIDDEN))
         for word, seen in zip(words, hide_in_options(words), strict=True)

@@ -1,4 +1,4 @@
-"""The type of a field's value as a configuration file has it: what fits is taken over, all else is named."""
+"""Values of a configuration file in the types of their fields. What does not fit is refused by its name."""
 
 import functools
 import json
@@ -15,7 +15,7 @@ from .command_line import unknown_field
 from .fields import in_words, kinds_of
 
 
-# The words that transformers' parser takes for a truth value.
+# Words that transformers' parser reads as truth values.
 TRUTH_VALUES = ("yes", "true", "t", "y", "1", "no", "false", "f", "n", "0")
 # Text fields whose truth values TRL reads too.
 _ALSO_TRUTH_VALUES = ("scale_rewards",)
@@ -30,7 +30,7 @@ _NAMED: dict[str, Any] = {
 
 
 def values_of(settings: Mapping[str, Any], types: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """The settings of a configuration file as values of their fields.
+    """Return the settings of a configuration file as values of their fields.
 
     Args:
         settings: as YAML reads them.
@@ -38,7 +38,7 @@ def values_of(settings: Mapping[str, Any], types: Mapping[str, Any], file: Path)
         file: of the settings, for messages.
 
     Raises:
-        ValueError: there is no such field, or it takes another type; the message has file and line, the field, its
+        ValueError: there is no such field, or it has another type; the message has file and line, the field, its
             value and what to write.
     """
     found = {}
@@ -53,7 +53,7 @@ def values_of(settings: Mapping[str, Any], types: Mapping[str, Any], file: Path)
 
 
 def written(kind: Any) -> str:
-    """An annotation as one line: the types that a field may have, and of a `Literal` its words as JSON."""
+    """Return an annotation as one line: the types that a field may have, a `Literal` as a JSON list of its choices."""
     return " | ".join(dict.fromkeys(word for each in kinds_of(kind) if (word := _written(each))))
 
 
@@ -70,20 +70,20 @@ def _written(kind: Any) -> str:
 
 
 def type_of(line: str) -> Any:
-    """The annotation that `written` has put into a line."""
+    """Return the annotation that `written` has turned into this line."""
     kinds = [Literal[tuple(json.loads(word))] if word[0] == "[" else _NAMED[word] for word in line.split(" | ")]
     return functools.reduce(operator.or_, kinds)
 
 
 def _value(name: str, value: Any, kind: Any) -> Any:
-    """The value of a field, from what YAML makes of it. Numbers in text are for the parser, which reads them too."""
+    """Return the value of a field from what YAML has read. The parser reads numbers from text later."""
     kinds = kinds_of(kind)
     if get_origin(kind) is Literal and isinstance(value, bool):
         written = ("yes", "on", "true") if value else ("no", "off", "false")
         if meant := [word for word in get_args(kind) if word in written]:
             return meant[0]
     if str not in kinds and list in [get_origin(each) for each in kinds] and not isinstance(value, list | None):
-        value = [value]  # as one word on a command line
+        value = [value]  # a command line takes one word as a list too
     if any(_fits(value, each) for each in kinds) or (name in _ALSO_TRUTH_VALUES and isinstance(value, bool)):
         return value
     as_text = _as_text(value)
@@ -115,7 +115,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _reads(kind: type[int] | type[float], value: Any) -> bool:
-    """Whether the parser of a command line reads a number from this text."""
+    """Return whether the parser of a command line reads a number from this text."""
     if not isinstance(value, str):
         return False
     try:
@@ -126,7 +126,7 @@ def _reads(kind: type[int] | type[float], value: Any) -> bool:
 
 
 def _as_text(value: Any) -> Any:
-    """Numbers and dates as they stand in the file, also those of a list: a GPU's number, a run's name."""
+    """Return numbers and dates as text, also those of a list: a GPU's number, a run's name."""
     if isinstance(value, list):
         return [_as_text(each) for each in value]
     return value if value is None or isinstance(value, bool | dict) else str(value)
