@@ -71,7 +71,8 @@ def keep_description(command: str, description: dict[str, Any]) -> None:
 
 
 def _file(command: str) -> Path:
-    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    home = os.path.expanduser("~/.cache")  # which stays as it is for a user without a home
+    folder = os.environ.get("XDG_CACHE_HOME") or (home if os.path.isabs(home) else PACKAGE / "__pycache__")
     installation = hashlib.sha256(f"{sys.prefix}\n{PACKAGE}".encode()).hexdigest()[:16]
     return Path(folder, "dc_trl", f"{command}-{installation}.json")
 
