@@ -7,11 +7,10 @@ from typing import Any, Literal
 from accelerate.logging import get_logger
 from trl import GRPOConfig
 
-from .constraint.balance import BalancedMultiplier
-from .constraint.forms import lag_warning
-from .constraint.lagrangian import LagrangeMultiplier
-from .constraint.multiplier import multiplier_of
+from .constraint.corrections import correction_of
+from .constraint.forms import coefficient_of
 from .constraint.settings import CHOICES, Constraint, ConstraintSettings, read_tolerance
+from .constraint.thresholds import lag_warning
 from .files import parse_object
 from .quantization.schemes import SCHEMES, require_scheme, require_served_scheme
 from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncates
@@ -64,16 +63,15 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         constraint (`str`, *optional*):
             Left open, what `recipe` says. `"none"`: GRPO, the discrepancy is measured and logged only. `"static"`:
             Dual-GRPO (eq. 4), advantages minus λ·δ with a fixed λ = `lambda_init`. `"lagrangian"`: DC-GRPO (eqs. 8 to
-            11), λ moves by dual ascent after each generation batch. `"balance"`: λ such that the gradient of the
-            constraint has `balance_share` of the norm of the reward's, measured on the first micro-batch of each
-            generation batch by two more backward passes.
+            11), λ moves by dual ascent after each generation batch.
         constraint_form (`str`, defaults to `"injected"`):
             How the discrepancy enters the objective (`dc_trl.constraint.forms`). `"injected"`: the paper's, advantages
-            minus λ·δ. `"complete"`: with the gradient of δ itself. `"quadratic"`: the gradient of half the squared
+            minus λ·δ. `"quadratic"`: the gradient of half the squared
             discrepancy (the paper's appendix B). `"log_ratio"`: advantages minus λ·log π_train/π_inf, the gradient of
             half the expected square of that logarithm over the engine's tokens, and nearly of a KL divergence.
             `"two_sided_kl"` and `"two_sided_l1"`: a term of the loss between the policy and its quantized self, with
             gradients through both; they need `deployment_scheme`, and one more forward and backward pass.
+            `"module:function"`: a function of your own, see docs/own_form.md.
         discrepancy_measure (`str`, defaults to `"prob_diff"`):
             δ of a token (eq. 2): `"prob_diff"` |π_train − π_inf|, `"prob_ratio"` |π_train/π_inf − 1|, or `"log_prob"`
             |log π_train − log π_inf|.
@@ -99,11 +97,6 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             Lower bound of λ. At least 0.
         lambda_max (`float`, defaults to `1.0`):
             Upper bound of λ. The paper states none; this one is ours.
-        balance_share (`float`, defaults to `0.3`):
-            Norm of λ times the constraint's gradient over the norm of the reward's, with `constraint="balance"`.
-            Above 0.
-        balance_decay (`float`, defaults to `0.9`):
-            Decay of the moving averages of both squared norms, over generation batches. At least 0, below 1.
         rollout_correction (`str`, defaults to `"none"`):
             What weighs the advantage of a token by r = π_train/π_inf, with any engine and any constraint: `"none"`,
             `"token_truncate"` (TIS): r within bounds, clipped to them. `"token_mask"` (MIS): r, 0 out of bounds.
@@ -111,7 +104,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             `"geometric_mask"`: trajectories whose geometric mean of r is out of bounds are masked. `"icepop"`:
             `"token_mask"` with two bounds. `"tv_mask"` (DPPO): r, 0 where π_train − π_inf has passed the bound in the
             direction of the advantage. `"ppo_clip"`: PPO's clip with the sampler as the old policy. Masked tokens are
-            not in δ̄. See `dc_trl.constraint.trust` for the papers.
+            not in δ̄. See `dc_trl.constraint.corrections` for the papers.
         rollout_correction_max (`float`, *optional*):
             Upper bound of the correction, at least 1; infinity for none. By default 2 (arXiv 2602.01826), for
             `"geometric_mask"` 1.01 (SkyRL's), for `"icepop"` 5 (verl's), for `"ppo_clip"` 1.24. For `"tv_mask"` a
@@ -248,10 +241,6 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         self._check_sampling()
         self._warn_of_lag()
 
-    def multiplier(self) -> LagrangeMultiplier | BalancedMultiplier:
-        """The multiplier λ that these settings describe."""
-        return multiplier_of(self)
-
     @property
     def vllm_time_limit(self) -> float:
         """Seconds that one rollout or synchronization through a vLLM server may take, with all its tries.
@@ -306,6 +295,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             **_TRL_CHOICES,
         }.items():
             require_choice(name, getattr(self, name), options)
+        coefficient_of(self)  # refuse what they name and is not there
+        correction_of(self)
         self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)
         if self.output_dir is not None and not str(self.output_dir).strip():
             raise ValueError(f"output_dir={self.output_dir!r} is empty: name a directory.")

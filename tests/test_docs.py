@@ -174,7 +174,7 @@ def test_metrics_are_those_that_a_run_logs(tmp_path, tokenizer):
 
     names = {name for cell in documented_metrics() for name in re.findall(r"[\w/]+", cell)}
     logged = set()
-    by_replica = {"deployment_scheme": "bf16", "constraint": "balance", "constraint_form": "two_sided_l1"}
+    by_replica = {"deployment_scheme": "bf16", "constraint": "static", "constraint_form": "two_sided_l1"}
     for settings, rollouts in [({"rollout_correction": "token_mask"}, Rollouts()), (by_replica, None)]:
         trainer = DCGRPOTrainer(
             make_model(),
@@ -186,7 +186,7 @@ def test_metrics_are_those_that_a_run_logs(tmp_path, tokenizer):
         )
         trainer.train()
         logged = logged.union(*trainer.state.log_history)
-    for prefix in ("discrepancy/", "trust/", "lagrangian/"):
+    for prefix in ("discrepancy/", "correction/", "lagrangian/"):
         assert {name for name in names if name.startswith(prefix)} == {n for n in logged if n.startswith(prefix)}
     source = (ROOT / "dc_trl" / "callbacks" / "length_decay.py").read_text()
     assert {name for name in names if name.startswith("length_decay/")} == set(
@@ -203,8 +203,8 @@ def test_metrics_are_those_that_a_run_logs(tmp_path, tokenizer):
     assert {name for name in names if name.startswith("overlap/")} == set(re.findall(r'"(overlap/\w+)"', source))
     source = (ROOT / "dc_trl" / "trainers" / "batching.py").read_text()
     assert {name for name in names if name.startswith("batching/")} == set(re.findall(r'"(batching/\w+)"', source))
-    ours = ("batching/", "discrepancy/", "trust/", "lagrangian/", "length_decay/", "sync/", "overlap/", "routing/")
-    ours += ("time/", "collapse/")
+    ours = ("batching/", "discrepancy/", "correction/", "lagrangian/", "length_decay/", "sync/", "overlap/")
+    ours += ("routing/", "time/", "collapse/")
     trls = {name for name in names if not name.startswith(ours)}
     of_verl = {"kl", "k3_kl"} | {name for name in trls if f"discrepancy/{name}" in names}
     theirs = Path(trl.__file__).with_name("trainer").joinpath("grpo_trainer.py").read_text()

@@ -101,7 +101,7 @@ def test_two_processes_equal_one(tmp_path, reduction, steps, fields):
     assert two["kind"].endswith("MULTI_CPU")
     assert len(two["lambda"]) == 2
     assert two["lambda"][0] == two["lambda"][1] == pytest.approx(one["lambda"][0], rel=1e-5)
-    metrics = [name for name in one["rows"][0] if name.startswith(("discrepancy/", "lagrangian/", "trust/"))]
+    metrics = [name for name in one["rows"][0] if name.startswith(("discrepancy/", "lagrangian/", "correction/"))]
     assert len(metrics) == (26 if "rollout_correction" in fields else 18)
     for single, double in zip(one["rows"], two["rows"], strict=True):
         if "discrepancy/mean" not in single:

@@ -668,7 +668,7 @@ def test_a_server_killed_while_it_samples_ahead_gets_the_weights_of_that_batch_a
         versions.append(client.weight_version())
 
     def at_next_rollout(what):
-        # The batch that is ahead already: on a busy machine its requests may leave after the step beside which it runs.
+        # The batch that is ahead already: on a busy machine its requests may leave after the step that it runs beside.
         trainer.vllm_generation.wait()
         threads.append(in_next_rollout(trainer, own_server, what))
 

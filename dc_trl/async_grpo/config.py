@@ -5,8 +5,10 @@ from dataclasses import dataclass, fields
 from accelerate.logging import get_logger
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
-from ..constraint.forms import lag_warning
-from ..constraint.settings import CHOICES, ConstraintForm, ConstraintSettings, read_tolerance
+from ..constraint.corrections import correction_of
+from ..constraint.forms import coefficient_of
+from ..constraint.settings import CHOICES, ConstraintSettings, read_tolerance
+from ..constraint.thresholds import lag_warning
 from ..rollouts.neutral_sampling import restrictions
 from ..settings.contradictions import RULES_OF_THE_CONSTRAINT_ALONE, Rule, require
 from ..settings.described import described
@@ -17,14 +19,9 @@ logger = get_logger(__name__)
 
 RULES = (
     Rule(
-        lambda c: c.constraint == "balance",
-        "constraint='balance' takes gradients of its own, which AsyncGRPO has no place for: use constraint='static' "
-        "or 'lagrangian'.",
-    ),
-    Rule(
         lambda c: c.constraint_form.startswith("two_sided"),
         "constraint_form={c.constraint_form!r} corrects a sampler that follows at once, and AsyncGRPO's lags: use "
-        "constraint_form='log_ratio', 'quadratic', 'complete' or 'injected'.",
+        "constraint_form='log_ratio', 'quadratic' or 'injected'.",
     ),
     Rule(
         lambda c: c.deployment_scheme is not None,
@@ -51,11 +48,11 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
 
     Args:
         constraint_form (`str`, defaults to `"log_ratio"`):
-            `"injected"`, `"complete"`, `"quadratic"` or `"log_ratio"`, see [`~dc_trl.DCGRPOConfig`]. A signed form by
+            `"injected"`, `"quadratic"` or `"log_ratio"`, see [`~dc_trl.DCGRPOConfig`]. A signed form by
             default: the paper's makes a sampler that lags worse (docs/staleness.md).
     """
 
-    constraint_form: ConstraintForm = "log_ratio"
+    constraint_form: str = "log_ratio"
 
     def __post_init__(self):
         super().__post_init__()
@@ -64,6 +61,8 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
         for name in {field.name for field in fields(ConstraintSettings)} & TRAINING.keys():
             if getattr(self, name) is not None:
                 require_number(name, getattr(self, name), TRAINING[name])
+        coefficient_of(self)  # refuse what they name and is not there
+        correction_of(self)
         self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)
         require(self, RULES, RULES_OF_THE_CONSTRAINT_ALONE)
         if self.compared_by is not None:

@@ -10,28 +10,14 @@ from ..settings.ranges import AT_LEAST_0, require_number
 Measure = Literal["prob_diff", "prob_ratio", "log_prob"]
 Level = Literal["token", "sequence"]
 Reduction = Literal["sequence", "token"]
-Constraint = Literal["none", "static", "lagrangian", "balance"]
-ConstraintForm = Literal["injected", "complete", "quadratic", "log_ratio", "two_sided_kl", "two_sided_l1"]
+Constraint = Literal["none", "static", "lagrangian"]
 # Forms that compare the policy with its quantized self, in the loss.
 TWO_SIDED = ("two_sided_kl", "two_sided_l1")
 # Forms that push down each sampled token that differs, whichever engine gives it more.
-PUSHES = ("injected", "complete")
-Correction = Literal[
-    "none",
-    "token_truncate",
-    "token_mask",
-    "sequence_truncate",
-    "sequence_mask",
-    "geometric_mask",
-    "icepop",
-    "tv_mask",
-    "ppo_clip",
-]
+PUSHES = ("injected",)
 # The values that each field may have.
 CHOICES = {
     "constraint": Constraint,
-    "constraint_form": ConstraintForm,
-    "rollout_correction": Correction,
     "discrepancy_measure": Measure,
     "discrepancy_level": Level,
     "batch_reduction": Reduction,
@@ -48,7 +34,7 @@ class ConstraintSettings:
     """Fields of [`~dc_trl.DCGRPOConfig`], which describes them."""
 
     constraint: Constraint = "none"
-    constraint_form: ConstraintForm = "injected"
+    constraint_form: str = "injected"
     discrepancy_measure: Measure = "prob_diff"
     discrepancy_level: Level = "token"
     discrepancy_tolerance: Tolerance = 0.0037
@@ -59,9 +45,7 @@ class ConstraintSettings:
     lambda_lr: float = 1.0
     lambda_min: float = 0.0
     lambda_max: float = 1.0
-    balance_share: float = 0.3
-    balance_decay: float = 0.9
-    rollout_correction: Correction = "none"
+    rollout_correction: str = "none"
     rollout_correction_max: float | None = None
     rollout_correction_min: float | None = None
     deployment_scheme: str | None = None

@@ -100,7 +100,7 @@ RULES_OF_THE_CONSTRAINT_ALONE = (
     Rule(
         lambda c: c.constraint == "none" and c.constraint_form != type(c).constraint_form,
         "constraint_form={c.constraint_form!r} has no effect with constraint='none': leave it out or choose "
-        "constraint='static', 'lagrangian' or 'balance'.",
+        "constraint='static' or 'lagrangian'.",
     ),
     Rule(
         lambda c: _two_sided(c) and c.deployment_scheme is None,
@@ -116,16 +116,6 @@ RULES_OF_THE_CONSTRAINT_ALONE = (
         lambda c: _two_sided(c) and c.discrepancy_level != "token",
         "discrepancy_level={c.discrepancy_level!r} has no effect with constraint_form={c.constraint_form!r}, which "
         "leaves advantages alone: set discrepancy_level='token' or choose another form.",
-    ),
-    Rule(
-        lambda c: c.constraint != "balance" and c.balance_share != type(c).balance_share,
-        "balance_share={c.balance_share!r} has no effect with constraint={c.constraint!r}: leave it out or choose "
-        "constraint='balance'.",
-    ),
-    Rule(
-        lambda c: c.constraint != "balance" and c.balance_decay != type(c).balance_decay,
-        "balance_decay={c.balance_decay!r} has no effect with constraint={c.constraint!r}: leave it out or choose "
-        "constraint='balance'.",
     ),
     Rule(
         lambda c: c.constraint != "lagrangian" and c.dual_window > 1,

@@ -17,8 +17,6 @@ MEANS_OF_MICRO_BATCHES: dict[str, Callable[[Any], bool]] = {
     "top_entropy_quantile": lambda c: c.top_entropy_quantile < 1.0,
     "use_adaptive_entropy": lambda c: c.use_adaptive_entropy,
     "entropy_coef": lambda c: c.entropy_coef != 0.0,
-    # Norms of two gradients of the first micro-batch.
-    "constraint": lambda c: c.constraint == "balance",
     "constraint_form": lambda c: c.constraint != "none" and c.constraint_form.startswith("two_sided"),
 }
 

@@ -84,11 +84,11 @@ _NAMES: dict[Range, str] = {
     """,
     ABOVE_0: """
         num_train_epochs save_steps temperature repetition_penalty delta sapo_temperature_neg sapo_temperature_pos
-        off_policy_mask_threshold vllm_request_timeout balance_share
+        off_policy_mask_threshold vllm_request_timeout
     """,
     SHARE: "top_p vllm_gpu_memory_utilization",
     Range(least=0, most=1): "min_p label_smoothing_factor ref_model_mixup_alpha top_entropy_quantile",
-    BELOW_1: "adam_beta1 adam_beta2 balance_decay",
+    BELOW_1: "adam_beta1 adam_beta2",
     FINITE: "entropy_coef entropy_coef_min entropy_coef_max",
 }
 

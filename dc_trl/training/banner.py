@@ -62,8 +62,6 @@ def _constraint(args: DCGRPOConfig) -> str:
         return f"none: the mismatch is {'measured' if measured else 'not measured (deployment_scheme=bf16 does)'}"
     if args.constraint == "static":
         return f"static, λ = {args.lambda_init:g}"
-    if args.constraint == "balance":
-        return f"balance, {args.balance_share:g} of the reward's gradient norm, λ from {args.lambda_init:g}"
     tolerance = args.discrepancy_tolerance
     epsilon = "auto (found by the run)" if tolerance == "auto" else f"{tolerance:g}"
     return f"lagrangian, ε = {epsilon}, λ from {args.lambda_init:g}"
