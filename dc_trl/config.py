@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 from accelerate.logging import get_logger
 from trl import GRPOConfig
 
-from .constraint.forms import lag_warning
-from .constraint.lagrangian import LagrangeMultiplier
-from .constraint.multiplier import multiplier_of
+from .constraint.corrections import correction_of
+from .constraint.forms import coefficient_of
 from .constraint.settings import Constraint, ConstraintSettings, read_tolerance
+from .constraint.thresholds import lag_warning
 from .files import parse_object
 from .quantization.schemes import SCHEMES, require_scheme, require_served_scheme
 from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncates
@@ -193,10 +193,6 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         self._check_sampling()
         self._warn_of_lag()
 
-    def multiplier(self) -> LagrangeMultiplier:
-        """The multiplier λ that these settings describe."""
-        return multiplier_of(self)
-
     @property
     def vllm_time_limit(self) -> float:
         """Seconds that one rollout or synchronization through a vLLM server may take, with all its tries.
@@ -243,6 +239,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
 
     def _check_values(self) -> None:
         require_fields(self)
+        coefficient_of(self)  # refuses a form, and correction_of a correction, that does not exist
+        correction_of(self)
         self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)
         if self.output_dir is not None and not str(self.output_dir).strip():
             raise ValueError(f"output_dir={self.output_dir!r} is empty: name a directory.")

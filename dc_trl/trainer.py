@@ -15,6 +15,7 @@ Nothing of TRL is copied; docs/hooks.md lists the private hooks that these files
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -25,17 +26,17 @@ from trl.trainer.utils import get_config_model_id
 
 from .config import DCGRPOConfig
 from .constraint.advantages import leave_one_out_advantages, total_rewards, zero_std_groups
-from .constraint.balance import BalancedMultiplier, gradient_norm
-from .constraint.discrepancy import scored_tokens, token_discrepancy
-from .constraint.forms import Constrained, drift_warning, form_of
-from .constraint.report import batch_metrics
+from .constraint.corrections import correction_of
+from .constraint.forms import Constrained, form_of
+from .constraint.lagrangian import LagrangeMultiplier
 from .constraint.settings import TWO_SIDED
-from .constraint.statistics import BatchStatistics
-from .constraint.trust import trust_of
+from .constraint.statistics import BatchStatistics, batch_metrics
+from .constraint.thresholds import drift_warning
 from .hub.trainer import HubMixin
 from .records.samples import Sample
 from .records.verdict import NOT_MEASURED, first_batch
 from .rollouts.buffer import with_nonempty_completions
+from .sampled_tokens import SampledTokens
 from .settings.distribution import sharding_of
 from .settings.micro_batches import MEAN_OVER_COMPLETIONS
 from .trainers.samples import SampleRecordCallback, sampled
@@ -110,10 +111,10 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             rollout, whose methods are tools and which may give prompts and rewards.
 
     Attributes:
-        lagrange_multiplier (`LagrangeMultiplier` or `BalancedMultiplier`): λ; constant with `constraint="static"`.
+        lagrange_multiplier (`LagrangeMultiplier`): λ; constant with `constraint="static"`.
         form (`Form` or `None`): how λ enters the objective, see `dc_trl.constraint.forms`; `None` measures only.
-        trust (`Trust` or `None`): how rollouts are corrected, see `dc_trl.constraint.trust`; `None` takes them as they
-            are.
+        correction (`Correction` or `None`): how rollouts are corrected, see `dc_trl.constraint.corrections`; `None`
+            takes them as they are.
         replica (`Replica` or `None`): the engine that samples, when `deployment_scheme` is set.
         samples (`list[Sample]`): first, best and worst completion of the present generation batch, of all processes.
 
@@ -173,20 +174,19 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             rollout_func = with_nonempty_completions(rollout_func)
         # Set before TRL's constructor, which may already call hooks of this class.
         self.form = form_of(args, self._divergence)
-        self.trust = trust_of(args)
-        self.lagrange_multiplier = args.multiplier()
+        self.correction = correction_of(args)
+        self.lagrange_multiplier = LagrangeMultiplier.of(args)
         self._warned_of_drift = False
         self._seen_first_batch = False  # of the present training
-        self._statistics = {mode: BatchStatistics(args.batch_reduction) for mode in ("train", "eval")}
+        self._statistics = {
+            mode: BatchStatistics(args.batch_reduction, args.discrepancy_measure) for mode in ("train", "eval")
+        }
         # δ̄ of the present generation batch, from the time it is known to the update of λ at the batch's end.
         self._mean_discrepancy: float | None = None
-        # Norms of the reward's and the constraint's gradient in this generation batch, likewise; constraint="balance".
-        self._gradient_norms: list[float] | None = None
-        # Between two hooks of TRL: rewards of the completions that were scored last, of all processes, NaN where there
-        # is none, in all and by each function; and the inputs of the loss that is being computed.
-        self._rewards: Tensor
+        # Rewards of the completions that were scored last, of all processes, shape (N, functions), NaN where there is
+        # none: TRL's hook that computes them does not return them to the one that scores.
         self._rewards_per_func: Tensor
-        self._loss_inputs: dict[str, Any] | None = None
+        self._loss: _Loss | None = None  # the one that is being computed
         self._evaluation_set = ""  # name of the one that is being evaluated, where there are several
         self._two_sided: TwoSidedDivergence | None = None
         self.samples: list[Sample] = []
@@ -228,13 +228,11 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             )
         scheme, needy = args.deployment_scheme, args.compared_by
         sharding = sharding_of(args)
-        for name, own_gradients in {"constraint": ["balance"], "constraint_form": TWO_SIDED}.items():
-            if sharding.kind is not None and getattr(args, name) in own_gradients:
-                raise ValueError(
-                    f"{name}={getattr(args, name)!r} takes gradients of its own, which {sharding} rules out: use "
-                    "constraint_form='log_ratio' or 'quadratic' with constraint='static' or 'lagrangian', or launch "
-                    "without sharding (DDP)."
-                )
+        if sharding.kind is not None and args.constraint_form in TWO_SIDED:
+            raise ValueError(
+                f"constraint_form={args.constraint_form!r} takes gradients of its own, which {sharding} rules out: "
+                "use constraint_form='log_ratio' or 'quadratic', or launch without sharding (DDP)."
+            )
         if needy is not None and not args.use_vllm and scheme is None and rollout_func is None:
             raise ValueError(
                 f"{needy}={getattr(args, needy)!r} needs the rollouts' log-probabilities, and model.generate returns "
@@ -258,19 +256,20 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
 
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
-        self._compare_rewards(batch)
+        rewards = total_rewards(self._rewards_per_func, self.reward_weights)
+        self._compare_rewards(batch, rewards)
+        measured = "sampling_per_token_logps" in batch
         if self.model.training:
-            self.samples = sampled(self, self._rewards)
+            self.samples = sampled(self, rewards)
             if not self._seen_first_batch:
                 self._seen_first_batch = True
-                self._look_at_first_batch("sampling_per_token_logps" in batch)
-        if "sampling_per_token_logps" not in batch:
-            if (needy := self.args.compared_by) is not None:
-                raise ValueError(
-                    f"{needy}={getattr(self.args, needy)!r} needs the rollouts' log-probabilities, and the engine "
-                    f"returned none (logprobs=None): return them from rollout_func, or set {needy}='none'."
-                )
-        elif "old_per_token_logps" in batch:
+                self._look_at_first_batch(rewards, measured)
+        if not measured and (needy := self.args.compared_by) is not None:
+            raise ValueError(
+                f"{needy}={getattr(self.args, needy)!r} needs the rollouts' log-probabilities, and the engine "
+                f"returned none (logprobs=None): return them from rollout_func, or set {needy}='none'."
+            )
+        if measured and "old_per_token_logps" in batch:
             self._constrain(batch, batch["old_per_token_logps"])
             if self.model.training:
                 self._wait_for_device("logps")
@@ -278,15 +277,13 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         return batch
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._rewards_per_func = rewards_per_func
-        self._rewards = total_rewards(rewards_per_func, self.reward_weights)
-        return rewards_per_func
+        self._rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        return self._rewards_per_func
 
-    def _look_at_first_batch(self, measured: bool) -> None:
-        """Warns at once of what would keep the whole run from learning, or from measuring, anything."""
+    def _look_at_first_batch(self, rewards: Tensor, measured: bool) -> None:
+        """Warn at once of what would keep the whole run from learning, or from measuring, anything."""
         one_by_one = self.args.multi_objective_aggregation == "normalize_then_sum"
-        rewards = self._rewards_per_func.T if one_by_one else self._rewards.unsqueeze(0)
+        rewards = self._rewards_per_func.T if one_by_one else rewards.unsqueeze(0)
         warning = first_batch(
             rewards.tolist(),
             self.num_generations,
@@ -301,9 +298,9 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
                 "The mismatch is not measured: rollout_func returns no logprobs. Return them beside the ids."
             )
 
-    def _compare_rewards(self, batch: dict[str, Any]) -> None:
-        """Replaces the advantages of a batch and drops groups from it, as `advantage_estimator` and so on say."""
-        args, rewards, training = self.args, self._rewards, self.model.training
+    def _compare_rewards(self, batch: dict[str, Any], rewards: Tensor) -> None:
+        """Replace the advantages of a batch and drop groups from it, as `advantage_estimator` and so on say."""
+        args, training = self.args, self.model.training
         generations = self.num_generations if training else self.num_generations_eval
         count = len(batch["advantages"])
         local = slice(self.accelerator.process_index * count, (self.accelerator.process_index + 1) * count)
@@ -332,76 +329,72 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
 
     @timed("metrics")
     def _constrain(self, batch: dict[str, Any], train_logps: Tensor) -> None:
-        """Measures a batch, penalises its advantages, and counts its tokens; `train_logps` as in `Form`."""
-        infer_logps = batch["sampling_per_token_logps"]
-        delta = token_discrepancy(train_logps, infer_logps, self.args.discrepancy_measure)
-        scored = scored_tokens(_loss_mask(batch), train_logps, infer_logps, delta)
-        constrained = self._apply_form(batch, train_logps, scored, batch["advantages"])
+        """Measure a batch, penalise its advantages, and count its tokens.
+
+        Args:
+            batch: with the advantages of trajectories, which those of tokens replace.
+            train_logps: log π_train at the weights that sampled, shape (B, T); see `Form`.
+        """
+        tokens = _tokens_of(batch, train_logps, batch["advantages"])
+        constrained = self._apply_form(tokens)
         if constrained is not None:
             batch["trajectory_advantages"] = batch["advantages"]
             batch["advantages"] = constrained.advantages.detach()
-        weights = self._apply_trust(batch, train_logps, scored)
+            tokens = tokens._replace(advantages=batch["advantages"])
+        weights = self._apply_correction(batch, tokens)
 
         if self.model.training and self._completed_passes() > 0:
             return  # the same tokens at the same weights again
         penalty = None if constrained is None else constrained.penalty
-        self._statistics["train" if self.model.training else "eval"].add(
-            train_logps, infer_logps, scored, delta, penalty, weights
-        )
+        self._statistics["train" if self.model.training else "eval"].add(tokens, penalty, weights)
 
     @timed("constraint")
-    def _apply_form(
-        self, batch: dict[str, Any], train_logps: Tensor, scored: Tensor, advantages: Tensor
-    ) -> Constrained | None:
+    def _apply_form(self, tokens: SampledTokens) -> Constrained | None:
         if self.form is None:
             return None
-        infer_logps = batch["sampling_per_token_logps"]
-        constrained = self.form(train_logps, infer_logps, scored, advantages, self.lagrange_multiplier.value)
-        if constrained.loss is not None:
-            batch["constraint_loss"] = constrained.loss
+        constrained = self.form(tokens, self.lagrange_multiplier.value)
+        if self._loss is not None:
+            self._loss.term = constrained.loss
         return constrained
 
-    def _divergence(self) -> Tensor:
-        """Of the policy from its quantized self, at the tokens of the present loss; for the two-sided forms."""
-        assert self._two_sided is not None
-        assert self._loss_inputs is not None
-        with self.accelerator.autocast():
-            return self._two_sided(self._loss_inputs["train_logps"], self._loss_inputs["forward"])
-
     @timed("constraint")
-    def _apply_trust(self, batch: dict[str, Any], train_logps: Tensor, scored: Tensor) -> Tensor | None:
-        """Weighs the advantages of a batch by the correction; returns the weights, shape (B, T)."""
-        if self.trust is None:
+    def _apply_correction(self, batch: dict[str, Any], tokens: SampledTokens) -> Tensor | None:
+        """Weigh the advantages of a batch by the correction; return the weights, shape (B, T)."""
+        if self.correction is None:
             return None
-        advantages = batch["advantages"]
-        weights = self.trust(train_logps, batch["sampling_per_token_logps"], scored, advantages)
+        weights = self.correction(tokens)
         if self.loss_type == "vespo":
             batch["importance_sampling_ratio"] = weights  # which VESPO makes part of its ratio of a trajectory
         else:
-            batch["advantages"] = weights * (advantages.unsqueeze(1) if advantages.dim() == 1 else advantages)
+            batch["advantages"] = weights * tokens.token_advantages
         return weights
+
+    def _divergence(self) -> Tensor:
+        """Return the divergence of the policy from its quantized self at the tokens of the present loss."""
+        assert self._two_sided is not None
+        assert self._loss is not None
+        assert self._loss.train_logps is not None
+        assert self._loss.forward is not None
+        with self.accelerator.autocast():
+            return self._two_sided(self._loss.train_logps, self._loss.forward)
 
     # --- the loss ---------------------------------------------------------------------------------------------------
 
     def _compute_loss(self, model, inputs):
         # A copy: the buffered inputs come again when num_iterations > 1.
-        inputs = dict(inputs)
+        self._loss = _Loss(dict(inputs))
         weight = inputs["kept_weight"].item() if "kept_weight" in inputs else 1.0
-        self._loss_inputs = inputs
         # The weight goes to the terms that are a mean over completions, the policy's by its advantages and KL's by
         # beta, and not to the sum: entropy bonus and auxiliary loss have means of their own.
         beta = self.beta
         self.beta = beta * weight
         try:
-            loss = super()._compute_loss(model, inputs)
+            loss = super()._compute_loss(model, self._loss.inputs)
+            term = self._loss.term
         finally:
-            self._loss_inputs, self.beta = None, beta
-        accumulated = self.current_gradient_accumulation_steps if self.model.training else 1.0
-        first_of_iteration = self.model.training and self._step % self._micro_batches_per_iteration == 0
-        if first_of_iteration and isinstance(self.lagrange_multiplier, BalancedMultiplier):
-            self._gradient_norms = self._measure_gradients(inputs, loss * accumulated)
-        if "constraint_loss" in inputs:
-            term = inputs["constraint_loss"]
+            self._loss, self.beta = None, beta
+        if term is not None:
+            accumulated = self.current_gradient_accumulation_steps if self.model.training else 1.0
             loss = loss + self.lagrange_multiplier.value * term / accumulated
             mean = self.accelerator.gather(term.detach()).mean().item()
             self._metrics["train" if self.model.training else "eval"]["lagrangian/constraint_loss"].append(mean)
@@ -409,11 +402,11 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         outputs = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        inputs = self._loss_inputs
-        if inputs is not None:  # within the loss, which reads the advantages after this forward
-            inputs["train_logps"] = outputs[0]
+        if self._loss is not None:  # the loss reads the advantages after this forward
             again = kwargs | {"compute_entropy": False, "compute_aux_loss": False}
-            inputs["forward"] = partial(self._train_logps, model, *args, **again)
+            self._loss.forward = partial(self._train_logps, model, *args, **again)
+            self._loss.train_logps = outputs[0]
+            inputs = self._loss.inputs
             self._constrain_in_loss(inputs, outputs[0])
             if "kept_weight" in inputs:
                 inputs["advantages"] = inputs["advantages"] * inputs["kept_weight"]
@@ -428,14 +421,13 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         if "old_per_token_logps" not in inputs:
             self._constrain(inputs, train_logps)
         elif self.form is not None:  # penalised when it was sampled; a term of the loss wants this forward's gradient
-            scored = scored_tokens(_loss_mask(inputs), train_logps, inputs["sampling_per_token_logps"])
-            self._apply_form(inputs, train_logps, scored, inputs["trajectory_advantages"])
+            self._apply_form(_tokens_of(inputs, train_logps, inputs["trajectory_advantages"]))
 
     def get_gamma_weights(self, advantages, **kwargs):
         # VESPO weighs a trajectory by the sign of its advantage, which a token's penalty must not turn.
-        assert self._loss_inputs is not None
-        if "trajectory_advantages" in self._loss_inputs:
-            advantages = self._loss_inputs["trajectory_advantages"].unsqueeze(1)
+        assert self._loss is not None
+        if "trajectory_advantages" in self._loss.inputs:
+            advantages = self._loss.inputs["trajectory_advantages"].unsqueeze(1)
         return super().get_gamma_weights(advantages=advantages, **kwargs)
 
     # --- the generation batch as a whole, and the multiplier --------------------------------------------------------
@@ -450,52 +442,15 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         return loss
 
     def _move_multiplier(self) -> None:
-        """One step of dual ascent (eq. 11), or of the balance."""
-        multiplier, mean_discrepancy, norms = self.lagrange_multiplier, self._mean_discrepancy, self._gradient_norms
-        self._mean_discrepancy = self._gradient_norms = None
-        if isinstance(multiplier, BalancedMultiplier):
-            if norms is not None:
-                multiplier.update(*norms)
-        elif self.args.constraint == "lagrangian" and mean_discrepancy is not None:
+        """Take one step of dual ascent (arXiv 2606.08779, eq. 11)."""
+        multiplier, mean_discrepancy = self.lagrange_multiplier, self._mean_discrepancy
+        self._mean_discrepancy = None
+        if self.args.constraint == "lagrangian" and mean_discrepancy is not None:
             searching = multiplier.tolerance is None
             multiplier.update(mean_discrepancy)
             if searching and multiplier.tolerance is not None:
                 tolerance = f"{multiplier.tolerance:.4g}"
                 logger.info(f"discrepancy_tolerance='auto' is {tolerance} after step {self.state.global_step}.")
-
-    @timed("constraint")
-    def _measure_gradients(self, inputs: dict[str, Any], loss: Tensor) -> list[float] | None:
-        """Norms of the reward's gradient and of the constraint's at λ = 1, root mean squares over the processes.
-
-        Args:
-            inputs: of the loss, whose forward has been made.
-            loss: of the micro-batch without a term of the constraint, as a mean over it.
-        """
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        if "sampling_per_token_logps" not in inputs:
-            return None
-        if "constraint_loss" in inputs:
-            norms = [gradient_norm(term, parameters) for term in (loss, inputs["constraint_loss"])]
-        else:
-            # Both are a weighted mean of the same tokens' log-probabilities, and weighted by the loss in one way.
-            train_logps, advantages = inputs["train_logps"], inputs["trajectory_advantages"]
-            scored = scored_tokens(_loss_mask(inputs), train_logps, inputs["sampling_per_token_logps"])
-            constrained = self._apply_form(inputs, train_logps, scored, advantages)
-            if constrained is None or constrained.penalty is None:
-                return None
-            weight = scored.float()
-            if self.args.loss_type in ("grpo", "sapo"):
-                weight = weight / weight.sum(-1, keepdim=True).clamp(min=1)
-            if self.trust is not None:
-                infer_logps = inputs["sampling_per_token_logps"]
-                weight = weight * self.trust(train_logps, infer_logps, scored, constrained.advantages)
-            pulls = weight * advantages.unsqueeze(1), weight * constrained.penalty
-            norms = [gradient_norm(train_logps, parameters, pull) for pull in pulls]
-        squares = torch.tensor([norms], device=loss.device).square()
-        norms = self.accelerator.gather(squares).mean(0).sqrt().tolist()
-        for name, norm in zip(("reward", "constraint"), norms, strict=True):
-            self._metrics["train"][f"lagrangian/{name}_grad_norm"].append(norm)
-        return norms
 
     @timed("metrics")
     def _report(self, mode: str) -> None:
@@ -554,9 +509,9 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
 
     def _start_again(self):
         super()._start_again()
-        self.lagrange_multiplier.load_state_dict(self.args.multiplier().state_dict())
+        self.lagrange_multiplier.load_state_dict(LagrangeMultiplier.of(self.args).state_dict())
         self._statistics["train"].clear()
-        self._mean_discrepancy = self._gradient_norms = None
+        self._mean_discrepancy = None
         self._warned_of_drift = self._seen_first_batch = False
 
     def _iteration_state(self):
@@ -564,7 +519,6 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             "lagrange_multiplier": self.lagrange_multiplier.state_dict(),
             "lambda_bounds": [self.args.lambda_min, self.args.lambda_max],
             "batch_discrepancy": self._mean_discrepancy,
-            "gradient_norms": self._gradient_norms,
         }
 
     def _load_iteration_state(self, state, within_batch):
@@ -572,7 +526,27 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         self.lagrange_multiplier.load_state_dict(state["lagrange_multiplier"])
         if within_batch:
             self._mean_discrepancy = state["batch_discrepancy"]
-            self._gradient_norms = state.get("gradient_norms")  # absent in checkpoints of before there was a balance
+
+
+@dataclass
+class _Loss:
+    """The loss that is being computed: what TRL's method and the hook that it calls tell each other.
+
+    Args:
+        inputs: of the loss.
+        train_logps: log π_train of the loss's own forward, shape (B, T), with a gradient.
+        forward: computes them again.
+        term: what the form of the constraint adds to the loss, λ times.
+    """
+
+    inputs: dict[str, Any]
+    train_logps: Tensor | None = None
+    forward: Callable[[], Tensor] | None = None
+    term: Tensor | None = None
+
+
+def _tokens_of(batch: dict[str, Any], train_logps: Tensor, advantages: Tensor) -> SampledTokens:
+    return SampledTokens.of(train_logps, batch["sampling_per_token_logps"], _loss_mask(batch), advantages)
 
 
 def _loss_mask(batch: dict[str, Any]) -> Tensor:

@@ -21,7 +21,7 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from benchmarks.lengths import SIZES, lengths
@@ -41,9 +41,10 @@ from dc_trl.calibration.rollouts import sample_rollouts
 from dc_trl.calibration.scoring import train_logps
 from dc_trl.calibration.settings import CalibrationSettings
 from dc_trl.callbacks.benchmarks import greedy_accuracy
-from dc_trl.constraint.settings import ConstraintForm
+from dc_trl.constraint.corrections import CORRECTIONS
+from dc_trl.constraint.forms import COEFFICIENTS
+from dc_trl.constraint.settings import TWO_SIDED
 from dc_trl.constraint.statistics import mismatch_metrics
-from dc_trl.constraint.trust import CORRECTIONS
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.grading import Gold, Grader, grade
 from dc_trl.grading.rewards import arithmetic_reward
@@ -219,9 +220,8 @@ def overhead(args: argparse.Namespace) -> None:
 METHODS: dict[str, dict[str, Any]] = {
     **{
         f"constraint_form={form}": {"constraint": "static", "constraint_form": form}
-        for form in get_args(ConstraintForm)
+        for form in (*COEFFICIENTS, *TWO_SIDED)
     },
-    "constraint=balance": {"constraint": "balance", "constraint_form": "log_ratio"},
     **{f"rollout_correction={name}": {"rollout_correction": name} for name in CORRECTIONS},
     "train_through_quantization": {"train_through_quantization": True},
 }

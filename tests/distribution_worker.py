@@ -94,7 +94,6 @@ def reward(completions, completion_ids, **kwargs):
 
 FIRST, LAST = slice(0, GROUP), slice(-GROUP, None)  # groups of a global batch, which two processes have one each
 TWO_SIDED = {"constraint": "static", "lambda_init": 0.5, "deployment_scheme": "int4"}
-BALANCE = {"constraint": "balance", "constraint_form": "log_ratio", "mask_truncated_completions": True}
 MINI_BATCHES = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "learning_rate": 0.0, "num_iterations": 2}
 # Fields of each run, and what is done to which completions.
 RUNS: dict[str, tuple[dict, tuple]] = {
@@ -105,9 +104,6 @@ RUNS: dict[str, tuple[dict, tuple]] = {
     "a rank without a group": ({"drop_zero_std_groups": True}, (make_alike, LAST)),
     "two-sided KL": (TWO_SIDED | {"constraint_form": "two_sided_kl"}, ()),
     "two-sided L1": (TWO_SIDED | {"constraint_form": "two_sided_l1"}, ()),
-    "balance": (BALANCE, ()),
-    "balance of the first group": (BALANCE | {"max_steps": 1}, (truncate, LAST)),
-    "balance of the last group": (BALANCE | {"max_steps": 1}, (truncate, FIRST)),
     "experts": ({}, ()),
     "through the deployed forward": ({"train_through_quantization": True}, ()),
     "streams": ({}, ()),

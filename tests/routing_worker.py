@@ -81,8 +81,13 @@ def served(accelerator, folder: Path) -> None:
     routes = torch.arange(8 * 11 * 2).view(8, 11, 2, 1) % 7 + torch.arange(2)
     with stub_server() as server:
         server.routes = True
-        prompts = [[5, 6, 7, 8]] * 8
-        server.says = {"/v1/completions": (200, json.dumps(completions(prompts, tokens, routes.byte().numpy())))}
+        groups = iter((slice(0, 4), slice(4, 8)))  # a request for each of two prompts
+
+        def completes(body):
+            group = next(groups)
+            return completions(body["prompt"] * 4, tokens[group], routes[group].byte().numpy())
+
+        server.completes = completes
         url = broadcast_object_list([server.url])[0]
         options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 10.0}
         config = make_config(folder, routing_replay=True, deployment_scheme="bf16", max_steps=1, **options)

@@ -310,7 +310,7 @@ def test_the_multiplier_answers_to_each_step_and_is_resumed(make_trainer):
 def test_masked_tokens_are_counted_and_leave_the_mean(make_trainer):
     trainer = make_trainer(rollout_correction="token_mask", constraint="static")
     trainer.train()
-    masked = logged(trainer, "trust/masked_fraction")
+    masked = logged(trainer, "correction/masked_fraction")
     assert all(0 < share < 1 for share in masked)
     assert logged(trainer, "discrepancy/mean") != logged(trainer, "discrepancy/mean_all")
 
@@ -322,7 +322,7 @@ def test_a_step_whose_every_token_is_masked_teaches_nothing(make_trainer):
     trainer = make_trainer(samples=samples, constraint="none", rollout_correction="icepop")
     before = parameters_of(trainer)
     trainer.train()
-    assert logged(trainer, "trust/masked_fraction") == [1.0, 1.0]
+    assert logged(trainer, "correction/masked_fraction") == [1.0, 1.0]
     for name, value in parameters_of(trainer).items():
         assert torch.equal(value, before[name]), name
 
@@ -363,7 +363,6 @@ def test_tokens_by_trajectory():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"constraint": "balance"}, "constraint='balance'"),
         ({"constraint_form": "two_sided_kl", "deployment_scheme": "fp8"}, "constraint_form='two_sided_kl'"),
         ({"deployment_scheme": "fp8"}, "deployment_scheme='fp8' has no effect"),
         ({"rollout_correction": "token_truncate"}, "rollout_correction='token_truncate'"),

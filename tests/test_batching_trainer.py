@@ -278,7 +278,6 @@ class Shortened:
 OURS = {
     "injected": {"constraint": "lagrangian"},
     "old log-probs": {"constraint": "lagrangian", "steps_per_generation": 8},
-    "balance": {"constraint": "balance", "constraint_form": "log_ratio"},
     "two-sided": {"constraint": "static", "constraint_form": "two_sided_kl", "deployment_scheme": "int8"},
     "corrected": {"rollout_correction": "token_truncate", "loss_type": "vespo", "steps_per_generation": 8},
     "dropped groups": {"drop_zero_std_groups": True, "advantage_estimator": "rloo", "steps_per_generation": 8},
@@ -439,7 +438,6 @@ def test_what_contradicts_a_budget(tmp_path):
     for options, words in (
         ({"length_aware_batches": False}, "length_aware_batches=False"),
         ({"loss_type": "bnpo"}, "loss_type='bnpo'"),
-        ({"constraint": "balance"}, "constraint='balance'"),
         ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch=0 is invalid"),
     ):
         with pytest.raises(ValueError, match=words):

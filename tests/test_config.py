@@ -10,6 +10,7 @@ from trl import GRPOConfig
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.async_grpo import AsyncDCGRPOConfig
+from dc_trl.constraint.lagrangian import LagrangeMultiplier
 
 from .helpers import Rollouts, distinct_characters, make_config
 
@@ -235,7 +236,7 @@ def test_every_field_can_be_set_from_the_command_line(tmp_path):
         "--discrepancy_level sequence --discrepancy_tolerance 1e-2 --discrepancy_margin 0.5 --batch_reduction token "
         "--lambda_init 0.3 --lambda_lr 2 --lambda_min 0.1 --lambda_max 0.9 --deployment_scheme int8".split()
     )
-    multiplier = config.multiplier()
+    multiplier = LagrangeMultiplier.of(config)
     assert config.discrepancy_tolerance == 0.01
     assert (multiplier.value, multiplier.lr, multiplier.tolerance) == (0.3, 2.0, 0.01)
     assert (multiplier.minimum, multiplier.maximum) == (0.1, 0.9)
@@ -253,7 +254,7 @@ def test_the_tolerance_may_be_found_by_the_run(tmp_path):
     command = f"--output_dir {tmp_path} --use_cpu true --bf16 false --discrepancy_tolerance auto"
     (config,) = HfArgumentParser(DCGRPOConfig).parse_args_into_dataclasses(command.split())
     assert config.discrepancy_tolerance == "auto"
-    assert config.multiplier().tolerance is None
+    assert LagrangeMultiplier.of(config).tolerance is None
 
 
 @pytest.mark.parametrize(

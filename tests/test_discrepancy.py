@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dc_trl import mismatch_metrics, token_discrepancy
-from dc_trl.constraint.discrepancy import discrepancy_penalty, scored_tokens
+from dc_trl.constraint.discrepancy import discrepancy_penalty
 from dc_trl.constraint.statistics import METRICS, combine_sums, discrepancy_sums, mismatch_from_sums, mismatch_sums
+from dc_trl.sampled_tokens import scored_tokens
 
 
 # Two trajectories of three and two tokens: probabilities under the training and the sampling engine.

@@ -1,6 +1,8 @@
 """Forms of the constraint: the paper's, and that the trainer runs whichever it is given."""
 
 import math
+import re
+import sys
 
 import pytest
 import torch
@@ -8,22 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dc_trl import DCGRPOTrainer
-from dc_trl.constraint.balance import BalancedMultiplier, gradient_norm
-from dc_trl.constraint.forms import PROBABILITY_FLOOR, Constrained, form_of, injected, two_sided
+from dc_trl.constraint.forms import PROBABILITY_FLOOR, Constrained, form_of, through_advantages, two_sided
 from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.statistics import BatchStatistics
+from dc_trl.sampled_tokens import SampledTokens
 
-from .helpers import Rollouts, distinct_characters, make_config, make_model, make_prompts
+from .helpers import ROOT, Rollouts, distinct_characters, logged, make_config, make_model, make_prompts
 
 
 TRAIN = torch.tensor([[0.5, 0.2, 0.9], [0.25, 0.75, 0.5]]).log()
 INFER = torch.tensor([[0.4, 0.2, 0.5], [0.50, 0.25, 0.5]]).log()
 SCORED = torch.tensor([[True, True, False], [True, True, True]])
 ADVANTAGES = torch.tensor([1.0, -1.0])
+TOKENS = SampledTokens(TRAIN, INFER, SCORED, ADVANTAGES)
 
 
 def test_the_papers_form_by_hand():
-    made = injected()(TRAIN, INFER, SCORED, ADVANTAGES, 2.0)
+    made = form_of(ConstraintSettings(constraint="static"))(TOKENS, 2.0)
     penalty = torch.tensor([[0.1, 0.0, 0.0], [0.25, 0.5, 0.0]])
     torch.testing.assert_close(made.penalty, penalty)
     torch.testing.assert_close(made.advantages, torch.tensor([[0.8, 1.0, 1.0], [-1.5, -2.0, -1.0]]))
@@ -31,7 +34,9 @@ def test_the_papers_form_by_hand():
 
 
 def test_level_and_margin_by_hand():
-    made = injected(level="sequence", margin=0.1)(TRAIN, INFER, SCORED, ADVANTAGES, 1.0)
+    made = form_of(ConstraintSettings(constraint="static", discrepancy_level="sequence", discrepancy_margin=0.1))(
+        TOKENS, 1.0
+    )
     torch.testing.assert_close(made.penalty, torch.tensor([[0.0, 0.0, 0.0], [0.25, 0.25, 0.25]]))
 
 
@@ -45,7 +50,6 @@ def signed(measure, p, q):
 # What each form says that it follows the gradient of, on one softmax; `fixed` is p where the derivative is taken.
 OBJECTIVES = {
     "injected": lambda measure, p, q, fixed: (p * signed(measure, fixed, q).abs()).sum(),
-    "complete": lambda measure, p, q, fixed: (p * signed(measure, p, q).abs()).sum(),
     "quadratic": lambda measure, p, q, fixed: signed(measure, p, q).square().sum() / 2,
     "log_ratio": lambda measure, p, q, fixed: (q * (p / q).log().square()).sum() / 2,
 }
@@ -58,11 +62,9 @@ LOGITS = st.lists(st.floats(-2, 2), min_size=5, max_size=5).map(lambda values: t
 @given(logits=LOGITS, engine=LOGITS)
 def test_a_form_follows_the_gradient_of_its_objective(name, measure, logits, engine):
     q = engine.softmax(0)
-    if name == "complete" and (logits.softmax(0) / q).log().abs().min() < 1e-3:
-        return  # |D| has a kink where the engines agree
     p = logits.softmax(0)
     form = form_of(ConstraintSettings(constraint="static", constraint_form=name, discrepancy_measure=measure))
-    made = form(p.log()[None], q.log()[None], torch.ones(1, 5).bool(), torch.zeros(1), 1.0)
+    made = form(SampledTokens(p.log()[None], q.log()[None], torch.ones(1, 5).bool(), torch.zeros(1)), 1.0)
     torch.testing.assert_close(made.advantages, -made.penalty)
     # The policy gradient, with all actions in place of samples: Σ_a π(a)·c(a)·∇log π(a), or with those of the engine.
     policy = logits.clone().requires_grad_()
@@ -84,7 +86,7 @@ def _update(logits, q, weight):
     policy = logits.clone().requires_grad_()
     settings = ConstraintSettings(constraint="static", constraint_form="log_ratio")
     train, infer = policy.detach().log_softmax(0)[None], q.log()[None]
-    made = form_of(settings)(train, infer, torch.ones(1, len(q)).bool(), torch.zeros(1), 2.0)
+    made = form_of(settings)(SampledTokens(train, infer, torch.ones(1, len(q)).bool(), torch.zeros(1)), 2.0)
     (weight * made.advantages[0] * policy.log_softmax(0)).sum().backward()
     return policy.grad
 
@@ -119,13 +121,12 @@ def test_the_log_ratio_is_the_kls_gradient_near_the_engine_alone(shift, kl, diff
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-@pytest.mark.parametrize("name", ["complete", "quadratic", "log_ratio"])
+@pytest.mark.parametrize("name", ["quadratic", "log_ratio"])
 @given(train=st.floats(-1e4, 0), infer=st.floats(-1e4, 0))
 def test_no_token_carries_an_unbounded_coefficient(name, measure, train, infer):
     form = form_of(ConstraintSettings(constraint="static", constraint_form=name, discrepancy_measure=measure))
-    made = form(torch.tensor([[train]]), torch.tensor([[infer]]), torch.ones(1, 1).bool(), torch.zeros(1), 1.0)
-    bound = 2e4 if (name, measure) == ("complete", "log_prob") else 1.01 * torch.e**20 / PROBABILITY_FLOOR
-    assert made.penalty.abs().item() <= bound
+    one = SampledTokens(torch.tensor([[train]]), torch.tensor([[infer]]), torch.ones(1, 1).bool(), torch.zeros(1))
+    assert form(one, 1.0).penalty.abs().item() <= 1.01 * torch.e**20 / PROBABILITY_FLOOR
 
 
 def test_the_coefficients_by_hand():
@@ -134,11 +135,9 @@ def test_the_coefficients_by_hand():
 
     def penalty(name, measure):
         form = form_of(ConstraintSettings(constraint="static", constraint_form=name, discrepancy_measure=measure))
-        return form(train, infer, torch.ones(1, 2).bool(), torch.zeros(1), 3.0).penalty[0].tolist()
+        tokens = SampledTokens(train, infer, torch.ones(1, 2).bool(), torch.zeros(1))
+        return form(tokens, 3.0).penalty[0].tolist()
 
-    assert penalty("complete", "prob_diff") == pytest.approx([0.1 + 0.5, 0.25 - 0.25], abs=1e-6)
-    assert penalty("complete", "prob_ratio") == pytest.approx([0.25 + 1.25, 0.5 - 0.5], abs=1e-6)
-    assert penalty("complete", "log_prob") == pytest.approx([math.log(1.25) + 1, math.log(2) - 1], abs=1e-6)
     assert penalty("quadratic", "prob_diff") == pytest.approx([0.1, -0.25], abs=1e-6)
     assert penalty("quadratic", "prob_ratio") == pytest.approx([0.25 / 0.4, -0.5 / 0.5], abs=1e-6)
     assert penalty("quadratic", "log_prob") == pytest.approx([math.log(1.25) / 0.5, -math.log(2) / 0.25], abs=1e-6)
@@ -151,35 +150,31 @@ def test_rounding_has_no_sign():
     for name in OBJECTIVES:
         for measure in MEASURES:
             form = form_of(ConstraintSettings(constraint="static", constraint_form=name, discrepancy_measure=measure))
-            made = form(TRAIN, infer, SCORED, ADVANTAGES, 1.0)
+            made = form(TOKENS._replace(infer_logps=infer), 1.0)
             torch.testing.assert_close(made.advantages, ADVANTAGES.unsqueeze(1).expand(2, 3), rtol=0, atol=5e-5)
 
 
 def test_level_and_margin_of_a_signed_form():
     settings = {"constraint_form": "quadratic"}
     by_token = form_of(ConstraintSettings(constraint="static", **settings, discrepancy_margin=0.1001))
-    torch.testing.assert_close(
-        by_token(TRAIN, INFER, SCORED, ADVANTAGES, 1.0).penalty, torch.tensor([[0.0, 0, 0], [-0.25, 0.5, 0.0]])
-    )
+    torch.testing.assert_close(by_token(TOKENS, 1.0).penalty, torch.tensor([[0.0, 0, 0], [-0.25, 0.5, 0.0]]))
     by_trajectory = form_of(ConstraintSettings(constraint="static", **settings, discrepancy_level="sequence"))
     expected = torch.tensor([[0.05, 0.05, 0.0], [0.25 / 3] * 3])
-    torch.testing.assert_close(by_trajectory(TRAIN, INFER, SCORED, ADVANTAGES, 1.0).penalty, expected)
+    torch.testing.assert_close(by_trajectory(TOKENS, 1.0).penalty, expected)
 
 
 def test_a_two_sided_form_by_hand():
     divergence = torch.tensor([[1.0, 2.0, 100.0], [3.0, 4.0, 5.0]], requires_grad=True)
     form = two_sided(lambda: divergence)
-    assert form(TRAIN, INFER, SCORED, ADVANTAGES, 2.0).loss is None  # before the loss there is nothing to follow
-    made = form(TRAIN.clone().requires_grad_(), INFER, SCORED, ADVANTAGES, 2.0)
+    assert form(TOKENS, 2.0).loss is None  # before the loss there is nothing to follow
+    made = form(TOKENS._replace(train_logps=TRAIN.clone().requires_grad_()), 2.0)
     assert made.loss.item() == pytest.approx((1 + 2 + 3 + 4 + 5) / 5)
     torch.testing.assert_close(made.advantages, ADVANTAGES.unsqueeze(1).expand(2, 3))
 
 
 def test_what_is_only_measured_has_no_form():
     assert form_of(ConstraintSettings(constraint="none")) is None
-    made = form_of(ConstraintSettings(constraint="static", discrepancy_measure="log_prob"))(
-        TRAIN, INFER, SCORED, ADVANTAGES, 1.0
-    )
+    made = form_of(ConstraintSettings(constraint="static", discrepancy_measure="log_prob"))(TOKENS, 1.0)
     torch.testing.assert_close(made.penalty[1], (TRAIN - INFER)[1].abs())
 
 
@@ -190,7 +185,7 @@ def test_statistics_of_micro_batches_and_processes_are_those_of_the_whole():
     for row, rank in enumerate(ranks):
         for _ in range(2):  # each row twice
             rows = slice(row, row + 1)
-            rank.add(TRAIN[rows], INFER[rows], SCORED[rows], delta[rows], penalty[rows])
+            rank.add(SampledTokens(*(values[rows] for values in TOKENS)), penalty[rows])
     of_others: list[torch.Tensor] = []
     assert ranks[1].reduce(lambda local: of_others.append(local) or local) is not None
     report = ranks[0].reduce(lambda local: torch.cat([local, *of_others]))
@@ -202,11 +197,11 @@ def test_statistics_of_micro_batches_and_processes_are_those_of_the_whole():
     assert ranks[0].reduce(lambda local: local) is None  # it was all taken
 
 
-def _squared_log_ratio(train_logps, infer_logps, scored, advantages, multiplier):
+def _squared_log_ratio(tokens, multiplier):
     """A form that acts through the loss alone, λ times."""
-    gap = (train_logps - infer_logps).where(scored, 0.0)
-    unmoved = advantages.unsqueeze(1).expand_as(gap)
-    return Constrained(unmoved, torch.zeros_like(gap), gap.square().sum() / scored.sum())
+    gap = (tokens.train_logps - tokens.infer_logps).where(tokens.scored, 0.0)
+    unmoved = tokens.token_advantages.expand_as(gap)
+    return Constrained(unmoved, torch.zeros_like(gap), gap.square().sum() / tokens.scored.sum())
 
 
 @pytest.mark.parametrize("steps_per_generation", [2, 4])  # with 4 the weights move within a generation batch
@@ -241,8 +236,9 @@ def test_a_term_of_the_loss_reaches_the_weights(tmp_path, tokenizer, steps_per_g
         trainer.train()
         return seen, trainer
 
-    def unmoved(train_logps, infer_logps, scored, advantages, multiplier):
-        return Constrained(advantages.unsqueeze(1).expand_as(infer_logps), torch.zeros_like(infer_logps))
+    def unmoved(tokens, multiplier):
+        zeros = torch.zeros_like(tokens.infer_logps)
+        return Constrained(tokens.token_advantages + zeros, zeros)
 
     plain, without_term = trained(unmoved)
     constrained, with_term = trained(_squared_log_ratio)
@@ -257,81 +253,73 @@ def test_a_term_of_the_loss_reaches_the_weights(tmp_path, tokenizer, steps_per_g
     assert any(not torch.equal(without_term.model.get_parameter(name), moved[name]) for name in names)
 
 
-def _log_probabilities(model, batch, gradient=False):
+def _log_probabilities(model, batch):
     """log π of the sampled tokens, shape (B, T), by transformers' own forward."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    with torch.set_grad_enabled(gradient):
+    with torch.no_grad():
         logits = model(input_ids=ids, attention_mask=mask).logits[:, batch["prompt_ids"].shape[1] - 1 : -1]
     return logits.log_softmax(-1).gather(2, batch["completion_ids"].unsqueeze(2)).squeeze(2)
 
 
-def test_balance_by_hand():
-    multiplier = BalancedMultiplier(init=0.2, share=0.5, decay=0.5, minimum=0.0, maximum=2.0)
-    assert multiplier.value == 0.2
-    assert multiplier.update(3.0, 0.0) == 0.2  # nothing to balance
-    # Means of squares: (9 / 2, 0), then (9 / 4 + 16 / 2, 4 / 2).
-    assert multiplier.update(4.0, 2.0) == pytest.approx(0.5 * ((9 / 4 + 8) / 2) ** 0.5)
-    state = multiplier.state_dict()
-    assert multiplier.update(1e3, 1e-3) == 2.0
-    again = BalancedMultiplier(init=0.0, share=0.5, decay=0.5, maximum=2.0)
-    again.load_state_dict(state)
-    assert again.value == pytest.approx(0.5 * ((9 / 4 + 8) / 2) ** 0.5)
-    assert again.update(1e3, 1e-3) == 2.0
-    for norms in [(-1.0, 1.0), (1.0, float("nan"))]:
-        with pytest.raises(ValueError, match=r"norm=.* is no norm"):
-            multiplier.update(*norms)
+# --- a function of one's own
 
 
-def test_norm_of_a_gradient_leaves_the_graph_and_the_gradients():
-    weight = torch.tensor([1.0, 2.0], requires_grad=True)
-    unused = torch.ones(3, requires_grad=True)
-    output = weight * torch.tensor([3.0, 4.0])
-    assert gradient_norm(output, [weight, unused], torch.ones(2)) == pytest.approx(5.0)
-    assert gradient_norm(output.sum(), [weight]) == pytest.approx(5.0)
-    assert gradient_norm(output.sum(), [unused]) == 0.0
-    assert weight.grad is None
-    output.sum().backward()
+@pytest.fixture
+def own_form(tmp_path, monkeypatch):
+    """The module of docs/own_form.md, where Python finds it."""
+    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_form.md").read_text(), re.DOTALL)
+    (tmp_path / "my_form.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_form", raising=False)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_lambda_in_balance_has_its_share_of_the_rewards_gradient(tmp_path, tokenizer, loss_type):
-    trainer = DCGRPOTrainer(
+def test_the_form_of_the_page_trains(own_form, tmp_path, tokenizer):
+    config = make_config(
+        tmp_path / "run", constraint="static", constraint_form="my_form:complete", lambda_init=0.5, max_steps=1
+    )
+    seen = []
+
+    class Seen(DCGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            seen.append(inputs)
+            return loss
+
+    trainer = Seen(
         make_model(),
         distinct_characters,
-        make_config(
-            tmp_path / "run",
-            constraint="balance",
-            constraint_form="log_ratio",
-            lambda_max=1e6,
-            balance_share=0.25,
-            loss_type=loss_type,
-            max_steps=1,
-        ),
+        config,
         train_dataset=make_prompts(),
         processing_class=tokenizer,
         rollout_func=Rollouts(),
     )
-    batches = []
-    compute_loss = trainer._compute_loss
-
-    def spy(model, inputs):
-        batches.append(dict(inputs))
-        return compute_loss(model, inputs)
-
-    trainer._compute_loss = spy
     trainer.train()
-    # The two gradients, each by a backward pass of its own through transformers' forward.
-    batch, model = batches[0], make_model()
-    mask = batch["completion_mask"].double()
-    weight = mask / mask.sum(1, keepdim=True) if loss_type == "grpo" else mask
-    logps = _log_probabilities(model, batch, gradient=True).double()
-    gap = (logps - batch["sampling_per_token_logps"]).detach()
+    train = _log_probabilities(make_model(), seen[0])
+    infer = seen[0]["sampling_per_token_logps"]
+    mask = seen[0]["completion_mask"].bool()
+    gap = train.exp() - infer.exp()
+    expected = (gap.abs() + gap.sign() * train.exp())[mask].mean().item()
+    assert logged(trainer, "lagrangian/penalty_mean")[0] == pytest.approx(0.5 * expected, rel=1e-3)
 
-    def norm(coefficient):
-        gradients = torch.autograd.grad((weight * coefficient * logps).sum(), model.parameters(), retain_graph=True)
-        return torch.stack([gradient.norm() for gradient in gradients]).norm().item()
 
-    expected = 0.25 * norm(batch["advantages"].unsqueeze(1)) / norm(gap)
-    assert trainer.lagrange_multiplier.value == pytest.approx(expected, rel=1e-3)
-    assert trainer.state.log_history[0]["lagrangian/constraint_grad_norm"] > 0
+@pytest.mark.parametrize(
+    ("field", "name", "said"),
+    [
+        ("constraint_form", "half", "choose one of 'two_sided_kl', .*'log_ratio', or name a function"),
+        ("constraint_form", "nowhere:form", "the module 'nowhere' cannot be imported"),
+        ("constraint_form", "my_form:half", "my_form has no function 'half'"),
+        ("constraint_form", "math:hypot", r"called as hypot\(tokens, measure\), which it does not take"),
+        ("rollout_correction", "my_form:complete", r"called as complete\(tokens, upper\), which it does not take"),
+    ],
+)
+def test_what_is_no_such_function_is_refused_when_the_configuration_is_made(own_form, tmp_path, field, name, said):
+    others = {"constraint": "static"} if field == "constraint_form" else {"rollout_correction_max": 3.0}
+    with pytest.raises(ValueError, match=f"{field}={name!r}.*{said}"):
+        make_config(tmp_path, **{field: name} | {"constraint": "none"} | others)
+
+
+def test_a_coefficient_of_another_shape_is_refused():
+    settings = ConstraintSettings(constraint="static")
+    with pytest.raises(ValueError, match=r"returned shape \(2,\) for tokens of shape \(2, 3\)"):
+        through_advantages(lambda tokens, measure: tokens.advantages, settings)(TOKENS, 1.0)

@@ -12,12 +12,14 @@ import yaml
 from trl import GRPOConfig
 
 from dc_trl import DCGRPOConfig
-from dc_trl.constraint.discrepancy import scored_tokens
-from dc_trl.constraint.trust import CORRECTIONS, trust_of
+from dc_trl.constraint.corrections import CORRECTIONS, correction_of
+from dc_trl.constraint.forms import COEFFICIENTS
+from dc_trl.constraint.settings import TWO_SIDED
+from dc_trl.sampled_tokens import SampledTokens
 from dc_trl.settings.fields import choices_of
 
 from .helpers import ROOT, Rollouts
-from .test_trust import in_trl
+from .test_corrections import in_trl
 
 
 PAGE = (ROOT / "docs" / "migration.md").read_text()
@@ -75,8 +77,8 @@ def weights_of_trl(tmp_path, tokenizer, seen, fields, edit):
 
 def weights_of_ours(settings, inputs):
     train, infer = inputs["old_per_token_logps"], inputs["sampling_per_token_logps"]
-    scored = scored_tokens(inputs["completion_mask"], train, infer)
-    return trust_of(settings)(train, infer, scored, inputs["advantages"])
+    tokens = SampledTokens.of(train, infer, inputs["completion_mask"], inputs["advantages"])
+    return correction_of(settings)(tokens)
 
 
 def test_there_are_pairs():
@@ -160,10 +162,17 @@ def test_what_takes_the_place_of_trls_correction(tmp_path, fields, on, loss, eps
         assert getattr(config, name) == getattr(theirs, name)
 
 
+NAMED = ("rollout_correction", "constraint_form")  # fields whose values are names of functions
+
+
 def accepted(field, value):
     """Whether a field takes what the page writes for it; bounds may be written by their letters."""
     if re.fullmatch(r"1/[ab]", value):
         return field in ("rollout_correction_min", "rollout_correction_max")
+    if field == "rollout_correction":
+        return value in {"none", *CORRECTIONS}
+    if field == "constraint_form":
+        return value in COEFFICIENTS or value in TWO_SIDED
     if field in CHOICES:
         return value in CHOICES[field]
     return field == "deployment_scheme" or isinstance(yaml.safe_load(value), float)
@@ -227,7 +236,7 @@ def test_what_stands_after_is_a_configuration(tmp_path, after):
 def test_each_preset_is_a_configuration(tmp_path, cells):
     settings = dict(name.split(": ") for name in re.findall(r"`([^`]+: [^`]+)`", cells[1]))
     assert settings or cells[1].startswith("none")
-    values = {name: value if name in CHOICES else float(value) for name, value in settings.items()}
+    values = {name: value if name in CHOICES or name in NAMED else float(value) for name, value in settings.items()}
     DCGRPOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, **{"use_vllm": True, "constraint": "none"} | values
     )
@@ -241,7 +250,9 @@ RATIOS = [[0.4, 0.9], [0.3, 0.2], [1.5, 2.5], [3.0, 1.9], [1.0, 1.0]]  # geometr
 def ours(name, ratios, **bounds):
     train = torch.tensor(ratios).log()
     everywhere = torch.ones_like(train).bool()
-    return CORRECTIONS[name](train, torch.zeros_like(train), everywhere, torch.ones(len(ratios)), **bounds)
+    return CORRECTIONS[name](
+        SampledTokens(train, torch.zeros_like(train), everywhere, torch.ones(len(ratios))), **bounds
+    )
 
 
 def test_bounds_of_k1_are_those_of_one_over_r():

@@ -114,6 +114,8 @@ def test_a_run_loses_a_server_in_a_rollout_and_takes_it_up_again(servers, tmp_pa
         wait_until_gone(gone)
         servers[1].start()
         assert version_of(servers[1]) == "default"
+        # The first request of a server takes it seconds, in which the other one would answer its prompts.
+        complete(servers[1].url, PROMPTS[:1], max_tokens=8)
 
     watch = Watch(
         trainer,

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from accelerate.logging import get_logger
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
-from ..constraint.forms import lag_warning
-from ..constraint.settings import ConstraintForm, ConstraintSettings, read_tolerance
+from ..constraint.corrections import correction_of
+from ..constraint.forms import coefficient_of
+from ..constraint.settings import ConstraintSettings, read_tolerance
+from ..constraint.thresholds import lag_warning
 from ..rollouts.neutral_sampling import restrictions
 from ..settings.contradictions import RULES_OF_THE_CONSTRAINT_ALONE, Rule, require, require_effect
 from ..settings.fields import require_fields, setting
@@ -43,7 +45,7 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
     by default: the mismatch is measured.
     """
 
-    constraint_form: ConstraintForm = setting(
+    constraint_form: str = setting(
         "log_ratio",
         '"injected", "quadratic" or "log_ratio", as in DCGRPOConfig. The default is a signed form: the paper\'s form '
         "makes a sampler that lags worse (docs/staleness.md).",
@@ -52,6 +54,8 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
     def __post_init__(self):
         super().__post_init__()
         require_fields(self, of=ConstraintSettings)
+        coefficient_of(self)  # refuses a form, and correction_of a correction, that does not exist
+        correction_of(self)
         self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)
         require(self, RULES, RULES_OF_THE_CONSTRAINT_ALONE)
         require_effect(self)

@@ -26,12 +26,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
-from ..constraint.discrepancy import bounded_log_ratio, scored_tokens, token_discrepancy
-from ..constraint.forms import drift_warning, form_of
-from ..constraint.multiplier import multiplier_of
-from ..constraint.report import batch_metrics
-from ..constraint.statistics import BatchStatistics
-from ..constraint.trust import trust_of
+from ..constraint.corrections import correction_of
+from ..constraint.forms import form_of
+from ..constraint.lagrangian import LagrangeMultiplier
+from ..constraint.statistics import BatchStatistics, batch_metrics
+from ..constraint.thresholds import drift_warning
 from ..files import read_object, write_text
 from ..gate.fit import limits_of
 from ..gate.policy import require_trainable, require_whole
@@ -39,6 +38,7 @@ from ..gate.start import require_startable
 from ..hub.card import write_run_card
 from ..quantization.policy import base_model
 from ..resuming.checkpoints import STATE_FILE
+from ..sampled_tokens import SampledTokens, bounded_log_ratio
 from ..serving.errors import ServerError
 from ..settings.distribution import sharding_of
 from ..settings.reward_functions import checked_reward
@@ -92,7 +92,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
 
     Attributes:
         lagrange_multiplier (`LagrangeMultiplier`): λ; moves after each optimizer step with `constraint="lagrangian"`.
-        form (`Form` or `None`), trust (`Trust` or `None`): as in [`~dc_trl.DCGRPOTrainer`].
+        form (`Form` or `None`), correction (`Correction` or `None`): as in [`~dc_trl.DCGRPOTrainer`].
 
     Raises:
         TypeError: `args` is not an `AsyncDCGRPOConfig`.
@@ -136,9 +136,9 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
             reward_funcs = [checked_reward(function) for function in functions]
         self.form = form_of(args)
-        self.trust = trust_of(args)
-        self.lagrange_multiplier = multiplier_of(args)
-        self._statistics = BatchStatistics(args.batch_reduction)
+        self.correction = correction_of(args)
+        self.lagrange_multiplier = LagrangeMultiplier.of(args)
+        self._statistics = BatchStatistics(args.batch_reduction, args.discrepancy_measure)
         self._warned_of_drift = False
         super().__init__(
             model,
@@ -191,7 +191,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         inputs = dict(inputs)
-        if self.trust is not None:  # the masks want the loss's gradient by it
+        if self.correction is not None:  # the masks want the loss's gradient by it
             inputs["advantages"] = inputs["advantages"].detach().requires_grad_()
         outputs: list[Any] = []
         hook = model.register_forward_hook(lambda module, args, output: outputs.append(output))
@@ -214,30 +214,32 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         """
         infer_logps = inputs["old_log_probs"][selected]
         trajectories = Trajectories(inputs["segment_id"][selected])
-        train, infer = trajectories.matrix(train_logps.detach()), trajectories.matrix(infer_logps)
-        delta = token_discrepancy(train, infer, self.args.discrepancy_measure)
-        scored = scored_tokens(trajectories.matrix(torch.ones_like(infer_logps)), train, infer, delta)
-        advantages = trajectories.matrix(inputs["advantages"][selected].detach())
+        tokens = SampledTokens.of(
+            trajectories.matrix(train_logps.detach()),
+            trajectories.matrix(infer_logps),
+            mask=trajectories.matrix(torch.ones_like(infer_logps)),
+            # All tokens of a trajectory have its advantage.
+            advantages=trajectories.matrix(inputs["advantages"][selected].detach())[:, 0],
+        )
         penalty = weights = None
         multiplier = self.lagrange_multiplier.value
         if self.form is not None:
-            # All tokens of a trajectory have its advantage.
-            constrained = self.form(train, infer, scored, advantages[:, 0], multiplier)
-            advantages, penalty = constrained.advantages, constrained.penalty
+            constrained = self.form(tokens, multiplier)
+            tokens, penalty = tokens._replace(advantages=constrained.advantages), constrained.penalty
         ratio = bounded_log_ratio(train_logps, infer_logps).exp()
-        if self.trust is not None:
-            kept = self.trust(train, infer, scored, advantages) > 0
+        if self.correction is not None:
+            kept = self.correction(tokens) > 0
             loss = self._without(loss, inputs["advantages"], selected, ~trajectories.flat(kept))
             weights = trajectories.matrix(ratio.detach()).where(kept, 0.0)
-        self._statistics.add(train, infer, scored, delta, penalty, weights)
+        self._statistics.add(tokens, penalty, weights)
         if penalty is None:
             return loss
         if weights is not None:
             penalty = penalty.where(weights > 0, 0.0)
-        term = (ratio * trajectories.flat(penalty)).where(trajectories.flat(scored), 0.0).sum()
+        term = (ratio * trajectories.flat(penalty)).where(trajectories.flat(tokens.scored), 0.0).sum()
         # TRL's mean: over the tokens of this micro-batch on all processes, whose gradients are averaged.
-        tokens = (inputs["global_n_tokens"][0] / self.accelerator.num_processes).clamp(min=1)
-        return loss + multiplier * term / tokens / self.current_gradient_accumulation_steps
+        count = (inputs["global_n_tokens"][0] / self.accelerator.num_processes).clamp(min=1)
+        return loss + multiplier * term / count / self.current_gradient_accumulation_steps
 
     @staticmethod
     def _without(loss: Tensor, advantages: Tensor, selected: Tensor, masked: Tensor) -> Tensor:

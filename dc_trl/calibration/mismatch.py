@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from ..constraint.discrepancy import LOG_RATIO_BOUND
 from ..constraint.lagrangian import tolerance_deviations
 from ..constraint.settings import Reduction
 from ..constraint.statistics import combine_sums, mismatch_from_sums, mismatch_sums
 from ..records.estimators import Difference, Estimate, bootstrap_p_value
+from ..sampled_tokens import LOG_RATIO_BOUND
 from .contexts import token_contexts
 from .result import GRID, HISTOGRAM_EDGES, Bin, EngineMismatch, Growth, Tolerance, Weights
 from .rollouts import EngineSample, sampled_logps

@@ -4,9 +4,10 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from ..settings.ranges import AT_LEAST_0, COUNT
+from .settings import ConstraintSettings
 
 
 # Generation batches that `tolerance="auto"` observes: the spread of ten is known to about a quarter.
@@ -125,6 +126,18 @@ class LagrangeMultiplier:
         self._recent: deque[float] = deque(maxlen=window)
         # δ̄ of the iterations that decide ε; None where it is given.
         self._observed: list[float] | None = [] if fixed is None else None
+
+    @classmethod
+    def of(cls, settings: ConstraintSettings) -> Self:
+        """Return a new multiplier at `lambda_init`; it stays there where nobody updates it (`constraint="static"`)."""
+        return cls(
+            init=settings.lambda_init,
+            lr=settings.lambda_lr,
+            tolerance=settings.discrepancy_tolerance,
+            minimum=settings.lambda_min,
+            maximum=settings.lambda_max,
+            window=settings.dual_window,
+        )
 
     @property
     def value(self) -> float:

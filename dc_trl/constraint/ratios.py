@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .discrepancy import LOG_RATIO_BOUND
+from ..sampled_tokens import LOG_RATIO_BOUND
 
 
 _SMALLEST = 1e-6  # in nats; below it, float32 log-probabilities are rounding

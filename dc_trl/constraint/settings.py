@@ -12,22 +12,10 @@ Measure = Literal["prob_diff", "prob_ratio", "log_prob"]
 Level = Literal["token", "sequence"]
 Reduction = Literal["sequence", "token"]
 Constraint = Literal["none", "static", "lagrangian"]
-ConstraintForm = Literal["injected", "quadratic", "log_ratio", "two_sided_kl", "two_sided_l1"]
 # Forms that compare the policy with its quantized self, in the loss.
 TWO_SIDED = ("two_sided_kl", "two_sided_l1")
 # Forms that push down each sampled token that differs, whichever engine gives it more.
 PUSHES = ("injected",)
-Correction = Literal[
-    "none",
-    "token_truncate",
-    "token_mask",
-    "sequence_truncate",
-    "sequence_mask",
-    "geometric_mask",
-    "icepop",
-    "tv_mask",
-    "ppo_clip",
-]
 if TYPE_CHECKING:
     Tolerance = float | Literal["auto"]
 else:
@@ -45,14 +33,15 @@ class ConstraintSettings:
         'measured and logged. "static": Dual-GRPO (arXiv 2606.08779, eq. 4), advantages minus λ·δ with the fixed λ of '
         'lambda_init. "lagrangian": DC-GRPO (eqs. 8 to 11), dual ascent moves λ after each generation batch.',
     )
-    constraint_form: ConstraintForm = setting(
+    constraint_form: str = setting(
         "injected",
         "How the discrepancy enters the objective (dc_trl.constraint.forms). "
         '"injected": the paper\'s form, advantages minus λ·δ. "quadratic": the gradient of half the squared '
         'discrepancy (the paper\'s appendix B). "log_ratio": advantages minus λ·log(π_train/π_inf), which is the '
         "gradient of half the expected square of that logarithm over the engine's tokens, and nearly that of a KL "
         'divergence. "two_sided_kl" and "two_sided_l1": a term of the loss between the policy and its quantized '
-        "self, with gradients through both; they need deployment_scheme and take one more forward and backward pass.",
+        "self, with gradients through both; they need deployment_scheme and take one more forward and backward pass. "
+        '"module:function": a function of your own, see docs/own_form.md.',
     )
     discrepancy_measure: Measure = setting(
         "prob_diff",
@@ -87,7 +76,7 @@ class ConstraintSettings:
     lambda_max: Annotated[float, AT_LEAST_0] = setting(
         1.0, "Upper bound of λ. The paper does not state one; the default is ours."
     )
-    rollout_correction: Correction = setting(
+    rollout_correction: str = setting(
         "none",
         "How the advantage of a token is weighted by r = π_train/π_inf, with any engine and any constraint. "
         '"token_truncate" (TIS) clips r to the bounds. "token_mask" (MIS) takes r, and 0 outside the bounds. '
@@ -95,7 +84,7 @@ class ConstraintSettings:
         '"geometric_mask" masks trajectories whose geometric mean of r is outside the bounds. "icepop" is '
         '"token_mask" with two bounds. "tv_mask" (DPPO) takes r, and 0 where π_train − π_inf has passed the bound in '
         'the direction of the advantage. "ppo_clip" is PPO\'s clip with the sampler as the old policy. "none" weights '
-        "nothing. Masked tokens do not count in δ̄. See dc_trl.constraint.trust for the papers.",
+        "nothing. Masked tokens do not count in δ̄. See dc_trl.constraint.corrections for the papers.",
     )
     rollout_correction_max: Annotated[float | None, Range(above=0, infinite=True)] = setting(
         None,

@@ -11,11 +11,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ..sampled_tokens import LOG_RATIO_BOUND, SampledTokens, scored_tokens, trajectory_mean
 from ..settings.ranges import require_choice
-from .discrepancy import LOG_RATIO_BOUND, scored_tokens, trajectory_mean
+from .discrepancy import token_discrepancy
+from .lagrangian import LagrangeMultiplier
 from .ratios import ratio_counts, ratio_quantiles
-from .settings import Reduction
-from .trust import token_log_ratio
+from .settings import Measure, Reduction
 
 
 Value = TypeVar("Value", Tensor, float)
@@ -26,46 +27,42 @@ class BatchStatistics:
 
     Args:
         reduction: how the batch discrepancy δ̄ is averaged, see `discrepancy_sums`.
+        measure: of δ, see `token_discrepancy`.
     """
 
-    def __init__(self, reduction: Reduction = "sequence"):
+    def __init__(self, reduction: Reduction = "sequence", measure: Measure = "prob_diff"):
         require_choice("batch_reduction", reduction, Reduction)
-        self._reduction = reduction
+        self._reduction: Reduction = reduction
+        self._measure: Measure = measure
         self._sums: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def add(
-        self,
-        train_logps: Tensor,
-        infer_logps: Tensor,
-        scored: Tensor,
-        delta: Tensor,
-        penalty: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
-        """Adds a micro-batch.
+    def add(self, tokens: SampledTokens, penalty: Tensor | None = None, weights: Tensor | None = None) -> None:
+        """Add a micro-batch.
 
         Args:
-            train_logps, infer_logps, scored, delta: shape (B, T).
+            tokens: of the micro-batch.
             penalty: what λ multiplied, shape (B, T), 0 at unscored tokens; None without a constraint.
             weights: of a correction, shape (B, T); None without one. Tokens with a weight of 0 are not in δ̄.
         """
-        trusted = scored if weights is None else scored & (weights > 0)
-        sums = mismatch_sums(train_logps, infer_logps, scored) | discrepancy_sums(delta, trusted, self._reduction)
+        train_logps, infer_logps, scored, _ = tokens
+        delta = token_discrepancy(train_logps, infer_logps, self._measure)
+        kept = scored if weights is None else scored & (weights > 0)
+        sums = mismatch_sums(train_logps, infer_logps, scored) | discrepancy_sums(delta, kept, self._reduction)
         dtype = sums["tokens"].dtype
         if penalty is not None:
-            penalty = penalty.where(trusted, 0.0)
+            penalty = penalty.where(kept, 0.0)
             sums["penalty"] = penalty.sum(dtype=dtype)
             sums["penalized"] = (penalty != 0).sum().to(dtype)
         if weights is not None:
             sums |= {f"all_{name}": value for name, value in discrepancy_sums(delta, scored, self._reduction).items()}
-            sums["masked"] = sums["tokens"] - trusted.sum()
-            sums["trust"] = weights.where(scored, 0.0).sum(dtype=dtype)
-            sums["ratios"] = ratio_counts(token_log_ratio(train_logps, infer_logps, scored), scored, dtype)
+            sums["masked"] = sums["tokens"] - kept.sum()
+            sums["weights"] = weights.where(scored, 0.0).sum(dtype=dtype)
+            sums["ratios"] = ratio_counts(tokens.log_ratio, scored, dtype)
         self._sums = combine_sums([self._sums, sums])
 
     def reduce(self, gather: Callable[[Tensor], Tensor]) -> "MismatchReport | None":
-        """What was added in all processes since the last call; None where nothing was. Every process has to call it.
+        """Return what all processes added since the last call; None where nothing was. Every process has to call it.
 
         Args:
             gather: concatenates tensors of shape (1, n) of all processes into (processes, n), as accelerate's does.
@@ -80,7 +77,7 @@ class BatchStatistics:
         return MismatchReport({name: value.item() for name, value in sums.items()}, ratios)
 
     def clear(self) -> None:
-        """Forgets what was added."""
+        """Forget what was added."""
         self._sums = {}
 
 
@@ -134,13 +131,36 @@ class MismatchReport:
             metrics["mean_all"] = self._sums["all_discrepancy_sum"] / self._sums["all_discrepancy_count"]
         return metrics
 
-    def trust_metrics(self) -> dict[str, float]:
-        """What a correction did to the scored tokens, and the distribution of their raw ratio; {} without one."""
+    def correction_metrics(self) -> dict[str, float]:
+        """Return what a correction did to the scored tokens, and how their ratios are distributed; {} without one."""
         if self._ratios is None:
             return {}
         tokens = self._sums["tokens"]
-        shares = {"masked_fraction": self._sums["masked"] / tokens, "weight_mean": self._sums["trust"] / tokens}
+        shares = {"masked_fraction": self._sums["masked"] / tokens, "weight_mean": self._sums["weights"] / tokens}
         return shares | {f"ratio_{name}": ratio for name, ratio in ratio_quantiles(self._ratios).items()}
+
+
+def batch_metrics(report: MismatchReport, multiplier: LagrangeMultiplier | None) -> dict[str, float]:
+    """Return what a batch logs, by the names of docs/metrics.md.
+
+    Args:
+        report: of a batch with scored tokens.
+        multiplier: λ that the batch was penalised with; None where the discrepancy is only measured.
+    """
+    metrics = {f"discrepancy/{name}": value for name, value in report.metrics().items()}
+    metrics |= {f"correction/{name}": value for name, value in report.correction_metrics().items()}
+    if multiplier is None:
+        return metrics
+    mean, tolerance = report.mean_discrepancy, multiplier.tolerance
+    metrics["lagrangian/lambda"] = multiplier.value
+    if tolerance is not None:
+        metrics["lagrangian/tolerance"] = tolerance
+        if mean is not None:
+            metrics["lagrangian/violation"] = mean - tolerance
+    if report.penalizes:
+        metrics["lagrangian/penalty_mean"] = report.mean_penalty(multiplier.value)
+        metrics["lagrangian/penalized_fraction"] = report.penalized_fraction
+    return metrics
 
 
 def _accumulator(tensor: Tensor) -> torch.dtype:

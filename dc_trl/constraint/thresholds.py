@@ -4,6 +4,10 @@ All are findings of docs/study.md, whose models are tiny. docs/which_one.md says
 the warnings of a run, its verdict and the advice of a calibration read them from here.
 """
 
+from .custom import is_custom
+from .settings import PUSHES, TWO_SIDED, ConstraintSettings
+
+
 # A sampler in step, in which only the number format differs: up to here no remedy was seen to help (FP8, INT4, INT3).
 NO_REMEDY_IN_STEP = 5e-3
 # From here on PPO's clip against such a sampler cost accuracy (INT4).
@@ -17,7 +21,7 @@ FAR = 1e-2
 
 
 def reading(k3: float, may_lag: bool) -> str:
-    """What a k3 means for plain GRPO, and what to do about it: a clause that goes on after the number.
+    """Return what a k3 means for plain GRPO, and what to do about it: a clause that goes on after the number.
 
     Args:
         k3: KL(π_inf ‖ π_train) by the k3 estimator, nats.
@@ -36,3 +40,74 @@ def reading(k3: float, may_lag: bool) -> str:
     if k3 <= FAR:
         return f"between {NO_REMEDY_IN_STEP:g} and {FAR:g}, where we have no runs in step: watch the reward"
     return f"above {FAR:g}, where the sampler is another policy: `dc-trl calibrate` finds the cause"
+
+
+def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool, clips: bool = False) -> str | None:
+    """Return a warning of a method that led our runs to little reward so far from their sampler; None for the others.
+
+    Args:
+        settings: whose constraint and correction act on the run.
+        k3: `discrepancy/k3_kl` of a generation batch, nats.
+        may_lag: whether the settings let the sampler have older weights than the policy.
+        clips: whether the loss itself clips the ratio to the sampler, as that of AsyncGRPO.
+    """
+    constrained = settings.constraint != "none"
+    if constrained and is_custom(settings.constraint_form):
+        return None  # our runs say nothing of it
+    # The two-sided forms see neither the sampler nor its lag; in two bits in step they did no harm.
+    form = settings.constraint_form if constrained and settings.constraint_form not in TWO_SIDED else None
+    pushes = form in PUSHES
+    pulls = not pushes and (form is not None or clips or settings.rollout_correction == "ppo_clip")
+    if not pushes and pulls == may_lag:  # a pull repaired the runs with a lag; those in step needed none
+        return None
+    far = FAR if not pulls else PULLS_HARM_IN_STEP if form is not None else CLIP_COSTS_IN_STEP
+    if not k3 > far:
+        return None
+    meets = f"meets discrepancy/k3_kl={k3:.3g}, above {far:g}"
+    if pushes:
+        remedy = "Use constraint='none', or a deployment_scheme of higher precision; see docs/study.md."
+        if may_lag:
+            remedy = (
+                "Use a signed form, a smaller weight_sync_steps, a deployment_scheme of higher precision, or "
+                "constraint='none'; see docs/staleness.md."
+            )
+        return (
+            f"constraint_form={form!r} {meets}: it pushes down tokens that differ, and with λ 0.1 or more most of our "
+            f"runs so far from the sampler ended without reward. {remedy}"
+        )
+    if not pulls:
+        method = f"constraint_form={settings.constraint_form!r}" if constrained else "constraint='none'"
+        return (
+            f"{method} {meets}, with a sampler whose weights may lag: in our runs that ended so far apart GRPO lost "
+            "8 points of accuracy or more. Truncations and masks won back a part, two-sided forms nothing. Use a "
+            "smaller weight_sync_steps, constraint='static' with constraint_form='log_ratio' and lambda_init=0.5, or "
+            "rollout_correction='ppo_clip'; see docs/staleness.md."
+        )
+    if form is None:
+        pull = f"rollout_correction={settings.rollout_correction!r}"
+        harm = "PPO's clip cost 4 points of accuracy in int4, and much of it, or all, in int3 and int2"
+    else:
+        pull = f"constraint_form={form!r}"
+        harm = "the log ratio and the quadratic form lost most of the accuracy in int3 and int2"
+    return (
+        f"{pull} {meets}, with a sampler that has the present weights and follows the policy. In our runs {harm}. Use "
+        "train_through_quantization, a deployment_scheme of higher precision, or neither constraint nor correction; "
+        "see docs/study.md."
+    )
+
+
+def lag_warning(settings: ConstraintSettings, lag: str) -> str | None:
+    """Return a warning of a form that pushes tokens down, with a sampler whose weights lag; None for other settings.
+
+    Args:
+        settings: of the run.
+        lag: what lets the sampler have older weights than the policy, the setting with its value.
+    """
+    if settings.constraint == "none" or settings.constraint_form not in PUSHES:
+        return None
+    return (
+        f"constraint_form={settings.constraint_form!r} with {lag}: the form pushes down each token that differs, and "
+        "a sampler that lags differs more at each step. Our runs with such a lag and λ 0.1 ended without reward. Use "
+        "constraint_form='log_ratio' with constraint='static' and lambda_init=0.5, or rollout_correction='ppo_clip' "
+        "with constraint='none'; see docs/staleness.md."
+    )

@@ -36,7 +36,7 @@ _KEPT_METADATA = ("language", "license", "license_link", "license_name")
 _SIGNATURE = re.compile(r"\n*<!-- dc_trl wrote the text above, sha256 [0-9a-f]{64} -->\n*$")
 
 # How fields begin that have no effect where nothing is constrained.
-_OF_A_CONSTRAINT = ("constraint_form", "discrepancy_tolerance", "discrepancy_margin", "dual_", "lambda_", "balance_")
+_OF_A_CONSTRAINT = ("constraint_form", "discrepancy_tolerance", "discrepancy_margin", "dual_", "lambda_")
 # What to ask a model that was trained on problems of our own making. Of other data a prompt may be private, and no
 # question fits all models.
 _QUESTIONS = {"arithmetic": "40*5=?"}

@@ -30,7 +30,7 @@ CURVES = {
     "grad_norm": "grad_norm",
     "lambda": "lagrangian/lambda",
     "penalty": "lagrangian/penalty_mean",
-    "masked": "trust/masked_fraction",
+    "masked": "correction/masked_fraction",
 }
 # Metrics of evaluations, by their names in a line: of the deployed policy, but for the last.
 EVALUATIONS = {

@@ -8,16 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trl import GRPOConfig, GRPOTrainer
 
-from dc_trl.constraint import trust
+from dc_trl.constraint.corrections import (
+    CORRECTIONS,
+    ONE_SIDED_BOUND,
+    correction_of,
+    geometric_mask,
+    token_mask,
+    tv_mask,
+)
 from dc_trl.constraint.ratios import ratio_counts, ratio_quantiles
 from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.statistics import BatchStatistics
+from dc_trl.sampled_tokens import SampledTokens
 
 from .helpers import Rollouts, assert_finite, distinct_characters, logged, make_config, make_model, make_prompts
 from .test_trainer import ALIGNED, MISALIGNED, ByStep, make_trainer
 
 
-MODES = sorted(trust.CORRECTIONS)
+MODES = sorted(CORRECTIONS)
 OF_TRL = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 # Ratios 4, 0.25, 1.25 and 3 (not scored); 1.8, 0.9 and two tokens that are not scored.
@@ -25,6 +33,7 @@ TRAIN = torch.tensor([[0.8, 0.1, 0.5, 0.9], [0.54, 0.45, 0.3, 0.3]]).log()
 INFER = torch.tensor([[0.2, 0.4, 0.4, 0.3], [0.3, 0.50, math.nan, 0.1]]).log()
 SCORED = torch.tensor([[True, True, True, False], [True, True, False, False]])
 ADVANTAGES = torch.tensor([1.0, -1.0])
+TOKENS = SampledTokens(TRAIN, INFER, SCORED, ADVANTAGES)
 
 
 @pytest.mark.parametrize(
@@ -51,28 +60,27 @@ ADVANTAGES = torch.tensor([1.0, -1.0])
     ],
 )
 def test_weights_by_hand(name, bounds, expected):
-    weights = trust.CORRECTIONS[name](TRAIN, INFER, SCORED, ADVANTAGES, **bounds)
+    weights = CORRECTIONS[name](TOKENS, **bounds)
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float32), atol=1e-6, rtol=1e-5)
 
 
 def test_a_token_goes_by_its_own_advantage():
     """As the form of the constraint leaves it; without one, nothing pushes the token."""
     advantages = torch.tensor([[-1.0, -1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0]])
-    weights = trust.tv_mask(TRAIN, INFER, SCORED, advantages, upper=0.04)
+    weights = tv_mask(TOKENS._replace(advantages=advantages), upper=0.04)
     torch.testing.assert_close(weights, torch.tensor([[4, 0, 0, 1], [1.8, 0.9, 1, 1]], dtype=torch.float32))
 
 
 def test_a_token_that_was_too_rare_to_be_masked_has_a_bounded_ratio():
-    rare = torch.tensor([[-25.0]]), torch.tensor([[-5.0]])
-    everywhere = torch.tensor([[True]])
-    assert trust.tv_mask(rare[1], rare[0], everywhere, torch.ones(1)).item() == trust.ONE_SIDED_BOUND
-    assert trust.token_mask(rare[1], rare[0], everywhere, torch.ones(1), upper=math.inf).isfinite().all()
+    rare = SampledTokens(torch.tensor([[-5.0]]), torch.tensor([[-25.0]]), torch.tensor([[True]]), torch.ones(1))
+    assert tv_mask(rare).item() == ONE_SIDED_BOUND
+    assert token_mask(rare, upper=math.inf).isfinite().all()
 
 
 def test_the_settings_choose():
-    assert trust.trust_of(ConstraintSettings()) is None
+    assert correction_of(ConstraintSettings()) is None
     settings = ConstraintSettings(rollout_correction="token_truncate", rollout_correction_max=3.0)
-    weights = trust.trust_of(settings)(TRAIN, INFER, SCORED, ADVANTAGES)
+    weights = correction_of(settings)(TOKENS)
     torch.testing.assert_close(weights[0], torch.tensor([3, 0.25, 1.25, 1]))
 
 
@@ -88,27 +96,28 @@ def test_weights_stay_in_their_bounds(rows, mode, advantage, lower, upper):
     train.requires_grad_()
     scored = wanted & infer.isfinite()
     bounds = {"upper": lower} if mode == "tv_mask" else {"lower": lower, "upper": upper}
-    weights = trust.CORRECTIONS[mode](train, infer, scored, torch.tensor([advantage]), **bounds)
+    sampled = SampledTokens(train, infer, scored, torch.tensor([advantage]))
+    weights = CORRECTIONS[mode](sampled, **bounds)
     assert weights.shape == train.shape
     assert not weights.requires_grad
     assert weights.isfinite().all()
     one_sided = mode in ("tv_mask", "ppo_clip")
-    highest = trust.ONE_SIDED_BOUND if one_sided else upper
+    highest = ONE_SIDED_BOUND if one_sided else upper
     lowest = 0.0 if one_sided else lower
     within = (weights >= lowest - 1e-6) & (weights <= highest + 1e-6)
     assert (within | (weights == 0)).all()
     if mode.endswith("truncate"):
         assert (weights[scored] >= math.exp(-20) * 0.999).all()  # nothing is masked
-    elsewhere = trust.CORRECTIONS[mode](
-        train.where(scored, -1.0), infer.where(scored, -9.0), scored, torch.tensor([advantage]), **bounds
-    )
+    other = sampled._replace(train_logps=train.where(scored, -1.0), infer_logps=infer.where(scored, -9.0))
+    elsewhere = CORRECTIONS[mode](other, **bounds)
     torch.testing.assert_close(weights, elsewhere, atol=0, rtol=0)  # what stands at other positions has no part
 
 
 @given(st.lists(log_probabilities, min_size=1, max_size=6), st.sampled_from(MODES), st.floats(-2, 2))
-def test_engines_that_agree_are_trusted_whole(row, mode, advantage):
+def test_engines_that_agree_have_weights_of_one(row, mode, advantage):
     logps = torch.tensor([row])
-    weights = trust.CORRECTIONS[mode](logps, logps.clone(), torch.ones(1, len(row)).bool(), torch.tensor([advantage]))
+    everywhere = torch.ones(1, len(row)).bool()
+    weights = CORRECTIONS[mode](SampledTokens(logps, logps.clone(), everywhere, torch.tensor([advantage])))
     assert (weights == 1).all()
 
 
@@ -134,12 +143,13 @@ def test_quantiles_of_added_counts_are_those_of_all_tokens(parts, wanted):
 def test_masked_tokens_leave_the_batch_discrepancy_and_the_penalty():
     delta = (TRAIN.exp() - INFER.exp()).abs()  # 0.6, 0.3, 0.1; 0.24, 0.05
     penalty = delta.where(SCORED, 0.0)
-    weights = trust.token_mask(TRAIN, INFER, SCORED, ADVANTAGES)  # masks the first token
+    weights = token_mask(TOKENS)  # masks the first token
     ranks = [BatchStatistics(reduction) for reduction in ("sequence", "sequence", "token")]
     for row, statistics in enumerate(ranks[:2]):
         rows = slice(row, row + 1)
-        statistics.add(*(values[rows] for values in (TRAIN, INFER, SCORED, delta, penalty, weights)))
-    ranks[2].add(TRAIN, INFER, SCORED, delta, penalty, weights)
+        part = SampledTokens(*(values[rows] for values in TOKENS))
+        statistics.add(part, penalty[rows], weights[rows])
+    ranks[2].add(TOKENS, penalty, weights)
     of_others: list[torch.Tensor] = []
     ranks[1].reduce(lambda local: of_others.append(local) or local)
     report = ranks[0].reduce(lambda local: torch.cat([local, *of_others]))
@@ -151,7 +161,7 @@ def test_masked_tokens_leave_the_batch_discrepancy_and_the_penalty():
     assert report.penalized_fraction == pytest.approx(4 / 5)
     expected = {"masked_fraction": 1 / 5, "weight_mean": (0.25 + 1.25 + 1.8 + 0.9) / 5}
     ratios = {"ratio_min": 0.25, "ratio_p01": 0.25, "ratio_p50": 1.25, "ratio_p99": 4, "ratio_max": 4}
-    assert report.trust_metrics() == pytest.approx(expected | ratios, rel=0.01)
+    assert report.correction_metrics() == pytest.approx(expected | ratios, rel=0.01)
     by_token = ranks[2].reduce(lambda local: local)
     assert by_token.mean_discrepancy == pytest.approx(0.69 / 4)
     assert by_token.metrics()["mean_all"] == pytest.approx(1.29 / 5)
@@ -159,12 +169,11 @@ def test_masked_tokens_leave_the_batch_discrepancy_and_the_penalty():
 
 def test_a_batch_that_is_masked_whole_has_no_mean():
     statistics = BatchStatistics()
-    delta = (TRAIN.exp() - INFER.exp()).abs()
-    statistics.add(TRAIN, INFER, SCORED, delta, None, trust.geometric_mask(TRAIN, INFER, SCORED, ADVANTAGES))
+    statistics.add(TOKENS, None, geometric_mask(TOKENS))
     report = statistics.reduce(lambda local: local)
     assert report.mean_discrepancy is None
     assert "mean" not in report.metrics()
-    assert report.trust_metrics()["masked_fraction"] == 1
+    assert report.correction_metrics()["masked_fraction"] == 1
 
 
 # --- against TRL's own
@@ -253,10 +262,10 @@ def test_loss_and_gradients_are_those_of_trls_own_correction(tmp_path, tokenizer
         before, after = start.get_parameter(name), theirs.model.get_parameter(name)
         torch.testing.assert_close(parameter - before, after - before, rtol=1e-3, atol=1e-6)
     assert any(value > 0 for value in logged(theirs, "grad_norm"))
-    lowest, highest = min(logged(ours, "trust/ratio_min")), max(logged(ours, "trust/ratio_max"))
+    lowest, highest = min(logged(ours, "correction/ratio_min")), max(logged(ours, "correction/ratio_max"))
     assert lowest < 0.2
     assert highest > 3  # so that both bounds are met
-    assert (sum(logged(ours, "trust/masked_fraction")) > 0) == mode.endswith("mask")
+    assert (sum(logged(ours, "correction/masked_fraction")) > 0) == mode.endswith("mask")
 
 
 # --- in training
@@ -273,7 +282,7 @@ def test_each_correction_trains_against_a_replica(tmp_path, tokenizer, mode, con
     trainer = make_trainer(config, tokenizer, model=make_model(128))
     trainer.train()
     assert_finite(trainer)
-    masked, weights = logged(trainer, "trust/masked_fraction"), logged(trainer, "trust/weight_mean")
+    masked, weights = logged(trainer, "correction/masked_fraction"), logged(trainer, "correction/weight_mean")
     assert len(masked) == config.max_steps
     assert all(0 <= share < 1 for share in masked)
     assert all(0 < weight < upper for weight in weights)
@@ -285,8 +294,8 @@ def test_each_correction_trains_against_a_replica(tmp_path, tokenizer, mode, con
         assert max(masked) > 0
         assert [mean != whole for mean, whole in zip(means, all_means, strict=True)] == [share > 0 for share in masked]
     for name in ("min", "p01", "p50", "p99", "max"):
-        assert len(logged(trainer, f"trust/ratio_{name}")) == config.max_steps
-    if constraint == "lagrangian":  # λ goes by the trusted tokens
+        assert len(logged(trainer, f"correction/ratio_{name}")) == config.max_steps
+    if constraint == "lagrangian":  # λ goes by the tokens that are not masked
         values = [*logged(trainer, "lagrangian/lambda"), trainer.lagrange_multiplier.value]
         for now, mean, after in zip(values, means, values[1:], strict=False):
             assert after == pytest.approx(now + 0.5 * (mean - 0.0037))
@@ -319,7 +328,7 @@ def test_a_batch_that_is_masked_whole_teaches_nothing_and_leaves_lambda(tmp_path
     trainer = make_trainer(config, tokenizer, Rollouts(edit=unlike))
     trainer.train()
     assert logged(trainer, "lagrangian/lambda") == [0.1, 0.1]
-    assert logged(trainer, "trust/masked_fraction") == [1, 1]
+    assert logged(trainer, "correction/masked_fraction") == [1, 1]
     assert not logged(trainer, "discrepancy/mean")
     assert all(mean > 0.5 for mean in logged(trainer, "discrepancy/mean_all"))
     assert logged(trainer, "grad_norm") == [0, 0]
@@ -330,7 +339,7 @@ def test_an_evaluation_is_corrected_and_measured_too(tmp_path, tokenizer):
     config = make_config(tmp_path, rollout_correction="icepop", per_device_eval_batch_size=4)
     trainer = make_trainer(config, tokenizer, Rollouts(edit=on_both_sides), eval_dataset=make_prompts(3))
     metrics = trainer.evaluate()
-    assert 0 < metrics["eval_trust/masked_fraction"] < 1
+    assert 0 < metrics["eval_correction/masked_fraction"] < 1
     assert metrics["eval_discrepancy/mean"] < metrics["eval_discrepancy/mean_all"]
 
 
@@ -351,7 +360,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, tokenizer, fields):
     resumed = make_trainer(make_config(tmp_path, **fields), tokenizer, ByStep())
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert logged(resumed, "loss") == logged(whole, "loss")
-    assert logged(resumed, "trust/masked_fraction") == logged(whole, "trust/masked_fraction")
+    assert logged(resumed, "correction/masked_fraction") == logged(whole, "correction/masked_fraction")
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 

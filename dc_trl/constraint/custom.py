@@ -1,0 +1,50 @@
+"""Functions of one's own in place of a named form or correction: `module:function`."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def is_custom(name: str) -> bool:
+    """Return whether a setting names a function of one's own, as `module:function`."""
+    return ":" in name
+
+
+def resolve(field: str, name: str, registered: Mapping[str, Callable[..., Any]], **arguments: Any) -> Any:
+    """Return the function that a setting names: a registered one, or one of the user's modules.
+
+    Args:
+        field: the setting, for messages.
+        name: of a registered function, or `module:function`, where Python finds the module.
+        registered: the functions that have names.
+        arguments: by name, what the function is called with; its signature has to take them.
+
+    Raises:
+        ValueError: the name is unknown, the module cannot be imported, it has no such function, or the function does
+            not take the arguments. The message names the setting, its value and the remedy.
+    """
+    if name in registered:
+        return registered[name]
+    if not is_custom(name):
+        names = ", ".join(map(repr, registered))
+        raise ValueError(f"{field}={name!r} is unknown: choose one of {names}, or name a function, 'module:function'.")
+    module_name, _, function_name = name.partition(":")
+    try:
+        module = import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise ValueError(
+            f"{field}={name!r}: the module {module_name!r} cannot be imported ({error}). Install it, or start from "
+            "the directory in which it lies."
+        ) from error
+    if not callable(function := vars(module).get(function_name)):
+        raise ValueError(f"{field}={name!r}: {module_name} has no function {function_name!r}. Correct the name.")
+    parameters = ["tokens", *arguments]
+    try:
+        inspect.signature(function).bind(None, **arguments)
+    except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
+        raise ValueError(
+            f"{field}={name!r} is called as {function_name}({', '.join(parameters)}), which it does not take "
+            f"({error}): give it these parameters."
+        ) from error
+    return function

@@ -1,0 +1,86 @@
+"""`SampledTokens`: the tokens of a micro-batch with what both engines say of them.
+
+It is the one value that goes from the trainer's hook through the form of the constraint, the correction and the
+statistics. Throughout, ``B`` is the number of trajectories and ``T`` the padded completion length. A token is *scored*
+when it enters the loss and both log-probabilities are finite; what stands at the other positions, padding and NaN
+included, is ignored.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+# exp(2 · 20) is still far from overflow; the same bound as verl's, so that its χ² values can be compared with ours.
+LOG_RATIO_BOUND = 20.0
+
+
+class SampledTokens(NamedTuple):
+    """Sampled tokens under both engines.
+
+    Args:
+        train_logps: log π_train(y_t) after temperature, shape (B, T), nats, floating point. It has a gradient where it
+            is of the loss's own forward, which nothing below follows.
+        infer_logps: log π_inf(y_t) of the same tokens after temperature, shape (B, T), nats.
+        scored: which tokens count, boolean, shape (B, T).
+        advantages: Â of each trajectory, shape (B,), or of each token, shape (B, T).
+    """
+
+    train_logps: Tensor
+    infer_logps: Tensor
+    scored: Tensor
+    advantages: Tensor
+
+    @classmethod
+    def of(cls, train_logps: Tensor, infer_logps: Tensor, mask: Tensor, advantages: Tensor) -> SampledTokens:
+        """Score the tokens inside a mask, which is nonzero, shape (B, T), at the tokens that enter the loss."""
+        return cls(train_logps, infer_logps, scored_tokens(mask, train_logps, infer_logps), advantages)
+
+    @property
+    def token_advantages(self) -> Tensor:
+        """Advantages that broadcast over tokens, shape (B, 1) or (B, T)."""
+        return self.advantages.unsqueeze(1) if self.advantages.dim() == 1 else self.advantages
+
+    @property
+    def detached_logps(self) -> tuple[Tensor, Tensor]:
+        """log π_train and log π_inf without gradients, see `detached`."""
+        return detached(self.train_logps, self.infer_logps)
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log π_train − log π_inf of each token, shape (B, T), nats, at least float32, detached; 0 where not scored.
+
+        Nothing is known of a token that is not scored, and so its ratio is 1, as in TRL.
+        """
+        train, infer = self.detached_logps
+        return (train - infer).where(self.scored, 0.0)
+
+
+def detached(train_logps: Tensor, infer_logps: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both without gradients in float32, or in float64 if one of them is.
+
+    16-bit log-probabilities are spaced more widely than the discrepancies that are looked for.
+    """
+    dtype = torch.promote_types(torch.promote_types(train_logps.dtype, infer_logps.dtype), torch.float32)
+    return train_logps.detach().to(dtype), infer_logps.detach().to(dtype)
+
+
+def bounded_log_ratio(train_logps: Tensor, infer_logps: Tensor) -> Tensor:
+    """Return log π_train/π_inf, clamped to ±20."""
+    return (train_logps - infer_logps).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def scored_tokens(mask: Tensor, *values: Tensor) -> Tensor:
+    """Return which tokens are inside a mask and finite in every one of ``values``. Boolean, shape of ``mask``."""
+    scored = mask.bool()
+    for value in values:
+        scored = scored & value.isfinite()
+    return scored
+
+
+def trajectory_mean(values: Tensor, scored: Tensor) -> Tensor:
+    """Return the mean of ``values`` (B, T) over each trajectory's scored tokens, shape (B,); 0 where none is."""
+    return values.where(scored, 0.0).sum(-1) / scored.sum(-1).clamp(min=1)
