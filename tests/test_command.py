@@ -208,7 +208,7 @@ def test_a_new_field_is_one_edit(tmp_path):
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
 
-    before = watched(["train", "--help"], tmp_path)[1]
+    before = watched(["train", "--help"], ROOT)[1]
     config = tmp_path / "dc_trl" / "config.py"
     last = "    checkpoint_hashes: bool = setting("
     assert config.read_text().count(last) == 1
