@@ -145,14 +145,18 @@ def found_by(probe, scheme, model=TINY_MODEL):
 def test_the_machine_is_described():
     found = found_by(smoke.devices, None)
     assert found["computes on"] == "cpu"
-    assert re.search(r", \d+ cores, \d+\.\d GB$", found["processor"])
+    assert re.search(r", \d+ cores, \d+\.\d GB, load \d", found["processor"])
 
 
 def test_a_step_trains_and_samples_with_the_new_weights():
-    coarse, fine = (found_by(smoke.step, scheme) for scheme in ("int2", "bf16"))
+    coarse, fine = (found_by(smoke.step, scheme) for scheme in ("int4", "bf16"))
     assert float(coarse["δ̄"]) > 3 * float(fine["δ̄"])
-    # Old weights would be a great deal farther from the policy than the format.
     assert float(fine["after new weights"]) < 0.05
+
+
+def test_an_engine_that_keeps_old_weights_fails():
+    with pytest.raises(RuntimeError, match="the engine seems to sample with old weights: δ̄ is "):
+        list(smoke._train(Setup(str(TINY_MODEL), "cpu", os.devnull), "bf16", weight_sync_steps=2))
 
 
 def test_a_scheme_that_the_shapes_do_not_allow_is_left_out(tmp_path, tokenizer):
