@@ -237,7 +237,6 @@ def test_what_there_is_no_time_for_is_left_out(at_root):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--schemes fp9", "schemes: 'fp9' is unknown"),
         ("--minutes 0", "minutes=0"),
         ("--log there", "log='there' exists already"),
         ("--log new.log --json there", "json='there' exists already"),

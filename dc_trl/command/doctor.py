@@ -28,7 +28,9 @@ _INTERRUPTED = 130
 def make_parser() -> OptionParser:
     parser = OptionParser(__doc__, "doctor")
     parser.add_argument("--minutes", type=float, default=10.0, help="for everything (default: 10)")
-    parser.add_argument("--schemes", nargs="+", default=list(DEFAULT_SCHEMES), help="deployment schemes, or 'all'")
+    known = ["all", *SERVED_SCHEMES, *REPLICA_SCHEMES]
+    schemes = f"deployment schemes (default: {' '.join(DEFAULT_SCHEMES)})"
+    parser.add_argument("--schemes", nargs="+", choices=known, default=list(DEFAULT_SCHEMES), help=schemes)
     parser.add_argument("--model", help="Hub id or directory (default: the tiny model that is shipped)")
     parser.add_argument("--device", help="'cpu', 'cuda', or one of several: 'cuda:1' (default: what PyTorch finds)")
     parser.add_argument("--no_servers", action="store_true", help="start no vLLM server")
@@ -38,50 +40,23 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def chosen_schemes(names: Sequence[str]) -> list[str]:
-    """Return the schemes that `--schemes` means.
-
-    Raises:
-        ValueError: there is no such scheme.
-    """
-    known = [*SERVED_SCHEMES, *REPLICA_SCHEMES]
-    if list(names) == ["all"]:
-        return known
-    for name in names:
-        if name not in known:
-            raise ValueError(f"schemes: {name!r} is unknown: use 'all' alone, or some of {', '.join(known)}.")
-    return list(dict.fromkeys(names))
-
-
-def require_new(option: str, path: Path) -> None:
-    """Make an empty file, and its folder where that is missing.
-
-    Raises:
-        ValueError: the file exists.
-        OSError: the file cannot be made.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError:
-        raise ValueError(f"{option}='{path}' exists already: choose another file, or remove it.") from None
-
-
 def main(words: Sequence[str] | None = None) -> int:
     """Run the checks and print what they found; the exit code is 1 if one failed, 130 after Ctrl-C."""
     args = make_parser().parse_args(words)
     begin = time.monotonic()
     with refused_in_one_line():
         require_number("minutes", args.minutes, ABOVE_0)
-        schemes = chosen_schemes(args.schemes)
         log = args.log or Path("runs", f"doctor-{time.strftime('%Y%m%d-%H%M%S')}.log")
         for option, path in (("log", log), ("json", args.json)):
-            if path is not None:
-                require_new(option, path)
+            if path is not None and path.exists():
+                raise ValueError(f"{option}='{path}' exists already: choose another file, or remove it.")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
     leave_on_sigterm()  # through the blocks that end the checks and remove their folder
     tiny = PACKAGE / "assets" / "tiny_qwen3"
     setup = Setup(args.model or str(tiny), args.device, str(log.resolve()), args.serve_options)
-    checks = plan_checks(schemes, servers=not args.no_servers)
+    schemes = [*SERVED_SCHEMES, *REPLICA_SCHEMES] if "all" in args.schemes else args.schemes
+    checks = plan_checks(list(dict.fromkeys(schemes)), servers=not args.no_servers)
     say(f"{len(checks)} checks in at most {args.minutes:g} minutes; their output goes to {log}")
     results: list[Result] = []
     interrupted = False
