@@ -145,7 +145,7 @@ def found_by(probe, scheme, model=TINY_MODEL):
 def test_the_machine_is_described():
     found = found_by(smoke.devices, None)
     assert found["computes on"] == "cpu"
-    assert re.search(r", \d+ cores, \d+\.\d GB, load \d", found["processor"])
+    assert re.search(r", \d+ cores, \d+\.\d GB$", found["processor"])
 
 
 def test_a_step_trains_and_samples_with_the_new_weights():

@@ -92,7 +92,7 @@ def plan_checks(schemes: Sequence[str], servers: bool = True) -> list[Check]:
             why = "no engine serves this scheme: the replica alone has it"
         elif servers and find_spec("vllm") is None:
             why = NO_VLLM
-        checks.append(Check(f"server:{scheme}", of("server"), 300, scheme, f"step:{scheme}", why))
+        checks.append(Check(f"server:{scheme}", of("server"), 360, scheme, f"step:{scheme}", why))
     return checks
 
 
