@@ -238,6 +238,7 @@ def test_what_there_is_no_time_for_is_left_out(at_root):
     ("words", "message"),
     [
         ("--minutes 0", "minutes=0"),
+        ("--device cuda:x", "device='cuda:x'"),
         ("--log there", "log='there' exists already"),
         ("--log new.log --json there", "json='there' exists already"),
     ],

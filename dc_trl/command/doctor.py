@@ -15,7 +15,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..doctor.block import block, facts, summary
-from ..doctor.run import DEFAULT_SCHEMES, REPLICA_SCHEMES, SERVED_SCHEMES, Result, Setup, plan_checks, run_checks
+from ..doctor.run import (
+    DEFAULT_SCHEMES,
+    REPLICA_SCHEMES,
+    SERVED_SCHEMES,
+    Result,
+    Setup,
+    one_gpu,
+    plan_checks,
+    run_checks,
+)
 from ..files import write_text
 from ..settings.command_line import OptionParser, add_serve_options, leave_on_sigterm, refused_in_one_line, say
 from ..settings.paths import PACKAGE
@@ -50,11 +59,12 @@ def main(words: Sequence[str] | None = None) -> int:
         for option, path in (("log", log), ("json", args.json)):
             if path is not None and path.exists():
                 raise ValueError(f"{option}='{path}' exists already: choose another file, or remove it.")
+        tiny = PACKAGE / "assets" / "tiny_qwen3"
+        setup = Setup(args.model or str(tiny), args.device, str(log.resolve()), args.serve_options)
+        one_gpu(setup)  # refuses one that is not there
         log.parent.mkdir(parents=True, exist_ok=True)
         log.touch()
     leave_on_sigterm()  # through the blocks that end the checks and remove their folder
-    tiny = PACKAGE / "assets" / "tiny_qwen3"
-    setup = Setup(args.model or str(tiny), args.device, str(log.resolve()), args.serve_options)
     schemes = [*SERVED_SCHEMES, *REPLICA_SCHEMES] if "all" in args.schemes else args.schemes
     checks = plan_checks(list(dict.fromkeys(schemes)), servers=not args.no_servers)
     say(f"{len(checks)} checks in at most {args.minutes:g} minutes; their output goes to {log}")

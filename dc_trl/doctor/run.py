@@ -189,11 +189,17 @@ def one_gpu(setup: Setup) -> tuple[Setup, dict[str, str]]:
 
     Returns:
         The setup in which that GPU is the first, and the variables of the environment.
+
+    Raises:
+        ValueError: there is no such GPU.
     """
     name, _, number = (setup.device or "cuda").partition(":")
     if name != "cuda":
         return setup, {}
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = number or "0" if seen is None else seen.split(",")[int(number or 0)]
+    known = None if seen is None else seen.split(",")
+    if not (number or "0").isdigit() or (known is not None and int(number or 0) >= len(known)):
+        raise ValueError(f"device={setup.device!r} is none of CUDA_VISIBLE_DEVICES={seen}: use 'cuda:0' or the like.")
+    visible = number or "0" if known is None else known[int(number or 0)]
     device = "cuda" if setup.device else None
     return Setup(setup.model, device, setup.log, setup.serve_options), {"CUDA_VISIBLE_DEVICES": visible}
