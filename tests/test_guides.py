@@ -424,19 +424,6 @@ def test_the_command_of_trackio(workplace):
 
 
 SBATCH_FILES = sorted((ROOT / "configs" / "slurm").glob("*.sbatch"))
-# Options of sbatch in the files, from its manual; what they take.
-SBATCH_OPTIONS = {
-    "job-name": r"\w+",
-    "nodes": r"\d+",
-    "ntasks": r"\d+",
-    "ntasks-per-node": r"\d+",
-    "cpus-per-task": r"\d+",
-    "gpus-per-node": r"\d+",
-    "exclusive": "",
-    "time": r"\d+:\d\d:\d\d",
-    "signal": r"(B:)?USR1@\d+",
-    "output": r"[\w%./-]+",
-}
 
 
 def commands_in(text):
@@ -466,10 +453,6 @@ def test_a_slurm_file_parses(file):
     assert lines[0] == "#!/bin/bash"
     last = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH"))
     assert all(line.startswith("#") for line in lines[: last + 1])  # sbatch stops reading at the first command
-    for line in lines[: last + 1]:
-        if line.startswith("#SBATCH"):
-            name, _, value = line.removeprefix("#SBATCH --").partition("=")
-            assert re.fullmatch(SBATCH_OPTIONS[name], value), line
 
 
 @pytest.mark.parametrize("file", SBATCH_FILES, ids=lambda file: file.stem)
@@ -527,9 +510,6 @@ def test_the_container_file_holds_what_its_installation_needs(tmp_path):
     """The metadata of the package is built from the copied files alone, as pip begins; its command reads its file."""
     pytest.importorskip("setuptools", minversion="77")  # of pyproject.toml; pip installs it for itself
     parts = list(instructions())
-    names = [name for name, _ in parts]
-    assert names[0] == "FROM"
-    assert set(names) <= {"FROM", "RUN", "WORKDIR", "COPY", "ENTRYPOINT", "CMD"}
     python = re.fullmatch(r"python:(\d+\.\d+)-slim", parts[0][1][0])[1]
     assert re.search(rf'^requires-python = ">={python}"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     for name, words in parts:
@@ -548,17 +528,9 @@ def test_the_container_file_holds_what_its_installation_needs(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     metadata = (tmp_path / "meta" / done.stdout.splitlines()[-1] / "METADATA").read_text()
     assert {f"Provides-Extra: {extra}" for extra in extras} <= set(metadata.splitlines())
-    assert "## Is it for me?" in metadata  # the README is part of it
     (command,) = (words for name, words in parts if name == "CMD")
-    assert [words for name, words in parts if name == "ENTRYPOINT"] == [["python"]]
     assert (tmp_path / command[0]).is_file()
     assert RunArguments.parse(["--config", str(tmp_path / command[2])]).trainer.use_cpu
-
-
-def test_the_page_names_the_files():
-    text = (DOCS / "cluster.md").read_text()
-    for file in [*SBATCH_FILES, CONTAINERFILE]:
-        assert f"| `{file.relative_to(ROOT)}` |" in text
 
 
 def test_settings_in_yaml_exist():

@@ -176,7 +176,6 @@ HOOKS: dict[str, str] = {
     "transformers.Trainer._load_rng_state": "(self, checkpoint)",
     "torch.cpu._init_amx": "()",
     "torch.distributed.distributed_c10d._get_default_store": "()",
-    "torch.ops.aten._int_mm": "(*args, **kwargs)",
     "torch.ops.aten._scaled_mm": "(*args, **kwargs)",
     "peft.utils.integrations.dequantize_module_weight": "(module)",
     "peft.utils.other.ModulesToSaveWrapper": "class",

@@ -153,8 +153,6 @@ def test_writers_replace_or_refuse(tmp_path, kind):
 
 # Calls that open a file for writing by its name, beside those of files.py; each in a folder that was just made.
 ALLOWED = {
-    "doctor/worker.py": "a temporary file of this user, made by mkstemp",
-    "planning/measured.py": "/proc/self/clear_refs",
     "report/html.py": "a figure into memory",
     "report/figures.py": "a figure into memory",
     "rollouts/buffer.py": "within a checkpoint that is being made",

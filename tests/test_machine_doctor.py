@@ -1,30 +1,25 @@
-"""dc-trl doctor: what it finds is what others find, and what fails, hangs or is missing does not stop the rest."""
+"""dc-trl doctor: what fails, hangs or is missing does not stop the rest, and the block holds nothing private."""
 
 import json
 import os
-import random
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from dataclasses import fields, replace
 from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
-from dc_trl import calibrate
-from dc_trl.doctor import probes
-from dc_trl.doctor.block import Report, block, publishable
-from dc_trl.doctor.checks import (
+from dc_trl.command.doctor import main, make_parser
+from dc_trl.doctor import run, smoke
+from dc_trl.doctor.block import block, bottom_line, facts, publishable
+from dc_trl.doctor.run import (
     DEFAULT_SCHEMES,
-    KERNEL_SCHEMES,
     NO_VLLM,
     REPLICA_SCHEMES,
     SERVED_SCHEMES,
@@ -32,44 +27,20 @@ from dc_trl.doctor.checks import (
     LeftOut,
     Result,
     Setup,
+    one_gpu,
     plan_checks,
+    run_checks,
 )
-from dc_trl.doctor.command import main, make_parser
-from dc_trl.doctor.run import ENDING, run_checks
 from dc_trl.quantization.schemes import RESEARCH_BITS, SCHEMES
-from dc_trl.serving.server import vllm_version
 
-from .helpers import DEFAULT_SIGINT, ROOT, TINY_MODEL
+from .helpers import DEFAULT_SIGINT, ROOT, TINY_MODEL, make_model
 from .vllm_server import alive, requires_vllm, wait_until_gone
 
 
-SETUP = Setup(str(TINY_MODEL), "cpu", os.devnull, prompts=4, samples=4, tokens=12, repetitions=1, turns=3)
 SECRET = "hf_abcdefghijklmnop1234"
 
 
-def found_by(probe, scheme=None, setup=SETUP):
-    """All that a probe finds, in this process."""
-    found = {}
-    for part in probe(setup, scheme):
-        found |= part
-    return found
-
-
 # --- what is published
-
-
-def report(results=(), **others):
-    known = {
-        "results": list(results),
-        "seconds": 12.0,
-        "minutes": 10.0,
-        "model": "tiny",
-        "log": "runs/doctor.log",
-        "versions": {"torch": "2.13.0", "vllm": None},
-        "system": "Linux",
-        "variables": {},
-    }
-    return Report(**(known | others))
 
 
 @pytest.fixture(scope="module")
@@ -107,37 +78,25 @@ FORBIDDEN = re.compile(
 @given(
     st.lists(st.sampled_from(PRIVATE), min_size=1, max_size=4),
     st.sampled_from([" ", ", ", "\n", " ('", "', '", " (", "): "]),
-    st.sampled_from([field.name for field in fields(Report) if field.name not in ("seconds", "minutes")]),
 )
-def test_the_block_holds_nothing_private(alice, words, between, field):
+def test_the_block_holds_nothing_private(alice, words, between):
     text = between.join(["", *words, ""])
     assert FORBIDDEN.search(text)
-    of_device = {
-        "load": 1.0,
-        "cpu": text,
-        "cores": 2,
-        "memory_gb": 1.0,
-        "build": text,
-        "driver": text,
-        "device": text,
-        "note": text,
-    }
-    values = {
-        "results": [
-            Result("device", "passed", 1.0, "", of_device | {"devices": [text]}),
-            Result("server:fp8", "failed", 2.0, text, {"format": text, "kernels": [text]}),
-            Result("step", "left out", 0.0, text),
-        ],
-        "versions": {"torch": text},
-        "variables": {"CUDA_VISIBLE_DEVICES": text},
-    }
-    shown = block(
-        report(**{field: values.get(field, text)}) if field != "log" else report([values["results"][1]], log=text)
-    )
+    results = [
+        Result("device", "passed", 1.0, "", {"GPU 0": text, "note": text}),
+        Result("server:fp8", "failed", 2.0, text, {"vLLM": text}),
+        Result("step:fp8", "left out", 0.0, text),
+    ]
+    shown = block(results, {"packages": text, "CUDA_VISIBLE_DEVICES": text}, text)
     assert not FORBIDDEN.search(shown), shown
     assert shown.startswith("```text\n")
     assert shown.endswith("\n```")
     assert shown.count("```") == 2
+
+
+def test_a_secret_at_the_cut_of_a_long_reason_is_hidden_whole(alice):
+    shown = block([Result("step:fp8", "failed", 1.0, "x" * 290 + f" {SECRET}")], {}, "log")
+    assert "hf_" not in shown
 
 
 def test_what_is_not_private_stays(alice):
@@ -147,22 +106,26 @@ def test_what_is_not_private_stays(alice):
     assert publishable("end ``` it") == "end ''' it"
 
 
-def test_the_block_says_what_failed_and_what_was_left_out():
+def test_the_block_says_what_works_what_failed_and_what_was_left_out():
     results = [
-        Result("import", "passed", 3.0),
-        Result("server:fp8", "failed", 41.5, "ServerError: no kernel", {"start_seconds": 40.0}),
+        Result("device", "passed", 3.0),
+        Result("step:fp8", "passed", 3.0),
+        Result("server:fp8", "failed", 41.5, "ServerError: no kernel", {"vLLM": "0.31.0"}),
         Result("server:int8", "left out", reason=NO_VLLM),
-        Result("server:int4", "left out", reason=NO_VLLM),
     ]
-    lines = block(report(results)).splitlines()
-    assert "1 passed, 1 failed, 2 left out" in lines[1]
-    assert any(re.fullmatch(r"server:fp8 +failed +41\.5 +ServerError: no kernel", line) for line in lines)
-    assert f"left out: server:int8, server:int4: {NO_VLLM}" in lines
-    assert any("runs/doctor.log" in line for line in lines)
-    assert "runs/doctor.log" not in block(report(results[:1]))
+    shown = block(results, facts(), "runs/doctor.log")
+    assert re.search(r"^packages: dc_trl .*torch \d", shown, re.MULTILINE)
+    assert re.search(r"^server:fp8 +failed +41\.5 +ServerError: no kernel; vLLM 0\.31\.0$", shown, re.MULTILINE)
+    assert re.search(rf"^server:int8 +left out +0\.0 +{re.escape(NO_VLLM)}$", shown, re.MULTILINE)
+    assert bottom_line(results) in shown
+    assert bottom_line(results) == (
+        "bottom line: trains with the replica in fp8; trains with a vLLM server in no scheme; failed: server:fp8"
+    )
+    assert "log: runs/doctor.log" in shown
+    assert "log: runs/doctor.log" not in block(results[:1], {}, "runs/doctor.log")
 
 
-# --- what it measures
+# --- what it tries
 
 
 def test_the_names_are_those_of_the_schemes():
@@ -171,169 +134,111 @@ def test_the_names_are_those_of_the_schemes():
     assert set(DEFAULT_SCHEMES) <= set(SCHEMES)
 
 
-@pytest.mark.parametrize("scheme", KERNEL_SCHEMES)
-def test_kernels_of_this_cpu_compute(scheme):
-    error = found_by(probes.kernel, scheme)["relative_error"]
-    assert error == 0 if scheme == "int8" else 0 < error < 0.01
+def found_by(probe, scheme, model=TINY_MODEL):
+    """All that a check finds, in this process."""
+    found = {}
+    for part in probe(Setup(str(model), "cpu", os.devnull), scheme):
+        found |= part
+    return found
 
 
-def test_a_device_without_the_kernel_is_left_out():
-    """The meta device has none of numbers: its product cannot be read."""
-    with pytest.raises(LeftOut, match="PyTorch has no such product on meta: "):
-        found_by(probes.kernel, "fp8", Setup(str(TINY_MODEL), "meta", os.devnull))
+def test_the_machine_is_described():
+    found = found_by(smoke.devices, None)
+    assert found["computes on"] == "cpu"
+    assert re.search(r", \d+ cores, \d+\.\d GB$", found["processor"])
 
 
-def test_the_replicas_mismatch_is_that_of_a_calibration(tokenizer):
-    found = found_by(probes.replica, "fp8")
-    policy = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.bfloat16)
-    texts = [f"{17 * number + 5}+{29 * number + 11}=" for number in range(4)]
-    prompts = [[{"role": "user", "content": text}] for text in texts]
-    sizes = {"samples": 4, "max_tokens": 12, "batch_prompts": 4}
-    (engine,) = calibrate(policy, tokenizer, ["replica:fp8"], prompts, **sizes, split=False, progress=False).engines
-    delta = engine.estimates["discrepancy"]
-    assert found["discrepancy"] == delta.value > 1e-4
-    assert found["interval"] == [delta.low, delta.high]
-    assert found["k3"] == engine.estimates["k3_kl"].value
-    assert found["tokens"] == engine.tokens
-    assert found["sync_seconds"] > 0
+def test_a_step_trains_and_samples_with_the_new_weights():
+    coarse, fine = (found_by(smoke.step, scheme) for scheme in ("int4", "bf16"))
+    assert float(coarse["δ̄"]) > 3 * float(fine["δ̄"])
+    assert float(fine["after new weights"]) < 0.05
 
 
-def test_the_step_is_timed_with_and_without_the_constraint(caplog):
-    found = found_by(probes.step)
-    low, high = found["interval_of_turns"]
-    assert 0 < low <= high
-    assert 0.2 < found["ratio"] < 5
-    assert found["turns"] == 3
-    assert not [record for record in caplog.records if "discrepancy/k3_kl" in record.message]  # rollouts are near
-
-
-@pytest.mark.parametrize(("count", "k"), [(3, 1), (6, 1), (8, 1), (9, 2), (10, 2), (20, 6)])
-def test_the_interval_of_a_median_is_that_of_the_sign_test(count, k):
-    """The ranks k of tables of the sign test at 5 %, two-sided; fewer than 6 values have none."""
-    values = random.Random(0).sample([float(number) for number in range(count)], count)
-    assert probes.median_interval(values) == [k - 1, count - k]
+def test_an_engine_that_keeps_old_weights_fails():
+    with pytest.raises(RuntimeError, match="the engine seems to sample with old weights: δ̄ is "):
+        list(smoke._train(Setup(str(TINY_MODEL), "cpu", os.devnull), "bf16", weight_sync_steps=2))
 
 
 def test_a_scheme_that_the_shapes_do_not_allow_is_left_out(tmp_path, tokenizer):
-    from .helpers import make_model
-
     make_model(96).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    small = Setup(str(tmp_path), "cpu", os.devnull)
-    assert found_by(probes.model, None, small)["multiple_of"] == 16  # of 96, 192 and 48
     with pytest.raises(LeftOut, match=r"shape: .*groups of 128, which do not divide the 96 inputs"):
-        found_by(probes.replica, "fp8_block", small)
+        found_by(smoke.step, "fp8_block", tmp_path)
 
 
-def test_the_kernels_that_vllm_names_in_its_log():
-    log = (
-        "(EngineCore pid=1) INFO [__init__.py:727] Selected CutlassFP8ScaledMMLinearKernel for "
-        "CompressedTensorsW8A8Fp8\n(EngineCore pid=1) INFO [x.py:1] Using MarlinLinearKernel for "
-        "CompressedTensorsWNA16\n"
-        "INFO Selected CutlassFP8ScaledMMLinearKernel for CompressedTensorsW8A8Fp8\n"
-    )
-    assert probes.chosen_kernels(log) == [
-        "CutlassFP8ScaledMMLinearKernel for CompressedTensorsW8A8Fp8",
-        "MarlinLinearKernel for CompressedTensorsWNA16",
-    ]
+@pytest.mark.parametrize(
+    ("asked", "visible", "seen"),
+    [("cuda:1", "4,7", ("cuda", "7")), ("cuda:1", None, ("cuda", "1")), (None, "GPU-a,GPU-b", (None, "GPU-a"))],
+)
+def test_of_several_gpus_a_training_sees_one(monkeypatch, asked, visible, seen):
+    """Else transformers trains on all of them, by torch's DataParallel."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    setup, variables = one_gpu(Setup("m", asked, "log"))
+    assert (setup.device, variables["CUDA_VISIBLE_DEVICES"]) == seen
+    assert one_gpu(Setup("m", "cpu", "log")) == (Setup("m", "cpu", "log"), {})
 
 
 # --- what goes wrong
 
 
 def checks_of(*names, seconds=60.0):
-    return [Check(name, f"tests.doctor_probes:{name}", seconds, least=0.0) for name in names]
-
-
-def between_others(name):
-    """A check with a short limit, for a process that runs already, and another one after it."""
-    return [*checks_of("passes"), *checks_of(name, seconds=3.0), *checks_of("passes")]
+    return [Check(name, f"tests.doctor_probes:{name}", seconds) for name in names]
 
 
 @pytest.fixture
 def at_root(monkeypatch, tmp_path):
     """A setup for probes of the tests, whose processes import them from here; they leave their ids at its `model`."""
     monkeypatch.chdir(ROOT)
-    return Setup(str(tmp_path / "ids"), "cpu", str(tmp_path / "log"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", None)
+    yield Setup(str(tmp_path / "ids"), "cpu", str(tmp_path / "log"))
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_what_raises_or_crashes_is_reported_and_the_rest_goes_on(at_root):
-    names = ["passes", "raises", "passes", "is_killed", "exits", "passes", "passes"]
-    results = list(run_checks(checks_of(*names), at_root, 300))
-    assert [result.status for result in results] == [
-        *("passed", "failed", "passed", "failed", "failed", "passed", "passed")
+    later = Check("later", "tests.doctor_probes:passes", 60, after="raises")
+    results = list(run_checks([*checks_of("raises", "is_killed", "exits"), later, *checks_of("passes")], at_root, 300))
+    assert [result.status for result in results] == ["failed", "failed", "failed", "left out", "passed"]
+    assert [result.reason for result in results[:4]] == [
+        "LookupError: no kernel\nfor this, key=abcdefgh12345678",
+        "its process was ended by SIGKILL",
+        "its process was ended by exit code 3",
+        "it needs 'raises', which did not pass",
     ]
-    reasons = {result.name: result.reason for result in results}
-    assert reasons["raises"] == "LookupError: no kernel for this, key=(hidden)"
-    assert reasons["is_killed"].startswith("its process was ended by SIGKILL")
-    assert reasons["exits"] == "its process ended with exit code 3"
-    assert [result.found.get("start_seconds") for result in results if result.status == "failed"] == [7.0, 8.0, None]
-    # After a failure a process is fresh, else it is the same.
-    of = [result.found["architecture"] for result in results if result.name == "passes"]
-    assert len(set(of)) == 3
-    assert of[2] == of[3]
+    assert [result.found for result in results[:3]] == [{"litter": "made"}, {"start": 8.0}, {}]
     log = Path(at_root.log).read_text()
     assert "=== raises" in log
     assert 'raise LookupError("no kernel' in log
 
 
 @pytest.mark.long
-def test_what_hangs_is_ended_with_all_that_it_started(at_root):
-    results = list(run_checks(between_others("hangs"), at_root, 300))
-    assert [result.status for result in results] == ["passed", "failed", "passed"]
-    assert results[1].reason == "Timeout: it had not ended after 3 s"
-    assert results[1].found == {"start_seconds": 9.0}
-    ids = map(int, Path(at_root.model).read_text().split())
-    assert not alive([psutil.Process(pid) for pid in ids if psutil.pid_exists(pid)])
-
-
-@pytest.mark.long
-def test_what_hangs_and_hears_no_signal_is_ended_too(at_root):
-    results = list(run_checks(between_others("hangs_deaf"), at_root, 300))
-    assert [result.status for result in results] == ["passed", "failed", "passed"]
+@pytest.mark.parametrize("name", ["hangs", "hangs_deaf"])
+def test_what_hangs_is_ended_with_all_that_it_started(at_root, name, monkeypatch):
+    monkeypatch.setattr(run, "_GRACE", 3.0)
+    results = list(run_checks([*checks_of(name, seconds=20.0), *checks_of("passes")], at_root, 300))
+    assert [result.status for result in results] == ["failed", "passed"]
+    assert results[0].reason == "it had not ended after 20 s"
+    assert results[0].found == {"start": 9.0}
     ids = map(int, Path(at_root.model).read_text().split())
     assert not alive([psutil.Process(pid) for pid in ids if psutil.pid_exists(pid)])
 
 
 @pytest.mark.long
 def test_what_there_is_no_time_for_is_left_out(at_root):
-    results = list(run_checks(checks_of("hangs", "passes"), at_root, ENDING + 3.0))
+    results = list(run_checks(checks_of("hangs", "passes"), at_root, run.ENDING + 3.0))
     assert [result.status for result in results] == ["left out", "left out"]
-    assert re.fullmatch(r"no time: it was stopped after \d s", results[0].reason)
-    assert results[1].reason.startswith("no time: 0 s were left")
-
-
-@pytest.mark.parametrize(
-    ("asked", "visible", "seen"),
-    [
-        ("cuda:1", "4,7", "cuda of 7"),
-        ("cuda:1", None, "cuda of 1"),
-        (None, "GPU-a,GPU-b", "cuda of GPU-a"),
-        ("cpu", "4,7", "cpu of 4,7"),
-    ],
-)
-def test_of_several_gpus_the_checks_see_one(at_root, monkeypatch, asked, visible, seen):
-    """Else transformers trains on all of them, by torch's DataParallel."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    checks = [Check("device", "tests.doctor_probes:two_gpus", 60, least=0.0), *checks_of("sees")]
-    *_, result = run_checks(checks, replace(at_root, device=asked), 300)
-    assert result.found["device"] == seen
-
-
-def test_what_needs_what_did_not_pass_is_left_out(at_root):
-    later = Check("later", "tests.doctor_probes:passes", 60, after=("raises",))
-    *_, result = run_checks([*checks_of("raises"), later], at_root, 300)
-    assert (result.status, result.reason) == ("left out", "it needs 'raises', which did not pass")
+    assert re.fullmatch(r"no time: it was stopped after \d+ s", results[0].reason)
+    assert results[1].reason == "no time was left"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--schemes fp9", "schemes: 'fp9' is unknown"),
         ("--minutes 0", "minutes=0"),
-        ("--seed -1", "seed=-1"),
+        ("--device cuda:x", "device='cuda:x'"),
         ("--log there", "log='there' exists already"),
         ("--log new.log --json there", "json='there' exists already"),
     ],
@@ -378,58 +283,31 @@ def results_in(folder):
     return {result["name"]: result for result in found}
 
 
-@pytest.fixture
-def without_vllm(tmp_path):
-    """The interpreter of an environment with the installed packages, as links, but for vLLM."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--symlinks", tmp_path / "venv"], check=True)
-    (ours,) = {path for path in map(Path, sys.path) if (path / "trl").is_dir()}
-    (theirs,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    for path in ours.iterdir():
-        if not path.name.lower().startswith("vllm"):
-            (theirs / path.name).symlink_to(path)
-    return str(tmp_path / "venv" / "bin" / "python")
-
-
 @pytest.mark.long
-def test_pytorch_alone(tmp_path, without_vllm):
-    """Real checks in an interpreter that has no vLLM: all that does not need it passes."""
-    process = doctor(tmp_path, "--schemes", "fp8", "fp8_block", "int3", python=without_vllm)
-    shown, _ = process.communicate(timeout=280)
-    assert process.returncode == 0, shown
-    results = results_in(tmp_path)
-    left_out = {name: result["reason"] for name, result in results.items() if result["status"] == "left out"}
-    assert left_out.keys() == {"kernel:fp8_block", "kernel:int3", "server:fp8", "server:fp8_block", "server:int3"}
-    assert left_out["server:fp8"] == left_out["server:fp8_block"] == NO_VLLM
-    assert {result["status"] for result in results.values()} == {"passed", "left out"}
-    assert f"left out: server:fp8, server:fp8_block: {NO_VLLM}" in shown
-    assert re.search(r"^absent .*\bvllm\b", shown, re.MULTILINE)
-    assert str(Path.home()) not in shown.partition("```text")[2]
-    # Three bits say less than eight.
-    assert results["replica:int3"]["found"]["discrepancy"] > 3 * results["replica:fp8"]["found"]["discrepancy"]
-
-
-@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_a_model_that_is_not_there_fails_and_the_machine_is_described(tmp_path):
-    process = doctor(tmp_path, "--model", "nowhere/at_all", "--schemes", "fp8", "--no_servers")
-    shown, _ = process.communicate(timeout=280)
+    process = doctor(tmp_path, "--model", "nowhere/at_all", "--schemes", "fp8", "int3")
+    shown, _ = process.communicate(timeout=500)
     assert process.returncode == 1
     statuses = {name: result["status"] for name, result in results_in(tmp_path).items()}
     assert statuses == {
-        **dict.fromkeys(("device", "kernel:fp8", "import"), "passed"),
-        "model": "failed",
-        **dict.fromkeys(("replica:fp8", "step", "server:fp8"), "left out"),
+        "device": "passed",
+        **dict.fromkeys(("step:fp8", "step:int3"), "failed"),
+        **dict.fromkeys(("server:fp8", "server:int3"), "left out"),
     }
-    assert "it needs 'model', which did not pass" in shown
     assert "Traceback" in (tmp_path / "doctor.log").read_text()
-    assert f"{os.cpu_count()} cores" in shown
+    assert str(Path.home()) not in shown.partition("```text")[2]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_it_leaves_nothing_behind_when_it_is_stopped(tmp_path, how):
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_it_leaves_nothing_behind_when_it_is_stopped(tmp_path, how, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     process = doctor(tmp_path, "--no_servers")
     for line in process.stdout:
-        if line.startswith("kernel:int4"):  # the import is under way
+        if line.startswith("device: passed"):  # the next check is under way
             break
     time.sleep(0.5)
     family = psutil.Process(process.pid).children(recursive=True)
@@ -437,25 +315,21 @@ def test_it_leaves_nothing_behind_when_it_is_stopped(tmp_path, how):
     process.send_signal(how)
     shown, _ = process.communicate(timeout=60)
     wait_until_gone(family)
+    assert not list(temporary.iterdir())
     if how == signal.SIGINT:
         assert process.returncode == 130
         assert "stopped by Ctrl-C" in shown
-        assert results_in(tmp_path)["kernel:fp8"]["status"] == "passed"
+        assert results_in(tmp_path)["device"]["status"] == "passed"
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @requires_vllm
 def test_a_real_server(at_root):
-    wanted = ["device", "import", "model", "replica:fp8", "server:fp8"]
-    checks = [check for check in plan_checks(["fp8"]) if check.name in wanted]
-    results = {result.name: result for result in run_checks(checks, replace(at_root, model=str(TINY_MODEL)), 540)}
-    assert [(name, result.status) for name, result in results.items()] == [(name, "passed") for name in wanted]
-    server, replica = (results[f"{kind}:fp8"].found for kind in ("server", "replica"))
-    assert server["vllm"] == vllm_version()
-    assert "Fp8" in server["format"]
-    # One number format: alike but for the samples. New weights are far from the old ones.
-    assert replica["discrepancy"] / 4 < server["discrepancy"] < 4 * replica["discrepancy"]
-    assert server["after_reload"] < server["to_old_weights"] / 3
-    assert min(server["reload_seconds"], server["write_seconds"]) > 0
-    assert "up after" in block(report(results.values()))
+    """vLLM is more exact than the format, and has the new weights after the first step."""
+    setup = Setup(str(TINY_MODEL), "cpu", at_root.log)
+    results = {result.name: result for result in run_checks(plan_checks(["fp8"]), setup, 840)}
+    assert [result.status for result in results.values()] == ["passed"] * 3, results
+    server, replica = (results[f"{kind}:fp8"].found for kind in ("server", "step"))
+    for name in ("δ̄", "after new weights"):
+        assert float(replica[name]) / 4 < float(server[name]) < 4 * float(replica[name])

@@ -29,7 +29,7 @@ COMMANDS = {
     "push": ("push", "push a run to the Hub"),
     "prepare-data": ("prepare_data", "clean training problems, once"),
     "doctor": ("doctor", "say what this machine can do, and print a block for an issue"),
-    "plan": ("plan", "say what fits, and where the time will go"),
+    "plan": ("plan", "say what fits, and what each device holds"),
 }
 _VERSIONS = {"TRL": "trl", "transformers": "transformers", "vLLM": "vllm", "torch": "torch"}
 

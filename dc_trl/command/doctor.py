@@ -1,4 +1,90 @@
-from ..doctor.command import __doc__, main, make_parser
+"""Checks in minutes what this machine can do for dc_trl, and prints a block to paste into an issue.
+
+    dc-trl doctor                              no network, the shipped tiny model
+    dc-trl doctor --schemes all --minutes 20   every scheme
+    dc-trl doctor --model Qwen/Qwen3-0.6B      your model, which is downloaded
+
+It names versions and devices, and trains two steps in each scheme: with the replica, and where vLLM is installed with
+a server. A check that fails or hangs does not stop the others. The exit code is 1 if one failed.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ..doctor.block import block, facts, summary
+from ..doctor.run import (
+    DEFAULT_SCHEMES,
+    REPLICA_SCHEMES,
+    SERVED_SCHEMES,
+    Result,
+    Setup,
+    one_gpu,
+    plan_checks,
+    run_checks,
+)
+from ..files import write_text
+from ..settings.command_line import OptionParser, add_serve_options, leave_on_sigterm, refused_in_one_line, say
+from ..settings.paths import PACKAGE
+from ..settings.ranges import ABOVE_0, require_number
 
 
-__all__ = ["__doc__", "main", "make_parser"]
+_INTERRUPTED = 130
+
+
+def make_parser() -> OptionParser:
+    parser = OptionParser(__doc__, "doctor")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for everything (default: 10)")
+    known = ["all", *SERVED_SCHEMES, *REPLICA_SCHEMES]
+    schemes = f"deployment schemes (default: {' '.join(DEFAULT_SCHEMES)})"
+    parser.add_argument("--schemes", nargs="+", choices=known, default=list(DEFAULT_SCHEMES), help=schemes)
+    parser.add_argument("--model", help="Hub id or directory (default: the tiny model that is shipped)")
+    parser.add_argument("--device", help="'cpu', 'cuda', or one of several: 'cuda:1' (default: what PyTorch finds)")
+    parser.add_argument("--no_servers", action="store_true", help="start no vLLM server")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="new file for the raw results")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="new file for tracebacks (default: in runs/)")
+    add_serve_options(parser)
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the checks and print what they found; the exit code is 1 if one failed, 130 after Ctrl-C."""
+    args = make_parser().parse_args(words)
+    begin = time.monotonic()
+    with refused_in_one_line():
+        require_number("minutes", args.minutes, ABOVE_0)
+        log = args.log or Path("runs", f"doctor-{time.strftime('%Y%m%d-%H%M%S')}.log")
+        for option, path in (("log", log), ("json", args.json)):
+            if path is not None and path.exists():
+                raise ValueError(f"{option}='{path}' exists already: choose another file, or remove it.")
+        tiny = PACKAGE / "assets" / "tiny_qwen3"
+        setup = Setup(args.model or str(tiny), args.device, str(log.resolve()), args.serve_options)
+        one_gpu(setup)  # refuses one that is not there
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+    leave_on_sigterm()  # through the blocks that end the checks and remove their folder
+    schemes = [*SERVED_SCHEMES, *REPLICA_SCHEMES] if "all" in args.schemes else args.schemes
+    checks = plan_checks(list(dict.fromkeys(schemes)), servers=not args.no_servers)
+    say(f"{len(checks)} checks in at most {args.minutes:g} minutes; their output goes to {log}")
+    results: list[Result] = []
+    interrupted = False
+    running = run_checks(checks, setup, 60 * args.minutes)
+    try:
+        for result in running:
+            results.append(result)
+            say(f"{result.name}: {result.status} in {result.seconds:.1f} s: {summary(result)}")
+    except KeyboardInterrupt:
+        interrupted = True
+        results += [Result(check.name, "left out", reason="stopped by Ctrl-C") for check in checks[len(results) :]]
+    finally:
+        running.close()
+    took = f"{(time.monotonic() - begin) / 60:.1f} of {args.minutes:g} minutes"
+    known = {"dc_trl doctor": took, **facts(), "model": args.model or "dc_trl's tiny model"}
+    say("\nTo paste into an issue:\n\n" + block(results, known, str(log)))
+    if args.json is not None:
+        write_text(args.json, json.dumps(known | {"results": [asdict(result) for result in results]}, indent=2) + "\n")
+    if interrupted:
+        return _INTERRUPTED
+    return int(any(result.status == "failed" for result in results))

@@ -1,129 +1,144 @@
-"""Plans a run from a model's configuration alone: what fits, where the time goes, and the commands to launch it.
+"""Plans a run from a model's configuration alone: what fits, and what each device holds.
 
     dc-trl plan --model configs/models/qwen3_8b.json --device h100 --gpus 8
-    dc-trl plan --model configs/models/qwen3_30b_a3b.json --device h100 --gpus 16 32 64 \\
-      --config qwen3_30b_a3b_fp8 --accelerate_config configs/accelerate/fsdp2_moe.yaml
-    dc-trl plan --check          formulas against runs of the shipped model and a random 0.6B on this CPU
-    dc-trl plan --growth         step time against batch, length, model and processes, beside the plan's
+    dc-trl plan --config qwen3_30b_a3b_fp8 --processes 16 --device h100 --gpus 32
 
-It loads no weights and no engine, and starts nothing but with --check and --growth. Formulas and assumptions:
-docs/planning.md. A number may be given for each assumption, or two: the slow and the fast one.
+It loads no weights and no engine, and starts nothing. docs/planning.md has the formulas, and runs beside them.
 """
 
 import argparse
 import json
-import shlex
 from collections.abc import Sequence
-from dataclasses import fields
-from pathlib import Path
+from dataclasses import asdict, fields
+from typing import Any
 
-from ..files import read_yaml
 from ..planning.architecture import load_architecture
-from ..planning.commands import shell_lines, vllm_command
-from ..planning.devices import DEVICES, FAST, SLOW, Assumptions, with_overrides
-from ..planning.plan import Cluster, NoPlan, Plan, make_plan
-from ..planning.report import as_json, assumption_lines, refusal, summary_table, tables
-from ..planning.settings import PlanSettings, settings_of_config
+from ..planning.layouts import Layout, Problem, layouts, reasons, remedies
+from ..planning.memory import DEVICES, checkpoint_bytes
+from ..planning.work import Work, work_of_config
 from ..records.tables import print_table
 from ..settings.command_line import OptionParser, add_fields, refused_in_one_line, say
 from ..settings.paths import config_file, shipped
 from ..settings.ranges import COUNT, require_number
 
 
-WORK = [field.name for field in fields(PlanSettings)]
+WORK = [field.name for field in fields(Work)]
 
 
 def make_parser() -> OptionParser:
     parser = OptionParser(__doc__, "plan")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--check", action="store_true", help="measure here what the formulas say")
-    what.add_argument("--growth", action="store_true", help="measure step time against size here")
     machine = parser.add_argument_group("the machine")
     machine.add_argument("--device", default="h100", choices=DEVICES, help="kind of device (default: h100)")
-    machine.add_argument(
-        "--gpus",
-        type=int,
-        nargs="+",
-        default=[8],
-        help="devices in all, several give a table; and the processes of --config",
-    )
+    machine.add_argument("--gpus", type=int, default=8, help="devices in all (default: 8)")
     machine.add_argument("--gpus_per_node", type=int, default=8, help="devices of a node (default: 8)")
-    machine.add_argument("--transport", choices=("memory", "shared", "nccl"), help="how weights reach the engine")
     work = parser.add_argument_group("the work")
-    work.add_argument(
-        "--model", type=shipped, help="Hub id, directory or config.json; by default the model of --config"
-    )
+    model = "Hub id, directory or config.json; by default the model of --config"
+    work.add_argument("--model", type=shipped, help=model)
     work.add_argument("--revision", default="main", help="revision of a Hub model")
     work.add_argument("--config", help="training configuration, or the name of one that ships, as for dc-trl train")
-    work.add_argument(
-        "--accelerate_config", type=shipped, help="a launch configuration, whose processes --config is for"
-    )
-    work.add_argument("--processes", type=int, help="processes that --config is for, in place of --gpus")
-    add_fields(work, PlanSettings, *WORK)
-    parser.set_defaults(**dict.fromkeys(WORK))  # what is given overrides the configuration
-    assumed = parser.add_argument_group("assumptions, one number or the slow and the fast one")
-    for field in fields(Assumptions):
-        slow, fast = (getattr(each, field.name) for each in (SLOW, FAST))
-        words = f"{field.metadata['help'].replace('%', '%%')} (default: {slow:g} {fast:g})"
-        assumed.add_argument(f"--{field.name}", type=float, nargs="+", help=words)
-    parser.add_argument("--json", action="store_true", help="print numbers for a program: bytes, seconds, FLOPs")
+    work.add_argument("--processes", type=int, help="training processes that --config is for (default: --gpus)")
+    add_fields(work, Work, *WORK)
+    parser.set_defaults(**dict.fromkeys(WORK))  # an option that is given replaces the configuration's value
+    parser.add_argument("--json", action="store_true", help="print numbers for a program: bytes and tokens")
     return parser
 
 
-def make_plans(args: argparse.Namespace) -> tuple[list[Plan | NoPlan], tuple[Assumptions, Assumptions]]:
-    """One plan for each number of devices."""
-    for name in ("gpus_per_node", "processes"):
+def problem_of(args: argparse.Namespace) -> Problem:
+    """Return what is planned.
+
+    Raises:
+        ValueError: names the option, its value and the remedy.
+        OSError: a file cannot be read.
+    """
+    for name in ("gpus", "gpus_per_node", "processes"):
         if (value := getattr(args, name)) is not None:
             require_number(name, value, COUNT)
-    for count in args.gpus:
-        require_number("gpus", count, COUNT)
-    given = {name: value for name in WORK if (value := getattr(args, name)) is not None}
-    named, found = args.model, [given] * len(args.gpus)
+    settings: dict[str, Any] = {}
+    named = args.model
     if args.config is not None:
-        processes = args.processes
-        if processes is None and args.accelerate_config is not None:
-            processes = read_yaml(Path(args.accelerate_config)).get("num_processes", 1)
-        of_config = [settings_of_config(config_file(args.config), processes or count) for count in args.gpus]
-        named, found = named or shipped(of_config[0][1]), [settings | given for settings, _ in of_config]
+        settings, of_config = work_of_config(config_file(args.config), args.processes or args.gpus)
+        named = named or shipped(of_config)
     if named is None:
         raise ValueError("model is not set: give --model, or --config with a model_name_or_path.")
-    works = [PlanSettings(**settings).workload() for settings in found]
-    overrides = {field.name: value for field in fields(Assumptions) if (value := getattr(args, field.name))}
-    assumptions = with_overrides(overrides)
-    architecture = load_architecture(named, args.revision)
-    clusters = [Cluster(DEVICES[args.device], count, args.gpus_per_node) for count in args.gpus]
-    pairs = zip(works, clusters, strict=True)
-    return [
-        make_plan(architecture, work, cluster, assumptions, args.transport) for work, cluster in pairs
-    ], assumptions
+    work = Work(**settings | {name: value for name in WORK if (value := getattr(args, name)) is not None})
+    return Problem(load_architecture(named, args.revision), work, args.device, args.gpus, args.gpus_per_node)
 
 
-def print_plan(plan: Plan | NoPlan, assumptions: tuple[Assumptions, Assumptions], config: str) -> None:
-    if isinstance(plan, NoPlan):
-        say("\n".join(refusal(plan)))
-    else:
-        for title, (head, rows) in tables(plan):
-            print_table(head, rows, title)
-        say("\n".join([*shell_lines(plan, config), "# the server's own line:", shlex.join(vllm_command(plan))]))
-    say("\nAssumed: " + "\n  ".join(assumption_lines(plan, assumptions)))
+def numbers_of(problem: Problem, layout: Layout) -> dict[str, Any]:
+    """Return what a layout sets and holds, by name: settings of the two sides, tokens, and bytes as floats."""
+    training, engine, replicas = layout
+    steps = problem.micro_batches(training)
+    memory = problem.memory(training)
+    return {
+        "train_devices": training.devices,
+        "strategy": training.strategy,
+        "sync_each_batch": training.sync_each_batch,
+        "per_device_train_batch_size": training.micro_batch,
+        "gradient_accumulation_steps": steps,
+        "steps_per_generation": steps * problem.work.optimizer_steps,
+        **{part: float(size) for part, size in asdict(memory).items()},
+        "peak": float(memory.total),
+        "replicas": replicas,
+        "tensor_parallel_size": engine.tensor_parallel,
+        "engine_weights": engine.weights,
+        "cache_tokens": engine.cache_tokens,
+        "longest_sequences": engine.cache_tokens // problem.work.longest,
+    }
+
+
+def print_plan(problem: Problem) -> None:
+    """Print a column for each layout that fits, or why none does."""
+    title = f"{problem.model.name} on {problem.devices} × {problem.device}"
+    found = [numbers_of(problem, layout) for layout in layouts(problem)]
+    if not found:
+        lines = [f"  because {reason}" for reason in reasons(problem)]
+        lines += [f"  remedy: {remedy}" for remedy in remedies(problem)]
+        say("\n".join([f"{title}: nothing fits.", *lines]))
+        return
+    rows = [
+        [f"{name}, GB" if isinstance(value, float) else name, *(_shown(each[name]) for each in found)]
+        for name, value in found[0].items()
+    ]
+    usable = f"{problem.usable / 1e9:.0f} GB of each device are usable"
+    print_table([""] * (1 + len(found)), rows, f"{title}: what fits; {usable}")
+    checkpoint, stream = (_shown(float(size)) for size in sync_bytes(problem).values())
+    say(f"A weight sync moves {checkpoint} GB as a checkpoint in {problem.work.scheme}, {stream} GB as TRL's stream.")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value / 1e9:.1f}" if value < 9.95e9 else f"{value / 1e9:,.0f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value).lower()
+
+
+def sync_bytes(problem: Problem) -> dict[str, int]:
+    """Return the bytes that reach an engine at each weight sync, by the transport."""
+    return {
+        "checkpoint": checkpoint_bytes(problem.model, problem.work.scheme),
+        "nccl": checkpoint_bytes(problem.model, "bf16"),
+    }
+
+
+def as_json(problem: Problem) -> dict[str, Any]:
+    """Return all numbers of a plan, in bytes and tokens."""
+    found = [numbers_of(problem, layout) for layout in layouts(problem)]
+    return {
+        "model": asdict(problem.model),
+        "device": problem.device,
+        "devices": problem.devices,
+        "work": asdict(problem.work),
+        "sync_bytes": sync_bytes(problem),
+        "layouts": found,
+        "reasons": [] if found else reasons(problem),
+        "remedies": [] if found else remedies(problem),
+    }
 
 
 def main(words: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(words)
-    if args.check or args.growth:
-        from ..planning.trials import check_tables, growth_table  # loads the trainer, which takes a while
-
-        for title, (head, rows) in check_tables() if args.check else [growth_table()]:
-            print_table(head, rows, title)
-        return
     with refused_in_one_line():
-        plans, assumptions = make_plans(args)
-    config = str(args.config or "CONFIG.yaml")
+        problem = problem_of(args)
     if args.json:
-        say(json.dumps([as_json(plan, assumptions, config) for plan in plans], indent=2))
-        return
-    for plan in plans:
-        print_plan(plan, assumptions, config)
-    if len(plans) > 1:
-        head, rows = summary_table(plans)
-        print_table(head, rows, "All of them")
+        say(json.dumps(as_json(problem), indent=2))
+    else:
+        print_plan(problem)

@@ -1,1 +1,1 @@
-"""Whether a machine can do what dc_trl needs: a few small checks in minutes, and a block to paste into an issue."""
+"""Whether a machine can do what dc_trl needs: one small training in each scheme, and a block for an issue."""

@@ -1,1 +1,1 @@
-"""What a run will need and where its time will go, from a model's configuration alone: no weights, no engine."""
+"""What a run will hold on its devices, and what fits them, from a model's configuration: no weights, no engine."""

@@ -1,0 +1,154 @@
+"""What the plan says of memory, beside what is measured here: `python -m tests.planning_measured` prints it."""
+
+import json
+import struct
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback
+
+from dc_trl import DCGRPOTrainer
+from dc_trl.planning.architecture import architecture_of
+from dc_trl.planning.memory import (
+    PRECISIONS,
+    MicroBatch,
+    checkpoint_bytes,
+    last_norm_activations,
+    layer_activations,
+    trainer_memory,
+)
+from dc_trl.quantization.checkpoint import CheckpointWriter
+from dc_trl.quantization.tensors import policy_tensors
+from dc_trl.records.tables import print_table
+
+from .helpers import ROOT, TINY_MODEL, make_config, make_prompts, make_tokenizer
+
+
+class Row(NamedTuple):
+    """A number that was predicted, and the same measured."""
+
+    what: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def tiny_model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+
+
+def small_model() -> PreTrainedModel:
+    """A random model of the shape of Qwen3-0.6B."""
+    config = AutoConfig.from_pretrained(ROOT / "configs" / "models" / "qwen3_0_6b.json")
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def checkpoint_row(model: PreTrainedModel, scheme: str) -> Row:
+    """Bytes of the tensors in a checkpoint that is written, from its files' own headers."""
+    written = 0
+    with tempfile.TemporaryDirectory() as folder:
+        CheckpointWriter(model, scheme).write(policy_tensors(model), Path(folder, "checkpoint"))
+        for file in Path(folder, "checkpoint").glob("*.safetensors"):
+            (length,) = struct.unpack("<Q", file.read_bytes()[:8])
+            header = json.loads(file.read_bytes()[8 : 8 + length])
+            spans = (entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
+            written += sum(end - begin for begin, end in spans)
+    return Row(
+        f"bytes of the {scheme} checkpoint", checkpoint_bytes(architecture_of(model.config, ""), scheme), written
+    )
+
+
+def activation_row(model: PreTrainedModel, batch: int, tokens: int, dtype: torch.dtype) -> Row:
+    """Bytes that autograd keeps for the layers of a model and the norm behind them. Afterwards it has this dtype."""
+    model.to(dtype)
+    held: dict[int, int] = {}
+    own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage.nbytes()
+            kept.append(tensor)  # so that no other storage takes its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.base_model(torch.zeros(batch, tokens, dtype=torch.long), use_cache=False)
+    sizes, element = architecture_of(model.config, ""), dtype.itemsize
+    predicted = sizes.layers * layer_activations(sizes, element) + last_norm_activations(sizes, element)
+    return Row(f"bytes of activations, {dtype}", predicted * batch * tokens, sum(held.values()))
+
+
+def _resident(key: str) -> int:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status[key].split()[0]) * 1024
+
+
+class PeakMemory(TrainerCallback):
+    """The most bytes that were resident in an optimizer step, as Linux counts them."""
+
+    bytes = 0
+
+    def on_step_begin(self, *args, **kwargs):
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def on_step_end(self, *args, **kwargs):
+        self.bytes = max(self.bytes, _resident("VmHWM"))
+
+
+def peak_row(make: Callable[[], PreTrainedModel], batch: int, length: int, steps: int) -> Row:
+    """Peak of real optimizer steps on completions of one length, in float32 on the CPU; Linux alone says it."""
+    before, peak, tokenizer = _resident("VmRSS"), PeakMemory(), make_tokenizer()
+    prompts = make_prompts(batch)
+    ids = {prompt: tokenizer(prompt)["input_ids"] for prompt in prompts["prompt"]}
+
+    def replay(texts, trainer):
+        completions = torch.randint(10, 200, (len(texts), length), generator=torch.Generator().manual_seed(0))
+        return {
+            "prompt_ids": [ids[text] for text in texts],
+            "completion_ids": completions.tolist(),
+            "logprobs": [[-4.0] * length] * len(texts),
+        }
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"max_steps": steps, "max_completion_length": length, "per_device_train_batch_size": batch}
+        trainer = DCGRPOTrainer(
+            make(),
+            lambda completions, **kwargs: [float(index % 3) for index in range(len(completions))],
+            make_config(Path(folder), constraint="none", learning_rate=1e-6, **options),
+            train_dataset=prompts,
+            processing_class=tokenizer,
+            rollout_func=replay,
+            callbacks=[peak],
+        )
+        trainer.train()
+    sizes, tokens = architecture_of(trainer.model.config, ""), max(map(len, ids.values())) + length
+    micro = MicroBatch(batch, tokens, tokens, False, PRECISIONS["float32"], checkpointing=False)
+    return Row("peak bytes of a step", trainer_memory(sizes, "ddp", 1, micro).total, peak.bytes - before)
+
+
+def main() -> None:
+    models = {"tiny model": (tiny_model, 64, 128, 6), "random 0.6B": (small_model, 4, 48, 3)}
+    for name, (make, batch, length, steps) in models.items():
+        model = make()
+        rows = [Row("parameters", architecture_of(model.config, "").parameters, model.num_parameters())]
+        rows += [checkpoint_row(model, scheme) for scheme in ("bf16", "fp8", "int8", "int4")]
+        rows += [activation_row(model, 2, 64, dtype) for dtype in (torch.float32, torch.bfloat16)]
+        del model
+        free = psutil.virtual_memory().available / 1e9
+        if sys.platform == "linux" and (name == "tiny model" or free > 14):
+            rows.append(peak_row(make, batch, length, steps))
+        cells = [[row.what, f"{row.predicted:,.0f}", f"{row.measured:,.0f}", f"{row.error:+.3%}"] for row in rows]
+        print_table(["", "predicted", "measured", "error"], cells, name)
+
+
+if __name__ == "__main__":
+    main()
