@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ..calibration import Calibration, CalibrationSettings, calibrate
-from ..calibration.report import REPORT_FILE, print_calibration, write_report
+from ..calibration.page import PAGE_FILE, print_calibration, write_report
 from ..calibration.result import CALIBRATION_FILE
 from ..calibration.rollouts import require_engines
 from ..data.benchmarks import BENCHMARKS
@@ -173,7 +173,7 @@ def run(args: argparse.Namespace) -> None:
     calibration = calibrate(model, tokenizer, args.engine, prompts, sampler=sampler, **vars(settings))
     write_report(calibration, args.output)
     print_calibration(calibration)
-    print(f"{REPORT_FILE}, {CALIBRATION_FILE} and the figures are in {args.output}")
+    print(f"{PAGE_FILE}, {CALIBRATION_FILE} and the figures are in {args.output}")
     if args.fail_above is not None:
         require_below(calibration, args.fail_above)
 

@@ -235,7 +235,7 @@ def mismatch(
     from ..calibration.scoring import train_logps
 
     train = train_logps(policy, prompts, sample.rollouts, settings)
-    measured = measure_engine(sample, train, prompts, tokenizer, settings)
+    measured = measure_engine(sample, train, len(prompts), settings)
     delta, k3 = measured.estimates["discrepancy"], measured.estimates["k3_kl"]
     return {"discrepancy": delta.value, "interval": [delta.low, delta.high], "k3": k3.value, "tokens": measured.tokens}
 

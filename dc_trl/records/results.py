@@ -57,7 +57,8 @@ def _typed(kind: Any, tree: Any, null_is_nan: bool) -> Any:
         return {int(key) if of[0] is int else key: _typed(of[1], item, null_is_nan) for key, item in tree.items()}
     if hasattr(kind, "_fields"):
         kinds = get_type_hints(kind)
-        return kind(**{name: _typed(kinds[name], item, null_is_nan) for name, item in tree.items()})
+        known = {name: item for name, item in tree.items() if name in kinds}  # earlier versions wrote further fields
+        return kind(**{name: _typed(kinds[name], item, null_is_nan) for name, item in known.items()})
     if kind is float and tree is None and null_is_nan:
         return math.nan
     if kind in (int, float) and (isinstance(tree, bool) or not isinstance(tree, int | float)):
