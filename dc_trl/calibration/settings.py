@@ -1,4 +1,4 @@
-"""The settings of a calibration, each described and checked here alone."""
+"""The settings of a calibration, with their descriptions and ranges."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ class CalibrationSettings:
     batch_prompts: int = setting(64, "prompts of one generation batch of the run, at least 1")
     bf16: bool = setting(True, "whether the model is scored under bfloat16 autocast; bf16 of the run")
     seed: int = setting(0, "of completions and intervals")
-    # Servers may need the same GPU, so that the model goes there once they have ended; None: it stays where it is.
+    # The model goes there after the servers have ended, which may need the same GPU; None: it stays where it is.
     device: str | torch.device | None = setting(None, "of scoring, and of replicas")
     batch_tokens: int = setting(
         16384, "tokens of one forward, padding included; a longer completion has a forward of its own"
