@@ -275,4 +275,4 @@ def test_the_wheel_trains_evaluates_and_reports_from_an_empty_directory(installe
     assert (tmp_path / "report.html").read_text().count("<figure") > 3
     shown = installed("dc-trl", "ablate", "tolerance", "--dry_run", cwd=tmp_path)
     assert "discrepancy_tolerance=0.0012/seed-0" in shown
-    assert {path.name for path in tmp_path.iterdir()} == {"runs", "report.html", "report_figures"}
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "report.html"}
