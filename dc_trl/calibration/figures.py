@@ -46,7 +46,8 @@ def split_figure(calibration: Calibration) -> Figure:
     handles = [Patch(color=series_style(number)[0], label=cause) for number, cause in enumerate(causes)]
     axes.set_yticks(range(len(diagnosed)), [label(engine.engine) for engine in diagnosed])
     axes.set_ylim(len(diagnosed) - 0.5, -0.5)
-    axes.xaxis.set_major_locator(MaxNLocator(5))  # more numbers than that run into one another
+    axes.set_xlim(right=1.04 * axes.get_xlim()[1])
+    axes.xaxis.set_major_locator(MaxNLocator(5))  # more numbers would overlap
     axes.set_xlabel("share of δ̄")
     axes.legend(handles=handles, frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
     return figure
