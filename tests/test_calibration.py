@@ -352,11 +352,6 @@ def test_wrong_arguments_are_refused(tokenizer, changed, message):
         calibrate(make_model(), tokenizer, engines, prompts, progress=False, **arguments)
 
 
-def test_an_unknown_keyword_is_refused_by_name(tokenizer):
-    with pytest.raises(TypeError, match="'sample'"):
-        calibrate(make_model(), tokenizer, ["replica:fp8"], ["1+1=", "2+2="], sample=2)
-
-
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
@@ -460,18 +455,6 @@ def test_script_refuses_wrong_input(script, tmp_path, options, message):
     assert stop.value.code.startswith("error: ")
     assert message in stop.value.code
     assert not list(tmp_path.glob("out/*"))
-
-
-def test_script_has_no_truncated_sampling_and_no_unknown_engine(script, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        script("--engine", "replica:fp8", "--top_p", "0.9", output=tmp_path)
-    assert "--top_p" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stop:
-        script("--engine", "fp9", output=tmp_path)
-    assert "engine='fp9' is unknown" in stop.value.code
-    with pytest.raises(SystemExit) as stop:
-        script("--engine", "http://127.0.0.1:9", output=tmp_path)
-    assert "no vLLM server answers there" in stop.value.code
 
 
 @pytest.mark.long

@@ -98,12 +98,12 @@ def make_parser() -> OptionParser:
         "--sampler_model",
         type=shipped,
         metavar="DIR",
-        help="an older checkpoint of the model, which the engines run in its place: how much of δ̄ is staleness",
+        help="an older checkpoint of the model, which the engines run in its place, to measure staleness",
     )
 
     output = parser.add_argument_group("the results")
     output.add_argument(
-        "--fail_above", type=float, metavar="X", help="exit code 1 if δ̄ of an engine, as measured, is above X; for CI"
+        "--fail_above", type=float, metavar="X", help="end with exit code 1 if a measured δ̄ is above X; for CI"
     )
     output.add_argument("--output", type=Path, default=Path("runs", "calibration"), help="directory of the results")
     output.add_argument("--overwrite", action="store_true", help="replace the calibration that is there")

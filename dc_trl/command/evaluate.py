@@ -62,7 +62,7 @@ def make_parser() -> OptionParser:
     problems.add_argument("--limit", type=int, help="only the first problems of each benchmark")
 
     sampling = parser.add_argument_group("the sampling")
-    sampling.add_argument("--max_tokens", type=int, default=Sampling().max_tokens)
+    sampling.add_argument("--max_tokens", type=int, default=Sampling().max_tokens, help="tokens of an answer")
     sampling.add_argument("--temperature", type=float, default=Sampling().temperature, help="0: greedy")
     sampling.add_argument("--top_p", type=float, default=Sampling().top_p)
     sampling.add_argument("--seed", type=int, default=0)
@@ -79,7 +79,11 @@ def make_parser() -> OptionParser:
     output.add_argument("--output", type=Path, help="directory for samples and results (default: runs/evaluation)")
     output.add_argument("--card", type=Path, help="model card (README.md) to write the eval_results into")
     output.add_argument(
-        "--compare", nargs=2, type=Path, metavar="DIR", help="two evaluated directories: is the second one better?"
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar="DIR",
+        help="compare two evaluated directories: is the second one better?",
     )
     return parser
 
