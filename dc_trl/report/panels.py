@@ -168,8 +168,8 @@ def _draw_multiplier(axes: Axes, run: Run) -> None:
 def _draw_length(axes: Axes, run: Run) -> None:
     names = [f"completions/{which}_length" for which in ("min", "max")]
     rows = [row for row in run.history if all(is_number(row.get(name)) for name in names)]
-    ends = [[row[name] for row in rows] for name in names]
-    axes.fill_between([row["step"] for row in rows], *ends, color=MUTED, alpha=0.18, linewidth=0)
+    shortest, longest = ([row[name] for row in rows] for name in names)
+    axes.fill_between([row["step"] for row in rows], shortest, longest, color=MUTED, alpha=0.18, linewidth=0)
     _draw_metric(axes, run, "completions/mean_length", from_zero=True)
     surge, period = _draw_surge(axes, run), run.last("length_decay/period")
     if surge is not None:
