@@ -14,10 +14,9 @@ import torch
 from trl import GRPOTrainer
 
 from dc_trl.calibration import Calibration, calibrate, mismatch
-from dc_trl.calibration.contexts import visible, visible_token
-from dc_trl.calibration.figures import position_figure, probability_figure
+from dc_trl.calibration.figures import label, probability_figure
 from dc_trl.calibration.mismatch import batch_tolerance, compare_engines, measure_engine
-from dc_trl.calibration.report import difference_table, label, report_page
+from dc_trl.calibration.page import difference_table, report_page
 from dc_trl.calibration.rollouts import EngineSample, Rollout, sample_rollouts
 from dc_trl.calibration.scoring import train_logps
 from dc_trl.calibration.settings import CalibrationSettings
@@ -28,9 +27,6 @@ from dc_trl.training.problems import DataArguments, draw_prompts
 
 from .helpers import ROOT, TINY_MODEL, make_config, make_model, make_prompts, program
 from .vllm_server import requires_vllm
-
-
-PROMPTS = [[10, 11], [12], [13, 14, 15], [16, 17]]
 
 
 def random_rollouts(prompts=4, samples=3, spread=0.2, seed=0, longest=9):
@@ -48,16 +44,14 @@ def random_rollouts(prompts=4, samples=3, spread=0.2, seed=0, longest=9):
     return rollouts, train
 
 
-def measure(engine, rollouts, train, tokenizer, prompts=PROMPTS, **settings):
-    return measure_engine(
-        EngineSample(engine, "fp8", rollouts), train, prompts, tokenizer, CalibrationSettings(**settings)
-    )
+def measure(engine, rollouts, train, prompts=4, **settings):
+    return measure_engine(EngineSample(engine, "fp8", rollouts), train, prompts, CalibrationSettings(**settings))
 
 
 @pytest.fixture(scope="module")
-def measured(tokenizer):
+def measured():
     rollouts, train = random_rollouts()
-    return rollouts, train, measure("replica:fp8", rollouts, train, tokenizer, batch_prompts=2)
+    return rollouts, train, measure("replica:fp8", rollouts, train, batch_prompts=2)
 
 
 def pairs(rollouts, train):
@@ -75,7 +69,7 @@ def test_counts_and_means_are_those_of_plain_loops(measured):
     tokens = pairs(rollouts, train)
     delta = [abs(math.exp(a) - math.exp(b)) for *_, a, b in tokens]
     assert (result.prompts, result.completions, result.empty, result.unscored) == (4, 12, 1, 1)
-    assert result.tokens == len(tokens) == sum(result.histogram)
+    assert result.tokens == len(tokens) == sum(count for *_, count in result.joint)
     assert result.truncated == sum(len(rollout.ids) == 9 for rollout in rollouts)
     by_rollout = {}
     for (number, *_), value in zip(tokens, delta, strict=True):
@@ -88,15 +82,10 @@ def test_counts_and_means_are_those_of_plain_loops(measured):
     )
     for name in ("kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff"):
         assert result.estimates[name].value == pytest.approx(result.metrics[name], rel=1e-9), name
-    assert result.maximum == max(delta) == result.worst[0].delta
-    of_prompts = {}  # one token of each prompt, not several of the one where the engine is worst
-    for (number, *_), value in zip(tokens, delta, strict=True):
-        of_prompts.setdefault(rollouts[number].prompt, []).append(value)
-    assert [token.delta for token in result.worst] == sorted(map(max, of_prompts.values()), reverse=True)[:20]
-    assert len({token.prompt for token in result.worst}) == len(result.worst) > 1
+    assert result.maximum == max(delta)
     assert result.percentiles["90"] == pytest.approx(statistics.quantiles(delta, n=10, method="inclusive")[-1])
-    assert result.train_perplexity == pytest.approx(math.exp(-statistics.fmean(a for *_, a, _ in tokens)))
-    assert result.infer_perplexity == pytest.approx(math.exp(-statistics.fmean(b for *_, b in tokens)))
+    x, y, _ = max(result.joint, key=lambda cell: cell[2])
+    assert any(int(100 * math.exp(b)) == x and int(100 * math.exp(a)) == y for *_, a, b in tokens)
 
 
 def test_standard_errors_are_clustered_by_prompt(measured):
@@ -110,67 +99,36 @@ def test_standard_errors_are_clustered_by_prompt(measured):
     assert result.estimates["delta"].standard_error == pytest.approx(expected)
 
 
-def test_bins_hold_the_tokens_between_their_edges(measured):
-    rollouts, train, result = measured
-    tokens = pairs(rollouts, train)
-    for bins, x in ((result.by_position, lambda t: t[2]), (result.by_probability, lambda t: math.exp(t[4]))):
-        assert sum(b.tokens for b in bins) == len(tokens)
-        for b in bins:
-            inside = [abs(math.exp(t[3]) - math.exp(t[4])) for t in tokens if b.low <= x(t) < b.high]
-            assert b.tokens == len(inside)
-            assert b.mean == pytest.approx(statistics.fmean(inside)) if inside else math.isnan(b.mean)
-    assert sum(count for *_, count in result.joint) == len(tokens)
-    x, y, _ = max(result.joint, key=lambda cell: cell[2])
-    assert any(int(100 * math.exp(b)) == x and int(100 * math.exp(a)) == y for *_, a, b in tokens)
-
-
-def test_importance_weights_and_their_growth(measured):
-    rollouts, train, result = measured
-    tokens = pairs(rollouts, train)
-    numbers = sorted({t[0] for t in tokens})
-    for row in (*result.growth, None):
-        limit = row.tokens if row else math.inf
-        weights = [math.exp(sum(a - b for n, _, t, a, b in tokens if n == number and t < limit)) for number in numbers]
-        found = row or result.sequence_weights
-        assert found.mean == pytest.approx(statistics.fmean(weights))
-        assert found.ess == pytest.approx(sum(weights) ** 2 / len(weights) / sum(w * w for w in weights))
-    geometric = [math.exp(statistics.fmean(a - b for n, *_, a, b in tokens if n == number)) for number in numbers]
-    assert result.geometric_weights.mean == pytest.approx(statistics.fmean(geometric))
-    assert result.geometric_weights.maximum == pytest.approx(max(geometric))
-    assert [row.tokens for row in result.growth] == [1, 2, 4, 8, 9]
-
-
-def test_token_reduction_and_other_measures(tokenizer):
+def test_token_reduction_and_other_measures():
     rollouts, train = random_rollouts()
     tokens = pairs(rollouts, train)
     for name, delta in {
         "prob_ratio": [abs(math.exp(a - b) - 1) for *_, a, b in tokens],
         "log_prob": [abs(a - b) for *_, a, b in tokens],
     }.items():
-        result = measure("fp8", rollouts, train, tokenizer, measure=name, reduction="token", batch_prompts=2)
+        result = measure("fp8", rollouts, train, measure=name, reduction="token", batch_prompts=2)
         assert result.estimates["discrepancy"].value == pytest.approx(statistics.fmean(delta)), name
 
 
-def test_identical_engines_have_no_discrepancy_and_differ_by_nothing(tokenizer):
+def test_identical_engines_have_no_discrepancy_and_differ_by_nothing():
     rollouts, _ = random_rollouts()
     train = [torch.tensor(rollout.logps, dtype=torch.float64) for rollout in rollouts]
-    result = measure("fp8", rollouts, train, tokenizer)
+    result = measure("fp8", rollouts, train)
     assert result.maximum == 0 == result.tolerance.value == result.tolerance.high
-    assert (result.sequence_weights.mean, result.sequence_weights.ess) == (1, 1)
+    assert result.metrics["ess"] == 1
     difference = compare_engines(result, result)
     assert (difference.value, difference.low, difference.high, difference.p_value) == (0, 0, 0, 1)
 
 
-def test_difference_of_engines_is_paired_by_prompt(tokenizer):
+def test_difference_of_engines_is_paired_by_prompt():
     """Prompts that differ a lot from one another do not hide a small difference that all of them have."""
     small, large = [], []
-    prompts = [[10]] * 40
     for prompt in range(40):
         level = 0.001 * 1.1**prompt
         for engine, factor in ((small, 1.0), (large, 1.1)):
             engine.append((Rollout(prompt, [50] * 2, [math.log(0.5)] * 2, False), math.log(0.5 - factor * level)))
     first, second = (
-        measure(name, [r for r, _ in rows], [torch.full((2,), a) for _, a in rows], tokenizer, prompts)
+        measure(name, [r for r, _ in rows], [torch.full((2,), a) for _, a in rows], 40)
         for name, rows in (("bf16", small), ("fp8", large))
     )
     assert first.estimates["discrepancy"].high > second.estimates["discrepancy"].low
@@ -181,11 +139,10 @@ def test_difference_of_engines_is_paired_by_prompt(tokenizer):
     assert compare_engines(second, first).value == pytest.approx(-difference.value)
 
 
-def test_engines_that_differ_by_the_same_on_every_prompt_have_no_p_value(tokenizer, tmp_path):
+def test_engines_that_differ_by_the_same_on_every_prompt_have_no_p_value(tmp_path):
     rollouts = [Rollout(prompt, [50], [math.log(0.5)], False) for prompt in range(4)]
     first, second = (
-        measure(name, rollouts, [torch.tensor([math.log(p)])] * 4, tokenizer)
-        for name, p in (("bf16", 0.49), ("fp8", 0.45))
+        measure(name, rollouts, [torch.tensor([math.log(p)])] * 4) for name, p in (("bf16", 0.49), ("fp8", 0.45))
     )
     difference = compare_engines(first, second)
     assert difference.value == pytest.approx(0.04, rel=1e-6)
@@ -197,10 +154,10 @@ def test_engines_that_differ_by_the_same_on_every_prompt_have_no_p_value(tokeniz
     assert Calibration.load(tmp_path / "a.json").differences == {"fp8": difference}
 
 
-def test_two_prompts_do_not_tell_engines_apart(tokenizer):
+def test_two_prompts_do_not_tell_engines_apart():
     rollouts = [Rollout(prompt, [50], [math.log(0.5)], False) for prompt in range(2)]
     first, second = (
-        measure(name, rollouts, [torch.tensor([math.log(p)]) for p in of], tokenizer, PROMPTS[:2])
+        measure(name, rollouts, [torch.tensor([math.log(p)]) for p in of], 2)
         for name, of in (("bf16", (0.49, 0.48)), ("fp8", (0.45, 0.42)))
     )
     assert compare_engines(first, second).p_value == 0.5
@@ -271,38 +228,19 @@ def test_interval_of_the_tolerance_covers_the_truth(monkeypatch):
     assert 0.88 <= held / 150 <= 0.99
 
 
-def test_too_few_prompts_with_log_probabilities(tokenizer):
+def test_too_few_prompts_with_log_probabilities():
     rollouts = [Rollout(0, [50], [-1.0], False), Rollout(1, [50], [math.nan], False)]
     with pytest.raises(ValueError, match="1 of 2 prompts"):
-        measure("fp8", rollouts, [torch.tensor([-1.0])] * 2, tokenizer, [[1], [2]])
+        measure("fp8", rollouts, [torch.tensor([-1.0])] * 2, 2)
 
 
-def test_notes_say_what_the_numbers_rest_on(measured, tokenizer):
+def test_notes_say_what_the_numbers_rest_on(measured):
     notes = " ".join(measured[2].notes)
     assert "4 prompts are few" in notes
     assert "1 tokens" in notes
     rollouts, train = random_rollouts(spread=3.0)
-    other = measure("http://host:1", rollouts, train, tokenizer)
+    other = measure("http://host:1", rollouts, train)
     assert "does http://host:1 run the weights" in " ".join(other.notes)
-
-
-def test_special_characters_are_visible(tokenizer):
-    assert visible("a\n\tb\x00\u200b") == r"a↵⇥b\x00\u200b"
-    assert visible_token(tokenizer, tokenizer(" ")["input_ids"][0]) == "␣"
-    assert visible_token(tokenizer, tokenizer("é")["input_ids"][0]) == "Ã"  # the first of two bytes
-    assert visible_token(tokenizer, tokenizer.eos_token_id) == "<|end|>"
-
-
-def test_worst_token_stands_in_its_context(tokenizer):
-    prompt, ids = tokenizer("1+1=")["input_ids"], tokenizer("ab\ncd")["input_ids"]
-    rollouts = [Rollout(0, ids, [-1.0] * 5, False), Rollout(1, ids, [-1.0] * 5, False)] * 2
-    rollouts.sort(key=lambda rollout: rollout.prompt)
-    train = [torch.full((5,), -1.0) for _ in rollouts]
-    train[3][2] = -2.0
-    worst = measure("fp8", rollouts, train, tokenizer, [prompt] * 2).worst[0]
-    assert (worst.prompt, worst.sample, worst.position) == (1, 1, 2)
-    assert (worst.before, worst.token, worst.after) == ("1+1=ab", "↵", "cd")
-    assert worst.train == pytest.approx(math.exp(-2))
 
 
 # --- engines and scoring ---------------------------------------------------------------------------------------------
@@ -393,23 +331,17 @@ def test_bf16_replica_is_nearer_than_int4(tokenizer):
     assert bf16.metrics["k3_kl"] < int4.metrics["k3_kl"]
     assert calibration.differences["replica:int4"].p_value < 0.01
     assert (bf16.completions, bf16.prompts, bf16.unscored) == (48, 24, 0)
-    assert [b.low for b in bf16.by_position] == [b.low for b in int4.by_position]
     assert len(probability_figure(calibration.engines).axes) == 4  # two panels, two scales
-    assert len(position_figure(calibration).axes[0].lines) == 2
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"engines": ["fp9"]}, "engine='fp9' is unknown"),
-        ({"engines": ["replica:"]}, "engine='replica:' is unknown"),
         ({"engines": []}, "engines is empty"),
         ({"prompts": ["one"]}, "at least two"),
         ({"samples": 0}, "samples=0"),
-        ({"temperature": 0.0}, "temperature=0.0"),
         ({"measure": "l2"}, "'l2'"),
-        ({"reduction": "mean"}, "'mean'"),
-        ({"batch_prompts": 0}, "batch_prompts=0"),
         ({"prompts": ["1" * 300, "2"]}, "takes 256 tokens"),
     ],
 )
@@ -418,11 +350,6 @@ def test_wrong_arguments_are_refused(tokenizer, changed, message):
     engines, prompts = arguments.pop("engines"), arguments.pop("prompts")
     with pytest.raises(ValueError, match=re.escape(message)):
         calibrate(make_model(), tokenizer, engines, prompts, progress=False, **arguments)
-
-
-def test_an_unknown_keyword_is_refused_by_name(tokenizer):
-    with pytest.raises(TypeError, match="'sample'"):
-        calibrate(make_model(), tokenizer, ["replica:fp8"], ["1+1=", "2+2="], sample=2)
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
@@ -434,14 +361,14 @@ def test_saved_and_loaded_it_is_the_same(measured, tmp_path):
     calibration.save(tmp_path / "a.json")
     text = (tmp_path / "a.json").read_text()
     assert "NaN" not in text
-    assert any(b["mean"] is None for b in json.loads(text)["engines"][0]["by_probability"])
     loaded = Calibration.load(tmp_path / "a.json")
     loaded.save(tmp_path / "b.json")
     assert (tmp_path / "b.json").read_text() == text
-    assert loaded.engines[0]._replace(by_position=[], by_probability=[]) == result._replace(
-        by_position=[], by_probability=[]
-    )
-    assert repr(loaded.engines[0]) == repr(result)
+    assert loaded == calibration
+    tree = json.loads(text)
+    tree["engines"][0]["histogram"] = [1, 2]  # as earlier versions wrote
+    (tmp_path / "b.json").write_text(json.dumps(tree))
+    assert Calibration.load(tmp_path / "b.json") == calibration
     for wrong in ("{}", "nothing", '{"settings": {}, "engines": [{}], "differences": {}}'):
         (tmp_path / "c.json").write_text(wrong)
         with pytest.raises(ValueError, match="holds no calibration"):
@@ -477,10 +404,10 @@ def test_script_writes_a_page_that_needs_nothing_else(script, tmp_path, capsys):
     page = (output / "report.html").read_text()
     assert page == report_page(calibration).html()
     sources = re.findall(r"""(?:src|href)\s*=\s*["']([^"']*)""", page)
-    assert len(sources) >= 6
+    assert len(sources) == 3
     assert all(source.startswith("data:image/") for source in sources)
     assert not re.search(r"https?://|@import|<script|url\(", re.sub(r'src="data:[^"]*"', "", page))
-    for name in ("comparison", "probabilities", "histogram", "positions", "confidence", "weights"):
+    for name in ("probabilities", "split"):
         assert (output / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit) as stop:
         script("--engine", "replica:fp8", output=output)
@@ -519,13 +446,7 @@ def test_prompts_are_drawn_from_files_and_benchmarks(tmp_path, tokenizer, capsys
         ({"temperature": 0}, "temperature=0.0"),
         ({"model": "no/such/model"}, "no/such/model"),
         ({"device": "nope"}, "device='nope' cannot be used"),
-        ({"device": "meta"}, "device='meta' cannot be used"),
-        ({"temperature": "inf"}, "temperature=inf"),
-        ({"batch_tokens": 0}, "batch_tokens=0"),
-        ({"seed": -1}, "seed=-1"),
-        ({"max_prompt_length": 0}, "max_prompt_length=0"),
         ({"chat_template_kwargs": "[1]"}, "chat_template_kwargs='[1]' is no JSON object"),
-        ({"dataset_name": "dc_trl/assets/tiny_qwen3"}, "dataset_name='dc_trl/assets/tiny_qwen3'"),
     ],
 )
 def test_script_refuses_wrong_input(script, tmp_path, options, message):
@@ -534,27 +455,6 @@ def test_script_refuses_wrong_input(script, tmp_path, options, message):
     assert stop.value.code.startswith("error: ")
     assert message in stop.value.code
     assert not list(tmp_path.glob("out/*"))
-
-
-def test_script_refuses_a_model_without_tokenizer(script, tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (model / name).symlink_to(TINY_MODEL / name)
-    with pytest.raises(SystemExit, match=r"^error: model='.*model' holds no tokenizer: save one there"):
-        script("--engine", "replica:fp8", model=model, output=tmp_path / "out")
-
-
-def test_script_has_no_truncated_sampling_and_no_unknown_engine(script, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        script("--engine", "replica:fp8", "--top_p", "0.9", output=tmp_path)
-    assert "--top_p" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stop:
-        script("--engine", "fp9", output=tmp_path)
-    assert "engine='fp9' is unknown" in stop.value.code
-    with pytest.raises(SystemExit) as stop:
-        script("--engine", "http://127.0.0.1:9", output=tmp_path)
-    assert "no vLLM server answers there" in stop.value.code
 
 
 @pytest.mark.long

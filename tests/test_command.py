@@ -337,4 +337,4 @@ def test_the_wheel_trains_evaluates_and_reports_from_an_empty_directory(installe
     assert len(evaluation.results["arithmetic"].per_problem) == 16
     installed("dc-trl", "report", "runs/quickstart", "--output", "report.html", cwd=tmp_path)
     assert (tmp_path / "report.html").read_text().count("<figure") > 3
-    assert {path.name for path in tmp_path.iterdir()} == {"runs", "report.html", "report_figures"}
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "report.html"}

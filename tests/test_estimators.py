@@ -61,10 +61,6 @@ def test_the_interval_is_that_of_all_resamples():
     assert estimate.high == pytest.approx(every[int(0.975 * len(every))], abs=0.051)
 
 
-def test_one_problem_has_no_standard_error():
-    assert mean_estimate([0.5]) == (0.5, None, 0.5, 0.5, 1)
-
-
 def test_the_average_over_benchmarks_weighs_them_equally():
     first, second = [0.0, 1.0], [0.5] * 100 + [1.0]
     estimate = macro_estimate([first, second])

@@ -22,9 +22,9 @@ from dc_trl.calibration.rollouts import require_engines
 from dc_trl.data.schema import MathProblem, to_dataset
 from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from dc_trl.evaluation.card import eval_results, require_card, write_eval_results
-from dc_trl.evaluation.report import comparison_table, evaluation_details, evaluation_table, write_report
 from dc_trl.evaluation.results import Evaluation, benchmark_result, compare
 from dc_trl.evaluation.samples import Sample, SampleStore
+from dc_trl.evaluation.table import comparison_table, evaluation_details, evaluation_table, write_tables
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.estimators import mean_estimate
 from dc_trl.records.tables import markdown_table
@@ -69,12 +69,6 @@ def stored(folder):
     keys = Counter((row["id"], row["sample"]) for row in rows)
     assert set(keys.values()) == {1}
     return {(row["id"], row["sample"]): row for row in rows}
-
-
-def test_an_unknown_keyword_is_refused_by_name(replica, tokenizer, tmp_path):
-    with pytest.raises(TypeError, match="'sample'"):
-        run(ReplicaEngine(replica, tokenizer, 8), tmp_path, [], sample=3)
-    assert not list(tmp_path.iterdir())
 
 
 # --- engines --------------------------------------------------------------------------------------------------------
@@ -318,12 +312,6 @@ def test_gold_answers_that_cannot_be_graded_count_nowhere():
         benchmark_result("made", ["b"], 3, samples)
 
 
-@pytest.mark.parametrize("options", [{"samples": 0}, {"limit": 0}])
-def test_what_a_benchmark_refuses(options):
-    with pytest.raises(ValueError, match="=0 is invalid: use a whole number, at least 1"):
-        Benchmark.load("arithmetic", **options)
-
-
 # --- the script -----------------------------------------------------------------------------------------------------
 
 
@@ -354,13 +342,15 @@ def requests_served(url):
 @pytest.mark.long
 @requires_vllm
 def test_a_killed_evaluation_is_continued_through_a_server(fp8_server, tmp_path, script):
-    options = ["--url", fp8_server.url, "--scheme", "fp8", "--samples", "4", "--limit", "50", "--max_tokens", "48"]
+    options = ["--engine", fp8_server.url, "--scheme", "fp8", "--samples", "4", "--limit", "50", "--max_tokens", "48"]
     whole = [*evaluate_script(*options), "--output", str(tmp_path / "whole")]
     assert "arithmetic avg@4" in script(whole)
     parts = [*evaluate_script(*options), "--concurrency", "8", "--output", str(tmp_path / "parts")]
     folder = tmp_path / "parts" / "fp8" / "arithmetic"
     with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen([sys.executable, *parts], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dc_trl", "evaluate", *parts[1:]], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+        )
     try:
         end = time.monotonic() + 120
         while not list(folder.glob("*.parquet")):
@@ -396,7 +386,7 @@ def test_a_killed_evaluation_is_continued_through_a_server(fp8_server, tmp_path,
 @requires_vllm
 def test_samples_of_a_server_are_known_by_what_it_discloses(fp8_server, tmp_path, script):
     client = ServerClient(fp8_server.url)
-    options = ["--url", fp8_server.url, "--scheme", "fp8", "--samples", "1", "--limit", "4", "--max_tokens", "8"]
+    options = ["--engine", fp8_server.url, "--scheme", "fp8", "--samples", "1", "--limit", "4", "--max_tokens", "8"]
     command = [*evaluate_script(*options), "--output", str(tmp_path)]
 
     client.name_weights("default")  # as if nobody had loaded others
@@ -464,7 +454,7 @@ def test_weights_whose_load_was_cut_off_are_not_taken_for_the_old_ones(fp8_serve
     assert done.returncode == -signal.SIGKILL
     try:
         assert client.weight_version() == "loading-cut-off"
-        options = ["--url", fp8_server.url, "--scheme", "fp8", "--limit", "2", "--output", str(tmp_path)]
+        options = ["--engine", fp8_server.url, "--scheme", "fp8", "--limit", "2", "--output", str(tmp_path)]
         with pytest.raises(SystemExit, match=r"^error: vLLM at .* holds weights 'loading-cut-off'.*start it anew"):
             script(evaluate_script(*options))
         assert not list(tmp_path.rglob("settings.json"))
@@ -482,7 +472,7 @@ def test_weights_whose_load_was_cut_off_are_not_taken_for_the_old_ones(fp8_serve
 def test_a_server_that_serves_something_else_is_refused(fp8_server, tmp_path, script):
     other = tmp_path / "other"
     shutil.copytree(TINY_MODEL, other)
-    options = ["--url", fp8_server.url, "--limit", "2", "--output", str(tmp_path / "out")]
+    options = ["--engine", fp8_server.url, "--limit", "2", "--output", str(tmp_path / "out")]
     with pytest.raises(SystemExit, match=rf"^error: model='{other}': the server at .* serves '{TINY_MODEL}'"):
         script(evaluate_script(*options, "--scheme", "fp8", "--model", str(other)))
     with pytest.raises(SystemExit, match=r"^error: scheme='bf16': .* quantization='compressed-tensors'"):
@@ -503,7 +493,7 @@ def test_weights_that_change_while_they_are_sampled_from_are_an_error(fp8_server
 def test_the_script_by_the_replica_writes_table_and_card(tmp_path, script):
     card = tmp_path / "README.md"
     card.write_text("---\nlicense: mit\ntags:\n- mine\n---\n\n# My model\n\nText that stays.\n")
-    options = ["--engine", "replica", "--scheme", "bf16", "int4", "--samples", "2", "--limit", "32"]
+    options = ["--engine", "replica:bf16", "replica:int4", "--samples", "2", "--limit", "32"]
     command = evaluate_script(*options, "--max_tokens", "48", "--output", str(tmp_path / "out"), "--card", str(card))
     output = script(command)
     assert "int4" in output
@@ -526,22 +516,11 @@ def test_the_script_by_the_replica_writes_table_and_card(tmp_path, script):
         (["--benchmarks", "amc24"], "benchmark='amc24' is unknown: choose one of 'aime24'"),
         (["--benchmark_files", "amc23=x.jsonl"], "benchmark_files='amc23=x.jsonl' is invalid: write NAME=FILE"),
         (["--temperature", "-1"], "temperature=-1.0 is invalid: use a finite number, at least 0"),
-        (["--top_p", "0"], "top_p=0.0 is invalid"),
-        (["--samples", "0"], "samples=0 is invalid"),
-        (["--url", "http://127.0.0.1:9", "--scheme", "bf16", "fp8"], "a server runs in one scheme"),
-        (["--url", "http://127.0.0.1:9"], "no connection to vLLM at http://127.0.0.1:9"),
-        (["--url", "http://127.0.0.1:9", "--engine", "replica"], "contradict each other"),
+        (["--engine", "http://127.0.0.1:9"], "no connection to vLLM at http://127.0.0.1:9"),
         (["--model", "nowhere/at/all"], "nowhere/at/all"),
         (["--compare", "nowhere", "nowhere"], "compare='nowhere' does not exist"),
-        (["--temperature", "inf"], "temperature=inf is invalid"),
-        (["--temperature", "nan"], "temperature=nan is invalid"),
-        (["--limit", "0"], "limit=0 is invalid"),
-        (["--chat_template_kwargs", "[1]"], "chat_template_kwargs='[1]' is no JSON object"),
-        (["--chat_template_kwargs", "{"], "chat_template_kwargs='{' is not JSON"),
         (["--chat_template_kwargs", '{"tokenize": false}'], "tokenize is set by the script"),
         (["--card", "docs"], "card='docs' cannot be written (Is a directory)"),
-        (["--card", "README.md/card.md"], "card='README.md/card.md' cannot be written"),
-        (["--card", "dc_trl/assets/tiny_qwen3/model.safetensors"], "model.safetensors is no text in UTF-8"),
         (["--output", "README.md"], "output='README.md' cannot be a directory"),
     ],
 )
@@ -608,14 +587,10 @@ def test_answers_whose_grading_fails_are_counted_and_shown(replica, tokenizer, t
     assert evaluation.grading_failures == {"error": boxes}
     assert boxes > 0
     assert Evaluation.load(tmp_path / RESULTS_FILE) == evaluation
-    write_report([evaluation], tmp_path)
+    write_tables([evaluation], tmp_path)
     line = f"fp8: {boxes} answers count as wrong because grading failed (error {boxes})"
     assert line in capsys.readouterr().out
     assert line in (tmp_path / "results.md").read_text()
-    tree = json.loads((tmp_path / RESULTS_FILE).read_text())
-    del tree["grading_failures"]  # results of older versions
-    (tmp_path / RESULTS_FILE).write_text(json.dumps(tree))
-    assert Evaluation.load(tmp_path / RESULTS_FILE).grading_failures == {}
 
 
 def test_tables_have_a_column_for_each_benchmark():
@@ -642,25 +617,9 @@ def test_results_join_those_that_a_card_has(tmp_path):
     assert eval_results([first])[0].dataset_type == "math-ai/aime24"
 
 
-def test_results_that_are_none(tmp_path):
-    (tmp_path / "broken.json").write_text(json.dumps({"model": "m"}))
-    for name in ("broken.json", "missing.json"):
-        with pytest.raises(ValueError, match="holds no results of an evaluation"):
-            Evaluation.load(tmp_path / name)
-
-
-def test_a_model_without_tokenizer_is_refused_before_it_is_loaded(tmp_path, script):
-    model = tmp_path / "model"
-    model.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (model / name).symlink_to(TINY_MODEL / name)
-    with pytest.raises(SystemExit, match=r"^error: model='.*model' holds no tokenizer: save one there"):
-        script(evaluate_script("--model", str(model), "--engine", "replica", "--output", str(tmp_path / "out")))
-
-
 @pytest.mark.parametrize(
     ("metadata", "words"),
-    [("a: [", "has metadata that cannot be read"), ("- a", "has metadata"), ("model-index: 5", "has metadata")],
+    [("a: [", "has metadata that cannot be read"), ("model-index: 5", "has metadata")],
 )
 def test_a_card_that_cannot_be_read_is_refused_at_once(tmp_path, metadata, words):
     card = tmp_path / "README.md"
@@ -679,7 +638,7 @@ def test_asking_whether_a_card_can_be_written_leaves_it(tmp_path):
     assert not list((tmp_path / "new").iterdir())
 
 
-@pytest.mark.parametrize("content", [b"[]", b"{", b"\xff\x00", b'"text"'])
+@pytest.mark.parametrize("content", [b"[]", b"\xff\x00"])
 def test_settings_of_samples_that_cannot_be_read_are_named(tmp_path, content):
     (tmp_path / "settings.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"settings\.json (holds no JSON|is not JSON|is no text)"):
@@ -696,14 +655,8 @@ def test_samples_that_cannot_be_read_are_named(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda tree: [],
         lambda tree: {},
-        lambda tree: tree | {"results": []},
-        lambda tree: tree | {"average": tree["average"] | {"value": "high"}},
         lambda tree: tree | {"average": tree["average"] | {"low": None}},
-        lambda tree: tree | {"results": {"aime24": tree["results"]["aime24"] | {"per_problem": [1]}}},
-        lambda tree: tree | {"results": {"aime24": tree["results"]["aime24"] | {"per_problem": {"a": "1"}}}},
-        lambda tree: tree | {"results": {"aime24": tree["results"]["aime24"] | {"pass_at": {"two": {}}}}},
         lambda tree: tree | {"results": {"aime24": 5}},
     ],
 )

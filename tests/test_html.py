@@ -191,22 +191,6 @@ def test_a_drawing_has_no_background():
     assert not filled, (width, height)
 
 
-def test_the_same_page_twice_is_the_same_file(tmp_path):
-    for name in ("a.html", "b.html"):
-        page = Page("T")
-        page.figure(make_figure(), "c")
-        page.save(tmp_path / name)
-    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "b.html"]
-
-
-def test_a_wide_figure_stands_alone():
-    page = Page("T")
-    page.figure(make_figure(width=7.2), "wide")
-    page.figure(make_figure(), "narrow")
-    assert [figure.get("class") for figure in read_page(page).all("figure")] == ["wide", None]
-
-
 def test_the_generator_is_found_in_our_pages_only(tmp_path):
     Page("T", generator='a & "b"').save(tmp_path / "ours.html")
     (tmp_path / "other.html").write_text("<!DOCTYPE html>\n<html><meta name='generator' content='x'></html>")

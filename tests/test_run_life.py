@@ -158,7 +158,7 @@ def test_a_reward_is_a_percentage_only_where_each_is_0_or_1(tmp_path, tokenizer,
         greedy = summary["after"]["greedy"]
         assert (f"{100 * greedy:.1f} ±" in printed) == share
         assert (f"{greedy:.3f} ±" in printed) != share
-        rows = dict(row for row in summary_table([read_run(folder)])[1])
+        rows = dict(row for row in summary_table(read_run(folder))[1])
         assert not rows["greedy reward after"].endswith(" %")  # the report has one unit for all rewards
         if name == "mixed":
             words = "zero_or_one + 0.5·below_zero"
@@ -172,12 +172,6 @@ def test_no_function_scores_what_is_held_out(tmp_path, tokenizer, capsys):
     _, summary = trained(tmp_path, tokenizer, [nothing], bars=False, steps=1)
     assert "greedy" not in summary["before"]
     assert "greedy reward" not in capsys.readouterr().out
-
-
-def test_old_files_say_percent_as_they_did():
-    assert greedy_is_share({"greedy": 0.4, "greedy_se": 0.1, "problems": 10})
-    assert not greedy_is_share({"greedy": -0.4})
-    assert not greedy_is_share({"reward": 0.4})
 
 
 def test_bars_say_what_is_evaluated_and_seconds_add_up(tmp_path, tokenizer, capsys, monkeypatch):

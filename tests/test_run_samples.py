@@ -197,7 +197,7 @@ def test_completions_in_a_report_are_text(tmp_path):
     for step in (1, 2, 3, 4):
         best = Sample("first, best", hostile, f"answer {step}\n{hostile}", 1.0)
         record.add(step, [best, Sample("worst", "a prompt", "", None)])
-    text = write_report([run], tmp_path / "report.html")[0].read_text()
+    text = write_report(run, tmp_path / "report.html").read_text()
     reader = Reader(text)
     require_self_contained(reader)
     assert reader.texts["h3"] == ["Step 1", "Step 2", "Step 4"]

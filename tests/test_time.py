@@ -13,7 +13,6 @@ from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 from dc_trl.records.runs import read_run
 from dc_trl.records.time_parts import PARTS, PREFIX, time_cells
 from dc_trl.report import write_report
-from dc_trl.report.drawing import time_shares
 from dc_trl.trainers.clock import PartsClock
 
 from .helpers import Rollouts, distinct_characters, logged, make_config, make_model, make_prompts
@@ -277,37 +276,18 @@ def test_summary_and_report_say_where_the_time_went(tmp_path, tokenizer, capsys)
     trainer.add_callback(run := BeforeAndAfter(trainer))
     trainer.train()
     tokens = trainer.state.num_input_tokens_seen
-    page, *figures = write_report([tmp_path / "run"], tmp_path / "unfinished.html")
+    page = write_report(tmp_path / "run", tmp_path / "unfinished.html")
     summarize(trainer, run)
     printed = capsys.readouterr().out
     row = next(line for line in printed.splitlines() if "loss, forward" in line)
     assert row.replace("│", " ").split()[-3:] == ["30.0", "25.0%", f"{tokens / 30:,.0f}"]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["seconds_of_parts"]["reward"] == 90
-    finished, *_ = write_report([tmp_path / "run"], tmp_path / "finished.html")
+    finished = write_report(tmp_path / "run", tmp_path / "finished.html")
     for html in (page, finished):
         reader = Reader(html.read_text(encoding="utf-8"))
         assert ["90.0", "75.0%", f"{tokens / 90:,.0f}"] in [row[1:] for row in reader.rows]
         assert ["30.0", "25.0%", f"{tokens / 30:,.0f}"] in [row[1:] for row in reader.rows]
-    assert "time_shares" in {figure.stem for figure in figures}
-
-
-def test_shares_of_a_history():
-    from dc_trl.records.runs import Run
-
-    rows = [
-        {"step": 5, "time/loss": 6.0, "time/other": 2.0},
-        {"step": 10, "time/loss": 4.0, "time/reward": 4.0},
-        {"step": 10, "time/reward": 2.0, "time/metrics": 0.01},
-    ]
-    run = Run("run", rows)
-    steps, shares = time_shares(run)
-    assert steps == [5, 10]
-    assert shares["loss, forward and backward"] == pytest.approx([0.75, 4 / 10.01])
-    assert shares["reward"] == pytest.approx([0, 6 / 10.01])
-    assert shares["smaller parts"] == pytest.approx([0, 0.01 / 10.01])
-    assert [sum(values) for values in zip(*shares.values(), strict=True)] == pytest.approx([1, 1])
-    assert run.seconds_of_parts() == pytest.approx({"loss": 10, "reward": 6, "metrics": 0.01, "other": 2})
 
 
 def test_cells_of_a_table():
@@ -318,19 +298,3 @@ def test_cells_of_a_table():
     }
     assert time_cells({"loss": 2.0}, None)["all"] == ("2.0", "100.0%", "–")
     assert time_cells({}, 10) == {}
-
-
-def test_runs_of_before_there_was_a_clock_are_read(tmp_path):
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "history.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}) + "\n")
-    page, *figures = write_report([tmp_path / "old"], tmp_path / "report.html")
-    assert "Where the time" not in page.read_text(encoding="utf-8")
-    assert "time_shares" not in {figure.stem for figure in figures}
-
-
-def test_a_summary_with_another_thing_for_seconds_is_refused(tmp_path):
-    (tmp_path / "history.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}) + "\n")
-    summary = {"steps": 1, "after": {}, "seconds_of_parts": {"loss": "long"}}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    with pytest.raises(ValueError, match="loss='long'"):
-        read_run(tmp_path)

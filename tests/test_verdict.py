@@ -111,7 +111,7 @@ def test_a_run_ends_with_its_verdict_and_its_report_begins_with_it(tmp_path, tok
     assert first.startswith("Nothing was learned" if zero else "There are too few steps")
     assert any("training reward, first and last 2 logged steps" in line for line in others)  # there is no held-out set
     assert any(line.startswith("Serve it") for line in others) != zero
-    page, *_ = write_report([tmp_path / "run"], tmp_path / "page.html")
+    page = write_report(tmp_path / "run", tmp_path / "page.html")
     text = page.read_text()
     assert 0 < text.index("Verdict") < text.index(first[:20]) < text.index("What came out")
 

@@ -118,7 +118,7 @@ def test_an_adapter_reaches_the_server_with_most_files_written_once(fp8_server, 
     assert told["count"] == 5
     assert told["bytes_written"] == sum(written) + written[1]
     assert f"{told['bytes_written'] / 5e6:,.1f} + {told['bytes_reused'] / 5e6:,.1f}" in capsys.readouterr().out
-    report = dict(summary_table([Run("run", [{"step": 4}], summary=read_summary(tmp_path))])[1])
+    report = dict(summary_table(Run("run", [{"step": 4}], summary=read_summary(tmp_path)))[1])
     assert report["weight syncs through a checkpoint"] == "5"
 
 

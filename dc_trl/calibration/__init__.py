@@ -1,4 +1,4 @@
-"""Calibration before a run: what each engine does to the probabilities of a model, and the tolerance ε to set."""
+"""Calibration before a run: the mismatch of each engine, its causes, and the tolerance ε to set."""
 
 from .measure import calibrate
 from .result import Calibration

@@ -5,15 +5,15 @@ from ..records.estimators import Estimate
 from .result import Split
 
 
-_LARGE = 0.25  # of δ̄: a part from which on a cause is worth a setting
+_LARGE = 0.25  # share of δ̄ above which a cause is worth a setting
 _ALIGNED = ("weights", "activations", "precision", "adapter")
 
 
 def recommend(split: Split, kl: Estimate) -> list[str]:
-    """Settings for the parts of δ̄ that are large, the largest first, each with its reason.
+    """Return settings for the large parts of δ̄, the largest part first, each with its reason.
 
     Args:
-        split: of δ̄.
+        split: δ̄ by its causes.
         kl: KL(π_inf ‖ π_train) of the engine, in nats.
     """
     lags = "staleness" in split.shares
@@ -42,7 +42,7 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
         ),
         "what no switch removes (kernels, decoding with a KV cache)": (
             split.unexplained.value + shares.get("decoding", 0.0),
-            "if the engine is a server, see first that its checkpoint was written from these weights, in this dtype. "
+            "if the engine is a server, check first that its checkpoint has these weights, in this dtype. "
             "Then only measure it, with constraint: none. In our runs with a sampler that does not lag, no constraint "
             f"and no correction was seen to help, and above a KL of {PULLS_HARM_IN_STEP:g} nats pulls to it lost most "
             "of the reward; see docs/study.md.",

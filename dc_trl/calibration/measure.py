@@ -1,16 +1,15 @@
-"""Calibration before a run: how far each engine is from the model that is trained, and the tolerance ε to set."""
+"""Measure before a run how far each engine is from the model that is trained, and propose the tolerance ε."""
 
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt, tokenize
 from ..quantization.tensors import policy_tensors
 from ..rollouts.engines import EngineSpec
-from .doctor import Case, diagnose
+from .causes import Case, diagnose
 from .mismatch import compare_engines, measure_engine
 from .result import Calibration, EngineMismatch
 from .rollouts import EngineSample, Policy, require_engines, sample_rollouts
@@ -26,12 +25,12 @@ def calibrate(
     sampler: Policy | None = None,
     **settings: Any,
 ) -> Calibration:
-    """Measures how far engines are from the model that is trained, and proposes the tolerance ε.
+    """Measure how far engines are from the model that is trained, and propose the tolerance ε.
 
-    Each engine samples completions of the same prompts, from the whole distribution; the model scores their tokens as
-    TRL's trainer would. With one engine's δ̄ over generation batches of the run's size (prompts drawn again from those
-    given, each with all its completions), ε follows by the rule of `dc_trl.constraint.lagrangian.proposed_tolerance`.
-    Where an engine's scheme is known, `dc_trl.calibration.doctor` splits its δ̄ into causes.
+    Each engine samples completions of the same prompts from the whole distribution, and the model scores their tokens
+    as TRL's trainer would. ε follows by the rule of `dc_trl.constraint.lagrangian.proposed_tolerance` from δ̄ over
+    generation batches of the run's size, which are drawn from the given prompts, each prompt with all its completions.
+    Where an engine's scheme is known, `dc_trl.calibration.causes` splits its δ̄ into causes.
 
     Args:
         model: the model that is trained, in its training precision.
@@ -39,11 +38,11 @@ def calibrate(
         engines: `"fp8"` (any scheme) starts a vLLM server with the model's present weights and ends it,
             `"replica:fp8"` is the replica in this process, a URL a vLLM server that runs the model already.
         prompts: texts, or conversations that the chat template is applied to; at least two.
-        sampler: the model that the engines run in the policy's place, with older weights; for staleness.
+        sampler: a model with older weights, which the engines run in the policy's place; it measures staleness.
         **settings: fields of `dc_trl.calibration.CalibrationSettings`, which describes them.
 
     Returns:
-        What was measured; `dc_trl.calibration.report` has its tables, figures and page.
+        What was measured; `dc_trl.calibration.page` makes tables, figures and a page of it.
 
     Raises:
         TypeError: there is no such setting; the message names it.
@@ -62,8 +61,7 @@ def calibrate(
     require_engines(specs, (sampler or model).config)
     ids = tokenize(prompts, tokenizer, **(how.chat_template_kwargs or {}))
     samples = _sample(specs, model, sampler or model, tokenizer, ids, how)
-    longest = max(len(rollout.ids) for sample in samples for rollout in sample.rollouts)
-    measured = [_measure(Case(sample, model, sampler or model, ids, how), tokenizer, longest) for sample in samples]
+    measured = [_measure(Case(sample, model, sampler or model, ids, how)) for sample in samples]
     differences = {other.engine: compare_engines(measured[0], other, how.seed) for other in measured[1:]}
     record = _record(model, len(prompts), how)
     if sampler is not None:
@@ -71,9 +69,9 @@ def calibrate(
     return Calibration(record, measured, differences)
 
 
-def _measure(case: Case, tokenizer: PreTrainedTokenizerBase, longest: int) -> EngineMismatch:
+def _measure(case: Case) -> EngineMismatch:
     train = train_logps(case.policy, case.prompts, case.sample.rollouts, case.settings)
-    found = measure_engine(case.sample, train, case.prompts, tokenizer, case.settings, longest)
+    found = measure_engine(case.sample, train, len(case.prompts), case.settings)
     if not case.settings.split:
         return found
     try:
@@ -83,19 +81,14 @@ def _measure(case: Case, tokenizer: PreTrainedTokenizerBase, longest: int) -> En
 
 
 def _require_same_architecture(model: Policy, sampler: Policy) -> None:
-    """Raises ValueError unless both have the same tensors."""
-    shapes = [{name: tensor.shape for name, tensor in policy_tensors(each)} for each in (model, sampler)]
+    """Refuse a sampler whose tensors have other names or shapes than the model's."""
+    shapes = [{name: tuple(tensor.shape) for name, tensor in policy_tensors(each)} for each in (model, sampler)]
     if shapes[0] != shapes[1]:
         name = min(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
         raise ValueError(
             f"sampler={sampler.name_or_path!r} is no older version of {model.name_or_path}: {name} has shape "
-            f"{_words(shapes[1].get(name))} there and {_words(shapes[0].get(name))} in the model. Give a checkpoint "
-            "of the same run."
+            f"{shapes[1].get(name)} there and {shapes[0].get(name)} in the model. Give a checkpoint of the same run."
         )
-
-
-def _words(shape: torch.Size | None) -> str:
-    return "none" if shape is None else str(tuple(shape))
 
 
 def _sample(
@@ -106,9 +99,9 @@ def _sample(
     prompts: Sequence[list[int]],
     settings: CalibrationSettings,
 ) -> list[EngineSample]:
-    """What each engine samples; then both models are on their device."""
+    """Sample with each engine. Afterwards both models are on their device."""
     sampled = {}
-    # Servers first: where there is one GPU, they need it for themselves.
+    # Servers come first: where there is one GPU, they need it for themselves.
     for spec in sorted(specs, key=lambda spec: spec.kind == "replica"):
         if spec.kind == "replica" and settings.device is not None:
             sampler.to(settings.device)
@@ -120,7 +113,7 @@ def _sample(
 
 
 def _record(model: Policy, prompts: int, settings: CalibrationSettings) -> dict[str, Any]:
-    """What the numbers depend on."""
+    """Return the settings that the numbers depend on."""
     names = ("samples", "max_tokens", "temperature", "measure", "reduction", "batch_prompts", "seed")
     return {
         "model": model.name_or_path,

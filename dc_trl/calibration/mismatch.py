@@ -1,129 +1,142 @@
-"""What one engine's log-probabilities say against the model's: distributions, weights, errors over prompts, and ε.
+"""What one engine's log-probabilities say against the model's: means and percentiles, errors over prompts, and ε.
 
-Throughout, a = log π_train and b = log π_inf of the same sampled tokens, d = a − b. Completions of one prompt are not
-independent, so every interval comes from a bootstrap that draws whole prompts, and every standard error is clustered
-by prompt.
+Throughout, a = log π_train and b = log π_inf of the same sampled tokens, and d = a − b. Completions of one prompt are
+not independent, so every interval comes from a bootstrap that draws whole prompts, and every standard error is
+clustered by prompt.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase
 
+from ..constraint.discrepancy import token_discrepancy
 from ..constraint.lagrangian import tolerance_deviations
-from ..constraint.settings import Reduction
+from ..constraint.settings import Measure, Reduction
 from ..constraint.statistics import combine_sums, mismatch_from_sums, mismatch_sums
 from ..records.estimators import Difference, Estimate, bootstrap_p_value
-from ..sampled_tokens import LOG_RATIO_BOUND
-from .contexts import token_contexts
-from .result import GRID, HISTOGRAM_EDGES, Bin, EngineMismatch, Growth, Tolerance, Weights
-from .rollouts import EngineSample, sampled_logps
+from .result import GRID, EngineMismatch, Tolerance
+from .rollouts import EngineSample, Rollout, sampled_logps
 from .settings import CalibrationSettings
-from .tokens import Array, Integers, Ratio, ScoredTokens
 
 
-PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
-WEIGHT_PERCENTILES = (1.0, 5.0, 50.0, 95.0, 99.0)
+Array = NDArray[np.float64]
+Integers = NDArray[np.int_]
+Ratio = tuple[Array, Array]  # numerator and denominator of a mean for each prompt, both of shape (prompts,)
+
 RESAMPLES = 1000  # of the prompts, for every interval
-BATCHES = 2000  # generation batches that the rule for ε sees
-FEW_PROMPTS = 32  # with fewer, the interval of a bootstrap is too narrow
-_POSITION_BINS = 32
-_PROBABILITY_BINS = 20
-_WORST = 20  # tokens, each of another prompt
+BATCHES = 2000  # generation batches that the rule for ε draws
+_PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
+_FEW_PROMPTS = 32  # with fewer, the interval of a bootstrap is too narrow
 _TRAJECTORIES = 512  # padded at a time, which bounds memory
 _SAME_WEIGHTS = 0.9  # correlation of probabilities below which the engine hardly runs the model's weights
 
 
+@dataclass(frozen=True)
+class ScoredTokens:
+    """Tokens with finite log-probabilities from both sides, one after another: arrays of shape (tokens,)."""
+
+    train: Array  # log π_train, nats
+    infer: Array  # log π_inf, nats
+    delta: Array  # discrepancy δ
+    trajectory: Integers  # number of the rollout that the token belongs to
+    prompt_of: Integers  # number of each rollout's prompt, shape (rollouts,)
+    prompts: int  # number of prompts
+
+    @classmethod
+    def of(
+        cls, rollouts: Sequence[Rollout], train: Sequence[Tensor], prompts: int, measure: Measure
+    ) -> "ScoredTokens":
+        """Collect the tokens of rollouts; `train` is log π_train of each rollout's tokens, shape (tokens,)."""
+        a, b = torch.cat([logps.double() for logps in train]), torch.cat(sampled_logps(rollouts))
+        lengths = np.array([len(rollout.ids) for rollout in rollouts])
+        trajectory = np.repeat(np.arange(len(rollouts)), lengths)
+        scored = a.isfinite() & b.isfinite()
+        a, b, kept = a[scored], b[scored], scored.numpy()
+        delta = token_discrepancy(a, b, measure)
+        prompt_of = np.array([rollout.prompt for rollout in rollouts])
+        return cls(a.numpy(), b.numpy(), delta.numpy(), trajectory[kept], prompt_of, prompts)
+
+    def mean_of_tokens(self, values: Array) -> Ratio:
+        """Return by prompt the sum of the tokens' values, and their number."""
+        return self._by_prompt(values, self.prompt_of[self.trajectory])
+
+    def mean_of_trajectories(self, values: Array, absolute: bool = False) -> Ratio:
+        """Return by prompt the sum over rollouts of the means of their tokens' values, and the number of rollouts.
+
+        Rollouts without a scored token do not count.
+
+        Args:
+            values: of the tokens, shape (tokens,).
+            absolute: whether the absolute values of the rollouts' means are summed.
+        """
+        counts = np.bincount(self.trajectory, minlength=len(self.prompt_of))
+        alive = counts > 0
+        means = np.bincount(self.trajectory, values, len(counts))[alive] / counts[alive]
+        return self._by_prompt(np.abs(means) if absolute else means, self.prompt_of[alive])
+
+    def batch_discrepancy(self, reduction: Reduction) -> Ratio:
+        """Return δ̄ by prompt."""
+        mean = self.mean_of_trajectories if reduction == "sequence" else self.mean_of_tokens
+        return mean(self.delta)
+
+    def _by_prompt(self, values: Array, prompt: Integers) -> Ratio:
+        sums = np.bincount(prompt, values, self.prompts).astype(float)
+        return sums, np.bincount(prompt, minlength=self.prompts).astype(float)
+
+
 def measure_engine(
-    sample: EngineSample,
-    train: Sequence[Tensor],
-    prompts: Sequence[list[int]],
-    tokenizer: PreTrainedTokenizerBase,
-    settings: CalibrationSettings,
-    longest: int = 0,
+    sample: EngineSample, train: Sequence[Tensor], prompts: int, settings: CalibrationSettings
 ) -> EngineMismatch:
-    """Everything about one engine.
+    """Measure everything about one engine.
 
     Args:
-        sample: what it sampled, with log π_inf.
+        sample: what the engine sampled, with log π_inf.
         train: log π_train of each rollout's tokens, shape (tokens,).
-        prompts, tokenizer: token ids, and the model's tokenizer, for the context of the worst tokens.
+        prompts: number of prompts.
         settings: of the calibration.
-        longest: tokens of the longest completion of all engines that this one is compared with.
 
     Raises:
         ValueError: fewer than two prompts have a token with both log-probabilities.
     """
     rollouts, seed = sample.rollouts, settings.seed
-    tokens = ScoredTokens.of(rollouts, train, len(prompts), settings.measure)
-    ratios = _ratios(tokens, settings.reduction)
+    tokens = ScoredTokens.of(rollouts, train, prompts, settings.measure)
+    d = tokens.train - tokens.infer
+    ratios = {
+        "discrepancy": tokens.batch_discrepancy(settings.reduction),
+        "delta": tokens.mean_of_tokens(tokens.delta),
+        "kl": tokens.mean_of_tokens(-d),
+        "k3_kl": tokens.mean_of_tokens(np.expm1(d) - d),
+        "log_ppl_diff": tokens.mean_of_trajectories(-d),
+        "log_ppl_abs_diff": tokens.mean_of_trajectories(-d, absolute=True),
+    }
     numerators, denominators = ratios["discrepancy"]
     _require_spread(sample.engine, denominators)
     lengths = [len(rollout.ids) for rollout in rollouts]
-    longest = max(longest, *lengths)
-    d = tokens.train - tokens.infer
-    worst = _worst_of_prompts(tokens)
     result = EngineMismatch(
         engine=sample.engine,
         precision=sample.precision,
-        prompts=len(prompts),
+        prompts=prompts,
         completions=len(rollouts),
         tokens=len(d),
         unscored=sum(lengths) - len(d),
         empty=lengths.count(0),
         truncated=sum(rollout.truncated for rollout in rollouts),
         estimates={name: ratio_estimate(*ratio, seed) for name, ratio in ratios.items()},
-        percentiles=_percentiles(tokens.delta, PERCENTILES),
+        percentiles={f"{p:g}": float(np.percentile(tokens.delta, p)) for p in _PERCENTILES},
         maximum=float(tokens.delta.max()),
-        histogram=_histogram(tokens.delta),
-        by_position=_bins(tokens, tokens.position.astype(float), _position_edges(longest)),
-        by_probability=_bins(tokens, np.exp(tokens.infer), np.linspace(0, 1, _PROBABILITY_BINS + 1)),
         joint=_joint(np.exp(tokens.infer), np.exp(tokens.train)),
-        worst=token_contexts(worst, tokens, prompts, rollouts, tokenizer),
         metrics=_metrics(train, sampled_logps(rollouts)),
-        train_perplexity=math.exp(-tokens.train.mean()),
-        infer_perplexity=math.exp(-tokens.infer.mean()),
-        sequence_weights=_weights(np.exp(_bounded(tokens.trajectory_sums(d)))),
-        geometric_weights=_weights(np.exp(-tokens.trajectory_means(-d))),
-        growth=_growth(tokens, longest),
         tolerance=batch_tolerance(numerators, denominators, settings.batch_prompts, seed),
         per_prompt=np.stack([numerators, denominators], axis=1).tolist(),
         notes=[],
     )
     return result._replace(notes=_notes(result, settings.batch_prompts))
-
-
-def _ratios(tokens: ScoredTokens, reduction: Reduction) -> dict[str, Ratio]:
-    """What the estimates are means of, by name; the batch discrepancy δ̄ is `discrepancy`."""
-    d, gap = tokens.train - tokens.infer, tokens.trajectory_means(tokens.infer - tokens.train)
-    return {
-        "discrepancy": batch_discrepancy(tokens, reduction),
-        "delta": tokens.mean_of_tokens(tokens.delta),
-        "kl": tokens.mean_of_tokens(-d),
-        "k3_kl": tokens.mean_of_tokens(np.expm1(d) - d),
-        "log_ppl_diff": tokens.mean_of_trajectories(gap),
-        "log_ppl_abs_diff": tokens.mean_of_trajectories(np.abs(gap)),
-    }
-
-
-def batch_discrepancy(tokens: ScoredTokens, reduction: Reduction) -> Ratio:
-    """δ̄, by prompt."""
-    if reduction == "sequence":
-        return tokens.mean_of_trajectories(tokens.trajectory_means(tokens.delta))
-    return tokens.mean_of_tokens(tokens.delta)
-
-
-def _worst_of_prompts(tokens: ScoredTokens) -> Integers:
-    """Places of the tokens with the largest δ, at most one of each prompt, the largest first."""
-    order = np.argsort(-tokens.delta, kind="stable")
-    # Samples of a prompt are alike: without this, one place in one prompt would fill the list.
-    _, first = np.unique(tokens.prompt[order], return_index=True)
-    return order[np.sort(first)[:_WORST]]
 
 
 def _require_spread(engine: str, denominators: Array) -> None:
@@ -136,7 +149,7 @@ def _require_spread(engine: str, denominators: Array) -> None:
 
 
 def batch_tolerance(numerators: Array, denominators: Array, batch_prompts: int, seed: int = 0) -> Tolerance:
-    """ε by the rule of `proposed_tolerance`, from batches drawn from the prompts with replacement.
+    """Return ε by the rule of `proposed_tolerance`, from batches drawn from the prompts with replacement.
 
     A batch's δ̄ is the sum of its prompts' numerators over that of their denominators. However many batches are drawn,
     P prompts make P / `batch_prompts` independent ones, and their spread has P − 1 degrees of freedom: with these ε
@@ -155,9 +168,9 @@ def batch_tolerance(numerators: Array, denominators: Array, batch_prompts: int, 
     batches = rng.multinomial(batch_prompts, [1 / size] * size, BATCHES).astype(float)
     observed = (batches @ numerators) / (batches @ denominators)
     draws = rng.integers(size, size=(RESAMPLES, size))
-    # The same places in every draw: what differs between two draws is their prompts alone.
+    # Every draw uses the same batches of places, so that two draws differ by their prompts alone.
     resampled = (batches @ numerators[draws].T) / (batches @ denominators[draws].T)
-    # Drawn with replacement, prompts scatter as their variance over P, not over P − 1, says.
+    # The batches scatter by the variance over P, not over P − 1, because they are drawn with replacement.
     deviations = tolerance_deviations(size - 1, size / batch_prompts) * math.sqrt(size / (size - 1))
     low, high = np.quantile(resampled.mean(0) + deviations * resampled.std(0, ddof=1), [0.025, 0.975])
     mean, spread = float(observed.mean()), float(observed.std(ddof=1))
@@ -165,16 +178,11 @@ def batch_tolerance(numerators: Array, denominators: Array, batch_prompts: int, 
 
 
 def compare_engines(first: EngineMismatch, second: EngineMismatch, seed: int = 0) -> Difference:
-    """δ̄ of the second engine minus that of the first, on the same prompts.
+    """Return δ̄ of the second engine minus that of the first, measured on the same prompts.
 
     The p-value is two-sided, for "there is no difference", by the paired bootstrap of
     `dc_trl.records.estimators.paired_difference`; None where all prompts differ by the same.
-
-    Raises:
-        ValueError: they were not measured on the same number of prompts.
     """
-    if first.prompts != second.prompts:
-        raise ValueError(f"engines were measured on {first.prompts} and {second.prompts} prompts: use the same ones.")
     values, draws, residuals, there = [], [], [], np.zeros(first.prompts, dtype=bool)
     for engine in (first, second):
         numerators, denominators = np.array(engine.per_prompt).T
@@ -192,12 +200,12 @@ def compare_engines(first: EngineMismatch, second: EngineMismatch, seed: int = 0
 
 
 def _clustered_error(residuals: Array) -> float:
-    """Standard error of a sum of independent residuals, one for each prompt."""
+    """Return the standard error of a sum of independent residuals, one for each prompt."""
     return math.sqrt(len(residuals) / (len(residuals) - 1) * float((residuals**2).sum()))
 
 
 def _resampled_ratio(numerators: Array, denominators: Array, seed: int) -> tuple[float, Array]:
-    """Σ numerators / Σ denominators, and the same of resampled prompts."""
+    """Return Σ numerators / Σ denominators, and the same ratio for resampled prompts."""
     size = len(numerators)
     counts = np.random.default_rng(seed).multinomial(size, [1 / size] * size, RESAMPLES).astype(float)
     with np.errstate(invalid="ignore"):
@@ -205,7 +213,7 @@ def _resampled_ratio(numerators: Array, denominators: Array, seed: int) -> tuple
 
 
 def ratio_estimate(numerators: Array, denominators: Array, seed: int) -> Estimate:
-    """Σ numerators / Σ denominators, each of shape (prompts,), with its errors.
+    """Return Σ numerators / Σ denominators, each of shape (prompts,), with its errors.
 
     Two estimates with one seed draw the same prompts.
     """
@@ -216,7 +224,7 @@ def ratio_estimate(numerators: Array, denominators: Array, seed: int) -> Estimat
 
 
 def _metrics(train: Sequence[Tensor], infer: Sequence[Tensor]) -> dict[str, float]:
-    """`mismatch_metrics` of all trajectories."""
+    """Return `mismatch_metrics` of all trajectories."""
     parts = []
     for start in range(0, len(train), _TRAJECTORIES):
         chosen = slice(start, start + _TRAJECTORIES)
@@ -226,86 +234,28 @@ def _metrics(train: Sequence[Tensor], infer: Sequence[Tensor]) -> dict[str, floa
     return mismatch_from_sums(combine_sums(parts))
 
 
-def _histogram(delta: Array) -> list[int]:
-    edges = np.array(HISTOGRAM_EDGES)
-    return np.histogram(np.clip(delta, edges[0], edges[-1]), edges)[0].tolist()
-
-
 def _joint(infer: Array, train: Array) -> list[list[int]]:
-    """[cell of π_inf, cell of π_train, tokens] for each cell of the grid that holds some."""
+    """Return [cell of π_inf, cell of π_train, tokens] for each cell of the grid that holds tokens."""
     cells = [np.minimum((values * GRID).astype(int), GRID - 1) for values in (infer, train)]
     pairs, tokens = np.unique(np.stack(cells), axis=1, return_counts=True)
     return np.vstack([pairs, tokens]).T.tolist()
 
 
-def _position_edges(longest: int) -> Array:
-    width = math.ceil(longest / _POSITION_BINS)
-    return np.arange(0, longest + width, width, dtype=float)
-
-
-def _bins(tokens: ScoredTokens, x: Array, edges: Array) -> list[Bin]:
-    """Mean δ between neighbouring edges of x, which has shape (tokens,); the last edge is included."""
-    cells = np.clip(np.searchsorted(edges, x, side="right") - 1, 0, len(edges) - 2)
-    shape = (tokens.prompts, len(edges) - 1)
-    flat = tokens.prompt * shape[1] + cells
-    sums = np.bincount(flat, tokens.delta, math.prod(shape)).reshape(shape)
-    counts = np.bincount(flat, minlength=math.prod(shape)).reshape(shape)
-    bins = []
-    for cell, (low, high) in enumerate(itertools.pairwise(edges)):
-        count = int(counts[:, cell].sum())
-        mean = sums[:, cell].sum() / count if count else math.nan
-        # Prompts without a token in the bin say nothing about its spread.
-        there = counts[:, cell] > 0
-        residuals = (sums[there, cell] - mean * counts[there, cell]) / max(count, 1)
-        error = _clustered_error(residuals) if len(residuals) > 1 else math.nan
-        bins.append(Bin(float(low), float(high), count, float(mean), error))
-    return bins
-
-
-def _percentiles(values: Array, percentiles: Sequence[float]) -> dict[str, float]:
-    return {f"{p:g}": float(v) for p, v in zip(percentiles, np.percentile(values, percentiles), strict=True)}
-
-
-def _effective(weights: Array) -> float:
-    return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
-
-
-def _weights(weights: Array) -> Weights:
-    percentiles = _percentiles(weights, WEIGHT_PERCENTILES)
-    return Weights(float(weights.mean()), percentiles, float(weights.max()), _effective(weights))
-
-
-def _bounded(log_weights: Array) -> Array:
-    return np.clip(log_weights, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-
-
-def _growth(tokens: ScoredTokens, longest: int) -> list[Growth]:
-    """Weights of the first 1, 2, 4, … tokens, and of all."""
-    d = tokens.train - tokens.infer
-    rows = []
-    for length in [*(2**power for power in range((longest - 1).bit_length())), longest]:
-        logs = _bounded(tokens.trajectory_sums(np.where(tokens.position < length, d, 0.0)))
-        weights = np.exp(logs)
-        low, high = map(float, np.percentile(weights, [5, 95]))
-        rows.append(Growth(length, float(weights.mean()), float(logs.std()), low, high, _effective(weights)))
-    return rows
-
-
 def _notes(result: EngineMismatch, batch_prompts: int) -> list[str]:
     notes = []
-    if result.prompts < FEW_PROMPTS:
+    if result.prompts < _FEW_PROMPTS:
         notes.append(
-            f"{result.prompts} prompts are few: the 95 % intervals are too narrow; use {FEW_PROMPTS} or more."
+            f"{result.prompts} prompts are few: the 95 % intervals are too narrow; use {_FEW_PROMPTS} or more."
         )
     if result.prompts < batch_prompts:
         notes.append(
-            f"A generation batch of {batch_prompts} prompts is larger than the sample of {result.prompts}: its spread "
-            "is that of prompts drawn again and again."
+            f"A generation batch of {batch_prompts} prompts is larger than the sample of {result.prompts}, so its "
+            "spread is that of prompts that repeat."
         )
     if result.unscored:
         share = result.unscored / (result.tokens + result.unscored)
         notes.append(
-            f"{result.unscored} tokens ({share:.2%}) have no log-probability from both sides and count nowhere."
+            f"{result.unscored} tokens ({share:.2%}) have no log-probability from both sides and do not count."
         )
     if result.metrics["probs_pearson"] < _SAME_WEIGHTS:
         notes.append(

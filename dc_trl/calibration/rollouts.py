@@ -1,7 +1,6 @@
 """Completions with their log-probabilities from any engine: a vLLM server, started or running, or the replica."""
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -20,7 +19,6 @@ from ..rollouts.end_tokens import end_tokens, pad_token
 from ..rollouts.engines import EngineSpec
 from ..rollouts.replica import Replica
 from ..rollouts.routing import Routers, RoutesRecorder
-from ..rollouts.sampling import sample_seed
 from ..serving.answers import Bounds
 from ..serving.client import ServerClient, require_loaded
 from ..serving.connection import Patience
@@ -31,14 +29,14 @@ from ..serving.server import VLLMServer, vllm_version
 from .settings import CalibrationSettings
 
 
-_REQUESTS = 64  # prompts on their way to a server
-_PATIENCE = Patience(server_timeout=60.0, max_retries=3)
+# All completions are asked for at once, and may take hours.
+_PATIENCE = Patience(request_timeout=14400.0, server_timeout=60.0, max_retries=3)
 
 Policy: TypeAlias = PreTrainedModel | PeftModel
 
 
 class Rollout(NamedTuple):
-    """One completion: token ids, and the engine's log π_inf of each in nats, NaN where it gave none."""
+    """One completion: its token ids, and the engine's log π_inf of each in nats, NaN where it gave none."""
 
     prompt: int  # position in the list of prompts
     ids: list[int]
@@ -48,17 +46,17 @@ class Rollout(NamedTuple):
 
 
 def sampled_logps(rollouts: Sequence[Rollout]) -> list[Tensor]:
-    """log π_inf of each rollout's tokens as the engine gave it, float64, shape (tokens,)."""
+    """Return log π_inf of each rollout's tokens as the engine gave it, float64, shape (tokens,)."""
     return [torch.tensor(rollout.logps, dtype=torch.float64) for rollout in rollouts]
 
 
 class EngineSample(NamedTuple):
-    """What one engine sampled: rollouts by prompt, the samples of each in a row."""
+    """What one engine sampled: rollouts in the order of their prompts, all samples of a prompt together."""
 
     engine: str
     precision: str  # the scheme, or what a running server says of its layers
     rollouts: list[Rollout]
-    schemes: Sequence[str] = ()  # that it may be in; where it does not say which, more than one
+    schemes: Sequence[str] = ()  # schemes that the engine may be in; several where it does not say which
 
 
 def sample_rollouts(
@@ -68,7 +66,7 @@ def sample_rollouts(
     prompts: Sequence[list[int]],
     settings: CalibrationSettings,
 ) -> EngineSample:
-    """Completions of all prompts from one engine.
+    """Sample completions of all prompts from one engine.
 
     A vLLM server that is started runs the policy's present weights, written as training deploys them.
 
@@ -80,46 +78,38 @@ def sample_rollouts(
 
     Raises:
         ValueError: a prompt leaves no room for a completion, or the scheme does not fit the model.
-        ServerError: the server is not there, does not fit the model, or failed for good.
+        ServerError: the server is not there, does not fit the model, or failed repeatedly.
     """
     longest = max(map(len, prompts))
     own_limit = policy.config.get_text_config().max_position_embeddings
     ends = end_tokens(policy, tokenizer)
-
-    def bar() -> tqdm:
-        return tqdm(total=len(prompts), unit="prompt", desc=f"{engine.name}: sampling", disable=not settings.progress)
-
     if engine.kind == "url":
         client, kinds, limit = _connect(engine.name, policy.config, longest)
         precision = f"{', '.join(kinds) or 'not quantized'}, served as {client.model}"
-        require_room(prompts, limit, engine.name)
         settings.report(f"{engine.name}: {precision}, taken for the weights of {policy.name_or_path}")
-        with bar() as shown:
-            rollouts = _from_server(client, ends, prompts, limit, settings, shown)
+        rollouts = _from_server(client, ends, prompts, _room(prompts, limit, engine.name, settings), settings)
         return EngineSample(engine.name, precision, rollouts, schemes_of(kinds))
     assert engine.scheme is not None
-    require_room(prompts, own_limit, engine.name)
+    room = _room(prompts, own_limit, engine.name, settings)
     if engine.kind == "replica":
-        replica = Replica(policy, engine.scheme)
-        with bar() as shown:
-            rollouts = _from_replica(replica, tokenizer, ends, prompts, settings, shown)
+        rollouts = _from_replica(Replica(policy, engine.scheme), tokenizer, ends, prompts, settings)
     else:
-        limit = min(longest + settings.max_tokens, own_limit)
-        with _serving(policy, engine.scheme, tokenizer, limit, settings) as server, bar() as shown:
+        with _serving(policy, engine.scheme, tokenizer, longest + room, settings) as server:
             client = ServerClient(server.url, patience=_PATIENCE, report=settings.report)
-            client.bounds = Bounds(policy.config.get_text_config().vocab_size, limit)
-            rollouts = _from_server(client, ends, prompts, limit, settings, shown)
+            client.bounds = Bounds(policy.config.get_text_config().vocab_size, longest + room)
+            rollouts = _from_server(client, ends, prompts, room, settings)
     return EngineSample(engine.name, engine.scheme, rollouts, [engine.scheme])
 
 
-def require_room(prompts: Sequence[list[int]], limit: int, name: str) -> None:
-    """Raises ValueError where a prompt leaves no room for a completion."""
+def _room(prompts: Sequence[list[int]], limit: int, name: str, settings: CalibrationSettings) -> int:
+    """Return how many tokens a completion may have, where prompt and completion share `limit` tokens."""
     long = sum(len(ids) >= limit for ids in prompts)
     if long:
         raise ValueError(
             f"engine={name!r} takes {limit} tokens for prompt and completion, and {long} of the prompts are as long: "
             "leave long prompts out (max_prompt_length), or serve with a larger --max-model-len."
         )
+    return min(settings.max_tokens, limit - max(map(len, prompts)))
 
 
 def _from_replica(
@@ -128,97 +118,76 @@ def _from_replica(
     ends: list[int],
     prompts: Sequence[list[int]],
     settings: CalibrationSettings,
-    bar: tqdm,
 ) -> list[Rollout]:
     device = replica.model.device
     limit = replica.model.config.get_text_config().max_position_embeddings
     order = [number for number in range(len(prompts)) for _ in range(settings.samples)]
     rollouts: list[Rollout] = []
     recorder = RoutesRecorder(replica.model) if settings.split and routes_are_known(replica.model) else None
-    # The random state of the caller, who may be about to train, is left as it was.
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    bar = tqdm(total=len(order), unit="completion", desc="sampling", disable=not settings.progress)
+    # The caller may be about to train, so its random state is left as it was.
+    with bar, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(settings.seed)
         for start in range(0, len(order), settings.replica_batch):
             batch = order[start : start + settings.replica_batch]
-            room = limit - max(len(prompts[number]) for number in batch)
+            asked = [prompts[number] for number in batch]
             config = GenerationConfig(
-                max_new_tokens=min(settings.max_tokens, room),
+                max_new_tokens=min(settings.max_tokens, limit - max(map(len, asked))),
                 do_sample=True,
                 temperature=settings.temperature,
                 top_k=0,
                 pad_token_id=pad_token(tokenizer, ends),
                 eos_token_id=ends,
             )
-            asked = [prompts[number] for number in batch]
             with nullcontext() if recorder is None else recorder.recording(len(batch)):
                 completions, logps = replica.generate(asked, config, settings.temperature)
             routes = [None] * len(batch) if recorder is None else recorder.routes(asked, completions)
             for number, ids, values, chosen in zip(batch, completions, logps, routes, strict=True):
                 rollouts.append(Rollout(number, ids, values, ids[-1] not in ends, chosen))
-            bar.update(round(len(rollouts) / settings.samples, 1) - bar.n)
+            bar.update(len(batch))
     return rollouts
 
 
 def routes_are_known(model: PreTrainedModel | PeftModel) -> bool:
-    """Whether a model is a mixture of experts whose choices can be recorded and replayed."""
+    """Return whether a model is a mixture of experts whose choices can be recorded and replayed."""
     if not fused_experts(base_model(model)):
         return False
     try:
         Routers(model)
-    except ValueError:  # routers of another kind
+    except ValueError:  # routers of a kind that cannot be replayed
         return False
     return True
 
 
 def _from_server(
-    client: ServerClient,
-    ends: list[int],
-    prompts: Sequence[list[int]],
-    limit: int,
-    settings: CalibrationSettings,
-    bar: tqdm,
+    client: ServerClient, ends: list[int], prompts: Sequence[list[int]], room: int, settings: CalibrationSettings
 ) -> list[Rollout]:
-    def complete(number: int) -> list[Rollout]:
-        room = min(settings.max_tokens, limit - len(prompts[number]))
-        # vLLM gives each of the n samples a seed of its own from this one. The penalties, which TRL's client leaves
-        # out, would come from the model's generation_config.
-        seed = sample_seed(settings.seed, str(number), 0)
-        further = {"seed": seed, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        output = client.generate(
-            [prompts[number]],
-            n=settings.samples,
-            temperature=settings.temperature,
-            max_tokens=room,
-            generation_kwargs=further,
+    version = client.weight_version()
+    require_loaded(version, client.base_url)
+    client.seeds.draw(settings.seed)  # from which the client makes a seed for each prompt
+    output = client.generate(
+        list(prompts),
+        n=settings.samples,
+        temperature=settings.temperature,
+        max_tokens=room,
+        # The penalties, which TRL's client leaves out, would come from the model's generation_config.
+        generation_kwargs={"presence_penalty": 0.0, "frequency_penalty": 0.0},
+    )
+    if (now := client.weight_version()) != version:
+        raise ServerError(
+            f"vLLM at {client.base_url} did not keep its weights: it began with {version!r} and has {now!r}. The "
+            "weights changed while it sampled: measure again when no run loads others into this server."
         )
-        rollouts = []
-        for ids, tokens in zip(output["completion_ids"], output["logprobs"], strict=True):
-            logps = [logp for (logp,) in tokens]
-            rollouts.append(Rollout(number, ids, logps, len(ids) >= room and ids[-1] not in ends))
-        return rollouts
-
-    begun_with = client.weight_version()
-    require_loaded(begun_with, client.base_url)
-    pool = ThreadPoolExecutor(_REQUESTS, "dc_trl-rollouts")
-    try:
-        futures = [pool.submit(complete, number) for number in range(len(prompts))]
-        for future in as_completed(futures):
-            future.result()  # raises what went wrong
-            bar.update()
-        if (now := client.weight_version()) != begun_with:
-            raise ServerError(
-                f"vLLM at {client.base_url} did not keep its weights: it began with {begun_with!r} and has {now!r}. "
-                "The weights changed while it sampled: measure again when no run loads others into this server."
-            )
-        return [rollout for future in futures for rollout in future.result()]
-    finally:
-        # After an error or Ctrl-C, nobody waits for what is still on its way, and nothing is asked again.
-        client.connection.close()
-        pool.shutdown(wait=False, cancel_futures=True)
+    rollouts = []
+    for position, (ids, tokens) in enumerate(zip(output["completion_ids"], output["logprobs"], strict=True)):
+        logps = [logp for (logp,) in tokens]
+        truncated = len(ids) >= room and ids[-1] not in ends
+        rollouts.append(Rollout(position // settings.samples, ids, logps, truncated))
+    return rollouts
 
 
 def _connect(url: str, config: PretrainedConfig, longest_prompt: int) -> tuple[ServerClient, list[str], int]:
-    """Client of a running server that fits the policy, the kinds of its layers, and the tokens that it takes."""
+    """Return a client of a running server that fits the policy, the kinds of its layers, and its limit of tokens."""
     try:
         client = ServerClient(url, start_timeout=5.0, patience=_PATIENCE)
     except ServerUnavailableError as error:
@@ -229,10 +198,9 @@ def _connect(url: str, config: PretrainedConfig, longest_prompt: int) -> tuple[S
     info, layers = client.get_server_info(), client.layers()
     try:
         require_loaded(client.weight_version(), client.base_url)
-        # No weights are sent, and the server's number format is what it is.
-        needed = longest_prompt + 1
         with client.connection.reading("/server_info"):
-            check_server(info, layers, scheme=None, config=config, max_length=needed, weight_sync="none")
+            # No weights are sent, and the server may be in any number format.
+            check_server(info, layers, scheme=None, config=config, max_length=longest_prompt + 1, weight_sync="none")
             limit = info["model_config"]["max_model_len"]
     except ServerError as error:
         raise ServerError(f"engine={url!r}: {error}") from error
@@ -244,7 +212,7 @@ def _connect(url: str, config: PretrainedConfig, longest_prompt: int) -> tuple[S
 def _serving(
     policy: Policy, scheme: str, tokenizer: PreTrainedTokenizerBase, limit: int, settings: CalibrationSettings
 ) -> Iterator[VLLMServer]:
-    """A server of the policy's present weights in a scheme, for the time of the block."""
+    """Serve the policy's present weights in a scheme, for the time of the block."""
     log = Path(settings.log_dir, f"vllm_server_{scheme}.log") if settings.log_dir is not None else None
     options, report = settings.serve_options, settings.report
     with temporary_folder("calibrate") as folder:
@@ -255,7 +223,7 @@ def _serving(
 
 
 def require_engines(engines: Sequence[EngineSpec], config: PretrainedConfig) -> None:
-    """Raises what stands in the way of the engines, before any of them starts.
+    """Refuse engines that cannot be measured, before any of them starts.
 
     Raises:
         ServerError: a running server is not there, or runs another model.

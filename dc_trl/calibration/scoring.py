@@ -1,7 +1,6 @@
-"""Log-probabilities of completions under the model that is trained, as TRL computes them."""
+"""Log-probabilities of completions under the model that is trained, computed as TRL does."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from peft import PeftModel
@@ -24,7 +23,7 @@ def train_logps(
     as_engine: bool = False,
     replay: RoutingReplay | None = None,
 ) -> list[Tensor]:
-    """log π_train of each rollout's tokens, as TRL's trainer computes it.
+    """Return log π_train of each rollout's tokens, as TRL's trainer computes it.
 
     The forward is the one of training: prompts padded on the left, completions on the right, under autocast where the
     run has `bf16: true`, with TRL's fused output head, which takes the softmax in float32 and holds the logits of at
@@ -34,15 +33,15 @@ def train_logps(
     Args:
         policy: in its training precision.
         prompts, rollouts: token ids, and completions of them.
-        settings: temperature, autocast, tokens of a forward.
-        as_engine: without autocast, and with positions that count from each prompt's first token.
-        replay: of the policy, for the experts that the engine chose.
+        settings: for temperature, autocast, and tokens of a forward.
+        as_engine: computes without autocast, with positions that count from each prompt's first token.
+        replay: makes the policy take the experts that the engine chose.
 
     Returns:
         A float32 tensor of shape (tokens,) for each rollout, on the CPU.
     """
     logps = [torch.empty(0) for _ in rollouts]
-    # Neighbours in length share a forward, so that little of it is padding.
+    # Completions of similar length share a forward, so that little of it is padding.
     order = sorted((i for i, r in enumerate(rollouts) if r.ids), key=lambda i: len(rollouts[i].ids))
     total = sum(len(rollout.ids) for rollout in rollouts)
     base = policy.get_base_model() if isinstance(policy, PeftModel) else policy
@@ -51,9 +50,10 @@ def train_logps(
     policy.eval()
     try:
         with tqdm(total=total, unit="token", desc="scoring", disable=not settings.progress) as bar:
-            for batch in batches(order, prompts, rollouts, settings.batch_tokens):
-                rows = Rows.of(prompts, [rollouts[i] for i in batch])
-                for i, values in zip(batch, _forward(policy, rows, settings, as_engine, replay), strict=True):
+            for batch in _batches(order, prompts, rollouts, settings.batch_tokens):
+                chosen = [rollouts[i] for i in batch]
+                scored = _forward(policy, prompts, chosen, settings, as_engine, replay)
+                for i, values in zip(batch, scored, strict=True):
                     logps[i] = values
                     bar.update(len(values))
     finally:
@@ -64,10 +64,10 @@ def train_logps(
     return logps
 
 
-def batches(
+def _batches(
     order: Sequence[int], prompts: Sequence[list[int]], rollouts: Sequence[Rollout], batch_tokens: int
 ) -> Iterator[list[int]]:
-    """Numbers of the rollouts that share a forward of at most so many tokens, padding included."""
+    """Iterate over the rollouts that share a forward of at most `batch_tokens` tokens, padding included."""
     batch: list[int] = []
     prompt = completion = 0
     for i in order:
@@ -81,59 +81,44 @@ def batches(
         yield batch
 
 
-class Rows(NamedTuple):
-    """Rollouts as TRL lays out a batch: prompts padded on the left, completions on the right."""
-
-    rollouts: Sequence[Rollout]
-    input_ids: Tensor  # int64, shape (rollouts, width + height)
-    attention_mask: Tensor  # int64, the same shape
-    width: int  # of the prompts
-    height: int  # of the completions
-
-    @classmethod
-    def of(cls, prompts: Sequence[list[int]], rollouts: Sequence[Rollout]) -> "Rows":
-        width = max(len(prompts[rollout.prompt]) for rollout in rollouts)
-        height = max(len(rollout.ids) for rollout in rollouts)
-        input_ids = torch.zeros(len(rollouts), width + height, dtype=torch.long)
-        attention_mask = torch.zeros_like(input_ids)
-        for row, rollout in enumerate(rollouts):
-            span = slice(width - len(prompts[rollout.prompt]), width + len(rollout.ids))
-            input_ids[row, span] = torch.tensor(prompts[rollout.prompt] + rollout.ids)
-            attention_mask[row, span] = 1
-        return cls(rollouts, input_ids, attention_mask, width, height)
-
-    def labels(self) -> Tensor:
-        """The completions, and -100 elsewhere."""
-        labels = self.input_ids.masked_fill(self.attention_mask == 0, -100)
-        labels[:, : self.width] = -100
-        return labels
-
-    def positions(self) -> Tensor:
-        """Of each token in its own sequence, as engines count."""
-        return (self.attention_mask.cumsum(1) - 1).clamp(min=0)
-
-    def routes(self) -> Tensor:
-        """The experts that the engine chose, shape (rollouts, width + height, layers, k)."""
-        known = [rollout.routes for rollout in self.rollouts if rollout.routes is not None]
-        routes = known[0].new_full((*self.input_ids.shape, *known[0].shape[1:]), OWN_CHOICE)
-        for row, chosen in enumerate(known):
-            first = int(self.attention_mask[row].argmax())
-            routes[row, first : first + len(chosen)] = chosen
-        return routes
-
-
 def _forward(
-    policy: Policy, rows: Rows, settings: CalibrationSettings, as_engine: bool, replay: RoutingReplay | None
+    policy: Policy,
+    prompts: Sequence[list[int]],
+    rollouts: Sequence[Rollout],
+    settings: CalibrationSettings,
+    as_engine: bool,
+    replay: RoutingReplay | None,
 ) -> list[Tensor]:
+    """Score rollouts in one batch as TRL lays it out: prompts padded on the left, completions on the right."""
     device = policy.device
-    inputs = {"input_ids": rows.input_ids, "attention_mask": rows.attention_mask, "labels": rows.labels()}
-    if as_engine:
-        inputs["position_ids"] = rows.positions()
+    width = max(len(prompts[rollout.prompt]) for rollout in rollouts)
+    height = max(len(rollout.ids) for rollout in rollouts)
+    input_ids = torch.zeros(len(rollouts), width + height, dtype=torch.long)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, rollout in enumerate(rollouts):
+        span = slice(width - len(prompts[rollout.prompt]), width + len(rollout.ids))
+        input_ids[row, span] = torch.tensor(prompts[rollout.prompt] + rollout.ids)
+        attention_mask[row, span] = 1
+    labels = input_ids.masked_fill(attention_mask == 0, -100)
+    labels[:, :width] = -100
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+    if as_engine:  # positions of each token in its own sequence
+        inputs["position_ids"] = (attention_mask.cumsum(1) - 1).clamp(min=0)
     if replay is not None:
-        replay.start(rows.routes().to(device))
+        replay.start(_routes(rollouts, attention_mask).to(device))
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.bf16 and not as_engine):
         output = policy(**{name: tensor.to(device) for name, tensor in inputs.items()}, fused_lm_head=True)
     if replay is not None:
         replay.stop()
-    values = output.log_probs[:, -rows.height :].float().cpu()
-    return [values[row, : len(rollout.ids)].clone() for row, rollout in enumerate(rows.rollouts)]
+    values = output.log_probs[:, -height:].float().cpu()
+    return [values[row, : len(rollout.ids)].clone() for row, rollout in enumerate(rollouts)]
+
+
+def _routes(rollouts: Sequence[Rollout], attention_mask: Tensor) -> Tensor:
+    """Return the experts that the engine chose, shape (rollouts, tokens, layers, k)."""
+    known = [rollout.routes for rollout in rollouts if rollout.routes is not None]
+    routes = known[0].new_full((*attention_mask.shape, *known[0].shape[1:]), OWN_CHOICE)
+    for row, chosen in enumerate(known):
+        first = int(attention_mask[row].argmax())
+        routes[row, first : first + len(chosen)] = chosen
+    return routes

@@ -23,7 +23,7 @@ COMMANDS = {
     "serve": ("serve", "start a vLLM server for training, in the deployment scheme"),
     "calibrate": ("calibrate", "measure engines' mismatch before a run, and propose the tolerance ε"),
     "evaluate": ("evaluate", "avg@k, pass@k and maj@k of a policy as it is deployed"),
-    "report": ("report", "make the page of figures of one or several runs"),
+    "report": ("report", "make the page of a run, with its figures"),
     "ablate": ("ablate", "sweep settings over seeds"),
     "study": ("study", "run the study of docs/study.md, or a part of it"),
     "push": ("push", "push a run to the Hub"),

@@ -4,12 +4,12 @@
       --prompt_column problem --prompts 128
     dc-trl calibrate --model Qwen/Qwen3-8B --engine http://127.0.0.1:8000 --benchmark math500
 
-An engine is a scheme (fp8: a vLLM server with the model in it is started and ended), replica:SCHEME (a replica in this
-process, no vLLM), or the URL of a vLLM server that runs the model already; several are compared on the same prompts.
-Sampling is from the whole distribution, so there is no top-p, top-k or min-p. The terminal shows a table; the output
-directory gets calibration.json, report.html and the figures.
+An engine is a scheme (fp8: a vLLM server of the model in that scheme is started and ended), replica:SCHEME (a replica
+in this process, without vLLM), or the URL of a vLLM server that runs the model already. Several engines are compared
+on the same prompts. They sample from the whole distribution, so there is no top-p, top-k or min-p. The terminal shows
+tables; the output directory gets calibration.json, report.html and the figures.
 
-Where an engine's scheme is known, its δ̄ is split into causes. For CI, --fail_above ends with exit code 1.
+Where an engine's scheme is known, its δ̄ is split into causes. --fail_above ends with exit code 1, for CI.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ..calibration import Calibration, CalibrationSettings, calibrate
-from ..calibration.report import REPORT_FILE, print_calibration, write_report
+from ..calibration.page import PAGE_FILE, print_calibration, write_report
 from ..calibration.result import CALIBRATION_FILE
 from ..calibration.rollouts import require_engines
 from ..data.benchmarks import BENCHMARKS
@@ -86,24 +86,24 @@ def make_parser() -> OptionParser:
         add_fields(parser.add_argument_group(title), CalibrationSettings, *names)
     parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu", replica_batch=256)
 
-    doctor = parser.add_argument_group("the causes")
-    doctor.add_argument(
+    causes = parser.add_argument_group("the causes")
+    causes.add_argument(
         "--no_split",
         dest="split",
         action="store_false",
-        help="leave out where δ̄ comes from, which takes a scoring pass for each set of causes: 2 for bf16, 4 for "
+        help="do not split δ̄ into its causes, which takes a scoring pass for each set of causes: 2 for bf16, 4 for "
         "int4, 8 for fp8 and int8; twice that for a mixture of experts, and with --sampler_model",
     )
-    doctor.add_argument(
+    causes.add_argument(
         "--sampler_model",
         type=shipped,
         metavar="DIR",
-        help="an older checkpoint of the model, which the engines run in its place: how much of δ̄ is staleness",
+        help="an older checkpoint of the model, which the engines run in its place, to measure staleness",
     )
 
     output = parser.add_argument_group("the results")
     output.add_argument(
-        "--fail_above", type=float, metavar="X", help="exit code 1 if δ̄ of an engine, as measured, is above X; for CI"
+        "--fail_above", type=float, metavar="X", help="end with exit code 1 if a measured δ̄ is above X; for CI"
     )
     output.add_argument("--output", type=Path, default=Path("runs", "calibration"), help="directory of the results")
     output.add_argument("--overwrite", action="store_true", help="replace the calibration that is there")
@@ -111,7 +111,7 @@ def make_parser() -> OptionParser:
 
 
 def require_output(output: Path, overwrite: bool) -> None:
-    """Refuses a directory that holds a calibration, or cannot be one."""
+    """Refuse a directory that holds a calibration, or cannot be one."""
     if (output / CALIBRATION_FILE).exists() and not overwrite:
         raise ValueError(
             f"output='{output}' holds a calibration already: choose another --output, or replace it with --overwrite."
@@ -120,13 +120,13 @@ def require_output(output: Path, overwrite: bool) -> None:
 
 
 def require_trained(option: str, name: str, config: PretrainedConfig) -> None:
-    """Refuses a checkpoint that is quantized."""
+    """Refuse a checkpoint that is quantized."""
     if hasattr(config, "quantization_config"):
         raise ValueError(f"{option}={name!r} is quantized: give the model that is trained, and --engine its scheme.")
 
 
 def require_device(name: str) -> None:
-    """Refuses a device that torch does not know, or that is not here."""
+    """Refuse a device that torch does not know, or that is not available."""
     try:
         torch.ones(1, device=name).item()
     except (RuntimeError, AssertionError, ImportError) as error:
@@ -137,7 +137,7 @@ def require_device(name: str) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    # What is wrong is said before the model is loaded.
+    # Wrong options are refused before the model is loaded.
     require_numbers(args, RANGES)
     dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
     settings = CalibrationSettings(
@@ -173,13 +173,13 @@ def run(args: argparse.Namespace) -> None:
     calibration = calibrate(model, tokenizer, args.engine, prompts, sampler=sampler, **vars(settings))
     write_report(calibration, args.output)
     print_calibration(calibration)
-    print(f"{REPORT_FILE}, {CALIBRATION_FILE} and the figures are in {args.output}")
+    print(f"{PAGE_FILE}, {CALIBRATION_FILE} and the figures are in {args.output}")
     if args.fail_above is not None:
         require_below(calibration, args.fail_above)
 
 
 def require_below(calibration: Calibration, bound: float) -> None:
-    """Ends the program with exit code 1 and a line if δ̄ of an engine is above a bound."""
+    """End the program with exit code 1 and a line if δ̄ of an engine is above a bound."""
     above = [
         f"{engine.engine}: {delta.value:.3g} [{delta.low:.3g}, {delta.high:.3g}]"
         for engine in calibration.engines

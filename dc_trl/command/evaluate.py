@@ -3,10 +3,10 @@
     dc-trl evaluate --model Qwen/Qwen3-8B --benchmarks all --engine bf16 fp8 --output runs/evaluation
     dc-trl evaluate --compare runs/evaluation/bf16 runs/evaluation/fp8
 
-An engine is a scheme (fp8: a vLLM server of the model in it is started and ended), replica:SCHEME (a replica in this
-process, no vLLM), or the URL of a vLLM server that runs the model already, in the one --scheme given. Every sample is
-kept as it comes: the same command again goes on where the last one stopped. Defaults are those of DC-GRPO's paper:
-32,768 tokens, temperature 0.7, top-p 1, 32 samples a problem for AIME and AMC, 4 for the others.
+An engine is a scheme (fp8: a vLLM server of the model in that scheme is started and ended), replica:SCHEME (a replica
+in this process, without vLLM), or the URL of a vLLM server that runs the model already, in the scheme that --scheme
+names. Every sample is stored as it comes, so the same command goes on where the last one stopped. Defaults are those
+of DC-GRPO's paper: 32,768 tokens, temperature 0.7, top-p 1, 32 samples a problem for AIME and AMC, 4 for the others.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from ..data.prompts import parse_template_kwargs
 from ..evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from ..evaluation.card import require_card, write_eval_results
 from ..evaluation.engines import EvaluatedModel, choose_engines, start_engine
-from ..evaluation.report import REPORT_FILE, print_comparison, write_report
 from ..evaluation.results import Evaluation
+from ..evaluation.table import TABLE_FILE, print_comparison, write_tables
 from ..files import make_folder
 from ..quantization.schemes import SCHEMES
 from ..rollouts.engines import ENGINE_HELP
@@ -62,7 +62,7 @@ def make_parser() -> OptionParser:
     problems.add_argument("--limit", type=int, help="only the first problems of each benchmark")
 
     sampling = parser.add_argument_group("the sampling")
-    sampling.add_argument("--max_tokens", type=int, default=Sampling().max_tokens)
+    sampling.add_argument("--max_tokens", type=int, default=Sampling().max_tokens, help="tokens of an answer")
     sampling.add_argument("--temperature", type=float, default=Sampling().temperature, help="0: greedy")
     sampling.add_argument("--top_p", type=float, default=Sampling().top_p)
     sampling.add_argument("--seed", type=int, default=0)
@@ -71,14 +71,7 @@ def make_parser() -> OptionParser:
     engine.add_argument(
         "--engine", nargs="+", help=f"{ENGINE_HELP}; default: bf16, or the checkpoint's own scheme if it is quantized"
     )
-    engine.add_argument(
-        "--scheme",
-        nargs="+",
-        choices=SCHEMES,
-        help="of the server at the URL. Without a URL, --scheme fp8 is --engine fp8, and with --engine replica it is "
-        "--engine replica:fp8",
-    )
-    engine.add_argument("--url", help="the same as --engine URL")
+    engine.add_argument("--scheme", choices=SCHEMES, help="of the running server that --engine names (default: bf16)")
     engine.add_argument("--concurrency", type=int, default=512, help="requests in flight, or the replica's batch")
     add_serve_options(engine)
 
@@ -86,7 +79,11 @@ def make_parser() -> OptionParser:
     output.add_argument("--output", type=Path, help="directory for samples and results (default: runs/evaluation)")
     output.add_argument("--card", type=Path, help="model card (README.md) to write the eval_results into")
     output.add_argument(
-        "--compare", nargs=2, type=Path, metavar="DIR", help="two evaluated directories: is the second one better?"
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar="DIR",
+        help="compare two evaluated directories: is the second one better?",
     )
     return parser
 
@@ -103,7 +100,7 @@ def load_benchmarks(args: argparse.Namespace) -> list[Benchmark]:
 
 
 def run(args: argparse.Namespace) -> None:
-    # What is wrong is said before an engine is started.
+    # Wrong options are refused before an engine is started.
     if args.model is None:
         raise ValueError("model is not set: give --model with a Hub id or a directory, or --compare.")
     require_numbers(args, RANGES)
@@ -113,7 +110,7 @@ def run(args: argparse.Namespace) -> None:
         require_card(args.card)
     config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
     model = EvaluatedModel(args.model, args.revision, config, tokenizer)
-    engines = choose_engines(model, args.engine, args.scheme, args.url)
+    engines = choose_engines(model, args.engine, args.scheme)
     benchmarks = load_benchmarks(args)
     output: Path = args.output or Path("runs", "evaluation")
     make_folder("output", output)
@@ -144,8 +141,8 @@ def run(args: argparse.Namespace) -> None:
                 chat_template_kwargs=template_kwargs,
             )
         evaluations.append(evaluation)
-    write_report(evaluations, output)
-    print(f"Samples, {RESULTS_FILE} and {REPORT_FILE} are in {output}")
+    write_tables(evaluations, output)
+    print(f"Samples, {RESULTS_FILE} and {TABLE_FILE} are in {output}")
     if args.card is not None:
         write_eval_results(args.card, evaluations)
         print(f"eval_results written into {args.card}")

@@ -1,7 +1,9 @@
-"""Writes the report of one run, or of several side by side: one HTML page, and its figures as PNGs.
+"""Writes the report of a run: one HTML page with its figures, which loads nothing else.
 
 dc-trl report runs/quickstart
-dc-trl report runs/grpo-seed0 runs/dc-grpo-seed0 --output report.html
+dc-trl report runs/quickstart --output report.html
+
+To compare several runs, use the tracker that report_to names (trackio, W&B).
 """
 
 import gc
@@ -17,13 +19,9 @@ PAGE = "report.html"
 
 def make_parser() -> OptionParser:
     parser = OptionParser(__doc__, "report")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run, finished or not")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help=f"the page, its figures go to the folder OUTPUT_figures; without it {PAGE} in the run, if it is one",
-    )
-    parser.add_argument("--title", help="of the page (default: names the runs)")
+    parser.add_argument("run", metavar="RUN", help="output_dir of a run, finished or not")
+    parser.add_argument("--output", type=Path, help=f"the page (default: {PAGE} in the run's directory)")
+    parser.add_argument("--title", help="of the page (default: names the run)")
     return parser
 
 
@@ -31,9 +29,5 @@ def main(words: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(words)
     gc.disable()  # figures live to the end of the process, and looking through them takes a tenth of its time
     with refused_in_one_line():
-        if args.output is None and len(args.runs) > 1:
-            raise ValueError(
-                f"output is not set, and there are {len(args.runs)} runs: name the page, --output {PAGE}."
-            )
-        page, *figures = write_report(args.runs, args.output or Path(args.runs[0], PAGE), args.title)
-    print(f"wrote {page}, and {len(figures)} figures in {figures[0].parent}" if figures else f"wrote {page}")
+        page = write_report(args.run, args.output or Path(args.run, PAGE), args.title)
+    print(f"wrote {page}")

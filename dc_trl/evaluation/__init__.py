@@ -1,4 +1,4 @@
-"""How good a policy is: avg@k, pass@k and maj@k of benchmarks, in the formats that it may be served in."""
+"""Evaluation of a policy on benchmarks as it is deployed: avg@k, pass@k and maj@k."""
 
 from .evaluate import RESULTS_FILE, Benchmark, EvaluationSettings, evaluate, tokenize_prompts
 

@@ -1,4 +1,4 @@
-"""Evaluations as results in the metadata of a model card."""
+"""Evaluation results in the metadata of a model card."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from .results import Evaluation
 
 
 def eval_results(evaluations: Sequence[Evaluation]) -> list[EvalResult]:
-    """Evaluations in the model card's format: avg@k, pass@k and maj@k of each benchmark and scheme, in percent."""
+    """Return avg@k, pass@k and maj@k of each benchmark and scheme in the model card's format, in percent."""
     results = []
     for evaluation in evaluations:
         for name, result in evaluation.results.items():
@@ -41,9 +41,9 @@ def eval_results(evaluations: Sequence[Evaluation]) -> list[EvalResult]:
 
 
 def write_eval_results(card: str | Path, evaluations: Sequence[Evaluation]) -> None:
-    """Writes `eval_results` of one model into its card (README.md), which is begun when it is not there.
+    """Write the results of one model into its card (README.md), and make a card if there is none.
 
-    The card's text, its other metadata and the results of other metrics, data sets and schemes stay.
+    The card's text, its other metadata, and the results of other metrics, data sets and schemes stay.
     """
     path = Path(card)
     name = Path(evaluations[0].model).name
@@ -56,15 +56,15 @@ def write_eval_results(card: str | Path, evaluations: Sequence[Evaluation]) -> N
 
 
 def require_card(path: Path) -> None:
-    """Refuses a card that `write_eval_results` could not write, before what it is to say is measured.
+    """Refuse a card that `write_eval_results` could not write, before anything is measured.
 
     Raises:
-        ValueError: it cannot be written or read; the message names it and the reason.
+        ValueError: the card cannot be written or read; the message names it and the reason.
     """
     begun = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        append_text(path, "")  # changes nothing where there is one
+        append_text(path, "")  # does not change a card that exists
     except OSError as error:
         raise ValueError(
             f"card={str(path)!r} cannot be written ({error.strerror}): name a file, README.md."

@@ -1,4 +1,4 @@
-"""The engines of an evaluation: chosen by a command line, started, and known by the weights that they hold."""
+"""The engines of an evaluation: chosen on a command line, started, and identified by their weights."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -18,14 +18,14 @@ from ..serving.server import serve
 from ..settings.command_line import say
 
 
-# In place of a scheme: a checkpoint that is quantized already is evaluated as it is.
+# Stands for the scheme of a checkpoint that is quantized already, and evaluated as it is.
 AS_IT_IS = "as-is"
-# Files that vLLM takes weights from.
+# Files that vLLM reads weights from.
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 class EvaluatedModel(NamedTuple):
-    """What is evaluated, as `load_config_and_tokenizer` finds it."""
+    """What is evaluated, with what `load_config_and_tokenizer` returns."""
 
     name: str  # Hub id or directory
     revision: str
@@ -33,58 +33,34 @@ class EvaluatedModel(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
 
 
-def choose_engines(
-    model: EvaluatedModel, words: Sequence[str] | None, schemes: Sequence[str] | None, url: str | None = None
-) -> list[EngineSpec]:
-    """The engines that a command line means, with the scheme of each; that of a running server may be `AS_IT_IS`.
+def choose_engines(model: EvaluatedModel, words: Sequence[str] | None, scheme: str | None) -> list[EngineSpec]:
+    """Return the engines that a command line names, each with its scheme.
 
     Args:
-        model: may be quantized already; then the one engine runs it as it is.
-        words: names of engines as `EngineSpec.parse` takes them, or `["vllm"]` or `["replica"]` for one in each of
-            `schemes`. None is `["vllm"]`.
-        schemes: of an engine that does not say it itself; `["bf16"]` by default.
-        url: a running server, as in `words`.
+        model: what is evaluated. One that is quantized already has one engine, which runs it as it is.
+        words: names of engines as `EngineSpec.parse` takes them; `["bf16"]` by default.
+        scheme: of the running server that `words` names; `"bf16"` by default.
 
     Raises:
-        ValueError: names the options that contradict each other.
+        ValueError: an engine is unknown, or options contradict each other; the message names them.
     """
-    words = list(dict.fromkeys(words or ["vllm"]))
-    if url and words == ["replica"]:
-        raise ValueError(f"url={url!r} with engine='replica' contradict each other: leave one out.")
-    if url:
-        words = [url] if words == ["vllm"] else [*words, url]
-    if hasattr(model.config, "quantization_config"):
-        return [_as_it_is(model.name, words, schemes)]
-    each = list(dict.fromkeys(schemes or ["bf16"]))
-    if words in (["vllm"], ["replica"]):
-        prefix = "replica:" if words == ["replica"] else ""
-        return [EngineSpec.parse(f"{prefix}{scheme}") for scheme in each]
-    engines = [EngineSpec.parse(word) for word in words]
+    engines = [EngineSpec.parse(word) for word in dict.fromkeys(words or ())]
     running = [engine.name for engine in engines if engine.kind == "url"]
-    if running and len(each) > 1:
-        raise ValueError(f"scheme={each} with url={running[0]!r}: a server runs in one scheme, name that one.")
-    if schemes and not running:
-        raise ValueError(f"scheme={each} with engine={words}: an engine's name says its scheme, leave --scheme out.")
-    engines = [engine if engine.scheme else engine._replace(scheme=each[0]) for engine in engines]
-    if len({engine.scheme for engine in engines}) < len(engines):
+    if hasattr(model.config, "quantization_config"):
+        if scheme or len(engines) > 1 or len(running) < len(engines):
+            raise ValueError(
+                f"engine={words} and scheme={scheme!r}: {model.name} is quantized already, and vLLM evaluates it as "
+                "it is: leave both out, or give the URL of one server."
+            )
+        return [engine._replace(scheme=AS_IT_IS) for engine in engines or [EngineSpec("vllm", "vllm", AS_IT_IS)]]
+    if scheme and not running:
+        raise ValueError(f"scheme={scheme!r} is of a running server: name a URL with --engine, or leave --scheme out.")
+    found = [engine._replace(scheme=engine.scheme or scheme or "bf16") for engine in engines]
+    if len({engine.scheme for engine in found}) < len(found):
         raise ValueError(
             f"engine={words}: two in one scheme would share a folder; evaluate each with its own --output."
         )
-    return engines
-
-
-def _as_it_is(model: str, words: Sequence[str], schemes: Sequence[str] | None) -> EngineSpec:
-    """The engine of a checkpoint that is quantized already: vLLM, in the checkpoint's own scheme."""
-    if schemes:
-        raise ValueError(f"scheme={schemes}: {model} is quantized already and evaluated as it is; leave --scheme out.")
-    if replicas := [word for word in words if word.startswith("replica")]:
-        raise ValueError(f"engine={replicas[0]!r}: {model} is quantized already, which only vLLM runs.")
-    if list(words) == ["vllm"]:
-        return EngineSpec("vllm", "vllm", AS_IT_IS)
-    engines = [EngineSpec.parse(word) for word in words]
-    if len(engines) > 1 or engines[0].kind != "url":
-        raise ValueError(f"engine={list(words)}: {model} is quantized already and evaluated as it is; leave it out.")
-    return engines[0]._replace(scheme=AS_IT_IS)
+    return found or [EngineSpec.parse("bf16")]
 
 
 @contextmanager
@@ -97,13 +73,13 @@ def start_engine(
     serve_options: Sequence[str],
     log_path: Path,
 ) -> Iterator[tuple[Engine, object]]:
-    """An engine for the time of the block, and what tells its weights from others, for the record.
+    """Start an engine for the time of the block; yield it with what identifies its weights, for the record.
 
     Args:
-        engine, model: of `choose_engines`, and what it runs.
-        max_length: longest prompt and completion together, in tokens; the model's own limit where that is lower.
+        engine, model: one of `choose_engines`, and what it runs.
+        max_length: tokens of the longest prompt and completion together. The model's own limit applies too.
         concurrency: requests in flight, or the replica's batch.
-        serve_options: further options of `vllm serve`, for a server that is started.
+        serve_options: further options of `vllm serve` for a server that is started.
         log_path: file for that server's output.
 
     Raises:
@@ -137,7 +113,7 @@ def start_engine(
 
 
 def require_served(url: str, disclosed: Disclosed, model: str, scheme: str | None) -> None:
-    """Refuses a running server that by its own words serves another model, or another format."""
+    """Refuse a running server that says it serves another model, or another format."""
     names = (disclosed.name, disclosed.root)
     paths = [Path(name) for name in names if Path(name).is_dir()]
     if model not in names and not (Path(model).is_dir() and any(path.samefile(model) for path in paths)):
@@ -155,10 +131,10 @@ def require_served(url: str, disclosed: Disclosed, model: str, scheme: str | Non
 
 
 def served_weights(url: str, disclosed: Disclosed) -> dict[str, str | None]:
-    """What tells the weights of a running server from others, as far as it can be known.
+    """Return what identifies the weights of a running server, as far as it can be known.
 
-    Where it holds the files that it was started with, and they are on this machine, that is a digest of them; else
-    its address and what it discloses. The files of the model that it is asked about say nothing of its weights.
+    Where the server holds the files that it was started with, and they are on this machine, that is a digest of them;
+    otherwise its address and what it discloses.
     """
     known = {"served": disclosed.name, "weight_version": disclosed.weight_version}
     root = Path(disclosed.root)
@@ -178,7 +154,7 @@ def served_weights(url: str, disclosed: Disclosed) -> dict[str, str | None]:
 
 
 def fingerprint(model: EvaluatedModel) -> str:
-    """What tells two sets of weights under one name apart: the revision, or size and time of the files."""
+    """Return what identifies the weights of a model: its revision, or size and time of the files."""
     if not Path(model.name).is_dir():
         return model.revision
     files = sorted(Path(model.name).glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""How good a policy is as it is deployed: avg@k, pass@k and maj@k on benchmarks, with errors."""
+"""Measure how good a policy is as it is deployed: avg@k, pass@k and maj@k on benchmarks, with errors."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ _GATHER_SECONDS = 0.5  # samples that finish within this time go into one file
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Problems to be answered `samples` times each, put to the model with `instruction` (None: the bare problem)."""
+    """Problems that are answered `samples` times each, with `instruction` in the prompt (None: the bare problem)."""
 
     name: str
     rows: Dataset  # columns of dc_trl.data.schema.FEATURES
@@ -42,13 +42,13 @@ class Benchmark:
     def load(
         cls, name: str, *, file: str | None = None, samples: int | None = None, limit: int | None = None
     ) -> "Benchmark":
-        """A benchmark by name.
+        """Load a benchmark by name.
 
         Args:
             name: key of `dc_trl.data.benchmarks.BENCHMARKS`.
-            file: local JSONL or Parquet file in place of the Hub.
-            samples: k; the papers' by default (32 or 4).
-            limit: only so many problems, the first ones.
+            file: local JSONL or Parquet file to read in place of the Hub.
+            samples: k; by default that of the papers (32 or 4).
+            limit: keeps only so many of the first problems.
 
         Raises:
             ValueError: no such benchmark or file, or samples or limit below 1.
@@ -64,12 +64,12 @@ class Benchmark:
 
     @classmethod
     def parse(cls, word: str, **options: Any) -> "Benchmark":
-        """A benchmark as an option names it, NAME or NAME=FILE; for the `options` and the errors see `load`."""
+        """Load a benchmark named NAME or NAME=FILE; see `load` for the `options` and the errors."""
         name, _, file = word.partition("=")
         return cls.load(name, file=file or None, **options)
 
     def golds(self) -> dict[str, Gold]:
-        """Gold answers by the problems' ids."""
+        """Return the gold answers by the problems' ids."""
         return {row["id"]: Gold(**{field.name: row[field.name] for field in fields(Gold)}) for row in self.rows}
 
 
@@ -95,24 +95,24 @@ def evaluate(
     output_dir: str | os.PathLike[str],
     **settings: Any,
 ) -> Evaluation:
-    """Samples k answers to each problem, grades them, and says how good they are.
+    """Sample k answers to each problem, grade them, and compute avg@k, pass@k and maj@k with their errors.
 
-    Every sample is on disk within a second of its end (`output_dir/BENCHMARK/*.parquet`); called again with the same
-    arguments, it samples only what is missing. Each sample has a seed of its own, made of `seed`, the problem's id and
-    the sample's number.
+    Every sample is on disk within a second of its end (`output_dir/BENCHMARK/*.parquet`). A further call with the same
+    arguments samples only what is missing. Each sample has its own seed, made of `seed`, the problem's id and the
+    sample's number.
 
     Args:
         model, scheme: names, for the record.
         engine: samples the completions.
         tokenizer: of the model; with a chat template problems become user messages.
-        benchmarks: what is asked.
-        output_dir: for the samples and `results.json`.
+        benchmarks: the problems, and how often each is answered.
+        output_dir: directory for the samples and `results.json`.
         **settings: fields of `EvaluationSettings`, which describes them.
 
     Raises:
         TypeError: there is no such setting; the message names it.
         ValueError: a prompt leaves no room for an answer, or `output_dir` holds samples with other settings.
-        ServerError: the engine failed for good. The samples so far are kept.
+        ServerError: the engine failed repeatedly. The samples so far are kept.
     """
     how = EvaluationSettings(**settings)
     output_dir = Path(output_dir)
@@ -132,13 +132,13 @@ def evaluate(
             stores[benchmark.name] = store
             missing += _missing_samples(benchmark, prompts, store, how.seed)
         grader = stack.enter_context(Grader(how.grading_processes))
-        grader.start()  # now, because an engine on the same cores would wait for what they load
+        grader.start()  # before sampling, because the workers' imports would delay an engine on the same cores
         keeper = stack.enter_context(_Keeper(stores, golds, grader))
-        with _Progress(f"{model} {scheme}", benchmarks, len(missing), disable=not how.progress) as bar:
-            requests = [sample.request for sample in missing]
+        requests = [sample.request for sample in missing]
+        with tqdm(total=len(missing), unit="sample", desc=f"{model} {scheme}", disable=not how.progress) as bar:
             for position, completion in engine.sample(requests, how.sampling):
                 keeper.put(missing[position], completion)
-                bar.advance()
+                bar.update()
     results = [
         benchmark_result(benchmark.name, benchmark.rows["id"], benchmark.samples, stores[benchmark.name].samples)
         for benchmark in benchmarks
@@ -151,7 +151,7 @@ def evaluate(
 def tokenize_prompts(
     benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]
 ) -> dict[str, list[int]]:
-    """Token ids of the prompts, by the problems' ids."""
+    """Return the token ids of the prompts, by the problems' ids."""
     prompts = [make_prompt(problem, tokenizer, benchmark.instruction) for problem in benchmark.rows["problem"]]
     return dict(zip(benchmark.rows["id"], tokenize(prompts, tokenizer, **chat_template_kwargs), strict=True))
 
@@ -176,7 +176,7 @@ class _Missing(NamedTuple):
 def _missing_samples(
     benchmark: Benchmark, prompts: Mapping[str, list[int]], store: SampleStore, seed: int
 ) -> list[_Missing]:
-    """Samples that are not on disk yet."""
+    """Return the samples that are not on disk yet."""
     return [
         _Missing(benchmark.name, problem, number, Request(ids, sample_seed(seed, problem, number)))
         for problem, ids in prompts.items()
@@ -185,24 +185,8 @@ def _missing_samples(
     ]
 
 
-class _Progress(tqdm):
-    """A bar that counts in problems, although samples of several are under way at a time."""
-
-    def __init__(self, title: str, benchmarks: Sequence[Benchmark], missing: int, disable: bool):
-        problems = sum(len(benchmark.rows) for benchmark in benchmarks)
-        super().__init__(total=problems, unit="problem", desc=title, disable=disable)
-        self._samples = sum(len(benchmark.rows) * benchmark.samples for benchmark in benchmarks)
-        self._missing = missing + 1
-        self.advance()
-
-    def advance(self) -> None:
-        """One sample more is there."""
-        self._missing -= 1
-        self.update(round(self.total * (1 - self._missing / self._samples), 1) - self.n)
-
-
 class _Keeper:
-    """Grades and stores samples in a thread of its own, so that sampling does not wait. A context manager."""
+    """Grades and stores samples in a thread, so that sampling does not wait. A context manager."""
 
     def __init__(self, stores: Mapping[str, SampleStore], golds: Mapping[str, Mapping[str, Gold]], grader: Grader):
         self._stores, self._golds, self._grader = stores, golds, grader

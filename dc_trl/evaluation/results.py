@@ -1,4 +1,4 @@
-"""What came out of an evaluation: by benchmark and over all, saved, loaded, and compared with another one."""
+"""Results of an evaluation by benchmark and over all: saved, loaded, and compared with others."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -26,17 +26,17 @@ class BenchmarkResult(NamedTuple):
     avg: Estimate  # avg@k
     pass_at: dict[int, Estimate]  # k' → pass@k' for the powers of 2 up to k, and k
     maj: Estimate  # maj@k
-    truncated: float  # part of the samples that the token limit cut off
+    truncated: float  # share of the samples that the token limit cut off
     mean_tokens: float
-    ungraded: list[str]  # problems whose gold answer cannot be graded; they count nowhere
+    ungraded: list[str]  # problems whose gold answer cannot be graded; they do not count
     per_problem: dict[str, float]
 
 
 class Evaluation(NamedTuple):
-    """Results of one model in one deployment scheme; `settings` are what they depend on.
+    """Results of one model in one deployment scheme, and the `settings` that they depend on.
 
-    `grading_failures` says how many answers counted as wrong because grading them took too much time or memory, ended
-    a worker or raised an exception (the keys of `Grader.failures`), in the run that wrote the results.
+    `grading_failures` counts the answers that count as wrong because grading them failed, by reason (the keys of
+    `Grader.failures`), in the run that wrote the results.
     """
 
     model: str
@@ -55,21 +55,21 @@ class Evaluation(NamedTuple):
         results: Sequence[BenchmarkResult],
         grading_failures: Mapping[str, int] = MappingProxyType({}),
     ) -> "Evaluation":
-        """An evaluation with the average over its results."""
+        """Make an evaluation with the average over its results."""
         average = macro_estimate([list(result.per_problem.values()) for result in results])
         by_name = {result.benchmark: result for result in results}
         return cls(model, scheme, settings, by_name, average, dict(grading_failures))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it as JSON."""
+        """Write the evaluation as JSON."""
         write_result(self, path, indent=2)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Evaluation":
-        """Reads what `save` wrote.
+        """Read what `save` wrote.
 
         Raises:
-            ValueError: there is no such file, or it is none of an evaluation.
+            ValueError: there is no such file, or it holds no evaluation.
         """
         return read_result(cls, path, "results of an evaluation")
 
@@ -77,12 +77,13 @@ class Evaluation(NamedTuple):
 def benchmark_result(
     name: str, problems: Sequence[str], k: int, samples: Mapping[tuple[str, int], Sample]
 ) -> BenchmarkResult:
-    """Results from the first k samples of every problem.
+    """Compute the results from the first k samples of every problem.
 
     Args:
-        name, problems: of the benchmark, and the ids of its problems.
-        k: samples of each that count.
-        samples: by problem and number, all from 0 to k − 1.
+        name: of the benchmark.
+        problems: ids of its problems.
+        k: number of samples of each problem that count.
+        samples: by problem and number; all numbers from 0 to k − 1 are there.
 
     Raises:
         ValueError: no gold answer can be graded.
@@ -112,13 +113,13 @@ def benchmark_result(
 
 
 def compare(first: Evaluation, second: Evaluation) -> dict[str, Difference]:
-    """How much better the second evaluation is than the first, on the problems of the benchmarks that both have.
+    """Return how much better the second evaluation is than the first, on the benchmarks that both have.
 
     Returns:
-        Difference of avg@k by benchmark, and of their mean under "average".
+        Difference of avg@k by benchmark, and of the mean over the benchmarks as "average".
 
     Raises:
-        ValueError: no benchmark in common, or one with other problems.
+        ValueError: the evaluations have no benchmark in common, or answered other problems of one.
     """
     names = [name for name in first.results if name in second.results]
     if not names:

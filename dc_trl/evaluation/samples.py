@@ -1,4 +1,4 @@
-"""Sampled answers on disk, written as they come, so that an evaluation that stops goes on where it was."""
+"""Sampled answers on disk, written as they come, so that an interrupted evaluation can go on."""
 
 import io
 import json
@@ -46,12 +46,12 @@ class Sample(NamedTuple):
 class SampleStore:
     """Folder of Parquet files with the samples of one benchmark by one engine.
 
-    Every `add` makes a file, whole or not at all. Small ones are merged now and then. `pandas.read_parquet(folder)` or
+    Every `add` writes one file in one step. Small files are merged from time to time. `pandas.read_parquet(folder)` or
     `datasets` read all of them at once.
 
     Args:
-        folder: made when it is not there.
-        settings: what the samples depend on. A folder that was begun with others is refused.
+        folder: is made when it is missing.
+        settings: what the samples depend on. A folder that was begun with other settings is refused.
 
     Raises:
         ValueError: the folder holds samples that were drawn with other settings, or another process writes into it.
@@ -76,13 +76,13 @@ class SampleStore:
         self._small = sorted(self.folder.glob("part-*.parquet"))
         numbers = [int(file.stem.rsplit("-", 1)[1]) for file in self.folder.glob("*.parquet")]
         self._next = 1 + max(numbers, default=0)
-        # Between the writing of a merged file and the removal of its parts the same sample stands in both.
+        # If a merge was interrupted, a sample is in the merged file and in its part.
         self.samples: dict[tuple[str, int], Sample] = {}
         for file in self.folder.glob("*.parquet"):
             self.samples |= {(sample.id, sample.sample): sample for sample in _read(file)}
 
     def close(self) -> None:
-        """Merges what is left of small files and lets go of the folder."""
+        """Merge the remaining small files and unlock the folder."""
         self.merge()
         os.close(self._lock)
 
@@ -101,7 +101,7 @@ class SampleStore:
                 )
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Keeps samples; when this returns they are in a file."""
+        """Store samples; when this returns they are in a file."""
         new = list(samples)
         if not new:
             return
@@ -111,7 +111,7 @@ class SampleStore:
             self.merge()
 
     def merge(self) -> None:
-        """Makes one file of the small ones."""
+        """Merge the small files into one."""
         if len(self._small) < 2:
             return
         self._write("merged", [sample for file in self._small for sample in _read(file)])

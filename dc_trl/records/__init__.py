@@ -1,1 +1,1 @@
-"""What runs and evaluations leave to be read again, and the statistics of it; no TRL."""
+"""The records that runs and evaluations leave, read without TRL, and their statistics."""

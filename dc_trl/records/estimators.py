@@ -1,4 +1,4 @@
-"""What several sampled answers to each of many problems say: avg@k, pass@k, maj@k, their errors, and differences.
+"""Estimates from several sampled answers to each of many problems: avg@k, pass@k, maj@k, errors and differences.
 
 Problems are the independent units: the samples of one problem share its difficulty. So standard errors are those of
 the mean over problems (clustered by problem), and the bootstrap draws whole problems.
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 RESAMPLES = 10_000
 _CHUNK = 1_000  # resamples at a time, which bounds memory
-_MARGIN = 1e-12  # rounding of sums in another order
+_MARGIN = 1e-12  # sums in another order round differently by less than this
 
 
 class Estimate(NamedTuple):
@@ -29,9 +29,9 @@ class Estimate(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """How much higher the second of two mean values is; `p_value` is two-sided, for "there is no difference".
+    """The second of two means minus the first; `p_value` is two-sided, for "there is no difference".
 
-    It is None where nothing is known of the chance in the difference: see `bootstrap_p_value`.
+    The p-value is None where chance cannot be estimated: see `bootstrap_p_value`.
     """
 
     value: float
@@ -43,7 +43,7 @@ class Difference(NamedTuple):
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Probability that at least one of k samples is right, estimated without bias from more of them.
+    """Return the probability that at least one of k samples is right, estimated without bias from more samples.
 
     Equation 1 of "Evaluating Large Language Models Trained on Code" (arXiv 2107.03374).
 
@@ -62,10 +62,10 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
-    """Probability that the answer with most votes is right.
+    """Return the probability that the answer with most votes is right.
 
     Args:
-        answers: canonical answer of each sample; None does not vote.
+        answers: canonical answer of each sample; a sample with None does not vote.
         correct: whether each is right.
 
     Returns:
@@ -81,12 +81,12 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> flo
 
 
 def mean_estimate(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Mean over problems of one value for each (at least one), with its errors; `seed` is that of the bootstrap."""
+    """Return the mean over at least one problem of a value for each, with its errors; `seed` is of the bootstrap."""
     return macro_estimate([values], seed)
 
 
 def macro_estimate(benchmarks: Sequence[Sequence[float]], seed: int = 0) -> Estimate:
-    """Unweighted mean over benchmarks of the means over their problems, as the papers' "Avg." column.
+    """Return the unweighted mean over benchmarks of the means over their problems: the papers' "Avg." column.
 
     Args:
         benchmarks: for each benchmark one value for each problem.
@@ -103,7 +103,7 @@ def macro_estimate(benchmarks: Sequence[Sequence[float]], seed: int = 0) -> Esti
 def paired_difference(
     first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], seed: int = 0
 ) -> Difference:
-    """Second minus first, on the same problems; over several benchmarks the mean of their differences.
+    """Return second minus first on the same problems; for several benchmarks the mean of their differences.
 
     The p-value is that of the paired bootstrap: how often the mean of resampled problems lies at least as far from the
     observed difference as the observed difference lies from zero (`bootstrap_p_value`). A single problem has none, nor
@@ -117,7 +117,7 @@ def paired_difference(
         ValueError: the problems do not match.
     """
     if [len(values) for values in first] != [len(values) for values in second]:
-        raise ValueError("The two evaluations have other numbers of problems: compare them on the same ones.")
+        raise ValueError("The two evaluations have different numbers of problems: compare them on the same ones.")
     differences = [[b - a for a, b in zip(*values, strict=True)] for values in zip(first, second, strict=True)]
     value, error, means = _bootstrap(differences, seed)
     low, high = np.quantile(means, [0.025, 0.975])
@@ -129,10 +129,10 @@ def paired_difference(
 def bootstrap_p_value(
     value: float, standard_error: float | None, means: NDArray[np.float64], problems: Sequence[int]
 ) -> float | None:
-    """Two-sided p-value of a difference, for "there is none": how often a resample is as far from it as it is from 0.
+    """Return the two-sided p-value of a difference: how often a resample is as far from it as it is from 0.
 
-    A resample of n problems holds the same one n times with probability n⁻ⁿ. Less than that, on either side, n
-    problems cannot say.
+    A resample of n problems holds the same one n times with probability n⁻ⁿ. With n problems, p is never
+    below twice that.
 
     Args:
         value: the difference.
@@ -154,7 +154,7 @@ def bootstrap_p_value(
 
 
 def _bootstrap(strata: Sequence[Sequence[float]], seed: int) -> tuple[float, float | None, NDArray[np.float64]]:
-    """Mean of the strata's means, its standard error, and the same mean of resampled problems."""
+    """Return the mean of the strata's means, its standard error, and the same mean of resampled problems."""
     if not strata or not all(strata):
         raise ValueError("An estimate needs at least one problem of each benchmark.")
     rng = np.random.default_rng(seed)

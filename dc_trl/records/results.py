@@ -1,4 +1,4 @@
-"""Results of a measurement as JSON: named tuples become objects, and are read back by the types of their fields."""
+"""Results of a measurement as JSON: named tuples become objects, which are read by the types of their fields."""
 
 import json
 import math
@@ -15,18 +15,18 @@ Result = TypeVar("Result", bound=tuple)
 
 
 def write_result(result: tuple, path: str | os.PathLike[str], indent: int) -> None:
-    """Writes a named tuple as JSON; a number that is not finite becomes null."""
+    """Write a named tuple as JSON; a number that is not finite becomes null."""
     write_text(Path(path), json.dumps(_plain(result), indent=indent, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_result(kind: type[Result], path: str | os.PathLike[str], what: str, null_is_nan: bool = False) -> Result:
-    """Reads what `write_result` wrote.
+    """Read what `write_result` wrote. Unknown fields are ignored.
 
     Args:
         kind: a named tuple of numbers, text, `Any`, lists, mappings and named tuples, each of them or None.
         path: of the file.
-        what: the file should hold; for the message.
-        null_is_nan: whether null is NaN where a number stands that may not be None; else it is refused.
+        what: names the expected content in the message of an error.
+        null_is_nan: whether null becomes NaN in a field that is a number and may not be None; else it is refused.
 
     Raises:
         ValueError: there is no such file, or it holds something else; the message names it.
@@ -57,9 +57,10 @@ def _typed(kind: Any, tree: Any, null_is_nan: bool) -> Any:
         return {int(key) if of[0] is int else key: _typed(of[1], item, null_is_nan) for key, item in tree.items()}
     if hasattr(kind, "_fields"):
         kinds = get_type_hints(kind)
-        return kind(**{name: _typed(kinds[name], item, null_is_nan) for name, item in tree.items()})
+        known = {name: item for name, item in tree.items() if name in kinds}  # earlier versions wrote further fields
+        return kind(**{name: _typed(kinds[name], item, null_is_nan) for name, item in known.items()})
     if kind is float and tree is None and null_is_nan:
         return math.nan
     if kind in (int, float) and (isinstance(tree, bool) or not isinstance(tree, int | float)):
-        raise TypeError(f"{tree!r} is no number")
+        raise TypeError(f"{tree!r} is not a number")
     return tree

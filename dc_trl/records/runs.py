@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from types import NoneType
 from typing import Any, NamedTuple, TypeGuard
 
 from ..files import read_object, read_text
@@ -21,57 +20,37 @@ HISTORY_FILE = "history.jsonl"
 FIGURE_FILE = "run.png"
 SETTINGS_FILE = "settings.json"
 BASELINE_FILE = "before.json"  # the deployed policy before the first step, as `dc-trl train` measures it
-SUMMARY_FILE = "summary.json"  # the same after the last step, and what the run cost
+SUMMARY_FILE = "summary.json"  # the deployed policy after the last step, and what the run cost
 DEPLOYMENT_FOLDER = "deployment"  # the policy as it is served
 
-Types = Mapping[str, type | tuple[type, ...]]
-# What a finished run's summary holds, the measurements in it, and what of the settings is read as a number.
-_SUMMARY: Types = {
-    "engine": str,
-    "constraint": str,
-    "steps": int,
-    "before": dict,
-    "after": dict,
-    "lambda": (int, float),
-    "tokens": (int, float),
-    "seconds": (int, float),
-    "seconds_of_parts": dict,
-    "rewards": dict,
-}
-_MEASURED: Types = dict.fromkeys(("greedy", "greedy_se", "problems", "reward", "discrepancy"), (int, float, NoneType))
-_PARTS: Types = dict.fromkeys(PARTS, (int, float))
-_SETTINGS: Types = dict.fromkeys(("lambda_min", "lambda_max"), (int, float))
-
-# What a run is called and where it stands, and with that what else may differ between seeds of one setting.
-NAME_SETTINGS = frozenset({"output_dir", "run_name", "hub_model_id"})
-SEED_SETTINGS = NAME_SETTINGS | {"seed", "data_seed"}
+_REQUIRED = {"steps": int, "after": dict}  # of a summary
 
 
 class Series(NamedTuple):
-    """Optimizer steps and values of a metric at them."""
+    """Optimizer steps, and the values of a metric at them."""
 
     steps: list[int]
     values: list[float]
 
     def by_step(self) -> dict[int, float]:
-        """Values by their steps; the last one where a step has several."""
+        """Return the values by their steps; the last one where a step has several."""
         return dict(zip(self.steps, self.values, strict=True))
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its files tell it.
+    """A run as its files describe it.
 
     Args:
         name: of the directory.
         history: rows of `history.jsonl`, each with its `step`.
-        settings: what differs from the defaults; empty for runs of earlier versions.
+        settings: settings that differ from the defaults.
         before: the deployed policy on held-out problems: `greedy`, `greedy_se`, `problems`, `greedy_is_share`,
             `reward`, `discrepancy`. `greedy` and `reward` are means of the weighted sum of all reward functions.
         summary: `after` (as `before`), `rewards` (the functions' weights by name), `steps`, `seconds`, `tokens`,
             `engine`, …; empty when the run did not finish.
-        starts: when and on what it was started, see `records.started`.
-        moments: completions that it kept.
+        starts: when and on what the run was started; see `records.started`.
+        moments: completions that the run kept.
     """
 
     name: str
@@ -83,46 +62,40 @@ class Run:
     moments: Sequence[Moment] = ()
 
     def series(self, metric: str) -> Series:
-        """The metric where it is a finite number."""
+        """Return the metric where it is a finite number."""
         found = [(row["step"], row[metric]) for row in self.history if is_number(row.get(metric))]
         return Series([step for step, _ in found], [value for _, value in found])
 
     def first(self, metric: str) -> float | None:
-        """First value of the metric; None if there is none."""
+        """Return the first value of the metric; None if there is none."""
         values = self.series(metric).values
         return values[0] if values else None
 
     def last(self, metric: str) -> float | None:
-        """Last value of the metric; None if there is none."""
+        """Return the last value of the metric; None if there is none."""
         values = self.series(metric).values
         return values[-1] if values else None
 
     def tolerance(self) -> Series:
-        """The tolerance ε over the steps that had one; from δ̄ and its violation where ε itself is not logged."""
-        logged = self.series("lagrangian/tolerance")
-        if logged.steps:
-            return logged
-        means, above = (self.series(name).by_step() for name in ("discrepancy/mean", "lagrangian/violation"))
-        steps = [step for step in means if step in above]
-        # Rounded, because the subtraction is.
-        return Series(steps, [float(f"{means[step] - above[step]:.6g}") for step in steps])
+        """Return the tolerance ε over the steps that had one."""
+        return self.series("lagrangian/tolerance")
 
     def seconds_of_parts(self) -> dict[str, float]:
-        """Seconds of each part of the work, see `records.time_parts`; {} for runs of before they were measured.
+        """Return the seconds of each part of the work, see `records.time_parts`.
 
-        From the summary, and of a run that has none from what its history has logged so far.
+        They come from the summary; of a run that has none, from what its history has logged so far.
         """
         if "seconds_of_parts" in self.summary:
             return dict(self.summary["seconds_of_parts"])
         return {part: sum(values) for part in PARTS if (values := self.series(f"{PREFIX}{part}").values)}
 
     def not_finite(self, metric: str) -> int:
-        """How many rows have the metric as NaN or infinity."""
+        """Return how many rows have the metric as NaN or infinity."""
         values = [row.get(metric) for row in self.history]
         return sum(isinstance(value, float) and not math.isfinite(value) for value in values)
 
     def evaluations(self) -> list[tuple[int, Mapping[str, Any]]]:
-        """Steps and measurements of the deployed policy: before training, at evaluations, and after it if it ended."""
+        """Return steps and measurements of the deployed policy: before training, at evaluations, and at the end."""
         after = [(self.summary["steps"], self.summary["after"])] if "after" in self.summary else []
         end = after[0][0] if after else math.inf
         errors = self.series("eval_greedy_reward_se").by_step()
@@ -143,50 +116,35 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that the history knows of."""
+        """Number of optimizer steps in the history."""
         return max(row["step"] for row in self.history)
 
     @property
     def finished(self) -> bool:
-        """Whether training came to its end: the trainer then logs what it took."""
+        """Whether training came to its end: the trainer then logs how long it took."""
         return bool(self.summary) or any("train_runtime" in row for row in self.history)
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether the value is a finite number."""
+    """Return whether the value is a finite number."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def setting(run: Run, name: str) -> Any:
-    """Value of a recorded setting; of one that was left alone its default, None where that is not known."""
+    """Return the value of a setting of a run: the recorded one, or else the default; None where that is not known."""
     return run.settings.get(name, training_defaults().get(name))
 
 
 def greedy_is_share(measured: Mapping[str, Any]) -> bool:
-    """Whether a measured `greedy` is the share of problems that were solved, which a percentage may show.
+    """Return whether a measured `greedy` is the share of solved problems, which a table may show in percent.
 
-    A run that measures it says so: it is where a single function gave each problem 0 or 1. Of runs of earlier
-    versions, whose tables had a percentage, a value from 0 to 1 counts as one.
+    That is so where a single reward function gave each problem 0 or 1.
     """
-    value = measured.get("greedy")
-    return bool(measured.get("greedy_is_share", is_number(value) and 0 <= value <= 1))
-
-
-def group_seeds(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs that differ only in seeds and names, together; a run without recorded settings stands alone."""
-    groups: list[tuple[dict[str, Any], list[Run]]] = []
-    for run in runs:
-        settings = {name: value for name, value in run.settings.items() if name not in SEED_SETTINGS}
-        same = [group for other, group in groups if run.settings and group[0].settings and settings == other]
-        if same:
-            same[0].append(run)
-        else:
-            groups.append((settings, [run]))
-    return [group for _, group in groups]
+    return bool(measured.get("greedy_is_share"))
 
 
 def read_history(path: str | PathLike[str]) -> list[dict[str, Any]]:
-    """Rows of a history file, one per log, each with its `step`; a last line that a kill cut short is left out.
+    """Read a history file: one row for each log, with its `step`. A last line that a kill cut short is left out.
 
     Raises:
         ValueError: a line is no row of a history; the message names it.
@@ -205,7 +163,7 @@ def read_history(path: str | PathLike[str]) -> list[dict[str, Any]]:
 
 
 def read_run(directory: str | PathLike[str]) -> Run:
-    """A run from its output directory, finished or not.
+    """Read a run from its output directory, whether it is finished or not.
 
     Raises:
         ValueError: there is no such directory, no history in it or an empty one, or a file that cannot be read.
@@ -224,27 +182,27 @@ def read_run(directory: str | PathLike[str]) -> Run:
         raise ValueError(f"{path} is empty: wait until the run has logged its first step (logging_steps).")
     summary = read_summary(folder)
     before = summary.get("before") or read_baseline(folder)
-    settings = _read_checked(folder / SETTINGS_FILE, _SETTINGS)
+    settings = _read_if_there(folder / SETTINGS_FILE)
     name, starts, moments = folder.resolve().name, read_starts(folder), read_samples(folder)
     return Run(name, history, settings, before, summary, starts, moments)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """What a finished run wrote of itself, {} where there is none.
+    """Read what a finished run wrote about itself; {} where there is no such file.
 
     Raises:
-        ValueError: the file lacks something, or holds something else; the message names it.
+        ValueError: the file cannot be read, or is not complete; the message names it.
     """
     path = folder / SUMMARY_FILE
-    summary = _read_checked(path, _SUMMARY, required=("steps", "after"))
-    for when in ("before", "after"):
-        _require_types(path, summary.get(when, {}), _MEASURED)
-    _require_types(path, summary.get("seconds_of_parts", {}), _PARTS)
+    summary = _read_if_there(path)
+    for name, kind in _REQUIRED.items():
+        if path.is_file() and not isinstance(summary.get(name), kind):
+            raise ValueError(f"{path}: {name}={summary.get(name)!r} is not valid: repair or remove the file.")
     return summary
 
 
 def run_ended(folder: str | PathLike[str], step: int) -> bool:
-    """Whether a run of `dc-trl train` has come to its end at this step: its summary is the last thing that it writes.
+    """Return whether a run of `dc-trl train` came to its end at this step: it writes its summary last.
 
     Raises:
         ValueError: the summary cannot be read; the message names it.
@@ -253,27 +211,13 @@ def run_ended(folder: str | PathLike[str], step: int) -> bool:
 
 
 def read_baseline(folder: Path) -> dict[str, Any]:
-    """The deployed policy before the first step, as a run measured it, {} where there is none.
+    """Read what a run measured of the deployed policy before the first step; {} where there is no such file.
 
     Raises:
-        ValueError: the file holds something else; the message names it.
+        ValueError: the file cannot be read; the message names it.
     """
-    return _read_checked(folder / BASELINE_FILE, _MEASURED)
+    return _read_if_there(folder / BASELINE_FILE)
 
 
-def _read_checked(path: Path, types: Types, required: Sequence[str] = ()) -> dict[str, Any]:
-    """The object in a file, {} where there is no file."""
-    if not path.is_file():
-        return {}
-    tree = read_object(path)
-    for name in required:
-        if name not in tree:
-            raise ValueError(f"{path} lacks {name!r}: repair or remove the file.")
-    _require_types(path, tree, types)
-    return tree
-
-
-def _require_types(path: Path, tree: Mapping[str, Any], types: Types) -> None:
-    for name in types.keys() & tree.keys():
-        if isinstance(tree[name], bool) or not isinstance(tree[name], types[name]):
-            raise ValueError(f"{path}: {name}={tree[name]!r} is nothing that a run writes: repair or remove the file.")
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_object(path) if path.is_file() else {}

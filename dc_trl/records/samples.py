@@ -1,4 +1,4 @@
-"""Completions that a run keeps for its readers: a few of some generation batches, as short as a reader can take."""
+"""Completions that a run keeps for its readers: a few from some generation batches, shortened."""
 
 import json
 import math
@@ -10,12 +10,12 @@ from ..files import read_object, write_text
 
 
 SAMPLES_FILE = "completions.json"
-MOST_MOMENTS = 9  # of which a run keeps completions
-LONGEST = 4000  # characters of a prompt or of a completion; the middle of a longer one is left out
+MOST_MOMENTS = 9  # a run keeps completions of so many
+LONGEST = 4000  # characters of a prompt or a completion; a longer one loses its middle
 
 
 class Sample(NamedTuple):
-    """A completion with what it answers; `which` says what it is in its batch: first, best, worst, or several.
+    """A completion with its prompt; `which` says what it is in its batch: first, best, worst, or several of these.
 
     The reward is the weighted sum of all reward functions, None where no function gave one.
     """
@@ -27,7 +27,7 @@ class Sample(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Completions of the generation batch that was in use at an optimizer step; `log` counts the logs of the run."""
+    """Completions of the generation batch in use at an optimizer step; `log` counts the logs of the run."""
 
     log: int
     step: int
@@ -35,13 +35,13 @@ class Moment(NamedTuple):
 
 
 def choose_samples(prompts: Sequence[Any], completions: Sequence[Any], rewards: Sequence[float]) -> list[Sample]:
-    """The first completion of a batch, the one with the highest and the one with the lowest reward.
+    """Return the first completion of a batch, and those with the highest and the lowest reward.
 
-    Of several with the same reward the first counts that is not chosen yet. One that is two of the three comes once.
+    Of several with the same reward it takes the first that is not chosen yet. A completion is returned only once.
 
     Args:
         prompts, completions: texts, or lists of messages.
-        rewards: NaN where there is none; as many.
+        rewards: one for each completion, NaN where there is none.
     """
     chosen = {0: "first"} if len(rewards) else {}
     rated = [i for i, reward in enumerate(rewards) if not math.isnan(reward)]
@@ -63,7 +63,7 @@ def choose_samples(prompts: Sequence[Any], completions: Sequence[Any], rewards: 
 
 
 def readable(text: Any) -> str:
-    """A prompt or a completion as text: of messages their roles and contents, of images the word."""
+    """Return a prompt or a completion as text: messages as their roles and contents, images as a word."""
     if isinstance(text, str):
         return text
     if not isinstance(text, list):
@@ -81,7 +81,7 @@ def readable(text: Any) -> str:
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
-    """The text, its middle left out where it is longer than so many characters."""
+    """Return the text, without its middle where it is longer than so many characters."""
     if len(text) <= longest:
         return text
     half = longest // 2
@@ -89,24 +89,24 @@ def shortened(text: str, longest: int = LONGEST) -> str:
 
 
 class SampleRecord:
-    """Keeps completions of at most `MOST_MOMENTS` moments, spread over a run whose length nobody knows.
+    """Keeps completions of at most `MOST_MOMENTS` moments, spread over a run of unknown length.
 
-    It keeps each moment at first. When there are too many, it drops every second one and from then on keeps every
-    second one, and so on. The latest moment is always there.
+    At first it keeps each moment. When there are too many, it drops every second one, and from then on keeps only
+    every second one, and so on. It always keeps the latest moment.
 
     Args:
         folder: output directory of the run.
-        step: that the run starts from; what an earlier start has kept of later steps is dropped.
+        step: that the run starts from. Moments of later steps, from an earlier start, are dropped.
     """
 
     def __init__(self, folder: Path, step: int = 0):
         self._path = folder / SAMPLES_FILE
         self._moments = [moment for moment in read_samples(folder) if moment.step <= step] if step > 0 else []
-        # Between the logs that are kept: of a resumed run the second row tells it.
+        # The distance between kept logs; in a resumed run the second row shows it.
         self._stride = max(1, self._moments[1].log) if len(self._moments) > 2 else 1
 
     def add(self, step: int, samples: Sequence[Sample]) -> None:
-        """Writes the completions of a step into the file."""
+        """Write the completions of a step into the file."""
         last = self._moments[-1] if self._moments else None
         if last is not None and last.log % self._stride:
             self._moments.pop()
@@ -116,7 +116,7 @@ class SampleRecord:
             moment._asdict() | {"samples": [sample._asdict() for sample in moment.samples]} for moment in self._moments
         ]
         text = json.dumps({"moments": rows}, indent=1, ensure_ascii=False)
-        # A surrogate alone, which a broken tokenizer can leave, is no UTF-8.
+        # A lone surrogate, which a broken tokenizer can produce, is not valid UTF-8.
         write_text(self._path, text.encode(errors="replace").decode() + "\n")
 
     def _drop(self) -> None:
@@ -127,7 +127,7 @@ class SampleRecord:
 
 
 def read_samples(folder: Path) -> list[Moment]:
-    """The moments that a run has kept, by their steps; [] of a run that has kept none.
+    """Read the moments that a run has kept, in the order of their steps; [] where it has kept none.
 
     Raises:
         ValueError: the file holds something else; the message names it.
@@ -142,11 +142,11 @@ def read_samples(folder: Path) -> list[Moment]:
             for row in tree["moments"]
         ]
     except (TypeError, LookupError, ValueError) as error:
-        raise ValueError(f"{path} is nothing that a run writes ({error}): remove the file.") from error
+        raise ValueError(f"{path} is not what a run writes ({error}): remove the file.") from error
 
 
 def three_moments(moments: Sequence[Moment]) -> list[Moment]:
-    """The first moment, the one in the middle of the steps, and the last; fewer where there are fewer."""
+    """Return the first moment, the one nearest to the middle of the steps, and the last."""
     if not moments:
         return []
     first, last = moments[0], moments[-1]

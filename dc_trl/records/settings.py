@@ -1,4 +1,4 @@
-"""The settings that made a run, as it records them: what differs from the defaults, without secrets."""
+"""The settings of a run as it records them: what differs from the defaults, without secrets."""
 
 from collections.abc import Mapping
 from dataclasses import Field, fields, is_dataclass
@@ -12,20 +12,20 @@ from ..settings.recipes import RECIPES
 from ..settings.secrets import hide_in_options, is_secret_name, without_secrets
 
 
-# TrainingArguments fills these in itself, and what is learned does not depend on them.
+# TrainingArguments fills these in itself, and they do not affect what is learned.
 _FILLED_IN = {"disable_tqdm", "dataloader_pin_memory", "pad_to_multiple_of"}
 _EMPTY: tuple[Any, ...] = (None, "", "none", [], {})
 
 
 def changed_settings(config: Any, defaults: type | None = None) -> dict[str, Any]:
-    """Fields of a dataclass that differ from their defaults, as JSON values, without secrets.
+    """Return the fields of a dataclass that differ from their defaults, as JSON values without secrets.
 
-    Tokens, keys and passwords are left out by the names of fields and of dict entries; strings lose what looks like
-    one, and URLs their user and query.
+    Fields and dict entries whose names mean tokens, keys or passwords are left out; strings lose what looks like a
+    token, and URLs lose user and query.
 
     Args:
         config: an instance of a dataclass.
-        defaults: a dataclass whose defaults count where it has the field; by default the instance's own class.
+        defaults: a dataclass whose defaults are used where it has the field; by default the instance's own class.
     """
     standard = {f.name: f for f in fields(config)} | ({f.name: f for f in fields(defaults)} if defaults else {})
     changed = {}
@@ -50,7 +50,7 @@ def default_of(of: Field) -> Any:
 
 
 def json_value(value: Any) -> Any:
-    """The value as JSON has it, without secrets."""
+    """Return the value as JSON represents it, without secrets."""
     if isinstance(value, Enum):
         return json_value(value.value)
     if value is None or isinstance(value, bool | int | float):
@@ -59,7 +59,7 @@ def json_value(value: Any) -> Any:
         return {str(k): json_value(v) for k, v in value.items() if not is_secret_name(str(k))}
     if isinstance(value, list | tuple):
         if all(isinstance(item, str) for item in value):
-            return hide_in_options(value)  # of command line options the word behind the name is the secret
+            return hide_in_options(value)  # in command-line options the secret is the word after the name
         return [json_value(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted((json_value(item) for item in value), key=str)

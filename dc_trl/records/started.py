@@ -1,4 +1,4 @@
-"""When and on what a run was started: the file that tells it, one entry for each start."""
+"""When and on what a run was started: a file with one entry for each start."""
 
 import json
 import os
@@ -13,18 +13,18 @@ from typing import Any
 from ..files import read_text, write_text
 
 
-STARTS_FILE = "starts.json"  # of a run; one that is resumed has an entry for each start
+STARTS_FILE = "starts.json"  # a resumed run has an entry for each start
 _LIBRARIES = ("dc_trl", "trl", "transformers", "torch", "vllm")
 
 
 def record_start(folder: Path, step: int, device: str, processes: int) -> None:
-    """Adds a start of a run to its file. The name of the machine is not in it.
+    """Add a start of a run to its file. The file does not name the machine.
 
     Args:
         folder: output directory of the run.
         step: that it starts from: 0, or that of the checkpoint.
-        device: name of what each process trains on, as `device_name` gives it.
-        processes: how many train.
+        device: name of the device of each process, as `device_name` returns it.
+        processes: number of training processes.
     """
     start = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -38,7 +38,7 @@ def record_start(folder: Path, step: int, device: str, processes: int) -> None:
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """The starts of a run, oldest first; [] of a run that has recorded none.
+    """Read the starts of a run, oldest first; [] where it has recorded none.
 
     Raises:
         ValueError: the file holds something else; the message names it.
@@ -54,31 +54,31 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
                 raise ValueError("no device or no versions")
             start["step"], start["processes"] = int(start["step"]), int(start["processes"])
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        raise ValueError(f"{path} is nothing that a run writes ({error}): remove the file.") from error
+        raise ValueError(f"{path} is not what a run writes ({error}): remove the file.") from error
     return list(starts)
 
 
 def cpu_name() -> str:
-    """The processor's name, with how many of its cores this process may use."""
+    """Return the processor's name and the number of cores that this process may use."""
     cores = usable_cores()
     return f"{processor_name()}, {cores} {'core' if cores == 1 else 'cores'}"
 
 
 def processor_name() -> str:
-    """Model of the processor."""
-    path = Path("/proc/cpuinfo")  # where there is one, it knows the model
+    """Return the model of the processor."""
+    path = Path("/proc/cpuinfo")  # this file names the model, where there is one
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(models, platform.processor() or platform.machine())
 
 
 def usable_cores() -> int:
-    """How many cores this process may use; where only Linux could say so, how many there are."""
+    """Return how many cores this process may use; on systems other than Linux, how many there are."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def start_facts(starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """When a run was started and resumed, on what, and with which versions, for a reader; {} where it is not known."""
+    """Say when a run was started and resumed, on what, and with which versions; {} where that is not known."""
     if not starts:
         return {}
     facts = {"started": _date(starts[0])}
@@ -102,7 +102,7 @@ def _hardware(start: Mapping[str, Any]) -> str:
 
 
 def _changes(values: Sequence[str], joint: str) -> str:
-    """The values one after the other, each as long as it stays the same once."""
+    """Join the values in order, repeated ones once."""
     return joint.join(value for i, value in enumerate(values) if i == 0 or value != values[i - 1])
 
 

@@ -1,4 +1,4 @@
-"""What it cost a run to bring weights to its engine, in words."""
+"""The cost of bringing weights to the engine of a run, for readers."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ _STAGES = ("gather", "quantize", "write", "reload")
 
 
 def sync_facts(cost: Mapping[str, float]) -> dict[str, str]:
-    """Bytes and seconds of one synchronization in the mean, for a summary.
+    """Return the mean bytes and seconds of one synchronization, for a summary.
 
     Args:
         cost: sums over a run, as `summary.json` has them under `weight_sync`: `count`, `bytes_written`,

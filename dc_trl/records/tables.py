@@ -1,54 +1,54 @@
-"""Tables for the terminal and as Markdown, and values with their errors in them."""
+"""Tables for the terminal and as Markdown, and the texts of values with their errors."""
 
 from collections.abc import Mapping, Sequence
 
 from .estimators import Difference, Estimate
 
 
-SIGNIFICANCE = 0.05  # p-values below it are called a difference
+SIGNIFICANCE = 0.05  # a p-value below this is called a difference
 
 TableRows = tuple[list[str], list[list[str]]]  # head, rows
 
 
 def percent(estimate: Estimate) -> str:
-    """A value from 0 to 1 with its standard error, in percent."""
+    """Return a value from 0 to 1 with its standard error, in percent."""
     return with_error(estimate.value, estimate.standard_error, 100, 1)
 
 
 def with_error(value: float, standard_error: float | None, factor: float, decimals: int, sign: str = "") -> str:
-    """A value times a factor ± its standard error, which a single problem does not have."""
+    """Return a value times a factor ± its standard error; without the error where it is None."""
     error = "" if standard_error is None else f" ± {factor * standard_error:.{decimals}f}"
     return f"{factor * value:{sign}.{decimals}f}{error}"
 
 
 def reward_text(value: float, standard_error: float | None, share: bool) -> str:
-    """A mean reward with its standard error: in percent where it is a share of problems, else as it is."""
+    """Return a mean reward with its standard error: in percent where it is a share of problems, else as it is."""
     return f"{with_error(value, standard_error, 100, 1)} %" if share else with_error(value, standard_error, 1, 3)
 
 
 def weighted_sum(weights: Mapping[str, float]) -> str:
-    """What a reward of several functions is: "accuracy + 0.5·brevity"."""
+    """Return the formula of a reward of several functions: "accuracy + 0.5·brevity"."""
     terms = [name if abs(weight) == 1 else f"{abs(weight):g}·{name}" for name, weight in weights.items() if weight]
     signs = ["+" if weight > 0 else "−" for weight in weights.values() if weight]
     return " ".join(f"{sign} {term}" for sign, term in zip(signs, terms, strict=True)).removeprefix("+ ")
 
 
 def verdict(difference: Difference, above: str, below: str) -> str:
-    """What to call the second of two values: `above` or `below` where it differs by more than noise."""
+    """Return `above` or `below` where the second of two values differs by more than noise, else a denial."""
     if difference.p_value is None or difference.p_value >= SIGNIFICANCE:
         return "not shown to differ"
     return above if difference.value > 0 else below
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as Markdown, with a line end."""
+    """Return a table as Markdown, which ends with a line break."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """Prints a table: within the width of a terminal, and as wide as its cells need where the output is none."""
-    from rich.console import Console  # takes a while to load, and the page of a run prints no table
+    """Print a table, within the width of the terminal; elsewhere as wide as its cells need."""
+    from rich.console import Console  # imported here because it is slow, and the report prints no table
     from rich.table import Table
     from rich.text import Text
 
@@ -56,10 +56,10 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str =
     for cell in head:
         table.add_column(Text(cell), overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))  # "[x]" in a cell is text, no markup
+        table.add_row(*map(Text, row))  # "[x]" in a cell is text, not markup
     console = Console()
-    if not console.file.isatty():  # rich takes 80 columns there
-        # Wide enough for all of it, then as wide as it is; a character has two columns at most.
+    if not console.file.isatty():  # rich would take 80 columns
+        # First wide enough for any text (a character has at most two columns), then as wide as the table.
         console.width = sum(2 * max(map(len, column)) + 3 for column in zip(head, *rows, strict=True)) + 1
         console.width = console.measure(table).maximum
     if title:

@@ -1,10 +1,10 @@
-"""The parts of a run's time, in the order in which a step goes through them, and their table."""
+"""The parts of a run's time, in the order of a step, and the cells of their table."""
 
 from collections.abc import Mapping
 
 
 EVALUATION, OTHER = "evaluation", "other"
-# Part → what a reader calls it.
+# Part → label for readers.
 PARTS = {
     "generation": "generation",
     "waiting": "waiting for rollouts",
@@ -19,19 +19,19 @@ PARTS = {
     "saving": "checkpoints",
     OTHER: "other, idle",
 }
-PREFIX = "time/"  # of the metrics: seconds of a part since the last log
+PREFIX = "time/"  # of the metrics, which are seconds of a part since the last log
 
 
 def time_cells(seconds: Mapping[str, float], tokens: float | None) -> dict[str, tuple[str, str, str]]:
-    """Seconds, share and tokens per second of each part that took time, and of all, by their labels.
+    """Return seconds, share and tokens per second of each part that took time, and of all, by their labels.
 
     Args:
         seconds: of each part.
-        tokens: that the run has sampled and read, on all processes; None where nobody counted.
+        tokens: that the run has sampled and read on all processes; None where they were not counted.
 
     Returns:
-        Label → cells. Tokens per second are all tokens over the seconds of the part alone: what the run would reach if
-        it did nothing else.
+        Label → cells. Tokens per second are all tokens divided by the seconds of the part: the speed of a run that
+        does nothing else.
     """
     total = sum(seconds.values())
     spent = {label: seconds[part] for part, label in PARTS.items() if seconds.get(part)} | {"all": total}

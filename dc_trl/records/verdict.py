@@ -1,7 +1,7 @@
 """What a run amounts to, in a few sentences: after its first generation batch, and at its end.
 
-A run that ends has not learned for that. These are the sentences of the warning after the first batch, above the table
-of `dc-trl train`, and at the head of a report.
+A run that has ended need not have learned anything. These sentences are in the warning after the first batch, above
+the table of `dc-trl train`, and at the head of a report.
 """
 
 import math
@@ -13,10 +13,10 @@ from ..constraint.thresholds import reading
 from .runs import Run, setting
 
 
-WINDOW = 10  # logged steps that stand for the beginning and for the end of a run; of a short run half of them
-_ENOUGH = 3  # logged steps whose spread tells a trend from noise, at each end
-_MOSTLY = 0.5  # share of completions that were cut off, from which on it is the first thing to repair
-_NO_SPREAD = 0.99  # share of prompts whose completions all earned the same
+WINDOW = 10  # logged steps at each end of a run that are compared; in a short run, half of its steps
+_ENOUGH = 3  # logged steps at each end that are enough to distinguish a trend from noise
+_MOSTLY = 0.5  # share of cut-off completions above which this is the first thing to repair
+_NO_SPREAD = 0.99  # share of prompts whose completions all earned the same reward
 NOT_MEASURED = (
     "the rollouts carry no log-probabilities. Set deployment_scheme='bf16', or the format that you will serve, to "
     "sample from an in-process replica that has them, or use_vllm=True."
@@ -26,14 +26,14 @@ NOT_MEASURED = (
 def first_batch(
     columns: Sequence[Sequence[float]], generations: int, completions: Sequence[object], clipped: float, longest: int
 ) -> str | None:
-    """What keeps a run from learning anything from its first generation batch, and the cure; None where nothing does.
+    """Say what keeps a run from learning from its first generation batch, and the remedy; None where nothing does.
 
     Args:
-        columns: rewards whose spread teaches, NaN where there is none: one list of each completion's total, or one for
-            each reward function where they are normalised one by one.
-        generations: completions of a prompt, which stand one after the other.
+        columns: rewards that are normalised together, NaN where there is none: one list of the completions' totals, or
+            one list for each reward function where these are normalised separately.
+        generations: number of completions of a prompt, which follow one another.
         completions: as text or messages.
-        clipped: share of the completions that did not end by themselves, in [0, 1].
+        clipped: share of the completions that were cut off, in [0, 1].
         longest: `max_completion_length`, tokens.
     """
     found = []
@@ -76,7 +76,7 @@ class Verdict(NamedTuple):
 
     Args:
         lines: sentences, the most important first.
-        worth_serving: whether its policy may be better than the one that it began with, for all that is known.
+        worth_serving: whether its policy may be better than the one that it began with, as far as is known.
     """
 
     lines: list[str]
@@ -99,7 +99,7 @@ class Rewards(NamedTuple):
 
 
 def rewards_of(run: Run) -> Rewards | None:
-    """The training reward at both ends of a run; None where none was logged."""
+    """Return the training reward at both ends of a run; None where none was logged."""
     values = run.series("reward").values
     if not values:
         return None
@@ -112,10 +112,10 @@ def rewards_of(run: Run) -> Rewards | None:
 
 
 def verdict_of(run: Run) -> Verdict:
-    """What a run amounts to: whether it learned, what kept it from it, and what its mismatch means.
+    """Say whether a run learned, what kept it from learning, and what its mismatch means.
 
-    Learning: the mean reward of the last logged steps against that of the first, with twice the standard error of the
-    difference as the bound of noise. The mismatch: `reading` of the median k3 of the last steps.
+    Learning compares the mean reward of the last logged steps with that of the first; a difference within twice its
+    standard error counts as noise. The mismatch is the `reading` of the median k3 of the last steps.
     """
     if run.steps == 0:
         return Verdict(["No optimizer step was made: nothing was trained."], False)
@@ -129,15 +129,15 @@ def verdict_of(run: Run) -> Verdict:
 
 
 def _learning(run: Run) -> tuple[str, bool]:
-    """Whether a run learned, in a sentence, and whether its policy is worth serving for that."""
+    """Say in a sentence whether a run learned, and return whether its policy is worth serving."""
     rewards = rewards_of(run)
     if rewards is None:
         return "Nothing was learned: no completion earned a reward, all functions returned None.", False
     spread = run.series("frac_reward_zero_std").values
     if spread and min(spread) >= _NO_SPREAD:
-        of = f"the same reward, on the mean {rewards.last:.3g} in the last steps"
+        of = f"the same reward, on average {rewards.last:.3g} in the last steps"
         return f"Nothing was learned from the reward: all completions of each prompt earned {of}.", False
-    both = f"the mean training reward was {rewards.first:.3g} at first and {rewards.last:.3g} at last"
+    both = f"the mean training reward was {rewards.first:.3g} at first and {rewards.last:.3g} at the end"
     if rewards.noise is None:
         return f"There are too few steps to tell whether the run learned: {both}.", True
     steps = f"{rewards.steps} logged steps each"

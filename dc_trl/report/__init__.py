@@ -1,4 +1,4 @@
-"""Figures and the run report: one self-contained page of one run, or of several laid over one another."""
+"""Figures, and the self-contained page of a run."""
 
 from .run_report import write_report
 

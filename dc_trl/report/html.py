@@ -1,4 +1,4 @@
-"""A page of text, tables and figures in one HTML file: no script, no request, no font from elsewhere."""
+"""A page of text, tables and figures in one HTML file, without scripts, requests and fonts from elsewhere."""
 
 import base64
 import html
@@ -16,14 +16,14 @@ from matplotlib.figure import Figure
 from ..files import write_text
 
 
-# Above this, a figure of many points goes into the page as a PNG, which does not grow with them.
+# A larger figure, which has many points, goes into the page as a PNG, whose size does not grow with them.
 _LARGEST_SVG = 200_000  # bytes
 _PRINT_DPI = 220
 _WIDE = 6.0  # inches; narrower figures stand side by side where there is room
 
 
 def _valid(value: Any) -> Any:
-    """The value without control characters, which HTML has no place for, escaped or not."""
+    """Replace control characters, which HTML does not allow even where they are escaped."""
     if not isinstance(value, str):
         return value
     return type(value)(re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", value))
@@ -45,8 +45,8 @@ class Quote(NamedTuple):
 
     Args:
         label: a line above it.
-        context: what it answers.
-        text: of any length; a long one scrolls.
+        context: the prompt that it answers.
+        text: of any length; the page scrolls a long one.
     """
 
     label: str
@@ -55,14 +55,14 @@ class Quote(NamedTuple):
 
 
 class Page:
-    """A self-contained HTML page for a phone, a desktop and paper, built from top to bottom.
+    """A self-contained HTML page for phone, desktop and paper, built from top to bottom.
 
-    All text is escaped. Figures that follow one another stand side by side where there is room.
+    All text is escaped. Consecutive figures stand side by side where there is room.
 
     Args:
         title: of the page, and its first heading.
         subtitle: a line below it.
-        generator: what made the page, as its `<meta name="generator">` says (see `page_generator`).
+        generator: what made the page, for its `<meta name="generator">` (see `page_generator`).
     """
 
     def __init__(self, title: str, subtitle: str = "", generator: str = "dc_trl"):
@@ -71,19 +71,18 @@ class Page:
         self._tables = 0
 
     def heading(self, text: str) -> None:
-        """Begins a section."""
+        """Begin a section."""
         self._blocks.append({"heading": text})
 
     def text(self, text: str) -> None:
-        """Adds a paragraph."""
+        """Add a paragraph."""
         self._blocks.append({"text": text})
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
-        """Adds a table; its first column names the rows and stays in sight where a phone scrolls the table sideways.
+        """Add a table whose first column names the rows.
 
-        A line break within a cell is kept. The caption stands above the table. Tables of two columns that follow one
-        another stand side by side where there is room. On a phone, a table of more than four columns becomes a list:
-        each row's cells below one another, with the names of their columns.
+        Line breaks within cells are kept, and the caption stands above the table. Consecutive tables of two columns
+        stand side by side where there is room. On a phone, a table of more than four columns becomes a list.
 
         Raises:
             ValueError: a row has more or fewer cells than the header.
@@ -97,18 +96,18 @@ class Page:
         self._blocks[-1]["tables"].append({"number": self._tables, "header": header, "rows": rows, "caption": caption})
 
     def quotes(self, heading: str, quotes: Sequence[Quote]) -> None:
-        """Adds texts that others wrote, side by side where there is room, below a heading of their own."""
+        """Add texts that others wrote, below a heading, side by side where there is room."""
         self._blocks.append({"quotes": quotes, "over": heading})
 
     def figure(self, figure: Figure, caption: str, alt: str = "") -> None:
-        """Adds a figure: as SVG, or where that is large (many points) as a PNG that is sharp in print.
+        """Add a figure as SVG, or as a PNG for print where the SVG is large.
 
-        It has no background. Where the reader prefers dark pages, the browser turns light into dark and keeps hues.
+        The figure has no background. In dark mode the browser inverts its lightness and keeps its hues.
 
         Args:
             figure: at most 6 inches wide to stand beside another one.
-            caption: below it.
-            alt: what a reader who cannot see the figure is told; by default the caption.
+            caption: printed below it.
+            alt: description for readers who cannot see the figure; by default the caption.
         """
         if not self._blocks or "figures" not in self._blocks[-1]:
             self._blocks.append({"figures": []})
@@ -118,16 +117,16 @@ class Page:
         )
 
     def html(self) -> str:
-        """The page."""
+        """Return the page."""
         return _TEMPLATES.get_template("page.html").render(self._head, blocks=self._blocks)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the page, whole or not at all, over what is there."""
+        """Write the page, replacing the file in one step."""
         write_text(Path(path), self.html())
 
 
 def page_generator(path: str | os.PathLike[str]) -> str | None:
-    """The `generator` of a page that `Page` wrote; None of any other file."""
+    """Return the `generator` of a page that `Page` wrote, and None for any other file."""
     with open(path, "rb") as file:
         start = file.read(1000).decode("utf-8", errors="replace")
     found = re.match(r'<!DOCTYPE html>\n<html lang="en">\n(?:<.*>\n)*?<meta name="generator" content="(.*)">', start)

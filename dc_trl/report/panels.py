@@ -1,142 +1,96 @@
-"""What each panel of a run shows, for one run or for several in the same axes."""
+"""What each figure of a run shows."""
 
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from ..records.runs import Run, Series, group_seeds
-from ..records.time_parts import OTHER, PREFIX
-from .drawing import (
-    Line,
-    accuracy,
-    draw_accuracy,
-    draw_benchmark,
-    draw_clipping,
-    draw_curves,
-    draw_discrepancy,
-    draw_learning_rate,
-    draw_length,
-    draw_multiplier,
-    draw_time_shares,
-    named_share,
-)
-from .figures import INK, has_exponent, new_figure, place_axes, save_figure, say_empty, series_style
-
-
-BENCHMARK_PREFIX = "benchmark_"  # of the names of panels that benchmarks have
-_NAME_LENGTH = 48  # characters of a run's name in a legend
-_LEGEND_WIDTH = 56  # characters, 8 of them for each line's sample
-_HEIGHT, _LEGEND_ROW = 2.8, 0.2  # inches
+from ..records.runs import Run, Series, is_number
+from .figures import ACCENT, INK, MUTED, draw_curve, new_figure, save_figure, say_empty
 
 
 class Panel(NamedTuple):
-    """One kind of figure.
+    """One figure of a run.
 
     Args:
-        name: of its PNG; stays the same.
-        section: of the report that it stands in.
-        label: what is drawn.
-        caption: what the reader should know.
-        metric: of the history; what the panel is about.
-        draw: draws the runs into the axes.
-        points: what of a run is drawn, if that is not the series of the metric.
+        section: heading of the page that the figure stands under.
+        label: what is drawn, the figure's title.
+        caption: what the reader should know, printed below the figure.
+        metric: name in the history. The panel is left out where the run does not have it.
+        draw: draws more than the curve of the metric; None draws that curve.
+        from_zero: whether the curve's axis begins at 0.
+        log: whether the curve's axis is logarithmic where a few values are far above the usual ones.
+        points: the values that decide whether the panel is shown, if they are not those of the metric.
     """
 
-    name: str
     section: str
     label: str
     caption: str
     metric: str
-    draw: Callable[[Axes, Sequence[Line]], None]
+    draw: Callable[[Axes, Run], None] | None = None
+    from_zero: bool = False
+    log: bool = False
     points: Callable[[Run], Series] | None = None
 
     def series(self, run: Run) -> Series:
-        """Steps and values that are drawn of the run; empty when there are none."""
+        """Return the steps and values that the panel is about; empty where the run has none."""
         return self.points(run) if self.points else run.series(self.metric)
 
-    def figure(self, lines: Sequence[Line]) -> Figure:
-        """The panel of those runs that have something to draw; if several are compared, a legend names them."""
-        drawn = [line for line in lines if self.series(line.run).steps]
-        names = [_shortened(run.name) for run, _ in drawn] if len(lines) > 1 else []
-        columns = max(1, _LEGEND_WIDTH // (8 + max(map(len, names), default=0)))
-        legend_rows = -(-len(names) // columns)
-        figure, (axes,) = new_figure(height=_HEIGHT + _LEGEND_ROW * legend_rows)
-        self.draw(axes, drawn)
+    def draw_into(self, axes: Axes, run: Run) -> None:
+        """Draw the run into the axes."""
+        if self.draw:
+            self.draw(axes, run)
+        else:
+            _draw_metric(axes, run, self.metric, self.from_zero, self.log)
+
+    def figure(self, run: Run) -> Figure:
+        """Draw the run into a figure of its own."""
+        figure, (axes,) = new_figure()
+        self.draw_into(axes, run)
         axes.set_xlabel("optimizer step", fontsize=9)
         axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
         axes.tick_params(labelsize=9)
-        if legend_rows:
-            handles = [
-                Line2D([], [], color=style.colour, linestyle=style.line, marker=style.marker, markersize=4)
-                for _, style in drawn
-            ]
-            legend = figure.legend(
-                handles, names, loc="lower left", ncols=columns, frameon=False, fontsize=9, handlelength=3.4
-            )
-            for text in legend.get_texts():
-                text.set_parse_math(False)  # a name may hold dollars
-        place_axes(figure)
-        # Titles stand at 1, unless an exponent is there: matplotlib's search for a place is a fourth of the drawing.
-        axes.set_title(self.label, loc="left", fontsize=10.5, color=INK, y=None if has_exponent(axes) else 1.0)
+        axes.set_title(self.label, loc="left", fontsize=10.5, color=INK)
         return figure
 
-    def text(self, lines: Sequence[Line]) -> str:
-        """The figure in words: first and last value of each run."""
-        parts = []
-        for run, _ in lines:
-            steps, values = self.series(run)
-            if steps:
-                parts.append(f"{run.name}: {values[0]:.3g} at step {steps[0]}, {values[-1]:.3g} at step {steps[-1]}")
-        return f"{self.label} over optimizer steps. " + "; ".join(parts) + "."
+    def text(self, run: Run) -> str:
+        """Describe the figure in words, for readers who cannot see it: its first and its last value."""
+        steps, values = self.series(run)
+        ends = f"{values[0]:.3g} at step {steps[0]}, {values[-1]:.3g} at step {steps[-1]}"
+        return f"{self.label} over optimizer steps: {ends}."
 
 
-def _shortened(name: str) -> str:
-    """The name, its middle left out where it is long: runs often differ at the end."""
-    if len(name) <= _NAME_LENGTH:
-        return name
-    half = _NAME_LENGTH // 2
-    return f"{name[:half]}…{name[-half + 1 :]}"
-
-
-def run_lines(runs: Sequence[Run]) -> list[Line]:
-    """A style for each run. Seeds of one setting share their colour and differ in line and marker."""
-    groups = group_seeds(runs)
-    if len(groups) == len(runs):
-        return [Line(run, series_style(index)) for index, run in enumerate(runs)]
-    styles = {run.name: series_style(i, j) for i, group in enumerate(groups) for j, run in enumerate(group)}
-    return [Line(run, styles[run.name]) for run in runs]
-
-
-def panels_of(runs: Sequence[Run]) -> list[Panel]:
-    """The panels for which some run has a value, in the order of the report; shares of the time need a single run."""
-    names = sorted({name for run in runs for row in run.history for name in row})
+def panels_of(run: Run) -> list[Panel]:
+    """Return the panels for which the run has a value, in the order of the page."""
+    names = sorted({name for row in run.history for name in row})
     benchmarks = [_benchmark_panel(found) for name in names if (found := re.fullmatch(r"eval_(.+)/(avg@\d+)", name))]
-    panels = [REWARD, ACCURACY, *benchmarks, DISCREPANCY, MULTIPLIER, *_MISMATCH, LENGTH, LEARNING_RATE, *_TRAINING]
-    if len(runs) == 1:
-        panels.append(TIME_SHARES)
-    return [panel for panel in panels if any(panel.series(run).steps for run in runs)]
+    panels = [REWARD, _ACCURACY, *benchmarks, DISCREPANCY, MULTIPLIER, *_MISMATCH, *_COURSE_OF_TRAINING]
+    return [panel for panel in panels if panel.series(run).steps]
 
 
 def plot_run(history: Sequence[Mapping[str, Any]], path: str | Path, title: str = "") -> None:
-    """Draws reward, batch discrepancy with its tolerance, and λ over the rows of a history file into a PNG.
+    """Draw the reward, the batch discrepancy with its tolerance, and λ of a history into one PNG.
 
     A run with `LengthDecayCallback` has two more panels: response length and learning rate, with surge and halvings.
+
+    Args:
+        history: rows of a history file.
+        path: of the PNG, which is replaced.
+        title: printed above the panels.
     """
     run = Run("", history)
     decays = any(name.startswith("length_decay/") for row in history for name in row)
-    panels = [REWARD, DISCREPANCY, MULTIPLIER, *((LENGTH, LEARNING_RATE) if decays else ())]
+    panels = [REWARD, DISCREPANCY, MULTIPLIER, *((_LENGTH, _LEARNING_RATE) if decays else ())]
     figure, all_axes = new_figure(len(panels), width=7.2, height=2.0, share_x=True)
     if title:
         figure.suptitle(title, fontsize=11, color=INK).set_parse_math(False)
     for panel, axes in zip(panels, all_axes, strict=True):
-        panel.draw(axes, [Line(run, series_style(0))])
+        panel.draw_into(axes, run)
         axes.set_ylabel(panel.label)
     if not MULTIPLIER.series(run).steps:
         say_empty(all_axes[2], "no constraint")
@@ -145,126 +99,192 @@ def plot_run(history: Sequence[Mapping[str, Any]], path: str | Path, title: str 
     save_figure(figure, path)
 
 
+# --- how a run is drawn into axes ------------------------------------------------------------------------------------
+
+
+def _draw_metric(axes: Axes, run: Run, metric: str, from_zero: bool = False, log: bool = False) -> None:
+    steps, values = run.series(metric)
+    draw_curve(axes, steps, values)
+    sizes = [abs(value) for value in values if value]
+    if log and sizes and max(sizes) > 100 * statistics.median(sizes):
+        # A few values are far above the others, and both should be visible.
+        if min(values) > 0:
+            axes.set_yscale("log")
+        else:
+            axes.set_yscale("symlog", linthresh=statistics.median(sizes))
+    elif from_zero:
+        axes.set_ylim(bottom=0)
+
+
+def _note(axes: Axes, text: str) -> None:
+    axes.set_title(text, loc="right", fontsize=8, color=ACCENT)
+
+
+def _greedy(run: Run) -> Series:
+    points = [(step, found["greedy"]) for step, found in run.evaluations() if is_number(found.get("greedy"))]
+    return Series([step for step, _ in points], [value for _, value in points])
+
+
+def _accuracy(run: Run) -> Series:
+    """Return the greedy rewards of a run that measured them, else the sampled ones."""
+    greedy = _greedy(run)
+    return greedy if greedy.steps else run.series("eval_reward")
+
+
+def _draw_accuracy(axes: Axes, run: Run) -> None:
+    axes.plot(*run.series("eval_reward"), color=INK, linewidth=0.8, marker="o", markersize=3.5, mfc="white")
+    errors = [found.get("greedy_se") or 0.0 for _, found in run.evaluations() if is_number(found.get("greedy"))]
+    _draw_with_errors(axes, _greedy(run), errors)
+
+
+def _draw_with_errors(axes: Axes, series: Series, errors: list[float]) -> None:
+    if series.steps:
+        axes.errorbar(*series, errors, color=INK, linewidth=1.6, marker="o", markersize=5, capsize=3)
+
+
+def _draw_discrepancy(axes: Axes, run: Run) -> None:
+    _draw_metric(axes, run, "discrepancy/mean", from_zero=True, log=True)
+    steps, values = run.tolerance()
+    if not steps:
+        return
+    if len(set(values)) == 1 and steps[0] <= run.series("discrepancy/mean").steps[0]:
+        axes.axhline(values[0], color=ACCENT, linestyle="--", linewidth=1.2)
+    else:  # an automatic tolerance is known after the first batches only
+        axes.step(steps, values, where="post", color=ACCENT, linestyle="--", linewidth=1.2)
+    _note(axes, f"– –  tolerance ε = {values[-1]:.4g}")
+
+
+def _draw_multiplier(axes: Axes, run: Run) -> None:
+    axes.step(*run.series("lagrangian/lambda"), where="post", color=INK, linewidth=1.5)
+    if run.bounds is None:
+        return
+    low, high = axes.get_ylim()
+    for bound in run.bounds:
+        if low <= bound <= high:
+            axes.axhline(bound, color=ACCENT, linestyle="--", linewidth=1.2)
+    _note(axes, f"bounds {run.bounds[0]:g} and {run.bounds[1]:g}")
+
+
+def _draw_length(axes: Axes, run: Run) -> None:
+    names = [f"completions/{which}_length" for which in ("min", "max")]
+    rows = [row for row in run.history if all(is_number(row.get(name)) for name in names)]
+    shortest, longest = ([row[name] for row in rows] for name in names)
+    axes.fill_between([row["step"] for row in rows], shortest, longest, color=MUTED, alpha=0.18, linewidth=0)
+    _draw_metric(axes, run, "completions/mean_length", from_zero=True)
+    surge, period = _draw_surge(axes, run), run.last("length_decay/period")
+    if surge is not None:
+        halvings = "" if period is None else f", halved every {period:g} steps"
+        _note(axes, f"surge at step {surge:g}{halvings}")
+
+
+def _draw_surge(axes: Axes, run: Run) -> float | None:
+    """Mark the surge of the response length, and return its step."""
+    surge = run.last("length_decay/surge_step")
+    if surge is not None:
+        axes.axvline(surge, color=ACCENT, linestyle="--", linewidth=1.2)
+    return surge
+
+
+def _draw_learning_rate(axes: Axes, run: Run) -> None:
+    # The rate of a step applies from the end of the step before it.
+    axes.step(*run.series("learning_rate"), where="pre", color=INK, linewidth=1.5)
+    for step in run.series("length_decay/halvings").steps:
+        axes.axvline(step, color=MUTED, linestyle=":", linewidth=1.2)
+    _draw_surge(axes, run)
+    axes.set_ylim(bottom=0)
+
+
+# --- the panels ------------------------------------------------------------------------------------------------------
+
 _OUTCOME, _CONSTRAINT, _GAP, _COURSE = "Reward and accuracy", "Constraint", "Mismatch of the engines", "Training"
 
 
 def _benchmark_panel(found: re.Match[str]) -> Panel:
     metric, benchmark, average = found[0], found[1], found[2]
-    return Panel(
-        BENCHMARK_PREFIX + re.sub(r"[^\w-]", "_", f"{benchmark}_{average}"),
-        _OUTCOME,
-        f"{benchmark} {average}",
-        f"{benchmark}, answered by the deployed policy: {average} ± standard error over problems.",
-        metric,
-        partial(draw_benchmark, metric=metric),
-    )
+
+    def draw(axes: Axes, run: Run) -> None:
+        series, errors = run.series(metric), run.series(f"{metric}_se").by_step()  # a single problem has no error
+        _draw_with_errors(axes, series, [errors.get(step, 0.0) for step in series.steps])
+
+    caption = f"{benchmark}, answered by the deployed policy: {average} ± standard error over problems."
+    return Panel(_OUTCOME, f"{benchmark} {average}", caption, metric, draw)
 
 
-def _curve(section: str, metric: str, label: str, caption: str, from_zero: bool = False, log: bool = False) -> Panel:
-    """A panel of one curve a run, named as its metric."""
-    draw = partial(draw_curves, metric=metric, from_zero=from_zero, log=log)
-    return Panel(metric.rpartition("/")[2], section, label, caption, metric, draw)
-
-
-REWARD = _curve(_OUTCOME, "reward", "mean reward", "Mean reward of the rollouts.")
-ACCURACY = Panel(
-    "deployed_accuracy",
+REWARD = Panel(_OUTCOME, "mean reward", "Mean reward of the rollouts.", "reward")
+_ACCURACY = Panel(
     _OUTCOME,
     "held-out problems, policy as deployed",
-    "Held-out problems. Filled: mean reward of greedy answers, before and after, ± standard error. Hollow: of sampled "
-    "answers.",
+    "Held-out problems. Filled: mean reward of greedy answers, before and after, ± standard error. Hollow: mean "
+    "reward of sampled answers.",
     "eval_reward",
-    draw_accuracy,
-    accuracy,
+    _draw_accuracy,
+    points=_accuracy,
 )
 DISCREPANCY = Panel(
-    "discrepancy",
     _CONSTRAINT,
     "discrepancy δ̄",
     "Batch discrepancy δ̄ between the training and the sampling engine; above the tolerance ε, λ grows.",
     "discrepancy/mean",
-    draw_discrepancy,
+    _draw_discrepancy,
 )
-MULTIPLIER = Panel(
-    "lambda",
-    _CONSTRAINT,
-    "multiplier λ",
-    "Lagrange multiplier λ; runs without a constraint have none.",
-    "lagrangian/lambda",
-    draw_multiplier,
-)
-LENGTH = Panel(
-    "length",
-    _COURSE,
-    "response length",
-    "Mean response length in tokens; of a single run from the shortest to the longest. Vertical: surge of the length.",
-    "completions/mean_length",
-    draw_length,
-)
-LEARNING_RATE = Panel(
-    "learning_rate",
-    _COURSE,
-    "learning rate",
-    "Learning rate. Vertical, with length decay: dashed the surge of the response length, dotted its halvings.",
-    "learning_rate",
-    draw_learning_rate,
-)
-_CLIPPING = Panel(
-    "clip_fraction",
-    _COURSE,
-    "clipped fraction",
-    "Fraction of tokens whose policy ratio is clipped; of a single run with its parts below and above the range.",
-    "clip_ratio/region_mean",
-    draw_clipping,
-)
+MULTIPLIER = Panel(_CONSTRAINT, "multiplier λ", "Lagrange multiplier λ.", "lagrangian/lambda", _draw_multiplier)
 _MISMATCH = (
-    _curve(_GAP, "discrepancy/k3_kl", "KL (k3), nats", "KL(π_inf ‖ π_train), k3 estimator.", from_zero=True, log=True),
-    _curve(
-        _GAP, "discrepancy/probs_diff_max", "largest |Δp|", "Largest |π_train − π_inf| of a token.", from_zero=True
-    ),
-    _curve(
+    Panel(
         _GAP,
-        "discrepancy/probs_pearson",
-        "correlation of probabilities",
-        "Pearson correlation of π_train and π_inf over tokens; 1 is agreement.",
-    ),
-    _curve(
-        _GAP,
-        "discrepancy/ess",
-        "effective sample size",
-        "Effective sample size of the importance weights π_train/π_inf, as a fraction; 1 is agreement.",
-    ),
-    _curve(_GAP, "discrepancy/chi2_token", "χ² of tokens", "χ² of π_train against π_inf over tokens.", log=True),
-    _curve(
-        _GAP,
-        "discrepancy/chi2_seq",
-        "χ² of trajectories",
-        "χ² of π_train against π_inf over whole trajectories.",
+        "KL (k3), nats",
+        "KL(π_inf ‖ π_train), k3 estimator.",
+        "discrepancy/k3_kl",
+        from_zero=True,
         log=True,
     ),
-    _curve(
+    Panel(
         _GAP,
-        "discrepancy/log_ppl_abs_diff",
+        "largest |Δp|",
+        "Largest |π_train − π_inf| of a token.",
+        "discrepancy/probs_diff_max",
+        from_zero=True,
+    ),
+    Panel(
+        _GAP,
+        "effective sample size",
+        "Effective sample size of the importance weights π_train/π_inf, as a fraction; 1 is agreement.",
+        "discrepancy/ess",
+    ),
+    Panel(
+        _GAP,
         "|Δ log perplexity|",
         "Mean over trajectories of |log ppl_train − log ppl_inf|, the indicator of arXiv 2602.01826.",
+        "discrepancy/log_ppl_abs_diff",
         from_zero=True,
         log=True,
     ),
 )
-_TRAINING = (
-    _curve(_COURSE, "entropy", "entropy, nats", "Mean entropy of the policy's tokens.", from_zero=True),
-    _CLIPPING,
-    _curve(_COURSE, "grad_norm", "gradient norm", "Gradient norm before clipping.", from_zero=True, log=True),
-    _curve(_COURSE, "step_time", "step time, seconds", "Seconds per step.", from_zero=True),
-)
-TIME_SHARES = Panel(
-    "time_shares",
+_LENGTH = Panel(
     _COURSE,
-    "shares of the time",
-    "Where the time of the training went, from one log to the next.",
-    f"{PREFIX}{OTHER}",
-    draw_time_shares,
-    named_share,
+    "response length",
+    "Mean response length in tokens, and the range from the shortest to the longest response. Vertical line: surge of "
+    "the length.",
+    "completions/mean_length",
+    _draw_length,
 )
-_ALL = (REWARD, ACCURACY, DISCREPANCY, MULTIPLIER, LENGTH, LEARNING_RATE, *_MISMATCH, *_TRAINING, TIME_SHARES)
-PANEL_NAMES = frozenset(panel.name for panel in _ALL)
+_LEARNING_RATE = Panel(
+    _COURSE,
+    "learning rate",
+    "Learning rate. Vertical lines, with length decay: dashed the surge of the response length, dotted the halvings.",
+    "learning_rate",
+    _draw_learning_rate,
+)
+_COURSE_OF_TRAINING = (
+    _LENGTH,
+    _LEARNING_RATE,
+    Panel(_COURSE, "entropy, nats", "Mean entropy of the policy's tokens.", "entropy", from_zero=True),
+    Panel(
+        _COURSE,
+        "clipped fraction",
+        "Fraction of tokens whose policy ratio is clipped.",
+        "clip_ratio/region_mean",
+        from_zero=True,
+    ),
+    Panel(_COURSE, "gradient norm", "Gradient norm before clipping.", "grad_norm", from_zero=True, log=True),
+    Panel(_COURSE, "step time, seconds", "Seconds per step.", "step_time", from_zero=True),
+)

@@ -1,4 +1,4 @@
-"""What an evaluation found, on the terminal and in `results.md`."""
+"""The tables of evaluations, for the terminal and for `results.md`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,11 +9,11 @@ from ..records.tables import TableRows, markdown_table, percent, print_table, ve
 from .results import Evaluation, compare
 
 
-REPORT_FILE = "results.md"
+TABLE_FILE = "results.md"
 
 
-def write_report(evaluations: Sequence[Evaluation], output: Path) -> None:
-    """Prints the tables of evaluations and writes them; two evaluations are compared, the second with the first."""
+def write_tables(evaluations: Sequence[Evaluation], output: Path) -> None:
+    """Print the tables of evaluations and write them as Markdown; of two evaluations also their comparison."""
     table, details = evaluation_table(evaluations), evaluation_details(evaluations)
     print_table(*table, title="avg@k, percent ± standard error over problems")
     print_table(*details)
@@ -23,11 +23,11 @@ def write_report(evaluations: Sequence[Evaluation], output: Path) -> None:
         text += f"\n{line}\n"
     if len(evaluations) == 2:
         text += "\n" + print_comparison(*evaluations)
-    write_text(output / REPORT_FILE, text)
+    write_text(output / TABLE_FILE, text)
 
 
 def print_comparison(first: Evaluation, second: Evaluation) -> str:
-    """Prints how the second differs from the first, and returns it as Markdown."""
+    """Print how the second evaluation differs from the first, and return that as Markdown."""
     table = comparison_table(first, second, compare(first, second))
     title = f"{second.model} {second.scheme} against {first.model} {first.scheme}, percentage points"
     print_table(*table, title=title)
@@ -35,7 +35,7 @@ def print_comparison(first: Evaluation, second: Evaluation) -> str:
 
 
 def evaluation_table(evaluations: Sequence[Evaluation]) -> TableRows:
-    """avg@k in percent ± standard error, a row for each model and scheme, a column for each benchmark."""
+    """Return avg@k in percent ± standard error: a row for each model and scheme, a column for each benchmark."""
     columns = {name: result.samples for evaluation in evaluations for name, result in evaluation.results.items()}
     head = ["model", "scheme", *(f"{name} avg@{k}" for name, k in columns.items()), "Avg."]
     rows = []
@@ -46,7 +46,7 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> TableRows:
 
 
 def evaluation_details(evaluations: Sequence[Evaluation]) -> TableRows:
-    """What else is known of each benchmark: bootstrap interval, pass@k, maj@k, truncation, length."""
+    """Return bootstrap interval, pass@k, maj@k, truncation and mean length for each benchmark."""
     head = ["scheme", "benchmark", "problems", "95 % of avg@k", "pass@k", "maj@k", "truncated", "mean tokens"]
     rows = []
     for evaluation in evaluations:
@@ -58,7 +58,7 @@ def evaluation_details(evaluations: Sequence[Evaluation]) -> TableRows:
                     evaluation.scheme,
                     f"{name}, k = {result.samples}",
                     f"{result.avg.problems}{ungraded}",
-                    # A single problem says nothing of the chance in it.
+                    # A single problem says nothing about chance.
                     "–" if result.avg.standard_error is None else interval,
                     percent(result.pass_at[result.samples]),
                     percent(result.maj),
@@ -70,7 +70,7 @@ def evaluation_details(evaluations: Sequence[Evaluation]) -> TableRows:
 
 
 def failures_line(evaluation: Evaluation) -> str:
-    """How many answers count as wrong because grading them failed, and why; "" where none did."""
+    """Say how many answers count as wrong because grading them failed, and why; "" where none did."""
     if not evaluation.grading_failures:
         return ""
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(evaluation.grading_failures.items()))
@@ -79,7 +79,7 @@ def failures_line(evaluation: Evaluation) -> str:
 
 
 def comparison_table(first: Evaluation, second: Evaluation, differences: dict[str, Difference]) -> TableRows:
-    """Second minus first in percentage points, on the same problems, and whether that is more than noise."""
+    """Return second minus first in percentage points on the same problems, and whether that is more than noise."""
     head = ["benchmark", "first", "second", "difference", "95 %", "p", "second is"]
     rows = []
     for name, difference in differences.items():

@@ -15,18 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from dc_trl.calibration import Calibration, calibrate
 from dc_trl.calibration.advice import recommend
-from dc_trl.calibration.doctor import Case, diagnose, view_of
-from dc_trl.calibration.mismatch import measure_engine
-from dc_trl.calibration.report import report_page
+from dc_trl.calibration.causes import Case, split_discrepancy, subsets, view_of
+from dc_trl.calibration.page import report_page
 from dc_trl.calibration.result import Split
 from dc_trl.calibration.rollouts import sample_rollouts
-from dc_trl.calibration.scoring import train_logps
 from dc_trl.calibration.settings import CalibrationSettings
-from dc_trl.calibration.split import shapley_weights, split_discrepancy, subsets
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.records.estimators import Estimate
 from dc_trl.rollouts.engines import EngineSpec
-from dc_trl.rollouts.replica import Replica
 from dc_trl.serving.fit import schemes_of
 
 from .helpers import ROOT, TINY_MODEL, make_experts, make_model, program
@@ -101,13 +97,6 @@ def test_intervals_hold_the_true_shares():
     assert 0.90 <= held / 300 <= 0.98
 
 
-def test_the_weights_of_a_share_cancel():
-    weights = shapley_weights(["a", "b", "c", "d"], "a")
-    assert len(weights) == 16
-    assert math.fsum(weights.values()) == pytest.approx(0, abs=1e-15)
-    assert math.fsum(weight for removed, weight in weights.items() if "a" not in removed) == pytest.approx(1)
-
-
 # --- known causes ----------------------------------------------------------------------------------------------------
 
 
@@ -129,10 +118,6 @@ def test_the_replicas_discrepancy_is_explained(tokenizer, scheme, dtype, causes)
     if scheme == "int4":
         assert max(split.shares, key=lambda cause: split.shares[cause].value) == "weights"
         assert split.shares["weights"].low > split.shares["precision"].high
-    assert len(found.layers) == 1 + tiny().config.num_hidden_layers
-    assert all(layer.flipped is None and 0 <= layer.relative.value < 0.2 for layer in found.layers)
-    # A bfloat16 embedding is looked up alike on both sides.
-    assert (found.layers[0].relative.value == 0) == (dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "bf16"])
@@ -142,8 +127,6 @@ def test_routing_is_a_cause_in_a_mixture_of_experts(tokenizer, scheme):
     assert "routing" in found.split.shares
     assert found.split.shares["routing"].value > 0
     assert found.split.unexplained.value <= 1e-5 < found.split.whole.value
-    assert [layer.flipped is not None for layer in found.layers] == [False, True, True]
-    assert all(0 < layer.flipped.value < 1 for layer in found.layers[1:])
 
 
 def test_older_weights_are_a_cause(tokenizer):
@@ -157,8 +140,6 @@ def test_older_weights_are_a_cause(tokenizer):
     assert shares["staleness"].value > 0.5 * found.split.whole.value
     assert found.split.unexplained.value <= 1e-5
     assert any("weight_sync_steps" in advice for advice in found.advice)
-    # Behind the embedding already, the weights differ.
-    assert found.layers[0].relative.low > 0.01
 
 
 def test_merging_an_adapter_is_a_cause(tokenizer):
@@ -193,29 +174,6 @@ def test_a_view_has_the_tensors_of_its_policy():
     assert all(a is b for a, b in zip(model.parameters(), view.parameters(), strict=True))
     view.model.layers[0].register_forward_hook(lambda *_: None)
     assert not model.model.layers[0]._forward_hooks
-
-
-def test_the_vocabulary_is_compared_with_what_the_replica_computes(tokenizer):
-    """Against plain forwards of the policy and of a replica, one sequence at a time."""
-    policy, prompts = make_model(128), [[20, 30, 40], [50, 60]]
-    settings = CalibrationSettings(samples=2, max_tokens=6, temperature=0.7, bf16=False, **QUIET)
-    sample = sample_rollouts(EngineSpec.parse("replica:fp8"), policy, tokenizer, prompts, settings)
-    train = train_logps(policy, prompts, sample.rollouts, settings)
-    found = measure_engine(sample, train, prompts, tokenizer, settings)
-    diagnosis = diagnose(Case(sample, policy, policy, prompts, settings), train, found)
-    replica, sums, tokens = Replica(policy, "fp8").model, torch.zeros(3), 0
-    for rollout in sample.rollouts:
-        ids = torch.tensor([prompts[rollout.prompt] + rollout.ids])
-        part = slice(len(prompts[rollout.prompt]) - 1, -1)
-        with torch.no_grad():
-            p, q = ((model(ids).logits[0, part].float() / 0.7).softmax(-1) for model in (policy, replica))
-        flips = (p.argmax(-1) != q.argmax(-1)).float()
-        sums += torch.stack([(q * (q / p).log()).sum(), (p - q).abs().sum() / 2, flips.sum()])
-        tokens += len(rollout.ids)
-    expected = dict(zip(("kl", "total_variation", "top1_flips"), (sums / tokens).tolist(), strict=True))
-    assert {name: estimate.value for name, estimate in diagnosis.vocabulary.items()} == pytest.approx(
-        expected, rel=0.02
-    )
 
 
 def test_of_several_schemes_the_nearest_is_taken(tokenizer):
@@ -298,14 +256,7 @@ def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path):
     assert [each.diagnosis for each in loaded.engines] == [each.diagnosis for each in calibration.engines]
     page = report_page(loaded).html()
     assert page == report_page(calibration).html()
-    for words in (
-        "Where it comes from",
-        "routing",
-        "KL(deployed ‖ policy)",
-        "tokens with other experts",
-        "Advice for",
-    ):
-        assert words in page
+    assert all(words in page for words in ("Where it comes from", "routing", "Advice for"))
 
 
 @pytest.fixture

@@ -1,0 +1,206 @@
+"""Where an engine's discrepancy comes from: the policy scores the same tokens as it is deployed, one cause at a time.
+
+A cause is removed by having the policy compute as the engine does in that respect alone. Copies of its modules on the
+same tensors do so, and the policy stays as it is. With v(S) the discrepancy δ̄ that is left when the causes S are
+removed, the share of cause i among n is its Shapley value ("A Value for n-Person Games", 1953),
+
+    φ_i = Σ_{S ∌ i} |S|! (n − |S| − 1)! / n! · (v(S) − v(S ∪ {i}))
+
+which is the mean, over all orders of removing the causes one after another, of what removing i takes away. δ is an
+absolute difference and does not add up, so what a cause takes away depends on what was removed before it. The mean
+over all orders prefers none. The shares and the unexplained rest v(N) add up to v(∅) = δ̄ by construction.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from math import comb
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from ..quantization.deployed_forward import DeployedForward
+from ..quantization.policy import base_model, empty_copy
+from ..quantization.schemes import resolve_scheme
+from ..rollouts.replica import Replica
+from ..rollouts.routing import RoutingReplay
+from .advice import recommend
+from .mismatch import Array, Ratio, ScoredTokens, ratio_estimate
+from .result import Diagnosis, EngineMismatch, Split
+from .rollouts import EngineSample, Policy, sampled_logps
+from .scoring import train_logps
+from .settings import CalibrationSettings
+
+
+Causes: TypeAlias = frozenset[str]
+
+# How each cause is removed.
+REMOVALS = {
+    "weights": "the scheme's weights, rounded to bfloat16 numbers",
+    "activations": "the scheme's activations",
+    "precision": "bfloat16 without autocast, with the engine's attention arithmetic and positions",
+    "adapter": "LoRA adapters merged into the weights",
+    "routing": "the experts that the engine chose",
+    "staleness": "the weights that the engine runs",
+    "decoding": "the engine's log-probabilities from one pass, not from its KV cache token by token",
+}
+
+
+class Case(NamedTuple):
+    """What a diagnosis needs: the sampled tokens, the model that is trained, and the one that the engine runs."""
+
+    sample: EngineSample
+    policy: Policy
+    sampler: Policy  # the policy itself, or one with older weights
+    prompts: Sequence[list[int]]  # token ids
+    settings: CalibrationSettings
+
+    def score(self, scheme: str, removed: Causes) -> list[Tensor]:
+        """Return log π_train of each rollout's tokens where causes are removed, each of shape (tokens,)."""
+        view = view_of(self.sampler if "staleness" in removed else self.policy)
+        replay = RoutingReplay(view) if "routing" in removed else None
+        deployed = DeployedForward(
+            view,
+            scheme,
+            weights="weights" in removed,
+            activations="activations" in removed,
+            compute="precision" in removed,
+            adapters="adapter" in removed,
+        )
+        with deployed.active():
+            return train_logps(view, self.prompts, self.sample.rollouts, self.settings, replay=replay)
+
+    def causes(self, scheme: str) -> list[str]:
+        """Return the causes that scoring passes can remove."""
+        quantization, rollouts = resolve_scheme(scheme, empty_copy(self.policy)), self.sample.rollouts
+        present = {
+            "weights": quantization.weights is not None or base_model(self.policy).dtype != torch.bfloat16,
+            "activations": quantization.input_activations is not None,
+            "precision": True,
+            "adapter": isinstance(self.policy, PeftModel),
+            "routing": all(rollout.routes is not None for rollout in rollouts if rollout.ids),
+            "staleness": self.sampler is not self.policy,
+        }
+        return [cause for cause, there in present.items() if there]
+
+    def scheme(self) -> str:
+        """Return the engine's scheme; of several possible ones that in which the deployed policy is nearest to it."""
+        if len(self.sample.schemes) == 1:
+            return self.sample.schemes[0]
+        distances = {}
+        for scheme in self.sample.schemes:
+            try:
+                resolve_scheme(scheme, empty_copy(self.policy))
+            except ValueError:  # groups that do not divide the model's widths: the engine cannot run this one
+                continue
+            scored = self.score(scheme, frozenset(self.causes(scheme)))
+            numerator, denominator = self.discrepancy(scored, sampled_logps(self.sample.rollouts))
+            distances[scheme] = numerator.sum() / denominator.sum()
+        if not distances:
+            raise ValueError(f"engine={self.sample.engine!r} is in no scheme that is known here.")
+        return min(distances, key=lambda scheme: distances[scheme])
+
+    def discrepancy(self, train: Sequence[Tensor], infer: Sequence[Tensor]) -> Ratio:
+        """Return δ̄ between log-probabilities of the rollouts' tokens, by prompt."""
+        pairs = zip(self.sample.rollouts, infer, strict=True)
+        rollouts = [rollout._replace(logps=logps.tolist()) for rollout, logps in pairs]
+        tokens = ScoredTokens.of(rollouts, train, len(self.prompts), self.settings.measure)
+        return tokens.batch_discrepancy(self.settings.reduction)
+
+
+def diagnose(case: Case, train: Sequence[Tensor], found: EngineMismatch) -> Diagnosis:
+    """Split an engine's δ̄ into its causes, and say what to do.
+
+    Args:
+        case: what was sampled, and by which weights.
+        train: log π_train of each rollout's tokens, shape (tokens,).
+        found: what was measured of the engine.
+
+    Raises:
+        ValueError: the engine's scheme does not fit the model, or the policy has adapters other than LoRA.
+    """
+    scheme = case.scheme()
+    causes = case.causes(scheme)
+    case.settings.report(f"{case.sample.engine}: {2 ** len(causes)} scoring passes split δ̄ into its causes")
+    passes = {removed: case.score(scheme, removed) if removed else list(train) for removed in subsets(causes)}
+    targets: dict[Causes, list[Tensor]] = {frozenset(): sampled_logps(case.sample.rollouts)}
+    if case.sample.engine.startswith("replica:"):
+        targets[frozenset({"decoding"})] = _in_one_pass(case, scheme)
+        causes.append("decoding")
+    # A token counts where every pass gave it a finite log-probability, so that all means are over the same tokens.
+    gaps = [torch.stack(values).sum(0) * 0 for values in zip(*passes.values(), *targets.values(), strict=True)]
+    left = {
+        removed | target: case.discrepancy([a + gap for a, gap in zip(scored, gaps, strict=True)], infer)
+        for removed, scored in passes.items()
+        for target, infer in targets.items()
+    }
+    split = split_discrepancy(left, causes, case.settings.seed)
+    return Diagnosis(scheme, split, recommend(split, found.estimates["k3_kl"]))
+
+
+def _in_one_pass(case: Case, scheme: str) -> list[Tensor]:
+    """Return log π_inf of the replica's weights, each of shape (tokens,), scored as whole sequences."""
+    replica = Replica(case.sampler, scheme)
+    replay = RoutingReplay(replica.model) if "routing" in case.causes(scheme) else None
+    scored = train_logps(
+        replica.model, case.prompts, case.sample.rollouts, case.settings, as_engine=True, replay=replay
+    )
+    return [logps.double() for logps in scored]
+
+
+def view_of(policy: Policy) -> Policy:
+    """Copy a policy's modules on the same tensors, so that hooks and switches of the copy do not affect the policy."""
+    shared: dict[int, object] = {id(tensor): tensor for tensor in (*policy.parameters(), *policy.buffers())}
+    for module in policy.modules():
+        if isinstance(module, LoraLayer):  # PEFT's own arguments may hold views, which cannot be copied
+            shared[id(module.kwargs)] = module.kwargs
+    view = copy.deepcopy(policy, shared)
+    for module in view.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # nothing is dropped while a policy is scored
+    return view
+
+
+def subsets(causes: Sequence[str]) -> Iterator[Causes]:
+    """Iterate over all sets of causes, the empty one first."""
+    for size in range(len(causes) + 1):
+        yield from map(frozenset, combinations(causes, size))
+
+
+def shapley_weights(causes: Sequence[str], cause: str) -> dict[Causes, float]:
+    """Return the weight of each v(S) in the share of a cause."""
+    weights = {}
+    for others in subsets([name for name in causes if name != cause]):
+        weight = 1 / (len(causes) * comb(len(causes) - 1, len(others)))
+        weights[others], weights[others | {cause}] = weight, -weight
+    return weights
+
+
+def split_discrepancy(left: Mapping[Causes, Ratio], causes: Sequence[str], seed: int) -> Split:
+    """Return δ̄ by its causes, with errors.
+
+    A share is linear in v, and so it is a ratio of sums over prompts as δ̄ is. All estimates draw the same prompts, and
+    the shares add up in every draw.
+
+    Args:
+        left: v(S) for each set of causes, by prompt; all with the same denominators.
+        causes: at least one.
+        seed: of the bootstrap.
+    """
+    denominators = left[frozenset()][1]
+    shares = {}
+    for cause in causes:
+        weights = shapley_weights(causes, cause)
+        numerators: Array = np.sum([weight * left[removed][0] for removed, weight in weights.items()], axis=0)
+        shares[cause] = ratio_estimate(numerators, denominators, seed)
+    estimates = {removed: ratio_estimate(*left[removed], seed) for removed in subsets(causes)}
+    return Split(
+        whole=estimates[frozenset()],
+        shares=shares,
+        unexplained=estimates[frozenset(causes)],
+        left={" + ".join(filter(removed.__contains__, causes)): value for removed, value in estimates.items()},
+    )
