@@ -24,7 +24,7 @@ from trl import TrlParser
 
 import dc_trl
 from dc_trl import DCGRPOConfig
-from dc_trl.callbacks.collapse_monitor import ADVICE
+from dc_trl.callbacks.collapse_monitor import SIGNALS
 from dc_trl.command import serve
 from dc_trl.command.options import FILE, parser_of
 from dc_trl.files import read_object
@@ -195,7 +195,7 @@ def test_metrics_are_those_that_a_run_logs(tmp_path, tokenizer):
     source = (ROOT / "dc_trl" / "trainers" / "deployed.py").read_text()
     costs = {f"sync/{name}" for name in (*WriteCost._fields, "reload_seconds")}
     assert {name for name in names if name.startswith("sync/")} == set(re.findall(r'"(sync/\w+)"', source)) | costs
-    assert {name for name in names if name.startswith("collapse/")} == {f"collapse/{signal}" for signal in ADVICE}
+    assert {name for name in names if name.startswith("collapse/")} == {f"collapse/{signal}" for signal in SIGNALS}
     source = (ROOT / "dc_trl" / "trainers" / "routing.py").read_text()
     assert {name for name in names if name.startswith("routing/")} == set(re.findall(r'"(routing/\w+)"', source))
     assert {name for name in names if name.startswith("time/")} == {f"time/{part}" for part in PARTS}
