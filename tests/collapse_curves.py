@@ -9,7 +9,7 @@ import random
 import statistics
 import sys
 
-from dc_trl.callbacks.collapse_monitor import ADVICE, CollapseMonitor
+from dc_trl.callbacks.collapse_monitor import SIGNALS, CollapseMonitor
 
 
 def healthy_run(seed, steps=500):
@@ -76,7 +76,7 @@ def alarms_in(rows, **options):
 
 def report(runs):
     false = [alarm for seed in range(runs) for alarm in alarms_in(healthy_run(seed))]
-    counts = {signal: sum(alarm.signal == signal for alarm in false) for signal in ADVICE}
+    counts = {signal: sum(alarm.signal == signal for alarm in false) for signal in SIGNALS}
     print(f"{runs} healthy runs of 500 steps: {len(false)} alarms, {counts}")
     for signal in ("reward", "grad_norm", "mismatch", "entropy_low", "entropy_high"):
         for length in (1, 20, 100):

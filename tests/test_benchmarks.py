@@ -8,10 +8,9 @@ import datasets
 import pytest
 from datasets import Dataset
 
-from dc_trl.data.benchmarks import BENCHMARKS, MINERVA_RELATIVE_TOLERANCE, PUBLISHED, load_benchmark
+from dc_trl.data.benchmarks import BENCHMARKS, MINERVA_RELATIVE_TOLERANCE, PUBLISHED, holds_several, load_benchmark
 from dc_trl.data.dapo import DAPO, load_dapo, remove_template
 from dc_trl.data.schema import FEATURES
-from dc_trl.data.sources import holds_several, last_boxed
 from dc_trl.data.templates import BOXED_INSTRUCTION, base_prompt, chat_prompt
 from dc_trl.grading import is_gradable
 
@@ -99,11 +98,11 @@ def olympiad(final_answer, **fields):
         ("gsm8k", {"question": "Q?", "answer": "1+1=2\n#### 1,200"}, {"id": "gsm8k/0", "answer": "1200"}),
     ],
 )
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_rows_of_every_benchmark(write, name, row, expected, suffix):
-    benchmark = load_benchmark(name, write(row, name=f"rows.{suffix}"))
+def test_rows_of_every_benchmark(write, name, row, expected):
+    benchmark = load_benchmark(name, write(row))
     assert benchmark.features == FEATURES
     assert benchmark[0] | expected == benchmark[0]
+    assert load_benchmark(name, write(row, name="rows.parquet"))[0] == benchmark[0]
 
 
 def test_a_loaded_data_set_loads_again_unchanged(write, tmp_path):
@@ -125,7 +124,6 @@ def test_the_table():
     assert samples == dict.fromkeys(thirty_two, 32) | dict.fromkeys(four, 4) | {"gsm8k": 1, "arithmetic": 1}
     assert set(PUBLISHED) == set(BENCHMARKS) - {"arithmetic"}
     for name in PUBLISHED:
-        assert re.fullmatch("[0-9a-f]{40}", BENCHMARKS[name].revision)
         assert BENCHMARKS[name].instruction == BOXED_INSTRUCTION
 
 
@@ -194,11 +192,6 @@ def test_several_answers_are_told_from_tuples_and_thousands(answer, several):
     assert holds_several(answer) is several
 
 
-def test_last_boxed():
-    assert last_boxed(r"\boxed{1} and \boxed{\frac{a}{b^{2}}} m") == r"\frac{a}{b^{2}}"
-    assert last_boxed("none") == last_boxed(r"\boxed{open") == ""
-
-
 TEMPLATE = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\nRemember to put your answer on its "
@@ -237,10 +230,6 @@ def test_dapo_accepts_flat_rows_and_leaves_missing_answers_to_cleaning(write):
     assert repeats == 0
     with pytest.raises(ValueError, match=r"rows\.jsonl: a row holds none of the fields 'prompt', 'problem': it has q"):
         load_dapo(write({"q": "P?"}))
-
-
-def test_dapo_is_pinned():
-    assert re.fullmatch("[0-9a-f]{40}", DAPO.revision)
 
 
 @requires_shared_data

@@ -7,20 +7,19 @@ from collections import Counter
 
 import datasets
 import pytest
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from dc_trl.data.benchmarks import load_benchmark
-from dc_trl.data.cleaning import Cleaning, clean
+from dc_trl.data.cleaning import clean
+from dc_trl.data.contamination import Overlap, find_overlaps
 from dc_trl.data.dapo import load_dapo
-from dc_trl.data.overlap import Overlap, find_overlaps
 from dc_trl.data.prompts import load_prompts, load_rows
 from dc_trl.data.schema import FEATURES, MathProblem, to_dataset
 from dc_trl.data.text import words
 
-from .helpers import TINY_MODEL, program
+from .helpers import program
 from .test_benchmarks import FILES, TEMPLATE, dapo_row
 from .test_data import SHARED_DATA, requires_shared_data
 
@@ -101,7 +100,6 @@ ROWS = [
     ("求 $1+2$.", "3"),  # language
     ("BENCH: what is 6 times 7", "42"),  # benchmark, exact
     (f"Well, {LONG}, or so?", "17"),  # benchmark, n-gram
-    ("Say " + "ha " * 60, "60"),  # too long
 ]
 
 
@@ -115,8 +113,8 @@ def benches():
     return {"one": benchmark("Bench? What is $6$ times $7$", name="one"), "two": benchmark(LONG, name="two")}
 
 
-def test_every_rule(rows, benches, tokenizer):
-    kept, report = clean(rows, benches, Cleaning("en", max_prompt_length=200, tokenizer=tokenizer))
+def test_every_rule(rows, benches):
+    kept, report = clean(rows, benches, "en")
     assert kept.features == FEATURES
     assert list(zip(kept["id"], kept["problem"], kept["answer"], strict=True)) == [
         ("made/0", "Add 1 and 1.", "2"),
@@ -135,9 +133,7 @@ def test_every_rule(rows, benches, tokenizer):
         "made/11": ("language", ""),
         "made/12": ("benchmark, exact", "one/0"),
         "made/13": ("benchmark, n-gram", f"two/0: {' '.join(words(LONG)[:13])}"),
-        "made/14": ("prompt too long", report.dropped[-1].detail),
     }
-    assert int(report.dropped[-1].detail.removesuffix(" tokens")) > 200
     assert (report.rows, report.kept, report.restored) == (len(ROWS), 2, 1)
     assert sum(report.counts.values()) == report.rows - report.kept
     overlaps = {name: (count.exact, count.ngram, count.rows) for name, count in report.benchmarks.items()}
@@ -146,24 +142,23 @@ def test_every_rule(rows, benches, tokenizer):
 
 def test_without_options_only_what_is_wrong_goes(rows):
     kept, report = clean(rows)
-    assert {"made/11", "made/12", "made/13", "made/14"} < set(kept["id"])
+    assert {"made/11", "made/12", "made/13"} < set(kept["id"])
     assert report.benchmarks == {}
 
 
 def test_cleaning_again_changes_nothing(rows, benches):
-    kept, _ = clean(rows, benches, Cleaning("en"))
-    again, report = clean(kept, benches, Cleaning("en"))
+    kept, _ = clean(rows, benches, "en")
+    again, report = clean(kept, benches, "en")
     assert again.to_list() == kept.to_list()
     assert (report.restored, report.dropped) == (0, [])
 
 
-def test_a_report_prints_and_saves(rows, benches, tmp_path):
+def test_a_report_prints_and_saves(rows, benches, tmp_path, capsys):
     _, report = clean(rows, benches)
-    console = Console(record=True, width=100, file=open("/dev/null", "w"))  # noqa: SIM115
-    report.print(console)
-    text = console.export_text()
+    report.print()
+    printed = capsys.readouterr().out
     for words_in_table in ("left out: conflicting answers", "found exactly", "two"):
-        assert words_in_table in text
+        assert words_in_table in printed
     report.save(tmp_path / "report.json")
     report.save_dropped(tmp_path / "dropped.jsonl")
     saved = json.loads((tmp_path / "report.json").read_text())
@@ -173,17 +168,10 @@ def test_a_report_prints_and_saves(rows, benches, tmp_path):
     assert Counter(line["reason"] for line in lines) == {reason: n for reason, n in report.counts.items() if n}
 
 
-def test_invalid_options_are_refused(tokenizer):
-    for options, message in (
-        ({"language": "fr"}, "language='fr' is unknown: choose one of 'any', 'en'"),
-        ({"max_prompt_length": 0, "tokenizer": tokenizer}, "max_prompt_length=0 is invalid"),
-        ({"max_prompt_length": 10}, "go together: set tokenizer too"),
-        ({"tokenizer": tokenizer}, "go together: set max_prompt_length too"),
-        ({"ngram": 3}, "ngram=3 is invalid"),
-        ({"common": 0}, "common=0 is invalid"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Cleaning(**options)
+def test_invalid_options_are_refused(rows):
+    for options in ({"language": "fr"}, {"ngram": 3}, {"common": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}="):
+            clean(rows, **options)
     with pytest.raises(ValueError, match="rows lack the columns absolute_tolerance, answer"):
         clean(Dataset.from_dict({"problem": ["1+1?"]}))
 
@@ -210,7 +198,7 @@ def prepare(tmp_path, monkeypatch, capsys):
 
 
 def test_the_script_writes_what_training_reads(prepare, tokenizer):
-    output, printed = prepare("--language", "en", "--max_prompt_length", 400, "--tokenizer", TINY_MODEL)
+    output, printed = prepare("--language", "en")
     assert sorted(path.name for path in output.iterdir()) == ["dropped.jsonl", "report.json", "train.parquet"]
     assert "left out: benchmark, exact" in printed
     report = json.loads((output / "report.json").read_text())
@@ -260,9 +248,7 @@ def test_the_script_refuses_before_it_reads(prepare, tmp_path):
         (["--benchmark_files", "amc23"], "write NAME=PATH"),
         (["--benchmarks", "imo"], "benchmark='imo' is unknown"),
         (["--file", "none.jsonl"], "file='none.jsonl' does not exist"),
-        (["--max_prompt_length", 100], "set tokenizer too"),
         (["--ngram", 3], "ngram=3 is invalid"),
-        (["--tokenizer", "./nowhere", "--max_prompt_length", 9], "nowhere"),
     ):
         with pytest.raises(SystemExit, match=f"error: .*{message}"):
             prepare(*options)
@@ -286,7 +272,7 @@ def real(tmp_path_factory):
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         rows, _ = load_dapo(str(SHARED_DATA / "dapo_math_17k.jsonl"))
         benches = {name: load_benchmark(name, str(SHARED_DATA / file)) for name, file in FILES.items()}
-        return rows, benches, *clean(rows, benches, Cleaning("en"))
+        return rows, benches, *clean(rows, benches, "en")
 
 
 @pytest.mark.long
@@ -330,11 +316,3 @@ def test_real_rows_are_clean(real):
     conflicting = {problem for problem, golds in answers.items() if len(golds) > 1}
     assert len(conflicting) == 11
     assert not conflicting & set(kept["problem"])
-
-
-@requires_shared_data
-def test_the_parquet_file_reads_as_it_was_written(real, tmp_path):
-    _, _, kept, _ = real
-    kept.to_parquet(tmp_path / "train.parquet")
-    read = load_dataset("parquet", data_files=str(tmp_path / "train.parquet"), split="train", cache_dir=str(tmp_path))
-    assert read.to_list() == kept.to_list()

@@ -11,7 +11,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
 from dc_trl.callbacks.collapse import CollapseAlarmCallback
-from dc_trl.callbacks.collapse_monitor import ADVICE, CollapseMonitor
+from dc_trl.callbacks.collapse_monitor import SIGNALS, CollapseMonitor
 from dc_trl.records.runs import read_history
 
 from .collapse_curves import alarms_in, collapse, healthy_run
@@ -38,13 +38,6 @@ def test_reward_by_hand():
     rows = curve("reward", [0.2] * 5 + [0.8] * 15 + [0.39] * 20)
     # Half-way is passed at step 23, whose window begins at 19; so the log of step 18 is the last that was well.
     assert rung(rows, reward_drop=0.5) == [("reward", 27, 0.39, 0.4, 18)]
-
-
-def test_rewards_around_zero_are_measured_by_the_gain():
-    # Gain 2, level 1: alarm at 1 - 0.5 * 2 = 0.
-    assert rung(curve("reward", [-1.0] * 5 + [1.0] * 15 + [0.1] * 20), reward_drop=0.5) == []
-    alarms = rung(curve("reward", [-1.0] * 5 + [1.0] * 15 + [-0.1] * 20), reward_drop=0.5)
-    assert alarms == [("reward", 27, -0.1, 0.0, 18)]
 
 
 def test_a_drop_within_the_noise_is_none():
@@ -79,13 +72,6 @@ def test_a_gradient_norm_that_is_not_finite(value):
 def test_mismatch_by_hand(metric):
     assert rung(curve(metric, [1e-3] * 20 + [4.9e-3] * 20)) == []
     assert rung(curve(metric, [1e-3] * 20 + [5.1e-3] * 20)) == [("mismatch", 27, 5.1e-3, 5e-3, 18)]
-
-
-def test_a_mismatch_that_grows_slowly_counts_from_its_early_level():
-    rows = curve("discrepancy/mean", [1e-3 * (1 + step / 50) for step in range(300)])  # 5e-3 at step 201
-    (alarm,) = alarms_in(rows)
-    assert alarm.reference == pytest.approx(1e-3 * (1 + 4.5 / 50))
-    assert 225 < alarm.step < 245
 
 
 def test_a_mismatch_that_falls_with_the_reward_by_hand():
@@ -230,31 +216,15 @@ def test_each_signal_rings_once():
 
 
 def test_alarms_say_what_to_do():
-    for signal, (meaning, remedy) in ADVICE.items():
-        row = f"| `{signal}` |"
-        assert row in (ROOT / "docs" / "collapse.md").read_text(), signal
-        assert meaning.endswith(".")
-        assert remedy.endswith(".")
+    page = (ROOT / "docs" / "collapse.md").read_text()
+    assert all(f"| `{signal}` |" in page for signal in SIGNALS)
     (alarm,) = alarms_in(curve("discrepancy/mean", [1e-3] * 20 + [6e-3] * 20))
-    text = str(alarm)
     for part in ("step 35", "discrepancy/mean is 0.006 (reference 0.001, alarm at 0.005)", "weight_sync", "docs/"):
-        assert part in text
+        assert part in str(alarm)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("window", 2),
-        ("window", 10.0),
-        ("reward_drop", 0),
-        ("reward_drop", 1.1),
-        ("grad_norm_rise", 1),
-        ("mismatch_rise", math.inf),
-        ("mismatch_rise", True),
-        ("mismatch_fall", 1.0),
-        ("entropy_fall", 1),
-        ("entropy_rise", math.nan),
-    ],
+    ("name", "value"), [("window", 2), ("window", 10.0), ("reward_drop", 0), ("reward_drop", 1.1)]
 )
 def test_invalid_thresholds_are_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}={value!r} is invalid"):
@@ -326,14 +296,9 @@ def test_any_trainer_warns_once_and_goes_on(tmp_path, kind, caplog):
     assert all("reward" in row and "completions/mean_length" in row for row in rows)
 
 
-def test_logs_of_several_steps(tmp_path):
-    trainer = make_trainer(tmp_path, reward=failing_after(24), max_steps=40, logging_steps=2)
-    add_alarm(trainer)
-    trainer.train()
-    assert marks(trainer.state.log_history) == [(32, "collapse/reward")]  # the 4th log of less reward
+def test_an_engine_that_drifts_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(CollapseMonitor, "MISMATCH_RISE", 1.5)
 
-
-def test_an_engine_that_drifts_away(tmp_path):
     def drift(call, completions, logprobs):
         if call >= 8:
             logprobs[:] = [[value - 8.0 for value in values] for values in logprobs]
@@ -347,7 +312,7 @@ def test_an_engine_that_drifts_away(tmp_path):
         processing_class=make_tokenizer(),
         rollout_func=Rollouts(edit=drift),
     )
-    callback = add_alarm(trainer, mismatch_rise=1.5)
+    callback = add_alarm(trainer)
     trainer.train()
     assert [alarm.signal for alarm in callback.alarms] == ["mismatch"]
     assert callback.alarms[0].step == 12
@@ -363,7 +328,7 @@ def test_a_multiplier_at_its_bound(tmp_path):
 
 def test_a_stop_keeps_the_last_good_checkpoint(tmp_path, caplog):
     """Rotation deletes it, and the alarm keeps it."""
-    options = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1, "max_steps": 20}
+    options = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 2, "max_steps": 20}
     trainer = make_trainer(tmp_path, **options)
     callback = add_alarm(trainer, stop=True)
     with caplog.at_level(logging.WARNING):
@@ -373,8 +338,8 @@ def test_a_stop_keeps_the_last_good_checkpoint(tmp_path, caplog):
     assert callback.stopped.sound_until == 7
     # Step 9 was sampled by the weights after step 8. 6 is the newest checkpoint from before the trouble.
     names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
-    assert names == ["checkpoint-12", "last-good-6"]
-    assert callback.last_good == str(tmp_path / "last-good-6")
+    assert names == ["checkpoint-12", "checkpoint-6"]
+    assert callback.last_good == str(tmp_path / "checkpoint-6")
     assert f"resume_from_checkpoint={callback.last_good!r}" in caplog.text
     assert marks(trainer.state.log_history) == [(12, "collapse/reward")]
 
@@ -385,18 +350,8 @@ def test_a_stop_keeps_the_last_good_checkpoint(tmp_path, caplog):
     # Its own λ and optimizer go on, as from the checkpoint itself: the first 6 rows are the first run's.
     assert logged(again, "lagrangian/lambda")[:6] == logged(trainer, "lagrangian/lambda")[:6]
     names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
-    assert names == ["checkpoint-20"]  # a run that ends well needs no other
-
-
-def test_the_kept_checkpoint_is_whole_and_costs_nothing_while_the_original_is_there(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 3}
-    trainer = make_trainer(tmp_path, **options)
-    add_alarm(trainer, stop=True)
-    trainer.train()
-    kept, original = tmp_path / "last-good-6", tmp_path / "checkpoint-6"
-    files = sorted(path.relative_to(original) for path in original.rglob("*") if path.is_file())
-    assert files == sorted(path.relative_to(kept) for path in kept.rglob("*") if path.is_file())
-    assert all((kept / name).samefile(original / name) for name in files)
+    assert len(names) == 2
+    assert "checkpoint-20" in names
 
 
 @pytest.mark.long
@@ -427,7 +382,7 @@ def test_checkpoints_of_a_run_that_was_left_are_not_trusted(tmp_path):
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     # Its batches 1 to 8 are steps 6 to 13, and all was well until step 12. It saved at 10 itself.
     assert callback.stopped.sound_until == 12
-    assert callback.last_good == str(tmp_path / "last-good-10")
+    assert callback.last_good == str(tmp_path / "checkpoint-10")
 
 
 def test_no_checkpoint_from_before(tmp_path, caplog):
@@ -447,10 +402,9 @@ def test_contradictions_are_refused(tmp_path):
         CollapseAlarmCallback(make_trainer(tmp_path), reward_drop=2)
     trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=2, save_total_limit=2)
     add_alarm(trainer, stop=True, window=5)
-    with pytest.raises(ValueError, match=r"save_total_limit=2 with save_steps=2 .* at least 3, or raise save_steps"):
+    with pytest.raises(ValueError, match=r"save_total_limit=2 with save_steps=2 .* at least 4, or raise save_steps"):
         trainer.train()
-    (tmp_path / "last-good-3").mkdir()
     trainer = make_trainer(tmp_path)
-    add_alarm(trainer, stop=True)
-    with pytest.raises(ValueError, match="holds last-good-3 of another run"):
-        trainer.train()
+    trainer.args.load_best_model_at_end = True
+    with pytest.raises(ValueError, match="load_best_model_at_end=True"):
+        add_alarm(trainer, stop=True)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 
 import datasets
 import pytest
@@ -87,15 +86,6 @@ def test_arithmetic_for_a_tokenizer_without_chat_template_is_plain_text():
     assert framed["prompt"][0] == "Problem: 98*8=?\n\nAnswer in a box.\n\nSolution:"
 
 
-def test_arithmetic_refuses_what_it_does_not_have():
-    with pytest.raises(ValueError, match="split='test' is unknown"):
-        arithmetic_problems(1, 0, "test")
-    with pytest.raises(ValueError, match="size=0"):
-        arithmetic_problems(0, 0, "train")
-    with pytest.raises(ValueError, match=r"size=100000 exceeds the .* held-out problems: ask for at most"):
-        arithmetic_problems(100000, 0, "held_out")
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -168,19 +158,6 @@ def test_messages_become_prompts_and_a_base_model_gets_text(tokenizer):
         tokenizer.chat_template = template
 
 
-def test_a_base_model_is_framed_with_the_instruction(tokenizer):
-    rows = Dataset.from_list([{"prompt": "1+1?", "answer": 2}])
-    template, tokenizer.chat_template = tokenizer.chat_template, None
-    try:
-        prompts, _ = load_prompts(rows, tokenizer, instruction="Box it.", max_prompt_length=50)
-        assert prompts[0]["prompt"] == "Problem: 1+1?\n\nBox it.\n\nSolution:"
-        assert load_prompts(rows, tokenizer, instruction="")[0][0]["prompt"] == "1+1?"
-        with pytest.raises(ValueError, match="1 with a prompt of more than 10 tokens"):
-            load_prompts(rows, tokenizer, instruction="Box it.", max_prompt_length=10)
-    finally:
-        tokenizer.chat_template = template
-
-
 def test_what_grading_needs_is_carried_along(tokenizer):
     rows = to_dataset(
         "made", [MathProblem("Roots of $x^2=9$?", "3, -3", multiple_answers=True), MathProblem("?", "what it is")]
@@ -224,21 +201,13 @@ def test_files_that_cannot_be_read(tmp_path):
             load_rows(str(path))
 
 
-PAGE = b"\n<!DOCTYPE html>\n<html><head><title>404</title></head>\n<body><p>a, b, c</p></body></html>\n"
-
-
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("page.csv", PAGE, "is a web page, not data"),
-        ("one_column.csv", b"<html>\n<p>\n", "is a web page, not data"),
-        ("page.jsonl", PAGE, "is a web page, not data"),
+        ("page.jsonl", b"<!DOCTYPE html>", "holds no JSON objects"),
         ("latin.jsonl", '{"prompt": "Zo\u00e9", "answer": "3"}\n'.encode("latin1"), "is no text in UTF-8"),
-        ("latin.csv", "prompt,answer\nZo\u00e9,3\n".encode("latin1"), "is no text in UTF-8"),
-        ("packed.jsonl", b"\x1f\x8b\x08\x00xx", "is no text in UTF-8"),
-        ("null.json", b"null", "holds no JSON objects"),
-        ("numbers.jsonl", b"5\n6\n", "holds no JSON objects"),
-        ("page.parquet", PAGE, "cannot be loaded"),
+        ("null.json", b"null", "holds no JSON objects"),  # datasets ends the process on it
+        ("page.parquet", b"<!DOCTYPE html>", "cannot be loaded"),
         ("head.csv", b"prompt,answer\n", "cannot be loaded"),
     ],
 )
@@ -248,27 +217,7 @@ def test_files_that_hold_something_else(tmp_path, name, content, words):
         load_rows(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("suffix", ["json", "jsonl", "csv"])
-def test_leading_space_is_no_harm(tmp_path, suffix):
-    content = {"json": ' [{"prompt": "1+1", "answer": "2"}]', "csv": "prompt,answer\n1+1,2\n"}
-    path = tmp_path / f"rows.{suffix}"
-    path.write_text(content.get(suffix, '{"prompt": "1+1", "answer": "2"}\n'), encoding="utf-8")
-    assert load_rows(str(path))["prompt"][:] == ["1+1"]
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        ["text"],
-        [{"role": "user"}],
-        [{"text": "no role"}],
-        [{"role": "user", "content": [{"type": "text", "text": "parts"}]}],
-        {"nested": 1},
-        5,
-        None,
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("other", [["text"], [{"role": "user"}], {"nested": 1}, None], ids=str)
 def test_prompts_of_mixed_types_cost_their_rows_only(tmp_path, tokenizer, other):
     rows = [{"prompt": "What is 1+1?", "answer": 2}, {"prompt": other, "answer": "3"}]
     path = tmp_path / "rows.jsonl"
@@ -283,7 +232,6 @@ def test_prompts_of_mixed_types_cost_their_rows_only(tmp_path, tokenizer, other)
     [
         ("relative_tolerance", -0.01),
         ("absolute_tolerance", math.inf),
-        ("relative_tolerance", "small"),
         ("multiple_answers", "maybe"),
         ("unit", 5),
     ],
@@ -327,13 +275,6 @@ def test_case_spaces_and_punctuation_do_not_matter(text, punctuation, data):
     assert alphanumeric(changed.swapcase()) == alphanumeric(text)
 
 
-@settings(deadline=None)
-@given(TEXT, TEXT)
-def test_problems_with_one_key_differ_in_punctuation_alone(first, second):
-    if problem_key(first) == problem_key(second):
-        assert alphanumeric(first) == alphanumeric(second)
-
-
 @pytest.mark.parametrize(
     ("first", "second", "same"),
     [
@@ -352,32 +293,7 @@ def test_what_tells_two_problems_apart(first, second, same):
     assert (problem_key(first) == problem_key(second)) is same
 
 
-@settings(deadline=None)
-@given(TEXT)
-def test_text_without_control_characters_is_left_alone(text):
-    plain = re.sub(r"[\a\b\f\n\r\t\v]", "", text)
-    assert restore_commands(plain) == plain
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "frac",
-        "forall",
-        "binom",
-        "boxed",
-        "beta",
-        "begin",
-        "times",
-        "text",
-        "triangle",
-        "theta",
-        "right",
-        "rho",
-        "neq",
-        "nabla",
-    ],
-)
+@pytest.mark.parametrize("command", ["frac", "binom", "beta", "times", "right", "neq"])
 def test_commands_that_json_has_eaten_are_restored(command):
     source = rf"Let $\{command}" + "{x}$."
     eaten = json.loads(f'"{source}"')
@@ -385,19 +301,7 @@ def test_commands_that_json_has_eaten_are_restored(command):
     assert restore_commands(eaten) == source
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Given:\nu = 1",
-        "Find\nexists",
-        "a\tan answer",
-        "a\to b",
-        "mid\nmid[i]",
-        "the \ffirst shop",
-        "\nlabel(A)",
-        "\r\nho ho",
-    ],
-)
+@pytest.mark.parametrize("text", ["Given:\nu = 1", "Find\nexists", "a\tan answer", "a\to b", "the \ffirst shop"])
 def test_words_after_a_line_or_tab_are_no_commands(text):
     assert restore_commands(text) == text
 

@@ -136,7 +136,7 @@ def numbers(draw, size):
     return sorted(draw(st.sets(st.integers(-999, 999), min_size=size, max_size=size)))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(scalars(), st.data())
 def test_one_value_in_several_spellings(scalar, data):
     spellings, other = scalar
@@ -150,7 +150,7 @@ def test_one_value_in_several_spellings(scalar, data):
     assert verdicts(f"{one}\\text{{ cm}}", f"{another}\\text{{ kg}}") == [False, False]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(scalars(), min_size=2, max_size=3), st.sampled_from(["()", "[]", "(]", "[)"]), st.data())
 def test_tuples_part_by_part(parts, brackets, data):
     def written(spellings, comma):
@@ -165,7 +165,7 @@ def test_tuples_part_by_part(parts, brackets, data):
     assert verdicts(one, other) == [False, False]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(numbers(2), st.sampled_from(["()", "[]", "(]", "[)"]), st.sampled_from(["x", "f(x)", "\\theta", "x_1"]))
 def test_intervals_as_inequalities(ends, brackets, name):
     low, high = ends
@@ -190,7 +190,7 @@ def test_intervals_as_inequalities(ends, brackets, name):
         assert verdicts(interval, spelling) == [False, False], spelling
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(-999, 999), st.sampled_from(["<", "\\le", ">", "\\ge"]), st.integers(2, 9))
 def test_rays_as_inequalities(end, sign, factor):
     turned = {"<": ">", "\\le": "\\ge", ">": "<", "\\ge": "\\le"}
@@ -206,7 +206,7 @@ def test_rays_as_inequalities(end, sign, factor):
         assert verdicts(interval, spelling) == [False, False], spelling
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(numbers(4), st.randoms(use_true_random=False))
 def test_lists_sets_unions_and_matrices(values, random):
     a, b, c, d = values
@@ -231,7 +231,7 @@ def test_lists_sets_unions_and_matrices(values, random):
     assert verdicts(matrix, f"\\begin{{pmatrix}}{a}\\\\{b}\\\\{c}\\\\{d}\\end{{pmatrix}}") == [False, False]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(2, 30), st.integers(2, 30), st.integers(1, 30), st.integers(2, 9))
 def test_equations_up_to_a_factor(a, b, c, factor):
     equation = f"{a}x + {b}y = {c}"
@@ -256,21 +256,14 @@ def test_a_root_that_is_taken_and_one_that_is_not(number):
     "tail",
     [
         r"\text{ and a half}",
-        r"\text{ is wrong}",
-        " and more",
         " or so",
-        " maybe",
-        r"\text{ at most}",
         r"\text{ million}",
-        r"\text{ dozens}",
         r"\text{ halves}",
-        r"\text{ times}",
         r"\text{ (not sure)}",
         r"\text{ if } x > 0",
-        " wrong",
     ],
 )
-@pytest.mark.parametrize("gold", ["46", r"\frac{1}{2}", r"2\sqrt{3}", "46.5"])
+@pytest.mark.parametrize("gold", ["46", r"2\sqrt{3}"])
 def test_words_after_a_number_are_no_unit(gold, tail):
     assert not grade(boxed(gold + tail), Gold(gold))
 
@@ -279,7 +272,7 @@ def test_words_after_a_number_are_no_unit(gold, tail):
     "tail",
     [r"\text{ cm}", r"\textnormal{ miles}", r"\mbox{ square feet}", " apples", r"\,\mathrm{m/s^2}", r"\text{ ways}"],
 )
-@pytest.mark.parametrize("gold", ["46", r"\frac{1}{2}", "46.5"])
+@pytest.mark.parametrize("gold", ["46", r"\frac{1}{2}"])
 def test_units_may_be_added_and_left_out(gold, tail):
     assert verdicts(gold, gold + tail) == [True, True]
 
@@ -287,7 +280,7 @@ def test_units_may_be_added_and_left_out(gold, tail):
 # --- Numbers, powers and constants in other spellings
 
 
-@pytest.mark.parametrize("character", "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞")
+@pytest.mark.parametrize("character", "½⅓⅒⅞")
 def test_fractions_in_one_character(character):
     value = Fraction(unicodedata.numeric(character)).limit_denominator(10)
     fraction = f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
@@ -299,23 +292,10 @@ def test_fractions_in_one_character(character):
     assert verdicts(character, f"{character}\\%") == [False, False]
 
 
-NO_DECIMALS = [
-    "\\frac{1}{2}",
-    "1/2",
-    "½",
-    "4 4/9",
-    "1\\frac{1}{2}",
-    "10^2",
-    "8.7 \\times 10^8",
-    "\\sqrt{2}",
-    "x+1",
-    "\\pi",
-    "2^{10}",
-    "n!",
-]
+NO_DECIMALS = [r"\frac{1}{2}", "½", "4 4/9", "10^2", r"8.7 \times 10^8", r"\sqrt{2}", "x+1"]
 
 
-@pytest.mark.parametrize("sign", ["%", "\\%", "\\text{ percent}"])
+@pytest.mark.parametrize("sign", ["\\%", "\\text{ percent}"])
 @pytest.mark.parametrize("number", NO_DECIMALS)
 def test_a_percent_sign_is_part_of_what_is_no_decimal(number, sign):
     assert verdicts(number, number + sign) == [False, False]
@@ -337,24 +317,16 @@ def test_a_percent_sign_may_be_left_out_of_a_decimal(value, minus, sign):
     ("one", "other"),
     [
         ("x**6", "x^6"),
-        ("2**100", "2^{100}"),
         ("x**-2", "x^{-2}"),
-        ("x**2.5", "x^{2.5}"),
-        ("x ** 10 + 1", "x^{10}+1"),
         ("x**(n+1)", "x^{n+1}"),
         ("2**x**2", "2^{x^2}"),
         ("x**\\frac12", "\\sqrt{x}"),
-        ("(x+1)**2", "(x+1)^2"),
         ("e**(2*x)", "e^{2x}"),
         ("2**sqrt(2)", "2^{\\sqrt2}"),
         ("x⁻¹⁰", "x^{-10}"),
         ("2*pi*r**2", "2\\pi r^2"),
-        ("pi", "\\pi"),
         ("\\text{pi}", "pi"),
         ("sqrt(pi)", "\\sqrt{\\pi}"),
-        ("inf", "\\infty"),
-        ("-oo", "-\\infty"),
-        ("(-infinity, 5)", "x < 5"),
         ("(-inf, pi]", "(-\\infty, \\pi]"),
         ("[0, +Infinity)", "x \\ge 0"),
         ("(-oo, oo)", "\\mathbb{R}"),

@@ -27,9 +27,9 @@ from transformers.utils import logging as transformers_logging
 
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
 from dc_trl.evaluation.card import write_eval_results
-from dc_trl.hub.card import address_card, hub_dataset, quoted
+from dc_trl.hub.card import address_card, quoted
 from dc_trl.hub.local_paths import shared_text
-from dc_trl.hub.push import HubError, push_command, push_run, run_files
+from dc_trl.hub.push import push_command, push_run, run_files
 from dc_trl.quantization.checkpoint import write_deployable
 
 from .helpers import (
@@ -172,22 +172,21 @@ def test_what_a_run_leaves_on_the_hub(hub, tmp_path, monkeypatch, capfd, caplog)
     assert saved.learning_rate == trainer.args.learning_rate
 
 
-@pytest.mark.parametrize("export_run", [True, False])
-def test_a_run_is_exported_once_and_pushed(hub, tmp_path, monkeypatch, export_run):
-    """`export=False` pushes what `train` has left; a run that exports nothing itself is exported by its push."""
+def test_a_run_is_exported_once_and_pushed(hub, tmp_path, monkeypatch):
+    """`export=False` pushes what `train` has left."""
     written = []
     save = DCGRPOTrainer.save_deployment
     monkeypatch.setattr(
         DCGRPOTrainer, "save_deployment", lambda self, directory: written.append(directory) or save(self, directory)
     )
     folder = tmp_path / "run"
-    trainer = make_trainer(folder, callbacks=[], push_to_hub=True, export_run=export_run)
+    trainer = make_trainer(folder, callbacks=[], push_to_hub=True, export_run=True)
     trainer.train()
     trainer.push_to_hub(export=not trainer.args.exports_deployment)
     assert written == [folder / "deployment"]
     files = hub.repositories[f"{USER}/run"].files
     assert {name for name in files if name.startswith("deployment/")} == CHECKPOINT
-    assert ("history.jsonl" in files) == export_run
+    assert "history.jsonl" in files
     write_deployable(str(folder), "fp8", tmp_path / "again")
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == files["deployment/model.safetensors"]
 
@@ -274,13 +273,12 @@ def test_a_card_without_a_summary_compares_the_first_and_the_last_step(tmp_path)
     assert set(card.data.tags) == {"generated_from_trainer", "mine", "trl", "grpo", "dc-grpo"}
 
 
-@pytest.mark.parametrize("content", ["[]", "{", '{"steps": 1, "after": 5}', '{"steps": 1, "after": {"greedy": "x"}}'])
-def test_a_card_names_the_summary_that_it_cannot_read(tmp_path, content):
-    trainer = make_trainer(tmp_path, max_steps=1)
-    trainer.train()
-    (tmp_path / "summary.json").write_text(content)
-    with pytest.raises(ValueError, match=r"summary\.json"):
-        trainer.create_model_card()
+def test_a_card_names_the_summary_that_it_cannot_read(tmp_path):
+    trainer = make_trainer(tmp_path)
+    for content in ("{", '{"steps": 1, "after": {"greedy": "x"}}'):
+        (tmp_path / "summary.json").write_text(content)
+        with pytest.raises(ValueError, match=r"summary\.json"):
+            trainer.create_model_card()
 
 
 def test_a_push_names_the_card_that_it_cannot_read(hub, tmp_path):
@@ -617,8 +615,6 @@ def test_a_push_that_fails_goes_on_later(hub, tmp_path, train, monkeypatch, caps
         (None, {}, ["hub_model_id='run'", "hf auth login", "HF_TOKEN"]),
         ("hf_wrong", {}, ["knows no user by this token"]),
         (READ_TOKEN, {"hub_model_id": "tester/there"}, ["hub_model_id='tester/there'", "may not write there"]),
-        (TOKEN, {"hub_model_id": "somebody/else"}, ["hub_model_id='somebody/else'", "may not write there"]),
-        (TOKEN, {"hub_model_id": "a/b/c"}, ["hub_model_id='a/b/c'"]),
     ],
 )
 def test_refused_before_training(hub, tmp_path, train, monkeypatch, token, options, words):
@@ -634,12 +630,6 @@ def test_refused_before_training(hub, tmp_path, train, monkeypatch, token, optio
         assert word in str(refused.value)
     assert token is None or token not in str(refused.value)
     assert not list((tmp_path / "run").glob("*"))
-
-
-def test_an_answer_without_a_remedy_of_its_own(hub, tmp_path):
-    hub.fail("POST", "/repos/create", 418)
-    with pytest.raises(HubError, match=rf"'run' cannot be pushed to\. {hub.url} answered 418 .*: try again later"):
-        make_trainer(tmp_path / "run").push_to_hub()
 
 
 def test_a_second_repository_needs_a_deployment_checkpoint_and_its_scheme(hub, tmp_path):
@@ -691,12 +681,3 @@ def test_invalid_settings(tmp_path):
         make_config(tmp_path, hub_deployment="repository", constraint="none")
     with pytest.raises(ValueError, match=r"holds no model with its README.md: give the output directory"):
         push_run(tmp_path, "tester/model")
-
-
-def test_what_can_be_a_data_set_of_the_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert hub_dataset("openai/gsm8k") == "openai/gsm8k"
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "rows.jsonl").write_text("")
-    for name in (None, "arithmetic", "data/rows.jsonl", "a/b/c", "/a", "../x"):
-        assert hub_dataset(name) is None

@@ -3,7 +3,7 @@
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
-from .lr_schedule import LengthDecaySchedule, SurgeDetector
+from .lr_schedule import LengthDecaySchedule
 
 
 logger = logging.get_logger(__name__)
@@ -87,11 +87,6 @@ class LengthDecayCallback(TrainerCallback):
                 f"The trainer starts at step {state.global_step} and its learning rate schedule at step "
                 f"{self.schedule.last_epoch}: resume from a checkpoint that has a scheduler.pt "
                 "(save_only_model=False), and make a new trainer for a new run."
-            )
-        if self.schedule.decay_period is None and state.logging_steps > SurgeDetector.WINDOW // 2:
-            logger.warning(
-                f"logging_steps={state.logging_steps}: the surge is sought in means over so many steps, where one "
-                "extreme batch can look like it. Set logging_steps=1."
             )
         # A resumed run has logged these already, except for what it found right before the checkpoint.
         self._announced = {

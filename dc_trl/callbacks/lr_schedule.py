@@ -33,16 +33,12 @@ class SurgeDetector:
 
     - *A median over 9 steps*: spikes of up to 4 steps in a row do not move it, whatever their height. The price is
       that a surge is known 4 steps after it happened.
-    - *A median over the 80 steps before*: the baseline follows a slow drift about 45 steps behind it, and stays at the
-      old level while the length rises. So the rate of growth decides: a surge doubles the length within some 45 steps.
-      The paper's takes about 20. Growth to the 3.5-fold is found when it takes up to 80 steps and is a drift from 200
-      steps on (ratio at most 1.4); what lies between is decided by the noise.
+    - *A median over the 80 steps before*: the baseline follows a slow drift, and stays at the old level while the
+      length rises. A surge doubles the length within some 45 steps; the paper's takes about 20.
     - *2 ×*: in the geometric middle between no change and the paper's 4-fold, and far from noise. Where batches' mean
-      lengths scatter by a relative standard deviation σ, the running median scatters by 0.42 σ: 6 % for σ = 15 %.
-    - The baseline needs 10 steps: a surge before step 15 is reported as step 15.
+      lengths scatter by a relative standard deviation σ, the running median scatters by 0.42 σ.
 
-    Two limits of it: the return from a dip of more than 40 steps looks the same and is called a surge too; and of a
-    length that has been shrinking, it is the median of the last 80 steps that must be doubled, not the end.
+    docs/learning_rate.md has what it finds on synthetic curves, and its limits.
 
     Attributes:
         step: number of updates so far, which is the 1-based step of the last one.
@@ -61,7 +57,7 @@ class SurgeDetector:
         self._recent: deque[tuple[int, float]] = deque(maxlen=self.BASELINE + self.WINDOW)
 
     def update(self, mean_length: float) -> int | None:
-        """Takes the next step's mean response length, in tokens; returns the 1-based step of the surge once found.
+        """Take the next step's mean response length, in tokens; return the 1-based step of the surge once found.
 
         The first surge stays the answer. A step whose length is NaN, infinite or 0 (nothing was sampled) counts as a
         step and as no measurement.
@@ -86,11 +82,11 @@ class SurgeDetector:
             self._recent.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps, recent lengths and the surge, as JSON-compatible values."""
+        """Return steps, recent lengths and the surge, as JSON-compatible values."""
         return {"step": self.step, "surge_step": self.surge_step, "recent": [list(entry) for entry in self._recent]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from ``state_dict()``."""
+        """Continue from ``state_dict()``."""
         self.step, self.surge_step = state_dict["step"], state_dict["surge_step"]
         self._recent.clear()
         self._recent.extend(map(tuple, state_dict["recent"]))
@@ -170,7 +166,7 @@ class LengthDecaySchedule(LRScheduler):
         return self.detector.surge_step
 
     def observe(self, mean_length: float) -> int | None:
-        """Takes the mean response length of the next step; returns the 1-based step of the surge once found.
+        """Take the mean response length of the next step; return the 1-based step of the surge once found.
 
         When the surge is found and no period is set, ``decay_period`` becomes 1.8 × its step, rounded.
         """
@@ -181,15 +177,15 @@ class LengthDecaySchedule(LRScheduler):
         return surge
 
     def get_lr(self) -> list[Any]:
-        """Learning rates of the parameter groups for the next optimizer step, number ``last_epoch`` + 1."""
+        """Return the parameter groups' learning rates for the next optimizer step, number ``last_epoch`` + 1."""
         return [rate * self.factor for rate in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """What PyTorch's schedulers keep, the period, and the detector's state."""
+        """Return what PyTorch's schedulers keep, the period, and the detector's state."""
         return super().state_dict() | {"detector": self.detector.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from ``state_dict()``: period, floor, η_0 and detector become the saved ones, as does the rate.
+        """Continue from ``state_dict()``: period, floor, η_0 and detector become the saved ones, as does the rate.
 
         Raises:
             ValueError: the state is another scheduler's, or of an optimizer with another number of parameter groups.

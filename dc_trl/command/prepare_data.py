@@ -12,17 +12,17 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from ..data.benchmarks import BENCHMARKS, PUBLISHED, load_benchmark, require_benchmark
-from ..data.cleaning import Cleaning, Report, clean
+from ..data.cleaning import Language, Report, clean
+from ..data.contamination import require_ngram
 from ..data.dapo import DAPO, load_dapo
 from ..files import make_folder
-from ..settings.command_line import OptionParser, add_fields, refused_in_one_line
-from ..settings.pretrained import load_config_and_tokenizer
+from ..settings.command_line import OptionParser, refused_in_one_line
 
 
 TRAIN_FILE, REPORT_FILE, DROPPED_FILE = "train.parquet", "report.json", "dropped.jsonl"
-CLEANING_FIELDS = ("language", "max_prompt_length", "instruction", "ngram", "common")
 
 
 def make_parser() -> OptionParser:
@@ -46,8 +46,19 @@ def make_parser() -> OptionParser:
         metavar="NAME=PATH",
         help="local files of benchmarks, in place of the Hub",
     )
-    add_fields(parser, Cleaning, *CLEANING_FIELDS)
-    parser.add_argument("--tokenizer", help="Hub id or directory of the model that will be trained")
+    parser.add_argument(
+        "--language",
+        choices=get_args(Language),
+        default="any",
+        help="'en' leaves out problems with letters other than Latin and Greek ones",
+    )
+    parser.add_argument("--ngram", type=int, default=13, help="words in a row that count as overlap, at least 4")
+    parser.add_argument(
+        "--common",
+        type=int,
+        default=10,
+        help="training problems that may share an n-gram before it is a turn of phrase and counts for nothing",
+    )
     return parser
 
 
@@ -78,11 +89,10 @@ def require_new(output: Path) -> None:
 def prepare(arguments: argparse.Namespace, folder: Path) -> Report:
     """Writes all files into a folder. Everything that can be wrong with the input is found before rows are read."""
     files = benchmark_files(arguments.benchmark_files, arguments.benchmarks)
-    tokenizer = load_config_and_tokenizer(arguments.tokenizer, "tokenizer")[1] if arguments.tokenizer else None
-    options = Cleaning(tokenizer=tokenizer, **{name: getattr(arguments, name) for name in CLEANING_FIELDS})
+    require_ngram(arguments.ngram, arguments.common)
     rows, repeats = load_dapo(arguments.file, arguments.prompt_column, arguments.answer_column)
     benchmarks = {name: load_benchmark(name, files.get(name)) for name in arguments.benchmarks}
-    kept, report = clean(rows, benchmarks, options)
+    kept, report = clean(rows, benchmarks, arguments.language, arguments.ngram, arguments.common)
     sources = {arguments.dataset: arguments.file or str(DAPO)}
     sources |= {name: files.get(name) or str(BENCHMARKS[name]) for name in benchmarks}
     report = replace(report, repeats=repeats, options=report.options | {"sources": sources})

@@ -4,11 +4,13 @@ import re
 from dataclasses import asdict
 
 from datasets import Dataset
+from pyarrow import ArrowException
 
+from ..grading import extract_answer, gold_answer
 from ..settings.ranges import require_choice
 from .arithmetic import arithmetic_problems
-from .schema import MathProblem, require_grading
-from .sources import Row, Source, convert, field_of, holds_several, last_boxed, own_id, read, text_answer
+from .schema import FEATURES, MathProblem, require_grading, to_dataset
+from .sources import Row, Source, field_of, own_id
 
 
 # Qwen2.5-Math's grader (evaluation/grader.py: isclose(…, rel_tol=1e-4)), with which most published figures were made.
@@ -22,29 +24,36 @@ _NUMBER = re.compile(
 )
 
 
+def _problem(row: Row) -> str:
+    return field_of(row, "problem", "question")
+
+
+def _answer_or_box(row: Row) -> str:
+    """Return the field `answer`, or what the last box of the solution holds; "" where there is none."""
+    return gold_answer(row.get("answer")) or extract_answer(field_of(row, "solution")) or ""
+
+
 def _aime(row: Row) -> MathProblem:
     # The Hub's 2024 rows hold the answer in the solution's box. The contest writes three digits, models both.
-    answer = text_answer(row.get("answer")) or last_boxed(field_of(row, "solution"))
-    answer = answer.zfill(3) if answer.isdecimal() else answer
-    return MathProblem(field_of(row, "problem", "question"), answer, own_id(row, "id"))
+    answer = _answer_or_box(row)
+    return MathProblem(_problem(row), answer.zfill(3) if answer.isdecimal() else answer, own_id(row, "id"))
 
 
 def _amc(row: Row) -> MathProblem:
-    answer = text_answer(field_of(row, "answer"))  # 27.0 there
+    answer = gold_answer(field_of(row, "answer")) or ""  # 27.0 there
     return MathProblem(field_of(row, "question", "problem"), answer, own_id(row, "id"))
 
 
 def _math500(row: Row) -> MathProblem:
-    answer = text_answer(field_of(row, "answer"))
-    return MathProblem(field_of(row, "problem"), answer, own_id(row, "unique_id"), holds_several(answer))
+    answer = gold_answer(field_of(row, "answer")) or ""
+    return MathProblem(_problem(row), answer, own_id(row, "unique_id"), holds_several(answer))
 
 
 def _minerva(row: Row) -> MathProblem:
-    answer = text_answer(row.get("answer")) or last_boxed(field_of(row, "solution"))
     # Three golds are Python: np.arcsin(10/13), -1./3, -3./2.
-    answer = re.sub(r"(?<=\d)\.(?=/)", "", answer.replace("np.", "\\"))
+    answer = re.sub(r"(?<=\d)\.(?=/)", "", _answer_or_box(row).replace("np.", "\\"))
     return MathProblem(
-        problem=field_of(row, "problem", "question"),
+        problem=_problem(row),
         answer=answer,
         own_id=own_id(row, "idx"),
         multiple_answers=holds_several(answer),
@@ -69,11 +78,20 @@ def _olympiadbench(row: Row) -> MathProblem:
 
 def _gsm8k(row: Row) -> MathProblem:
     # The answer is what follows ####, where 1,234 is one number.
-    return MathProblem(field_of(row, "question"), text_answer(field_of(row, "answer")).replace(",", ""))
+    return MathProblem(field_of(row, "question"), (gold_answer(field_of(row, "answer")) or "").replace(",", ""))
 
 
 def _arithmetic(row: Row) -> MathProblem:
     return MathProblem(field_of(row, "question"), field_of(row, "answer"))
+
+
+def holds_several(answer: str) -> bool:
+    """Return whether an answer is a list: it has a comma outside all brackets, and between no thousands (`58,500`)."""
+    text = re.sub(r"(?<=\d),(?:\\!\s*)?(?=\d{3}(?!\d))", "", answer)
+    text = text.replace(r"\{", "(").replace(r"\}", ")")
+    while (shorter := re.sub(r"[(\[{][^()\[\]{}]*[)\]}]", "", text)) != text:
+        text = shorter
+    return "," in text
 
 
 # Every revision was read in several public repositories that pin the same commit; none was checked on the Hub itself.
@@ -100,12 +118,12 @@ BENCHMARKS: dict[str, Source] = {
     "arithmetic": Source("", None, "held_out", "", _arithmetic, instruction=None),
 }
 
-# Those that are published: what training problems are cleaned of.
+# Training problems are cleaned of these.
 PUBLISHED = tuple(name for name, source in BENCHMARKS.items() if source.hub_id)
 
 
 def require_benchmark(name: str) -> Source:
-    """The source of a benchmark.
+    """Return the source of a benchmark.
 
     Raises:
         ValueError: there is no such benchmark.
@@ -115,11 +133,12 @@ def require_benchmark(name: str) -> Source:
 
 
 def load_benchmark(name: str, file: str | None = None) -> Dataset:
-    """A benchmark with the columns of `dc_trl.data.schema.FEATURES`, in its own order.
+    """Load a benchmark with the columns of `dc_trl.data.schema.FEATURES`, in its own order.
 
     Args:
         name: key of `BENCHMARKS`.
-        file: local JSON, JSONL or Parquet file in place of the Hub; the Hub's field names or Qwen2.5-Math's.
+        file: local JSON, JSONL, Parquet or CSV file in place of the Hub; the Hub's field names, Qwen2.5-Math's, or
+            the columns of `FEATURES`.
 
     Raises:
         ValueError: no such benchmark or file, a field is missing, or a problem has no gold answer.
@@ -129,11 +148,14 @@ def load_benchmark(name: str, file: str | None = None) -> Dataset:
         raise ValueError(f"file={file!r}: the benchmark {name!r} is made on the spot, leave the file out.")
     try:
         if source.hub_id:
-            rows = read(source, file)
+            rows = source.read(file)
         else:
             rows = Dataset.from_list([asdict(problem) for problem in arithmetic_problems(1024, 0, "held_out")])
-        benchmark = convert(name, source, rows)
-    except ValueError as error:
+        if set(FEATURES) <= set(rows.column_names):
+            benchmark = rows.select_columns(list(FEATURES)).cast(FEATURES)
+        else:
+            benchmark = to_dataset(name, [source.problem(number, row) for number, row in enumerate(rows)])
+    except (ValueError, ArrowException, TypeError) as error:
         raise ValueError(f"benchmark {name!r}: {error}") from error
     for row in benchmark:
         if not row["problem"].strip() or not row["answer"]:

@@ -1,15 +1,15 @@
 """DAPO-Math-17K, the training problems."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 from datasets import Dataset
+from pyarrow import ArrowException
 
-from ..grading import GRADING_COLUMNS
+from ..grading import GRADING_COLUMNS, gold_answer
 from .prompts import nested, require_columns, text_of_prompt
-from .schema import MathProblem, has_schema, require_grading, to_dataset
-from .sources import Row, Source, convert, convert_row, field_of, own_id, read, text_answer
+from .schema import FEATURES, MathProblem, require_grading, to_dataset
+from .sources import Row, Source, field_of, own_id
 
 
 # What the Hub's rows put around a problem. It asks for another form of answer than our prompts do.
@@ -22,7 +22,7 @@ _TEMPLATE = re.compile(
 
 
 def remove_template(prompt: str) -> str:
-    """The problem without the instructions that the Hub's rows put before and after it."""
+    """Return the problem without the instructions that the Hub's rows put before and after it."""
     match = _TEMPLATE.fullmatch(prompt)
     return match["problem"] if match else prompt
 
@@ -33,7 +33,7 @@ def _dapo(row: Row) -> MathProblem:
     return MathProblem(
         problem=remove_template(text),
         # A row without a gold answer is for cleaning to leave out, and to count.
-        answer=text_answer((row.get("reward_model") or row).get("ground_truth", row.get("answer"))),
+        answer=gold_answer((row.get("reward_model") or row).get("ground_truth", row.get("answer"))) or "",
         own_id=own_id(row.get("extra_info") or row, "index"),
     )
 
@@ -42,27 +42,15 @@ def _dapo(row: Row) -> MathProblem:
 DAPO = Source("BytedTsinghua-SIA/DAPO-Math-17k", None, "train", "65877096c24ffa7abc4e4fa5edb95cf3413a5674", _dapo)
 
 
-def _of_columns(prompt_column: str, answer_column: str) -> Callable[[Row], MathProblem]:
-    def convert_columns(row: Row) -> MathProblem:
-        require_grading(row, "its columns")
-        return MathProblem(
-            problem=remove_template(text_of_prompt(nested(row, prompt_column, "prompt_column"))),
-            answer=text_answer(nested(row, answer_column, "answer_column")),
-            **{column: row[column] for column in GRADING_COLUMNS if row.get(column) is not None},
-        )
-
-    return convert_columns
-
-
 def load_dapo(
     file: str | None = None, prompt_column: str | None = None, answer_column: str | None = None
 ) -> tuple[Dataset, int]:
-    """DAPO-Math-17K with the columns of `dc_trl.data.schema.FEATURES`, uncleaned, in its own order.
+    """Load DAPO-Math-17K with the columns of `dc_trl.data.schema.FEATURES`, uncleaned, in its own order.
 
     The Hub's file holds each row about 100 times: rows that repeat another one's id, problem and answer are left out.
 
     Args:
-        file: local JSON, JSONL or Parquet file in place of the Hub.
+        file: local JSON, JSONL, Parquet or CSV file in place of the Hub.
         prompt_column: text or chat messages, where the rows are not DAPO's. Those of `GRADING_COLUMNS` are read too. A
             dot reads nested fields. `prompt` if only the other column is given.
         answer_column: number, or text with the gold answer, of which only what follows `####` counts. `answer` if only
@@ -74,19 +62,28 @@ def load_dapo(
     Raises:
         ValueError: the file cannot be loaded, or a field is missing.
     """
+
+    def of_columns(row: Row) -> MathProblem:
+        require_grading(row, "its columns")
+        return MathProblem(
+            problem=remove_template(text_of_prompt(nested(row, columns["prompt_column"], "prompt_column"))),
+            answer=gold_answer(nested(row, columns["answer_column"], "answer_column")) or "",
+            **{column: row[column] for column in GRADING_COLUMNS if row.get(column) is not None},
+        )
+
+    columns = {"prompt_column": prompt_column or "prompt", "answer_column": answer_column or "answer"}
     try:
-        rows, source = read(DAPO, file), DAPO
+        rows, source = DAPO.read(file), DAPO
         if prompt_column is not None or answer_column is not None:
-            columns = prompt_column or "prompt", answer_column or "answer"
-            require_columns(rows, dict(zip(("prompt_column", "answer_column"), columns, strict=True)))
-            source = replace(DAPO, convert=_of_columns(*columns))
-        elif has_schema(rows):
-            return convert("dapo", DAPO, rows), 0
+            require_columns(rows, columns)
+            source = replace(DAPO, convert=of_columns)
+        elif set(FEATURES) <= set(rows.column_names):
+            return rows.select_columns(list(FEATURES)).cast(FEATURES), 0
         distinct: dict[MathProblem | int, MathProblem] = {}
         for number, row in enumerate(rows):
-            problem = convert_row(source, number, row)
+            problem = source.problem(number, row)
             # Without ids a repeated row is a duplicate like any other.
             distinct.setdefault(number if problem.own_id is None else problem, problem)
-    except ValueError as error:
+    except (ValueError, ArrowException, TypeError) as error:
         raise ValueError(f"{file or 'dapo'}: {error}") from error
     return to_dataset("dapo", list(distinct.values())), len(rows) - len(distinct)

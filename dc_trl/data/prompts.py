@@ -27,7 +27,7 @@ def load_rows(
     revision: str | None = None,
     field: str = "dataset_name",
 ) -> Dataset:
-    """Rows of a local JSON, JSONL, Parquet or CSV file, or of a data set on the Hub.
+    """Load the rows of a local JSON, JSONL, Parquet or CSV file, or of a data set on the Hub.
 
     Args:
         name: path of a file, or Hub id.
@@ -62,19 +62,18 @@ def load_rows(
 
 
 def _require_rows_of_text(path: Path, named: str) -> None:
-    """Refuses what the readers of JSON and CSV crash on, or take for a table: other bytes, and pages of the web."""
-    begun = ""
+    """Refuse what the readers of JSON and CSV crash on, such as `null`, and encodings that they would guess."""
     try:
         with path.open(encoding="utf-8-sig") as file:
-            while block := file.read(1 << 20):
-                begun = begun or block.lstrip()[:1]
+            blocks = iter(lambda: file.read(1 << 20), "")
+            first = next((block.lstrip()[:1] for block in blocks if not block.isspace()), "")
+            for _ in blocks:
+                pass
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{named} is no text in UTF-8 ({error.reason}): convert it, or name the right file."
         ) from error
-    if begun == "<":
-        raise ValueError(f"{named} is a web page, not data: download the file itself.")
-    if path.suffix != ".csv" and begun not in ("{", "["):
+    if path.suffix != ".csv" and first not in ("{", "["):
         raise ValueError(f"{named} holds no JSON objects: write one for each row.")
 
 
@@ -86,7 +85,7 @@ def load_prompts(
     instruction: str | None = None,
     max_prompt_length: int | None = None,
 ) -> tuple[Dataset, dict[str, int]]:
-    """Prompts and gold answers as the trainer takes them; rows that cannot be used are counted and left out.
+    """Make prompts and gold answers as the trainer takes them; rows that cannot be used are counted and left out.
 
     Args:
         tokenizer: with a chat template prompts become conversations, without one they stay text.
@@ -136,29 +135,21 @@ def load_prompts(
 
 
 def require_columns(rows: Dataset, columns: Mapping[str, str]) -> None:
-    """Refuses a column (by the option that names it) that the rows do not have."""
+    """Refuse a column (by the option that names it) that the rows do not have."""
     for option, column in columns.items():
         if column.split(".")[0] not in rows.column_names:
-            known = ", ".join(map(repr, _fields(rows)))
+            known = ", ".join(map(repr, rows.flatten().column_names))
             raise ValueError(f"{option}={column!r} is missing: set it to a column of the data set, one of {known}.")
 
 
 def describe_counts(counts: dict[str, int]) -> str:
-    """One line: rows, rows kept, and why the others were left out."""
+    """Say in one line how many rows there are, how many were kept, and why the others were left out."""
     dropped = [f"{count} {reason}" for reason, count in counts.items() if reason not in ("rows", "kept")]
     return f"{counts['kept']} of {counts['rows']} rows kept" + (f", left out: {'; '.join(dropped)}" if dropped else "")
 
 
-def _fields(rows: Dataset) -> list[str]:
-    """Columns of a data set, those that hold records as a name for each of their fields."""
-    names: list[str] = []
-    for column, feature in rows.features.items():
-        names += [f"{column}.{key}" for key in feature] if isinstance(feature, dict) else [column]
-    return names
-
-
 def nested(row: Mapping[str, Any], column: str, field: str) -> Any:
-    """What a column holds, or by `a.b` a field of it; None where a record on the way is null.
+    """Return what a column holds, or by `a.b` a field of it; None where a record on the way is null.
 
     Raises:
         ValueError: the row has no such field; the message names the option, `field`.
@@ -174,7 +165,7 @@ def nested(row: Mapping[str, Any], column: str, field: str) -> Any:
 
 
 def text_of_prompt(prompt: Any) -> str:
-    """The text, or what the user says in a list of chat messages; "" for everything else."""
+    """Return the text, or what the user says in a list of chat messages; "" for everything else."""
     if isinstance(prompt, list):
         messages = [message for message in prompt if isinstance(message, dict) and message.get("role") == "user"]
         texts: list[Any] = [message.get("content") for message in messages]
@@ -183,13 +174,13 @@ def text_of_prompt(prompt: Any) -> str:
 
 
 def make_prompt(problem: str, tokenizer: PreTrainedTokenizerBase, instruction: str | None) -> Prompt:
-    """A conversation where the tokenizer has a chat template, else the text that a base model continues."""
+    """Make a conversation where the tokenizer has a chat template, else the text that a base model continues."""
     template = base_prompt if tokenizer.chat_template is None else chat_prompt
     return template(problem, instruction)
 
 
 def parse_template_kwargs(text: str) -> Mapping[str, Any]:
-    """What `--chat_template_kwargs` hands to the chat template, from JSON.
+    """Read what `--chat_template_kwargs` hands to the chat template, from JSON.
 
     Raises:
         ValueError: it is no JSON object, or names what is not the template's.
@@ -204,7 +195,7 @@ def parse_template_kwargs(text: str) -> Mapping[str, Any]:
 def tokenize(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, /, **chat_template_kwargs: Any
 ) -> list[list[int]]:
-    """Token ids of prompts, all texts or all conversations, as TRL's trainer makes them."""
+    """Return the token ids of prompts, all texts or all conversations, as TRL's trainer makes them."""
     if isinstance(prompts[0], str):
         return tokenizer(list(prompts))["input_ids"]
     encoded = tokenizer.apply_chat_template(
@@ -214,5 +205,5 @@ def tokenize(
 
 
 def prompt_length(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens of a prompt, those of the chat template included."""
+    """Return the number of tokens of a prompt, those of the chat template included."""
     return len(tokenize([prompt], tokenizer)[0])

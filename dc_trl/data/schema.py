@@ -22,20 +22,6 @@ FEATURES = Features(
 )
 
 
-def require_grading(row: Mapping[str, Any], where: str) -> None:
-    """Refuses a row whose columns of `GRADING_COLUMNS` hold what grading cannot use.
-
-    Raises:
-        ValueError: names the row, the column, its value and what it may be.
-    """
-    for column, (kind, words) in {"multiple_answers": (bool, "true or false"), "unit": (str, "text")}.items():
-        if row.get(column) is not None and not isinstance(row[column], kind):
-            raise ValueError(f"{where}: {column}={row[column]!r} is invalid: use {words}, or rename the column.")
-    for column in ("relative_tolerance", "absolute_tolerance"):
-        if row.get(column) is not None and not AT_LEAST_0.allows(row[column]):
-            raise ValueError(f"{where}: {column}={row[column]!r} is invalid: use {AT_LEAST_0}, or rename the column.")
-
-
 @dataclass(frozen=True)
 class MathProblem:
     """A row before it has a place in a data set; fields as in `FEATURES`, `own_id` as its source numbers it."""
@@ -49,13 +35,8 @@ class MathProblem:
     absolute_tolerance: float = 0.0
 
 
-def has_schema(rows: Dataset) -> bool:
-    """Whether the rows have all columns of `FEATURES`."""
-    return set(FEATURES) <= set(rows.column_names)
-
-
 def to_dataset(source: str, problems: Sequence[MathProblem]) -> Dataset:
-    """The problems with the columns of `FEATURES`; rows are numbered where their own ids are not unique."""
+    """Make a data set with the columns of `FEATURES`; rows are numbered where their own ids are not unique."""
     own_ids = [problem.own_id for problem in problems]
     numbered = None in own_ids or len(set(own_ids)) < len(own_ids)
     rows = []
@@ -64,3 +45,17 @@ def to_dataset(source: str, problems: Sequence[MathProblem]) -> Dataset:
         own_id = row.pop("own_id")
         rows.append({"id": f"{source}/{number if numbered else own_id}", **row})
     return Dataset.from_list(rows, features=FEATURES)
+
+
+def require_grading(row: Mapping[str, Any], where: str) -> None:
+    """Refuse a row whose columns of `GRADING_COLUMNS` hold what grading cannot use.
+
+    Raises:
+        ValueError: names the row, the column, its value and what it may be.
+    """
+    for column, kind, words in (("multiple_answers", bool, "true or false"), ("unit", str, "text")):
+        if row.get(column) is not None and not isinstance(row[column], kind):
+            raise ValueError(f"{where}: {column}={row[column]!r} is invalid: use {words}, or rename the column.")
+    for column in ("relative_tolerance", "absolute_tolerance"):
+        if row.get(column) is not None and not AT_LEAST_0.allows(row[column]):
+            raise ValueError(f"{where}: {column}={row[column]!r} is invalid: use {AT_LEAST_0}, or rename the column.")

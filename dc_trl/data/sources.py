@@ -1,17 +1,14 @@
 """Where a data set comes from, and how one row of it becomes a problem."""
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from pyarrow import ArrowException
 
-from ..grading import extract_answer
-from .prompts import gold_answer, load_rows
-from .schema import FEATURES, MathProblem, has_schema, to_dataset
+from ..settings.paths import require_data_file
+from .prompts import load_rows
+from .schema import MathProblem
 from .templates import BOXED_INSTRUCTION
 
 
@@ -43,51 +40,34 @@ class Source:
     def __str__(self) -> str:
         return f"{self.hub_id}@{self.revision}" if self.hub_id else "made on the spot"
 
+    def read(self, file: str | None) -> Dataset:
+        """Load the rows as they are on the Hub, or in a local JSON, JSONL, Parquet or CSV file.
 
-def read(source: Source, file: str | None) -> Dataset:
-    """Rows of a source as they are on the Hub, or in a local JSON, JSONL, Parquet or CSV file.
-
-    Raises:
-        ValueError: they cannot be loaded.
-    """
-    if file is not None and not Path(file).expanduser().is_file():
-        raise ValueError(f"file={file!r} does not exist: check the path.")
-    if file is not None:
-        return load_rows(file, field="file")
-    try:
-        return load_rows(source.hub_id, source.config, source.split, source.revision)
-    except ValueError as error:
-        raise ValueError(f"{error} Without a network, give a local file.") from error
-
-
-def convert(name: str, source: Source, rows: Dataset) -> Dataset:
-    """Rows with the columns of `FEATURES`; those that have them already keep them.
-
-    Raises:
-        ValueError: a row lacks a field.
-    """
-    if has_schema(rows):
+        Raises:
+            ValueError: they cannot be loaded.
+        """
+        if file is not None:
+            require_data_file(file, "file")
+            return load_rows(file, field="file")
         try:
-            return rows.select_columns(list(FEATURES)).cast(FEATURES)
-        except (ArrowException, TypeError) as error:
-            raise ValueError(f"a column has another type than {dict(FEATURES)}: {error}") from error
-    return to_dataset(name, [convert_row(source, number, row) for number, row in enumerate(rows)])
+            return load_rows(self.hub_id, self.config, self.split, self.revision)
+        except ValueError as error:
+            raise ValueError(f"{error} Without a network, give a local file.") from error
 
+    def problem(self, number: int, row: Row) -> MathProblem:
+        """Make a problem of a row.
 
-def convert_row(source: Source, number: int, row: Row) -> MathProblem:
-    """A row of a source as a problem.
-
-    Raises:
-        ValueError: it lacks a field, or a field holds something else than at the source; the message names the row.
-    """
-    try:
-        return source.convert(row)
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ValueError(f"{str(error).rstrip('.')} (row {number}, read as one of {source}).") from error
+        Raises:
+            ValueError: a field is missing or holds something else than at the source; the message names the row.
+        """
+        try:
+            return self.convert(row)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ValueError(f"{str(error).rstrip('.')} (row {number}, read as one of {self}).") from error
 
 
 def field_of(row: Row, *names: str) -> Any:
-    """Value of the first of these fields that the row has and that is not null.
+    """Return the value of the first of these fields that the row has and that is not null.
 
     Raises:
         ValueError: it has none of them.
@@ -99,24 +79,5 @@ def field_of(row: Row, *names: str) -> Any:
 
 
 def own_id(row: Row, name: str) -> str | None:
-    """The row's own id as text, None where it has none."""
+    """Return the row's own id as text, None where it has none."""
     return None if row.get(name) is None else str(row[name])
-
-
-def text_answer(value: Any) -> str:
-    """Gold answer as text, "" where there is none (see `gold_answer`)."""
-    return gold_answer(value) or ""
-
-
-def last_boxed(text: str) -> str:
-    r"""What the last `\boxed{}` of a solution holds, "" where there is none."""
-    return extract_answer(text) or ""
-
-
-def holds_several(answer: str) -> bool:
-    """Whether an answer is a list: a comma outside all brackets and between no thousands ("3, 5", not "58,500")."""
-    text = re.sub(r"(?<=\d),(?:\\!\s*)?(?=\d{3}(?!\d))", "", answer)
-    text = text.replace(r"\{", "(").replace(r"\}", ")")
-    while (shorter := re.sub(r"[(\[{][^()\[\]{}]*[)\]}]", "", text)) != text:
-        text = shorter
-    return "," in text

@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
-from .expressions import equal, has_value, is_expensive, parse_expression, printed, same_relation, within
+from .expressions import equal, has_value, parse_expression, printed, same_relation, within
 from .literals import Literal, parse_literal, parse_unit
 from .structure import Node, last_value, parse, relation_sides
 from .text import clean, extract_answer, gold_answer, is_reasonable, squash
@@ -144,8 +144,6 @@ def _grade(answer: str | None, parsed: _ParsedGold, gold: Gold) -> Verdict:
     cleaned = clean(answer)
     is_own = is_own or squash(cleaned) == squash(parsed.cleaned)
     node = parse(cleaned, gold.multiple_answers)
-    if not is_own and not parsed.plain and any(is_expensive(text, parsed.cleaned) for text in _texts(node)):
-        return Verdict(False, squash(answer))
     correct = is_own or _equal(parsed.node, node, gold)
     return Verdict(correct, _canonical(parsed.node if is_own else node, symbolic=not parsed.plain))
 
@@ -212,7 +210,7 @@ def _equal_relations(gold_text: str, text: str) -> bool:
     if squash(gold_text) == squash(text):
         return True
     gold_sides, sides = relation_sides(gold_text), relation_sides(text)
-    if gold_sides is None or sides is None or gold_sides[1] != sides[1] or is_expensive(text, gold_text):
+    if gold_sides is None or sides is None or gold_sides[1] != sides[1]:
         return False
     ordered = sides[1] in ("<", "\\le")
     one, other = ((parse_expression(left), parse_expression(right)) for left, _, right in (gold_sides, sides))

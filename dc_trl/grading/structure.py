@@ -2,7 +2,6 @@ r"""The parts of an answer: lists, sets, tuples, intervals, matrices, and what s
 
 import re
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from .expressions import number
 from .literals import parse_literal
@@ -73,9 +72,6 @@ def parse(text: str, several: bool = False) -> Node:
     pieces, _ = split(text, r"\\cup(?![A-Za-z])")
     if len(pieces) > 1:
         return _union(tuple(parse(clean(piece)) for piece in pieces))
-    pieces, _ = split(text, r"\\(?:setminus|backslash)(?![A-Za-z])")
-    if len(pieces) == 2 and pieces[0].strip() == _REALS:
-        return _reals_without(parse(pieces[1])) or Node("scalar", text=text)
     return _parse_brackets(text)
 
 
@@ -151,14 +147,6 @@ def _union(nodes: tuple[Node, ...]) -> Node:
     if not all(node.kind in ("set", "list") for node in nodes):
         return Node("union", nodes)
     return Node("set", tuple({squash(part.text) or part: part for node in nodes for part in node.parts}.values()))
-
-
-def _reals_without(points: Node) -> Node | None:
-    values = {value: point.text for point in points.parts if (value := number(point.text)) is not None}
-    if points.kind != "set" or len(values) < len(points.parts):
-        return None
-    ends = ["-\\infty", *(values[value] for value in sorted(values)), "\\infty"]
-    return Node("union", tuple(_interval(low, "<", "<", high) for low, high in pairwise(ends)))
 
 
 def _parse_relation(sides: list[str], signs: list[str]) -> Node:

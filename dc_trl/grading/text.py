@@ -54,6 +54,8 @@ _SPELLINGS = [
         "∈": r"\\in ",
         r"√\s*(\d+|[A-Za-z])": r"\\sqrt{\1}",
         r"\\(?:approx|simeq)(?![a-zA-Z])": "≈",
+        r"\\sqrt\s*([^\W_])": r"\\sqrt{\1}",  # braces that TeX lets one leave out
+        r"\\frac\s*(\d)\s*(\d)": r"\\frac{\1}{\2}",
         r"\s+": " ",
     }.items()
 ]
@@ -62,9 +64,13 @@ _VULGAR = {  # `½` is `\frac{1}{2}`, and `1½` the mixed number `1\frac{1}{2}`
     ord(character): "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", character).split("\u2044"))
     for character in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞↉"
 } | {ord("\u2044"): "/"}
-_POWER = re.compile(r"(?<=[\w)}\]])\s*\*\*\s*(?=[\w({\\+-])")  # `x**6`, but not the stars of `**5**`
-_SIGNED_NUMBER = re.compile(r"[+-]?\s*(?:\d+(?:\.\d+)?|\.\d+)?")
-_NAME = re.compile(r"[A-Za-z]+|\\[A-Za-z]+")
+_GROUP = r"(?:\([^()]*\)|\{[^{}]*\})"
+# `x**6` and `2**-n`, but not the stars of `**5**`. The last of several powers is taken first, as Python does.
+_POWER = re.compile(
+    r"(.*[\w)}\]])\s*\*\*\s*(?=[\w({\\+-])"
+    rf"([+-]?\s*(?:\d+(?:\.\d+)?|(?:\\?[A-Za-z]+)?{_GROUP}*)(?:\^\{{[^{{}}]*\}})?)",
+    re.DOTALL,
+)
 # Constants in words. Where other words stand beside them it may be prose, and they stay.
 _CONSTANTS = {"infinity": "\\infty ", "inf": "\\infty ", "oo": "\\infty ", "pi": "\\pi "}
 _FUNCTIONS = {"sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "ln", "log", "exp"}
@@ -74,8 +80,6 @@ _BARE_WORD = re.compile(
     re.IGNORECASE,
 )
 _BRACES = re.compile(r"\\.|[{}]")  # and, to pass over, what is escaped
-_WITH_ARGUMENTS = re.compile(r"\\(frac|sqrt\s*\[[^\[\]]*\]|sqrt)(?![a-zA-Z])")
-_COMMAND = re.compile(r"\\(?:(frac|sqrt|binom|text|math[a-z]+|overline|bar|vec|hat)(?![a-zA-Z])|[a-zA-Z]+)")
 _WRAPPED = re.compile(r"\\(?:math(?:bf|it|sf|cal|tt|normal)|boldsymbol|bm|boxed|fbox)\s*\{(.*)\}|\{(.*)\}", re.DOTALL)
 _WRAPPED_NUMBER = re.compile(r"\\(?:text|mathrm)\s*\{([^a-zA-Z{}]*|\s*[-+]?\d[^{}]*)\}")
 
@@ -154,7 +158,9 @@ def clean(latex: str) -> str:
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
     text = _SUPERSCRIPT.sub(_raised, text.translate(_VULGAR))
-    text = _braced_powers(brace_arguments(_constants(text)))
+    text = _constants(text)
+    while power := _POWER.match(text):
+        text = f"{power[1]}^{{{power[2]}}}{text[power.end() :]}"
     return unwrap(text.strip().rstrip(".,;\\").strip())
 
 
@@ -169,67 +175,6 @@ def _constants(text: str) -> str:
     if not words <= _CONSTANTS.keys() | _FUNCTIONS | {"and", "or"}:
         return text
     return _BARE_WORD.sub(lambda match: _CONSTANTS.get((match["text"] or match["word"] or "").lower(), match[0]), text)
-
-
-def _braced_powers(text: str) -> str:
-    """`x**6` as `x^{6}` and `2**-n` as `2^{-n}`; of `x**y**z` the last power is taken first, as Python does."""
-    for match in reversed(list(_POWER.finditer(text))):
-        end = _exponent_end(text, match.end())
-        text = f"{text[: match.start()]}^{{{text[match.end() : end].strip()}}}{text[end:]}"
-    return text
-
-
-def _exponent_end(text: str, start: int) -> int:
-    """Where the exponent ends that begins at `start`: a number, a name with its arguments, or a group."""
-    number = _SIGNED_NUMBER.match(text, start)
-    assert number is not None  # all of it is optional
-    end = number.end()
-    if not any(map(str.isdigit, number[0])):
-        name = _NAME.match(text, end)
-        end = name.end() if name else end
-        while text[end : end + 1] in ("(", "{"):
-            end = _group_end(text, end)
-    return _group_end(text, end + 1) if text.startswith("^{", end) else end
-
-
-def _group_end(text: str, start: int) -> int:
-    """Where the bracket closes that opens at `start`; the end of the text where it does not."""
-    depth = 0
-    for index in range(start, len(text)):
-        depth += (text[index] in "([{") - (text[index] in ")]}")
-        if depth == 0:
-            return index + 1
-    return len(text)
-
-
-def brace_arguments(text: str) -> str:
-    r"""With the braces that TeX lets one leave out: `\frac12` is `\frac{1}{2}`, `\sqrt3` is `\sqrt{3}`."""
-    for match in reversed(list(_WITH_ARGUMENTS.finditer(text))):  # from the right: arguments are braced already
-        arguments, end = "", match.end()
-        for _ in range(2 if match[1] == "frac" else 1):
-            start = end + len(text[end:]) - len(text[end:].lstrip())
-            end = _argument_end(text, start)
-            argument = text[start:end]
-            arguments += argument if argument.startswith("{") or not argument else f"{{{argument}}}"
-        text = text[: match.end()] + arguments + text[end:]
-    return text
-
-
-def _argument_end(text: str, start: int) -> int:
-    """Where the TeX argument ends that begins at `start`: a group, a command with its groups, or one character."""
-    if command := _COMMAND.match(text, start):
-        end = command.end()
-        while command[1] and text[end : end + 1] == "{":
-            end = _argument_end(text, end)
-        return end
-    if text[start : start + 1] != "{":
-        return start + (text[start : start + 1].isalnum())
-    depth = 0
-    for token in _BRACES.finditer(text, start):
-        depth += (token[0] == "{") - (token[0] == "}")
-        if depth == 0:
-            return token.end()
-    return len(text)
 
 
 def unwrap(text: str) -> str:

@@ -1,0 +1,92 @@
+"""Finds training problems that are benchmark problems, word for word or in part."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from datasets import Dataset
+
+from ..settings.ranges import COUNT, Range, require_number
+from .text import alphanumeric, words
+
+
+# Shorter problems are found by exact overlap only: three words in a row are no evidence.
+FEWEST_WORDS = 4
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What a training problem shares with benchmarks: `ids` of their problems, and the rarest shared n-gram."""
+
+    kind: Literal["exact", "n-gram"]
+    ids: tuple[str, ...]
+    phrase: str = ""
+
+
+def find_overlaps(
+    problems: Sequence[str], benchmarks: Mapping[str, Dataset], ngram: int = 13, common: int = 10
+) -> list[Overlap | None]:
+    """Return the overlap of each training problem with the benchmarks, None where there is none.
+
+    *Exact*: equal but for case, spaces and punctuation. *n-gram*: ``ngram`` words in a row are shared; of a benchmark
+    problem with fewer words, all of them. An n-gram in more than ``common`` different training problems is a turn of
+    phrase ("where m and n are relatively prime positive integers, find m + n") and does not count. The rule and its
+    values, 13 words and 10 documents, are GPT-3's (arXiv 2005.14165, appendix C).
+
+    Args:
+        problems: texts of the training problems.
+        benchmarks: data sets with columns `id` and `problem`.
+        ngram: words in a row, at least 4.
+        common: training problems that may share an n-gram before it is a turn of phrase, at least 1.
+
+    Raises:
+        ValueError: ``ngram`` or ``common`` is out of range.
+    """
+    require_ngram(ngram, common)
+    exact: dict[str, list[str]] = defaultdict(list)  # ids of benchmark problems, by the key of the whole problem
+    known: dict[str, set[str]] = defaultdict(set)  # the same ids, by the word sequences that a problem holds
+    short: set[str] = set()  # whole problems with fewer words than an n-gram
+    for benchmark in benchmarks.values():
+        for problem_id, problem in zip(benchmark["id"], benchmark["problem"], strict=True):
+            exact[alphanumeric(problem)].append(problem_id)
+            sequence = words(problem)
+            grams = _grams(sequence, ngram)
+            if FEWEST_WORDS <= len(sequence) < ngram:
+                grams = {f" {' '.join(sequence)} "}  # spaces around it keep "1 2" out of "11 23"
+                short |= grams
+            for gram in grams:
+                known[gram].add(problem_id)
+    keys = [alphanumeric(problem) for problem in problems]
+    shared = [_shared_phrases(words(problem), ngram, known, short) for problem in problems]
+    # Copies of one problem make no turn of phrase: only the first of them counts.
+    distinct = dict(zip(reversed(keys), reversed(shared), strict=True))
+    spread = Counter(phrase for phrases in distinct.values() for phrase in phrases)
+    overlaps: list[Overlap | None] = []
+    for key, phrases in zip(keys, shared, strict=True):
+        telling = [phrase for phrase in phrases if spread[phrase] <= common]
+        if key in exact:
+            overlaps.append(Overlap("exact", tuple(exact[key])))
+        elif telling:
+            ids = set().union(*(known[phrase] for phrase in telling))
+            rarest = min(telling, key=lambda phrase: (spread[phrase], phrase))
+            overlaps.append(Overlap("n-gram", tuple(sorted(ids)), rarest.strip()))
+        else:
+            overlaps.append(None)
+    return overlaps
+
+
+def require_ngram(ngram: int, common: int) -> None:
+    """Raise the ValueError that `find_overlaps` would raise."""
+    require_number("ngram", ngram, Range(least=FEWEST_WORDS, whole=True))
+    require_number("common", common, COUNT)
+
+
+def _shared_phrases(sequence: list[str], ngram: int, known: Mapping[str, set[str]], short: set[str]) -> set[str]:
+    """Return the word sequences of a problem that benchmarks hold too."""
+    text = f" {' '.join(sequence)} "
+    return (_grams(sequence, ngram) & known.keys()) | {whole for whole in short if whole in text}
+
+
+def _grams(sequence: list[str], size: int) -> set[str]:
+    return {" ".join(sequence[start : start + size]) for start in range(len(sequence) - size + 1)}
