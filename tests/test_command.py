@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from dc_trl.ablation.plan import load_sweep
 from safetensors.torch import load_file
 
 from dc_trl import DCGRPOTrainer
-from dc_trl.ablation.plan import load_sweep
 from dc_trl.command import COMMANDS, main
 from dc_trl.command.options import FILE
 from dc_trl.command.write_options import file_text
