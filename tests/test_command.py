@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from dc_trl.ablation.plan import load_sweep
 from safetensors.torch import load_file
 
 from dc_trl import DCGRPOTrainer
@@ -156,13 +155,10 @@ def test_the_versions_are_those_that_are_installed(tmp_path):
         ("calibrate --model a/b --engine fp8 --dataset_name a.parquet", "dataset_name='a.parquet' does not exist"),
         ("serve --model ./none -- --port 3", "model='./none' does not exist"),
         ("serve --sheme fp8", "--sheme is no option: did you mean --scheme?"),
-        ("ablate toleranc", "sweep='toleranc' does not exist: did you mean tolerance?"),
-        ("ablate tolerance --base nothing", "base='nothing' does not exist"),
         ("plan --config quickstar", "did you mean quickstart?"),
         ("push nowhere --repo_id me/it", "run='nowhere' does not exist"),
         ("prepare-data --file no.parquet --output out", "file='no.parquet' does not exist"),
         ("report --outptu x.html y", "--outptu is no option: did you mean --output?"),
-        ("study --only", "--only: expected at least one argument"),
     ],
 )
 def test_refused_at_once(words, expected, tmp_path):
@@ -183,13 +179,11 @@ def test_shipped_files_are_found_from_anywhere_and_files_of_ones_own_first(tmp_p
     assert arguments.trainer.max_steps == 3
     assert arguments.trainer.output_dir == "runs/quickstart"
     assert Path(arguments.model.model_name_or_path).samefile(TINY_MODEL)
-    assert load_sweep(config_file("tolerance", "sweep", "sweeps")).base["max_steps"] == 120
     assert config_file("configs/quickstart.yaml") == config_file("quickstart.yaml") == config_file("quickstart")
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "quickstart.yaml").write_text("max_steps: 7\n")
     (tmp_path / "quickstart").mkdir()  # a directory is no configuration
     assert config_file("configs/quickstart.yaml") == Path("configs/quickstart.yaml")
-    assert load_sweep(config_file("tolerance", "sweep", "sweeps")).base == {"max_steps": 7}
     assert config_file("quickstart").samefile(ROOT / "configs" / "quickstart.yaml")
     for name in ("dc_trl/assets", "dc_trl/no_model", "Qwen/Qwen3-8B", "configs/none.yaml"):
         assert shipped(name) == name
@@ -273,6 +267,4 @@ def test_the_wheel_trains_evaluates_and_reports_from_an_empty_directory(installe
     assert len(evaluation.results["arithmetic"].per_problem) == 16
     installed("dc-trl", "report", "runs/quickstart", "--output", "report.html", cwd=tmp_path)
     assert (tmp_path / "report.html").read_text().count("<figure") > 3
-    shown = installed("dc-trl", "ablate", "tolerance", "--dry_run", cwd=tmp_path)
-    assert "discrepancy_tolerance=0.0012/seed-0" in shown
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "report.html", "report_figures"}
