@@ -315,7 +315,7 @@ def test_commands_are_there():
     texts = [" ".join(command) for command in commands()]
     for name in RECIPES:
         assert any("train.py" in text and f"configs/{name}.yaml" in text for text in texts), name
-    assert sum("evaluate.py" in text for text in texts) >= 2
+    assert sum("dc-trl evaluate" in text for text in texts) >= 2
 
 
 @pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words)[:60])

@@ -126,12 +126,14 @@ def first_order(trainer: DCGRPOTrainer, batch: Batch, contexts: Batch, follows: 
 def _moved(parameters: Sequence[Tensor], steps: Sequence[Tensor], scale: float) -> Iterator[None]:
     kept = [parameter.detach().clone() for parameter in parameters]
     with torch.no_grad():
-        torch._foreach_add_(list(parameters), list(steps), alpha=scale)
+        for parameter, step in zip(parameters, steps, strict=True):
+            parameter += scale * step
     try:
         yield
     finally:
         with torch.no_grad():
-            torch._foreach_copy_(list(parameters), kept)
+            for parameter, value in zip(parameters, kept, strict=True):
+                parameter.copy_(value)
 
 
 def token_logps(model: PreTrainedModel, batch: Batch) -> Tensor:
