@@ -54,7 +54,7 @@ quickstart-vllm: $(READY_VLLM)
 	  --output_dir runs/quickstart-vllm-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 study: $(READY)
-	$(BIN)/dc-trl study $(ARGS)
+	$(BIN)/python scripts/study/run.py $(ARGS)
 
 gpu-check: $(READY)
 	$(BIN)/dc-trl doctor $(ARGS)

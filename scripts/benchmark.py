@@ -14,86 +14,42 @@ python scripts/benchmark.py lengths     what length-aware batches and padding-fr
 import argparse
 import random
 import statistics
-import sys
 import tempfile
 import time
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from benchmarks.aligned import aligned
 from benchmarks.lengths import SIZES, lengths
+from benchmarks.routing import routing
+from benchmarks.steps import StepClock, peak, ratios, train_in_turns
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PrinterCallback,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    TrainerCallback,
 )
 from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
-from dc_trl.calibration.rollouts import sample_rollouts
-from dc_trl.calibration.scoring import train_logps
-from dc_trl.calibration.settings import CalibrationSettings
-from dc_trl.callbacks.benchmarks import greedy_accuracy
 from dc_trl.constraint.corrections import CORRECTIONS
 from dc_trl.constraint.forms import COEFFICIENTS
 from dc_trl.constraint.settings import TWO_SIDED
-from dc_trl.constraint.statistics import mismatch_metrics
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.grading import Gold, Grader, grade
-from dc_trl.grading.rewards import arithmetic_reward
-from dc_trl.quantization.deployed_forward import DeployedForward
 from dc_trl.quantization.schemes import RESEARCH_BITS, SCHEMES
-from dc_trl.records.tables import percent, print_table
-from dc_trl.rollouts.engines import EngineSpec
+from dc_trl.records.tables import print_table
 from dc_trl.rollouts.replica import Replica
-from dc_trl.rollouts.routing import RoutesRecorder, RoutingReplay, Turn, batch_routes
 from dc_trl.settings.command_line import OptionParser
 from dc_trl.trainers.clock import PartsClock
 
 
 # Where log π_train comes from, see dc_trl/trainer.py: the loss's own forward, or TRL's old log-probs.
 ROUTES = {"loss's forward": {"gradient_accumulation_steps": 2}, "old log-probs": {"gradient_accumulation_steps": 1}}
-
-
-class StepClock(TrainerCallback):
-    """Seconds and peak memory of the steps of one `train` call."""
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.seconds, self.peak = 0.0, 0
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        reset_peak_memory()
-        self._start = time.perf_counter()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.seconds += time.perf_counter() - self._start
-        self.peak = max(self.peak, peak_memory())
-
-
-def reset_peak_memory() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    elif sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_memory() -> int:
-    """Bytes: allocated on the GPU, or else resident."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    if sys.platform != "linux":
-        return 0
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmHWM"].split()[0]) * 1024
 
 
 def random_completions(count: int, length: int) -> tuple[list[list[int]], list[list[float]]]:
@@ -168,30 +124,8 @@ def with_recompute(trainer: GRPOTrainer) -> GRPOTrainer:
     return trainer
 
 
-def ratios(ours: list[float], theirs: list[float], digits: int = 2) -> tuple[str, str]:
-    """Median and quartiles of the ratios of two lists, measured in turns."""
-    low, middle, high = statistics.quantiles([a / b for a, b in zip(ours, theirs, strict=True)], n=4)
-    return f"{middle:.{digits}f}", f"{low:.{digits}f} – {high:.{digits}f}"
-
-
-def train_in_turns(
-    trainers: dict[str, GRPOTrainer], repetitions: int
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds of each repetition, and the median of the peak memory in bytes, by trainer; the first two warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in trainers}
-    peaks: dict[str, list[int]] = {name: [] for name in trainers}
-    for repetition in range(repetitions + 2):
-        # The order changes, so that none of them always runs after the same one.
-        for name in random.Random(repetition).sample(list(trainers), len(trainers)):
-            trainers[name].train()
-            if repetition >= 2:
-                seconds[name].append(trainers[name].clock.seconds)
-                peaks[name].append(trainers[name].clock.peak)
-    return seconds, {name: statistics.median(values) for name, values in peaks.items()}
-
-
 def overhead(args: argparse.Namespace) -> None:
-    baseline = peak_memory()
+    baseline = peak()
     rows = []
     with tempfile.TemporaryDirectory() as output_dir:
         for route, steps in ROUTES.items():
@@ -206,9 +140,8 @@ def overhead(args: argparse.Namespace) -> None:
             seconds, peaks = train_in_turns(trainers, args.repetitions)
             ours = peaks["DC-GRPO"]
             for other in ("GRPO", "GRPO + TIS"):
-                theirs, memory = peaks[other], ("", "")
-                if theirs:
-                    memory = f"{ours / theirs:.3f}", f"{(ours - baseline) / (theirs - baseline):.3f}"
+                theirs = peaks[other]
+                memory = f"{ours / theirs:.3f}", f"{(ours - baseline) / (theirs - baseline):.3f}"
                 rows.append([route, other, *ratios(seconds["DC-GRPO"], seconds[other], 3), *memory])
     tokens = 2 * args.batch_size * args.completion_length
     title = f"DC-GRPO as a multiple, {args.repetitions} repetitions, {tokens:,} completion tokens per batch"
@@ -251,8 +184,7 @@ def overhead_of_methods(args: argparse.Namespace) -> None:
             trainers[name] = trainer
         seconds, peaks = train_in_turns(trainers, args.repetitions)
     rows = [
-        [name, *ratios(seconds[name], seconds["GRPO"], 3), f"{peaks[name] / peaks['GRPO']:.3f}" if peaks[name] else ""]
-        for name in METHODS
+        [name, *ratios(seconds[name], seconds["GRPO"], 3), f"{peaks[name] / peaks['GRPO']:.3f}"] for name in METHODS
     ]
     title = f"One optimizer step as a multiple of GRPO's, FP8, {args.repetitions} repetitions"
     print_table(["method", "step time", "quartiles", "memory"], rows, title)
@@ -340,68 +272,6 @@ def replica(args: argparse.Namespace) -> None:
     print_table(["engine", "seconds", "tokens/s", "× generate", "quartiles"], rows, title)
 
 
-def tiny_experts(seed: int) -> Qwen3MoeForCausalLM:
-    """A random mixture: 4 layers of 16 experts, of which a token takes 2."""
-    torch.manual_seed(seed)
-    width, shape = 64, {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 2, "norm_topk_prob": True}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": width // 2}
-    sizes = {"hidden_size": width, "intermediate_size": width, "moe_intermediate_size": width, "vocab_size": 262}
-    tokens = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    # Wide, so that probabilities differ.
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **shape, **heads, **tokens, initializer_range=0.1)).eval()
-
-
-@torch.no_grad()
-def replayed(policy: Qwen3MoeForCausalLM, scheme: str, batch_size: int, length: int) -> list[dict[str, float]]:
-    """KL (k3), mean |Δp| and share of tokens with a flipped expert, without and with replay of the same rollouts."""
-    engine = Replica(policy, scheme)
-    # The last one sees what the policy uses, replayed or not.
-    of_engine, replay, of_policy = RoutesRecorder(engine.model), RoutingReplay(policy), RoutesRecorder(policy)
-    prompts = [[20 + (7 * row + column) % 100 for column in range(5 + row % 8)] for row in range(batch_size)]
-    size = {"min_new_tokens": length, "max_new_tokens": length}
-    config = GenerationConfig(**size, do_sample=True, top_k=0, pad_token_id=0, eos_token_id=[1], disable_compile=True)
-    with of_engine.recording(batch_size):
-        completions, logps = engine.generate(prompts, config, 1.0)
-    routes = of_engine.routes(prompts, completions)
-    width = max(map(len, prompts))
-    input_ids = torch.zeros(batch_size, width + length, dtype=torch.long)
-    attention_mask = torch.zeros_like(input_ids)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        input_ids[row, width - len(prompt) :] = torch.tensor(prompt + completion)
-        attention_mask[row, width - len(prompt) :] = 1
-    figures = []
-    for replaying in (False, True):
-        if replaying:
-            replay.start(batch_routes([Turn(prompts, routes)], prompts, completions, None))
-        with of_policy.recording(batch_size):
-            logits = policy(input_ids=input_ids, attention_mask=attention_mask).logits[:, width - 1 : -1]
-        scored = logits.log_softmax(-1).gather(2, input_ids[:, width:, None]).squeeze(2)
-        metrics = mismatch_metrics(scored, torch.tensor(logps), torch.ones_like(scored))
-        pairs = zip(routes, of_policy.routes(prompts, completions), strict=True)
-        flipped = torch.cat([(a.sort(-1).values != b.sort(-1).values).flatten(1).any(1) for a, b in pairs])
-        figures.append(
-            {"k3": metrics["k3_kl"], "p": metrics["probs_diff_mean"], "flipped": flipped.float().mean().item()}
-        )
-    replay.stop()
-    return figures
-
-
-def routing(args: argparse.Namespace) -> None:
-    rows = []
-    for scheme in ("fp8", "bf16"):
-        seeds = [
-            replayed(tiny_experts(seed), scheme, args.batch_size, args.completion_length) for seed in range(args.seeds)
-        ]
-        for replaying, name in enumerate(("no", "yes")):
-            cells = []
-            for figure, digits in (("k3", ".1e"), ("p", ".1e"), ("flipped", ".1%")):
-                values = [of_seed[replaying][figure] for of_seed in seeds]
-                cells.append(" ".join(format(value, digits) for value in values))
-            rows.append([scheme, name, *cells])
-    title = f"{args.batch_size} rollouts of {args.completion_length} tokens, one figure for each of {args.seeds} seeds"
-    print_table(["replica", "replay", "KL (k3), nats", "mean |Δp|", "tokens with a flipped expert"], rows, title)
-
-
 def grading(args: argparse.Namespace) -> None:
     rng = random.Random(0)
     kinds = (
@@ -436,127 +306,6 @@ def grading(args: argparse.Namespace) -> None:
     head = ["one process, s", f"{args.threads} workers, s", "times faster", "quartiles"]
     title = f"{args.completions:,} completions, {args.repetitions} repetitions"
     print_table(head, [[*seconds, *ratios(alone, together)]], title)
-
-
-# What the policy computes with, next to the replica that samples: switches of `DeployedForward`.
-FORWARDS = {"policy, float32": None, "quantized, float32": {"compute": False}, "quantized, bfloat16": {}}
-
-
-def aligned(args: argparse.Namespace) -> None:
-    remaining_mismatch(args)
-    aligned_cost(args)
-    if args.steps > 0:
-        aligned_reward(args)
-
-
-def remaining_mismatch(args: argparse.Namespace) -> None:
-    """Mean |Δp| of the replica's own samples by scheme, forward and seed."""
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    template = {"add_generation_prompt": True, "return_dict": True}
-    rows = []
-    for scheme in (*SCHEMES, *RESEARCH_BITS):
-        gaps: dict[str, list[str]] = {name: [] for name in FORWARDS}
-        for seed in range(args.seeds):
-            problems = arithmetic_dataset(args.batch_size, seed, "train")["prompt"]
-            prompts = [tokenizer.apply_chat_template(problem, **template)["input_ids"] for problem in problems]
-            settings = CalibrationSettings(
-                samples=1, max_tokens=args.completion_length, bf16=False, seed=seed, progress=False
-            )
-            policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-            engine = EngineSpec.parse(f"replica:{scheme}")
-            rollouts = sample_rollouts(engine, policy, tokenizer, prompts, settings).rollouts
-            infer = torch.cat([torch.tensor(rollout.logps) for rollout in rollouts])
-            for name, switches in FORWARDS.items():
-                policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-                forward = nullcontext() if switches is None else DeployedForward(policy, scheme, **switches).active()
-                with forward:
-                    train = torch.cat(train_logps(policy, prompts, rollouts, settings))
-                gaps[name].append(f"{(train.exp() - infer.exp()).abs().mean():.1e}")
-        rows.append([scheme, *(", ".join(values) for values in gaps.values())])
-    title = f"Mean |Δp| of the replica's samples, {args.batch_size} completions a seed, {args.seeds} seeds"
-    print_table(["scheme", *FORWARDS], rows, title)
-
-
-def aligned_trainer(args: argparse.Namespace, output_dir: str, through: bool, **options: Any) -> DCGRPOTrainer:
-    """A trainer like the quickstart's."""
-    config = DCGRPOConfig(
-        output_dir,
-        **{
-            "deployment_scheme": args.scheme,
-            "train_through_quantization": through,
-            "recipe": "paper",
-            "constraint": "none",
-            "bf16": torch.cuda.is_available(),
-            "gradient_checkpointing": False,
-            "per_device_train_batch_size": args.batch_size,
-            "num_generations": 8,
-            "max_completion_length": args.completion_length,
-            "learning_rate": 1e-4,
-            "lr_scheduler_type": "constant",
-            "adam_beta2": 0.95,
-            "save_strategy": "no",
-            "export_run": False,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "logging_steps": 1,
-        }
-        | options,
-    )
-    trainer = DCGRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
-        arithmetic_reward,
-        config,
-        train_dataset=arithmetic_dataset(4096, config.seed, "train"),
-        processing_class=AutoTokenizer.from_pretrained(args.model, padding_side="left"),
-        callbacks=[clock := StepClock()],
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.clock = clock
-    return trainer
-
-
-def aligned_cost(args: argparse.Namespace) -> None:
-    """Step time and memory with and without, on identical completions that cost nothing to sample."""
-    rng = random.Random(0)
-
-    def replay(prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], list[list[float]]]:
-        ids = [[rng.randrange(10, 200) for _ in range(args.completion_length)] for _ in prompt_ids]
-        return ids, [[-1.0] * args.completion_length for _ in prompt_ids]
-
-    baseline = peak_memory()
-    with tempfile.TemporaryDirectory() as output_dir:
-        trainers = {
-            through: aligned_trainer(args, output_dir, through, max_steps=2, learning_rate=1e-6)
-            for through in (True, False)
-        }
-        for trainer in trainers.values():
-            trainer.replica.generate = replay
-        seconds, peaks = train_in_turns(trainers, args.repetitions)
-    growth = (peaks[True] - baseline) / (peaks[False] - baseline) if peaks[False] else float("nan")
-    row = [*ratios(seconds[True], seconds[False], 3), f"{peaks[True] / max(peaks[False], 1):.3f}", f"{growth:.3f}"]
-    title = f"train_through_quantization, {args.scheme}, as a multiple of without, {args.repetitions} repetitions"
-    print_table(["step time", "quartiles", "memory", "its growth"], [row], title)
-
-
-def aligned_reward(args: argparse.Namespace) -> None:
-    """Greedy accuracy of the deployed policy on held-out problems, before and after training with and without."""
-    held_out = arithmetic_dataset(512, 0, "held_out")
-    rows = []
-    for seed in range(args.seeds):
-        cells = [str(seed)]
-        for through in (False, True):
-            with tempfile.TemporaryDirectory() as output_dir:
-                trainer = aligned_trainer(args, output_dir, through, max_steps=args.steps, seed=seed)
-                if not through:
-                    cells.append(percent(greedy_accuracy(trainer, held_out, arithmetic_reward, 256)))
-                trainer.train()
-                cells.append(percent(greedy_accuracy(trainer, held_out, arithmetic_reward, 256)))
-                logs = trainer.state.log_history
-                gaps = [row["discrepancy/mean"] for row in logs if "discrepancy/mean" in row]
-                cells.append(f"{statistics.mean(gaps):.1e}")
-        rows.append(cells)
-    title = f"Deployed greedy accuracy in %, {args.scheme}, {args.steps} steps, 512 held-out problems"
-    print_table(["seed", "before", "without", "its δ̄", "with", "its δ̄"], rows, title)
 
 
 BENCHMARKS = {

@@ -21,8 +21,7 @@ from .helpers import ROOT
 FLOORS = [
     ["__main__"],
     ["command"],
-    ["study"],
-    ["doctor", "training", "ablation"],
+    ["doctor", "training"],
     ["callbacks", "calibration", "planning"],
     ["async_grpo", "trainer"],
     ["trainers"],
@@ -33,13 +32,13 @@ FLOORS = [
     ["serving"],
     ["quantization"],
     ["records"],
-    ["constraint", "grading", "theory"],
+    ["constraint", "grading"],
     ["settings"],
     ["files", "version"],
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(reversed(FLOORS)) for room in rooms}
 # Rooms that read numbers and files: they have to start in a moment, and on machines without an engine.
-WITHOUT_ENGINES = ["constraint", "records", "theory"]
+WITHOUT_ENGINES = ["constraint", "records"]
 ENGINES = {"trl", "vllm", "transformers"}
 
 

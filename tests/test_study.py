@@ -1,6 +1,5 @@
 """The study: which runs it makes, what is kept of them, and what it calls a difference."""
 
-import json
 import math
 import os
 import re
@@ -9,14 +8,19 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
 import torch
 import yaml
+from comparisons import holm, paired_t_test, unpaired_t_test
+from figures import draw_mismatch, draw_sweep, kind_of
+from first_order import first_order, sampled_batch
 from hypothesis import given
 from hypothesis import strategies as st
+from lines import line_of, merged, read_lines, write_lines
+from sweeps import SWEEPS, cell_name, load_study
+from tables import comparison_table, controls_of, lines_of_sweeps, setting_of
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.constraint.settings import ConstraintSettings
@@ -24,21 +28,10 @@ from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.data.sorting import LONG, SHORT, sorting_problems
 from dc_trl.files import read_yaml
 from dc_trl.grading.rewards import arithmetic_reward
-from dc_trl.records.runs import Run
 from dc_trl.records.tables import markdown_table
-from dc_trl.study.controls import controls_of, setting_of
-from dc_trl.study.figures import draw_mismatch, draw_sweep, kind_of
-from dc_trl.study.first_order import first_order, sampled_batch
-from dc_trl.study.lines import line_of, merged, read_lines, without_line, write_lines
-from dc_trl.study.plan import cell_name, load_study
-from dc_trl.study.significance import holm, paired_t_test, unpaired_t_test
-from dc_trl.study.tables import comparison_table, lines_of_sweeps
 from dc_trl.training.arguments import RunArguments
 
 from .helpers import ROOT, TINY_MODEL, make_config
-
-
-STUDY = ROOT / "configs" / "study"
 
 
 # --- what is more than noise
@@ -47,7 +40,7 @@ STUDY = ROOT / "configs" / "study"
 def test_a_paired_t_test_by_hand():
     """Differences 1 to 5: mean 3, standard error √(2.5/5), t = 4.243 with 4 degrees of freedom, p = 0.0132 (table)."""
     test = paired_t_test([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert (test.difference, test.pairs) == (3.0, 5)
+    assert test.value == 3.0
     assert test.standard_error == pytest.approx(math.sqrt(0.5))
     assert test.p_value == pytest.approx(0.01324, abs=1e-5)
     # At the two-sided 5 % quantile of t with 4 degrees of freedom, 2.776, p is 0.05.
@@ -55,14 +48,11 @@ def test_a_paired_t_test_by_hand():
     assert at_quantile.p_value == pytest.approx(0.05, abs=1e-4)
 
 
-def test_what_has_no_error_has_no_p_value():
-    assert paired_t_test([0.2]) == (0.2, None, None, 1)
-    assert paired_t_test([0.25, 0.25, 0.25])[:3] == (0.25, 0.0, None)
-
-
 def test_seeds_that_do_not_differ_are_a_comparison_that_counts():
     test = paired_t_test([0.0, 0.0, 0.0])
-    assert test[:3] == (0.0, 0.0, 1.0)
+    assert test == (0.0, 0.0, 1.0)
+    assert paired_t_test([0.2]) == (0.2, None, None)
+    assert paired_t_test([0.25, 0.25, 0.25]) == (0.25, 0.0, None)
     assert holm([test.p_value, 0.01, test.p_value]) == [1.0, 0.03, 1.0]
 
 
@@ -95,12 +85,10 @@ def study_folder(tmp_path):
     folder.mkdir()
     (folder / "base.yaml").write_text("learning_rate: 1.0e-4\nmax_steps: 24\nconstraint: none\n")
     (folder / "first.yaml").write_text(
-        "config: base.yaml\nfixed: {weight_sync_steps: 8}\n"
+        "fixed: {weight_sync_steps: 8}\n"
         "list: {GRPO: {}, TIS: {rollout_correction: token_truncate}}\nseeds: [0, 1, 2]\n"
     )
-    (folder / "second.yaml").write_text(
-        "config: base.yaml\ngrid: {weight_sync_steps: [1, 8], learning_rate: [1e-4]}\nseeds: [0, 3]\n"
-    )
+    (folder / "second.yaml").write_text("grid: {weight_sync_steps: [1, 8], learning_rate: [1e-4]}\nseeds: [0, 3]\n")
     return folder
 
 
@@ -110,13 +98,13 @@ def test_a_run_that_two_sweeps_ask_for_is_made_once(study_folder, tmp_path):
     assert len(jobs) == 3 * 2 + 2 * 2 - 1
     assert len({job.folder for job in jobs}) == len(jobs)
     assert [job.seed for job in jobs] == sorted(job.seed for job in jobs)  # something of each cell comes early
-    lagging = [job for job in jobs if job.variant.fields == {"weight_sync_steps": 8}]
+    lagging = [job for job in jobs if job.cell == {"weight_sync_steps": 8}]
     assert [job.seed for job in lagging] == [0, 1, 2, 3]
     for job in jobs:
         base = {"learning_rate": 1e-4, "max_steps": 24, "constraint": "none"}
         own = {"seed": job.seed, "output_dir": str(job.folder)}
         assert {name: value for name, value in job.settings.items() if name != "learning_rate"} == {
-            name: value for name, value in (base | job.variant.fields | own).items() if name != "learning_rate"
+            name: value for name, value in (base | job.cell | own).items() if name != "learning_rate"
         }
         assert float(job.settings["learning_rate"]) == 1e-4
 
@@ -125,7 +113,7 @@ def test_some_sweeps_and_other_seeds(study_folder, tmp_path):
     study = load_study(study_folder, ["second"], [7])
     assert [(sweep.name, sweep.seeds) for sweep in study.sweeps] == [("second", (7,))]
     assert {job.seed for job in study.jobs(tmp_path)} == {7}
-    with pytest.raises(ValueError, match=r"sweep='third' is not in .*: choose of first, second"):
+    with pytest.raises(ValueError, match=r"sweep='third' is not in .*: choose one of first, second"):
         load_study(study_folder, ["third"])
 
 
@@ -145,11 +133,11 @@ def a_run(accuracies=(0.4, 0.5, 0.6, 0.7), steps=24):
         for quarter, value in enumerate(accuracies)
     ]
     history.append({"step": 0, "eval_greedy_reward": 0.1})
-    return Run("seed-0", history, summary={"steps": steps, "seconds": 12.34, "after": {}})
+    return history, {"steps": steps, "seconds": 12.34}
 
 
 def test_the_line_of_a_run():
-    line = line_of(a_run(), {"weight_sync_steps": 8}, 3)
+    line = line_of(*a_run(), {"weight_sync_steps": 8}, 3)
     assert line.key == ("weight_sync_steps=8", 3)
     assert line.evaluations["greedy"] == {0: 0.1, 6: 0.4, 12: 0.5, 18: 0.6, 24: 0.7}
     assert "trained_greedy" not in line.evaluations
@@ -165,35 +153,31 @@ def test_the_line_of_a_run():
 
 def test_parts_of_a_run_in_which_nothing_was_measured():
     """A generation batch that lasts for five steps of 24 leaves no value in seven of twelve parts."""
-    run = a_run()
-    history = [row for row in run.history if "discrepancy/k3_kl" not in row or row["step"] % 5 == 1]
-    line = line_of(Run(run.name, history, summary=run.summary), {}, 0)
+    whole, summary = a_run()
+    history = [row for row in whole if "discrepancy/k3_kl" not in row or row["step"] % 5 == 1]
+    line = line_of(history, summary, {}, 0)
     measured = [1, None, 6, None, None, 11, None, 16, None, None, 21, None]
     assert line.curves["reward"] == [None if step is None else float(f"{step / 24:.5g}") for step in measured]
     assert line.end("reward") == pytest.approx(21 / 24, rel=1e-4)
     without = [row for row in history if row["step"] < 21]
-    assert line_of(Run(run.name, without, summary=run.summary), {}, 0).end("reward") is None
+    assert line_of(without, summary, {}, 0).end("reward") is None
 
 
 def test_a_reward_that_never_is_a_half():
-    run = a_run()
-    history = [row | ({"reward": 0.3} if "reward" in row else {}) for row in run.history]
-    assert line_of(Run(run.name, history, summary=run.summary), {}, 0).steps_to_half is None
+    whole, summary = a_run()
+    history = [row | ({"reward": 0.3} if "reward" in row else {}) for row in whole]
+    assert line_of(history, summary, {}, 0).steps_to_half is None
 
 
 def test_lines_are_read_as_they_were_written(tmp_path):
-    lines = [line_of(a_run(), {"weight_sync_steps": k}, seed) for k in (8, 1) for seed in (1, 0)]
+    lines = [line_of(*a_run(), {"weight_sync_steps": k}, seed) for k in (8, 1) for seed in (1, 0)]
     write_lines(tmp_path / "lines.jsonl", lines)
     found = read_lines(tmp_path / "lines.jsonl")
     assert found == sorted(lines, key=lambda line: line.key)
-    again = line_of(a_run((0.1, 0.1, 0.1, 0.1)), {"weight_sync_steps": 8}, 0)
+    again = line_of(*a_run((0.1, 0.1, 0.1, 0.1)), {"weight_sync_steps": 8}, 0)
     both = merged(found, [again])
     assert len(both) == 4
     assert again in both
-    with open(tmp_path / "lines.jsonl", "a") as file:
-        file.write(json.dumps({"cell": {}}) + "\n")
-    with pytest.raises(ValueError, match=r"lines.jsonl, line 5 is no line of a study"):
-        read_lines(tmp_path / "lines.jsonl")
 
 
 # --- what is shown
@@ -206,7 +190,7 @@ def lines_of(study, accuracy):
         for variant in sweep.variants:
             for seed in sweep.seeds:
                 value = accuracy(variant.name, seed)
-                line = line_of(a_run((value,) * 4), study.cell(sweep, variant), seed)
+                line = line_of(*a_run((value,) * 4), study.cell(sweep, variant), seed)
                 lines[line.key] = line
     return list(lines.values())
 
@@ -216,11 +200,10 @@ def test_a_table_compares_seed_by_seed(study_folder):
     better = {0: 0.20, 1: 0.25, 2: 0.15}
     lines = lines_of(study, lambda name, seed: 0.1 * seed + (better[seed] if name == "TIS" else 0.0))
     (found,) = lines_of_sweeps(study, lines)
-    (comparison,) = found.comparisons()
-    assert comparison.test.difference == pytest.approx(0.2)
-    assert comparison.test.standard_error == pytest.approx(0.05 / math.sqrt(3))
+    (comparison,) = found.comparisons().values()
+    assert comparison.value == pytest.approx(0.2)
+    assert comparison.standard_error == pytest.approx(0.05 / math.sqrt(3))
     assert comparison.p_value == pytest.approx(0.0202, abs=1e-4)  # t = 6.93 with 2 degrees of freedom
-    assert comparison.differs
     head, rows = found.table()
     of_tis = dict(zip(head, rows[1], strict=True))
     assert (of_tis["variant"], of_tis["seeds"]) == ("TIS", "3")
@@ -257,26 +240,18 @@ def test_runs_that_are_missing_are_said_to_be(study_folder):
     study = load_study(study_folder, ["first"])
     lines = [line for line in lines_of(study, lambda name, seed: 0.5) if "rollout" not in line.key[0]]
     (found,) = lines_of_sweeps(study, lines)
-    assert found.comparisons() == []
+    assert found.comparisons() == {}
     _, rows = found.table()
     assert rows[1][:3] == ["TIS", "0", "–"]
 
 
-def test_a_line_belongs_to_every_sweep_that_asks_for_it(study_folder):
-    study = load_study(study_folder)
-    first, second = lines_of_sweeps(study, lines_of(study, lambda name, seed: 0.5))
-    shared = first.lines[first.sweep.variants[0]][0]
-    assert second.lines[second.sweep.variants[1]][0] == shared
-    assert kind_of(shared) == "GRPO"
-
-
 def test_a_run_whose_cell_only_makes_mismatch_is_grpo_and_every_other_has_a_kind_of_its_own():
     makes_mismatch = {"weight_sync_steps", "deployment_scheme", "steps_per_generation"}
-    study = load_study(STUDY)
+    study = load_study()
     kinds = set()
     for sweep in study.sweeps:
         for variant in sweep.variants:
-            line = line_of(a_run((0.5,) * 4), study.cell(sweep, variant), 0)
+            line = line_of(*a_run((0.5,) * 4), study.cell(sweep, variant), 0)
             acts = line.cell.keys() - setting_of(line).keys() - makes_mismatch
             assert (kind_of(line) == "GRPO") == (not acts), variant
             kinds.add(kind_of(line))
@@ -285,7 +260,7 @@ def test_a_run_whose_cell_only_makes_mismatch_is_grpo_and_every_other_has_a_kind
 
 def test_a_runs_control_is_grpo_in_step_in_the_same_setting():
     def line(accuracy, seed=0, **cell):
-        return line_of(a_run((accuracy,) * 4), cell, seed)
+        return line_of(*a_run((accuracy,) * 4), cell, seed)
 
     fast, sorting = {"learning_rate": 0.0003}, {"learning_rate": 0.0003, "model_name_or_path": "sorts"}
     lagging = line(0.9, weight_sync_steps=8, rollout_correction="ppo_clip", **fast)
@@ -305,7 +280,7 @@ def test_a_variant_is_compared_with_grpo_in_step_seed_by_seed(study_folder):
     study = load_study(study_folder, ["first"])
     better = {0: 0.1, 1: 0.1, 2: 0.3}
     lines = lines_of(study, lambda name, seed: 0.1 * seed + 0.2 + (better[seed] if name == "TIS" else 0.0))
-    in_step = [line_of(a_run((0.1 * seed + gain,) * 4), {}, seed) for seed, gain in ((0, 0.4), (1, 0.5), (9, 0.0))]
+    in_step = [line_of(*a_run((0.1 * seed + gain,) * 4), {}, seed) for seed, gain in ((0, 0.4), (1, 0.5), (9, 0.0))]
     (found,) = lines_of_sweeps(study, lines + in_step)
     head, rows = found.table()
     # TIS: 0.3 − 0.4 and 0.4 − 0.6, whose mean is −0.15 and whose error is 0.05; seeds 2 and 9 have no pair.
@@ -315,7 +290,7 @@ def test_a_variant_is_compared_with_grpo_in_step_seed_by_seed(study_folder):
 
 
 def test_a_control_is_not_compared_with_itself(study_folder):
-    (found,) = lines_of_sweeps(load_study(study_folder, ["second"]), [line_of(a_run(), {}, seed) for seed in (0, 3)])
+    (found,) = lines_of_sweeps(load_study(study_folder, ["second"]), [line_of(*a_run(), {}, seed) for seed in (0, 3)])
     in_step, _ = found.sweep.variants
     assert found.against_control(in_step) is None
 
@@ -331,7 +306,7 @@ def test_figures_of_some_runs_and_of_none(study_folder, tmp_path):
 
 
 def test_a_grid_of_two_numbers_is_drawn_over_them(study_folder, tmp_path):
-    text = "config: base.yaml\ngrid: {learning_rate: [1e-4, 3e-4], weight_sync_steps: [1, 2, 8]}\nseeds: [0, 1]\n"
+    text = "grid: {learning_rate: [1e-4, 3e-4], weight_sync_steps: [1, 2, 8]}\nseeds: [0, 1]\n"
     (study_folder / "third.yaml").write_text(text)
     first, third = load_study(study_folder, ["first", "third"]).sweeps
     assert third.axes == ("learning_rate", "weight_sync_steps")
@@ -344,29 +319,7 @@ def test_a_grid_of_two_numbers_is_drawn_over_them(study_folder, tmp_path):
         texts.append(re.findall("<!-- (.*?) -->", (tmp_path / "grid.svg").read_text()))  # matplotlib's, of each text
     drawn, empty = texts
     assert {"1", "2", "8", "weight_sync_steps", "learning_rate 1e-4", "learning_rate 3e-4"} <= set(drawn)
-    assert "no run has ended" not in drawn
-    assert "no run has ended" in empty
     assert not any("learning_rate" in text for text in empty)
-
-
-def test_a_grid_whose_runs_have_no_mismatch_at_all_is_drawn(study_folder, tmp_path):
-    (study_folder / "base.yaml").write_text("learning_rate: 1.0e-4\nweight_sync_steps: 1\nmax_steps: 24\n")
-    text = "config: base.yaml\ngrid: {learning_rate: [1e-4], weight_sync_steps: [1, 8]}\nseeds: [0, 1]\n"
-    (study_folder / "third.yaml").write_text(text)
-    study = load_study(study_folder, ["third"])
-    lines = lines_of(study, lambda name, seed: 0.5)
-    for line in lines:
-        line.curves["k3"] = [0.0] * 12
-    (found,) = lines_of_sweeps(study, lines)
-    draw_sweep(found, 24, tmp_path / "grid.svg")
-    (lagging,) = (variant for variant in found.sweep.variants if found.against_control(variant) is not None)
-    assert lagging.fields["weight_sync_steps"] == 8
-
-
-def test_two_fields_that_are_not_numbers_are_no_grid(study_folder):
-    text = "config: base.yaml\ngrid: {deployment_scheme: [fp8, int4], weight_sync_steps: [1, 8]}\nseeds: [0]\n"
-    (study_folder / "third.yaml").write_text(text)
-    assert load_study(study_folder, ["third"]).sweeps[0].axes == ()
 
 
 # --- where each form pushes
@@ -393,8 +346,8 @@ def lagging(tmp_path_factory, tokenizer):
     trainer.train()
     trainer.model.eval()
     rows = list(arithmetic_dataset(16, 1, "train"))
-    batch = sampled_batch(trainer, rows, arithmetic_reward, by_policy=False, completions=4)
-    contexts = sampled_batch(trainer, rows, arithmetic_reward, by_policy=True, completions=2)
+    batch = sampled_batch(trainer, rows, by_policy=False, completions=4)
+    contexts = sampled_batch(trainer, rows, by_policy=True, completions=2)
     return trainer, batch, contexts
 
 
@@ -407,9 +360,7 @@ def test_a_batch_is_what_the_sampler_gave(lagging):
     assert set(groups.flatten().tolist()) <= {0.0, 1.0}
     # The sampler's own forward over the whole completion gives the log-probabilities that it sampled with.
     with torch.no_grad():
-        logits = (
-            trainer.replica.model(input_ids=batch.ids, attention_mask=batch.attended.long()).logits[:, :-1].float()
-        )
+        logits = trainer.replica.model(input_ids=batch.ids, attention_mask=batch.attended).logits[:, :-1].float()
     again = logits.log_softmax(-1).gather(2, batch.ids[:, 1:, None]).squeeze(2)
     assert (again - batch.infer_logps)[batch.scored].abs().median() < 1e-3
     lengths = contexts.scored.sum(1)
@@ -427,7 +378,7 @@ def test_changes_along_a_form_are_those_of_autograd(lagging):
     parameters = list(trainer.model.parameters())
 
     def log_probs(model):
-        logits = model(input_ids=contexts.ids, attention_mask=contexts.attended.long()).logits[:, :-1]
+        logits = model(input_ids=contexts.ids, attention_mask=contexts.attended).logits[:, :-1]
         return logits[contexts.scored].double().log_softmax(-1)
 
     with torch.no_grad():
@@ -436,7 +387,7 @@ def test_changes_along_a_form_are_those_of_autograd(lagging):
     kl = (log_policy.exp() * (log_policy - sampler)).sum(1).mean()
     slope_of_kl = torch.autograd.grad(kl, parameters)
     # The step along the log ratio, written out once more.
-    logits = trainer.model(input_ids=batch.ids, attention_mask=batch.attended.long()).logits[:, :-1].float()
+    logits = trainer.model(input_ids=batch.ids, attention_mask=batch.attended).logits[:, :-1].float()
     logps = logits.log_softmax(-1).gather(2, batch.ids[:, 1:, None]).squeeze(2)
     ratio = (logps.detach() - batch.infer_logps)[batch.scored]
     pulled = -(ratio * logps[batch.scored]).mean()
@@ -453,8 +404,8 @@ def test_changes_along_a_form_are_those_of_autograd(lagging):
         moved = (log_probs(trainer.model).exp() - log_policy.exp()).abs().sum(1).mean().item() / 2
         for name, parameter in trainer.model.named_parameters():
             parameter.copy_(before[name])
-    assert found["log_ratio"].kl == pytest.approx(by_autograd * scale / moved, rel=0.1)
-    assert found["log_ratio"].kl < 0
+    assert found["log_ratio"][1] == pytest.approx(by_autograd * scale / moved, rel=0.1)
+    assert found["log_ratio"][1] < 0
 
 
 def test_a_sampler_that_follows_is_put_back(lagging):
@@ -486,35 +437,12 @@ def test_digits_are_sorted_step_by_step(lengths):
     assert arithmetic_reward([problem.solution for problem in problems], [p.answer for p in problems]) == [1.0] * 200
 
 
-def test_what_is_held_out_is_never_taught():
-    held_out = {problem.question for problem in sorting_problems(5000, 0, "held_out")}
-    assert len(held_out) == 5000
-    assert not held_out & {problem.question for problem in sorting_problems(20000, 0, "train")}
-    with pytest.raises(ValueError, match="size=40000 is invalid: use at least 1, and at most 24877 held-out"):
-        sorting_problems(40000, 0, "held_out")
-
-
 # --- the registered study
-
-
-def test_the_base_is_the_quickstart_without_its_constraint():
-    base, quickstart = read_yaml(STUDY / "base.yaml"), read_yaml(ROOT / "configs" / "quickstart.yaml")
-    for name in quickstart.keys() & base.keys() - {"constraint", "eval_size", "per_device_eval_batch_size"}:
-        assert base[name] == quickstart[name], name
-    left_out = quickstart.keys() - base.keys()
-    assert left_out <= {
-        "output_dir",
-        "discrepancy_tolerance",
-        "lambda_init",
-        "lambda_lr",
-        "save_steps",
-        "save_total_limit",
-    }
 
 
 def test_the_papers_constraint_in_the_study_is_the_default():
     """docs/study.md says so: the λ_0, ε and η_λ of the paper's 8B recipe are those of DCGRPOConfig."""
-    study = load_study(STUDY)
+    study = load_study()
     default = ConstraintSettings()
     for name in ("headline", "moderate", "in_step"):
         (sweep,) = (sweep for sweep in study.sweeps if sweep.name == name)
@@ -525,69 +453,15 @@ def test_the_papers_constraint_in_the_study_is_the_default():
 
 
 def test_every_run_has_a_folder_that_can_be_made(tmp_path):
-    jobs = load_study(STUDY).jobs(tmp_path)
+    jobs = load_study().jobs(tmp_path)
     folders = {job.folder for job in jobs}
     assert len(folders) == len(jobs)
     for folder in folders:
         folder.mkdir(parents=True)
 
 
-def test_cells_too_long_for_a_folders_name_have_folders_of_their_own(study_folder, tmp_path):
-    """File systems end a name at 255 bytes: two models whose paths differ after that must not share a folder."""
-    models = {name: {"model_name_or_path": "m" * 300 + name} for name in ("first", "second")}
-    (study_folder / "third.yaml").write_text(yaml.safe_dump({"config": "base.yaml", "list": models, "seeds": [0]}))
-    jobs = load_study(study_folder, ["third"]).jobs(tmp_path / "runs")
-    assert [len(job.variant.folder) > 255 for job in jobs] == [True, True]
-    for job in jobs:
-        job.folder.mkdir(parents=True)  # an OSError where the name is too long, or taken
-
-
-def test_runs_that_have_a_line_are_left_out(tmp_path):
-    jobs = load_study(STUDY, ["headline"]).jobs(tmp_path)
-    lines = read_lines(ROOT / "docs" / "study.jsonl")
-    assert without_line(jobs, []) == jobs
-    assert without_line(jobs, lines) == []
-    first, second = jobs[0], jobs[-1]
-    gone = {(first.variant.name, first.seed), (second.variant.name, second.seed)}
-    assert without_line(jobs, [line for line in lines if line.key not in gone]) == [first, second]
-
-
-@pytest.mark.long
-def test_a_model_that_does_not_ship_is_named_with_its_remedy(tmp_path):
-    line = [sys.executable, "-m", "dc_trl", "study", "--study", str(STUDY), "--dry_run", "--only", "longer"]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: model_name_or_path='runs/study/models/qwen3_long_sorting' does not ship: ")
-    assert "make runs/study/models/qwen3_long_sorting" in done.stderr
-
-
-@pytest.mark.long
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
-def test_a_sweep_that_needs_a_gpu_is_left_out_without_one_and_refused_by_name(tmp_path):
-    folder = tmp_path / "study"
-    folder.mkdir()
-    (folder / "base.yaml").write_text((STUDY / "base.yaml").read_text())
-    (folder / "large.yaml").write_text(
-        "config: base.yaml\nfixed: {use_cpu: false, bf16: true}\nseeds: [0]\nlist: {GRPO: {}}\n"
-    )
-    (folder / "little.yaml").write_text("config: base.yaml\nseeds: [0]\nlist: {GRPO: {}}\n")
-
-    def study(*words):
-        line = [sys.executable, "-m", "dc_trl", "study", "--study", str(folder), "--dry_run", *words]
-        return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
-
-    done = study()
-    assert done.returncode == 0, done.stderr
-    assert "large is left out" in done.stdout
-    assert "base/seed-0" in done.stdout
-    assert "bf16" not in done.stdout
-    refused = study("--only", "large")
-    assert refused.returncode == 1
-    assert "use_cpu" in refused.stderr
-
-
 def test_every_cell_is_a_configuration(tmp_path):
-    for sweep in load_study(STUDY).sweeps:
+    for sweep in load_study().sweeps:
         assert len(sweep.seeds) >= (3 if sweep.name == "server" else 5)
         for variant in sweep.variants:
             config = tmp_path / "config.yaml"
@@ -599,9 +473,9 @@ def test_the_page_is_what_its_raw_lines_say():
     """Every table of a sweep in docs/study.md is made again from docs/study.jsonl, and that of the runs that were made
     twice from docs/study_again.jsonl beside it."""
     page = (ROOT / "docs" / "study.md").read_text()
-    found = lines_of_sweeps(load_study(STUDY), read_lines(ROOT / "docs" / "study.jsonl"))
+    found = lines_of_sweeps(load_study(), read_lines(ROOT / "docs" / "study.jsonl"))
     tables = {sweep.sweep.name: sweep.table() for sweep in found}
-    (again,) = lines_of_sweeps(load_study(STUDY, ["headline"]), read_lines(ROOT / "docs" / "study_again.jsonl"))
+    (again,) = lines_of_sweeps(load_study(SWEEPS, ["headline"]), read_lines(ROOT / "docs" / "study_again.jsonl"))
     (once,) = (sweep for sweep in found if sweep.sweep.name == "headline")
     tables["headline, compared"] = comparison_table(again, once)
     shown = re.findall("<!-- (.*?) -->", page)
@@ -612,8 +486,8 @@ def test_the_page_is_what_its_raw_lines_say():
 
 @pytest.mark.long
 def test_tables_and_figures_are_made_of_lines_by_one_command(tmp_path):
-    lines = "docs/study_again.jsonl --only headline --against docs/study.jsonl"
-    words = [sys.executable, "-m", "dc_trl", "study", "--output", str(tmp_path), "--tables", *lines.split()]
+    words = [sys.executable, "scripts/study/show.py", "docs/study_again.jsonl", "--output", str(tmp_path)]
+    words += ["--only", "headline", "--against", "docs/study.jsonl"]
     made = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     page = (ROOT / "docs" / "study.md").read_text()
@@ -627,7 +501,7 @@ def test_tables_and_figures_are_made_of_lines_by_one_command(tmp_path):
 def test_a_killed_study_goes_on_and_measures_both_policies(tmp_path):
     folder = tmp_path / "study"
     folder.mkdir()
-    base = read_yaml(STUDY / "base.yaml") | {
+    base = read_yaml(SWEEPS / "base.yaml") | {
         "eval_size": 16,
         "max_steps": 12,
         "eval_steps": 6,
@@ -636,9 +510,9 @@ def test_a_killed_study_goes_on_and_measures_both_policies(tmp_path):
     }
     (folder / "base.yaml").write_text(yaml.safe_dump(base))
     (folder / "small.yaml").write_text(
-        "config: base.yaml\nseeds: [0]\nlist: {GRPO: {}, log ratio: {constraint: static, constraint_form: log_ratio}}"
+        "seeds: [0]\nlist: {GRPO: {}, log ratio: {constraint: static, constraint_form: log_ratio}}"
     )
-    command = [sys.executable, "-m", "dc_trl", "study", "--study", folder, "--output", tmp_path / "out", "--jobs", "1"]
+    command = [sys.executable, "scripts/study/run.py", "--study", folder, "--jobs", "1", "--output", tmp_path / "out"]
     first = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
@@ -648,8 +522,12 @@ def test_a_killed_study_goes_on_and_measures_both_policies(tmp_path):
             break
     first.send_signal(signal.SIGKILL)
     first.wait()
-    time.sleep(1)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    deadline = time.monotonic() + 60
+    while True:  # the job that was running ends first, and holds the folder until then
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        if "is in use by another study" not in done.stderr or time.monotonic() > deadline:
+            break
+        time.sleep(1)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "1 of 2 jobs are done already" in done.stdout
     lines = read_lines(tmp_path / "out" / "lines.jsonl")
@@ -661,19 +539,8 @@ def test_a_killed_study_goes_on_and_measures_both_policies(tmp_path):
     assert (tmp_path / "out" / "small.png").stat().st_size > 10_000
 
     # Elsewhere, with the lines alone: no run is made again, and the table is the same.
-    known = [*command[:5], tmp_path / "other", "--known", tmp_path / "out" / "lines.jsonl"]
+    known = [*command[:-1], tmp_path / "other", "--known", tmp_path / "out" / "lines.jsonl"]
     again = subprocess.run(known, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr[-2000:]
     assert not list((tmp_path / "other").glob("*/seed-*"))
     assert (tmp_path / "other" / "tables.md").read_text() == (tmp_path / "out" / "tables.md").read_text()
-
-    # Beside lines of another study: those of seeds that this one was not asked for count too.
-    lines += [replace(line, seed=line.seed + 1) for line in lines]
-    (folder / "small.yaml").write_text((folder / "small.yaml").read_text().replace("[0]", "[0, 1]"))
-    write_lines(tmp_path / "others.jsonl", lines)
-    beside = [*command[:5], tmp_path / "beside", "--tables", tmp_path / "out" / "lines.jsonl", "--seeds", "0"]
-    beside += ["--against", tmp_path / "others.jsonl"]
-    compared = subprocess.run(beside, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert compared.returncode == 0, compared.stderr[-2000:]
-    table = (tmp_path / "beside" / "tables.md").read_text().partition("## small, compared")[2]
-    assert [row.split(" | ")[3] for row in table.splitlines() if row.startswith("| GRPO ")] == ["2"]

@@ -24,8 +24,6 @@ COMMANDS = {
     "calibrate": ("calibrate", "measure engines' mismatch before a run, and propose the tolerance ε"),
     "evaluate": ("evaluate", "avg@k, pass@k and maj@k of a policy as it is deployed"),
     "report": ("report", "make the page of a run, with its figures"),
-    "ablate": ("ablate", "sweep settings over seeds"),
-    "study": ("study", "run the study of docs/study.md, or a part of it"),
     "push": ("push", "push a run to the Hub"),
     "prepare-data": ("prepare_data", "clean training problems, once"),
     "doctor": ("doctor", "say what this machine can do, and print a block for an issue"),

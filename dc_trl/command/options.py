@@ -143,6 +143,5 @@ def _require_paths(name: str, given: Mapping[str, Any]) -> None:
         require_path(checkpoint, "resume_from_checkpoint")
     if "file" in given:
         require_path(given["file"], "file")
-    for option, folder in {"sweep": "sweeps", "base": "", "config": ""}.items():
-        if isinstance(value := given.get(option), str):
-            config_file(value, option, folder)
+    if isinstance(value := given.get("config"), str):
+        config_file(value)

@@ -29,6 +29,8 @@ from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.records.tables import markdown_table, print_table
 from dc_trl.report.figures import new_figure, series_style
 
+from .steps import peak, reset_peak, resident, synchronize
+
 
 # Of a reasoning run, in tokens; the benchmark divides them by `--scale`.
 MEAN, CAP = 2500, 8192
@@ -116,11 +118,6 @@ class Meter(TrainerCallback):
         self.memory = peak() - self._before
 
 
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def warm_up(model: Any) -> None:
     """Loads what a first forward and backward load, so that it counts as nobody's time and memory."""
     model(input_ids=torch.tensor([[5, 6, 7]], device=model.device)).logits.sum().backward()
@@ -144,28 +141,6 @@ def apart(function: Callable[..., dict[str, float]], *args: Any) -> dict[str, fl
         sys.exit(f"error: the run's process ended with exit status {process.exitcode}; see above.")
     finally:
         process.join()
-
-
-def resident() -> int:
-    """Bytes: allocated on the GPU, or else resident in this process."""
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else _status("VmRSS")
-
-
-def reset_peak() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak() -> int:
-    """Bytes: the most that `resident` has been since `reset_peak`."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _status("VmHWM")
-
-
-def _status(name: str) -> int:
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[name].split()[0]) * 1024
 
 
 def make_model(args: argparse.Namespace) -> Any:

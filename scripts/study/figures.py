@@ -1,0 +1,180 @@
+"""The figures of the study: how a sweep's variants learn, and where runs end by the mismatch that they had."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from comparisons import Mean, mean_over_seeds
+from lines import PRIMARY, WINDOWS, Line
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+from sweeps import Variant, as_number, show
+from tables import SweepLines, control_of, controls_of
+
+from dc_trl.report.figures import MUTED, PANEL_WIDTH, new_figure, save_figure, series_style
+
+
+ACCURACY = "greedy accuracy as deployed, %"
+GAIN = "points above GRPO in step"
+MISMATCH = "k3 at the end of the run, nats"
+LEAST = 1e-6  # a mismatch below it is drawn there, on an axis that has no 0
+LEGEND_ROW = 0.2  # inches
+
+SWITCHES = {
+    "train_through_quantization": "through quantization",
+    "routing_replay": "routing replay",
+    "length_decay": "length decay",
+}
+
+
+def draw_sweep(found: SweepLines, steps: int, path: Path) -> None:
+    """Draw how the variants of a sweep learn, or where they end over the two numbers that tell them apart.
+
+    Args:
+        found: a sweep with its lines.
+        steps: of each run, for the axis.
+        path: of the PNG.
+    """
+    if len(found.sweep.axes) == 2:
+        _draw_grid(found, *found.sweep.axes, path)
+    else:
+        _draw_learning(found, steps, path)
+
+
+def draw_mismatch(lines: Sequence[Line], path: Path) -> None:
+    """Draw what every run gains or loses against its control, over the mismatch (k3) at its end; by `kind_of`.
+
+    A run's control is the mean over seeds of GRPO in step in the same setting, see `controls_of`. A run without one is
+    not drawn, and a mismatch below 1e-6 is drawn at 1e-6.
+    """
+    controls = controls_of(lines)
+    points: dict[str, list[tuple[float, float]]] = {}
+    for line in lines:
+        mismatch, reached, control = line.end("k3"), line.last(PRIMARY), control_of(line, controls)
+        if mismatch is not None and reached is not None and control:
+            gain = 100 * (reached - fmean(control.values()))
+            points.setdefault(kind_of(line), []).append((max(mismatch, LEAST), gain))
+    height = 3.1 + LEGEND_ROW * math.ceil(len(points) / 4)
+    figure, (axes,) = new_figure(1, 1, width=2 * PANEL_WIDTH, height=height)
+    for index, (kind, pairs) in enumerate(sorted(points.items())):
+        colour, _, marker = series_style(index)
+        axes.plot(*zip(*pairs, strict=True), marker, color=colour, markersize=4.5, alpha=0.8, label=kind)
+    axes.axhline(0, color=MUTED, linewidth=0.8, zorder=0)
+    axes.set_xlabel(MISMATCH)
+    axes.set_ylabel(GAIN)
+    if points:
+        axes.set_xscale("log")
+        figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    save_figure(figure, path)
+
+
+def kind_of(line: Line) -> str:
+    """Return what acts on a run's mismatch: a form of the constraint, a correction, a switch, or nothing (GRPO)."""
+    cell = line.cell
+    kinds = []
+    if cell.get("constraint", "none") != "none":
+        kinds.append(str(cell.get("constraint_form", "injected")))
+    if cell.get("rollout_correction", "none") != "none":
+        kinds.append(str(cell["rollout_correction"]))
+    kinds += [words for field, words in SWITCHES.items() if cell.get(field)]
+    return " + ".join(kinds) or "GRPO"
+
+
+def _draw_learning(found: SweepLines, steps: int, path: Path) -> None:
+    """Training reward over steps, and greedy accuracy at the evaluations: means and standard errors over seeds."""
+    figure, (left, right) = _two_panels(math.ceil(len(found.sweep.variants) / 3))
+    for index, variant in enumerate(found.sweep.variants):
+        lines = list(found.lines[variant].values())
+        if not lines:
+            continue
+        _draw_rewards(left, [each.curves["reward"] for each in lines if "reward" in each.curves], steps, index)
+        at = sorted(set.intersection(*(set(each.evaluations.get(PRIMARY, {})) for each in lines)))
+        means = [mean_over_seeds([each.evaluations[PRIMARY][step] for each in lines]) for step in at]
+        _draw_means(right, at, means, index, variant.name)
+    left.set_ylabel("training reward, sampled")
+    right.set_ylabel(ACCURACY)
+    for axes in (left, right):
+        axes.set_xlabel("optimizer step")
+        axes.set_ylim(bottom=0)
+    _finish(figure, right, path)
+
+
+def _draw_rewards(axes: Axes, curves: Sequence[Sequence[float | None]], steps: int, index: int) -> None:
+    """Mean of curves with its standard error as a band, in the style of the series with this number."""
+    colour, line, _ = series_style(index)
+    windows = [[value for value in values if value is not None] for values in zip(*curves, strict=True)]
+    centres = [(window + 0.5) * steps / WINDOWS for window, values in enumerate(windows) if values]
+    means = [mean_over_seeds(values) for values in windows if values]
+    low, high = ([mean.value + sign * (mean.standard_error or 0.0) for mean in means] for sign in (-1, 1))
+    axes.plot(centres, [mean.value for mean in means], color=colour, linestyle=line, linewidth=1.6)
+    axes.fill_between(centres, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def _draw_grid(found: SweepLines, of_series: str, of_axis: str, path: Path) -> None:
+    """Greedy accuracy over one field, a series for each value of the other; and, in the same series, points above GRPO
+    in step over the mismatch at the end: means and standard errors over seeds."""
+    values = list({show(variant.fields[of_series]): None for variant in found.sweep.variants})
+    figure, (left, right) = _two_panels(math.ceil(len(values) / 3))
+    mismatches: list[float] = []
+    for index, value in enumerate(values):
+        of_value = [variant for variant in found.sweep.variants if show(variant.fields[of_series]) == value]
+        ended = {variant: list(reached.values()) for variant in of_value if (reached := found.accuracy(variant))}
+        if not ended:
+            continue
+        places = [_place(variant, of_axis) for variant in ended]
+        means = [mean_over_seeds(reached) for reached in ended.values()]
+        _draw_means(left, places, means, index, f"{of_series} {value}")
+        for variant in ended:
+            test = found.against_control(variant)
+            ends = [end for line in found.lines[variant].values() if (end := line.end("k3")) is not None]
+            if test is not None and ends:
+                mismatches.append(max(fmean(ends), LEAST))
+                _draw_means(right, mismatches[-1:], [Mean(test.value, test.standard_error)], index)
+    places = sorted({_place(variant, of_axis) for variant in found.sweep.variants})
+    if places[-1] > 5 * places[0] > 0:
+        left.set_xscale("log")
+    left.set_xticks(places, [f"{place:g}" for place in places])
+    left.set_xticks([], minor=True)
+    left.set_xlabel(of_axis)
+    left.set_ylabel(ACCURACY)
+    left.set_ylim(bottom=0)
+    right.set_xlabel(MISMATCH)
+    right.set_ylabel(GAIN)
+    right.axhline(0, color=MUTED, linewidth=0.8, zorder=0)
+    right.set_xscale("log")
+    right.xaxis.set_minor_formatter(NullFormatter())
+    if mismatches:  # whole decades, whose numbers have room
+        low, high = (math.floor(math.log10(end)) for end in (min(mismatches), max(mismatches)))
+        right.set_xlim(10.0**low, 10.0 ** (high + 1))
+    _finish(figure, left, path)
+
+
+def _place(variant: Variant, field: str) -> float:
+    """Where a variant stands on one of its sweep's `axes`."""
+    number = as_number(variant.fields[field])
+    assert number is not None
+    return number
+
+
+def _draw_means(axes: Axes, x: Sequence[float], means: Sequence[Mean], index: int, label: str | None = None) -> None:
+    """Means of shares, in percent, with their errors, in the style of the series with this number."""
+    colour, line, marker = series_style(index)
+    values = [100 * mean.value for mean in means]
+    errors = [100 * (mean.standard_error or 0.0) for mean in means]
+    axes.errorbar(
+        x, values, errors, marker=marker, markersize=4.5, capsize=3, label=label, color=colour, linestyle=line
+    )
+
+
+def _two_panels(legend_rows: int) -> tuple[Figure, list[Axes]]:
+    """Two axes side by side, as high with a long legend as with a short one."""
+    return new_figure(1, 2, width=2 * PANEL_WIDTH, height=3.1 + LEGEND_ROW * legend_rows)
+
+
+def _finish(figure: Figure, labelled: Axes, path: Path) -> None:
+    handles, names = labelled.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    save_figure(figure, path)

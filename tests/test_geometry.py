@@ -1,0 +1,276 @@
+"""The closed forms against SciPy's optimisers, which know nothing of them, and the picture of the six actions."""
+
+import math
+from typing import get_args
+
+import numpy as np
+import pytest
+from geometry import budgeted_policy, optimal_policy, squared_discrepancy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+from simplex import Measure, Problem
+from six_actions import INFER_PROBS, draw, outcomes, table
+
+from dc_trl.constraint import discrepancy
+from dc_trl.records.tables import markdown_table
+
+from .helpers import ROOT
+
+
+MEASURES = get_args(Measure)
+sides = pytest.mark.parametrize("one_sided", [False, True], ids=["two-sided", "one-sided"])
+measures = pytest.mark.parametrize("measure", MEASURES)
+
+
+def cost(policy, q, measure, one_sided):
+    """Σ D², written once more."""
+    policy = np.maximum(policy, 1e-300)
+    distance = {"prob_diff": policy - q, "prob_ratio": policy / q - 1, "log_prob": np.log(policy / q)}[measure]
+    return float(np.sum((np.maximum(distance, 0) if one_sided else distance) ** 2))
+
+
+def numerical_maximum(value, q, budget=None, spent=None):
+    """The best that SLSQP finds from the inner and the outer region of the simplex."""
+    n, floor = len(q), 1e-12
+    starts = [q, np.full(n, 1 / n)] + [0.05 * q + 0.95 * corner for corner in np.eye(n)]
+    starts += list(np.random.default_rng(0).dirichlet(np.ones(n), 4))
+    constraints = [{"type": "eq", "fun": lambda policy: policy.sum() - 1}]
+    if budget is not None:
+        constraints.append({"type": "ineq", "fun": lambda policy: budget - spent(policy)})
+    best = -math.inf
+    for start in starts:
+        found = minimize(
+            lambda policy: -value(policy),
+            np.maximum(start, 1e-9),
+            bounds=[(floor, 1)] * n,
+            constraints=constraints,
+            method="SLSQP",
+            options={"ftol": 1e-14, "maxiter": 400},
+        ).x
+        found = np.maximum(found, floor) / np.maximum(found, floor).sum()
+        if budget is None or spent(found) <= budget * (1 + 1e-8):
+            best = max(best, value(found))
+    return best
+
+
+def draw_problem(seed, largest=5):
+    rng = np.random.default_rng(seed)
+    n = rng.integers(2, largest + 1)
+    q = np.maximum(rng.dirichlet(np.full(n, rng.choice([0.3, 1, 5]))), 1e-5)
+    return q / q.sum(), rng.normal(size=n), rng
+
+
+def test_measures_are_the_librarys():
+    assert get_args(discrepancy.Measure) == MEASURES
+
+
+def test_log_probs_reply_is_stationary_on_the_concave_branch():
+    """log(π/q)/π = x is solved by the π up to e q; where x is too large for a solution, π is e q."""
+    x = np.concatenate([np.linspace(-5, 0.36, 501), -np.geomspace(1e-300, 1e300, 500), np.geomspace(1e-300, 0.3, 99)])
+    policy = Problem(np.ones_like(x), np.zeros_like(x), "log_prob", False).reply(x)
+    assert (policy[x > -1e290] > 0).all()
+    assert (policy <= math.e).all()
+    np.testing.assert_allclose(np.log(policy), x * policy, rtol=1e-12, atol=1e-15)
+    near = Problem(np.ones(50), np.zeros(50), "log_prob", False).reply(1 / math.e - np.geomspace(1e-15, 1e-3, 50))
+    np.testing.assert_allclose(np.log(near) / near, 1 / math.e - np.geomspace(1e-15, 1e-3, 50), rtol=1e-12)
+    ends = Problem(np.ones(4), np.zeros(4), "log_prob", False).reply(np.array([0.0, -math.inf, 1 / math.e, 0.4]))
+    np.testing.assert_allclose(ends, [1, 0, math.e, math.e], atol=1e-6)
+
+
+@measures
+@sides
+@pytest.mark.parametrize("seed", range(4))
+def test_penalised_maximum_is_the_global_one(seed, measure, one_sided):
+    q, advantages, rng = draw_problem(seed)
+    beta = 10 ** rng.uniform(-1.5, 1.5)
+
+    def value(policy):
+        return policy @ advantages - beta / 2 * cost(policy, q, measure, one_sided)
+
+    policy = optimal_policy(q, advantages, beta, measure, one_sided)
+    assert policy.sum() == pytest.approx(1, abs=1e-12)
+    assert policy.min() >= 0
+    # SLSQP keeps a distance of 1e-12 from the boundary, and is not always exact: it may only fall short.
+    assert value(policy) >= numerical_maximum(value, q) - 1e-8
+    assert squared_discrepancy(policy, q, measure, one_sided) == pytest.approx(cost(policy, q, measure, one_sided))
+
+
+@measures
+@sides
+@pytest.mark.parametrize("seed", range(3))
+def test_budgeted_maximum_is_the_global_one(seed, measure, one_sided):
+    q, advantages, rng = draw_problem(seed, largest=4)
+    largest = min(cost(np.eye(len(q))[advantages.argmax()], q, measure, one_sided), 6)
+    budget = rng.uniform(0.05, 0.8) * largest
+    policy, beta = budgeted_policy(q, advantages, budget, measure, one_sided)
+    assert beta > 0
+    assert cost(policy, q, measure, one_sided) == pytest.approx(budget, abs=1e-6)
+    best = numerical_maximum(lambda policy: policy @ advantages, q, budget, lambda p: cost(p, q, measure, one_sided))
+    assert policy @ advantages == pytest.approx(best, abs=1e-6)
+
+
+@measures
+def test_interior_policies_are_the_closed_forms(measure):
+    q, advantages = np.array([0.5, 0.3, 0.2]), np.array([0.1, -0.2, 0.3])
+    policy, beta = budgeted_policy(q, advantages, 0.01, measure)
+    slope = {"prob_diff": policy - q, "prob_ratio": (policy - q) / q**2, "log_prob": np.log(policy / q) / policy}
+    prices = advantages - beta * slope[measure]  # ν, the same for every action
+    np.testing.assert_allclose(prices, prices[0], atol=1e-9)
+    np.testing.assert_allclose(optimal_policy(q, advantages, beta, measure), policy, atol=1e-9)
+
+
+@sides
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.99])
+def test_a_budget_that_an_action_of_little_probability_spends(share, one_sided):
+    """By hand: the others' ratios are 27 at most, so that the best one's spends the budget to thirteen digits."""
+    q = np.exp(np.append(np.zeros(27), -16.0))
+    q /= q.sum()
+    budget = share * (1 / q[-1] - 1) ** 2
+    for others in (np.zeros(27), np.linspace(-1, 0, 27)):
+        policy, beta = budgeted_policy(q, np.append(others, 1), budget, "prob_ratio", one_sided)
+        assert beta > 0
+        assert policy[-1] == pytest.approx(q[-1] + math.sqrt(share) * (1 - q[-1]), rel=1e-9)
+        assert policy.sum() == pytest.approx(1, abs=1e-12)
+        assert policy.min() >= 0
+
+
+def test_a_budget_that_no_penalised_maximum_spends():
+    # One-sided, two actions: p = q e^√B by hand, beyond e q where the penalised objective is convex.
+    policy, beta = budgeted_policy([0.01, 0.99], [1.0, 0.0], 9.0, "log_prob", one_sided=True)
+    assert policy[0] == pytest.approx(0.01 * math.exp(3), abs=1e-9)
+    assert beta == pytest.approx(policy[0] / 3, rel=1e-4)  # β log(π/q)/π = A − ν with ν = 0
+    leapt = squared_discrepancy(optimal_policy([0.01, 0.99], [1.0, 0.0], beta, "log_prob", True), [0.01, 0.99])
+    assert leapt != pytest.approx(9.0, abs=0.1)
+
+
+def test_two_actions_may_lie_on_the_other_branch():
+    q, advantages = np.array([0.84097926, 6.354e-5, 0.15895720]), np.array([-1.244, 2.018, -1.179])
+    q = q / q.sum()
+    policy, _ = budgeted_policy(q, advantages, 19.626, "log_prob")
+    best = numerical_maximum(lambda p: p @ advantages, q, 19.626, lambda p: cost(p, q, "log_prob", False))
+    assert (np.log(policy / q) > 1).sum() == 2
+    assert policy @ advantages == pytest.approx(best, abs=1e-6)
+
+
+@st.composite
+def problems(draw):
+    n = draw(st.integers(2, 50))
+    logits = draw(st.lists(st.floats(-18, 0), min_size=n, max_size=n))
+    advantages = draw(st.lists(st.floats(-5, 5).map(lambda a: round(a, 2)), min_size=n, max_size=n))
+    q = np.exp(np.array(logits) - max(logits))
+    return q / q.sum(), np.array(advantages)
+
+
+@settings(deadline=None, max_examples=40)
+@given(problems(), st.sampled_from(MEASURES), st.booleans(), st.floats(-12, 12))
+def test_is_a_distribution_that_beats_its_neighbours(problem, measure, one_sided, log_beta):
+    q, advantages = problem
+    beta = math.exp(log_beta)
+
+    def value(policy):
+        return policy @ advantages - beta / 2 * cost(policy, q, measure, one_sided)
+
+    policy = optimal_policy(q, advantages, beta, measure, one_sided)
+    assert np.isfinite(policy).all()
+    assert policy.min() >= 0
+    assert policy.sum() == pytest.approx(1, abs=1e-9)
+    best = value(policy)
+    slack = 1e-7 * (1 + beta)
+    assert best >= value(q) - slack
+    for corner in np.eye(len(q)):
+        for share in (1e-4, 1e-2, 0.5):
+            assert best >= value((1 - share) * policy + share * corner) - slack
+
+
+@settings(deadline=None, max_examples=30)
+@given(problems(), st.sampled_from(["prob_diff", "prob_ratio"]), st.booleans(), st.floats(0.001, 0.99))
+def test_budget_is_spent_or_slack(problem, measure, one_sided, share):
+    q, advantages = problem
+    free = optimal_policy(q, advantages, 0, measure, one_sided)
+    budget = share * squared_discrepancy(free, q, measure, one_sided)
+    policy, beta = budgeted_policy(q, advantages, budget, measure, one_sided)
+    spent = squared_discrepancy(policy, q, measure, one_sided)
+    assert spent == pytest.approx(budget, rel=1e-6) if beta > 0 else spent <= budget + 1e-15
+
+
+@measures
+@sides
+def test_limits(measure, one_sided):
+    q, advantages = np.array([1e-8, 0.3, 0.2, 0.5 - 1e-8]), np.array([0.5, 1.0, -0.5, 0.9])
+    for beta in (0.0, 1e-300, 1e-40):
+        policy = optimal_policy(q, advantages, beta, measure, one_sided)
+        np.testing.assert_allclose(policy, [0, 1, 0, 0], atol=1e-9)
+    np.testing.assert_array_equal(optimal_policy(q, advantages, math.inf, measure, one_sided), q)
+    if not one_sided or measure == "log_prob":
+        np.testing.assert_allclose(optimal_policy(q, advantages, 1e12, measure, one_sided), q, atol=1e-6)
+    np.testing.assert_allclose(optimal_policy(q, np.full(4, 0.7), 0.3, measure, one_sided), q, atol=1e-12)
+    np.testing.assert_allclose(optimal_policy(q, np.full(4, 0.7), 0, measure, one_sided), q, atol=1e-12)
+    policy, beta = budgeted_policy(q, advantages, 0, measure, one_sided)
+    assert beta == math.inf
+    np.testing.assert_array_equal(policy, q)
+
+
+@pytest.mark.parametrize("measure", ["prob_diff", "prob_ratio"])
+@sides
+def test_a_slack_budget_has_no_price(measure, one_sided):
+    policy, beta = budgeted_policy([0.5, 0.5], [1.0, 0.0], 10, measure, one_sided)
+    assert beta == 0
+    np.testing.assert_allclose(policy, [1, 0], atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"infer_probs": [0.5, 0.6]}, "infer_probs=.* is no distribution"),
+        ({"infer_probs": [-0.5, 1.5]}, "infer_probs=.* is no distribution"),
+        ({"infer_probs": [math.nan, 1.0]}, "infer_probs=.* is no distribution"),
+        ({"infer_probs": []}, "infer_probs has shape"),
+        ({"infer_probs": [0.0, 1.0], "measure": "log_prob"}, "leave such actions out"),
+        ({"infer_probs": [0.0, 1.0], "measure": "prob_ratio"}, "leave such actions out"),
+        ({"advantages": [1.0]}, "pass one number for each action"),
+        ({"advantages": [1.0, math.inf]}, "advantages=.* are not finite"),
+        ({"measure": "kl"}, "measure='kl' is unknown: choose one of 'prob_diff', 'prob_ratio', 'log_prob'"),
+    ],
+)
+def test_invalid_input_is_refused_by_name(arguments, message):
+    valid = {"infer_probs": [0.4, 0.6], "advantages": [1.0, 0.0]} | arguments
+    with pytest.raises(ValueError, match=message):
+        optimal_policy(**valid, beta=1.0)
+    with pytest.raises(ValueError, match=message):
+        budgeted_policy(**valid, budget=0.1)
+
+
+@pytest.mark.parametrize("value", [-0.1, math.nan])
+def test_a_negative_price_or_budget_is_refused(value):
+    with pytest.raises(ValueError, match="beta="):
+        optimal_policy([0.4, 0.6], [1.0, 0.0], value)
+    with pytest.raises(ValueError, match="budget="):
+        budgeted_policy([0.4, 0.6], [1.0, 0.0], value)
+    with pytest.raises(ValueError, match="budget=inf"):
+        budgeted_policy([0.4, 0.6], [1.0, 0.0], math.inf)
+
+
+@sides
+@pytest.mark.parametrize("budget", [0.1, 0.3, 0.5, 0.8])
+def test_probability_difference_is_sparsest_and_seeks_the_tail(one_sided, budget):
+    found = outcomes(one_sided, budget)
+    difference, log, ratio = found["prob_diff"], found["log_prob"], found["prob_ratio"]
+    assert difference.support < log.support <= ratio.support
+    assert difference.tail > 5 * max(log.tail, ratio.tail)
+    # One-sided the logarithm lies between; two-sided an action dropped costs it infinitely much, the ratio 1.
+    assert difference.entropy < min(log.entropy, ratio.entropy)
+    if one_sided:
+        assert log.entropy < ratio.entropy
+    else:
+        assert ratio.entropy < log.entropy
+        assert ratio.support == log.support == 6
+    for name, outcome in found.items():
+        assert outcome.beta > 0
+        assert cost(outcome.policy, INFER_PROBS, name, one_sided) == pytest.approx(budget, rel=1e-6)
+
+
+def test_the_documented_table_is_the_example():
+    documented = (ROOT / "docs" / "geometry.md").read_text()
+    assert all(f"{row}\n" in documented for row in markdown_table(*table()).splitlines()[2:])
+    assert len(draw(one_sided=True).axes[0].patches) == 4 * 6
