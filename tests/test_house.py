@@ -33,7 +33,7 @@ FLOORS = [
     ["quantization"],
     ["records"],
     ["constraint", "grading"],
-    ["settings"],
+    ["sampled_tokens", "settings"],
     ["files", "version"],
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(reversed(FLOORS)) for room in rooms}

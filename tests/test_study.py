@@ -465,7 +465,7 @@ def test_every_cell_is_a_configuration(tmp_path):
         assert len(sweep.seeds) >= (3 if sweep.name == "server" else 5)
         for variant in sweep.variants:
             config = tmp_path / "config.yaml"
-            config.write_text(yaml.safe_dump(sweep.settings(variant) | {"use_cpu": True}))  # where tests run
+            config.write_text(yaml.safe_dump(sweep.configuration(variant) | {"use_cpu": True}))  # where tests run
             RunArguments.parse(["--config", str(config)])  # refuses what contradicts itself
 
 

@@ -28,6 +28,10 @@ class Variant:
     fields: dict[str, Any] = field(hash=False)
 
 
+# Forms that the package had when the study was made, and where they are now.
+OWN_FORMS = {"complete": "own_forms:complete"}
+
+
 @dataclass(frozen=True)
 class Sweep:
     """A sweep file: variants that share `base`, their seeds, and the variant that the others are compared with."""
@@ -39,8 +43,14 @@ class Sweep:
     reference: Variant
 
     def settings(self, variant: Variant) -> dict[str, Any]:
-        """The configuration of a variant, without seed and output directory."""
+        """The settings of a variant, as lines and sweep files name them, without seed and output directory."""
         return self.base | variant.fields
+
+    def configuration(self, variant: Variant) -> dict[str, Any]:
+        """The settings as a configuration has them today."""
+        settings = self.settings(variant)
+        form = settings.get("constraint_form")
+        return settings | ({"constraint_form": OWN_FORMS[form]} if form in OWN_FORMS else {})
 
     @property
     def on_cpu(self) -> bool:
@@ -98,7 +108,7 @@ class Study:
                 for variant in sweep.variants if seed in sweep.seeds else ():
                     cell = self.cell(sweep, variant)
                     folder = output / folder_name(cell) / f"seed-{seed}"
-                    settings = sweep.settings(variant) | {"seed": seed, "output_dir": str(folder)}
+                    settings = sweep.configuration(variant) | {"seed": seed, "output_dir": str(folder)}
                     jobs.setdefault(folder, Job(cell, seed, folder, settings))
         return list(jobs.values())
 
