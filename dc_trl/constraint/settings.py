@@ -1,4 +1,4 @@
-"""The settings of the constraint. What reads the records of a run has their defaults here, without TRL."""
+"""The settings of the constraint, without TRL: what reads the records of a run takes their defaults from here."""
 
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,9 +13,9 @@ Reduction = Literal["sequence", "token"]
 Constraint = Literal["none", "static", "lagrangian"]
 # Forms that compare the policy with its quantized self, in the loss.
 TWO_SIDED = ("two_sided_kl", "two_sided_l1")
-# Forms that push down each sampled token that differs, whichever engine gives it more.
+# Forms that push down each sampled token that differs, whichever engine gives it the larger probability.
 PUSHES = ("injected",)
-# The values that each field may have.
+# Allowed values by field.
 CHOICES = {
     "constraint": Constraint,
     "discrepancy_measure": Measure,
@@ -25,13 +25,13 @@ CHOICES = {
 if TYPE_CHECKING:
     Tolerance = float | Literal["auto"]
 else:
-    # What TrlParser reads a field of several types as; `DCGRPOConfig` makes the number.
+    # TrlParser reads a field of several types as text; `DCGRPOConfig` converts it to a number.
     Tolerance = str
 
 
 @dataclass
 class ConstraintSettings:
-    """Fields of [`~dc_trl.DCGRPOConfig`], which describes them."""
+    """Fields of the constraint, which [`~dc_trl.DCGRPOConfig`] describes."""
 
     constraint: Constraint = "none"
     constraint_form: str = "injected"
@@ -51,7 +51,7 @@ class ConstraintSettings:
     deployment_scheme: str | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "ConstraintSettings":
-        """Refuses a misspelt field with the nearest name; Python would only say that it is unexpected."""
+        """Refuse a misspelt field with the nearest name; Python would only say that it is unexpected."""
         known = [field.name for field in fields(cls) if field.init]
         for name in kwargs:
             if name not in known:
@@ -60,20 +60,21 @@ class ConstraintSettings:
 
     @property
     def compared_by(self) -> str | None:
-        """The field that has the trainer act on the difference of the engines; None where nothing does.
+        """Name of the setting that makes the trainer act on the discrepancy; None where it is only measured.
 
-        It needs the rollouts' log-probabilities, and an engine that samples from the policy's distribution.
+        Such a setting needs the rollouts' log-probabilities, and an engine that samples from the policy's
+        distribution.
         """
         return next((name for name in ("constraint", "rollout_correction") if getattr(self, name) != "none"), None)
 
     @property
     def comparison(self) -> str:
-        """`compared_by` with its value, for messages."""
+        """`compared_by` with its value, for messages; empty where it is None."""
         return "" if self.compared_by is None else f"{self.compared_by}={getattr(self, self.compared_by)!r}"
 
 
 def read_tolerance(value: Any) -> float | Literal["auto"]:
-    """What `discrepancy_tolerance` means: a parser hands over a number as text.
+    """Return the value of `discrepancy_tolerance`, which a parser may pass as text.
 
     Raises:
         ValueError: it is neither a finite number that is at least 0 nor "auto".
