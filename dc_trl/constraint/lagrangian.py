@@ -17,7 +17,10 @@ TOLERANCE_PROBABILITY = 0.975
 
 
 def student_quantile(freedom: int) -> float:
-    """Return the 97.5 % point of Student's t with `freedom` ≥ 1 degrees (Abramowitz and Stegun, 26.7.3–4)."""
+    """Return the 97.5 % point of Student's t with `freedom` ≥ 1 degrees of freedom.
+
+    It follows Abramowitz and Stegun, 26.7.3–4.
+    """
     odd = freedom % 2
     log_scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(math.pi * freedom) / 2
     # Above 0 the distribution function is concave, so Newton's steps from the normal quantile rise to t from below.

@@ -73,13 +73,13 @@ def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool, clips:
             )
         return (
             f"constraint_form={form!r} {meets}: it pushes down tokens that differ, and with λ 0.1 or more most of our "
-            f"runs so far from the sampler ended without reward. {remedy}"
+            f"runs with such a mismatch ended without reward. {remedy}"
         )
     if not pulls:
         method = f"constraint_form={settings.constraint_form!r}" if constrained else "constraint='none'"
         return (
-            f"{method} {meets}, with a sampler whose weights may lag: in our runs that ended so far apart GRPO lost "
-            "8 points of accuracy or more. Truncations and masks won back a part, two-sided forms nothing. Use a "
+            f"{method} {meets}, with a sampler whose weights may lag: in our runs with such a mismatch GRPO lost 8 "
+            "points of accuracy or more. Truncations and masks recovered a part of it, two-sided forms nothing. Use a "
             "smaller weight_sync_steps, constraint='static' with constraint_form='log_ratio' and lambda_init=0.5, or "
             "rollout_correction='ppo_clip'; see docs/staleness.md."
         )
