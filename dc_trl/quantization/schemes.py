@@ -85,14 +85,13 @@ def quantized_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
-    """The compressed-tensors scheme called ``name``, for the Linear layers and experts of ``model``.
+    """Return the compressed-tensors scheme called ``name``, for the Linear layers and experts of ``model``.
 
-    It has the ``format`` of its checkpoints, if engines serve any; that of ``bf16`` has neither ``weights`` nor
-    ``format``.
+    It has the ``format`` of its checkpoints, if engines serve them; ``bf16`` has neither ``weights`` nor ``format``.
 
     Raises:
-        ValueError: unknown name, layers whose width the scheme's groups do not divide, or experts in a layout that is
-            not known here and would stay unquantized.
+        ValueError: the name is unknown, the scheme's groups do not divide the width of a layer, or experts have an
+            unknown layout and would stay unquantized.
     """
     # Imported here because a configuration only needs the names of the schemes, and this import takes 0.15 s.
     from compressed_tensors.compressors.format import infer_module_format
