@@ -1,9 +1,9 @@
-"""`SampledTokens`: the tokens of a micro-batch with what both engines say of them.
+"""`SampledTokens`: the tokens of a micro-batch with their log-probabilities under both engines.
 
-It is the one value that goes from the trainer's hook through the form of the constraint, the correction and the
-statistics. Throughout, ``B`` is the number of trajectories and ``T`` the padded completion length. A token is *scored*
-when it enters the loss and both log-probabilities are finite; what stands at the other positions, padding and NaN
-included, is ignored.
+This value goes from the trainer's hook through the form of the constraint, the correction and the statistics.
+Throughout, ``B`` is the number of trajectories and ``T`` the padded completion length. A token is *scored* when it
+enters the loss and both log-probabilities are finite; the values at all other positions, padding and NaN included, are
+ignored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-# exp(2 · 20) is still far from overflow; the same bound as verl's, so that its χ² values can be compared with ours.
+# exp(2 · 20) is far from overflow. The bound is verl's, so that its χ² values can be compared with ours.
 LOG_RATIO_BOUND = 20.0
 
 
@@ -23,7 +23,7 @@ class SampledTokens(NamedTuple):
 
     Args:
         train_logps: log π_train(y_t) after temperature, shape (B, T), nats, floating point. It has a gradient where it
-            is of the loss's own forward, which nothing below follows.
+            comes from the loss's own forward; the functions here detach it.
         infer_logps: log π_inf(y_t) of the same tokens after temperature, shape (B, T), nats.
         scored: which tokens count, boolean, shape (B, T).
         advantages: Â of each trajectory, shape (B,), or of each token, shape (B, T).
@@ -36,33 +36,33 @@ class SampledTokens(NamedTuple):
 
     @classmethod
     def of(cls, train_logps: Tensor, infer_logps: Tensor, mask: Tensor, advantages: Tensor) -> SampledTokens:
-        """Score the tokens inside a mask, which is nonzero, shape (B, T), at the tokens that enter the loss."""
+        """Return the tokens with `scored` from a mask of shape (B, T), nonzero at the tokens that enter the loss."""
         return cls(train_logps, infer_logps, scored_tokens(mask, train_logps, infer_logps), advantages)
 
     @property
     def token_advantages(self) -> Tensor:
-        """Advantages that broadcast over tokens, shape (B, 1) or (B, T)."""
+        """Advantages that broadcast over the tokens, shape (B, 1) or (B, T)."""
         return self.advantages.unsqueeze(1) if self.advantages.dim() == 1 else self.advantages
 
     @property
     def detached_logps(self) -> tuple[Tensor, Tensor]:
-        """log π_train and log π_inf without gradients, see `detached`."""
+        """log π_train and log π_inf without gradients; see `detached`."""
         return detached(self.train_logps, self.infer_logps)
 
     @property
     def log_ratio(self) -> Tensor:
         """log π_train − log π_inf of each token, shape (B, T), nats, at least float32, detached; 0 where not scored.
 
-        Nothing is known of a token that is not scored, and so its ratio is 1, as in TRL.
+        The ratio of a token that is not scored is unknown; it counts as 1, as in TRL.
         """
         train, infer = self.detached_logps
         return (train - infer).where(self.scored, 0.0)
 
 
 def detached(train_logps: Tensor, infer_logps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both without gradients in float32, or in float64 if one of them is.
+    """Return both without gradients, in float32, or in float64 if one of them is float64.
 
-    16-bit log-probabilities are spaced more widely than the discrepancies that are looked for.
+    16-bit log-probabilities would be spaced more widely than the discrepancies that are measured.
     """
     dtype = torch.promote_types(torch.promote_types(train_logps.dtype, infer_logps.dtype), torch.float32)
     return train_logps.detach().to(dtype), infer_logps.detach().to(dtype)
@@ -74,7 +74,7 @@ def bounded_log_ratio(train_logps: Tensor, infer_logps: Tensor) -> Tensor:
 
 
 def scored_tokens(mask: Tensor, *values: Tensor) -> Tensor:
-    """Return which tokens are inside a mask and finite in every one of ``values``. Boolean, shape of ``mask``."""
+    """Return which tokens are inside a mask and finite in all ``values``: boolean, shape of ``mask``."""
     scored = mask.bool()
     for value in values:
         scored = scored & value.isfinite()
@@ -82,5 +82,5 @@ def scored_tokens(mask: Tensor, *values: Tensor) -> Tensor:
 
 
 def trajectory_mean(values: Tensor, scored: Tensor) -> Tensor:
-    """Return the mean of ``values`` (B, T) over each trajectory's scored tokens, shape (B,); 0 where none is."""
+    """Return the mean of ``values`` (B, T) over each trajectory's scored tokens, shape (B,); 0 where it has none."""
     return values.where(scored, 0.0).sum(-1) / scored.sum(-1).clamp(min=1)

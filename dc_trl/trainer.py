@@ -1,16 +1,16 @@
 """`DCGRPOTrainer`: TRL's GRPO trainer with the discrepancy measured token by token, and constrained.
 
-Read from top to bottom it is the paper's algorithm: rollouts, penalised advantages, the loss, the statistics of the
-generation batch, one step of dual ascent. What samples, what is saved and where the time goes is in `trainers/`.
-Nothing of TRL is copied; docs/hooks.md lists the private hooks that these files lean on.
+From top to bottom this file is the paper's algorithm: rollouts, penalised advantages, the loss, the statistics of the
+generation batch, one step of dual ascent. Sampling, saving and the measurement of time are in `trainers/`. Nothing of
+TRL is copied; docs/hooks.md lists the private hooks that these files use.
 
-- `_generate_and_score_completions` returns the rollouts with their advantages (B,); per-token advantages (B, T) are
-  the shape that TRL supports for subclasses, and the buffer's shuffle and split keep them aligned with the tokens.
-- When TRL has computed `old_per_token_logps` (the weights move within a generation batch), those are log π_train at
-  the trainer's weights when the batch was sampled, and the advantages are penalised right there. When it has not, the
-  weights stand still until the generation batch is used up, and the loss's own forward gives the same numbers: the
-  advantages are replaced between that forward and their first use. Either way there is no forward pass that TRL would
-  not make by itself. The trainer's weights are those that sampled, unless `weight_sync_steps` lets the engine's lag.
+- `_generate_and_score_completions` returns the rollouts with their advantages (B,). TRL supports per-token advantages
+  (B, T) for subclasses, and the buffer's shuffle and split keep them aligned with the tokens.
+- When TRL has computed `old_per_token_logps` (the weights change within a generation batch), these are log π_train at
+  the trainer's weights when the batch was sampled, and the advantages are penalised immediately. When it has not, the
+  weights stay the same until the generation batch is used up, and the loss's own forward gives the same numbers: the
+  advantages are replaced between that forward and their first use. In both cases there is no additional forward pass.
+  The trainer's weights are those that sampled, unless `weight_sync_steps` lets the engine's lag.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     )
     from trl import GRPOTrainer
 
-    # Imported where a form compares the policy with its quantized self: compressed-tensors takes 0.15 s.
+    # Imported only where a form compares the policy with its quantized self: compressed-tensors takes 0.15 s.
     from .quantization.two_sided import TwoSidedDivergence
     from .settings.reward_functions import RewardFunction
 
@@ -71,57 +71,59 @@ logger = get_logger(__name__)
 class DCGRPOTrainer(HubMixin, TimedTrainer):
     r"""GRPO under a constraint on the discrepancy between the training and the sampling engine (DC-GRPO).
 
-    Takes everything that [`~trl.GRPOTrainer`] takes, with [`DCGRPOConfig`] in place of `GRPOConfig`. The rollouts must
-    carry the log-probabilities of the sampled tokens: those of vLLM (`use_vllm=True`), of the in-process replica
-    (`deployment_scheme`), or of a `rollout_func` do. With `constraint="none"`, the default, the losses are TRL's:
-    bit for bit with `length_aware_batches=False`, otherwise to rounding; `recipe="paper"` is the paper's.
+    It takes the arguments of [`~trl.GRPOTrainer`], with [`DCGRPOConfig`] in place of `GRPOConfig`. The rollouts must
+    have the log-probabilities of the sampled tokens, as those of vLLM (`use_vllm=True`), of the in-process replica
+    (`deployment_scheme`) or of a `rollout_func` do. With `constraint="none"`, the default, the losses are TRL's: bit
+    for bit with `length_aware_batches=False`, otherwise up to rounding. `recipe="paper"` is the paper's method.
 
-    `train` leaves `history.jsonl`, `settings.json` and `run.png` in `args.output_dir`, and with `deployment_scheme`
-    `deployment/` too (what `vllm serve` takes), which `save_model` leaves beside the model: see `export_run`.
+    `train` writes `history.jsonl`, `settings.json` and `run.png` into `args.output_dir` and, with `deployment_scheme`,
+    `deployment/` for `vllm serve`, which `save_model` writes beside the model: see `export_run`.
 
     Args:
-        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the policy in training: a causal
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): policy to be trained: a causal
             language model, or its Hub id or directory, which is loaded with `args.model_init_kwargs`.
         reward_funcs (`Callable` or `str` or [`~transformers.PreTrainedModel`] or a `list` of them, *optional*):
-            functions that take prompts, completions and the data set's other columns, and return one reward for each
-            completion or `None`; or reward models. Their rewards are summed, by `args.reward_weights`. May be left
-            out where an environment gives the reward.
-        args (`DCGRPOConfig`, *optional*): by default `DCGRPOConfig` as it stands, as in TRL. Nothing is measured then,
-            unless a `rollout_func` returns log-probabilities.
+            functions that take prompts, completions and the data set's other columns, and return one reward or `None`
+            for each completion; or reward models. Their rewards are summed with `args.reward_weights`. They may be
+            omitted if an environment gives the reward.
+        args (`DCGRPOConfig`, *optional*): settings; by default those of `DCGRPOConfig`, as in TRL. Nothing is measured
+            then, unless a `rollout_func` returns log-probabilities.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*): rows with a `prompt`, plain
-            or conversational. May be left out where an environment gives the prompts; a stream needs
-            `args.max_steps`, and begins anew where it is shorter.
+            or conversational. It may be omitted if an environment gives the prompts. A stream needs `args.max_steps`,
+            and begins anew when it ends before.
         eval_dataset (the same, or several by name in a `dict` or [`~datasets.DatasetDict`], *optional*): held-out
             rows.
         processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
             tokenizer or processor, padding on the left; by default the model's.
         reward_processing_classes ([`~transformers.PreTrainedTokenizerBase`] or a `list` of them, *optional*):
             tokenizers of the reward models, in the order of `reward_funcs`; by default their own.
-        callbacks (`list` of [`~transformers.TrainerCallback`], *optional*): what goes on beside the training.
-        optimizers (`tuple` of optimizer and scheduler, defaults to `(None, None)`): by default those that `args`
-            describes.
-        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*): how a model that is given by name is
-            loaded, for QLoRA together with `peft_config`.
-        peft_config ([`~peft.PeftConfig`], *optional*): the adapter that is trained in place of the model.
+        callbacks (`list` of [`~transformers.TrainerCallback`], *optional*): further callbacks.
+        optimizers (`tuple` of optimizer and scheduler, defaults to `(None, None)`): optimizer and scheduler; by
+            default those that `args` describes.
+        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*): quantization of a model that is given
+            by name, for QLoRA together with `peft_config`.
+        peft_config ([`~peft.PeftConfig`], *optional*): adapter that is trained in place of the model.
         tools (`list` of `Callable`, *optional*): typed and documented functions that the policy may call while it
-            generates; what they return is not trained on.
-        rollout_func (`Callable`, *optional*): samples in place of an engine: takes prompts and the trainer, returns
-            `prompt_ids`, `completion_ids` and `logprobs`. Contradicts `deployment_scheme` without vLLM.
-        environment_factory (`Callable` or a `dict` of them by name, *optional*): makes an environment for each
-            rollout, whose methods are tools and which may give prompts and rewards.
+            generates; their output is not trained on.
+        rollout_func (`Callable`, *optional*): function that samples in place of an engine. It takes prompts and the
+            trainer, and returns `prompt_ids`, `completion_ids` and `logprobs`. It contradicts `deployment_scheme`
+            without vLLM.
+        environment_factory (`Callable` or a `dict` of them by name, *optional*): function that makes an environment
+            for each rollout; its methods are tools, and it may give prompts and rewards.
 
     Attributes:
         lagrange_multiplier (`LagrangeMultiplier`): λ; constant with `constraint="static"`.
-        form (`Form` or `None`): how λ enters the objective, see `dc_trl.constraint.forms`; `None` measures only.
-        correction (`Correction` or `None`): how rollouts are corrected, see `dc_trl.constraint.corrections`; `None`
-            takes them as they are.
-        replica (`Replica` or `None`): the engine that samples, when `deployment_scheme` is set.
+        form (`Form` or `None`): how λ enters the objective, see `dc_trl.constraint.forms`; with `None`, the
+            discrepancy is only measured.
+        correction (`Correction` or `None`): how rollouts are corrected, see `dc_trl.constraint.corrections`; with
+            `None`, they are not.
+        replica (`Replica` or `None`): in-process engine that samples, if `deployment_scheme` is set without vLLM.
         samples (`list[Sample]`): first, best and worst completion of the present generation batch, of all processes.
 
     Raises:
         TypeError: `args` is not a `DCGRPOConfig`, or another argument has the wrong type.
         ValueError: the constraint cannot be measured with these arguments, they contradict each other, or nothing
-            would be trained with them (docs/troubleshooting.md).
+            would be trained (see docs/troubleshooting.md).
 
     Example:
 
@@ -140,7 +142,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
 
     _tag_names: ClassVar = ["trl", "grpo", "dc-grpo"]
 
-    # TRL's own
+    # Attributes of TRL
     beta: float  # coefficient of the KL term
     loss_type: str
 
@@ -177,17 +179,17 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         self.correction = correction_of(args)
         self.lagrange_multiplier = LagrangeMultiplier.of(args)
         self._warned_of_drift = False
-        self._seen_first_batch = False  # of the present training
+        self._seen_first_batch = False  # in the present call of `train`
         self._statistics = {
             mode: BatchStatistics(args.batch_reduction, args.discrepancy_measure) for mode in ("train", "eval")
         }
-        # δ̄ of the present generation batch, from the time it is known to the update of λ at the batch's end.
+        # δ̄ of the present generation batch, from its measurement to the update of λ at the batch's end.
         self._mean_discrepancy: float | None = None
         # Rewards of the completions that were scored last, of all processes, shape (N, functions), NaN where there is
         # none: TRL's hook that computes them does not return them to the one that scores.
         self._rewards_per_func: Tensor
-        self._loss: _Loss | None = None  # the one that is being computed
-        self._evaluation_set = ""  # name of the one that is being evaluated, where there are several
+        self._loss: _Loss | None = None  # the loss that is being computed
+        self._evaluation_set = ""  # name of the evaluation set in use, if there are several
         self._two_sided: TwoSidedDivergence | None = None
         self.samples: list[Sample] = []
         super().__init__(
@@ -223,8 +225,8 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             raise TypeError(f"args is a {type(args).__name__}: DCGRPOTrainer needs a DCGRPOConfig.")
         if args.routing_replay and rollout_func is not None:
             raise ValueError(
-                "routing_replay=True needs the experts that the engine chose, and a rollout_func does not pass them "
-                "on: leave it out, or set routing_replay=False."
+                "routing_replay=True needs the experts that the engine chose, which a rollout_func does not return: "
+                "omit rollout_func, or set routing_replay=False."
             )
         scheme, needy = args.deployment_scheme, args.compared_by
         sharding = sharding_of(args)
@@ -281,7 +283,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         return self._rewards_per_func
 
     def _look_at_first_batch(self, rewards: Tensor, measured: bool) -> None:
-        """Warn at once of what would keep the whole run from learning, or from measuring, anything."""
+        """Warn if the first batch shows that the run cannot learn or measure anything."""
         one_by_one = self.args.multi_objective_aggregation == "normalize_then_sum"
         rewards = self._rewards_per_func.T if one_by_one else rewards.unsqueeze(0)
         warning = first_batch(
@@ -299,7 +301,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             )
 
     def _compare_rewards(self, batch: dict[str, Any], rewards: Tensor) -> None:
-        """Replace the advantages of a batch and drop groups from it, as `advantage_estimator` and so on say."""
+        """Apply `advantage_estimator` and `drop_zero_std_groups` to a batch."""
         args, training = self.args, self.model.training
         generations = self.num_generations if training else self.num_generations_eval
         count = len(batch["advantages"])
@@ -315,12 +317,18 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             self._drop_groups(batch, ~zero_std_groups(rewards, generations), local)
 
     def _drop_groups(self, batch: dict[str, Any], kept: Tensor, local: slice) -> None:
-        """Takes completions out of the loss. `kept` is of all processes, boolean; `local` are this one's."""
+        """Exclude completions from the loss.
+
+        Args:
+            batch: batch of this process, whose masks and normalisation are changed.
+            kept: completions of all processes that stay, boolean, shape (N,).
+            local: slice of `kept` that belongs to this process.
+        """
         for name in ("completion_mask", "tool_mask"):
             if name in batch:
                 batch[name] = batch[name] * kept[local].unsqueeze(1)
         batch["num_items_in_batch"] = self.accelerator.gather(_loss_mask(batch).sum()).sum()
-        # A mean over completions counts the dropped ones as zeros: those that stay weigh more.
+        # A mean over completions counts the dropped ones as zeros, so the others get a larger weight.
         over_completions = self.args.loss_type in MEAN_OVER_COMPLETIONS
         weight = len(kept) / kept.sum().clamp(min=1) if over_completions else torch.ones((), device=kept.device)
         batch["kept_weight"] = weight * kept.any()
@@ -332,8 +340,8 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         """Measure a batch, penalise its advantages, and count its tokens.
 
         Args:
-            batch: with the advantages of trajectories, which those of tokens replace.
-            train_logps: log π_train at the weights that sampled, shape (B, T); see `Form`.
+            batch: batch with the advantages of trajectories, which are replaced by those of tokens.
+            train_logps: log π_train at the weights that sampled, shape (B, T), nats; see `Form`.
         """
         tokens = _tokens_of(batch, train_logps, batch["advantages"])
         constrained = self._apply_form(tokens)
@@ -344,7 +352,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         weights = self._apply_correction(batch, tokens)
 
         if self.model.training and self._completed_passes() > 0:
-            return  # the same tokens at the same weights again
+            return  # the same tokens at the same weights were counted in the first pass
         penalty = None if constrained is None else constrained.penalty
         self._statistics["train" if self.model.training else "eval"].add(tokens, penalty, weights)
 
@@ -364,7 +372,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             return None
         weights = self.correction(tokens)
         if self.loss_type == "vespo":
-            batch["importance_sampling_ratio"] = weights  # which VESPO makes part of its ratio of a trajectory
+            batch["importance_sampling_ratio"] = weights  # VESPO multiplies its ratio of a trajectory by it
         else:
             batch["advantages"] = weights * tokens.token_advantages
         return weights
@@ -381,11 +389,11 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
     # --- the loss ---------------------------------------------------------------------------------------------------
 
     def _compute_loss(self, model, inputs):
-        # A copy: the buffered inputs come again when num_iterations > 1.
+        # A copy, because the buffered inputs are used again when num_iterations > 1.
         self._loss = _Loss(dict(inputs))
         weight = inputs["kept_weight"].item() if "kept_weight" in inputs else 1.0
-        # The weight goes to the terms that are a mean over completions, the policy's by its advantages and KL's by
-        # beta, and not to the sum: entropy bonus and auxiliary loss have means of their own.
+        # The weight applies to the terms that are means over completions, to the policy's through its advantages and
+        # to KL's through beta, and not to the sum: entropy bonus and auxiliary loss have other means.
         beta = self.beta
         self.beta = beta * weight
         try:
@@ -398,7 +406,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             loss = loss + self.lagrange_multiplier.value * term / accumulated
             mean = self.accelerator.gather(term.detach()).mean().item()
             self._metrics["train" if self.model.training else "eval"]["lagrangian/constraint_loss"].append(mean)
-        return loss if weight > 0 else loss * 0.0  # of a batch that is dropped whole nothing is learned
+        return loss if weight > 0 else loss * 0.0  # nothing is learned from a batch whose completions are all dropped
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         outputs = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
@@ -420,11 +428,11 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             return
         if "old_per_token_logps" not in inputs:
             self._constrain(inputs, train_logps)
-        elif self.form is not None:  # penalised when it was sampled; a term of the loss wants this forward's gradient
+        elif self.form is not None:  # advantages were penalised before; a term of the loss needs this gradient
             self._apply_form(_tokens_of(inputs, train_logps, inputs["trajectory_advantages"]))
 
     def get_gamma_weights(self, advantages, **kwargs):
-        # VESPO weighs a trajectory by the sign of its advantage, which a token's penalty must not turn.
+        # VESPO weighs a trajectory by the sign of its advantage, which a token's penalty must not change.
         assert self._loss is not None
         if "trajectory_advantages" in self._loss.inputs:
             advantages = self._loss.inputs["trajectory_advantages"].unsqueeze(1)
@@ -454,7 +462,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
 
     @timed("metrics")
     def _report(self, mode: str) -> None:
-        """Reduces the statistics over all processes and hands them to TRL's metrics."""
+        """Reduce the statistics over all processes and add them to TRL's metrics."""
         report = self._statistics[mode].reduce(self.accelerator.gather)
         if report is None:
             return
@@ -467,8 +475,8 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         mean = report.mean_discrepancy
         if mean is None:
             logger.warning(
-                f"rollout_correction={self.args.rollout_correction!r} has masked every token of this batch: it "
-                "teaches nothing, and λ stays as it is."
+                f"rollout_correction={self.args.rollout_correction!r} has masked every token: this batch is skipped, "
+                "λ unchanged."
             )
         metrics = batch_metrics(report, None if self.form is None else self.lagrange_multiplier)
         for name, metric in metrics.items():
@@ -478,7 +486,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             self._watch_lag(mean, metrics["discrepancy/k3_kl"])
 
     def _watch_lag(self, mean_discrepancy: float | None, k3: float) -> None:
-        """Asks for new weights where δ̄ has passed ε, and warns of a method that fails so far from its sampler."""
+        """Request new weights if δ̄ exceeds ε, and warn once if the method fails with such a mismatch."""
         tolerance = self.lagrange_multiplier.tolerance
         if self.args.weight_sync_trigger == "discrepancy" and (
             tolerance is None or mean_discrepancy is None or mean_discrepancy > tolerance
@@ -490,13 +498,13 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             logger.warning(warning)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        # Several evaluation sets, {"easy": …, "hard": …}, come here one by one as "eval_easy", "eval_hard".
+        # TRL evaluates several sets, {"easy": …, "hard": …}, one by one with the prefixes "eval_easy", "eval_hard".
         self._evaluation_set = metric_key_prefix.removeprefix("eval").lstrip("_")
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def log(self, logs, start_time=None):
         if not self.model.training:
-            # Over the whole evaluation: a mean of batch means would weigh the last, shorter batch too much.
+            # Reduced over the whole evaluation: a mean of batch means would weigh the last, shorter batch too much.
             self._report("eval")
             if self._evaluation_set:
                 # TRL calls the metrics of every evaluation set by the same names.
@@ -530,13 +538,13 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
 
 @dataclass
 class _Loss:
-    """The loss that is being computed: what TRL's method and the hook that it calls tell each other.
+    """The loss that is being computed: values shared by TRL's method and the hook that it calls.
 
     Args:
-        inputs: of the loss.
-        train_logps: log π_train of the loss's own forward, shape (B, T), with a gradient.
-        forward: computes them again.
-        term: what the form of the constraint adds to the loss, λ times.
+        inputs: inputs of the loss.
+        train_logps: log π_train of the loss's own forward, shape (B, T), nats, with a gradient.
+        forward: computes `train_logps` again.
+        term: term that the form of the constraint adds to the loss with the weight λ.
     """
 
     inputs: dict[str, Any]
@@ -550,5 +558,5 @@ def _tokens_of(batch: dict[str, Any], train_logps: Tensor, advantages: Tensor) -
 
 
 def _loss_mask(batch: dict[str, Any]) -> Tensor:
-    """Completion tokens that enter the loss: not those that a tool has written."""
+    """Return the mask of the completion tokens that enter the loss, without those that a tool has written."""
     return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]

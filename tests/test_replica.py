@@ -29,7 +29,7 @@ from dc_trl.quantization.fake_quantize import (
     round_to_float8,
     scaled_product,
 )
-from dc_trl.quantization.rounding import _unrounded
+from dc_trl.quantization.rounding import _with_late_rounding
 from dc_trl.quantization.schemes import SCHEMES, resolve_scheme
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.rollouts.replica import Replica
@@ -127,7 +127,7 @@ def test_queries_and_keys_are_rounded_once():
     query, key = torch.randn(2, 4, 9, 64).bfloat16(), torch.randn(2, 2, 9, 64).bfloat16()
     angles = torch.outer(torch.arange(9.0), 10000.0 ** (-torch.arange(0, 64, 2) / 64))
     plain = [value.bfloat16().double() for value in (angles.cos(), angles.sin())]
-    cos, sin = _unrounded(
+    cos, sin = _with_late_rounding(
         lambda: True, None, None, tuple(torch.cat([value.bfloat16()] * 2, -1)[None] for value in plain)
     )
     for mine, value in zip(apply_rotary_pos_emb(query, key, cos, sin), (query, key), strict=True):

@@ -1,4 +1,4 @@
-"""What is constrained: the discrepancy, its multiplier, advantages.
+"""The constraint: the discrepancy, its multiplier and the advantages.
 
-Pure functions of tensors and numbers; no TRL, no vLLM.
+These are pure functions of tensors and numbers, without TRL and vLLM.
 """

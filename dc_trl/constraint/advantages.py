@@ -1,7 +1,7 @@
-"""Advantages of the completions of one prompt, from their rewards: what TRL's group normalisation does not offer.
+"""Advantages from the rewards of a prompt's completions, by estimators that TRL's group normalisation does not offer.
 
-`rewards` has shape (N,): those of the `num_generations` completions of each prompt, one prompt after the other. It is
-NaN where no reward function could score a completion, which then counts nowhere.
+`rewards` has shape (N,). It holds the rewards of the `num_generations` completions of each prompt, one prompt after
+the other, and NaN where no reward function could score a completion, which then counts nowhere.
 """
 
 import torch
@@ -9,11 +9,12 @@ from torch import Tensor
 
 
 def total_rewards(rewards_per_func: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum of several reward functions.
+    """Return the weighted sum of several reward functions.
 
     Args:
-        rewards_per_func: shape (N, functions); NaN where a function does not apply.
-        weights: shape (functions,).
+        rewards_per_func: reward of each completion from each function, shape (N, functions); NaN where a function does
+            not apply.
+        weights: weight of each function, shape (functions,).
 
     Returns:
         Shape (N,); NaN where no function applies.
@@ -23,10 +24,10 @@ def total_rewards(rewards_per_func: Tensor, weights: Tensor) -> Tensor:
 
 
 def leave_one_out_advantages(rewards: Tensor, num_generations: int) -> Tensor:
-    """Reward minus the mean reward of the prompt's other completions (RLOO, arXiv 2402.14740).
+    """Return each reward minus the mean reward of the prompt's other completions (RLOO, arXiv 2402.14740).
 
     Returns:
-        Shape (N,); 0 where there is no reward or no other completion with one.
+        Shape (N,); 0 where a completion has no reward, or no other completion of its prompt has one.
     """
     groups = rewards.view(-1, num_generations)
     others = groups.isfinite().sum(-1, keepdim=True) - 1
@@ -35,7 +36,7 @@ def leave_one_out_advantages(rewards: Tensor, num_generations: int) -> Tensor:
 
 
 def zero_std_groups(rewards: Tensor, num_generations: int) -> Tensor:
-    """Completions whose prompt gave all its completions the same reward: there is nothing to prefer.
+    """Return which completions belong to a prompt whose completions all have the same reward.
 
     Returns:
         Boolean, shape (N,); true also where fewer than two of the completions have a reward.

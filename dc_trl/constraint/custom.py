@@ -1,4 +1,4 @@
-"""Functions of one's own in place of a named form or correction: `module:function`."""
+"""Users' own functions, named `module:function`, in place of a registered form or correction."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def is_custom(name: str) -> bool:
-    """Return whether a setting names a function of one's own, as `module:function`."""
+    """Return whether a setting names a user's own function, as `module:function`."""
     return ":" in name
 
 
@@ -15,10 +15,10 @@ def resolve(field: str, name: str, registered: Mapping[str, Callable[..., Any]],
     """Return the function that a setting names: a registered one, or one of the user's modules.
 
     Args:
-        field: the setting, for messages.
-        name: of a registered function, or `module:function`, where Python finds the module.
-        registered: the functions that have names.
-        arguments: by name, what the function is called with; its signature has to take them.
+        field: name of the setting, for messages.
+        name: name of a registered function, or `module:function` with a module that Python can import.
+        registered: registered functions by name.
+        arguments: keyword arguments that the function will be called with; its signature has to take them.
 
     Raises:
         ValueError: the name is unknown, the module cannot be imported, it has no such function, or the function does

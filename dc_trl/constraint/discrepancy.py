@@ -1,6 +1,6 @@
-"""How far apart two engines are on the same tokens: measures of a token's discrepancy, and the paper's penalty.
+"""Measures of the discrepancy of a token between two engines, and the paper's penalty.
 
-These are pure tensor functions; `dc_trl.sampled_tokens` says what their arguments stand for.
+These are pure tensor functions; `dc_trl.sampled_tokens` defines their arguments.
 """
 
 import torch
@@ -21,8 +21,8 @@ def token_discrepancy(train_logps: Tensor, infer_logps: Tensor, measure: Measure
             [0, e^20 − 1], the ratio clamped to e^±20; ``"log_prob"`` |log π_train − log π_inf| ≥ 0, in nats.
 
     Returns:
-        δ, elementwise, same shape, float32 (float64 if an input is float64), detached: no gradient ever flows through
-        it. NaN in, NaN out.
+        δ of each element, same shape, float32 (float64 if an input is float64), detached: no gradient ever flows
+        through it. It is NaN where an input is NaN.
 
     Raises:
         ValueError: the measure is unknown, or the shapes differ.
@@ -31,9 +31,10 @@ def token_discrepancy(train_logps: Tensor, infer_logps: Tensor, measure: Measure
 
 
 def signed_discrepancy(train_logps: Tensor, infer_logps: Tensor, measure: Measure = "prob_diff") -> Tensor:
-    """Return D of each token, whose absolute value is δ: it is positive where the training engine is more sure.
+    """Return the signed discrepancy D of each token, with δ = |D|; it is positive where π_train is the larger one.
 
-    Arguments and errors are those of `token_discrepancy`: π_train − π_inf, π_train/π_inf − 1, log π_train − log π_inf.
+    The measures are π_train − π_inf, π_train/π_inf − 1 and log π_train − log π_inf. Arguments and errors are those of
+    `token_discrepancy`.
     """
     require_choice("discrepancy_measure", measure, Measure)
     if train_logps.shape != infer_logps.shape:
@@ -45,7 +46,7 @@ def signed_discrepancy(train_logps: Tensor, infer_logps: Tensor, measure: Measur
     if measure == "prob_diff":
         return train.exp() - infer.exp()
     if measure == "prob_ratio":
-        # Bounded, so that one token that the engine cannot have sampled does not overflow the gradient of a batch.
+        # Bounded, so that a token that the engine can hardly have sampled does not overflow the gradient of a batch.
         return torch.expm1(bounded_log_ratio(train, infer))
     return train - infer
 
@@ -57,16 +58,16 @@ def discrepancy_penalty(
 
     Args:
         delta: δ of each token, shape (B, T).
-        scored: boolean, shape (B, T).
-        level: ``"token"``: each token carries its own; ``"sequence"``: each carries its trajectory's mean.
-        margin: tokens with δ ≤ margin are not penalised; those above carry all of it. At least 0.
-        coefficient: what a token carries, shape (B, T), of any sign; by default δ, the paper's form.
+        scored: which tokens count, boolean, shape (B, T).
+        level: ``"token"``: the penalty of a token is its own; ``"sequence"``: it is the mean of its trajectory.
+        margin: tokens with δ ≤ margin are not penalised; the penalty of the others is not reduced. At least 0.
+        coefficient: penalty of each token, shape (B, T), of any sign; by default δ, the paper's form.
 
     Returns:
         Shape (B, T), dtype of ``delta``, 0 at unscored tokens.
     """
     require_choice("discrepancy_level", level, Level)
-    carried = delta if coefficient is None else coefficient
+    penalty = delta if coefficient is None else coefficient
     if level == "sequence":
-        delta, carried = (trajectory_mean(value, scored).unsqueeze(-1).expand_as(value) for value in (delta, carried))
-    return carried.where(scored & (delta > margin), 0.0)
+        delta, penalty = (trajectory_mean(value, scored).unsqueeze(-1).expand_as(value) for value in (delta, penalty))
+    return penalty.where(scored & (delta > margin), 0.0)

@@ -1,11 +1,11 @@
-"""Forms of the constraint: how the discrepancy of tokens enters the objective, λ times.
+"""Forms of the constraint: how the discrepancy of tokens enters the objective with the weight λ.
 
 A form is a function of the sampled tokens and the measure. It returns a coefficient c for each token, and the trainer
 penalises the advantage with it: Ã = Â − λ·c. Below, π = π_train and q = π_inf are the probabilities of a sampled
 token, both detached, and D is their signed discrepancy: π − q, π/q − 1 or log π/q.
 
 ======================== ============================ ======================================================
-form                     c                            the gradient, by sampled tokens, of
+form                     c                            sampled tokens estimate the gradient of
 ======================== ============================ ======================================================
 ``injected``             δ = |D|                      E_π[δ] with δ held fixed (arXiv 2606.08779, eq. 8)
 ``quadratic``            D·∂D/∂π                      ½ Σ_a D(a)² (arXiv 2606.08779, appendix B)
@@ -15,12 +15,12 @@ form                     c                            the gradient, by sampled t
 ======================== ============================ ======================================================
 
 The tokens of a batch are samples of q, and without a correction their score functions have no weight π/q. So the
-gradient of ``log_ratio`` is exact. Those of the two forms above it hold for samples of π, and nearly where π is near
-q.
+gradient of ``log_ratio`` is exact. The gradients of the two forms above it are exact for samples of π, and nearly so
+where π is near q.
 
 In the last two, θ + Δ are the quantized weights and Δ is held fixed: the gradient passes straight through rounding.
 
-A function of one's own has the signature of `quadratic` and is named `module:function`; docs/own_form.md shows one.
+A user's own function has the signature of `quadratic` and is named `module:function`; docs/own_form.md shows one.
 """
 
 from collections.abc import Callable
@@ -34,20 +34,20 @@ from .discrepancy import discrepancy_penalty, signed_discrepancy, token_discrepa
 from .settings import TWO_SIDED, ConstraintSettings, Measure
 
 
-# Below it a probability counts as this much where it is divided by: 1/q and 1/π of rare tokens have no bound, and one
-# such token would outweigh a batch. The gradient is exact for tokens above it.
+# Least probability that anything is divided by: 1/q and 1/π of rare tokens have no bound, and one such token would
+# outweigh a batch. The gradient is exact for tokens above it.
 PROBABILITY_FLOOR = 1e-3
 
 
 class Constrained(NamedTuple):
-    """What a form makes of a micro-batch.
+    """Result of a form for a micro-batch.
 
     Args:
-        advantages: of each token, shape (B, T).
-        penalty: what λ was multiplied with in them, shape (B, T), 0 at unscored tokens; for the statistics. None where
-            the form leaves the advantages alone.
-        loss: term that is added to the loss λ times, a scalar with a gradient, as a mean over the micro-batch; None
-            where the form acts through the advantages alone, and before the loss is computed.
+        advantages: advantage of each token, shape (B, T).
+        penalty: what λ was multiplied with in the advantages, shape (B, T), 0 at unscored tokens; for the statistics.
+            None where the form does not change the advantages.
+        loss: term that is added to the loss with the weight λ, a scalar with a gradient, as a mean over the
+            micro-batch; None where the form acts through the advantages alone, and before the loss is computed.
     """
 
     advantages: Tensor
@@ -62,9 +62,9 @@ class Form(Protocol):
         """Constrain a micro-batch.
 
         Args:
-            tokens: with log π_train from before the first optimizer step on the batch where advantages are penalised,
-                and of the loss's own forward, with a gradient, where the loss is computed. The advantages are those
-                of trajectories, shape (B,).
+            tokens: sampled tokens. Where advantages are penalised, their log π_train is from before the first
+                optimizer step on the batch; where the loss is computed, it is from the loss's own forward, with a
+                gradient. The advantages are those of trajectories, shape (B,).
             multiplier: λ ≥ 0.
         """
 
@@ -81,8 +81,8 @@ def injected(tokens: SampledTokens, measure: Measure) -> Tensor:
 def quadratic(tokens: SampledTokens, measure: Measure) -> Tensor:
     """Return D·∂D/∂π: the score function's coefficient in the gradient of ½ Σ_a D(a)² (arXiv 2606.08779, appendix B).
 
-    π − q for the difference, (π/q − 1)/q for the ratio, log(π/q)/π for the logarithm. The divisors are at least 1e-3,
-    and log π/q is clamped to ±20.
+    It is π − q for the difference, (π/q − 1)/q for the ratio and log(π/q)/π for the logarithm. The divisors are at
+    least 1e-3, and log π/q is clamped to ±20.
     """
     gap = signed_discrepancy(tokens.train_logps, tokens.infer_logps, measure)
     train, infer = tokens.detached_logps
@@ -94,11 +94,11 @@ def quadratic(tokens: SampledTokens, measure: Measure) -> Tensor:
 
 
 def log_ratio(tokens: SampledTokens, measure: Measure) -> Tensor:
-    """Return log π/q, clamped to ±20, whatever the measure: exact for the gradient of ½ E_q[(log π/q)²].
+    """Return log π/q, clamped to ±20, for every measure. It gives the exact gradient of ½ E_q[(log π/q)²].
 
-    Its kin is the squared log ratio of Kimi k1.5 (arXiv 2501.12599). Near q it is also the gradient of KL(π ‖ q), of
-    which each token has the weight π/q besides, and which other trainers subtract with a fixed weight (`kl_tau` of
-    prime-rl). At a KL of 0.03 nats the two differ by a third.
+    The squared log ratio of Kimi k1.5 (arXiv 2501.12599) is related. Near q this is also the gradient of KL(π ‖ q),
+    in which each token has the additional weight π/q, and which other trainers subtract with a fixed weight (`kl_tau`
+    of prime-rl). At a KL of 0.03 nats the two differ by a third.
     """
     return bounded_log_ratio(*tokens.detached_logps)
 
@@ -109,20 +109,20 @@ COEFFICIENTS: dict[str, Coefficient] = {"injected": injected, "quadratic": quadr
 def through_advantages(coefficient: Coefficient, settings: ConstraintSettings) -> Form:
     """Return a form that acts through the advantages: Ã = Â − λ·coefficient.
 
-    The settings say which measure δ and D have, whether a token carries its own coefficient or its trajectory's mean,
-    and the δ up to which a token is not penalised (see `discrepancy_penalty`).
+    The settings give the measure of δ and D, whether a token has its own coefficient or its trajectory's mean, and the
+    δ up to which a token is not penalised (see `discrepancy_penalty`).
     """
 
     def form(tokens: SampledTokens, multiplier: float) -> Constrained:
         delta = token_discrepancy(tokens.train_logps, tokens.infer_logps, settings.discrepancy_measure)
-        carried = coefficient(tokens, measure=settings.discrepancy_measure)
-        if carried.shape != delta.shape:
+        coefficients = coefficient(tokens, measure=settings.discrepancy_measure)
+        if coefficients.shape != delta.shape:
             raise ValueError(
-                f"constraint_form={settings.constraint_form!r} returned shape {tuple(carried.shape)} for tokens of "
-                f"shape {tuple(delta.shape)}: return a coefficient for each token."
+                f"constraint_form={settings.constraint_form!r} returned shape {tuple(coefficients.shape)} for tokens "
+                f"of shape {tuple(delta.shape)}: return a coefficient for each token."
             )
         penalty = discrepancy_penalty(
-            delta, tokens.scored, settings.discrepancy_level, settings.discrepancy_margin, carried
+            delta, tokens.scored, settings.discrepancy_level, settings.discrepancy_margin, coefficients
         )
         return Constrained(tokens.token_advantages - multiplier * penalty, penalty)
 
@@ -132,11 +132,12 @@ def through_advantages(coefficient: Coefficient, settings: ConstraintSettings) -
 def two_sided(divergence: Callable[[], Tensor]) -> Form:
     """Return a form that acts through the loss: λ times the mean divergence of the policy from its quantized self.
 
-    A sampler that is quantized anew from each step's weights follows them: what pulls π_θ alone towards it moves both.
-    So the gradient flows through both. The form is ours.
+    A sampler that is quantized anew at each step follows the weights: a pull of π_θ alone towards it moves both. So
+    the gradient flows through both. The form is ours.
 
     Args:
-        divergence: of each token at the inputs of the present loss, shape (B, T), with a gradient.
+        divergence: returns the divergence of each token at the inputs of the present loss, shape (B, T), with a
+            gradient.
     """
 
     def form(tokens: SampledTokens, multiplier: float) -> Constrained:
@@ -152,9 +153,9 @@ def coefficient_of(settings: ConstraintSettings) -> Coefficient:
     """Return the coefficient that `constraint_form` names.
 
     Raises:
-        ValueError: it names none; see `resolve`.
+        ValueError: it does not name a form; see `resolve`.
     """
-    named = dict.fromkeys(TWO_SIDED, injected) | COEFFICIENTS  # two-sided forms have no coefficient, and valid names
+    named = dict.fromkeys(TWO_SIDED, injected) | COEFFICIENTS  # two-sided names are valid, but have no coefficient
     return resolve("constraint_form", settings.constraint_form, named, measure=settings.discrepancy_measure)
 
 
@@ -162,7 +163,8 @@ def form_of(settings: ConstraintSettings, divergence: Callable[[], Tensor] | Non
     """Return the form that the settings ask for; None where the discrepancy is only measured (`constraint="none"`).
 
     Args:
-        divergence: of the two-sided forms, see `two_sided`.
+        settings: settings of the constraint.
+        divergence: divergence for the two-sided forms, see `two_sided`.
     """
     if settings.constraint == "none":
         return None

@@ -10,14 +10,17 @@ from ..settings.ranges import AT_LEAST_0, COUNT
 from .settings import ConstraintSettings
 
 
-# Generation batches that `tolerance="auto"` observes: the spread of ten is known to about a quarter.
+# Generation batches that `tolerance="auto"` observes: ten give the standard deviation to about a quarter.
 AUTO_BATCHES = 10
-# Probability that ε is above δ̄ of a healthy batch: one in forty exceeds it by chance.
+# Probability that δ̄ of a healthy batch stays below ε: one in forty exceeds it by chance.
 TOLERANCE_PROBABILITY = 0.975
 
 
 def student_quantile(freedom: int) -> float:
-    """The 97.5 % point of Student's t with `freedom` ≥ 1 degrees of freedom (Abramowitz and Stegun, 26.7.3–4)."""
+    """Return the 97.5 % point of Student's t with `freedom` ≥ 1 degrees of freedom.
+
+    It follows Abramowitz and Stegun, 26.7.3–4.
+    """
     odd = freedom % 2
     log_scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(math.pi * freedom) / 2
     # Above 0 the distribution function is concave, so Newton's steps from the normal quantile rise to t from below.
@@ -40,37 +43,38 @@ def student_quantile(freedom: int) -> float:
 
 
 def tolerance_deviations(freedom: int, batches: float) -> float:
-    """Standard deviations of δ̄ that ε stands above its mean: t·√(1 + 1/n), a one-sided 97.5 % prediction bound.
+    """Return t·√(1 + 1/n), the standard deviations between the mean of δ̄ and ε: a one-sided 97.5 % prediction bound.
 
     Args:
         freedom: degrees of freedom of the standard deviation, at least 1.
-        batches: how many independent batches n the mean rests on, above 0.
+        batches: number n of independent batches behind the mean, above 0.
     """
     return student_quantile(freedom) * math.sqrt(1 + 1 / batches)
 
 
 def proposed_tolerance(batch_discrepancies: Sequence[float]) -> float:
-    """ε from what the engines do to each other while all is well: the mean of δ̄ plus t·√(1 + 1/n) deviations.
+    """Return ε from the discrepancies of healthy batches: the mean of δ̄ plus t·√(1 + 1/n) standard deviations.
 
-    t is the 97.5 % point of Student's t with n − 1 degrees of freedom, the deviation the standard deviation over
-    n − 1: for n = 10 the two factors make 2.37, for many batches 1.96. The rule is ours; the papers state values only.
+    t is the 97.5 % point of Student's t with n − 1 degrees of freedom, and the standard deviation has the divisor
+    n − 1: for n = 10 the product of both factors is 2.37, for many batches 1.96. The rule is ours; the papers state
+    values only.
 
-    *What it promises*: δ̄ of a further healthy batch is above ε with a probability of 2.5 %, one in forty. λ falls
-    back after it, while a lasting rise moves λ at once. This is exact for independent, normally distributed δ̄, the
-    chance in the n batches included: the ε of one run is exceeded more often or less, as its n batches were. A δ̄ that
-    is skewed to the right exceeds it more often: 3.3 %, 4.1 % or 6.4 % where it is log-normal with n = 10 and its
-    logarithm scatters by 0.1, 0.2 or 0.6 (400,000 simulations of each).
+    δ̄ of a further healthy batch is above ε with a probability of 2.5 %, one in forty. λ falls back after such a
+    batch, while a lasting rise moves λ at once. The probability is exact for independent, normally distributed δ̄, as
+    a mean over the n batches that ε was computed from: the ε of a single run may be exceeded more or less often. A δ̄
+    that is skewed to the right exceeds ε more often: 3.3 %, 4.1 % or 6.4 % where it is log-normal with n = 10 and the
+    standard deviation of its logarithm is 0.1, 0.2 or 0.6 (400,000 simulations of each).
 
     Args:
-        batch_discrepancies: δ̄ of n independent generation batches, in units of the measure, n ≥ 2. They have to be of
-            the size that the run uses: the spread falls with the number of prompts in a batch.
+        batch_discrepancies: δ̄ of n independent generation batches, in units of the measure, n ≥ 2. They must have the
+            size that the run uses, because the spread falls with the number of prompts in a batch.
 
     Raises:
-        ValueError: fewer than two batches.
+        ValueError: there are fewer than two batches.
     """
     n = len(batch_discrepancies)
     if n < 2:
-        raise ValueError(f"{n} batch(es) have no spread: measure at least two.")
+        raise ValueError(f"{n} batch(es) have no standard deviation: measure at least two.")
     spread = statistics.stdev(batch_discrepancies)
     return statistics.fmean(batch_discrepancies) + tolerance_deviations(n - 1, n) * spread
 
@@ -78,21 +82,21 @@ def proposed_tolerance(batch_discrepancies: Sequence[float]) -> float:
 class LagrangeMultiplier:
     """Multiplier λ of the discrepancy constraint δ̄ ≤ ε, moved by projected dual ascent (arXiv 2606.08779, eqs. 9–11).
 
-    After iteration k:  λ_{k+1} = Π_[λ_min, λ_max]( λ_k + η_λ (δ̄_k − ε) ),  where δ̄_k is the mean discrepancy of the
+    After iteration k, λ_{k+1} = Π_[λ_min, λ_max]( λ_k + η_λ (δ̄_k − ε) ), where δ̄_k is the mean discrepancy of the
     iteration, or of the last ``window`` iterations (the paper's dynamic buffer).
 
     Args:
         init: λ_0, within [minimum, maximum].
         lr: step size η_λ ≥ 0 of the dual ascent, in units of λ per unit of discrepancy.
-        tolerance: ε ≥ 0, the mean discrepancy up to which the policy explores freely. ``"auto"``: λ rests for the
-            first ten iterations, and `proposed_tolerance` of their δ̄ is ε from then on.
+        tolerance: ε ≥ 0, the mean discrepancy up to which the policy explores freely. With ``"auto"``, λ stays
+            unchanged for the first ten iterations, and `proposed_tolerance` of their δ̄ is ε from then on.
         minimum: λ_min ≥ 0.
-        maximum: λ_max ≥ λ_min. The penalty only ever pushes sampled tokens down, which can raise the discrepancy
-            itself, so an unbounded λ can run away.
-        window: iterations that δ̄ is averaged over, ≥ 1.
+        maximum: λ_max ≥ λ_min. The paper's penalty only pushes sampled tokens down, which can itself raise the
+            discrepancy, so an unbounded λ can run away.
+        window: number of iterations that δ̄ is averaged over, ≥ 1.
 
     Attributes:
-        tolerance (`float` or `None`): ε; `None` as long as ``"auto"`` has not found it.
+        tolerance (`float` or `None`): ε; `None` until ``"auto"`` has found it.
 
     Raises:
         ValueError: a value is out of its range; the message names it.
@@ -124,12 +128,12 @@ class LagrangeMultiplier:
         self.maximum = maximum
         self._value = float(init)
         self._recent: deque[float] = deque(maxlen=window)
-        # δ̄ of the iterations that decide ε; None where it is given.
+        # δ̄ of the iterations that ε is computed from; None where ε is given.
         self._observed: list[float] | None = [] if fixed is None else None
 
     @classmethod
     def of(cls, settings: ConstraintSettings) -> Self:
-        """Return a new multiplier at `lambda_init`; it stays there where nobody updates it (`constraint="static"`)."""
+        """Return a new multiplier at `lambda_init`, where it stays unless it is updated (`constraint="static"`)."""
         return cls(
             init=settings.lambda_init,
             lr=settings.lambda_lr,
@@ -141,11 +145,11 @@ class LagrangeMultiplier:
 
     @property
     def value(self) -> float:
-        """Current λ."""
+        """The present λ."""
         return self._value
 
     def update(self, mean_discrepancy: float) -> float:
-        """One step of dual ascent from the mean discrepancy δ̄_k of an iteration; returns the new λ.
+        """Take one step of dual ascent from the mean discrepancy δ̄_k of an iteration, and return the new λ.
 
         Raises:
             ValueError: ``mean_discrepancy`` is negative or not finite. An iteration without a scored token has no mean
@@ -168,14 +172,14 @@ class LagrangeMultiplier:
         return self._value
 
     def state_dict(self) -> dict[str, Any]:
-        """λ, the window's discrepancies and those that decide ε, as JSON-compatible values.
+        """Return λ, the window's discrepancies and those that ε is computed from, as JSON-compatible values.
 
-        The settings belong to the constructor.
+        The settings are not part of the state; they are passed to the constructor.
         """
         return {"value": self._value, "recent": list(self._recent), "observed": self._observed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``; λ is projected onto the present bounds, the window keeps what fits."""
+        """Continue from ``state_dict()``. λ is projected onto the present bounds, and the window keeps its latest."""
         value = float(state_dict["value"])
         if not math.isfinite(value):
             raise ValueError(f"state_dict['value']={value!r} is not finite: the state is corrupt.")

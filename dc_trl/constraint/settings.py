@@ -14,12 +14,12 @@ Reduction = Literal["sequence", "token"]
 Constraint = Literal["none", "static", "lagrangian"]
 # Forms that compare the policy with its quantized self, in the loss.
 TWO_SIDED = ("two_sided_kl", "two_sided_l1")
-# Forms that push down each sampled token that differs, whichever engine gives it more.
+# Forms that push down each sampled token that differs, whichever engine gives it the larger probability.
 PUSHES = ("injected",)
 if TYPE_CHECKING:
     Tolerance = float | Literal["auto"]
 else:
-    # What TrlParser reads a field of several types as; `DCGRPOConfig` makes the number.
+    # TrlParser reads a field of several types as text; `DCGRPOConfig` converts it to a number.
     Tolerance = str
 
 
@@ -117,13 +117,14 @@ class ConstraintSettings:
     def compared_by(self) -> str | None:
         """The field that makes the trainer act on the difference of the engines; None where nothing does.
 
-        It needs the rollouts' log-probabilities, and an engine that samples from the policy's distribution.
+        Such a setting needs the rollouts' log-probabilities, and an engine that samples from the policy's
+        distribution.
         """
         return next((name for name in ("constraint", "rollout_correction") if getattr(self, name) != "none"), None)
 
     @property
     def comparison(self) -> str:
-        """`compared_by` with its value, for messages."""
+        """`compared_by` with its value, for messages; empty where it is None."""
         return "" if self.compared_by is None else f"{self.compared_by}={getattr(self, self.compared_by)!r}"
 
 

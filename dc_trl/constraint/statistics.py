@@ -1,7 +1,7 @@
-"""The mismatch of many tokens: micro-batches and processes are added as sums, and each mean is taken once, at the end.
+"""Statistics of the mismatch over micro-batches and processes, which are added as sums before any mean is taken.
 
 A mean of means would weigh a short micro-batch like a long one. The sums are in float64. The symbols are those of
-`dc_trl.constraint.discrepancy`.
+`dc_trl.sampled_tokens`.
 """
 
 import math
@@ -27,7 +27,7 @@ class BatchStatistics:
 
     Args:
         reduction: how the batch discrepancy δ̄ is averaged, see `discrepancy_sums`.
-        measure: of δ, see `token_discrepancy`.
+        measure: measure of δ, see `token_discrepancy`.
     """
 
     def __init__(self, reduction: Reduction = "sequence", measure: Measure = "prob_diff"):
@@ -41,9 +41,10 @@ class BatchStatistics:
         """Add a micro-batch.
 
         Args:
-            tokens: of the micro-batch.
+            tokens: sampled tokens of the micro-batch.
             penalty: what λ multiplied, shape (B, T), 0 at unscored tokens; None without a constraint.
-            weights: of a correction, shape (B, T); None without one. Tokens with a weight of 0 are not in δ̄.
+            weights: weights of a correction, shape (B, T); None without one. Tokens with a weight of 0 do not count in
+                δ̄.
         """
         train_logps, infer_logps, scored, _ = tokens
         delta = token_discrepancy(train_logps, infer_logps, self._measure)
@@ -62,7 +63,9 @@ class BatchStatistics:
         self._sums = combine_sums([self._sums, sums])
 
     def reduce(self, gather: Callable[[Tensor], Tensor]) -> "MismatchReport | None":
-        """Return what all processes added since the last call; None where nothing was. Every process has to call it.
+        """Return a report of what all processes added since the last call; None where this process added nothing.
+
+        Every process has to call it.
 
         Args:
             gather: concatenates tensors of shape (1, n) of all processes into (processes, n), as accelerate's does.
@@ -77,17 +80,17 @@ class BatchStatistics:
         return MismatchReport({name: value.item() for name, value in sums.items()}, ratios)
 
     def clear(self) -> None:
-        """Forget what was added."""
+        """Discard what was added."""
         self._sums = {}
 
 
 class MismatchReport:
-    """Means of the tokens that `BatchStatistics` has seen.
+    """Means over the tokens that `BatchStatistics` has added.
 
     Args:
-        sums: of `mismatch_sums` and `discrepancy_sums`; with "penalty" and "penalized" where there is a constraint,
-            and what a correction adds where there is one.
-        ratios: of `ratio_counts`; None without a correction.
+        sums: results of `mismatch_sums` and `discrepancy_sums`; also "penalty" and "penalized" where there is a
+            constraint, and the sums of a correction where there is one.
+        ratios: sum of `ratio_counts`; None without a correction.
     """
 
     def __init__(self, sums: Mapping[str, float], ratios: Tensor | None = None):
@@ -96,7 +99,7 @@ class MismatchReport:
 
     @property
     def tokens(self) -> int:
-        """Scored tokens. Without any, nothing below is defined."""
+        """Number of scored tokens. If it is 0, nothing below is defined."""
         return int(self._sums["tokens"])
 
     @property
@@ -107,11 +110,11 @@ class MismatchReport:
 
     @property
     def penalizes(self) -> bool:
-        """Whether advantages were penalised: the next two are defined."""
+        """Whether advantages were penalised, so that `mean_penalty` and `penalized_fraction` are defined."""
         return "penalty" in self._sums
 
     def mean_penalty(self, multiplier: float) -> float:
-        """λ times what it multiplied, per scored token."""
+        """Return the mean over scored tokens of λ times the penalty."""
         return multiplier * self._sums["penalty"] / self._sums["tokens"]
 
     @property
@@ -120,9 +123,9 @@ class MismatchReport:
         return self._sums["penalized"] / self._sums["tokens"]
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of `mismatch_metrics`, and δ̄ as "mean".
+        """Return the metrics of `mismatch_metrics`, and δ̄ as "mean".
 
-        With a correction also "mean_all": what δ̄ would be with the tokens that it has masked.
+        With a correction there is also "mean_all", which is δ̄ with the masked tokens included.
         """
         metrics, mean = mismatch_from_sums(self._sums), self.mean_discrepancy
         if mean is not None:
@@ -132,7 +135,7 @@ class MismatchReport:
         return metrics
 
     def correction_metrics(self) -> dict[str, float]:
-        """Return what a correction did to the scored tokens, and how their ratios are distributed; {} without one."""
+        """Return the masked fraction, the mean weight and the quantiles of the ratio; {} without a correction."""
         if self._ratios is None:
             return {}
         tokens = self._sums["tokens"]
@@ -141,10 +144,10 @@ class MismatchReport:
 
 
 def batch_metrics(report: MismatchReport, multiplier: LagrangeMultiplier | None) -> dict[str, float]:
-    """Return what a batch logs, by the names of docs/metrics.md.
+    """Return the metrics of a batch, by the names of docs/metrics.md.
 
     Args:
-        report: of a batch with scored tokens.
+        report: report of a batch with scored tokens.
         multiplier: λ that the batch was penalised with; None where the discrepancy is only measured.
     """
     metrics = {f"discrepancy/{name}": value for name, value in report.metrics().items()}
@@ -169,14 +172,15 @@ def _accumulator(tensor: Tensor) -> torch.dtype:
 
 
 def discrepancy_sums(delta: Tensor, scored: Tensor, reduction: Reduction = "sequence") -> dict[str, Tensor]:
-    """Numerator and denominator of the batch discrepancy δ̄ (arXiv 2606.08779, eq. 11).
+    """Return numerator and denominator of the batch discrepancy δ̄ (arXiv 2606.08779, eq. 11).
 
     Args:
-        delta, scored: shape (B, T).
+        delta: δ of each token, shape (B, T).
+        scored: which tokens count, boolean, shape (B, T).
         reduction: ``"sequence"``: mean over trajectories of their token means; ``"token"``: mean over all tokens.
 
     Returns:
-        ``{"discrepancy_sum", "discrepancy_count"}``, scalars. A trajectory without a scored token counts nowhere.
+        "discrepancy_sum" and "discrepancy_count", scalars. A trajectory without a scored token counts nowhere.
     """
     require_choice("batch_reduction", reduction, Reduction)
     delta = delta.to(_accumulator(delta))
@@ -188,14 +192,14 @@ def discrepancy_sums(delta: Tensor, scored: Tensor, reduction: Reduction = "sequ
 
 
 def mismatch_sums(train_logps: Tensor, infer_logps: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Sums of what `mismatch_metrics` takes, from which `mismatch_from_sums` computes its metrics.
+    """Return the sums from which `mismatch_from_sums` computes metrics; the arguments are those of `mismatch_metrics`.
 
     Returns:
         Scalars by name. All combine by addition, except those whose name ends in ``_max`` (see `combine_sums`).
     """
     scored = scored_tokens(mask, train_logps, infer_logps)
     dtype = _accumulator(train_logps)
-    # Zeros at unscored tokens: in the log-probabilities so that nothing below overflows, and in each sum.
+    # Unscored tokens are 0 in the log-probabilities, so that nothing below overflows, and in each sum.
     train = train_logps.detach().to(dtype).where(scored, 0.0)
     infer = infer_logps.detach().to(dtype).where(scored, 0.0)
     log_ratio = train - infer
@@ -210,7 +214,7 @@ def mismatch_sums(train_logps: Tensor, infer_logps: Tensor, mask: Tensor) -> dic
     has_tokens = scored.any(-1)
     # log ppl_train − log ppl_inf of a trajectory is the mean of b − a over its tokens.
     log_ppl_gap = trajectory_mean(-log_ratio, scored)
-    # The sum is what is clamped here, as in verl: a bound on each token would not bound a long trajectory.
+    # The sum is clamped, as in verl: a bound on each token would not bound a long trajectory.
     trajectory_log_ratio = log_ratio.sum(-1).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
     def over_trajectories(value: Tensor) -> Tensor:
@@ -240,7 +244,7 @@ def mismatch_sums(train_logps: Tensor, infer_logps: Tensor, mask: Tensor) -> dic
 
 
 def combine_sums(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
-    """Sums of several micro-batches or processes as one: added, or the largest for names ending in ``_max``."""
+    """Return the sums of several micro-batches or processes added up; of names in ``_max``, return the largest."""
     combined: dict[str, Value] = {}
     for part in parts:
         for name, value in part.items():
@@ -254,12 +258,12 @@ def combine_sums(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
 
 
 def _larger(first: Value, second: Value) -> Value:
-    # Python's max asks which is larger, for which the host waits for the device.
+    # Python's max compares on the host, which would wait for the device.
     return torch.maximum(first, second) if isinstance(first, Tensor) else max(first, second)
 
 
 def mismatch_from_sums(sums: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of `mismatch_metrics` from the sums of `mismatch_sums`; NaN where a metric is undefined."""
+    """Return the metrics of `mismatch_metrics` from the sums of `mismatch_sums`; NaN where a metric is undefined."""
     n, trajectories = sums["tokens"], sums["trajectories"]
     if n == 0:
         return dict.fromkeys(METRICS, math.nan)
@@ -268,7 +272,7 @@ def mismatch_from_sums(sums: Mapping[str, float]) -> dict[str, float]:
         return sums[xy] / n - sums[x] / n * sums[y] / n
 
     variance_p, variance_q = covariance("p2", "p", "p"), covariance("q2", "q", "q")
-    # Below this a variance is the rounding of the subtraction, not a spread.
+    # A smaller variance is the rounding error of the subtraction.
     spread = min(variance_p, variance_q) > 1e-14
     gap_variance = (sums["gap2"] - sums["gap"] ** 2 / n) / (n - 1) if n > 1 else math.nan
     values = (
@@ -305,7 +309,7 @@ METRICS = (
 
 
 def mismatch_metrics(train_logps: Tensor, infer_logps: Tensor, mask: Tensor) -> dict[str, float]:
-    """Mismatch between two engines on the same tokens, under verl's names so that runs can be compared.
+    """Return metrics of the mismatch between two engines on the same tokens, under verl's names for comparison.
 
     With a = log π_train, b = log π_inf, d = a − b, ⟨·⟩ the mean over scored tokens, x̄_i a trajectory's token mean and
     E_i the mean over trajectories that have a scored token:
@@ -323,15 +327,15 @@ def mismatch_metrics(train_logps: Tensor, infer_logps: Tensor, mask: Tensor) -> 
     ``ess``              1/⟨(w/⟨w⟩)²⟩, w = e^d                  effective sample size, as a fraction in (0, 1]
     ==================== ====================================== ============================================
 
-    ``log_ppl_abs_diff`` is a mean over trajectories, as verl computes it, where equation 7 of that paper prints a sum:
-    so it does not grow with the batch, and N times it is the sum over N trajectories.
+    ``log_ppl_abs_diff`` is a mean over trajectories, as verl computes it, and so does not grow with the batch. In that
+    paper equation 7 is a sum, which is N times this mean for N trajectories.
 
     Args:
         train_logps, infer_logps: log π_train and log π_inf of the sampled tokens, shape (B, T), nats.
         mask: nonzero at the tokens that enter the loss, shape (B, T).
 
     Returns:
-        Metric name → value. All NaN when no token is scored: nothing was measured.
+        Metric name → value; all values are NaN when no token is scored.
     """
     sums = mismatch_sums(train_logps, infer_logps, mask)
     return mismatch_from_sums({name: value.item() for name, value in sums.items()})

@@ -1,27 +1,27 @@
-"""From which mismatch on something is said or done: one constant for each threshold, in nats of `discrepancy/k3_kl`.
+"""Thresholds of the mismatch for warnings, verdicts and advice, in nats of `discrepancy/k3_kl`.
 
-All are findings of docs/study.md, whose models are tiny. docs/which_one.md says what to do on either side of them, and
-the warnings of a run, its verdict and the advice of a calibration read them from here.
+All are findings of docs/study.md, whose models are tiny. docs/which_one.md says what to do on either side of each. The
+warnings of a run, its verdict and the advice of a calibration use these constants.
 """
 
 from .custom import is_custom
 from .settings import PUSHES, TWO_SIDED, ConstraintSettings
 
 
-# A sampler in step, in which only the number format differs: up to here no remedy was seen to help (FP8, INT4, INT3).
+# With a sampler in step, which differs only by its number format, no remedy helped below this (FP8, INT4, INT3).
 NO_REMEDY_IN_STEP = 5e-3
-# From here on PPO's clip against such a sampler cost accuracy (INT4).
+# Above this, PPO's clip against a sampler in step cost accuracy (INT4).
 CLIP_COSTS_IN_STEP = 1e-3
-# From here on signed forms undid the training there (INT3).
+# Above this, signed forms undid the training with a sampler in step (INT3).
 PULLS_HARM_IN_STEP = 3e-3
-# A sampler whose weights lag: from here on GRPO lost 8 to 10 points on the mean.
+# Above this, with a sampler whose weights lag, GRPO lost 8 to 10 points on the mean.
 LAG_COSTS = 2e-3
-# Here the sampler is another policy: each run of GRPO beyond it, with a lag or in two bits, lost 8 points or more.
+# Above this, each run of GRPO, with a lag or in two bits, lost 8 points or more: the sampler is another policy.
 FAR = 1e-2
 
 
 def reading(k3: float, may_lag: bool) -> str:
-    """Return what a k3 means for plain GRPO, and what to do about it: a clause that goes on after the number.
+    """Return what a k3 means for plain GRPO and what to do about it, as a clause that follows the number.
 
     Args:
         k3: KL(π_inf ‖ π_train) by the k3 estimator, nats.
@@ -43,18 +43,18 @@ def reading(k3: float, may_lag: bool) -> str:
 
 
 def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool, clips: bool = False) -> str | None:
-    """Return a warning of a method that led our runs to little reward so far from their sampler; None for the others.
+    """Return a warning if the method of a run lost reward in our runs with such a mismatch; otherwise None.
 
     Args:
-        settings: whose constraint and correction act on the run.
+        settings: constraint and correction of the run.
         k3: `discrepancy/k3_kl` of a generation batch, nats.
         may_lag: whether the settings let the sampler have older weights than the policy.
-        clips: whether the loss itself clips the ratio to the sampler, as that of AsyncGRPO.
+        clips: whether the loss itself clips the ratio to the sampler, as that of AsyncGRPO does.
     """
     constrained = settings.constraint != "none"
     if constrained and is_custom(settings.constraint_form):
-        return None  # our runs say nothing of it
-    # The two-sided forms see neither the sampler nor its lag; in two bits in step they did no harm.
+        return None  # we have no runs of it
+    # The two-sided forms read neither the sampler nor its lag; in two bits in step they did no harm.
     form = settings.constraint_form if constrained and settings.constraint_form not in TWO_SIDED else None
     pushes = form in PUSHES
     pulls = not pushes and (form is not None or clips or settings.rollout_correction == "ppo_clip")
@@ -73,13 +73,13 @@ def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool, clips:
             )
         return (
             f"constraint_form={form!r} {meets}: it pushes down tokens that differ, and with λ 0.1 or more most of our "
-            f"runs so far from the sampler ended without reward. {remedy}"
+            f"runs with such a mismatch ended without reward. {remedy}"
         )
     if not pulls:
         method = f"constraint_form={settings.constraint_form!r}" if constrained else "constraint='none'"
         return (
-            f"{method} {meets}, with a sampler whose weights may lag: in our runs that ended so far apart GRPO lost "
-            "8 points of accuracy or more. Truncations and masks won back a part, two-sided forms nothing. Use a "
+            f"{method} {meets}, with a sampler whose weights may lag: in our runs with such a mismatch GRPO lost 8 "
+            "points of accuracy or more. Truncations and masks recovered a part of it, two-sided forms nothing. Use a "
             "smaller weight_sync_steps, constraint='static' with constraint_form='log_ratio' and lambda_init=0.5, or "
             "rollout_correction='ppo_clip'; see docs/staleness.md."
         )
@@ -97,11 +97,11 @@ def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool, clips:
 
 
 def lag_warning(settings: ConstraintSettings, lag: str) -> str | None:
-    """Return a warning of a form that pushes tokens down, with a sampler whose weights lag; None for other settings.
+    """Return a warning if a form that pushes tokens down meets a sampler whose weights lag; None for other settings.
 
     Args:
-        settings: of the run.
-        lag: what lets the sampler have older weights than the policy, the setting with its value.
+        settings: settings of the run.
+        lag: setting, with its value, that lets the sampler have older weights than the policy.
     """
     if settings.constraint == "none" or settings.constraint_form not in PUSHES:
         return None

@@ -1,1 +1,1 @@
-"""The policy in its deployment scheme: its tensors, their number formats, the checkpoint that is served."""
+"""The policy in its deployment scheme: its tensors, their number formats and the checkpoint that is served."""

@@ -5,9 +5,9 @@ CPU, and transformers' eager attention spends most of its time on repeating each
 its group.
 
 It rounds what vLLM's CPU engine rounds: the output and, where the processor multiplies bfloat16 in tiles (AMX), the
-weights that the values are multiplied with. Eager attention rounds scores too. All else is computed in float64, where
-vLLM has float32: a float32 product is summed up in another order for one query than for many, and then decoding token
-by token differs from reading all tokens at once, as training does.
+weights of the values. Eager attention rounds scores too. Everything else is computed in float64, where vLLM uses
+float32: a float32 product is summed in another order for one query than for many, and decoding token by token would
+differ from reading all tokens at once, as training does.
 """
 
 from typing import Any
@@ -20,9 +20,10 @@ from .fake_quantize import straight_through
 
 
 NAME = "dc_trl_grouped"
-# Scores that are held at a time: those of a long prompt do not fit into memory, those of a batch not into the cache.
+# Number of scores that are held at a time: those of a long prompt would not fit into memory, nor those of a batch into
+# the cache.
 _BLOCK = 2**19
-# Keys and values that are held in float64 at a time.
+# Number of keys and values that are held in float64 at a time.
 _CONVERTED = 2**22
 # Whether vLLM's attention uses AMX here, for heads of these widths (vllm/v1/attention/backends/cpu_attn.py).
 _HAS_TILES = bool(torch.cpu.get_capabilities().get("amx_tile"))
@@ -40,15 +41,16 @@ def grouped_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention block by block, rounded as in vLLM's CPU engine; see `AttentionInterface`.
+    """Compute attention block by block, rounded as in vLLM's CPU engine; see `AttentionInterface`.
 
     Args:
+        module: attention layer; it is not used.
         query: shape (batch, heads, queries, width).
         key, value: shape (batch, groups, keys, width), where ``groups`` divides ``heads``.
-        attention_mask: added to the scores, shape (batch, 1, queries, keys).
-        scaling: of the scores.
-        softcap: bound that a tanh keeps the scores within (Gemma 2).
-        s_aux: one score for each head that takes part in the softmax and attends to nothing (gpt-oss).
+        attention_mask: mask that is added to the scores, shape (batch, 1, queries, keys).
+        scaling: factor of the scores.
+        softcap: bound of the scores by a tanh (Gemma 2).
+        s_aux: an additional score of each head, which takes part in the softmax and attends to nothing (gpt-oss).
 
     Returns:
         Shape (batch, queries, heads, width), and no attention weights.
@@ -80,10 +82,10 @@ def _attend(
     s_aux: Tensor | None,
     in_tiles: bool,
 ) -> Tensor:
-    """Attention of a block of queries, shape (batch, heads, queries, width), float64.
+    """Return the attention of a block of queries, shape (batch, heads, queries, width), float64.
 
-    ``in_tiles`` rounds exp(score - largest score) to bfloat16 for the product with the values, and not for the sum
-    that the product is divided by; gradients pass.
+    ``in_tiles`` rounds exp(score - largest score) to bfloat16 for the product with the values, but not for the sum
+    that the product is divided by; gradients pass the rounding unchanged.
     """
     batch, heads, queries, width = query.shape
     groups = key.shape[1]

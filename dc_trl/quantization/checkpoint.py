@@ -37,21 +37,21 @@ T = TypeVar("T")
 
 
 class WriteCost(NamedTuple):
-    """What a checkpoint cost."""
+    """Bytes and seconds of writing a checkpoint."""
 
-    bytes_written: int  # of all files that were made
-    bytes_reused: int  # of those of frozen weights that were there already
-    gather_seconds: float  # until the tensors came: gathered from shards, adapters merged
-    quantize_seconds: float  # to quantize or round them, and to bring them to the CPU
-    write_seconds: float  # to write them
+    bytes_written: int  # size of all new files
+    bytes_reused: int  # size of the files of frozen weights that were kept
+    gather_seconds: float  # time to gather shards and merge adapters
+    quantize_seconds: float  # time to quantize or round tensors and to copy them to the CPU
+    write_seconds: float  # time to write them
 
 
 class CheckpointWriter:
-    """Writes a policy in a deployment scheme as a checkpoint directory, again and again as its weights move.
+    """Writes a policy in a deployment scheme as a checkpoint directory, again each time its weights have changed.
 
     The directory holds a compressed-tensors checkpoint (`bf16`: a plain one) under the tensor names of the model's own
-    published checkpoints, with configuration and tokenizer: `vllm serve DIR` and `from_pretrained(DIR)` take it
-    unchanged. Tensors are quantized and written as they come, some rows at a time; none is held.
+    published checkpoints, with configuration and tokenizer: `vllm serve DIR` and `from_pretrained(DIR)` load it
+    unchanged. Tensors are quantized and written one by one, some rows at a time; none is held.
 
     Args:
         policy: transformers causal language model, or a PEFT model around one; only its architecture is read.
@@ -60,10 +60,10 @@ class CheckpointWriter:
         max_shard_bytes: size at which a new file is begun; a single tensor may exceed it.
 
     Attributes:
-        cost: of the last checkpoint that was written.
+        cost: cost of the last checkpoint.
 
     Raises:
-        ValueError: unknown scheme, one that no engine serves, or one that the model's layers do not fit.
+        ValueError: the scheme is unknown, no engine serves it, or it does not fit the model's layers.
     """
 
     cost: WriteCost
@@ -89,23 +89,22 @@ class CheckpointWriter:
         self._quantized = set(quantized_weights(self._model)) if self._quantization.weights is not None else set()
         self._check_published_layout()
         self._storage = StoredWeights(self._quantization)
-        # A tensor that modules share has one name here, as in published checkpoints.
+        # A tensor that several modules share has one name here, as in published checkpoints.
         persistent = self._model.state_dict().keys()
         names: dict[str, Tensor] = dict(self._model.named_parameters())
         names |= {name: buffer for name, buffer in self._model.named_buffers() if name in persistent}
         self._names = names.keys()
         self._stored = {name: self._plan(name, tensor) for name, tensor in names.items()}
-        self._held: tuple[Path | None, dict[str, Hashable]] | None = (
-            None  # a store, and of which weights its files are
-        )
+        # The store with files of frozen weights, and the stamps of these weights.
+        self._held: tuple[Path | None, dict[str, Hashable]] | None = None
 
     @property
     def size(self) -> int:
-        """Bytes of a checkpoint's tensors."""
+        """Size of a checkpoint's tensors, in bytes."""
         return sum(spec.size for tensors in self._stored.values() for spec in tensors.values())
 
     def _check_published_layout(self) -> None:
-        """Refuses to quantize experts that the model's published checkpoints hold in one tensor."""
+        """Refuse to quantize experts that the model's published checkpoints hold in one tensor."""
         for name in sorted(self._quantized):
             weight = self._model.get_parameter(name)
             if weight.ndim == 3 and any(value.ndim != 2 for _, value in self._published(name, weight)):
@@ -123,26 +122,26 @@ class CheckpointWriter:
         frozen: Mapping[str, Hashable] = MappingProxyType({}),
         store: Path | None = None,
     ) -> int:
-        """Writes the checkpoint; a directory that is there already is replaced in one step once all is written.
+        """Write the checkpoint; an existing directory is replaced in one step when all files are written.
 
         Args:
-            tensors: see `policy_tensors`; any floating dtype. Names that are no part of a checkpoint (tied copies,
-                buffers that are computed) are passed over.
-            directory: where the checkpoint goes. Its parent must exist.
-            frozen: tensors that training leaves alone, each with a stamp that is another one when its values are; see
-                `frozen_tensors`. They get files of their own, which the next checkpoint has too if the stamps are the
-                same then: as hard links, where the file system has them.
+            tensors: see `policy_tensors`; any floating dtype. Names that are not part of a checkpoint (tied copies,
+                computed buffers) are ignored.
+            directory: directory of the checkpoint, whose parent must exist.
+            frozen: tensors that training does not change, each with a stamp that changes with its values; see
+                `frozen_tensors`. They get files of their own. If all stamps are the same at the next checkpoint, it
+                has these files as hard links, where the file system supports them.
             store: directory on the same file system where these files stay; without it, they are written each time.
 
         Returns:
-            Bytes of the files.
+            Size of all files, in bytes.
 
         Raises:
-            KeyError: a weight of the model did not come.
-            OSError: the file system refused (no space, no permission). What was there before is unharmed.
+            KeyError: a weight of the model is missing.
+            OSError: the file system refused to write (no space, no permission). An earlier checkpoint is unharmed.
         """
         directory = Path(directory)
-        # Beside the target, so that a rename moves it there; hidden, so that no reader takes it for a checkpoint.
+        # Beside the target, so that a rename moves it there; hidden, so that no reader mistakes it for a checkpoint.
         partial = directory.parent / f".{directory.name}-{uuid.uuid4().hex}.partial"
         with locked_folder(partial, others=f".{directory.name}-*.partial", mode=0o700):
             self._write_configuration(partial)
@@ -184,14 +183,14 @@ class CheckpointWriter:
                     files |= dict.fromkeys(file.tensors, opened)
             seconds = self._write_values(tensors, files, frozen if reused else ())
         if kept is not None and not reused:
-            self._held = None  # in case that this fails
+            self._held = None  # in case keeping fails
             self._held = (store, frozen) if kept.keep(directory) else None
         return WriteCost(0, bytes_reused, **seconds)
 
     def _write_values(
         self, tensors: Iterable[tuple[str, Tensor]], files: Mapping[str, TensorFile], left_out: Container[str]
     ) -> dict[str, float]:
-        """Writes what the files hold; returns the seconds that each part of it took."""
+        """Write the values of all files; return the seconds that gathering, quantizing and writing took."""
         seconds = dict.fromkeys(("gather_seconds", "quantize_seconds", "write_seconds"), 0.0)
         missing = set(self._names)
         for name, tensor in _timed(tensors, seconds, "gather_seconds"):
@@ -206,11 +205,11 @@ class CheckpointWriter:
                 seconds["write_seconds"] += time.perf_counter() - start
         if missing:
             listed = ", ".join(sorted(missing)[:3])
-            raise KeyError(f"{len(missing)} weights of the policy did not come, {listed} among them")
+            raise KeyError(f"{len(missing)} weights of the policy are missing, {listed} among them")
         return seconds
 
     def _pieces(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What the checkpoint holds of a weight, piece by piece, on the CPU; see `StoredWeights`."""
+        """Yield the checkpoint's tensors of a weight, piece by piece, on the CPU; see `StoredWeights`."""
         for key, value in self._published(name, tensor):
             if name not in self._quantized:
                 yield from ((key, piece) for piece in self._storage.round(value))
@@ -219,7 +218,7 @@ class CheckpointWriter:
             yield from ((layer + part, piece) for part, piece in self._storage.quantize(value))
 
     def _plan(self, name: str, tensor: Tensor) -> dict[str, Spec]:
-        """The tensors that stand for a weight, for one on the meta device."""
+        """Return the specifications of the tensors that represent a weight, which may be on the meta device."""
         plan: dict[str, Spec] = {}
         for key, value in self._published(name, tensor):
             if name in self._quantized:
@@ -230,14 +229,14 @@ class CheckpointWriter:
         return plan
 
     def _published(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """A weight under the names of the model's published checkpoints, fused experts one by one.
+        """Return a weight by the names of the model's published checkpoints, with fused experts one by one.
 
-        `revert_weight_conversion` is what `save_pretrained` calls; transformers has no public name for it.
+        `save_pretrained` calls `revert_weight_conversion`; transformers has no public name for it.
         """
         return revert_weight_conversion(self._model, {name: tensor.detach()}).items()
 
     def _quantization_config(self) -> QuantizationConfig:
-        # What an engine could take for a Linear layer: the output head, routers of experts, convolutions.
+        # Layers that an engine could mistake for a Linear layer to quantize: output head, routers, convolutions.
         embedding = self._model.get_input_embeddings()
         ignore = [
             name
@@ -255,9 +254,9 @@ class CheckpointWriter:
 
 
 def write_deployable(model: str, scheme: str, directory: str | os.PathLike[str], *, revision: str = "main") -> int:
-    """Writes a model, by its Hub id and revision or its directory, as a deployable checkpoint; see `CheckpointWriter`.
+    """Write a model, given by Hub id and revision or by directory, as a deployable checkpoint.
 
-    Returns the bytes of the files.
+    See `CheckpointWriter`. Return the size of all files, in bytes.
     """
     policy = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
@@ -265,7 +264,7 @@ def write_deployable(model: str, scheme: str, directory: str | os.PathLike[str],
 
 
 def _timed(items: Iterable[T], seconds: dict[str, float], name: str) -> Iterator[T]:
-    """Adds up the seconds that making the items takes, under a name."""
+    """Yield the items, and add the seconds that computing them takes to `seconds[name]`."""
     iterator = iter(items)
     while True:
         start = time.perf_counter()
@@ -279,7 +278,7 @@ def _timed(items: Iterable[T], seconds: dict[str, float], name: str) -> Iterator
 
 
 def _move_into_place(source: Path, target: Path) -> None:
-    """Renames a directory over another, in one step; the old content ends up at `source`."""
+    """Rename a directory over another one in one step; the old content ends up at `source`."""
     replace_folder_link(target)
     try:
         source.rename(target)
@@ -287,7 +286,7 @@ def _move_into_place(source: Path, target: Path) -> None:
     except OSError:
         if not target.is_dir():
             raise
-    # POSIX renames no directory over a full one; Linux exchanges the two.
+    # POSIX cannot rename a directory over one that is not empty; Linux can exchange the two.
     renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     at_fdcwd, rename_exchange = -100, 2  # linux/fcntl.h and linux/fs.h
     if renameat2(at_fdcwd, os.fsencode(source), at_fdcwd, os.fsencode(target), rename_exchange) != 0:

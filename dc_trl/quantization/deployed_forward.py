@@ -1,8 +1,8 @@
-"""The policy computes as it is deployed, while it is trained: the aligned, quantization-aware forward.
+"""The aligned, quantization-aware forward: in training, the policy computes as it does when it is deployed.
 
 With W the master weights, Q the round trip through the scheme's number format and x the activations, each layer
-computes with Q(W) and Q(x), in bfloat16, as the replica and the checkpoint do. Gradients pass Q unchanged, to W and
-x, as if ∂Q/∂W = 1: the straight-through estimator (arXiv 1308.3432; QaRL, arXiv 2604.07853, trains policies so).
+computes with Q(W) and Q(x) in bfloat16, as the replica and the checkpoint do. Gradients pass Q unchanged to W and x,
+as if ∂Q/∂W = 1: the straight-through estimator (arXiv 1308.3432). QaRL (arXiv 2604.07853) trains policies in this way.
 """
 
 import functools
@@ -37,30 +37,31 @@ from .tensors import require_merged_form
 
 
 class DeployedForward:
-    """Has a policy's own modules compute as its deployed form does, straight-through to the weights in training.
+    """Makes a policy's modules compute as the deployed policy does, with straight-through gradients to the weights.
 
-    The modules, their names and their parameters stay as they are; hooks put the deployed weights in the parameters'
-    place while a module computes. Deployed weights are kept until the parameters move; some optimizers, fused AdamW
-    among them, move them behind PyTorch's back: call `forget` after each step. Under FSDP2 they are computed from the
-    gathered parameters each time, which have to arrive unrounded (no `param_dtype`).
+    Modules, names and parameters stay as they are; hooks replace the parameters by the deployed weights while a module
+    computes. Deployed weights are cached until the parameters change. Some optimizers, fused AdamW among them, change
+    them without PyTorch's knowledge: call `forget` after each step. Under FSDP2 the deployed weights are computed from
+    the gathered parameters each time, which must be gathered unrounded (no `param_dtype`).
 
-    LoRA adapters are merged, as they are when the policy is deployed: the layer computes with Q(W + s·B·A), and the
-    gradient goes on to A and B. Dropout of an adapter has no part in that.
+    LoRA adapters are merged, as they are when the policy is deployed: the layer computes with Q(W + s·B·A), and A and
+    B get its gradient. Dropout of an adapter is not applied.
 
     Args:
         policy: transformers causal language model, or a PEFT model around one.
         scheme: name of the deployment scheme, see `dc_trl.quantization.schemes`.
-        weights: compute with the deployed weights: quantized, rounded to bfloat16 numbers.
-        activations: compute with the deployed activations, where the scheme quantizes them.
-        compute: compute in bfloat16 without autocast, at the positions that engines count, and on a CPU with the
-            arithmetic of the replica's attention, whose memory grows with the square of the length.
-        adapters: compute with LoRA adapters merged; else they compute beside their layers, as they do in training.
+        weights: whether to compute with the deployed weights, which are quantized and rounded to bfloat16.
+        activations: whether to compute with the deployed activations, where the scheme quantizes them.
+        compute: whether to compute in bfloat16 without autocast, with positions counted as engines count them, and on
+            a CPU with the arithmetic of the replica's attention, whose memory grows with the square of the length.
+        adapters: whether to compute with LoRA adapters merged; otherwise they compute beside their layers, as usual in
+            training.
 
     Attributes:
-        enabled (`bool`): whether the policy computes so now; at first it does not. See `active`.
+        enabled (`bool`): whether the policy computes in this way now; initially False. See `active`.
 
     Raises:
-        ValueError: unknown scheme, a model that it does not fit, or adapters other than LoRA.
+        ValueError: the scheme is unknown or does not fit the model, or there are adapters other than LoRA.
     """
 
     def __init__(
@@ -83,11 +84,11 @@ class DeployedForward:
         args = quantization.input_activations if activations else None
         self._quantizer = None if args is None else ActivationQuantizer(args)
         self._cache: dict[tuple[int, ...], tuple[list[tuple[int, int]], Tensor, Tensor | None]] = {}
-        self._read: tuple[Tensor, Tensor, Tensor] | None = None  # activations, their numbers, their scales
-        self._within_policy = False  # a forward pass of the whole policy, and not of its backbone alone
+        self._last_quantized: tuple[Tensor, Tensor, Tensor] | None = None  # activations, their numbers, their scales
+        self._within_policy = False  # whether the whole policy runs forward, and not its backbone alone
 
         quantized = set() if quantization.weights is None else set(quantized_weights(architecture))
-        reading_quantized = {*quantized_linears(architecture), *fused_experts(architecture)}
+        quantized_layers = {*quantized_linears(architecture), *fused_experts(architecture)}
         require_merged_form(policy)
         layers = [
             _Layer(
@@ -102,7 +103,7 @@ class DeployedForward:
         self._head = [layer for layer in layers if layer.module in in_head]
         for layer in layers:
             if layer.module not in in_head:
-                quantizes = self._quantizer is not None and layer.name in reading_quantized
+                quantizes = self._quantizer is not None and layer.name in quantized_layers
                 layer.multiplies_numbers = (
                     quantizes and by_token and weights and compute and isinstance(layer.module, nn.Linear)
                 )
@@ -120,7 +121,7 @@ class DeployedForward:
 
     @contextmanager
     def active(self, on: bool = True) -> Iterator[None]:
-        """The policy computes as it is deployed within, or, with ``on=False``, as it is."""
+        """Compute as the deployed policy within the context or, with ``on=False``, as the policy itself."""
         before, self.enabled = self.enabled, on
         try:
             yield
@@ -128,11 +129,11 @@ class DeployedForward:
             self.enabled = before
 
     def forget(self) -> None:
-        """Drops the deployed weights that are kept, where something moves parameters behind PyTorch's back."""
+        """Drop the cached deployed weights, after parameters have changed without PyTorch's knowledge."""
         self._cache.clear()
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """`context_fn` of `torch.utils.checkpoint.checkpoint`: a layer is recomputed as it was computed."""
+        """Return the `context_fn` result for `torch.utils.checkpoint`, to recompute a layer as it was computed."""
         return nullcontext(), self._recomputation(self.enabled)
 
     @contextmanager
@@ -143,8 +144,8 @@ class DeployedForward:
             finally:
                 self._reset()
 
-    # Hooks are functions and not bound methods: a copy of a layer, which merging an adapter makes, would copy this
-    # object and with it the policy.
+    # Hooks are functions and not bound methods: merging an adapter copies its layer, which would copy this object and
+    # with it the policy.
 
     def _hook(self, layer: "_Layer", quantizes: bool) -> None:
         forward = self
@@ -172,7 +173,7 @@ class DeployedForward:
             experts._apply_gate = lambda both: quantize(gate(both)) if forward.enabled else gate(both)
 
     def _multiply_numbers(self, layer: "_Layer") -> None:
-        """Has a layer multiply the numbers of both formats and scale the sums, as engines do."""
+        """Make a layer multiply quantized numbers and scale the sums, as engines do."""
         forward = self
         linear: Any = layer.module
         own = linear.forward
@@ -189,15 +190,18 @@ class DeployedForward:
 
     @torch.no_grad()
     def _numbers(self, activations: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers in bfloat16 and scales of activations, once for layers that read the same tensor."""
+        """Return numbers in bfloat16 and scales of activations, computed once for layers that read the same tensor."""
         assert self._quantizer is not None
-        if self._read is None or self._read[0] is not activations:
+        if self._last_quantized is None or self._last_quantized[0] is not activations:
             numbers, scale = self._quantizer.quantize(activations)
-            self._read = activations, numbers.to(torch.bfloat16), scale
-        return self._read[1:]
+            self._last_quantized = activations, numbers.to(torch.bfloat16), scale
+        return self._last_quantized[1:]
 
     def _hook_policy(self, base: PreTrainedModel) -> None:
-        """The output head until the forward pass ends, because TRL's fused one reads its weight from outside."""
+        """Register hooks of the whole policy and its backbone.
+
+        They place the output head until the forward pass ends, because TRL's fused head reads its weight from outside.
+        """
         forward = self
         autocasts: list[torch.autocast] = []
         backbone = base.base_model
@@ -225,8 +229,8 @@ class DeployedForward:
         def before_backbone(module: nn.Module, inputs: Any, options: dict[str, Any]) -> tuple[Any, Any] | None:
             if not forward.enabled or not forward._compute:
                 return None
-            # Here and not around the policy, whose forward accelerate makes autocast. The head computes in the dtype
-            # of its input, and that is what autocast would choose.
+            # Autocast is off around the backbone, and not around the policy, whose forward accelerate wraps in
+            # autocast. The head computes in the dtype of its input, which autocast would choose too.
             autocasts.append(torch.autocast(base.device.type, enabled=False))
             autocasts[-1].__enter__()
             return inputs, _with_positions(options) if counts_positions else options
@@ -234,20 +238,21 @@ class DeployedForward:
         def after_backbone(module: nn.Module, inputs: Any, output: Any) -> None:
             while autocasts:
                 autocasts.pop().__exit__(None, None, None)
-            # accelerate has FSDP2 gather the head with embedding or last norm. Placed before, a weight that is still
-            # a shard would take its gradient past FSDP2, which then puts that of the embedding in its place.
+            # With accelerate, FSDP2 gathers the head together with the embedding or the last norm. If the head were
+            # placed before, while it is a shard, its gradient would bypass FSDP2, which would then replace it by the
+            # embedding's.
             if forward._within_policy:
                 place_head()
 
-        for model in dict.fromkeys((self._policy, base)):  # PEFT does not call the model within by its hooks
+        for model in dict.fromkeys((self._policy, base)):  # PEFT calls the base model without its hooks
             model.register_forward_pre_hook(before)
-            # Before FSDP2's own hook, which puts the shards in place of what was gathered.
+            # Before FSDP2's own hook, which puts the shards in the place of the gathered weights.
             model.register_forward_hook(after, prepend=True, always_call=True)
         backbone.register_forward_pre_hook(before_backbone, with_kwargs=True)
         backbone.register_forward_hook(after_backbone, always_call=True)
 
     def _merge(self, adapter: Any) -> None:
-        """Leaves an adapter to the layer below, whose deployed weight contains it."""
+        """Skip an adapter's own forward: the deployed weight of the layer below contains it."""
         forward, own = self, adapter.forward
 
         @functools.wraps(own)
@@ -271,8 +276,8 @@ class DeployedForward:
             enabled()
 
     def _reset(self) -> None:
-        """Frees what is kept for the next layer."""
-        self._read = None
+        """Free the activations that are kept for the next layer."""
+        self._last_quantized = None
         if self._quantizer is not None:
             self._quantizer.reset()
 
@@ -281,7 +286,7 @@ class DeployedForward:
             layer.place({key: self._deployed(layer, key, master) for key, master in _own(layer.module).items()})
 
     def _deployed(self, layer: "_Layer", key: str, master: Tensor) -> Tensor:
-        """What a module computes with in place of a parameter, of its shape."""
+        """Return the tensor that a module computes with in place of a parameter, of the same shape."""
         adapters = list(layer.adapters_of(key))
         tensors = [master, *(tensor for adapter in adapters for tensor in _tensors(adapter))]
         needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -293,7 +298,7 @@ class DeployedForward:
             with torch.autocast(master.device.type, enabled=False):  # as merging computes them
                 deltas = [delta for adapter in adapters for delta in _deltas(adapter)]
         if value is None:
-            # Whatever mode the caller is in: the value is kept, and a later forward may want gradients.
+            # Outside of inference mode: the value is cached, and a later forward may need gradients.
             with torch.inference_mode(False), torch.no_grad():
                 merged = master.detach()
                 for delta in deltas:
@@ -304,7 +309,7 @@ class DeployedForward:
                     value = numbers.to(torch.bfloat16)  # exactly
                 else:
                     value = self._value(merged, self._weight_args if key in layer.quantized else None)
-            # FSDP2 gathers into the same memory without moving the versions.
+            # FSDP2 gathers into the same memory without changing the versions.
             if not isinstance(self._policy, FSDPModule):
                 self._cache[identity] = state, value, scale
         if scale is not None:
@@ -319,20 +324,20 @@ class DeployedForward:
 
 
 class _Layer:
-    """A module with parameters of its own, the adapters around it, and the parameters that the scheme quantizes."""
+    """A module that has parameters, the adapters around it, and the names of the parameters that are quantized."""
 
     def __init__(self, name: str, module: nn.Module, adapters: tuple[Any, ...], quantized: set[str]):
         self.name = name
         self.module = module
         self.adapters = adapters
         self.quantized = quantized
-        self.multiplies_numbers = False  # the weight that is placed holds numbers of the format, to go with:
+        self.multiplies_numbers = False  # whether the placed weight holds numbers of the format, with `weight_scale`
         self.weight_scale: Tensor | None = None
         self._masters: dict[str, nn.Parameter] = {}
 
     @property
     def placed(self) -> bool:
-        """Whether the deployed parameters stand in the module now."""
+        """Whether the module holds the deployed parameters now."""
         return bool(self._masters)
 
     def place(self, deployed: dict[str, Tensor]) -> None:
@@ -345,11 +350,11 @@ class _Layer:
 
     def _set(self, tensors: Mapping[str, Tensor]) -> None:
         for key, tensor in tensors.items():
-            delattr(self.module, key)  # a module takes no tensor for a parameter that it has
+            delattr(self.module, key)  # a module refuses a plain tensor in the place of a parameter
             setattr(self.module, key, tensor)
 
     def adapters_of(self, key: str) -> Iterator[Any]:
-        """Adapters of a parameter that are in use: PEFT's of a whole layer adapt its weight, others name theirs."""
+        """Yield the active adapters of a parameter: those of a whole layer adapt its weight, others name theirs."""
         for adapter in self.adapters:
             adapted = adapter.parameter_name if isinstance(adapter, ParamWrapper) else "weight"
             if adapted == key and not adapter.disable_adapters and not adapter.merged:
@@ -357,9 +362,9 @@ class _Layer:
 
 
 def _with_positions(options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a model with the positions that engines count from each prompt's first token.
+    """Return a model's arguments with positions counted from each prompt's first token, as engines count them.
 
-    TRL counts from the padding. Rotary embeddings see distances alone, but in bfloat16 they round differently.
+    TRL counts padding too. Rotary embeddings depend on distances alone, but they round differently in bfloat16.
     """
     mask = options.get("attention_mask")
     if mask is None or mask.ndim != 2 or options.get("position_ids") is not None:
@@ -372,9 +377,9 @@ def _own(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _layers(module: nn.Module, name: str, adapters: tuple[Any, ...] = ()) -> Iterator[tuple[str, nn.Module, tuple]]:
-    """Modules with parameters of their own: the name in the base architecture, the module, and adapters around it.
+    """Yield each module that has parameters: its name in the base architecture, the module, and adapters around it.
 
-    A module that PEFT trains a copy of comes with each copy, under one name.
+    A module that PEFT trains a copy of is yielded together with each copy, under one name.
     """
     if isinstance(module, BaseTunerLayer):
         _require_sum(module, name)
@@ -390,7 +395,7 @@ def _layers(module: nn.Module, name: str, adapters: tuple[Any, ...] = ()) -> Ite
 
 
 def _require_sum(adapter: BaseTunerLayer, name: str) -> None:
-    """Raises ValueError unless the merged weight is W + ΔW, with a ΔW that PEFT computes with its gradient."""
+    """Raise ValueError unless the merged weight is W + ΔW, with a ΔW that PEFT computes with its gradient."""
     sum_of_two = isinstance(adapter, (Linear, Embedding, ParamWrapper))
     if not sum_of_two or adapter.lora_variant or any(adapter.lora_bias.values()):
         raise ValueError(
@@ -401,7 +406,7 @@ def _require_sum(adapter: BaseTunerLayer, name: str) -> None:
 
 
 def _tensors(adapter: Any) -> Iterator[Tensor]:
-    """Parameters of the adapters of a layer that are in use."""
+    """Yield the parameters of a layer's active adapters."""
     for parts in (adapter.lora_A, adapter.lora_B, adapter.lora_embedding_A, adapter.lora_embedding_B):
         for name in adapter.active_adapters:
             if name in parts:
@@ -409,7 +414,7 @@ def _tensors(adapter: Any) -> Iterator[Tensor]:
 
 
 def _deltas(adapter: Any) -> Iterator[Tensor]:
-    """ΔW of the adapters of a layer that are in use, as merging adds them to W one after the other."""
+    """Yield ΔW of each active adapter of a layer, in the order in which merging adds them to W."""
     for name in adapter.active_adapters:
         if name in adapter.lora_A or name in adapter.lora_embedding_A:
             yield adapter.get_delta_weight(name)
@@ -425,7 +430,7 @@ def _warn_of_dropout(layers: list[_Layer]) -> None:
     }
     if dropping:
         warnings.warn(
-            f"lora_dropout of {len(dropping)} adapted layers has no part in train_through_quantization=True: the "
+            f"lora_dropout of {len(dropping)} adapted layers has no effect with train_through_quantization=True: the "
             "deployed weight contains the adapter. Set lora_dropout=0.",
             stacklevel=3,
         )

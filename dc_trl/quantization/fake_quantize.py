@@ -1,4 +1,4 @@
-"""Round trips through a scheme's number format: the weights and activations that the deployed policy computes with."""
+"""Round trips of weights and activations through a scheme's number format, as the deployed policy computes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ from .schemes import fused_experts, quantized_linears
 
 @torch.no_grad()
 def weight_qparams(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
-    """Scales and zero points of a weight, from its largest magnitudes, as compressed-tensors stores them.
+    """Return scales and zero points of a weight, from its largest magnitudes, as compressed-tensors stores them.
 
     Args:
         weight: shape (out_features, in_features), floating point.
@@ -28,8 +28,8 @@ def weight_qparams(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tens
 
     Returns:
         Two tensors of shape (out_features, 1) by channel, (out_features, groups) by group, or (blocks of rows, blocks
-        of columns) by block. Scales are float32 numbers; of weight-only formats they are bfloat16 numbers, because
-        that is what vLLM's kernels keep.
+        of columns) by block. Scales are float32; those of weight-only formats are rounded to bfloat16 numbers, as
+        vLLM's kernels keep them.
     """
     weight = weight.float()
     if args.strategy == QuantizationStrategy.CHANNEL:
@@ -50,21 +50,21 @@ def weight_qparams(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tens
 
 @torch.no_grad()
 def fake_quantize_weight(weight: Tensor, args: QuantizationArgs) -> Tensor:
-    """A weight after its round trip, in float32 and the same shape; see `weight_qparams`.
+    """Return a weight after its round trip, in float32 and the same shape; see `weight_qparams`.
 
     Args:
         weight: shape (out_features, in_features), or (experts, out_features, in_features); floating point.
         args: quantization of weights by channel, group or block.
     """
-    # The experts' matrices are stacked into one. No block of rows crosses from one expert into the next:
-    # `resolve_scheme` makes sure that blocks divide both dimensions, since each is the width of one of the matrices.
+    # The experts' matrices are stacked into one. No block of rows extends from one expert into the next:
+    # `resolve_scheme` ensures that blocks divide both dimensions, since each is the width of one of the matrices.
     rows = weight.float().flatten(0, -2)
     return fake_quantize(rows, *weight_qparams(rows, args), args).view(weight.shape)
 
 
 @torch.no_grad()
 def weight_numbers(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
-    """A weight that is quantized by output channel, as numbers of the format, and their scales.
+    """Return the numbers of a weight that is quantized by output channel, and their scales.
 
     Args:
         weight: shape (out_features, in_features), floating point.
@@ -90,19 +90,19 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(value: Tensor, *sources: Tensor) -> Tensor:
-    """A value whose gradient is that of each of its sources, as if it were their sum (arXiv 1308.3432).
+    """Return a value whose gradient goes to each source unchanged, as if it were their sum (arXiv 1308.3432).
 
     Args:
-        value: any floating dtype; no gradient flows to it.
-        sources: of the same shape, any floating dtype, in which their gradients arrive.
+        value: tensor of any floating dtype; no gradient flows to it.
+        sources: tensors of the same shape and any floating dtype; each gets its gradient in its own dtype.
     """
     return _StraightThrough.apply(value, *sources) if torch.is_grad_enabled() else value
 
 
 class ActivationQuantizer:
-    """Quantizes the input of a layer with scales found on the spot, with the arithmetic of vLLM's kernels.
+    """Quantizes the input of a layer with dynamic scales, with the arithmetic of vLLM's kernels.
 
-    Decoding one token calls this for every layer, so it decides what a rollout costs. compressed-tensors'
+    Decoding one token calls this for every layer, so its speed matters for a rollout. compressed-tensors'
     `compute_dynamic_scales_and_zp` and `fake_quantize` take three times as long. By token, they also round otherwise
     than the engines, which multiply by the inverse of the scale, and give the largest magnitude of INT8 the code 127.
 
@@ -116,10 +116,10 @@ class ActivationQuantizer:
         self._group_size = args.group_size
         self._is_float8 = args.type == QuantizationType.FLOAT
         self._largest = calculate_range(args, "cpu")[1].item()
-        # vLLM's least scale of an FP8 token. Elsewhere zeros only have to stay zeros.
+        # vLLM has a least scale of an FP8 token. Elsewhere zeros only have to stay zeros.
         by_token = self._is_float8 and self._group_size is None
         self._least_scale = 1 / (self._largest * 512) if by_token else torch.finfo(torch.float32).tiny
-        # Layers that read the same activations (q, k and v; gate and up) follow one another: quantize once for all.
+        # Layers that read the same activations (q, k and v; gate and up) follow one another, and quantize them once.
         self._input: Tensor | None = None
         self._result: tuple[Tensor, ...] = ()
 
@@ -129,7 +129,7 @@ class ActivationQuantizer:
         return (*self._result, *inputs[1:])
 
     def fake_quantize(self, activations: Tensor) -> Tensor:
-        """Activations of shape (..., channels) after their round trip, each token by itself; same shape and dtype.
+        """Return activations of shape (..., channels) after the round trip of each token, in the same shape and dtype.
 
         Gradients pass the round trip unchanged, see `straight_through`.
         """
@@ -139,22 +139,22 @@ class ActivationQuantizer:
         return straight_through(value, activations)
 
     def shared(self, activations: Tensor) -> tuple[Tensor, ...]:
-        """`quantize`, once for layers that read the same tensor one after the other."""
+        """Return the result of `quantize`, computed once for layers that read the same tensor in succession."""
         if activations is not self._input:
             self._input, self._result = activations, self.quantize(activations)
         return self._result
 
     def quantize(self, activations: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers of the format, and the scales to multiply them with; each token by itself.
+        """Return the numbers of the format and the scales to multiply them with, for each token by itself.
 
         Args:
             activations: shape (..., channels), floating point.
 
         Returns:
-            Two float32 tensors: shapes (..., channels) and (..., 1), or (..., groups, channels of a group) and
+            Two float32 tensors of shapes (..., channels) and (..., 1), or (..., groups, channels of a group) and
             (..., groups, 1).
         """
-        value = activations.float()  # scales in float32, as in the engines' kernels
+        value = activations.float()  # for scales in float32, as in the engines' kernels
         if self._group_size is not None:
             value = value.unflatten(-1, (-1, self._group_size))
         scale = (value.abs().amax(-1, keepdim=True) / self._largest).clamp_(min=self._least_scale)
@@ -162,24 +162,24 @@ class ActivationQuantizer:
         return (round_to_float8(scaled) if self._is_float8 else scaled.round_()), scale
 
     def reset(self) -> None:
-        """Frees the activations that are kept for the next layer."""
+        """Free the activations that are kept for the next layer."""
         self._input, self._result = None, ()
 
 
 def scaled_product(
     numbers: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Product of quantized activations and weights as engines compute it: scales go to the sums, not to the factors.
+    """Return the product of quantized activations and weights, with the sums scaled and not the factors.
 
-    y = (numbers · weightᵀ) × scale × weight_scale + bias, all in float32. Scaling the factors first would round
-    each of them to bfloat16, which tips the next layers' activations into other numbers of the format.
+    It is y = (numbers · weightᵀ) × scale × weight_scale + bias, all in float32, as in engines. Scaling the factors
+    first would round each of them to bfloat16, and the next layers' activations would round to other numbers.
 
     Args:
-        numbers: numbers of the format, shape (..., in_features), float32.
-        scale: of each token, shape (..., 1), float32.
-        weight: numbers of the format, shape (out_features, in_features). In bfloat16, which holds FP8's and INT8's
-            numbers exactly, a GPU multiplies and sums up in float32; float32 elsewhere.
-        weight_scale: of each output channel, shape (out_features,), float32.
+        numbers: quantized activations, as numbers of the format, shape (..., in_features), float32.
+        scale: scale of each token, shape (..., 1), float32.
+        weight: numbers of the format, shape (out_features, in_features); float32, or on a GPU bfloat16, which holds
+            the numbers of FP8 and INT8 exactly and is multiplied there with sums in float32.
+        weight_scale: scale of each output channel, shape (out_features,), float32.
         bias: shape (out_features,), or None.
 
     Returns:
@@ -231,11 +231,11 @@ class _QuantizedProduct(torch.autograd.Function):
 def quantized_product(
     activations: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """`scaled_product` with the gradient of the product of the scaled factors, straight-through.
+    """Return `scaled_product` with the straight-through gradient of the product of the scaled factors.
 
     Args:
-        activations: what was quantized, shape (..., in_features); they get its gradient.
-        numbers, scale: what it was quantized to; the numbers in bfloat16, which holds them exactly.
+        activations: activations before quantization, shape (..., in_features), which get the gradient.
+        numbers, scale: quantized activations; the numbers in bfloat16, which holds them exactly.
         weight: numbers of the format in bfloat16, shape (out_features, in_features). Its gradient is that of the
             scaled weight, for `straight_through`.
         weight_scale, bias: see `scaled_product`.
@@ -250,8 +250,8 @@ class QuantizedLinear(nn.Linear):
     """Linear layer whose weights and activations are both numbers of a format; see `scaled_product`.
 
     Args:
-        linear: whose shape, device and bias it takes over. Its weights come with `quantize_weight`.
-        quantizer: of its input, by token.
+        linear: layer whose shape, device and bias it takes over; `quantize_weight` sets the weights.
+        quantizer: quantizer of the input, by token.
     """
 
     weight_scale: Tensor
@@ -259,7 +259,7 @@ class QuantizedLinear(nn.Linear):
     def __init__(self, linear: nn.Linear, quantizer: ActivationQuantizer):
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         device = linear.weight.device
-        # bfloat16 would do for the numbers, but only GPUs have a product of it with sums in float32.
+        # bfloat16 holds the numbers exactly, but only GPUs multiply it with sums in float32.
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.weight = nn.Parameter(torch.empty_like(linear.weight, dtype=dtype), requires_grad=False)
         self.register_buffer("weight_scale", torch.empty(linear.out_features, dtype=torch.float32, device=device))
@@ -268,7 +268,7 @@ class QuantizedLinear(nn.Linear):
 
     @torch.no_grad()
     def quantize_weight(self, weight: Tensor, args: QuantizationArgs) -> None:
-        """Takes a weight over, quantized by output channel.
+        """Set the weight, quantized by output channel.
 
         Args:
             weight: shape (out_features, in_features), floating point.
@@ -279,18 +279,23 @@ class QuantizedLinear(nn.Linear):
         self.weight_scale.copy_(scale)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Output of shape (..., out_features), in the dtype of the input, shape (..., in_features)."""
+        """Return the output, shape (..., out_features), in the dtype of the input, shape (..., in_features)."""
         numbers, scale = self._quantizer.shared(input)
         return scaled_product(numbers, scale, self.weight, self.weight_scale, self.bias).to(input.dtype)
 
 
 def quantize_activations(model: PreTrainedModel, args: QuantizationArgs) -> ActivationQuantizer:
-    """Makes every layer that a scheme quantizes read quantized activations, from the next forward pass on.
+    """Make every layer that a scheme quantizes read quantized activations, from the next forward pass on.
 
-    By token, Linear layers become `QuantizedLinear`, whose weights have to be given. By group, and in experts, the
+    By token, Linear layers become `QuantizedLinear`, whose weights have to be set. By group, and in experts, the
     factors of a product are fake-quantized.
 
-    Returns the quantizer of all layers, to be `reset` after a forward pass; `resolve_scheme` has to accept the model.
+    Args:
+        model: model that `resolve_scheme` accepts.
+        args: quantization of activations.
+
+    Returns:
+        The quantizer of all layers, to be `reset` after a forward pass.
     """
     quantizer = ActivationQuantizer(args)
     for name, linear in quantized_linears(model).items():
@@ -312,20 +317,20 @@ def _quantize_first(quantizer: ActivationQuantizer) -> Callable[[nn.Module, tupl
 
 
 def _quantize_gated(experts: Any, quantizer: ActivationQuantizer) -> None:
-    """Has fused experts quantize what their down_proj reads.
+    """Make fused experts quantize the input of their down_proj.
 
-    It is computed within their forward pass, out of reach of hooks; transformers' own `_apply_gate` computes it.
+    transformers' `_apply_gate` computes it within their forward pass, where no hook can reach it.
     """
     gate = experts._apply_gate
     experts._apply_gate = lambda gate_and_up: quantizer.fake_quantize(gate(gate_and_up))
 
 
 def round_to_float8(values: Tensor) -> Tensor:
-    """Rounds float32 values within ±448 to E4M3 numbers, ties to even, in place: much faster than PyTorch's casts.
+    """Round float32 values within ±448 to E4M3 numbers, ties to even, in place, much faster than PyTorch's casts.
 
     E4M3 keeps three bits after the leading one, so next to ``v`` its numbers are 2^(e-3) apart, where 2^e is the power
-    of two below |v| and e ≥ -6. Adding 1.5 × 2^23 times that distance leaves float32 no bit below it; subtracting it
-    again is exact.
+    of two below |v| and e ≥ -6. After 1.5 × 2^23 times that distance is added, float32 has no bit below it;
+    subtracting it again is exact.
     """
     power = values.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32).clamp_(min=2.0**-6)
     return values.add_(power, alpha=1.5 * 2.0**20).sub_(power, alpha=1.5 * 2.0**20)

@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint goes into which file, and files that the next checkpoint has too."""
+"""Assign the tensors of a checkpoint to files, and keep files that the next checkpoint has too."""
 
 import errno
 import json
@@ -14,32 +14,34 @@ from .tensor_file import Spec
 
 
 class PlannedFile(NamedTuple):
-    """A file and the tensors in it."""
+    """A file with its tensors, of which either all are frozen or none."""
 
     name: str
     tensors: dict[str, Spec]
-    frozen: bool  # all of them are
+    frozen: bool
 
 
 def plan_files(
     stored: Mapping[str, Mapping[str, Spec]], frozen: Container[str], max_bytes: int
 ) -> tuple[list[PlannedFile], dict[str, str]]:
-    """Files of at most so many bytes, or of one tensor; frozen weights have files of their own, which come last.
+    """Return files of at most `max_bytes`, or of one tensor; frozen weights have files of their own, which come last.
 
-    By hand because huggingface_hub's and transformers' helpers plan their files from a whole state dict.
+    The helpers of huggingface_hub and transformers plan their files from a whole state dict, and so do not fit here.
 
     Args:
-        stored: for each weight, in order, the tensors that stand for it.
-        frozen: weights whose files are apart.
+        stored: for each weight, in order, the tensors that represent it in the checkpoint.
+        frozen: names of the weights that have files of their own.
         max_bytes: size of the tensors at which a new file is begun.
 
     Returns:
-        The files, and the text of the index by its name, where there is more than one file.
+        The files, and the text of the index by its file name; without an index where there is one file.
     """
     contents: list[tuple[dict[str, Spec], bool]] = []
-    for apart in (False, True):
-        of_group = {part: spec for name in stored if (name in frozen) == apart for part, spec in stored[name].items()}
-        contents += ((tensors, apart) for tensors in _shards(of_group, max_bytes))
+    for is_frozen in (False, True):
+        tensors_of_group = {
+            part: spec for name in stored if (name in frozen) == is_frozen for part, spec in stored[name].items()
+        }
+        contents += ((tensors, is_frozen) for tensors in _shards(tensors_of_group, max_bytes))
     if len(contents) == 1:
         return [PlannedFile(SAFE_WEIGHTS_NAME, *contents[0])], {}
     files = [
@@ -68,13 +70,13 @@ def _shards(tensors: Mapping[str, Spec], max_bytes: int) -> Iterable[dict[str, S
 
 
 class KeptFiles:
-    """Files of a checkpoint that stay when it goes, under a second name.
+    """Files of a checkpoint that stay under a second name when the checkpoint is removed.
 
-    Nobody writes to them again, so that a reader of an older checkpoint is safe.
+    They are never written to again, so a reader of an older checkpoint is safe.
 
     Args:
         store: directory of the second names, on the same file system.
-        names: of the files.
+        names: names of the files.
     """
 
     def __init__(self, store: Path, names: list[str]):
@@ -82,7 +84,7 @@ class KeptFiles:
         self._names = names
 
     def keep(self, directory: Path) -> bool:
-        """Keeps the files of a directory in place of others; False where the file system has no hard links."""
+        """Keep the files of a directory in place of earlier ones; return False where there are no hard links."""
         if self._store.is_dir():
             shutil.rmtree(self._store)
         if self._names:
@@ -90,7 +92,7 @@ class KeptFiles:
         return all(_link(directory / name, self._store / name) for name in self._names)
 
     def bring(self, directory: Path) -> int:
-        """Gives a directory the files that were kept; returns their bytes."""
+        """Link the kept files into a directory, and return their size in bytes."""
         for name in self._names:
             os.link(self._store / name, directory / name)
         return sum((directory / name).stat().st_size for name in self._names)

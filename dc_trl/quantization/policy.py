@@ -1,4 +1,4 @@
-"""The policy without what training puts around it, and its architecture without values."""
+"""The policy without the wrappers of training, and its architecture without values."""
 
 import copy
 
@@ -10,16 +10,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def base_model(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """The transformers model of a policy, without the PEFT model around it."""
+    """Return the transformers model of a policy, without the PEFT model around it."""
     return policy.get_base_model() if isinstance(policy, PeftModel) else policy
 
 
 def scaled_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
-    """Logits as a model makes them of its head's output: scaled and capped, under the names that models have.
+    """Return the output of a head scaled and capped as its model does it, by the names that models give the settings.
 
     Args:
-        logits: any shape.
-        config: of the text model.
+        logits: output of the head, any shape.
+        config: configuration of the text model.
     """
     values = config.to_dict()
     scales = (values.get(name) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"))
@@ -33,26 +33,26 @@ def scaled_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
 
 
 def unwrapped(accelerator: Accelerator, model: nn.Module) -> PreTrainedModel | PeftModel:
-    """The policy without what accelerate put around it; without torch.compile's module, which renames its tensors."""
+    """Return the policy without accelerate's wrappers and torch.compile's module, which renames its tensors."""
     return accelerator.unwrap_model(model, keep_torch_compile=False)
 
 
 def shares_embeddings(policy: PreTrainedModel | PeftModel) -> bool:
-    """Whether input embedding and output head are one matrix, adapters included.
+    """Return whether input embedding and output head are one matrix, adapters included.
 
     `tie_word_embeddings` makes them one. An adapter on one of the two, or a trained copy of one (`modules_to_save`),
-    parts them; with PEFT's `ensure_weight_tying` both read the same tensors and stay one.
+    separates them; with PEFT's `ensure_weight_tying` both read the same tensors and stay one.
     """
     base = base_model(policy)
-    embedding, head = (_matrices(module) for module in (base.get_input_embeddings(), base.get_output_embeddings()))
+    embedding, head = (_identities(module) for module in (base.get_input_embeddings(), base.get_output_embeddings()))
     return embedding == head
 
 
 def require_shared_embeddings(policy: PreTrainedModel | PeftModel, reason: str, remedy: str) -> None:
-    """Refuses an adapter that parts embedding and output head, tied in the configuration, where one matrix must serve.
+    """Refuse an adapter that separates an embedding and an output head that are tied in the configuration.
 
     Raises:
-        ValueError: with the reason and the remedy.
+        ValueError: an adapter separates them; the message gives the reason and the remedy.
     """
     tied = base_model(policy).config.tie_word_embeddings
     if isinstance(policy, PeftModel) and tied and not shares_embeddings(policy):
@@ -63,22 +63,22 @@ def require_shared_embeddings(policy: PreTrainedModel | PeftModel, reason: str, 
         )
 
 
-def _matrices(module: nn.Module) -> set[int]:
-    """What tells the parameters of a module apart, without biases: their addresses, or the shards' object ids."""
+def _identities(module: nn.Module) -> set[int]:
+    """Return identities of the parameters of a module, without biases: their addresses, or the shards' object ids."""
     parameters = [parameter for name, parameter in module.named_parameters() if not name.endswith("bias")]
     return {parameter.data_ptr() or id(parameter) for parameter in parameters}
 
 
 def empty_copy(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """The base architecture of a policy, on the meta device: names and shapes, no values.
+    """Return the base architecture of a policy on the meta device, with names and shapes but without values.
 
-    Its embedding and output head are one tensor only where the policy's are. Built without drawing from the random
-    state that a training run continues from.
+    Its embedding and output head are one tensor only where the policy's are. It is built without drawing from the
+    random state that a training run continues from.
     """
     base = base_model(policy)
     config = copy.deepcopy(base.config)
     config.use_cache = True
-    vars(config).pop("quantization_config", None)  # of a base that bitsandbytes has packed: here are no values
+    vars(config).pop("quantization_config", None)  # a base that bitsandbytes has packed has no values here
     if not shares_embeddings(policy):
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):

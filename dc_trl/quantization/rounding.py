@@ -1,4 +1,4 @@
-"""Rounds a model of transformers to bfloat16 where vLLM rounds it, and nowhere else.
+"""Round a transformers model to bfloat16 where vLLM rounds it, and nowhere else.
 
 transformers rounds after each operation. vLLM fuses two of them, in its CPU engine and in its compiled GPU engine:
 
@@ -20,19 +20,19 @@ from transformers import PreTrainedModel
 from .fake_quantize import straight_through
 
 
-# What a decoder layer consists of in the families of Llama and Qwen. Others (Gemma, OLMo) add norms or move them.
+# Modules of a decoder layer in the families of Llama and Qwen. Others (Gemma, OLMo) add norms or move them.
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 
 
 def round_as_vllm(model: PreTrainedModel, active: Callable[[], bool] = lambda: True) -> None:
-    """Makes a model round as vLLM does, from its next forward pass on.
+    """Make a model round as vLLM does, from its next forward pass on.
 
-    Norms follow where the decoder layers are those of Llama and Qwen; other models keep transformers' rounding there.
-    Rotary embeddings follow where they are a sum of two products, as in nearly all models.
+    Norms are changed where the decoder layers are those of Llama and Qwen; other models keep transformers' rounding.
+    Rotary embeddings are changed where they are a sum of two products, as in nearly all models.
 
     Args:
         model: causal language model with its weights.
-        active: whether it is to round so now.
+        active: returns whether the model rounds in this way now.
     """
     for name, layers in model.named_modules():
         if isinstance(layers, nn.ModuleList) and all(
@@ -41,32 +41,34 @@ def round_as_vllm(model: PreTrainedModel, active: Callable[[], bool] = lambda: T
             _fuse_norms(model.get_submodule(name.rpartition(".")[0]), layers, active)
     for module in model.modules():
         if type(module).__name__.endswith("RotaryEmbedding"):
-            module.register_forward_hook(partial(_unrounded, active))
+            module.register_forward_hook(partial(_with_late_rounding, active))
 
 
 class _Residual:
-    """The residual stream within one forward pass: the sums that norms read, before they were rounded.
+    """The sums of the residual stream that norms read, before rounding, within one forward pass.
 
-    Norms at the entry of a layer find their sum by the memory of the rounded one, because gradient checkpointing
-    computes a layer again by itself. For that, two activations of each layer stay until the next forward pass.
+    The norm at the entry of a layer finds its sum by the memory address of the rounded one, because gradient
+    checkpointing computes a layer again by itself. For that, two activations of each layer stay until the next forward
+    pass.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[int, Tensor, Tensor]] = {}  # by layer; the first number is the memory's address
-        self._before: Tensor | None = None  # what the last norm read
-        self._added: Tensor | None = None  # what attention or MLP have made since
+        # Layer → address of the rounded sum, and its two terms.
+        self._entries: dict[int, tuple[int, Tensor, Tensor]] = {}
+        self._before: Tensor | None = None  # input of the last norm
+        self._added: Tensor | None = None  # output of attention or MLP since then
 
     def begin(self) -> None:
-        """Before a forward pass: whatever another one left here is not ours."""
+        """Discard the values of an earlier forward pass, before a new one."""
         self._entries.clear()
         self._before = self._added = None
 
     def add(self, output: Any) -> None:
-        """After attention and MLP."""
+        """Record the output of attention or MLP."""
         self._added = (output[0] if isinstance(output, tuple) else output).detach()
 
     def leave(self, number: int, output: Any) -> None:
-        """After a layer, which gives its sum to the one after it."""
+        """Record the sum that a layer passes to the next one."""
         if not torch.is_grad_enabled():  # no layer will be computed again
             self._entries.clear()
         if self._before is not None and self._added is not None:
@@ -74,14 +76,14 @@ class _Residual:
             self._entries[number + 1] = (hidden.data_ptr(), self._before, self._added)
 
     def sum_at_entry(self, number: int, hidden: Tensor) -> Tensor:
-        """What ``hidden``, at the entry of a layer, is the rounded sum of; shape of ``hidden``, float32."""
+        """Return the unrounded sum of ``hidden`` at the entry of a layer; shape of ``hidden``, float32."""
         address, before, added = self._entries.get(number, (None, None, None))
         if address != hidden.data_ptr():
             before = added = None
         return self._sum(before, added, hidden)
 
     def sum_within(self, hidden: Tensor) -> Tensor:
-        """The same between attention and MLP."""
+        """Return the unrounded sum of ``hidden`` between attention and MLP; shape of ``hidden``, float32."""
         return self._sum(self._before, self._added, hidden)
 
     def _sum(self, before: Tensor | None, added: Tensor | None, hidden: Tensor) -> Tensor:
@@ -89,18 +91,18 @@ class _Residual:
         exact = hidden.float()
         if before is None or added is None:
             return exact
-        # Its gradient is that of the rounded sum, and goes there: FSDP2 has a layer's weights whole only once the
-        # gradient of the layer's own output is there.
+        # Its gradient goes to the rounded sum: FSDP2 gathers a layer's weights only when the gradient of the layer's
+        # own output has arrived.
         return straight_through(before.float() + added, exact)
 
 
 def rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """weight · value / √(mean(value²) + ε), rounded before and after the product with the weight, as vLLM does it.
+    """Return weight · value / √(mean(value²) + ε), rounded before and after the product with the weight, as in vLLM.
 
     Args:
         value: shape (..., channels), float32.
         weight: shape (channels,); its dtype is that of the result.
-        epsilon: added to the mean square.
+        epsilon: term that is added to the mean square.
     """
     value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + epsilon)
     return weight * value.to(weight.dtype)
@@ -123,20 +125,20 @@ def _fuse_norms(decoder: nn.Module, layers: Any, active: Callable[[], bool]) -> 
         layer.mlp.register_forward_hook(when_active(residual.add))
         layer.register_forward_hook(when_active(partial(residual.leave, number)))
     for number, norm in enumerate(entries):
-        _follow(norm, partial(residual.sum_at_entry, number), active)
+        _read_exact_sum(norm, partial(residual.sum_at_entry, number), active)
     for norm in inner:
-        _follow(norm, residual.sum_within, active)
+        _read_exact_sum(norm, residual.sum_within, active)
 
 
 def _copies(norm: Any) -> list[Any]:
-    """A norm, and what PEFT trains in its place."""
+    """Return a norm and the copies of it that PEFT trains."""
     if isinstance(norm, ModulesToSaveWrapper):
         return [norm.original_module, *norm.modules_to_save.values()]
     return [norm]
 
 
-def _follow(norm: Any, exact: Callable[[Tensor], Tensor], active: Callable[[], bool]) -> None:
-    """Has a norm read the exact sum in place of the rounded one."""
+def _read_exact_sum(norm: Any, exact: Callable[[Tensor], Tensor], active: Callable[[], bool]) -> None:
+    """Make a norm read the exact sum in place of the rounded one."""
     for copy in _copies(norm):
         copy.forward = partial(_norm, copy, copy.forward, exact, active)
 
@@ -152,18 +154,18 @@ def _norm(
 
 
 def _is_rms_norm(norm: Any) -> bool:
-    """Whether a norm computes `rms_norm`: by its result, because each family has a class of its own."""
+    """Return whether a norm computes `rms_norm`, judged by its result, because each family has its own class."""
     if dict(norm.named_parameters()).keys() != {"weight"} or "variance_epsilon" not in vars(norm):
         return False
     value = torch.linspace(-3, 7, norm.weight.numel(), device=norm.weight.device).to(norm.weight.dtype)
-    weight = value.flip(0)  # its own may be sharded
+    weight = value.flip(0)  # the norm's own weight may be sharded
     with torch.no_grad():
         theirs = functional_call(norm, {"weight": weight}, (value,))
     return torch.equal(theirs, rms_norm(value.float(), weight, norm.variance_epsilon))
 
 
-class _Unrounded(Tensor):
-    """Cosines or sines whose products with bfloat16 are float32 and are rounded once they are added up."""
+class _LateRounded(Tensor):
+    """Cosines or sines whose products with bfloat16 tensors stay float32 until the products are added up."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -174,8 +176,8 @@ class _Unrounded(Tensor):
 _SUMS = {Tensor.add, Tensor.sub}
 
 
-def _unrounded(active: Callable[[], bool], module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Hook of a rotary embedding, which has rounded its cosines and sines."""
+def _with_late_rounding(active: Callable[[], bool], module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Make products with the cosines and sines of a rotary embedding round late (a forward hook)."""
     if not active() or any(value.dtype != torch.bfloat16 for value in output):
         return output
-    return tuple(value.float().as_subclass(_Unrounded) for value in output)
+    return tuple(value.float().as_subclass(_LateRounded) for value in output)

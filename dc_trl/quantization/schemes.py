@@ -1,7 +1,7 @@
 """Deployment schemes by name, as compressed-tensors quantization schemes, and the layers that they quantize.
 
-One name means one number format wherever it is used: the in-process replica that samples, and the checkpoint that is
-served. lm_head, embeddings, norms and the routers of experts stay unquantized in every scheme, as vLLM keeps them.
+A name means the same number format in the in-process replica that samples and in the checkpoint that is served.
+lm_head, embeddings, norms and the routers of experts stay unquantized in every scheme, as in vLLM.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _PRESETS: dict[str, tuple[str, int | None]] = {
     "int4_g32": ("W4A16", 32),
 }
 SCHEMES = tuple(_PRESETS)
-# Formats that no engine serves, for the in-process replica alone: symmetric weights of so many bits, in groups of 32.
+# Name → bits of formats that no engine serves, for the in-process replica alone: symmetric weights in groups of 32.
 RESEARCH_BITS = {"int3": 3, "int2": 2}
-# Linear layers beside the experts of a block that choose between them, or weigh them.
+# Names of the linear layers in a block with experts that choose between the experts or weigh them.
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 def require_scheme(name: str) -> None:
-    """Raises ValueError unless ``name`` is a deployment scheme."""
+    """Raise ValueError unless ``name`` is a deployment scheme."""
     if name not in _PRESETS and name not in RESEARCH_BITS:
         raise ValueError(
             f"deployment_scheme={name!r} is unknown: choose one of {', '.join(map(repr, SCHEMES))}, or for the "
@@ -41,7 +41,7 @@ def require_scheme(name: str) -> None:
 
 
 def require_served_scheme(name: str) -> None:
-    """Raises ValueError unless ``name`` is a scheme that engines serve, and checkpoints are written in."""
+    """Raise ValueError unless ``name`` is a scheme of checkpoints that engines serve."""
     require_scheme(name)
     if name in RESEARCH_BITS:
         raise ValueError(
@@ -51,21 +51,23 @@ def require_served_scheme(name: str) -> None:
 
 
 def quantized_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Linear layers that a scheme quantizes, by name: all but the output head and what routes between experts."""
-    kept = {model.get_output_embeddings()}
+    """Return the linear layers that a scheme quantizes, by name: all but the output head and routers of experts."""
+    ignored = {model.get_output_embeddings()}
     for name in fused_experts(model):
         block = model.get_submodule(name.rpartition(".")[0])
-        kept |= {module for key, child in block.named_children() if key in _ROUTERS for module in child.modules()}
+        ignored |= {module for key, child in block.named_children() if key in _ROUTERS for module in child.modules()}
     return {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in kept
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module not in ignored
     }
 
 
 def fused_experts(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Modules that hold the weights of all experts of a layer in three-dimensional parameters, by name.
+    """Return the modules that hold the weights of all experts of a layer in three-dimensional parameters, by name.
 
-    transformers keeps no Linear layers for experts, but ``gate_up_proj``, shape (experts, 2 × intermediate, hidden),
-    and ``down_proj``, shape (experts, hidden, intermediate). Checkpoints and engines have each matrix by itself.
+    transformers has no Linear layers for experts, but ``gate_up_proj``, shape (experts, 2 × intermediate, hidden), and
+    ``down_proj``, shape (experts, hidden, intermediate). Checkpoints and engines store each matrix by itself.
     """
     return {
         name: module
@@ -75,7 +77,7 @@ def fused_experts(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def quantized_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Weights that a scheme quantizes, by name: those of `quantized_linears` and of `fused_experts`."""
+    """Return the weights that a scheme quantizes, by name: those of `quantized_linears` and of `fused_experts`."""
     weights: dict[str, Tensor] = {f"{name}.weight": linear.weight for name, linear in quantized_linears(model).items()}
     for name, experts in fused_experts(model).items():
         weights |= {f"{name}.{key}": weight for key, weight in experts.named_parameters(recurse=False)}
@@ -83,16 +85,15 @@ def quantized_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
-    """The compressed-tensors scheme called ``name``, for the Linear layers and experts of ``model``.
+    """Return the compressed-tensors scheme called ``name``, for the Linear layers and experts of ``model``.
 
-    It has the ``format`` of its checkpoints, if engines serve any; that of ``bf16`` has neither ``weights`` nor
-    ``format``.
+    It has the ``format`` of its checkpoints, if engines serve them; ``bf16`` has neither ``weights`` nor ``format``.
 
     Raises:
-        ValueError: unknown name, layers whose width the scheme's groups do not divide, or experts in a layout that is
-            not known here and would stay unquantized.
+        ValueError: the name is unknown, the scheme's groups do not divide the width of a layer, or experts have an
+            unknown layout and would stay unquantized.
     """
-    # Imported here because a configuration needs the names of the schemes alone, and this takes 0.15 s.
+    # Imported here because a configuration only needs the names of the schemes, and this import takes 0.15 s.
     from compressed_tensors.compressors.format import infer_module_format
     from compressed_tensors.quantization import preset_name_to_scheme
 
@@ -126,7 +127,7 @@ def _require_known_layout(scheme: str, layer: str, experts: nn.Module) -> None:
     weights = dict(experts.named_parameters(recurse=False))
     if weights.keys() == {"gate_up_proj", "down_proj"}:
         rows, columns = weights["down_proj"].shape[1:]
-        # `_apply_gate` is where transformers' implementations of experts have the input of down_proj.
+        # transformers' implementations of experts compute the input of down_proj in `_apply_gate`.
         if weights["gate_up_proj"].shape[1:] == (2 * columns, rows) and hasattr(experts, "_apply_gate"):
             return
     shapes = ", ".join(f"{key} {tuple(weight.shape)}" for key, weight in weights.items())

@@ -1,4 +1,4 @@
-"""The tensors that stand for a weight in a checkpoint: planned from its shape, made from its values piece by piece."""
+"""The tensors that represent a weight in a checkpoint, planned from its shape and computed piece by piece."""
 
 from collections.abc import Iterator
 
@@ -12,18 +12,18 @@ from .float8 import Float8Encoder
 from .tensor_file import Spec
 
 
-# Numbers of a piece: enough that what an operation costs by itself does not count, and few enough to stay in a cache.
+# Numbers of a piece: enough to make the overhead of an operation negligible, and few enough for a cache.
 _NUMBERS = 1 << 20
 
 
 class StoredWeights:
-    """Turns weights into the tensors of a checkpoint.
+    """Converts weights into the tensors of a checkpoint.
 
-    On a processor it works on some rows at a time, in memory that it keeps. Elsewhere a weight is quantized where it
-    is, and only what is stored comes to the CPU.
+    On a CPU it converts some rows at a time, in buffers that it reuses. On another device a weight is quantized there,
+    and only the result is copied to the CPU.
 
     Args:
-        scheme: of the weights that are quantized; one without `weights` quantizes none.
+        scheme: quantization scheme; without `weights`, nothing is quantized.
     """
 
     def __init__(self, scheme: QuantizationScheme):
@@ -32,12 +32,12 @@ class StoredWeights:
         self._rounded = torch.empty(0, dtype=torch.bfloat16)
 
     def plain(self, tensor: Tensor) -> Spec:
-        """How a tensor is stored that is not quantized: floating point in bfloat16, all else as it is."""
+        """Return how an unquantized tensor is stored: floating point in bfloat16, other dtypes as they are."""
         dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
         return Spec(dtype, tuple(tensor.shape))
 
     def quantized(self, shape: torch.Size) -> dict[str, Spec]:
-        """The tensors that stand for a quantized weight of shape (out_features, in_features): scales and codes."""
+        """Return the scales and codes that represent a quantized weight of shape (out_features, in_features)."""
         args = self._scheme.weights
         rows, columns = shape
         scales = (rows, 1)
@@ -49,13 +49,13 @@ class StoredWeights:
         if self._scheme.format.value != "pack-quantized":
             codes = {"weight": Spec(args.pytorch_dtype(), (rows, columns))}
         else:
-            of_one = 32 // args.num_bits
-            packed = Spec(torch.int32, (rows, -(-columns // of_one)))
+            codes_per_int = 32 // args.num_bits
+            packed = Spec(torch.int32, (rows, -(-columns // codes_per_int)))
             codes = {"weight_packed": packed, "weight_shape": Spec(torch.int64, (2,))}
         return {"weight_scale": Spec(torch.float32, scales)} | codes
 
     def round(self, tensor: Tensor) -> Iterator[Tensor]:
-        """The pieces of a tensor that is not quantized, on the CPU; each is overwritten by the next."""
+        """Yield the pieces of a tensor that is not quantized, on the CPU; each is overwritten by the next."""
         if not tensor.is_floating_point() or tensor.dtype == torch.bfloat16 or tensor.device.type != "cpu":
             yield tensor.to(self.plain(tensor).dtype).contiguous().cpu()
             return
@@ -65,13 +65,13 @@ class StoredWeights:
             yield self._rounded[: len(part)].copy_(part)
 
     def quantize(self, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The pieces of the tensors that stand for a weight, on the CPU.
+        """Yield the pieces of the tensors that represent a quantized weight, on the CPU.
 
         Args:
             weight: shape (out_features, in_features), floating point.
 
         Yields:
-            Name of the tensor, see `quantized`, and the piece that follows its last one; overwritten by the next.
+            Name of the tensor, see `quantized`, and its next piece, which is overwritten by the following one.
         """
         if weight.device.type != "cpu":
             yield from ((name, value.contiguous().cpu()) for name, value in self._compressed(weight).items())
@@ -95,21 +95,21 @@ class StoredWeights:
         height = self._scheme.weights.block_structure[0] if self._scheme.weights.block_structure else 1
         for rows in weight.split(max(1, _NUMBERS // (weight.shape[1] * height)) * height):
             for name, value in self._compressed(rows).items():
-                if name != "weight_shape":  # of the rows
+                if name != "weight_shape":  # this one is the shape of the rows
                     yield name, value.contiguous()
         if "weight_shape" in self.quantized(weight.shape):
             yield "weight_shape", torch.tensor(weight.shape)
 
     def _compressed(self, weight: Tensor) -> dict[str, Tensor]:
-        """The same from compressed-tensors, whole."""
+        """Return the tensors that represent a weight as compressed-tensors computes them."""
         scale, zero_point = weight_qparams(weight, self._scheme.weights)
-        of_layer = {"weight": weight.float(), "weight_scale": scale, "weight_zero_point": zero_point}
+        parameters = {"weight": weight.float(), "weight_scale": scale, "weight_zero_point": zero_point}
         compressor = BaseCompressor.get_value_from_registry(self._scheme.format.value)
-        return compressor.compress(of_layer, self._scheme)
+        return compressor.compress(parameters, self._scheme)
 
 
 def _float8_block(args: QuantizationArgs, shape: torch.Size) -> tuple[int, int] | None:
-    """Rows and columns that share a scale; None where these are no E4M3 numbers, or blocks that stick out."""
+    """Return the rows and columns that share a scale; None if the format is not E4M3 or blocks exceed the shape."""
     if args.pytorch_dtype() != torch.float8_e4m3fn:
         return None
     if args.strategy == QuantizationStrategy.CHANNEL:

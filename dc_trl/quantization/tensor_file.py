@@ -1,4 +1,4 @@
-"""Safetensors files, written while their tensors are made: byte for byte those of `safetensors`."""
+"""Safetensors files that are written while their tensors are computed, byte for byte as `safetensors` writes them."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-# How safetensors calls the formats, in the order in which it puts them into a file.
+# Names of the dtypes in safetensors, in the order in which it writes them.
 _NAMES = {
     torch.int64: "I64",
     torch.float64: "F64",
@@ -29,36 +29,36 @@ _ORDER = list(_NAMES)
 
 
 class Spec(NamedTuple):
-    """A tensor as it is stored."""
+    """Dtype and shape of a stored tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.dtype.itemsize * math.prod(self.shape)
 
 
 class TensorFile:
-    """A safetensors file of tensors that are known by name, dtype and shape; their values come piece by piece.
+    """A safetensors file of tensors whose name, dtype and shape are known; their values are appended piece by piece.
 
-    Nothing is held: a piece is copied from where it was made to its place in the file. That takes half the time of
-    mapping a file in shared memory and writing to the map, whose pages would be zeroed first, and a full file system
-    is an error and not a signal that kills.
+    Nothing is held in memory: a piece is written from its own memory to its place in the file. That takes half the
+    time of mapping a file in shared memory and writing to the map, whose pages would be zeroed first, and a full file
+    system raises an error instead of killing the process by a signal.
 
     Args:
-        path: where no file is yet.
-        tensors: by name.
+        path: path of the new file, which must not exist yet.
+        tensors: specification of each tensor by name.
 
     Raises:
-        OSError: the file system refused.
+        OSError: the file system refused to write.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Spec]):
         self.size = 0
         self._path = path
-        self._places: dict[str, tuple[int, int]] = {}  # where the next piece goes, and the tensor ends
+        self._places: dict[str, tuple[int, int]] = {}  # positions of the next piece and of the tensor's end
         header = self._plan(tensors)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._write(memoryview(header), 0)
@@ -78,15 +78,15 @@ class TensorFile:
         return len(text).to_bytes(8, "little") + text
 
     def append(self, name: str, piece: Tensor) -> None:
-        """Writes the next piece of a tensor.
+        """Write the next piece of a tensor.
 
         Args:
-            name: of the tensor.
-            piece: on the CPU, contiguous.
+            name: name of the tensor.
+            piece: values on the CPU, contiguous.
 
         Raises:
-            ValueError: the tensor has less room left.
-            OSError: the file system refused.
+            ValueError: the piece is larger than the rest of the tensor.
+            OSError: the file system refused to write.
         """
         position, end = self._places[name]
         if position + piece.nbytes > end:
@@ -103,8 +103,8 @@ class TensorFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
-        """Closes the file; where no error is on its way, one that lacks a part of a tensor is a ValueError."""
+        """Close the file; raise ValueError if it lacks a part of a tensor, unless another error is being raised."""
         os.close(self._descriptor)
-        lacking = [name for name, (position, end) in self._places.items() if position < end]
-        if kind is None and lacking:
-            raise ValueError(f"{self._path} lacks values of {', '.join(lacking[:3])}.")
+        incomplete = [name for name, (position, end) in self._places.items() if position < end]
+        if kind is None and incomplete:
+            raise ValueError(f"{self._path} lacks values of {', '.join(incomplete[:3])}.")

@@ -1,4 +1,4 @@
-"""The one walk over the policy's tensors: shards gathered, adapters merged, under the base architecture's names."""
+"""Iterate over the policy's tensors, with shards gathered and adapters merged, by the base architecture's names."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -19,25 +19,26 @@ from transformers import PreTrainedModel
 from .policy import base_model, require_shared_embeddings, unwrapped
 
 
-# What bitsandbytes keeps several numbers of one weight in, by the names of its classes: it need not be installed.
+# Names of the classes in which bitsandbytes packs several numbers into one; it need not be installed.
 _PACKED = ("Params4bit", "Int8Params")
 
 
 def deployed_tensors(
     accelerator: Accelerator, model: nn.Module, gathered_by_trl: Callable[[], Iterator[tuple[str, Tensor]]] | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The present weights of a policy in training, as a deployable checkpoint is written from; see `policy_tensors`.
+    """Return the present weights of a policy in training, for a deployable checkpoint; see `policy_tensors`.
 
     Every process has to iterate to the end, because gathering a shard takes all of them.
 
     Args:
-        accelerator: of the run.
+        accelerator: accelerator of the run.
         model: the policy, as the accelerator prepared it.
-        gathered_by_trl: `_iter_named_params` of TRL's vLLM generation, None without vLLM. TRL's iteration takes over
-            what `policy_tensors` cannot gather: FSDP1, DeepSpeed's ZeRO stage 3, and adapters under FSDP2.
+        gathered_by_trl: `_iter_named_params` of TRL's vLLM generation, None without vLLM. It gathers what
+            `policy_tensors` cannot: FSDP1, DeepSpeed's ZeRO stage 3, and adapters under FSDP2.
 
     Raises:
-        ValueError: TRL has to gather the weights, and there is no vLLM, or an adapter parts embedding and output head.
+        ValueError: TRL has to gather the weights, and vLLM is not used, the weights are packed by bitsandbytes, or an
+            adapter separates the embedding from the output head.
     """
     policy = unwrapped(accelerator, model)
     if not _needs_trl(accelerator, policy):
@@ -52,8 +53,8 @@ def deployed_tensors(
     )
     if is_packed(policy):
         raise ValueError(
-            "load_in_4bit and load_in_8bit leave sharded weights packed, and they are merged in place there: launch "
-            "without sharding, or load the weights unquantized."
+            "load_in_4bit or load_in_8bit has packed the weights, and an adapter cannot be merged into packed weights "
+            "that are sharded: launch without sharding, or load the weights unquantized."
         )
     return gathered_by_trl()
 
@@ -62,20 +63,21 @@ def _needs_trl(accelerator: Accelerator, policy: nn.Module) -> bool:
     if isinstance(policy, FSDPModule):
         return isinstance(policy, PeftModel)
     if accelerator.distributed_type == DistributedType.FSDP:
-        return not accelerator.is_fsdp2  # under FSDP2, the accelerator has yet to shard it
+        return not accelerator.is_fsdp2  # under FSDP2, the accelerator has not sharded it yet
     return accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.deepspeed_plugin.zero_stage == 3
 
 
 def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers of a policy under its base architecture's names, gathered from FSDP2, adapters merged.
+    """Yield parameters and buffers of a policy by its base architecture's names, with FSDP2 gathered, adapters merged.
 
-    The policy itself is not touched: each adapted layer is merged in a copy, one at a time, because merging in place
-    and unmerging again would leave rounding errors in the weights that are being trained. What bitsandbytes has packed
-    (QLoRA) is unpacked, and an adapter is added to that: PEFT's merge would round the sum to the same few bits again.
+    The policy itself is not changed: each adapted layer is merged in a copy, one at a time, because merging in place
+    and unmerging again would leave rounding errors in the weights that are being trained. Weights that bitsandbytes
+    has packed (QLoRA) are unpacked before the adapter is added: PEFT's merge would round the sum to the same few bits
+    again.
 
     Args:
-        policy: a transformers model, or a PEFT model around one; whole, or without adapters sharded by FSDP2. Of a
-            sharded one, every process has to iterate to the end.
+        policy: a transformers model, or a PEFT model around one. A policy without adapters may be sharded by FSDP2;
+            every process then has to iterate to the end.
 
     Yields:
         (name, tensor); a tensor that two modules share is yielded under both names.
@@ -88,28 +90,28 @@ def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, T
         require_merged_form(policy)
         yield from _merged_tensors(policy.get_base_model(), "")
     elif sharded:
-        # Its state holds the shards even where a forward pass left gathered weights behind, in its own precision, and
-        # the model's names even where layers are wrapped to recompute activations.
+        # The state dict holds the shards even where a forward pass has left gathered weights behind in its own
+        # precision, and the model's names even where layers are wrapped to recompute activations.
         for name, tensor in policy.state_dict().items():
-            yield name, _whole(tensor)
+            yield name, _gathered(tensor)
     else:
         yield from policy.named_parameters(remove_duplicate=False)
         yield from policy.named_buffers(remove_duplicate=False)
 
 
 def frozen_tensors(accelerator: Accelerator, model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Parameters that training leaves alone, by their names in `deployed_tensors`, for `CheckpointWriter.write`.
+    """Return parameters that training does not change, by their names in `deployed_tensors`, for `CheckpointWriter`.
 
-    Those are parameters without a gradient, outside of adapted layers. None of a sharded policy: what is gathered does
-    not tell whether it was written.
+    These are parameters without a gradient, outside of adapted layers. A sharded policy has none, because a gathered
+    tensor does not show whether its shards were written to.
 
     Args:
-        accelerator: of the run.
+        accelerator: accelerator of the run.
         model: the policy, as the accelerator prepared it.
 
     Returns:
-        For each parameter its address and PyTorch's count of the operations that have written to it in place. A write
-        that goes past autograd (`parameter.data`) does not count.
+        For each parameter its address, and PyTorch's count of the operations that have written to it in place. A write
+        past autograd (`parameter.data`) does not count.
     """
     policy = unwrapped(accelerator, model)
     if isinstance(policy, FSDPModule) or _needs_trl(accelerator, policy):
@@ -128,10 +130,10 @@ def _frozen(module: nn.Module, prefix: str) -> Iterator[tuple[str, tuple[int, in
 
 
 def require_merged_form(policy: PreTrainedModel | PeftModel) -> None:
-    """Refuses adapters that cannot be merged into the weights that are deployed.
+    """Refuse adapters that cannot be merged into the weights that are deployed.
 
     Raises:
-        ValueError: names the adapter and what it adapts.
+        ValueError: an adapter cannot be merged; the message names it and what it adapts.
     """
     if not isinstance(policy, PeftModel):
         return
@@ -159,25 +161,26 @@ def _is_packed(tensor: Tensor) -> bool:
 
 
 def is_packed(policy: nn.Module) -> bool:
-    """Whether bitsandbytes has packed weights of a policy."""
+    """Return whether bitsandbytes has packed weights of a policy."""
     return any(map(_is_packed, policy.parameters()))
 
 
 def _is_packed_layer(module: nn.Module) -> bool:
-    """Whether this is a LoRA layer around weights that bitsandbytes has packed."""
+    """Return whether a module is a LoRA layer around weights that bitsandbytes has packed."""
     return isinstance(module, LoraLayer) and any(map(_is_packed, module.get_base_layer().parameters(recurse=False)))
 
 
 def _unpacked(layer: nn.Module) -> Tensor:
-    # On a CPU bitsandbytes lays the weights out anew for an evaluation, where they are read wrongly; saving undoes it.
+    # On a CPU bitsandbytes changes the layout of the weights for evaluation, which dequantizing would misread; saving
+    # restores it.
     layer.state_dict()
     return dequantize_module_weight(layer)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _gathered(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
-    # Shards that FSDP2 keeps in the CPU's memory are gathered through the devices that compute, as NCCL wants it.
+    # Shards that FSDP2 keeps in CPU memory are gathered on the devices that compute, because NCCL needs them there.
     return cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
 
 
@@ -188,16 +191,17 @@ def _merged_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tenso
         module = adapter.get_base_layer()
         delta = torch.stack([adapter.get_delta_weight(name).float() for name in adapter.active_adapters]).sum(0)
     elif isinstance(module, BaseTunerLayer):
-        # Not what PEFT built it from: with `ensure_weight_tying` that holds views, which cannot be copied.
-        built_from = {id(module.kwargs): module.kwargs} if isinstance(module, LoraLayer) else {}
-        module = copy.deepcopy(module, built_from)
-        while isinstance(module, BaseTunerLayer):  # of fused experts, an adapter for each parameter around the next
+        # The keyword arguments of PEFT's layer are not copied: with `ensure_weight_tying` they hold views, which
+        # cannot be.
+        memo = {id(module.kwargs): module.kwargs} if isinstance(module, LoraLayer) else {}
+        module = copy.deepcopy(module, memo)
+        while isinstance(module, BaseTunerLayer):  # PEFT nests the adapters of several parameters of fused experts
             module.merge()
             module = module.base_layer
     elif isinstance(module, ModulesToSaveWrapper):
         module = module.modules_to_save[module.active_adapters[0]]
     for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-        whole = _unpacked(module) if _is_packed(tensor) else tensor
-        yield prefix + name, whole if delta is None or name != "weight" else whole.float() + delta
+        value = _unpacked(module) if _is_packed(tensor) else tensor
+        yield prefix + name, value if delta is None or name != "weight" else value.float() + delta
     for name, child in module.named_children():
         yield from _merged_tensors(child, f"{prefix}{name}.")

@@ -1,7 +1,7 @@
-"""How far a policy is from its quantized self, with the gradient of both.
+"""Divergence of a policy from its quantized self, with the gradient through both.
 
-With θ the weights and θ + Δ their round trip through a scheme's number format, Δ held fixed, the divergence of π_{θ+Δ}
-from π_θ has a gradient by both policies: through θ, and straight-through, through Q(θ).
+θ are the weights and θ + Δ = Q(θ) their round trip through a scheme's number format, with Δ held fixed. The divergence
+of π_{θ+Δ} from π_θ has a gradient through both policies: through θ, and straight-through, through Q(θ).
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ from .deployed_forward import DeployedForward
 from .policy import base_model, scaled_logits
 
 
-# Logits that are held at a time, of each of the two policies: 256 MiB in float32.
+# Number of logits of each policy that are held at a time: 256 MiB in float32.
 _TILE = 2**26
 
 
 class _Head(NamedTuple):
-    """What the logits of a forward pass are made of."""
+    """Tensors from which the logits of a forward pass are computed."""
 
     hidden: Tensor  # (batch, length, channels)
     weight: Tensor  # (vocabulary, channels)
@@ -34,19 +34,20 @@ class _Head(NamedTuple):
 class TwoSidedDivergence:
     """Divergence of a policy from its quantized self at the tokens of a forward pass.
 
-    It costs one more forward pass and its backward pass; `kl` computes the logits of both policies once more, tile by
-    tile, and again in the backward pass.
+    It costs one more forward pass with its backward pass. ``"kl"`` also computes the logits of both policies once
+    more, tile by tile, and again in the backward pass.
 
     Args:
         policy: transformers causal language model, or a PEFT model around one; not sharded.
-        deployed: its deployed forward, inactive.
+        deployed: deployed forward of the policy, inactive.
         kind: ``"kl"``: KL(π_{θ+Δ} ‖ π_θ) over the vocabulary, in nats. ``"l1"``: |π_{θ+Δ} − π_θ| of the sampled
             token.
-        temperature: of both policies.
-        padded: makes of the backbone's hidden states those of padded rows, where it reads others (`padding_free`).
+        temperature: temperature of both policies.
+        padded: converts hidden states of the backbone to padded rows, where the backbone reads packed ones
+            (`padding_free`).
 
     Raises:
-        ValueError: ``kind="kl"`` with an adapter on the output head.
+        ValueError: an adapter is on the output head, with ``kind="kl"``.
     """
 
     def __init__(
@@ -69,38 +70,38 @@ class TwoSidedDivergence:
                     "constraint_form='two_sided_kl' reads the output head, which peft_config adapts: leave the head "
                     "out of target_modules, or use constraint_form='two_sided_l1'."
                 )
-            self._model.base_model.register_forward_hook(self._listen)
+            self._model.base_model.register_forward_hook(self._record_head)
 
-    def _listen(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        # Within the forward of the whole model, where the weights of the head are those that it computes with.
+    def _record_head(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        # The hook runs within the forward of the whole model, when the head holds the weights that it computes with.
         head = self._model.get_output_embeddings()
         hidden = output.last_hidden_state
         self._head = _Head(hidden if self._padded is None else self._padded(hidden), head.weight, head.bias)
 
     def __call__(self, train_logps: Tensor, forward: Callable[[], Tensor]) -> Tensor:
-        """The divergence at each token.
+        """Return the divergence at each token.
 
         Args:
-            train_logps: log π_θ of the sampled tokens, shape (B, T), with a gradient, of the policy's latest forward.
-            forward: computes the same again.
+            train_logps: log π_θ of the sampled tokens from the policy's latest forward, shape (B, T), with a gradient.
+            forward: computes `train_logps` again.
 
         Returns:
             Shape (B, T), float32 or wider, with a gradient.
         """
-        of_policy = self._head
+        policy_head = self._head
         with self._deployed.active():
             deployed_logps = forward()
-        of_deployed, self._head = self._head, None
+        deployed_head, self._head = self._head, None
         if self._kind == "l1":
             return (deployed_logps.exp() - train_logps.exp()).abs()
-        assert of_policy is not None
-        assert of_deployed is not None
+        assert policy_head is not None
+        assert deployed_head is not None
         width = train_logps.shape[1]
-        hidden = [head.hidden[:, -width - 1 : -1].flatten(0, 1) for head in (of_policy, of_deployed)]
-        size = max(1, _TILE // of_policy.weight.shape[0])
+        hidden = [head.hidden[:, -width - 1 : -1].flatten(0, 1) for head in (policy_head, deployed_head)]
+        size = max(1, _TILE // policy_head.weight.shape[0])
         tiles = zip(*(each.split(size) for each in hidden), strict=True)
         divergences = [
-            checkpoint(self._kl, *tile, *of_policy[1:], *of_deployed[1:], use_reentrant=False) for tile in tiles
+            checkpoint(self._kl, *tile, *policy_head[1:], *deployed_head[1:], use_reentrant=False) for tile in tiles
         ]
         return torch.cat(divergences).view(train_logps.shape)
 

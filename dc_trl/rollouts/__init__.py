@@ -1,1 +1,1 @@
-"""What samples: the in-process replica and the vLLM engines, with what they sample kept in TRL's buffer."""
+"""Engines that sample, which are the in-process replica and vLLM, and their rollouts in TRL's buffer."""

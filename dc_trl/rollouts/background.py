@@ -1,4 +1,4 @@
-"""Rollouts that a server samples while something else is done, and that survive a kill."""
+"""Rollouts that a server samples in the background, which can be saved and loaded."""
 
 import json
 import threading
@@ -13,17 +13,17 @@ from safetensors.numpy import save_file
 
 
 class BackgroundRollout:
-    """Completions of one request, which a client samples in a thread of its own.
+    """Completions of one request, which a client samples in a separate thread.
 
     Args:
-        request: keyword arguments of the client's `generate`: `prompts`, and settings that JSON can hold.
-        seed: that the client was given for it; None where it draws none.
+        request: keyword arguments of the client's `generate`: `prompts`, and JSON-compatible settings.
+        seed: seed that the client drew for the request; None if it draws none.
 
     Attributes:
-        output: what `generate` returned; None as long as it has not, or where it failed.
-        routed_experts: the client's, of these completions.
-        seconds: that `generate` took.
-        waited: seconds of these that `wait` has waited for it.
+        output: result of `generate`; None until it has returned, or if it failed.
+        routed_experts: the client's routed experts of these completions.
+        seconds: seconds that `generate` took.
+        waited: seconds that `wait` spent waiting for it.
     """
 
     def __init__(self, request: dict[str, Any], seed: int | None = None):
@@ -36,7 +36,7 @@ class BackgroundRollout:
         self._thread: threading.Thread | None = None
 
     def start(self, client: Any) -> None:
-        """Begins. Until `wait` has returned, nobody else may use the client."""
+        """Start the thread. Until `wait` has returned, nothing else may use the client."""
         self._thread = threading.Thread(target=self._run, args=(client,), name="dc_trl-rollout-ahead", daemon=True)
         self._thread.start()
 
@@ -45,12 +45,12 @@ class BackgroundRollout:
         try:
             self.output = client.generate(**self.request)
             self.routed_experts = client.routed_experts
-        except BaseException as error:  # raised where the completions are taken up
+        except BaseException as error:  # `result` raises it
             self._error = error
         self.seconds = time.perf_counter() - begin
 
     def wait(self) -> None:
-        """Waits until `generate` has returned or failed."""
+        """Wait until `generate` has returned or failed."""
         if self._thread is not None:
             begin = time.perf_counter()
             self._thread.join()
@@ -58,10 +58,10 @@ class BackgroundRollout:
             self.waited += time.perf_counter() - begin
 
     def result(self) -> dict[str, Any]:
-        """What `generate` returned; waits for it.
+        """Wait for `generate`, and return its result.
 
         Raises:
-            ServerError: whatever `generate` raised.
+            ServerError: `generate` raised it; any other error of `generate` is raised too.
         """
         self.wait()
         if self._error is not None:
@@ -70,13 +70,13 @@ class BackgroundRollout:
         return self.output
 
     def answers(self, request: dict[str, Any]) -> bool:
-        """Whether these are completions of the same prompts with the same settings."""
+        """Return whether these are completions of the same prompts with the same settings."""
         return self.request["prompts"] == request["prompts"] and _settings(self.request) == _settings(request)
 
     def save(self, path: Path) -> None:
-        """Writes what was sampled as safetensors, for `load`; log-probabilities in float64, as JSON had them.
+        """Write the completions as a safetensors file for `load`, with log-probabilities in float64, as JSON has them.
 
-        Of what could not be sampled, it writes what was asked for.
+        If they could not be sampled, write the request alone.
         """
         self.wait()
         arrays = _packed("prompts", self.request["prompts"], np.int64)
@@ -89,8 +89,8 @@ class BackgroundRollout:
     def _arrays(self, output: dict[str, Any]) -> dict[str, np.ndarray]:
         arrays: dict[str, np.ndarray] = {}
         arrays |= _packed("completion_ids", output["completion_ids"], np.int64)
-        for name, dtype in _OF_TOKENS.items():
-            # Several values for each token: as many as the server has named.
+        for name, dtype in _TOKEN_VALUES.items():
+            # There are several values for each token, as many as the server has returned.
             arrays[f"{name}.tokens"] = np.array([len(completion) for completion in output[name]], np.int64)
             arrays |= _packed(name, [token for completion in output[name] for token in completion], dtype)
         for index, routes in enumerate(self.routed_experts):
@@ -100,7 +100,7 @@ class BackgroundRollout:
 
     @classmethod
     def load(cls, path: Path) -> "BackgroundRollout":
-        """Reads what `save` wrote; `output` is None where it was not sampled."""
+        """Read what `save` wrote; `output` is None if the completions were not sampled."""
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata()
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -109,14 +109,15 @@ class BackgroundRollout:
         if not values.get("sampled", True):  # the key is absent in older checkpoints
             return rollout
         rollout.output = {"prompt_ids": prompts, "completion_ids": _unpacked("completion_ids", arrays)}
-        for name in _OF_TOKENS:
+        for name in _TOKEN_VALUES:
             rollout.output[name] = _split(_unpacked(name, arrays), arrays[f"{name}.tokens"])
         rollout.routed_experts = [arrays.get(f"routed_experts.{index}") for index in range(values["routes"])]
         rollout.seconds, rollout.waited = values["seconds"], values["waited"]
         return rollout
 
 
-_OF_TOKENS = {"logprobs": np.float64, "logprob_token_ids": np.int64}
+# Values of each token in the client's output, with their dtypes.
+_TOKEN_VALUES = {"logprobs": np.float64, "logprob_token_ids": np.int64}
 
 
 def _settings(request: dict[str, Any]) -> str:

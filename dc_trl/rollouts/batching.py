@@ -1,8 +1,8 @@
-"""Length-aware batches: which completions share a forward, and how much padding it reads.
+"""Length-aware batches: group completions of similar length into forwards, and cut their padding.
 
 Rows are completions with their prompts, as TRL pads them: prompts on the left, completions on the right. A forward of
 rows reads (longest prompt + longest completion) tokens of each of them. Here rows are grouped by length within one
-optimizer step, and cut to the longest of their own forward. Nothing here knows a trainer or another process.
+optimizer step, and cut to the longest of their own forward. These functions use neither a trainer nor communication.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,33 +15,33 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 
 
 class Length(NamedTuple):
-    """Tokens of a row that a forward has to read."""
+    """Numbers of prompt and completion tokens of a row that a forward has to read."""
 
     prompt: int
     completion: int
 
 
-# A forward: of each process the rows that it reads.
+# A forward: for each process, the rows that it reads.
 Forward = list[list[int]]
 
-# By its name a tensor is along the prompt, along the prompt and the completion, or along none of them; every other one
-# whose second dimension is as long as the completions is along these, those of subclasses included.
+# Names of tensors whose second dimension is along the prompt, along prompt and completion, or along neither. Every
+# other tensor whose second dimension has the length of the completions is along these; subclasses may add some.
 _ALONG_PROMPT = ("prompt_ids", "prompt_mask")
 _ALONG_BOTH = ("token_type_ids", "mm_token_type_ids", "routed_experts")
 _ALONG_NONE = (
     *("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "image_position_ids"),
-    *("kept_ids", "kept_counts"),  # of their own widths, see `Kept`
+    *("kept_ids", "kept_counts"),  # these have their own widths, see `Kept`
 )
 
 
 def segments(slices: int, passes: int, accumulated: int, offset: int = 0) -> list[range]:
-    """Slices of a generation batch that share an optimizer step in every pass over it.
+    """Return the ranges of slices of a generation batch that share an optimizer step in every pass over it.
 
     Args:
         slices: TRL's `steps_per_generation`.
-        passes: `num_iterations`.
-        accumulated: `gradient_accumulation_steps`.
-        offset: micro-batches of the present optimizer step that came before this generation batch.
+        passes: TRL's `num_iterations`.
+        accumulated: TRL's `gradient_accumulation_steps`.
+        offset: number of micro-batches of the present optimizer step that came before this generation batch.
 
     Returns:
         Consecutive ranges of slices. An epoch's last step may be shorter; it ends with its generation batch.
@@ -64,25 +64,25 @@ def micro_batches(
     least: int = 1,
     in_order: bool = False,
 ) -> list[Forward]:
-    """Groups rows by length, the longest first: a batch that does not fit into memory shows so at once.
+    """Group rows by length into forwards, the longest first, so that a batch that exceeds memory fails at once.
 
-    Every process has as many forwards as the others, and each forward as many rows in every process: TRL gathers a
-    number for each row. Within a forward the processes' chunks are neighbours in length, and the largest goes to the
-    process that has read the fewest tokens so far.
+    All processes have the same number of forwards, and a forward has the same number of rows in every process, because
+    TRL gathers a number for each row. Within a forward the processes' chunks are neighbours in length, and the largest
+    goes to the process that has read the fewest tokens so far.
 
     Args:
-        lengths: of the rows of all processes, one process after the other, as many of each.
-        processes: how many there are.
-        rows: of a forward in each process; `None` with a budget.
-        budget: tokens of a forward with its padding; a row that is longer is alone. `None` with `rows`.
+        lengths: lengths of the rows of all processes, one process after the other, with equally many rows each.
+        processes: number of processes.
+        rows: number of rows of a forward in each process; `None` with a budget.
+        budget: largest number of tokens of a forward, padding included; a longer row is alone. `None` with `rows`.
         exchange: whether rows may go to another process.
-        least: forwards at least; those of the most rows are halved.
-        in_order: rows stay in the order of each process, and none is exchanged.
+        least: least number of forwards; to reach it, the forwards with the most rows are halved.
+        in_order: whether rows stay in the order of each process; `exchange` has to be False then.
 
     Returns:
-        The forwards; every row is in one of them. Of two orders, by all tokens or by those of the completion, the one
-        with the fewest tokens read, and the fewest forwards. Rows of a forward are in the order in which they came, so
-        that a step of one forward has the bits that it has without grouping.
+        The forwards; every row is in one of them. Of two orders, by all tokens or by those of the completion, the
+        function chooses the one with the fewest tokens read, and then the fewest forwards. The rows of a forward keep
+        their original order, so that a step of one forward has the same bits as without grouping.
     """
     share = len(lengths) // processes
     lanes = [range(len(lengths))] if exchange else [range(i * share, (i + 1) * share) for i in range(processes)]
@@ -103,19 +103,19 @@ def micro_batches(
 
 
 def forward_tokens(lengths: Sequence[Length], rows: Sequence[int]) -> int:
-    """Tokens that a forward of these rows reads, padding included."""
+    """Return the number of tokens that a forward of these rows reads, padding included."""
     return len(rows) * (max(lengths[row].prompt for row in rows) + max(lengths[row].completion for row in rows))
 
 
 def read_tokens(lengths: Sequence[Length], plan: Iterable[Forward]) -> int:
-    """Tokens that all forwards of all processes read, padding included."""
+    """Return the number of tokens that all forwards of all processes read, padding included."""
     return sum(forward_tokens(lengths, rows) for forward in plan for rows in forward)
 
 
 def _cut(
     lengths: Sequence[Length],
     lanes: list[list[int]],
-    chunks: int,  # of each lane in a forward
+    chunks: int,  # number of chunks of each lane in a forward
     share: int,
     rows: int | None,
     budget: int | None,
@@ -158,7 +158,7 @@ def _balanced(lengths: Sequence[Length], plan: list[Forward]) -> list[Forward]:
 
 
 def runs(count: int, slices: int) -> list[range]:
-    """So many forwards over so many slices, one after the other, as evenly as it goes; at least as many forwards."""
+    """Divide `count` forwards evenly among slices, as consecutive ranges; `count` is at least `slices`."""
     bounds = [count * index // slices for index in range(slices + 1)]
     return [range(begin, end) for begin, end in pairwise(bounds)]
 
@@ -167,12 +167,12 @@ def runs(count: int, slices: int) -> list[range]:
 
 
 def lengths_of(batch: dict[str, Any], multiple: int | None = None) -> Tensor:
-    """Tokens of each row that a forward has to read: int64, shape (rows, 2), of prompt and completion, at least 1.
+    """Return the numbers of prompt and completion tokens that a forward has to read: int64, shape (rows, 2), ≥ 1.
 
-    A completion that is masked whole (truncated, or of a dropped group) enters nothing: it counts as 1.
+    A completion that is masked as a whole (truncated, or in a dropped group) has a length of 1.
 
     Args:
-        batch: with the masks `prompt_mask`, shape (rows, P), and `completion_mask`, shape (rows, T).
+        batch: batch with the masks `prompt_mask`, shape (rows, P), and `completion_mask`, shape (rows, T).
         multiple: TRL's `pad_to_multiple_of`, to which lengths are rounded up.
     """
     prompt, completion = batch["prompt_mask"] != 0, batch["completion_mask"] != 0
@@ -183,10 +183,10 @@ def lengths_of(batch: dict[str, Any], multiple: int | None = None) -> Tensor:
 
 
 def along(name: str, value: Any, prompt: int, completion: int) -> str | None:
-    """What the second dimension of a tensor is: "prompt", "completion" or "both"; None: neither.
+    """Return whether the second dimension of a tensor is along "prompt", "completion", "both" or neither (None).
 
     Args:
-        name, value: of an entry of a batch.
+        name, value: name and value of an entry of a batch.
         prompt, completion: padded widths of the batch, P and T.
     """
     if name in _ALONG_PROMPT:
@@ -199,7 +199,7 @@ def along(name: str, value: Any, prompt: int, completion: int) -> str | None:
 
 
 def trimmed(batch: dict[str, Any], multiple: int | None = None) -> dict[str, Any]:
-    """A batch without the columns that are padding in all of its rows; its tensors are copies where they are cut."""
+    """Return a batch without the columns that are padding in all of its rows; tensors that are cut are copied."""
     width, length = batch["prompt_ids"].shape[1], batch["completion_ids"].shape[1]
     prompt, completion = lengths_of(batch, multiple).amax(0).tolist()
     columns = {
@@ -218,7 +218,7 @@ def _trimmed_kept(batch: dict[str, Any], completion: int) -> dict[str, Tensor]:
     if "kept_ids" not in batch:
         return {}
     counts = batch["kept_counts"][:, :completion].contiguous()
-    # A masked completion is cut within its tokens: the kept ones of what is left are the first.
+    # A masked completion is cut within its tokens; the kept tokens of the remaining positions are the first ones.
     kept = counts.sum(1)
     ids = batch["kept_ids"][:, : int(kept.max())]
     beyond = torch.arange(ids.shape[1], device=ids.device) >= kept.unsqueeze(1)
@@ -226,7 +226,7 @@ def _trimmed_kept(batch: dict[str, Any], completion: int) -> dict[str, Tensor]:
 
 
 def take(batch: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """Rows of a batch, in this order, with their images; numbers of the whole batch stay."""
+    """Return rows of a batch, in this order, with their images; scalars of the whole batch stay as they are."""
     index = torch.tensor(rows)
 
     def taken(value: Any) -> Any:
@@ -239,7 +239,7 @@ def take(batch: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
 
 
 def join(slices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One batch of the slices of a generation batch, which are padded alike."""
+    """Join the slices of a generation batch, which have the same padded widths, into one batch."""
     first = slices[0]
     return {
         name: (value if value.ndim == 0 else torch.cat([each[name] for each in slices]))

@@ -1,4 +1,4 @@
-"""Rollouts in TRL's buffer: no completion is empty, and those in flight survive a kill."""
+"""Rollouts in TRL's buffer: empty completions are filled, and generation batches are saved and loaded."""
 
 import json
 import math
@@ -12,16 +12,16 @@ from torch import Tensor
 
 
 class UnsampledToken(int):
-    """Id of a token that no engine is known to have sampled.
+    """Id of a token that is not known to have been sampled by an engine.
 
-    TRL takes completions apart and together as lists of ids, in which it keeps its type.
+    TRL splits and joins completions as lists of ids, which keep this type.
     """
 
 
 def fill_empty(completion_ids, logprobs, eos_token_id):
-    """Gives an empty completion an end token without a log-probability, which [`sampled_only`] keeps out of the loss.
+    """Give each empty completion an end token without a log-probability, which `sampled_only` excludes from the loss.
 
-    TRL reads the last token of every completion, and there is nothing to learn from a completion of no tokens.
+    TRL reads the last token of every completion, and an empty completion teaches nothing.
     """
     if all(len(ids) > 0 for ids in completion_ids):
         return completion_ids, logprobs
@@ -33,9 +33,10 @@ def fill_empty(completion_ids, logprobs, eos_token_id):
 
 
 def sampled_only(completion_ids, tool_mask):
-    """TRL's mask of the tokens that the model wrote, with 0 at those that `fill_empty` put there; None: all count.
+    """Return TRL's mask of the tokens that the model wrote, with 0 at tokens of `fill_empty`; None if all count.
 
-    Such a token stands at the end of its completion: neither does a tool follow on no answer, nor another turn.
+    A token of `fill_empty` is the last one of its completion, because neither a tool nor a turn follows an empty
+    answer.
     """
     filled = [isinstance(ids[-1], UnsampledToken) for ids in completion_ids]
     if not any(filled):
@@ -49,13 +50,13 @@ def sampled_only(completion_ids, tool_mask):
 
 
 def with_nonempty_completions(rollout_func):
-    """A `rollout_func` for TRL whose empty completions are filled by `fill_empty`."""
+    """Return a `rollout_func` for TRL whose empty completions are filled by `fill_empty`."""
 
     @wraps(rollout_func)
     def rollout(prompts, trainer):
         output = rollout_func(prompts, trainer)
         if not {"completion_ids", "logprobs"} <= output.keys():
-            return output  # TRL says which keys it needs
+            return output  # TRL's error names the missing keys
         completion_ids, logprobs = fill_empty(
             output["completion_ids"], output["logprobs"], trainer._tokenizer.eos_token_id
         )
@@ -65,13 +66,13 @@ def with_nonempty_completions(rollout_func):
 
 
 def save_rollouts(slices: list[dict[str, Any]], path: str) -> None:
-    """Writes the slices of a generation batch: tensors, and JSON-compatible values beside them, as safetensors."""
+    """Write the slices of a generation batch, with tensors and JSON-compatible values, as a safetensors file."""
     tensors: dict[str, Tensor] = {}
     values: list[dict[str, Any]] = [{} for _ in slices]
     for index, inputs in enumerate(slices):
         for name, value in inputs.items():
             if isinstance(value, Tensor):
-                # Slices are views into one batch, which safetensors does not store.
+                # Slices are views into one batch, which safetensors cannot store.
                 tensors[f"{index}.{name}"] = value.cpu().clone().contiguous()
             else:
                 values[index][name] = value
@@ -79,7 +80,7 @@ def save_rollouts(slices: list[dict[str, Any]], path: str) -> None:
 
 
 def load_rollouts(path: str, device: torch.device) -> list[dict[str, Any]]:
-    """Reads what `save_rollouts` wrote, onto a device."""
+    """Return the slices that `save_rollouts` wrote, on a device."""
     with safe_open(path, framework="pt", device=str(device)) as file:
         slices = json.loads(file.metadata()["values"])
         for key in file.keys():  # noqa: SIM118 (not a dict)

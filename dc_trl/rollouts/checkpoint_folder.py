@@ -1,4 +1,4 @@
-"""Where the checkpoints are that new weights reach an engine in."""
+"""The folder with the checkpoints from which an engine loads new weights."""
 
 import shutil
 import socket
@@ -14,21 +14,21 @@ from ..serving.errors import ServerError
 from ..serving.guard import guarded_folder
 
 
-_FROZEN = ".frozen"  # files of weights that training leaves alone
+_FROZEN = ".frozen"  # files of weights that training does not change
 
 
 def folder_path(parent: str | None, run: str) -> Path:
-    """Directory of a run's checkpoints on this machine, in shared memory by default."""
-    # No host has "_" in its name.
+    """Return the directory of a run's checkpoints on this machine, in shared memory by default."""
+    # Host names contain no "_".
     return Path("/dev/shm" if parent is None else parent, f"dc_trl-sync-{socket.gethostname()}_{run}")
 
 
 class CheckpointFolder:
-    """Folder in shared memory (or where the user says) with the checkpoints that the engine reads.
+    """Folder in shared memory (or in the user's directory) with the checkpoints that the engine reads.
 
-    It is locked as long as its process lives and removed with it, also where that is killed; what is left where a
-    machine lost its power is removed by the next one on the same host. Other hosts may write to the same directory,
-    and not see the locks of this one.
+    It is locked while its process lives, and removed when the process ends, even if it is killed. The next run on the
+    same host removes what is left after a power failure. Other hosts may write to the same directory, and do not see
+    the locks of this one.
     """
 
     def __init__(self, parent: str | None, run: str):
@@ -36,8 +36,8 @@ class CheckpointFolder:
         root = self.path.parent
         if not root.is_dir():
             raise ServerError(
-                f"weight_sync_dir={parent!r}: {root} is no directory on this machine. Set weight_sync_dir to one that "
-                "the trainer and the vLLM server both see."
+                f"weight_sync_dir={parent!r}: {root} is no directory on this machine. Set weight_sync_dir to a "
+                "directory that both the trainer and the vLLM server see."
             )
         stack = ExitStack()
         stack.enter_context(guarded_folder(self.path, others=folder_path(parent, "*").name))
@@ -51,15 +51,16 @@ class CheckpointFolder:
         version: str,
         kept: str | None,
     ) -> dict[str, float]:
-        """Writes the next checkpoint; returns what it cost, see `WriteCost`.
+        """Write the next checkpoint, and return its cost; see `WriteCost`.
 
-        Those before, but for the `kept` one, are obsolete: their room may be needed.
+        All earlier ones except `kept` are removed first, because their room may be needed.
         """
         self.remove_all_but(kept)
         writer.write(tensors, self.path / version, frozen, self.path / _FROZEN)
         return writer.cost._asdict()
 
     def remove_all_but(self, version: str | None) -> None:
+        """Remove all checkpoints except that of a version; the files of frozen weights stay."""
         for checkpoint in self.path.iterdir():
             if checkpoint.name not in (version, _FROZEN):
                 shutil.rmtree(checkpoint, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""PyTorch's fused attention over several sequences in one row, each by itself: no pair of two sequences is computed.
+"""PyTorch's fused attention for several sequences in one row, without computing pairs of different sequences.
 
-transformers has such rows in FlashAttention and flex attention. Its `sdpa` computes all pairs of the row and masks
-those of different sequences: as many times the scores as there are sequences.
+transformers supports such rows with FlashAttention and flex attention. Its `sdpa` computes all pairs of the row and
+masks those of different sequences, which multiplies the number of scores by the number of sequences.
 """
 
 from typing import Any
@@ -24,14 +24,16 @@ def document_attention(
     document_lengths: tuple[int, ...] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """`sdpa` of each sequence of a row; see `AttentionInterface`.
+    """Apply `sdpa` to each sequence of a row; see `AttentionInterface`.
 
     Args:
+        module: attention layer.
         query: shape (1, heads, tokens, width); any batch where `document_lengths` is not given.
         key, value: shape (1, groups, tokens, width).
-        attention_mask: boolean, shape (1, 1, tokens, tokens), of layers that see a window; None where each token sees
-            all before it in its sequence.
-        document_lengths: tokens of each sequence, in the order of the row. Without them the call is `sdpa`'s own.
+        attention_mask: mask of layers with a sliding window, boolean, shape (1, 1, tokens, tokens); None where each
+            token attends to all tokens before it in its sequence.
+        document_lengths: number of tokens of each sequence, in the order of the row. Without them, `sdpa` is called on
+            the whole row.
 
     Returns:
         Shape (1, tokens, heads, width), and no attention weights.
@@ -42,8 +44,8 @@ def document_attention(
     for length in document_lengths:
         part = slice(start, start + length)
         mask = None if attention_mask is None else attention_mask[..., part, part]
-        of_part = (each[:, :, part] for each in (query, key, value))
-        outputs.append(_sdpa(module, *of_part, mask, **kwargs)[0])
+        tensors = (each[:, :, part] for each in (query, key, value))
+        outputs.append(_sdpa(module, *tensors, mask, **kwargs)[0])
         start += length
     return torch.cat(outputs, dim=1), None
 
@@ -58,7 +60,7 @@ def _document_mask(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """`sdpa`'s mask, and None of a row of sequences without a window, whose mask would be as large as all pairs."""
+    """Return `sdpa`'s mask; None for a row of sequences without a window, whose mask would have all pairs."""
     packed = attention_mask is None and not allow_is_causal_skip and not use_vmap and q_length == kv_length > 1
     if packed and local_size is None:
         return None

@@ -1,4 +1,4 @@
-"""How an engine is named on a command line, by a user of calibration or of evaluation."""
+"""Names of engines on the command lines of calibration and evaluation."""
 
 import re
 from typing import Literal, NamedTuple
@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from ..quantization.schemes import RESEARCH_BITS, SCHEMES
 
 
-# What `--help` says of an option that takes engines.
+# Help text of options that take engines.
 ENGINE_HELP = (
     f"one or more of: {', '.join(SCHEMES)} (starts a vLLM server), replica:SCHEME (in this process), "
     "http://… (a running vLLM server)"
@@ -14,18 +14,18 @@ ENGINE_HELP = (
 
 
 class EngineSpec(NamedTuple):
-    """An engine in a word: `fp8` (a vLLM server to be started), `replica:fp8` (in this process), or a server's URL."""
+    """An engine by name: `fp8` (starts a vLLM server), `replica:fp8` (in this process), or the URL of a server."""
 
     name: str
     kind: Literal["vllm", "replica", "url"]
-    scheme: str | None  # None: whatever the server at the URL runs
+    scheme: str | None  # None for a URL, whose server has its own
 
     @classmethod
     def parse(cls, word: str) -> "EngineSpec":
-        """The engine that a word means.
+        """Return the engine that a word names.
 
         Raises:
-            ValueError: it means none.
+            ValueError: the word does not name an engine.
         """
         if re.match(r"https?://[^/]", word):
             return cls(word.rstrip("/"), "url", None)

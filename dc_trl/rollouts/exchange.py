@@ -1,4 +1,4 @@
-"""Rows of a batch that go from one process to another."""
+"""Exchange rows of a batch between processes."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -12,21 +12,23 @@ from torch.nn import functional
 from .batching import along, take
 
 
-# What TRL and this package pad with; 0 elsewhere. Padding tokens stand behind a mask.
+# Padding values of TRL and this package; all other tensors are padded with 0. A mask covers padding tokens.
 _PADDING = {"tool_mask": 1, "importance_sampling_ratio": 1, "kept_ids": -1, "routed_experts": -1}
 
 
 def exchanged(
     batch: dict[str, Tensor], wanted: Sequence[Sequence[int]], accelerator: Accelerator
 ) -> dict[str, Tensor]:
-    """The rows that each process wants.
+    """Return the rows that this process wants. Every process has to call it.
 
     Args:
-        batch: tensors of this process, padded to its longest, without images; as many rows as in the other processes.
-        wanted: for every process rows of all, which are counted one process after the other; each row once.
+        batch: tensors of this process, padded to its longest row, without images. All processes have the same number
+            of rows.
+        wanted: for every process, the rows that it wants, numbered one process after the other; each row once.
+        accelerator: accelerator of the run.
 
     Returns:
-        The rows that this process wants, in this order, padded to the longest of all processes.
+        The rows that this process wants, in this order, padded to the longest row of all processes.
     """
     rank, processes = accelerator.process_index, accelerator.num_processes
     share = len(batch["prompt_ids"])
@@ -34,13 +36,13 @@ def exchanged(
     outgoing = [[row - rank * share for row in rows if row // share == rank] for rows in wanted]
     incoming = [[row for row in wanted[rank] if row // share == process] for process in range(processes)]
     sent = take({name: value for name, value in batch.items() if value.ndim > 0}, [*chain(*outgoing)])
-    place = {row: index for index, row in enumerate(chain(*incoming))}
+    index_of = {row: index for index, row in enumerate(chain(*incoming))}
     received = {name: _all_to_all(sent[name], incoming, outgoing) for name in sorted(sent)}
-    return batch | take(received, [place[row] for row in wanted[rank]])
+    return batch | take(received, [index_of[row] for row in wanted[rank]])
 
 
 def _all_to_all(sent: Tensor, incoming: list[list[int]], outgoing: list[list[int]]) -> Tensor:
-    # As bytes, which every backend sends.
+    # Rows are sent as bytes, which every backend supports.
     rows = sent.contiguous().view(torch.uint8).reshape(len(sent), -1)
     received = rows.new_empty(sum(map(len, incoming)), rows.shape[1])
     dist.all_to_all_single(received, rows, list(map(len, incoming)), list(map(len, outgoing)))
@@ -48,7 +50,7 @@ def _all_to_all(sent: Tensor, incoming: list[list[int]], outgoing: list[list[int
 
 
 def _padded_alike(batch: dict[str, Tensor], accelerator: Accelerator) -> dict[str, Tensor]:
-    """The batch at the widths of the widest process; a tool mask where any process has one."""
+    """Return the batch padded to the widths of the widest process, with a tool mask if any process has one."""
     prompt, completion = batch["prompt_ids"].shape[1], batch["completion_ids"].shape[1]
     kept = batch["kept_ids"].shape[1] if "kept_ids" in batch else 0
     own = [prompt, completion, kept, int("tool_mask" in batch)]

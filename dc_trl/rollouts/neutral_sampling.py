@@ -1,19 +1,19 @@
-"""Which settings of generation leave the sampled distribution the policy's.
+"""Settings of generation that do not change the sampled distribution from the policy's.
 
-A constraint compares the engine's log-probability of a token with the policy's at one temperature. What bends or
-restricts the engine's distribution, or has it report other numbers, would be constrained as if it were mismatch. So
-settings that cannot do that are listed here, and whatever is not listed counts as restricting. Top-p, top-k and min-p
-restrict too; where the engine says which tokens they keep, `truncation` corrects for it.
+A constraint compares the engine's log-probability of a token with the policy's at one temperature. A setting that
+changes or restricts the engine's distribution, or the log-probabilities that it returns, would be constrained as if it
+were mismatch. So the settings without such an effect are listed here, and every other one counts as a restriction.
+Top-p, top-k and min-p restrict too; where the engine returns the tokens that they keep, `truncation` corrects for it.
 
 The names are those of transformers' `GenerationConfig` (5.17) and of vLLM's `SamplingParams` and completion requests
-(0.31): `generation_kwargs` go to one or the other, whichever samples.
+(0.31): `generation_kwargs` go to the one that samples.
 """
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 
-# When a completion ends, how it is computed, what is seen of it: any value.
+# Settings of when a completion ends, how it is computed and what is returned of it, which may have any value.
 _ANY_VALUE = frozenset(
     {
         # transformers
@@ -21,21 +21,21 @@ _ANY_VALUE = frozenset(
         *("bos_token_id", "eos_token_id", "pad_token_id"),
         *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory"),
         *("compile_config", "disable_compile", "prefill_chunk_size"),
-        "renormalize_logits",  # log-softmax, of which the softmax is the same
-        *("early_stopping", "length_penalty"),  # of beams, which are refused
-        # Of assisted generation, likewise.
+        "renormalize_logits",  # log-softmax, which leaves the softmax unchanged
+        *("early_stopping", "length_penalty"),  # for beam search, which is refused
+        # For assisted generation, which is refused too.
         *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
         *("max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind"),
         *("decoder_start_token_id", "continuous_batching_config", "transformers_version"),
         # vLLM
         *("max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "repetition_detection", "seed"),
-        "ignore_eos",  # decides when to stop; min_tokens is what keeps end tokens from being sampled
+        "ignore_eos",  # decides when to stop; min_tokens would keep end tokens from being sampled
         *("detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
         *("priority", "user", "session_id", "cache_salt", "skip_reading_prefix_cache"),
     }
 )
 
-# Values that change nothing; the last one is what to set.
+# Values of the other settings that have no effect; the last one is the value to recommend.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     # both
     "top_k": (-1, 0),  # None is transformers' default of 50, or the model's own
@@ -64,31 +64,31 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({}, None),
     "bad_words": (None, []),
     "thinking_token_budget": (-1, None),
-    "logprobs": (0,),  # more: TRL would take the most probable token's for the sampled one's
+    "logprobs": (0,),  # with more, TRL would read the most probable token's as the sampled one's
     "watermarking": (True, False),
 }
-_OF_SERVERS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-# What cuts a distribution off and leaves what it keeps as it is, with the value that keeps all.
+_SERVER_SETTINGS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+# Settings that truncate a distribution without changing the ratios of what they keep, with the value that keeps all.
 TRUNCATIONS = {"top_p": 1.0, "top_k": 0, "min_p": None}
-# What a vLLM server takes from the model's generation_config where a request leaves it open (Qwen3's truncates to 20
-# tokens), temperature apart, with the value that changes nothing.
-SERVER_DEFAULTS = {name: _NEUTRAL_VALUES[name][-1] for name in _OF_SERVERS}
+# Settings that a vLLM server takes from the model's generation_config where a request omits them (Qwen3's truncates to
+# 20 tokens), except temperature, with the value that has no effect.
+SERVER_DEFAULTS = {name: _NEUTRAL_VALUES[name][-1] for name in _SERVER_SETTINGS}
 
 
 def truncates(settings: Mapping[str, Any]) -> bool:
-    """Whether top-p, top-k or min-p keep some tokens only; `settings` as in `restrictions`."""
+    """Return whether top-p, top-k or min-p truncate the distribution; `settings` are as in `restrictions`."""
     return any(settings[name] not in _NEUTRAL_VALUES[name] for name in TRUNCATIONS if name in settings)
 
 
 def restrictions(settings: Mapping[str, Any], corrected: Collection[str] = ()) -> Iterator[tuple[str, Any, str]]:
-    """Settings that may make the engine sample, or report, another distribution than the policy's.
+    """Yield the settings with which an engine may sample, or report, another distribution than the policy's.
 
     Args:
-        settings: generation settings by name; `temperature` apart, which both engines apply.
-        corrected: names of settings that are corrected for, of `TRUNCATIONS`.
+        settings: generation settings by name; `temperature` is ignored, because both engines apply it.
+        corrected: names of `TRUNCATIONS` that are corrected for.
 
     Yields:
-        (name, value, what to do instead of setting this value).
+        Name, value and remedy.
     """
     for name, value in settings.items():
         neutral = _NEUTRAL_VALUES.get(name, ())

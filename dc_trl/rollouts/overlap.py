@@ -1,4 +1,4 @@
-"""A server that samples one generation batch ahead, while the one before it trains."""
+"""A server that samples the next generation batch while the present one trains."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from .vllm_backends import Generation, ServerGeneration, agree, raised_together
 
 
 class Claim(NamedTuple):
-    """Whether the batch ahead answers a request, and the seconds of its sampling and of the waiting for it."""
+    """Whether the batch ahead fits a request, with the seconds of sampling it and of waiting for it."""
 
     fits: bool
     seconds: float = 0.0
@@ -19,26 +19,25 @@ class Claim(NamedTuple):
 
 
 class OverlappedGeneration(ServerGeneration):
-    """TRL's server mode, in which `begin` has the server sample a batch that a later `generate` returns.
+    """TRL's server mode, in which `begin` starts to sample a batch ahead that a later `generate` returns.
 
-    Only the request to the server runs beside training, in a thread of the main process: prompts are gathered before,
-    completions are sent to the other processes after, by all of them in their main threads. There is one such batch
-    at a time. Whatever else needs the server waits for it first, so that it is sampled by one version of the weights,
-    and keeps what it was sampled with.
+    Only the request to the server runs beside training, in a thread of the main process. Before it, all processes
+    gather prompts in their main threads; after it, they distribute completions there. There is one batch ahead at a
+    time. Everything else that needs the server waits for it first, so that one version of the weights samples it.
 
-    See `ServerGeneration` for arguments and errors. The error of a batch ahead is raised by `claim`.
+    See `ServerGeneration` for arguments and errors. `claim` raises the error of a batch ahead.
     """
 
-    vllm_client: Any  # a `ServerClient`, or what stands in for it while TRL's `generate` runs
-    ahead: BackgroundRollout | None = None  # on the main process, from `begin` to the next one or to `drop`
-    _claimed = False  # whether the next `generate` returns it
+    vllm_client: Any  # a `ServerClient`, or its stand-in while TRL's `generate` runs
+    ahead: BackgroundRollout | None = None  # on the main process, from `begin` to the next `begin` or `drop`
+    _claimed = False  # whether the next `generate` returns the batch ahead
 
     def begin(self, prompts: list[list[int]], num_generations: int) -> None:
-        """Has the server begin to sample, with the weights that it holds. Every process has to call it.
+        """Start to sample a batch with the weights that the server holds. Every process has to call it.
 
         Args:
-            prompts: token ids of this process's prompts, each one `num_generations` times, as `generate` gets them.
-            num_generations: completions of a prompt.
+            prompts: token ids of this process's prompts, each one `num_generations` times, as for `generate`.
+            num_generations: number of completions of a prompt.
         """
         request = self._request(prompts, num_generations)
         if request is not None:
@@ -47,12 +46,12 @@ class OverlappedGeneration(ServerGeneration):
             self.ahead.start(self.vllm_client)
 
     def claim(self, prompts: list[list[int]], num_generations: int) -> Claim:
-        """Waits for the batch ahead, which the next `generate` returns if it has these prompts; else it is dropped.
+        """Wait for the batch ahead. If it has these prompts, the next `generate` returns it; otherwise drop it.
 
         Every process has to call it.
 
         Raises:
-            ServerError: it could not be sampled.
+            ServerError: the batch ahead could not be sampled.
         """
         request = self._request(prompts, num_generations)
         claim = Claim(fits=False)
@@ -76,33 +75,36 @@ class OverlappedGeneration(ServerGeneration):
         if self.ahead is None:
             return super().generate(prompts, *args, **kwargs)
         ahead, client = self.ahead, self.vllm_client
-        client.routed_experts = ahead.routed_experts  # an evaluation may have been in between
+        client.routed_experts = ahead.routed_experts  # an evaluation may have replaced them in between
         with self._in_place_of_client(_StandIn(lambda **request: ahead.result(), client)):
             return super().generate(prompts, *args, **kwargs)
 
     def wait(self) -> None:
-        """Waits until the server samples nothing any more."""
+        """Wait until the server has sampled the batch ahead."""
         if self.ahead is not None:
             self.ahead.wait()
 
     def drop(self) -> None:
-        """Forgets the batch ahead."""
+        """Wait for the batch ahead and discard it."""
         self.wait()
         self.ahead, self._claimed = None, False
 
     def save_ahead(self, path: Path, weights: Path) -> str | None:
-        """Writes the batch ahead; of one that could not be sampled, what was asked for, and the weights to ask with.
+        """Save the batch ahead or, if it could not be sampled, its request and the weights to sample it with.
 
-        Returns "batch" or "request", None where there is neither. Every process has to call it.
+        Every process has to call it.
 
         Args:
-            path: file of the batch.
-            weights: directory of the weights, see `save_weights`; they may be there already.
+            path: file of the batch or the request.
+            weights: directory of the weights, see `save_weights`; it may exist already.
+
+        Returns:
+            "batch" or "request"; None if nothing was saved.
         """
         self.wait()
-        there = agree(self.ahead is not None)
+        requested = agree(self.ahead is not None)
         sampled = agree(self.ahead is not None and self.ahead.output is not None)
-        if not (sampled or (there and self.weight_sync == "checkpoint")):
+        if not (sampled or (requested and self.weight_sync == "checkpoint")):
             return None
         if self.ahead is not None:
             self.ahead.save(path)
@@ -111,7 +113,7 @@ class OverlappedGeneration(ServerGeneration):
         return "batch" if sampled else "request"
 
     def load_ahead(self, path: Path) -> None:
-        """Takes up what `save_ahead` wrote; what was not sampled is, by the weights that the server holds."""
+        """Load what `save_ahead` wrote; sample a saved request with the weights that the server holds."""
         if self.accelerator.is_main_process:
             self.ahead = BackgroundRollout.load(path)
             if self.ahead.output is None:
@@ -136,7 +138,10 @@ class OverlappedGeneration(ServerGeneration):
     # --- what TRL would ask its client ------------------------------------------------------------------------------
 
     def _request(self, prompts: list[list[int]], num_generations: int) -> dict[str, Any] | None:
-        """What TRL's `generate` asks its client for, on the main process. Every process has to call it."""
+        """Return the request of TRL's `generate` to its client; None on other processes than the main one.
+
+        Every process has to call it.
+        """
         asked: list[dict[str, Any]] = []
 
         def record(**request: Any) -> dict[str, list]:
@@ -161,7 +166,7 @@ class OverlappedGeneration(ServerGeneration):
 
 
 class _StandIn:
-    """What TRL's `generate` and ours use of a client."""
+    """Stand-in for a client, with the members that TRL's `generate` and ours use."""
 
     def __init__(self, generate: Callable[..., dict[str, Any]], client: Any):
         self.generate = generate

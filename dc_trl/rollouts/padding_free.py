@@ -1,17 +1,17 @@
-"""A padding-free forward: the real tokens of a micro-batch in one row, and no padding computed.
+"""A padding-free forward: the real tokens of a micro-batch are in one row, and no padding is computed.
 
-TRL scores a micro-batch of B sequences as B padded rows. Here their real tokens stand in one row, one sequence after
-the other, with positions that begin again at each. Every token still sees its own sequence alone, by what the
-attention implementation has for that:
+TRL scores a micro-batch of B sequences as B padded rows. Here their real tokens are in one row, one sequence after the
+other, with positions that begin again at each. Every token still attends to its own sequence alone, for which each
+attention implementation has its own means:
 
-| `attn_implementation` | what keeps the sequences apart |
+| `attn_implementation` | what separates the sequences |
 |---|---|
 | `flash_attention_2`, `_3`, `_4` | kernels for sequences of different lengths (`cu_seq_lens`) |
 | `flex_attention` | a block mask of the sequences |
 | `sdpa` | one call for each sequence (`document_attention`) |
 | `eager` | a mask of all pairs of the row, which costs more than padding: for comparisons |
 
-The masks of `flex_attention` and `eager` are transformers' own, which finds the sequences by their positions.
+The masks of `flex_attention` and `eager` are those of transformers, which finds the sequences by their positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,28 +31,31 @@ from ..quantization.policy import base_model
 from . import document_attention
 
 
-# By transformers' mask of the row; flash attention and `document_attention` get their lengths.
+# Implementations that use transformers' mask of the row; flash attention and `document_attention` get the lengths.
 _BY_MASK = ("eager", "flex_attention", deployed_attention.NAME)
-_IGNORED = -100  # a label that is not scored
-# What rounding may make of hidden states, relative to their norm: float32, also computed as TF32; and half precision,
-# where a mixture's routers may choose other experts.
+_IGNORED = -100  # label of a token that is not scored
+# Largest differences of hidden states by rounding, relative to their norm: in float32, also computed as TF32; and in
+# half precision, where the routers of a mixture may choose other experts.
 _ROUNDING, _ROUNDING_OF_HALF = 1e-3, 0.2
 
 
 def _is_flash(implementation: str) -> bool:
-    """Also kernels of the Hub, kernels-community/vllm-flash-attn3 for example: transformers goes by the same word."""
+    """Return whether an implementation is flash attention, in the Hub's kernels too; transformers tests the same word.
+
+    An example of these kernels is kernels-community/vllm-flash-attn3.
+    """
     return "flash" in implementation and "paged" not in implementation
 
 
 class Packing:
-    """Padded rows, shape (B, L), and their real tokens in one row, shape (1, N), row by row.
+    """Conversion between padded rows, shape (B, L), and one row of their real tokens, shape (1, N).
 
     Args:
-        attention_mask: shape (B, L), 1 at real tokens, of which every row has one at least.
+        attention_mask: shape (B, L), 1 at real tokens, of which every row has at least one.
 
     Attributes:
-        lengths: real tokens of each row.
-        position_ids: of the one row, int64, shape (1, N); they begin at 0 in each sequence.
+        lengths: number of real tokens of each row.
+        position_ids: positions in the packed row, int64, shape (1, N); they begin at 0 in each sequence.
     """
 
     def __init__(self, attention_mask: Tensor):
@@ -63,49 +66,50 @@ class Packing:
         self.position_ids = self.pack(mask.cumsum(1) - 1)
 
     def pack(self, rows: Tensor) -> Tensor:
-        """Shape (B, L, …) to (1, N, …)."""
+        """Convert shape (B, L, …) to (1, N, …)."""
         return rows.flatten(0, 1)[self._places].unsqueeze(0)
 
     def unpack(self, row: Tensor) -> Tensor:
-        """Shape (1, N, …) to (B, L, …), with zeros at padding."""
+        """Convert shape (1, N, …) to (B, L, …), with zeros at padding."""
         rows = row.new_zeros(self._shape.numel(), *row.shape[2:])
         return rows.index_copy(0, self._places.to(row.device), row.squeeze(0)).unflatten(0, self._shape)
 
     def options(self, implementation: str) -> dict[str, Any]:
-        """What an attention implementation has to be told besides the positions."""
+        """Return the arguments that an attention implementation needs besides the positions."""
         if implementation == document_attention.NAME:
             return {"document_lengths": self.lengths}
         if not _is_flash(implementation):
             return {}
-        # transformers would find them from the positions once more in each layer.
+        # Without them, transformers would compute them from the positions in each layer.
         ends = torch.tensor((0, *self.lengths), device=self._places.device).cumsum(0, dtype=torch.int32)
         longest = max(self.lengths)
         return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
 class PaddingFree:
-    """A padding-free forward in TRL's `_get_per_token_logps_and_entropies`, into which padded rows go, and come out.
+    """A padding-free forward for TRL's `_get_per_token_logps_and_entropies`, with padded rows as input and output.
 
     Args:
-        config: of the transformers model, which `prepared` has seen.
+        config: configuration of the transformers model, which `prepared` has prepared.
     """
 
     def __init__(self, config: PreTrainedConfig):
         self._config = config
-        self._packing: Packing | None = None  # of the forward that is being made
+        self._packing: Packing | None = None  # packing of the forward that is running
 
     def around(self, model: nn.Module) -> Callable[..., Any]:
-        """What stands for a model with TRL's fused head: its own forward is called, with all that is around it."""
+        """Return a stand-in for a model with TRL's fused head, which calls the model, wrappers included."""
         return partial(self._forward, model)
 
     def _forward(
         self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **options: Any
     ) -> Any:
-        """One forward of the fused head.
+        """Run a model with the fused head on packed tokens.
 
         Args:
+            model: model with TRL's fused head.
             input_ids, attention_mask, labels: shape (B, L).
-            options: passed on.
+            options: further arguments of the model.
 
         Returns:
             TRL's output with `log_probs` and `entropy` of shape (B, L − 1), 0 where the label is ignored.
@@ -127,17 +131,20 @@ class PaddingFree:
         return replace(outputs, log_probs=packing.unpack(outputs.log_probs)[:, :-1], entropy=entropy)
 
     def padded(self, hidden: Tensor) -> Tensor:
-        """Hidden states as hooks expect them: (1, N, channels) of a padding-free forward as (B, L, channels)."""
+        """Return hidden states as hooks expect them, (B, L, channels), from (1, N, channels) of a packed forward."""
         return hidden if self._packing is None else self._packing.unpack(hidden)
 
 
 def prepared(models: Sequence[PreTrainedModel | PeftModel], accelerator: Accelerator) -> PaddingFree:
-    """Makes models ready for padding-free forwards.
+    """Prepare models for padding-free forwards.
 
     Args:
-        models: the policy, and a reference model where there is one, without what accelerate puts around them. Their
-            `sdpa` becomes `document_attention`, which is `sdpa` wherever else it is called.
-        accelerator: of the trainer. Each model is tried, unless it is sharded.
+        models: the policy, and a reference model if there is one, without accelerate's wrappers. Their `sdpa` is
+            replaced by `document_attention`, which is equal to `sdpa` in all other calls.
+        accelerator: accelerator of the trainer. Each model is tested, unless it is sharded.
+
+    Returns:
+        The padding-free forward of all models.
 
     Raises:
         ValueError: a model cannot keep the sequences of one row apart.
@@ -174,11 +181,11 @@ def _prepare(model: PreTrainedModel | PeftModel, accelerator: Accelerator) -> No
 
 
 def _hindrance(model: PreTrainedModel | PeftModel) -> str | None:
-    """What of a model rules a padding-free forward out, as it follows its name; None if nothing does."""
+    """Return why a model cannot run padding-free, as a clause that follows its name; None if it can."""
     base = base_model(model)
     kinds = set(base.config.to_dict().get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if base.config.get_text_config() is not base.config:
-        return "is multimodal, and counts the positions of images and text by itself"
+        return "is multimodal, and computes the positions of images and text itself"
     if base._is_stateful or kinds:
         what = ", ".join(sorted(kinds)) or "a recurrent state"
         return f"has layers with {what}, through which one sequence of a row would reach the next"
@@ -189,9 +196,11 @@ def _hindrance(model: PreTrainedModel | PeftModel) -> str | None:
 
 @torch.no_grad()
 def _difference(base: PreTrainedModel, implementation: str) -> tuple[float, float]:
-    """How far hidden states of two short sequences in one row are from those of each alone; and what rounding may do.
+    """Compare the hidden states of two short sequences in one row with those of each sequence alone.
 
-    Both are relative to the norm of a sequence's hidden states; of the two sequences the larger one counts.
+    Returns:
+        The larger difference of the two sequences, and the bound for rounding, both relative to the norm of a
+        sequence's hidden states.
     """
     training = base.training
     base.eval()
@@ -215,6 +224,6 @@ def _difference(base: PreTrainedModel, implementation: str) -> tuple[float, floa
         ((found - expected).norm() / expected.norm()).item()
         for found, expected in zip(together.float().split([5, 3]), (each.float() for each in alone), strict=True)
     ]
-    # Under autocast hidden states are float32 where the last norm's weight is.
+    # Under autocast, hidden states are float32 if the last norm's weight is.
     half = together.dtype != torch.float32 or torch.is_autocast_enabled(together.device.type)
     return max(differences), _ROUNDING_OF_HALF if half else _ROUNDING

@@ -1,4 +1,4 @@
-"""In-process replica of the policy in its deployment scheme, which samples and reports its log-probabilities."""
+"""In-process replica of the policy in its deployment scheme, which samples and returns its log-probabilities."""
 
 import copy
 from collections.abc import Sequence
@@ -30,16 +30,16 @@ from .neutral_sampling import TRUNCATIONS, truncates
 from .truncation import KeptLogProb
 
 
-# Tokens of each prompt that are read at a time on a CPU: the activations of long prompts would fill its memory.
+# Tokens of each prompt that a CPU reads at a time: the activations of long prompts would fill its memory.
 _PREFILL_CHUNK = 128
 
 _WEIGHTS_FILE = "model.safetensors"
 
 
 class _SampledLogProbs(LogitsProcessor):
-    """Records the log-probability of each sampled token, after temperature, without keeping the vocabulary.
+    """Records the log-probability of each sampled token, after temperature, without storing the whole vocabulary.
 
-    With `truncation`, tokens that these processors drop are dropped, and the log-probability is among those kept.
+    With `truncation`, tokens that these processors drop are dropped, and log-probabilities are among the kept tokens.
     """
 
     def __init__(self, temperature: float, truncation: LogitsProcessorList | None = None):
@@ -47,10 +47,10 @@ class _SampledLogProbs(LogitsProcessor):
         self._truncation = truncation
         self._scores: Tensor | None = None
         self._columns: list[Tensor] = []
-        self._kept: list[tuple[Tensor, Tensor]] = []  # of each step: ids, and how many of them each completion has
+        self._kept: list[tuple[Tensor, Tensor]] = []  # for each step, kept ids and their number in each completion
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        # The token that the previous scores led to is known only now.
+        # The token that was sampled from the previous scores is known only now.
         if self._scores is not None:
             self._record(self._scores, input_ids[:, -1])
         if self._truncation is not None:
@@ -65,13 +65,13 @@ class _SampledLogProbs(LogitsProcessor):
         self._columns.append(scores.gather(1, tokens.unsqueeze(1)).squeeze(1) - scores.logsumexp(1))
 
     def finish(self, sequences: Tensor) -> Tensor:
-        """Log-probabilities of the generated tokens, shape (batch, new tokens), float32."""
+        """Return the log-probabilities of the generated tokens in nats, shape (batch, new tokens), float32."""
         assert self._scores is not None, "generate produced no token"
         self._record(self._scores, sequences[:, -1])
         return torch.stack(self._columns, dim=1)
 
     def kept(self) -> list[tuple[Tensor, ...]]:
-        """Ids of the kept tokens, of each completion and position."""
+        """Return the ids of the kept tokens at each position of each completion."""
         return list(zip(*(ids.cpu().split(counts.tolist()) for ids, counts in self._kept), strict=True))
 
 
@@ -79,17 +79,18 @@ class Replica:
     """Copy of the policy in a deployment scheme, in this process, that samples completions.
 
     Weights and, where the scheme quantizes them, activations are numbers of the quantized format, and everything else
-    is bfloat16. Both are rounded where vLLM rounds them, which docs/engines_gap.md shows layer by layer. Sampling is
-    transformers' `generate`, in batches with a KV cache.
+    is bfloat16. Both are rounded where vLLM rounds them; docs/engines_gap.md compares the two layer by layer. It
+    samples with transformers' `generate`, in batches with a KV cache.
 
     Args:
-        policy: transformers causal language model, or a PEFT model around one; without adapters it may be sharded by
-            FSDP2 later, and each process then has a whole replica. One on the meta device is copied by `sync` alone.
-        scheme: name of the deployment scheme, one of `dc_trl.quantization.schemes.SCHEMES`.
-        device: where the replica computes; by default where the policy is.
+        policy: transformers causal language model, or a PEFT model around one. Without adapters it may be sharded by
+            FSDP2 later; each process then has a whole replica. The weights of a policy on the meta device are not
+            copied until `sync`.
+        scheme: name of the deployment scheme, see `dc_trl.quantization.schemes`.
+        device: device of the replica; by default that of the policy.
 
     Raises:
-        ValueError: unknown scheme, or a model that the scheme cannot represent.
+        ValueError: the scheme is unknown or cannot represent the model.
     """
 
     def __init__(self, policy: PreTrainedModel | PeftModel, scheme: str, device: torch.device | None = None):
@@ -106,7 +107,7 @@ class Replica:
         self.model.to(device).eval()
         if device.type == "cpu":
             self.model.set_attn_implementation(attention.NAME)
-        # The caller of `generate` says how to sample; the policy says what ends a completion.
+        # The caller of `generate` gives the settings of sampling; the end tokens are the policy's.
         self.model.generation_config = GenerationConfig(eos_token_id=declared_end_tokens(base) or None)
         self._weight_args = quantization.weights
         self._quantized = set() if self._weight_args is None else set(quantized_weights(self.model))
@@ -116,15 +117,15 @@ class Replica:
         self._layers = {f"{n}.weight": m for n, m in self.model.named_modules() if isinstance(m, QuantizedLinear)}
         self._tensors = dict(self.model.named_parameters(remove_duplicate=False))
         self._tensors |= dict(self.model.named_buffers(remove_duplicate=False))
-        if base.device.type != "meta":  # as accelerate loads a model in all processes but one, to shard it
+        if base.device.type != "meta":  # accelerate loads a model to be sharded on meta in all processes but one
             self.sync(policy)
         round_as_vllm(self.model)
 
     @torch.no_grad()
     def sync(self, policy: PreTrainedModel | PeftModel, keep: bool = False) -> None:
-        """Takes over the present weights of the policy, adapters merged, quantized into the scheme.
+        """Copy the present weights of the policy, with adapters merged, and quantize them.
 
-        `keep` holds the weights from before, for `go_back`, until a sync that does not.
+        With `keep`, the previous weights are kept for `go_back`, until a sync without it.
         """
         if not keep:
             self._kept = None
@@ -138,24 +139,24 @@ class Replica:
             self._tensors[name].copy_(fake_quantize_weight(tensor, self._weight_args) if quantized else tensor)
 
     def go_back(self) -> None:
-        """Samples with the weights again that `sync` has kept."""
+        """Return to the weights that `sync` has kept."""
         assert self._kept is not None
         self._take(self._kept)
         self._kept = None
 
     def save_weights(self, directory: Path) -> None:
-        """Writes the weights that it holds, or that it is to go back to, into a new directory."""
+        """Write the weights that the replica holds, or those kept for `go_back`, into a new directory."""
         directory.mkdir()
         tensors = self._own_tensors() if self._kept is None else self._kept
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / _WEIGHTS_FILE)
 
     def load_weights(self, directory: Path) -> None:
-        """Takes over what `save_weights` of such a replica wrote, bit for bit."""
+        """Load the weights that `save_weights` of an equal replica wrote, bit for bit."""
         self._kept = None
         self._take(load_file(directory / _WEIGHTS_FILE))
 
     def _own_tensors(self) -> dict[str, Tensor]:
-        """What `sync` sets, each tensor once."""
+        """Return the tensors that `sync` sets, each one once."""
         return dict(self.model.named_parameters()) | dict(self.model.named_buffers())
 
     @torch.no_grad()
@@ -172,19 +173,20 @@ class Replica:
         logits_processor: Sequence[LogitsProcessor] = (),
         among_kept: bool = False,
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Samples one completion for each prompt.
+        """Sample one completion for each prompt.
 
         Args:
             prompt_ids: token ids of each prompt, not padded.
-            generation_config: with `pad_token_id` set; without `eos_token_id`, the policy's end tokens count.
-            temperature: at which the log-probabilities are taken, above 0.
-            logits_processor: applied to the scores after those of `generation_config`.
-            among_kept: what top-p, top-k and min-p of `generation_config` keep is what log-probabilities are taken
-                of, each a `KeptLogProb`; by default they are of the whole vocabulary.
+            generation_config: settings of sampling, with `pad_token_id`; without `eos_token_id`, the policy's end
+                tokens are used.
+            temperature: temperature of the log-probabilities, above 0.
+            logits_processor: processors of the scores, applied after those of `generation_config`.
+            among_kept: whether log-probabilities are taken among the tokens that top-p, top-k and min-p of
+                `generation_config` keep, each as a `KeptLogProb`; otherwise they are of the whole vocabulary.
 
         Returns:
-            Token ids of each completion, up to and with the first end-of-sequence token, and their log-probabilities
-            under the replica, in nats.
+            Token ids of each completion, up to and including the first end-of-sequence token, and their
+            log-probabilities under the replica, in nats.
         """
         device = self.model.device
         width = max(map(len, prompt_ids))
@@ -197,7 +199,7 @@ class Replica:
         if among_kept and truncates(vars(generation_config)):
             truncation, generation_config = _without_truncation(generation_config)
         if device.type == "cpu" and width > _PREFILL_CHUNK:
-            # In a copy: beside a configuration, transformers warns of arguments that could stand in it.
+            # Set in a copy, because transformers warns of arguments that are passed beside a configuration.
             generation_config = copy.deepcopy(generation_config)
             generation_config.prefill_chunk_size = _PREFILL_CHUNK
         recorder = _SampledLogProbs(temperature, truncation)
@@ -214,7 +216,7 @@ class Replica:
         ends = generation_config.eos_token_id
         ends = declared_end_tokens(self.model) if ends is None else ends
         ended = torch.isin(completions, torch.tensor(ends, device=device))
-        # A completion ends with its first end token: it has the tokens before which no end token stands.
+        # A completion ends with its first end token: it consists of the tokens that no end token precedes.
         lengths = (ended.cumsum(1) - ended.int() == 0).sum(1).tolist()
         rows = _cut(logps, lengths)
         if truncation is not None:
@@ -227,7 +229,7 @@ def _cut(rows: Tensor, lengths: list[int]) -> list[list]:
 
 
 def _without_truncation(config: GenerationConfig) -> tuple[LogitsProcessorList, GenerationConfig]:
-    """What cuts off a configuration's sampling, in the order of `generate`, and the configuration without it."""
+    """Return the processors that truncate sampling, in the order of `generate`, and the configuration without them."""
     warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(config.temperature or 1.0)]
     if config.top_k:
         warpers.append(TopKLogitsWarper(config.top_k))

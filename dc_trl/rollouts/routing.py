@@ -1,13 +1,13 @@
-"""Routing replay: the trainer's mixture of experts takes the experts that the engine chose (R3, arXiv 2510.11370).
+"""Routing replay: the trainer's mixture of experts uses the experts that the engine chose (R3, arXiv 2510.11370).
 
-A router scores all experts of a token, p = softmax(logits), and takes the k best. Where two are nearly equal, a
-rounding decides, and the trainer may take another expert than the engine did. With replay, the trainer's experts of a
-token are the engine's, e, and their weights are the trainer's own:
+A router scores all experts of a token, p = softmax(logits), and selects the k best. Where two scores are nearly equal,
+rounding decides, and the trainer may select another expert than the engine did. With replay, the trainer uses the
+engine's experts e of a token, and computes their weights itself:
 
     w_i = p[e_i] / Σ_j p[e_j]    (without the sum where the model does not normalise)
 
-so that the gradient flows into the router, and nothing but the choice is foreign (arXiv 2510.11370, section 3.2).
-A route is the experts of one token in each layer that has a router, as int16; -1 where the engine chose none.
+So the gradient flows into the router, and only the selection is the engine's (arXiv 2510.11370, section 3.2).
+A route holds the experts of one token in each layer that has a router, as int16; -1 where the engine chose none.
 """
 
 import inspect
@@ -29,16 +29,16 @@ from trl.trainer.utils import pad
 from ..quantization.policy import base_model
 
 
-OWN_CHOICE = -1  # in place of an expert: the engine chose none for this token
+OWN_CHOICE = -1  # marks a token for which the engine chose no experts: the trainer chooses
 
 
 class Turn(NamedTuple):
-    """What an engine sampled in one call.
+    """Prompts and routes of one call of an engine.
 
     Attributes:
         prompt_ids: token ids of each prompt.
-        routes: for each prompt with its completion, without the last token, which no engine reads: int16, shape
-            (tokens, layers, k).
+        routes: routes of each prompt with its completion, without the last token, which the engine does not read:
+            int16, shape (tokens, layers, k).
     """
 
     prompt_ids: list[list[int]]
@@ -51,8 +51,8 @@ class Turn(NamedTuple):
 class Routers:
     """The routers of a model.
 
-    A router is supported by what it does, not by its name: it is the module whose logits transformers records for the
-    auxiliary loss, and gives (logits, scores, experts), where the scores are those of `expert_scores`. So do
+    A router is recognised by its behaviour, not by its name: it is the module whose logits transformers records for
+    the auxiliary loss, and it returns (logits, scores, experts) with the scores of `expert_scores`. This holds for
     Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, OLMoE and Mixtral.
 
     Args:
@@ -60,8 +60,8 @@ class Routers:
 
     Attributes:
         layers: numbers of the decoder layers that have a router, ascending.
-        modules: pairs of a router and its position in `layers`. PEFT's copy of a router that is trained
-            (`modules_to_save`) and its original have the same.
+        modules: pairs of a router's position in `layers` and the router. PEFT's trained copy of a router
+            (`modules_to_save`) and its original have the same position.
         normalised: whether the scores of a token add up to 1.
 
     Raises:
@@ -88,14 +88,15 @@ class Routers:
 
 
 def expert_scores(logits: Tensor, experts: Tensor, normalised: bool, dtype: torch.dtype) -> Tensor:
-    """Weights of given experts: w_i = p[e_i] of p = softmax(logits), divided by their sum if `normalised`.
+    """Return the weights of given experts: w_i = p[e_i] of p = softmax(logits), divided by their sum if `normalised`.
 
-    Bit for bit what a router of transformers gives for the experts of its own choice.
+    They are, bit for bit, what a router of transformers returns for the experts of its own choice.
 
     Args:
-        logits: shape (tokens, experts of the layer).
-        experts: shape (tokens, k), integer.
-        dtype: of the weights, which are computed in float32.
+        logits: scores of a router, shape (tokens, experts of the layer).
+        experts: indices of experts, shape (tokens, k), integer.
+        normalised: whether the weights of a token add up to 1.
+        dtype: dtype of the weights, which are computed in float32.
 
     Returns:
         Shape (tokens, k).
@@ -107,7 +108,7 @@ def expert_scores(logits: Tensor, experts: Tensor, normalised: bool, dtype: torc
 
 
 class _WithoutHooks(nn.Module):
-    """A router as its class computes it, without the hooks of `train_through_quantization`."""
+    """A router whose forward runs without the hooks of `train_through_quantization`."""
 
     def __init__(self, router: nn.Module):
         super().__init__()
@@ -118,10 +119,10 @@ class _WithoutHooks(nn.Module):
 
 
 def _normalises(router: nn.Module) -> bool:
-    """Whether the scores of a router are normalised, by trying it at random weights.
+    """Return whether a router normalises its scores, found by a trial with random weights.
 
     Raises:
-        ValueError: they are not those of `expert_scores`.
+        ValueError: the scores are not those of `expert_scores`.
     """
     weight = dict(router.named_parameters()).get("weight")
     if (
@@ -150,7 +151,7 @@ class RoutesRecorder:
     """Records the experts that a model chooses while it generates.
 
     Args:
-        model: mixture of experts that samples.
+        model: mixture of experts that generates.
 
     Raises:
         ValueError: see `Routers`.
@@ -169,7 +170,7 @@ class RoutesRecorder:
 
     @contextmanager
     def recording(self, rows: int) -> Iterator[None]:
-        """Records one call of `generate` with prompts padded on the left, so many of them."""
+        """Record one call of `generate` with `rows` prompts that are padded on the left."""
         self._rows = rows
         for calls in self._calls:
             calls.clear()
@@ -179,8 +180,8 @@ class RoutesRecorder:
             self._rows = None
 
     def routes(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[Tensor]:
-        """What was recorded last, as in `Turn`, on the CPU."""
-        # Each call read the columns that follow those of the one before.
+        """Return the routes that were recorded last, as in `Turn`, on the CPU."""
+        # Each call has read the columns that follow those of the call before.
         routes = torch.stack([torch.cat(calls, dim=1) for calls in self._calls], dim=2).cpu()
         width = max(map(len, prompt_ids))
         return [
@@ -190,17 +191,19 @@ class RoutesRecorder:
 
 
 def join_turns(turns: Sequence[Turn], prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[Tensor]:
-    """The routes of conversations that an engine sampled turn by turn, with what tools wrote in between.
+    """Return the routes of conversations that an engine sampled turn by turn, with output of tools in between.
 
-    The engine read a tool's text as part of the next turn's prompt. What it read twice counts as it was sampled.
+    The engine read a tool's output as part of the next turn's prompt. Of tokens that it read twice, the routes of the
+    first time count.
 
     Args:
-        turns: of each conversation the first, and then of those that went on, in the same order.
-        prompt_ids, completion_ids: of the whole conversations.
+        turns: first turn of all conversations, then each further turn of those that went on, in the same order.
+        prompt_ids: token ids of each conversation's prompt.
+        completion_ids: token ids of each conversation's completion, with all turns.
 
     Returns:
-        Of each conversation int16, shape (tokens of prompt and completion, layers, k), `OWN_CHOICE` at the last token
-        and wherever else the engine chose none.
+        Routes of each conversation, int16, shape (tokens of prompt and completion, layers, k), `OWN_CHOICE` at the
+        last token and wherever else the engine chose none.
     """
     conversations = [[*prompt, *completion] for prompt, completion in zip(prompt_ids, completion_ids, strict=True)]
     joined = [
@@ -212,7 +215,7 @@ def join_turns(turns: Sequence[Turn], prompt_ids: list[list[int]], completion_id
         for prompt, routes in zip(turn.prompt_ids, turn.routes, strict=True):
             row = next((row for row in rows if conversations[row][: len(prompt)] == list(prompt)), None)
             if row is None:
-                break  # TRL has dropped what came of this turn
+                break  # TRL has dropped the result of this turn
             end = min(len(routes), len(joined[row]))
             joined[row][known[row] : end] = routes[known[row] : end]
             known[row] = max(known[row], end)
@@ -222,7 +225,7 @@ def join_turns(turns: Sequence[Turn], prompt_ids: list[list[int]], completion_id
 def batch_routes(
     turns: Sequence[Turn], prompt_ids: list[list[int]], completion_ids: list[list[int]], multiple: int | None
 ) -> Tensor:
-    """The routes of a batch, padded as TRL pads its tokens: prompts on the left, completions on the right.
+    """Return the routes of a batch, padded as TRL pads its tokens: prompts on the left, completions on the right.
 
     Args:
         turns, prompt_ids, completion_ids: see `join_turns`.
@@ -245,7 +248,7 @@ def batch_routes(
 
 
 def routes_of_vllm(arrays: Sequence[np.ndarray], layers: Sequence[int]) -> list[Tensor]:
-    """Routes as vLLM returns them, as in `Turn`.
+    """Convert routes from vLLM's format to that of `Turn`.
 
     Args:
         arrays: `routed_experts` of each completion, unsigned, shape (tokens, decoder layers, k); 0 in layers without
@@ -259,11 +262,11 @@ def routes_of_vllm(arrays: Sequence[np.ndarray], layers: Sequence[int]) -> list[
 
 
 class RoutingReplay:
-    """Has a policy take given experts, from `start` to `stop`.
+    """Makes a policy use given experts, from `start` to `stop`.
 
-    The hooks are on the routers alone, which see nothing but a row of tokens. Each counts the tokens that it has seen,
-    and begins again after the last one: that fits forwards of a few sequences each, one of all of them and its
-    recomputation for the gradient, and adapters, DDP and FSDP2 around the layers.
+    The hooks are on the routers alone, which read a row of tokens. Each hook counts the tokens of its router, and
+    begins again after the last one. This works for forwards of a few sequences each, for one forward of all of them
+    with its recomputation for the gradient, and with adapters, DDP and FSDP2 around the layers.
 
     Args:
         policy: mixture of experts, or a PEFT model around one.
@@ -281,21 +284,21 @@ class RoutingReplay:
             module.register_forward_hook(partial(self._replay, position))
 
     def start(self, routes: Tensor) -> None:
-        """Replays routes in the forwards that follow, which have to be of these tokens, in this order.
+        """Replay routes in the forwards that follow, which must read the tokens of these routes in their order.
 
         Args:
-            routes: int16, shape (batch, tokens, layers, k).
+            routes: routes of a batch, int16, shape (batch, tokens, layers, k).
         """
         self._routes = routes.flatten(0, 1)
         self._seen = [0] * len(self.layers)
         self._flipped = torch.zeros(len(self._routes), dtype=torch.bool, device=routes.device)
 
     def stop(self) -> None:
-        """Has the policy choose by itself again."""
+        """Let the policy choose its experts itself again."""
         self._routes = None
 
     def counts(self) -> Tensor:
-        """Tokens with a route, and those of them for which the trainer itself would choose another expert somewhere.
+        """Count the tokens with a route, and those for which the trainer would choose another expert in some layer.
 
         Returns:
             Shape (2,), int64.
@@ -311,7 +314,7 @@ class RoutingReplay:
         logits, scores, own = output
         begin, total = self._seen[position], len(self._routes)
         end = begin + len(own)
-        # Parts of a batch are recomputed for the gradient from the last to the first.
+        # With gradients, all tokens have to be in one forward: parts would be recomputed from the last to the first.
         if end > total or (torch.is_grad_enabled() and len(own) != total):
             raise RuntimeError(f"a router reads {len(own)} tokens after {begin} of {total} whose routes are replayed")
         self._seen[position] = end % total

@@ -1,4 +1,4 @@
-"""Many completions from a deployed policy, each with a seed of its own, handed over as they finish."""
+"""Sample many completions from a deployed policy, each with its own seed, and return them as they finish."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from .replica import Replica
 
 
 class Sampling(NamedTuple):
-    """How completions are drawn: temperature 0 is greedy; top_p 1 truncates nothing."""
+    """Settings of sampling; a temperature of 0 is greedy, and a top_p of 1 truncates nothing."""
 
     max_tokens: int = 32768
     temperature: float = 0.7
@@ -34,12 +34,12 @@ class Request(NamedTuple):
 
 
 def sample_seed(seed: int, problem: str, number: int) -> int:
-    """Seed of one sample of a problem, 0 to 2³¹ − 1."""
+    """Return the seed of one sample of a problem, from 0 to 2³¹ − 1."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{problem}/{number}".encode()).digest()[:4]) >> 1
 
 
 class Completion(NamedTuple):
-    """Text without special tokens, its length in tokens, and whether the limit cut it off."""
+    """Text without special tokens, its length in tokens, and whether it ended at the limit."""
 
     text: str
     tokens: int
@@ -47,14 +47,14 @@ class Completion(NamedTuple):
 
 
 class Engine(Protocol):
-    """Something that samples completions."""
+    """An engine that samples completions."""
 
     @property
     def max_length(self) -> int:
-        """Longest prompt and completion together, in tokens."""
+        """Largest length of a prompt with its completion, in tokens."""
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        """Samples a completion for each request.
+        """Sample a completion for each request.
 
         Yields:
             (position of the request, completion), in the order in which they finish.
@@ -62,7 +62,7 @@ class Engine(Protocol):
 
 
 class ReplicaEngine:
-    """The in-process replica, `batch_size` completions at a time.
+    """The in-process replica as an engine, which samples `batch_size` completions at a time.
 
     Raises:
         ValueError: neither the policy nor the tokenizer has an end token.
@@ -76,7 +76,7 @@ class ReplicaEngine:
         self.max_length: int = replica.model.config.get_text_config().max_position_embeddings
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        """See `Engine.sample`. Completions of one batch finish together."""
+        """Sample as `Engine.sample` does; the completions of one batch finish together."""
         for start in range(0, len(requests), self._batch_size):
             batch = requests[start : start + self._batch_size]
             limits = [min(sampling.max_tokens, self.max_length - len(request.prompt_ids)) for request in batch]
@@ -93,7 +93,7 @@ class ReplicaEngine:
             for row, (ids, limit) in enumerate(zip(completions, limits, strict=True)):
                 kept = ids[:limit]
                 ended = kept[-1] in self._ends
-                # Without the end token, be it a special one or not, as vLLM.
+                # vLLM, too, drops the end token, whether it is a special one or not.
                 text = self._tokenizer.decode(kept[:-1] if ended else kept, skip_special_tokens=True)
                 yield start + row, Completion(text, len(kept), not ended)
 
@@ -106,9 +106,9 @@ def _sampler(seeds: list[int], sampling: Sampling) -> list[LogitsProcessor]:
 
 
 class _GumbelNoise(LogitsProcessor):
-    """Makes the largest score a draw from the softmax of the scores: the Gumbel-max trick, each row with its seed.
+    """Adds Gumbel noise, with a seed for each row, so that the largest score is a sample from the softmax.
 
-    So a completion depends on its own seed and not on the batch that it is part of.
+    A completion thus depends on its own seed, and not on the batch that it is part of.
     """
 
     def __init__(self, seeds: list[int]):

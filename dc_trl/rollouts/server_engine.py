@@ -1,4 +1,4 @@
-"""Completions from a vLLM server that is kept full."""
+"""Sample completions from a vLLM server with many requests in flight."""
 
 import asyncio
 import queue
@@ -18,37 +18,37 @@ from .sampling import Completion, Request, Sampling
 
 
 class Disclosed(NamedTuple):
-    """What a vLLM server says of its weights; None is what it says only with its development endpoints, or not set."""
+    """Information of a vLLM server on its weights; None if it is not set, or needs the development endpoints."""
 
-    name: str  # that clients use
-    root: str  # directory or Hub id that it was started with
-    weight_version: str | None  # "default" since it was started, until others are loaded
-    revision: str | None  # of a Hub model
+    name: str  # name of the model for clients
+    root: str  # directory or Hub id that the server was started with
+    weight_version: str | None  # "default" until other weights are loaded
+    revision: str | None  # revision of a Hub model
     quantization: str | None
 
 
 class ServerEngine:
-    """A vLLM server, kept full: as soon as one completion is done, the next request is on its way.
+    """A vLLM server as an engine: as soon as one completion is done, the next request is sent.
 
-    A completion is a request of its own, so that it is kept when it is done, whatever becomes of the others; the
-    samples of one prompt follow each other and share it in the server's prefix cache. The key that the server may ask
-    for is read from the environment variable `VLLM_API_KEY`.
+    Each completion is a request of its own, so that a completion that is done is kept even if others fail. The samples
+    of one prompt follow each other and share it in the server's prefix cache. The API key of the server, if it needs
+    one, is read from the environment variable `VLLM_API_KEY`.
 
     Args:
-        url: address of the server, "http://127.0.0.1:8000".
-        concurrency: requests in flight; vLLM itself runs up to its --max-num-seqs of them at a time.
-        request_timeout: seconds that one completion may take, the time that it waits in the server included.
-        server_timeout: seconds to wait for a server that went away to be up again.
-        max_retries: tries after the first, where the connection broke or the server failed.
-        vocabulary: token ids that the model can sample are below it; None where it is not known.
+        url: address of the server, for example "http://127.0.0.1:8000".
+        concurrency: number of requests in flight; vLLM itself runs up to its --max-num-seqs of them at a time.
+        request_timeout: seconds that one completion may take, including the time that it waits in the server.
+        server_timeout: seconds to wait for a lost server to be up again.
+        max_retries: number of further tries after the connection broke or the server failed.
+        vocabulary: bound below which all token ids of the model are; None if it is unknown.
 
     Attributes:
-        model: the name that the server goes by.
-        max_length: longest prompt and completion together, in tokens.
-        disclosed: what the server says of the weights that it holds.
+        model: name of the model on the server.
+        max_length: largest length of a prompt with its completion, in tokens.
+        disclosed: information of the server on the weights that it holds.
 
     Raises:
-        ServerError: no server answers there, or it asks for a key, or its weights are being loaded.
+        ServerError: no server answers at the URL, it needs a key, or it is loading weights.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ServerEngine:
         models = self._connection.get("/v1/models")
         versions: dict[str, Any] = {}
         info: dict[str, Any] = {"vllm_config": {"model_config": {}}}
-        with suppress(ServerRefusedError):  # without its development endpoints, a server does not say
+        with suppress(ServerRefusedError):  # a server may lack the development endpoints
             versions = self._connection.get("/weight_info")
             info = self._connection.get("/server_info", params={"config_format": "json"})
         with self._connection.reading("/v1/models and /server_info"):
@@ -83,31 +83,31 @@ class ServerEngine:
             return Disclosed(str(card["id"]), str(card["root"]), *weights), int(card["max_model_len"])
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        """See `Engine.sample`.
+        """Sample as `Engine.sample` does.
 
         Raises:
-            ServerError: the server refused a request, failed for good, or was given other weights meanwhile.
+            ServerError: the server refused a request, failed permanently, or got other weights meanwhile.
         """
-        # The event loop has a thread of its own, so that the server never waits for whoever reads the completions.
+        # The event loop has its own thread, so that the server never waits for the reader of the completions.
         done: queue.SimpleQueue[tuple[int, Completion] | None] = queue.SimpleQueue()
         with in_event_loop(self._sample_all(requests, sampling, done)) as sampled:
             sampled.add_done_callback(lambda _: done.put(None))
             while (item := done.get()) is not None:
                 yield item
-            sampled.result()  # raises what ended it
-        self._require_kept(self._connection.persist(self._disclose)[0])
+            sampled.result()  # raises the error that ended sampling
+        self._require_same_weights(self._connection.persist(self._disclose)[0])
 
-    def _require_kept(self, now: Disclosed) -> None:
-        """Refuses what was sampled before the server has said this of its weights.
+    def _require_same_weights(self, now: Disclosed) -> None:
+        """Refuse a server whose weights are not those that it began with.
 
         Raises:
-            ServerError: it began with others.
+            ServerError: the weights have changed.
         """
         if now != self.disclosed:
             raise ServerError(
                 f"vLLM at {self._connection.url} did not keep its weights: it began with {self.disclosed} and has "
-                f"{now}. The weights changed while it sampled. What is stored is of the first ones: have it hold "
-                "these again to go on, or choose another output directory."
+                f"{now}. The weights changed while it sampled. The stored completions are from the first weights: "
+                "load these again to continue, or choose another output directory."
             )
 
     async def _sample_all(self, requests: Sequence[Request], sampling: Sampling, done: queue.SimpleQueue) -> None:
@@ -135,7 +135,7 @@ class ServerEngine:
             "seed": request.seed,
             **SERVER_DEFAULTS,
             "top_p": sampling.top_p,
-            "return_token_ids": True,  # which say whose completion an answer is, and how long
+            "return_token_ids": True,  # they identify the prompt of an answer, and give its length
         }
         connection = self._connection
 
@@ -147,7 +147,7 @@ class ServerEngine:
         if not isinstance(choice.get("text"), str):
             raise ServerAnswerError(f"vLLM at {connection.url} answered with token ids and without their text.")
         if self.disclosed.weight_version is not None:
-            # After each of them: what is handed over is stored at once, and has to be of these weights.
+            # After each completion, because it is stored at once and has to be from these weights.
             held = await connection.apersist(http, lambda: connection.arequest(http, "GET", "/weight_info"))
-            self._require_kept(self.disclosed._replace(weight_version=held.get("weight_version")))
+            self._require_same_weights(self.disclosed._replace(weight_version=held.get("weight_version")))
         return Completion(choice["text"], len(choice["token_ids"]), choice["finish_reason"] == "length")

@@ -1,4 +1,4 @@
-"""When new weights go to the engine that samples. In between it samples with older ones: its weights lag."""
+"""Schedule of the weight synchronizations to the engine that samples, whose weights lag in between."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,14 +6,15 @@ from typing import Any
 
 @dataclass
 class SyncSchedule:
-    """Which weights sample in training, named by the number of optimizer steps that made them.
+    """Keeps which weights sample in training, as the number of optimizer steps that made them.
 
     Args:
-        every: optimizer steps after which newer weights are due, at least 1.
-        step: whose weights sample; None before the first sync.
-        wanted: whether newer ones are due at the next generation batch, whatever `every` says.
-        syncs: how often training got newer weights.
-        steps: at how many optimizer steps it has sampled: with `every=1` it would have got newer weights at each.
+        every: number of optimizer steps after which newer weights are due, at least 1.
+        step: optimizer steps of the weights that sample; None before the first sync.
+        wanted: whether newer weights are due at the next generation batch, regardless of `every`.
+        syncs: number of times that newer weights were sent.
+        steps: number of optimizer steps at which a batch was sampled; with `every=1`, each of them would have had new
+            weights.
     """
 
     every: int
@@ -24,29 +25,29 @@ class SyncSchedule:
     _sampled_at: int | None = None
 
     def due(self, step: int) -> bool:
-        """Whether training at an optimizer step is to sample with newer weights. Once it is, it is until the sync."""
+        """Return whether newer weights are due at an optimizer step; they stay due until the sync."""
         return self.step is None or self.wanted or step - self.step >= self.every
 
     def lags(self, step: int) -> bool:
-        """Whether training at an optimizer step is to sample with older weights than those of this step."""
+        """Return whether a batch at an optimizer step is sampled with older weights than those of this step."""
         return step != self.step and not self.due(step)
 
     def synced(self, step: int) -> None:
-        """The weights of an optimizer step sample from now on."""
+        """Record that the weights of an optimizer step sample from now on."""
         self.syncs += step != self.step
         self.step, self.wanted = step, False
 
     def sampled(self, step: int) -> int:
-        """A generation batch was sampled at an optimizer step; returns the age of its weights in such steps."""
+        """Record a generation batch at an optimizer step, and return the age of its weights in optimizer steps."""
         assert self.step is not None
         self.steps += step != self._sampled_at
         self._sampled_at = step
         return step - self.step
 
     def state_dict(self) -> dict[str, Any]:
-        """All but `every`, as JSON values."""
+        """Return all fields but `every`, as JSON-compatible values."""
         return {name: value for name, value in vars(self).items() if name != "every"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from `state_dict()`."""
+        """Continue from `state_dict()`."""
         vars(self).update(state)

@@ -1,9 +1,9 @@
-"""Sampling that is cut off (top-p, top-k, min-p), and the trainer's log-probabilities among the same tokens.
+"""Truncated sampling (top-p, top-k, min-p), with the trainer's log-probabilities among the same tokens.
 
 An engine that truncates samples from its distribution renormalised over the tokens that it kept, K. The policy that
-acts is then π(y | K) = exp(z_y) / Σ_{v ∈ K} exp(z_v), with z the logits over the temperature. Its log-probability is
-taken of both engines over the same K, so that their discrepancy has nothing of the truncation in it; the gradient is
-that of log π(y | K), with K as given. DeepSeek-V3.2 calls this "Keep Sampling Mask" (arXiv 2512.02556, section 3.1),
+acts is then π(y | K) = exp(z_y) / Σ_{v ∈ K} exp(z_v), with z the logits over the temperature. Both engines'
+log-probabilities are taken over the same K, so that their discrepancy does not contain the truncation; the gradient is
+that of log π(y | K) with K fixed. DeepSeek-V3.2 calls this "Keep Sampling Mask" (arXiv 2512.02556, section 3.1),
 prime-rl "sampling replay", vLLM "sampling distribution replay".
 """
 
@@ -22,21 +22,21 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 from ..quantization.policy import scaled_logits
 
 
-# Numbers of a tile of gathered hidden states, and of a tile of rows of the output head beside it.
+# Size of a tile of gathered hidden states, and of the tile of rows of the output head beside it.
 _TILE = 2**25
-# Kept tokens of a generation batch in one process: 1 GiB of ids.
+# Largest number of kept tokens of a generation batch in one process: 1 GiB of ids.
 _MOST_KEPT = 2**28
-# What vLLM's server writes for minus infinity.
+# vLLM's server writes this for minus infinity.
 _NEVER = -9999.0
 
 
 class KeptLogProb(float):
-    """Log-probability of a sampled token among those that the engine kept, in nats, with their ids.
+    """Log-probability of a sampled token among the tokens that the engine kept, in nats, with their ids.
 
-    TRL takes completions apart and together as lists of floats, in which it keeps its type.
+    TRL splits and joins completions as lists of floats, which keep this type.
 
     Attributes:
-        kept: token ids, the sampled one among them, int32 of shape (kept,).
+        kept: ids of the kept tokens, with the sampled one among them, int32 of shape (kept,).
     """
 
     kept: Tensor
@@ -50,20 +50,21 @@ class KeptLogProb(float):
 def named_by_vllm(
     completion_ids: list[list[int]], logprobs: list[list[list[float | None]]], token_ids: list[list[list[int]]]
 ) -> list[list[list[float]]]:
-    """Log-probabilities of sampled tokens among the ones that vLLM kept, from the most probable ones that it names.
+    """Return log-probabilities of sampled tokens among those that vLLM kept, from the most probable ones it returns.
 
-    vLLM says with `logprobs=k` which are the k most probable tokens; those that top-p or min-p dropped are minus
-    infinity in its `processed_logprobs`. Where several share the k-th place, it keeps all and names k and the sampled
-    one: the log-probability is taken among the named ones, which is the same conditional probability in both engines.
+    With `logprobs=k`, vLLM returns the k most probable tokens; in its `processed_logprobs`, those that top-p or min-p
+    dropped are minus infinity. Where several tokens share the k-th place, it keeps all of them and returns k and the
+    sampled one. The log-probability is taken among the returned ones, which is the same conditional probability in
+    both engines.
 
     Args:
-        completion_ids: of each completion, the sampled tokens.
-        logprobs: of each completion and token, log-probabilities in nats; None is NaN.
-        token_ids: whose they are, likewise.
+        completion_ids: sampled tokens of each completion.
+        logprobs: log-probabilities at each position of each completion, in nats; None is NaN.
+        token_ids: tokens of `logprobs`, in the same nesting.
 
     Returns:
-        Of each completion and token, one `KeptLogProb` (NaN without tokens where vLLM has NaN), as TRL's vLLM
-        returns the log-probability of the sampled token alone.
+        One `KeptLogProb` for each token of each completion (NaN without tokens where vLLM has NaN), in the form in
+        which TRL's vLLM returns the log-probability of the sampled token alone.
     """
     return [
         [[_named(*token)] for token in zip(*completion, strict=True)]
@@ -81,18 +82,18 @@ def _named(sampled: int, logprobs: list[float | None], token_ids: list[int]) -> 
 
 
 class Kept(NamedTuple):
-    """The tokens that the engine kept, of a batch of completions."""
+    """The tokens that the engine kept for a batch of completions."""
 
-    ids: Tensor  # (batch, width), int32: those of a completion, one position after the other, then -1
-    counts: Tensor  # (batch, positions), int32: how many of them are each position's; 0: nothing was cut off there
+    ids: Tensor  # (batch, width), int32: the kept tokens of a completion, position by position, then -1
+    counts: Tensor  # (batch, positions), int32: number of kept tokens at a position; 0 where nothing was truncated
 
     @classmethod
     def of(cls, completion_ids: list[list[int]], logprobs: list[list[float]], device: torch.device) -> "Kept":
-        """The kept tokens that the log-probabilities of completions carry.
+        """Return the kept tokens from the log-probabilities of completions.
 
         Raises:
-            ValueError: no log-probability is a `KeptLogProb`, one keeps other tokens than the sampled one, or they
-                keep too many.
+            ValueError: no log-probability is a `KeptLogProb`, the kept tokens of one do not contain the sampled token
+                once, or there are too many kept tokens.
         """
         none = torch.empty(0, dtype=torch.int32)
         sets = [[value.kept if isinstance(value, KeptLogProb) else none for value in row] for row in logprobs]
@@ -100,7 +101,7 @@ class Kept(NamedTuple):
         widest = max(int(row.sum()) for row in counts)
         if widest == 0 and not all(math.isnan(value) for row in logprobs for value in row):
             raise ValueError(
-                "The rollouts are of truncated sampling (top_p, top_k or min_p), and do not say which tokens were "
+                "The rollouts were sampled with truncation (top_p, top_k or min_p), and do not say which tokens were "
                 "kept: return logprobs of type dc_trl.rollouts.truncation.KeptLogProb from rollout_func, set "
                 "top_p=1.0, top_k=0 and min_p=None, or constraint='none'."
             )
@@ -116,26 +117,27 @@ class Kept(NamedTuple):
         named = positions[tokens == sampled_ids.flatten()[positions]]
         if not torch.equal(named, positions.unique()):
             raise ValueError(
-                "A KeptLogProb of the rollouts does not have the sampled token among its kept tokens, once: return "
-                "those of the same position from rollout_func."
+                "A KeptLogProb of the rollouts does not have the sampled token among its kept tokens exactly once: "
+                "return the kept tokens of the same position from rollout_func."
             )
         return cls(kept.ids.to(device), kept.counts.to(device))
 
 
 class KeptHead:
-    """Log-probabilities among the kept tokens, from the hidden states of forward passes that TRL makes.
+    """Computes log-probabilities among the kept tokens, from the hidden states of TRL's forward passes.
 
-    TRL's fused head returns log-probabilities of the whole vocabulary, and no logits. This one listens to the
-    backbone below it, which every forward calls, also under PEFT, and applies the rows of the output head that
-    belong to kept tokens, in the head's precision: where all tokens are kept, the log-probabilities are TRL's.
+    TRL's fused head returns log-probabilities of the whole vocabulary, and no logits. This context hooks the backbone
+    below the head, which every forward calls, also under PEFT, and applies the rows of the output head that belong to
+    kept tokens, in the head's precision. Where all tokens are kept, the log-probabilities are TRL's.
 
     Args:
-        model: the transformers model, without PEFT's around it.
-        kept: of the completions that the forward passes will score, in their order.
+        model: the transformers model, without the PEFT model around it.
+        kept: kept tokens of the completions that the forward passes will score, in their order.
         completion_ids: sampled tokens, shape (batch, positions).
-        temperature: by which the logits are divided.
+        temperature: divisor of the logits.
         in_float32: whether the output head runs in float32 (`cast_lm_head_to_fp32`).
-        padded: makes of the backbone's hidden states those of padded rows, where it reads others (`padding_free`).
+        padded: converts hidden states of the backbone to padded rows, where the backbone reads packed ones
+            (`padding_free`).
     """
 
     def __init__(
@@ -165,19 +167,19 @@ class KeptHead:
         self._handle.remove()
 
     def log_probs(self, whole: Tensor) -> Tensor:
-        """Log-probabilities among the kept tokens, and where nothing was cut off those of the whole vocabulary.
+        """Return log-probabilities among the kept tokens; where nothing was truncated, those of the whole vocabulary.
 
         Args:
             whole: TRL's log-probabilities of the same tokens, shape (batch, positions), in nats.
 
         Returns:
-            As `whole`, float32.
+            Log-probabilities in nats, shape of `whole`, float32.
         """
         counts = functional.pad(self._kept.counts, (0, whole.shape[1] - self._kept.counts.shape[1]))
         return torch.where(counts > 0, torch.cat(self._scored), whole)
 
     def _score(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        # Within the forward of the whole model, where sharded weights are there and autocast is on.
+        # The hook runs within the forward of the whole model, when sharded weights are gathered and autocast is on.
         hidden = output.last_hidden_state
         if self._padded is not None:
             hidden = self._padded(hidden)
@@ -185,7 +187,7 @@ class KeptHead:
         rows = slice(start, start + len(hidden))
         sampled = self._completion_ids[rows]
         head = self._model.get_output_embeddings()
-        hidden = hidden[:, -sampled.shape[1] - 1 : -1].to(head.weight.device)  # that predict the completion
+        hidden = hidden[:, -sampled.shape[1] - 1 : -1].to(head.weight.device)  # those that predict the completion
         weight, bias = (each.full_tensor() if isinstance(each, DTensor) else each for each in (head.weight, head.bias))
         if self._in_float32:
             hidden = hidden.float()
@@ -205,7 +207,7 @@ def _padded(rows: list[Tensor], value: int) -> Tensor:
 
 
 def _flat(kept: Kept, width: int) -> tuple[Tensor, Tensor]:
-    """Position in the flattened batch, row · width + column, and id of every kept token: int64, shape (all kept,)."""
+    """Return position in the flattened batch (row · width + column) and id of all kept tokens: int64, (all kept,)."""
     rows, columns = kept.counts.shape
     starts = torch.arange(rows, device=kept.ids.device)[:, None] * width
     positions = starts + torch.arange(columns, device=kept.ids.device)
@@ -213,28 +215,28 @@ def _flat(kept: Kept, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _log_softmax(logits: Tensor, positions: Tensor, tokens: Tensor, sampled: Tensor) -> Tensor:
-    """Log-probability of each position's sampled token among its kept ones.
+    """Return the log-probability of each position's sampled token among its kept tokens.
 
     Args:
-        logits: of kept tokens, float32 of shape (all kept,).
-        positions, tokens: whose they are, see `_flat`.
-        sampled: token at each position, shape (positions,).
+        logits: logits of the kept tokens, float32 of shape (all kept,).
+        positions, tokens: positions and ids of the kept tokens, see `_flat`.
+        sampled: sampled token at each position, shape (positions,).
 
     Returns:
-        In nats, shape (positions,); 0 at positions without kept tokens.
+        Log-probabilities in nats, shape (positions,); 0 at positions without kept tokens.
     """
     zeros = torch.zeros(len(sampled), dtype=logits.dtype, device=logits.device)
     largest = zeros.scatter_reduce(0, positions, logits.detach(), "amax", include_self=False)
     shifted = logits - largest[positions]
     mass = zeros.index_add(0, positions, shifted.exp())
-    of_sampled = zeros.index_add(0, positions, shifted * (tokens == sampled[positions]))
-    return of_sampled - mass.where(mass > 0, 1.0).log()
+    sampled_logits = zeros.index_add(0, positions, shifted * (tokens == sampled[positions]))
+    return sampled_logits - mass.where(mass > 0, 1.0).log()
 
 
 class _KeptLogits(torch.autograd.Function):
-    """hidden[position] · weight[token] + bias[token] of pairs of position and token, without the other logits.
+    """Computes hidden[position] · weight[token] + bias[token] of pairs of position and token, and no other logits.
 
-    Products are rounded to `dtype`, as a matrix product in it is, and gradients are summed up in float32.
+    Products are rounded to `dtype`, as those of a matrix product are, and gradients are summed in float32.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""How new weights reach vLLM, and how a run survives its faults: what TRL's `VLLMGeneration` leaves open."""
+"""TRL's vLLM engines, with weights that arrive as the deployable checkpoint and with recovery from faults."""
 
 import errno
 import math
@@ -37,12 +37,12 @@ logger = get_logger(__name__)
 
 
 class Generation(VLLMGeneration):
-    """TRL's vLLM engine; with `logprobs` above 0, it says which tokens truncated sampling kept.
+    """TRL's vLLM engine; with `logprobs` above 0, it returns the tokens that truncated sampling kept.
 
     Attributes:
         last_sync: bytes and seconds of the last synchronization, see `WriteCost`, and `reload_seconds` of the engine;
             empty on processes that write no checkpoint.
-        syncs: the sums of all synchronizations, and their `count`.
+        syncs: sums of `last_sync` over all synchronizations, and their `count`.
     """
 
     def __init__(self, **kwargs: Any):
@@ -50,16 +50,16 @@ class Generation(VLLMGeneration):
         self.syncs: Counter[str] = Counter()
         super().__init__(**kwargs)
         if self.mode == "colocate":
-            # Made after vLLM's own, so that it comes first when the process exits.
+            # Registered after vLLM's own finalizer, so that it runs first when the process exits.
             self._end_engine = weakref.finalize(self, _end_engine, self.llm.llm_engine.engine_core)
 
     def close(self) -> None:
-        """Ends an engine of this process, and with it the process group of `torch.distributed`; a server lives on."""
+        """End an engine of this process, with the process group of `torch.distributed`; a server keeps running."""
         if self.mode == "colocate":
             self._end_engine()
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
-        """See TRL's; where the kept tokens are known, log-probabilities are `KeptLogProb`, one for each token."""
+        """Generate as TRL does; where the kept tokens are known, each log-probability is a `KeptLogProb`."""
         prompt_ids, completion_ids, logprobs, token_ids = super().generate(*args, **kwargs)
         if self.logprobs and self.temperature > 0:
             logprobs = named_by_vllm(completion_ids, logprobs, token_ids)
@@ -67,7 +67,7 @@ class Generation(VLLMGeneration):
 
 
 def _end_engine(engine: Any) -> None:
-    """What vLLM does when the process exits, save where the process group is gone by then, and its own with it."""
+    """Shut vLLM down when the process exits, unless its process group has already ended with the default one."""
     if torch.distributed.is_initialized():
         engine.shutdown()
     else:
@@ -75,12 +75,12 @@ def _end_engine(engine: Any) -> None:
 
 
 class _DeployedGeneration(Generation):
-    """A vLLM engine of TRL whose weights arrive as the deployable checkpoint, in a new version each time."""
+    """A vLLM engine of TRL whose weights arrive as the deployable checkpoint, with a new version each time."""
 
-    _run: str  # a name that no other run has
-    _writes = False  # whether this process writes checkpoints; all take part in gathering
-    _kept: str | None = None  # version of the weights that the engine is to go back to
-    weight_version = ""  # of the weights that it is to hold
+    _run: str  # unique name of the run
+    _writes = False  # whether this process writes checkpoints; all processes take part in gathering
+    _kept: str | None = None  # version of the weights that `go_back` returns to
+    weight_version = ""  # version of the weights that the engine is to hold
 
     def __init__(self, *, deployment_scheme: str | None, weight_sync_dir: str | None, **kwargs: Any):
         self.deployment_scheme = deployment_scheme
@@ -89,7 +89,7 @@ class _DeployedGeneration(Generation):
         super().__init__(**kwargs)
 
     def _begin_version(self, keep: bool = False) -> None:
-        """The weights of the next checkpoint are those that the engine is to hold; `keep`: see `sync_weights`."""
+        """Begin a new version of the weights, which the engine is to hold; `keep`: see `sync_weights`."""
         if not keep:
             self._kept = None
         elif self._kept is None:
@@ -98,7 +98,7 @@ class _DeployedGeneration(Generation):
         self.weight_version = f"{self._run}-{self._syncs}"
 
     def go_back(self) -> None:
-        """Brings the weights to the engine again that `sync_weights` has kept."""
+        """Load the weights that `sync_weights` has kept into the engine again."""
         assert self._kept is not None
         self.weight_version, self._kept = self._kept, None
         self._load()
@@ -106,12 +106,12 @@ class _DeployedGeneration(Generation):
             self._folder.remove_all_but(self.weight_version)
 
     def save_weights(self, directory: Path) -> None:
-        """Copies the checkpoint that the engine holds, or is to go back to, where this process has it."""
+        """Copy the checkpoint that the engine holds, or the one kept for `go_back`, on the processes that write it."""
         if self._writes:
             shutil.copytree(self._folder.path / (self._kept or self.weight_version), directory)
 
     def load_weights(self, directory: Path) -> None:
-        """Brings a checkpoint that `save_weights` has copied to the engine. Every process has to call it."""
+        """Load a checkpoint that `save_weights` has copied into the engine. Every process has to call it."""
         self._begin_version()
         if self._writes:
             self._folder.remove_all_but(None)
@@ -121,15 +121,15 @@ class _DeployedGeneration(Generation):
 
     @property
     def checkpoint(self) -> Path:
-        """Where the weights are that the engine is to hold."""
+        """Directory of the weights that the engine is to hold."""
         return folder_path(self.weight_sync_dir, self._run) / self.weight_version
 
     def _load(self) -> None:
-        """Has the engine load the weights that it is to hold."""
+        """Make the engine load the weights that it is to hold."""
         raise NotImplementedError
 
     def _timed(self, load: Callable[[], None]) -> None:
-        """Loads what was written last, and adds up what the synchronization has cost."""
+        """Load the last checkpoint, and add the cost of the synchronization to the sums."""
         start = time.perf_counter()
         load()
         if self._writes:
@@ -137,7 +137,7 @@ class _DeployedGeneration(Generation):
             self.syncs.update(self.last_sync, count=1)
 
     def _prepare_checkpoints(self, writes: bool) -> None:
-        """Makes the writer, and the folder on the processes that are to write."""
+        """Create the writer, and the folder on the processes that write."""
         self._writes = writes
         policy = unwrapped(self.accelerator, self.model)
         self._writer = CheckpointWriter(policy, self.deployment_scheme or "bf16", self.processing_class)
@@ -145,10 +145,10 @@ class _DeployedGeneration(Generation):
             self._folder = CheckpointFolder(self.weight_sync_dir, self._run)
 
     def _write(self) -> None:
-        """Writes the present weights on the processes that are to; all processes take part in gathering them.
+        """Write the present weights on the processes that write; all processes take part in gathering them.
 
         Raises:
-            WeightsNotWrittenError: one of them cannot; on all processes.
+            WeightsNotWrittenError: a process cannot write them; all processes raise it.
         """
         tensors = deployed_tensors(self.accelerator, self.model, self._iter_named_params)
         failure = None
@@ -160,7 +160,7 @@ class _DeployedGeneration(Generation):
             failure = self._not_written(error)
         finally:
             for _ in tensors:
-                pass  # take part in gathering what nobody writes any more
+                pass  # take part in gathering the rest, although it is not written
         for message in gather_object([failure]):
             if message is not None:
                 raise WeightsNotWrittenError(message)
@@ -172,32 +172,32 @@ class _DeployedGeneration(Generation):
             sizes = f"; they take {needed:,.1f} MiB, and {free:,.1f} MiB are free"
         return (
             f"weight_sync_dir={self.weight_sync_dir!r}: the weights for vLLM cannot be written to {root} "
-            f"({error.strerror}{sizes}). Make room, or set weight_sync_dir to another directory that trainer and "
-            "server see."
+            f"({error.strerror}{sizes}). Make room, or set weight_sync_dir to another directory that both the trainer "
+            "and the server see."
         )
 
 
 class ServerGeneration(_DeployedGeneration):
-    """TRL's server mode, with weights that can arrive as the deployable checkpoint, and with faults that end.
+    """TRL's server mode, with weights that can arrive as the deployable checkpoint, and with retries after faults.
 
     Every synchronization gives the weights a version that no other run and no restarted server has. A rollout counts
-    only if the server held that version before and after it; a server that lost it gets the weights again first.
-    What fails is tried again `vllm_max_retries` times, as long as `vllm_time_limit` lasts; then every process raises a
+    only if the server held that version before and after it; a server that lost it gets the weights again first. A
+    failed request is tried again `vllm_max_retries` times within `vllm_time_limit`; then every process raises a
     `ServerError`.
 
     Args:
         weight_sync, vllm_request_timeout, vllm_time_limit, vllm_max_retries, and in **kwargs deployment_scheme and
             weight_sync_dir: see [`~dc_trl.DCGRPOConfig`].
-        server_base_urls: addresses of several servers, which sample together; None for the one of **kwargs.
-        routing_replay: the completions have to come with the experts that they were sampled with.
+        server_base_urls: addresses of several servers, which sample together; None for the single one of **kwargs.
+        routing_replay: whether completions must include the experts that they were sampled with.
         server_timeout, **kwargs: see [`~trl.generation.vllm_generation.VLLMGeneration`].
 
     Attributes:
-        vllm_client: what asks the server, or all of them; on the main process.
-        routed_experts: of the last completions of this process, see `ServerClient`; where `routing_replay` is set.
+        vllm_client: client of the server or of all servers; on the main process.
+        routed_experts: experts of the last completions of this process, see `ServerClient`; set with `routing_replay`.
 
     Raises:
-        ServerError: the server is not there or does not fit; the message names the option to change.
+        ServerError: the server cannot be reached or does not fit; the message names the option to change.
     """
 
     def __init__(
@@ -225,25 +225,25 @@ class ServerGeneration(_DeployedGeneration):
         super().__init__(server_timeout=server_timeout, **kwargs)
 
     def _init_vllm(self) -> None:
-        one = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
-        self._urls = [url.rstrip("/") for url in self.server_base_urls or [one]]
+        single_url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+        self._urls = [url.rstrip("/") for url in self.server_base_urls or [single_url]]
         self._run = agree(uuid.uuid4().hex[:12])
         if self.weight_sync == "auto":
-            # What each process sees of the server and of the GPUs may differ, and what follows is collective.
+            # Processes may see the server and the GPUs differently, but the choice must be the same in all of them.
             self.weight_sync = agree(self._choose_weight_sync())
         elif self.weight_sync == "nccl" and is_packed(self.model):
             raise ValueError(
-                "weight_sync='nccl' streams weights as they are held, and load_in_4bit or load_in_8bit has packed "
-                "these: set weight_sync='auto' or 'checkpoint'."
+                "weight_sync='nccl' streams weights as the trainer holds them, and load_in_4bit or load_in_8bit has "
+                "packed these: set weight_sync='auto' or 'checkpoint'."
             )
-        # Errors of TRL's client, of the folder, and of the checkpoint's layout.
+        # These are errors of TRL's client, of the folder, and of the checkpoint's layout.
         with raised_together(RuntimeError, ValueError, OSError):
             if self.accelerator.is_main_process:
                 self._connect()
 
     def _choose_weight_sync(self) -> str:
-        # NCCL wants CUDA, refuses two ranks on one GPU, and streams what is trained, not what is deployed. The stream
-        # of TRL's client goes to one server; were there several in it, all would wait in it for one that is lost.
+        # NCCL needs CUDA, refuses two ranks on one GPU, and streams the trained weights, not the deployed ones. The
+        # stream of TRL's client goes to one server; with several, all would wait for one that is lost.
         shares_gpu = is_local(self._urls[0]) and torch.cuda.device_count() == 1
         quantized = self.deployment_scheme not in (None, "bf16")
         no_stream = (
@@ -256,10 +256,10 @@ class ServerGeneration(_DeployedGeneration):
         return "checkpoint" if no_stream else "nccl"
 
     def _connect(self) -> None:
-        """Meets servers that fit the policy.
+        """Connect to the servers, and check that they fit the policy.
 
         Raises:
-            ServerError: there are none.
+            ServerError: no server can be reached, or one does not fit.
         """
         if self.weight_sync == "checkpoint":
             require_shared_directory(self.weight_sync_dir, self._urls)
@@ -277,10 +277,10 @@ class ServerGeneration(_DeployedGeneration):
                 client.init_communicator(device=self.accelerator.device)
 
     def _require_fit(self, client: ServerClient) -> None:
-        """Refuses a server that would not sample what is trained.
+        """Refuse a server that would not sample from the policy.
 
         Raises:
-            ServerError: names what is wrong and the option of `vllm serve` to change.
+            ServerError: the server does not fit; the message names the option of `vllm serve` to change.
         """
         config = unwrapped(self.accelerator, self.model).config
         info, layers = client.connection.persist(client.describe)
@@ -298,9 +298,9 @@ class ServerGeneration(_DeployedGeneration):
             client.bounds = Bounds(config.get_text_config().vocab_size, info["model_config"]["max_model_len"])
 
     def sync_weights(self, keep: bool = False) -> None:
-        """Brings the policy's present weights to the server, and makes sure that it serves them.
+        """Send the policy's present weights to the server, and ensure that it serves them.
 
-        `keep` leaves the checkpoint from before for `go_back`, until a synchronization that does not.
+        With `keep`, the previous checkpoint is kept for `go_back`, until a synchronization without it.
         """
         self._begin_version(keep)
         with raised_together(ServerError):
@@ -315,7 +315,7 @@ class ServerGeneration(_DeployedGeneration):
                 super().sync_weights()
 
     def _announce(self) -> None:
-        """Has the server say that it is given weights; where it cannot, no process begins to gather them."""
+        """Mark the server's weights as being loaded; if the server cannot do so, no process begins to gather them."""
         with raised_together(ServerError):
             if self.accelerator.is_main_process:
                 client, version = self.vllm_client, self.weight_version
@@ -334,42 +334,42 @@ class ServerGeneration(_DeployedGeneration):
         with raised_together(ServerError):
             try:
                 output = super().generate(prompts, *args, **kwargs)
-            except ServerError:  # on the main process, while the others wait for what it sends them
+            except ServerError:  # on the main process, while the others wait for its broadcast
                 broadcast_object_list([([], [], None, None)], from_process=0)
                 raise
             if self.routing_replay and self.accelerator.is_main_process:
                 self.vllm_client.require_routes()
         if self.routing_replay:
-            # TRL sends the other processes what it knows of; these go the same way.
-            everyones = agree(self.vllm_client.routed_experts if self.accelerator.is_main_process else None)
+            # TRL distributes its own results to the other processes, but not the routed experts.
+            all_experts = agree(self.vllm_client.routed_experts if self.accelerator.is_main_process else None)
             first = self.accelerator.process_index * len(prompts)
-            self.routed_experts = everyones[first : first + len(prompts)]
+            self.routed_experts = all_experts[first : first + len(prompts)]
         return output
 
     def _stream_weights(self) -> None:
-        """TRL's stream of the weights, on the main process; the others take part in gathering them."""
+        """Stream the weights as TRL does, on the main process; the others take part in gathering them."""
         client, version = self.vllm_client, self.weight_version
         with client.connection.task():
             try:
                 super().sync_weights()
-            except (RuntimeError, OSError) as error:  # of a request or of NCCL
+            except (RuntimeError, OSError) as error:  # a request or NCCL failed
                 for _ in self._named_params:
-                    pass  # take part in gathering what nobody sends any more
+                    pass  # take part in gathering the rest, although it is not sent
                 if isinstance(error, ServerError):
                     raise
                 raise ServerError(f"weight_sync='nccl' failed: {error}") from error
             client.connection.persist(lambda first: client.name_loaded(version))
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
-        # Kept, so that it can be brought to its end when what reads it fails.
+        # Kept, so that the iteration can be completed when its reader fails.
         self._named_params = super()._iter_named_params()
         return self._named_params
 
     def _write_checkpoint(self) -> None:
-        """Writes the checkpoint, all processes taking part.
+        """Write the checkpoint, with retries; all processes take part.
 
         Raises:
-            WeightsNotWrittenError: on all processes, where the main one cannot write it.
+            WeightsNotWrittenError: the main process cannot write it; all processes raise it.
         """
         tries = Tries(self._patience, Deadline(math.inf))
         while True:
@@ -396,10 +396,11 @@ class ColocateGeneration(_DeployedGeneration):
     """
 
     def _init_vllm(self) -> None:
-        # One folder for each machine, by its first process: two may share a directory, and in containers a name.
+        # Each machine has its own folder, named by its first process: machines may share a directory and, in
+        # containers, a host name.
         machine = self.accelerator.process_index - self.accelerator.local_process_index
         self._run = f"{agree(uuid.uuid4().hex[:12])}-{machine}"
-        # One writer on each machine, since shared memory ends there.
+        # Each machine has one writer, because machines do not share memory.
         self._prepare_checkpoints(writes=self.accelerator.is_local_main_process)
         self._write_checkpoint()
         # TRL builds the engine on `model.name_or_path`.
@@ -407,7 +408,7 @@ class ColocateGeneration(_DeployedGeneration):
         self.model: Any = SimpleNamespace(name_or_path=str(self.checkpoint), named_modules=model.named_modules)
         self._reload: str | Callable[..., None] = "reload_weights"
         if self.accelerator.device.type == "cpu":
-            from ..serving.cpu_reload import reload_checkpoint  # vLLM is imported here, where it is known to be there
+            from ..serving.cpu_reload import reload_checkpoint  # it imports vLLM, which is known to be installed here
 
             self._reload = reload_checkpoint
         try:
@@ -421,7 +422,7 @@ class ColocateGeneration(_DeployedGeneration):
         self.accelerator.wait_for_everyone()
 
     def sync_weights(self, keep: bool = False) -> None:
-        """Brings the policy's present weights to the engine; `keep`: see `ServerGeneration.sync_weights`."""
+        """Load the policy's present weights into the engine; `keep`: see `ServerGeneration.sync_weights`."""
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
@@ -434,13 +435,13 @@ class ColocateGeneration(_DeployedGeneration):
 
 
 def agree(value: Any) -> Any:
-    """The main process's value, on all processes, each of which has to come here."""
+    """Return the main process's value on all processes. Every process has to call it."""
     return broadcast_object_list([value])[0]
 
 
 @contextmanager
 def raised_together(*errors: type[Exception]) -> Iterator[None]:
-    """Raises such errors of the block on the main process on all processes, so that none waits for another."""
+    """Raise these errors of the block on the main process on all processes, so that none waits for another."""
     failure: Exception | None = None
     try:
         yield
