@@ -1,4 +1,4 @@
-"""One batch of prompts that several servers complete together, whatever becomes of one of them."""
+"""One batch of prompts that several servers complete together, even if some of them fail."""
 
 import asyncio
 import math
@@ -16,29 +16,28 @@ from .pooled_server import PooledServer
 from .spread import spread
 
 
-SLOW = 2.0  # times what half of the servers took is slow
-_SLOW_SECONDS = 10.0  # and at least so many seconds more: a batch may be done in a moment
+SLOW = 2.0  # a server is slow after this many times the time of half of the servers
+_SLOW_SECONDS = 10.0  # and at least this many seconds later, since a batch may take only a moment
 
 
 class SharedBatch:
-    """Requests, one for each prompt, and what servers have answered to them.
+    """Requests, one for each prompt, and the servers' answers to them.
 
-    Prompts are given to the servers by `spread`, no more at a time than a server runs at once. Where a server fails,
-    its prompts are given to the others. A server is slow once it takes more than twice as long, and 10 seconds
-    longer, than half of the servers took for all of theirs; its prompts are then given to servers that have nothing
-    left to do as well, and whatever answers first counts. A prompt has one seed, so that both say the same: neither
-    rule prefers short completions.
+    `spread` assigns prompts to the servers, at most as many as a server runs at once. If a server fails, its prompts
+    go to the others. A server is slow once it takes more than twice as long as half of the servers took for all of
+    their prompts, and 10 seconds longer. Its prompts are then also given to idle servers, and the first answer counts.
+    Each prompt has one seed, so both answers are the same, and neither rule prefers short completions.
 
     Args:
-        requests: bodies for /v1/completions, each of one prompt, with a seed.
-        costs: tokens that each is expected to take.
-        completions: how many are asked for by each request.
-        weights: that a server has to hold before and after each of its answers; None for whatever it holds.
-        lose: is told of a server that fails, and has it lost.
-        report: takes a line about what is happening.
+        requests: bodies for /v1/completions, each with one prompt and a seed.
+        costs: expected number of tokens of each request.
+        completions: number of completions that each request asks for.
+        weights: weights that a server must hold before and after each answer; None to accept any.
+        lose: function that marks a failed server as lost.
+        report: function that takes a line about what is happening.
 
     Attributes:
-        answers: what was answered to each request; None where nothing is yet.
+        answers: answer to each request; None until it arrives.
     """
 
     def __init__(
@@ -56,10 +55,10 @@ class SharedBatch:
         self._weights, self._lose, self._report = weights, lose, report
 
     async def run(self, servers: Sequence[PooledServer], deadline: Deadline) -> None:
-        """Has the servers complete what is not answered yet.
+        """Make the servers complete the prompts without an answer.
 
         Raises:
-            ServerUnavailableError: all of them were lost, or the deadline has passed; answers until then are kept.
+            ServerUnavailableError: all servers were lost, or the deadline has passed; earlier answers are kept.
             ServerError: a server refused a prompt.
         """
         async with AsyncExitStack() as stack:
@@ -98,7 +97,7 @@ class SharedBatch:
                 self._relieve(living)
 
     def _give(self, shares: list["_Share"]) -> None:
-        """Gives prompts that nobody works on to the servers."""
+        """Assign the prompts that no server works on."""
         in_work = {prompt for share in shares for prompt in share.prompts}
         waiting = [prompt for prompt in self._open() if prompt not in in_work]
         chosen = spread(
@@ -126,7 +125,7 @@ class SharedBatch:
         return answer
 
     def _take(self, task: asyncio.Task[dict[str, Any]], share: "_Share", shares: list["_Share"]) -> None:
-        """Takes the result of a request, which may be that its server is lost."""
+        """Take the result of a request, or mark its server as lost."""
         prompt = share.tasks.pop(task, None)
         if prompt is None or task.cancelled():
             return
@@ -139,11 +138,11 @@ class SharedBatch:
         elif self.answers[prompt] is None:
             self.answers[prompt] = task.result()
             share.server.answered += 1
-            for other in shares:  # that may have been given the same prompt
+            for other in shares:  # they may work on the same prompt
                 other.drop(prompt)
 
     def _relieve(self, living: list["_Share"]) -> None:
-        """Has what slow servers work on given to the others too."""
+        """Give the prompts of slow servers to the other servers too."""
         for share in living:
             if share.tasks and not share.slow:
                 share.slow = True
@@ -153,14 +152,14 @@ class SharedBatch:
 
 
 class _Share:
-    """What one server does of a batch."""
+    """The part of a batch that one server works on."""
 
     def __init__(self, server: PooledServer, http: httpx.AsyncClient):
         self.server = server
         self.http = http
-        self.tasks: dict[asyncio.Task[dict[str, Any]], int] = {}  # that run, and their prompts
-        self.dropped: list[asyncio.Task[dict[str, Any]]] = []  # that were ended
-        self.finished: float | None = None  # when it answered last
+        self.tasks: dict[asyncio.Task[dict[str, Any]], int] = {}  # running requests with their prompts
+        self.dropped: list[asyncio.Task[dict[str, Any]]] = []  # cancelled requests
+        self.finished: float | None = None  # time of its last answer
         self.slow = False
 
     @property
@@ -168,7 +167,7 @@ class _Share:
         return list(self.tasks.values())
 
     def drop(self, prompt: int | None = None) -> None:
-        """Ends requests, all of them or that of a prompt, which the server ends too."""
+        """Cancel all requests, or those of one prompt, which makes the server end them too."""
         for task in [task for task, of in self.tasks.items() if prompt in (None, of)]:
             task.cancel()
             del self.tasks[task]
@@ -176,7 +175,7 @@ class _Share:
 
 
 def _slow_after(living: Sequence[_Share], begin: float) -> float:
-    """Seconds after which a server that still works is slow; infinite where that cannot be said, or was."""
+    """Return the time after which a busy server is slow; infinite if it is unknown, or all are slow already."""
     working = [share for share in living if share.tasks]
     took = sorted(share.finished - begin for share in living if not share.tasks and share.finished is not None)
     half = math.ceil((len(working) + len(took)) / 2)

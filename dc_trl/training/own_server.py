@@ -1,4 +1,4 @@
-"""The vLLM server that a training run starts for itself, and ends."""
+"""The vLLM server that a training run starts and ends itself."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,12 +19,12 @@ SERVER_LOG = "vllm_server.log"
 @described
 @dataclass
 class ServerArguments:
-    """The vLLM server, where the run starts its own.
+    """The vLLM server of a run that starts its own.
 
     Args:
         serve (`str`, *optional*):
             'auto' starts a vLLM server for the model in its deployment_scheme, and ends it with the run (use_vllm:
-            true, vllm_mode: server). One that runs elsewhere: vllm_server_base_url.
+            true, vllm_mode: server). For a server that runs elsewhere set vllm_server_base_url.
         serve_devices (`str`, *optional*):
             GPUs of that server, as in CUDA_VISIBLE_DEVICES: '3' or '2,3'.
         serve_options (`list[str]`, defaults to `[]`):
@@ -37,7 +37,7 @@ class ServerArguments:
 
 
 def require_servable(server: ServerArguments, args: DCGRPOConfig) -> None:
-    """Refuses a server that the settings leave without use."""
+    """Refuse a server that the settings would not use."""
     if server.serve not in (None, "auto"):
         raise ValueError(f"serve={server.serve!r} is unknown: use 'auto', or vllm_server_base_url for a server's URL.")
     if server.serve is None:
@@ -56,7 +56,7 @@ def require_servable(server: ServerArguments, args: DCGRPOConfig) -> None:
 
 
 def start_server(server: ServerArguments, args: DCGRPOConfig, model: str, revision: str, stack: ExitStack) -> None:
-    """Starts the run's own server, and writes its address into `args`; it ends when the stack is closed."""
+    """Start the run's own server and write its address into `args`; it ends when the stack is closed."""
     gpu_options = ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
     running = stack.enter_context(
         serve(

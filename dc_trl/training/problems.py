@@ -1,4 +1,4 @@
-"""What a training configuration says of its problems, and the data sets that it means."""
+"""The problems of a training configuration and their data sets."""
 
 import json
 import random
@@ -27,8 +27,8 @@ class DataArguments:
 
     Args:
         dataset_name (`str`, *optional*):
-            Hub id, local .json/.jsonl/.parquet/.csv file, 'arithmetic' (made on the spot), or 'dapo' (DAPO-Math-17K,
-            cleaned at every start; dc-trl prepare-data does it once).
+            Hub id, local .json/.jsonl/.parquet/.csv file, 'arithmetic' (generated), or 'dapo' (DAPO-Math-17K, cleaned
+            at every start; dc-trl prepare-data does it once).
         dataset_config (`str`, *optional*):
             Configuration of a Hub data set.
         dataset_split (`str`, defaults to `"train"`):
@@ -40,22 +40,23 @@ class DataArguments:
         instruction (`str`, *optional*):
             Text that is appended to each prompt after a blank line.
         max_prompt_length (`int`, *optional*):
-            Prompts of more tokens than this are left out.
+            Largest number of tokens of a prompt; longer prompts are left out.
         eval_size (`int`, defaults to `0`):
             Problems held out to measure the deployed policy before and after training.
         eval_greedy (`bool`, defaults to `False`):
-            Also measure its greedy completions of them at the evaluations in between (eval_strategy, eval_steps).
+            Also measure its greedy completions of these problems at the evaluations in between (eval_strategy,
+            eval_steps).
         eval_benchmarks (`list[str]`, defaults to `[]`):
             Benchmarks that the deployed policy answers whenever the trainer evaluates (needs eval_size): 'aime24',
             'math500', … or NAME=FILE for a local file. See docs/evaluation.md.
         eval_benchmark_samples (`int`, *optional*):
             Samples for each problem of these benchmarks; by default as many as in the papers (32 or 4).
         eval_benchmark_limit (`int`, *optional*):
-            How many problems of each benchmark are asked, from the first on; by default all of them.
+            Number of problems of each benchmark, counted from the first one; by default all of them.
         eval_benchmark_temperature (`float`, defaults to `0.7`):
-            Temperature of these samples; 0 is greedy.
+            Temperature of these samples; 0 for greedy ones.
         rewards (`list[str]`, defaults to `["math"]`):
-            Reward functions: 'math', 'arithmetic', or dotted paths of your own.
+            Reward functions: 'math', 'arithmetic', or dotted paths of your own functions.
     """
 
     dataset_name: str | None = None
@@ -83,18 +84,18 @@ class DataArguments:
 def load_data(
     data: DataArguments, tokenizer: PreTrainedTokenizerBase, seed: int, arithmetic_size: int
 ) -> tuple[Dataset, Dataset | None, str]:
-    """Training and held-out problems.
+    """Return training and held-out problems.
 
     Args:
-        data, tokenizer: what the configuration says, and that of its model.
-        seed: of what is held out, and of the arithmetic problems.
-        arithmetic_size: arithmetic problems that the training takes.
+        data, tokenizer: settings of the data, and the model's tokenizer.
+        seed: seed of the held-out split and of the arithmetic problems.
+        arithmetic_size: number of arithmetic problems for training.
 
     Returns:
-        Training problems, held-out problems (None with `eval_size=0`), and a line that says what became of the rows.
+        Training problems, held-out problems (None with `eval_size=0`), and a line about the rows.
 
     Raises:
-        ValueError: names the field, its value and the remedy.
+        ValueError: a setting is refused; the message names the field, its value and the remedy.
     """
     if data.dataset_name is None:
         raise ValueError("dataset_name is not set: give a Hub id, a local file, or 'arithmetic'.")
@@ -105,7 +106,7 @@ def load_data(
         return train, held_out, f"arithmetic: {len(train)} training problems"
     instruction = data.instruction
     if data.dataset_name == "dapo":
-        with PartialState().local_main_process_first():  # one process of a machine downloads
+        with PartialState().local_main_process_first():  # only one process of a machine downloads
             benchmarks = {name: load_benchmark(name) for name in PUBLISHED}
             rows, _ = load_dapo()
         rows, report = clean(rows, benchmarks)
@@ -134,16 +135,16 @@ def load_data(
 def draw_prompts(
     data: DataArguments, tokenizer: PreTrainedTokenizerBase, count: int, seed: int, benchmark: str | None = None
 ) -> list[Prompt]:
-    """Prompts alone, drawn at random: of a data set (the built-in arithmetic by default), or of a benchmark.
+    """Draw prompts at random from a data set (by default the built-in arithmetic), or from a benchmark.
 
     Args:
-        data, tokenizer: what the configuration says, and that of its model; rows need no answer.
-        count: how many; where there are fewer, a line says so and all are taken.
-        seed: of the draw, and of the arithmetic problems.
-        benchmark: "NAME" or "NAME=FILE", in place of the data set.
+        data, tokenizer: settings of the data, and the model's tokenizer; rows need no answer.
+        count: number of prompts; if there are fewer, a line says so and all are returned.
+        seed: seed of the draw and of the arithmetic problems.
+        benchmark: "NAME" or "NAME=FILE", used in place of the data set.
 
     Raises:
-        ValueError: names the field, its value and the remedy.
+        ValueError: a setting is refused; the message names the field, its value and the remedy.
     """
     if benchmark is not None:
         source = Benchmark.parse(benchmark)
@@ -156,11 +157,11 @@ def draw_prompts(
     else:
         rows = load_rows(data.dataset_name, data.dataset_config, data.dataset_split)
         if data.answer_column.split(".")[0] not in rows.column_names:
-            # Nothing is graded here, so a file of prompts alone will do.
+            # Nothing is graded here, so a file with only prompts is enough.
             rows = rows.add_column(data.answer_column, ["0"] * len(rows))
         columns = (data.prompt_column, data.answer_column)
         kept, _ = load_prompts(rows, tokenizer, *columns, data.instruction, data.max_prompt_length)
         every = kept["prompt"][:]
     if len(every) < count:
-        print(f"prompts={count}: there are {len(every)}, and all of them are taken", flush=True)
+        print(f"prompts={count}: there are only {len(every)}, and all of them are used", flush=True)
     return random.Random(seed).sample(every, min(count, len(every)))

@@ -1,4 +1,4 @@
-"""The callbacks of a training run: what they do is chosen by its configuration."""
+"""The callbacks of a training run, chosen by its configuration."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,20 +17,20 @@ from ..trainer import DCGRPOTrainer
 @described
 @dataclass
 class WatchArguments:
-    """Learning rate and alarm, which follow what the run shows.
+    """Learning rate and alarm that follow the course of the run.
 
     Args:
         length_decay (`bool`, defaults to `False`):
-            Halve the learning rate again and again once the responses have surged (arXiv 2602.01826), in place of
+            Halve the learning rate repeatedly once the responses have surged (arXiv 2602.01826), in place of
             lr_scheduler_type. See docs/learning_rate.md.
         length_decay_period (`int`, *optional*):
             Optimizer steps between two halvings; by default 1.8 times the step of the surge.
         length_decay_floor (`float`, defaults to `0.1`):
             Lowest learning rate, as a fraction of learning_rate.
         collapse_alarm (`str`, defaults to `"warn"`):
-            What happens when reward, entropy, gradient norm, mismatch or lambda show a collapse: nothing (`"off"`),
-            one warning (`"warn"`), or a warning and the end of the run, which keeps the last good checkpoint
-            (`"stop"`). See docs/collapse.md.
+            Reaction to a collapse of reward, entropy, gradient norm, mismatch or lambda: nothing (`"off"`), one
+            warning (`"warn"`), or a warning and the end of the run, which keeps the last good checkpoint (`"stop"`).
+            See docs/collapse.md.
     """
 
     length_decay: bool = False
@@ -50,7 +50,7 @@ class WatchArguments:
 
 
 def add_callbacks(trainer: DCGRPOTrainer, watch: WatchArguments) -> CollapseAlarmCallback | None:
-    """Adds what watches the run, writes its deployment checkpoints and shows its progress; returns the alarm."""
+    """Add callbacks that watch the run, write its deployment checkpoints and show its progress; return the alarm."""
     if watch.length_decay:
         trainer.add_callback(LengthDecayCallback(trainer, watch.length_decay_period, watch.length_decay_floor))
     alarm = None
