@@ -158,7 +158,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8 ({error.reason}): repair or remove the file.") from error
+        raise ValueError(f"{path} is no text in UTF-8 ({error.reason}): repair or remove the file.") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def read_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}): repair or remove the file.") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} does not hold a JSON object: repair or remove the file.")
+        raise ValueError(f"{path} holds no JSON object: repair or remove the file.")
     return value
 
 
@@ -209,7 +209,7 @@ class _Loader(yaml.SafeLoader):
         names = [key.value for key, _ in node.value]
         for name in names:
             if names.count(name) > 1 and name != "<<":
-                raise ValueError(f"{name!r} is set twice (line {node.start_mark.line + 1} ff.): remove one.")
+                raise ValueError(f"{name!r} stands there twice (line {node.start_mark.line + 1} ff.): remove one.")
         return mapping
 
 
@@ -226,7 +226,7 @@ def parse_object(option: str, value: Any) -> Mapping[str, Any]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{option}={value!r} is not JSON ({error}): write '{{\"name\": value}}'.") from error
     if not isinstance(found, Mapping):
-        raise ValueError(f"{option}={value!r} is not a JSON object: write '{{\"name\": value}}'.")
+        raise ValueError(f"{option}={value!r} is no JSON object: write '{{\"name\": value}}'.")
     return found
 
 

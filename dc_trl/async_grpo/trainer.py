@@ -182,7 +182,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
                 raise
             self._save_checkpoint(self.model, trial=None)
             folder = Path(self._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-            way_back = f"The run is saved: resume with resume_from_checkpoint={str(folder)!r} {error.when}."
+            way_back = f"The run is saved: go on with resume_from_checkpoint={str(folder)!r} {error.when}."
             raise ServerError(f"{error} {way_back}") from error
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):

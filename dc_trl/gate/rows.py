@@ -136,7 +136,7 @@ def require_prompts(rows: Rows) -> None:
         likely = [name for name in _OTHER_NAMES if name in rows.columns]
         close = (likely or difflib.get_close_matches("prompt", rows.columns, n=1) or rows.columns)[0]
         raise ValueError(
-            f"{rows.name} has the columns {known} and no column 'prompt': rename yours, for example "
+            f"{rows.name} has the columns {known} and none called 'prompt': rename yours, for example "
             f"{rows.name}.rename_column({close!r}, 'prompt')."
         )
     kinds: dict[bool, int] = {}

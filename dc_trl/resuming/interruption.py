@@ -25,7 +25,7 @@ from .checkpoints import checkpoints
 _SIGNALS = (signal.SIGINT, *ENDING)
 _SAME = 1.0  # seconds; a launcher forwards signals that have already reached all of its processes
 _LOOK_SECONDS = 0.5  # interval of checks whether a signal has reached another process
-BEGIN_AGAIN = "No step had ended, so nothing is lost: the same command starts again."
+BEGIN_AGAIN = "No step had ended, so nothing is lost: the same command begins again."
 
 
 class RunInterrupted(Exception):  # noqa: N818 (this is not an error)
@@ -170,7 +170,7 @@ class StopSignals(TrainerCallback):
         if self._steps == 0:
             return BEGIN_AGAIN
         if checkpoints(self._output_dir):
-            return f"Resume from the last checkpoint: {resume_command(self._output_dir)}."
+            return f"Go on from the last checkpoint: {resume_command(self._output_dir)}."
         return f"No checkpoint was saved: start again in another output_dir, or remove {self._output_dir}."
 
 

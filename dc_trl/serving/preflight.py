@@ -76,7 +76,7 @@ def require_addresses(name: str, urls: object) -> None:
     """
     if not (isinstance(urls, list) and urls and all(map(_is_address, urls))):
         raise ValueError(
-            f"{name}={urls!r} is not a list of vLLM servers: use ['http://HOST:PORT', 'http://HOST:PORT'] "
+            f"{name}={urls!r} is no list of addresses of vLLM servers: use ['http://HOST:PORT', 'http://HOST:PORT'] "
             f"(in YAML the same, on a command line --{name} http://HOST:PORT http://HOST:PORT)."
         )
     places = [url.rstrip("/") for url in urls]

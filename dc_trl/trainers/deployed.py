@@ -180,7 +180,7 @@ class DeployedPolicyTrainer(GatedTrainer):
             )
         require_shared_embeddings(
             model,
-            reason="TRL merges adapters in place, into both at once",
+            reason="TRL merges adapters in place, in both at once",
             remedy="Set deployment_scheme (for example 'bf16')",
         )
         return Generation(**of_trl)
@@ -276,7 +276,7 @@ class DeployedPolicyTrainer(GatedTrainer):
         if self.use_vllm:
             return self._complete_by_vllm(prompt_ids, temperature)
         raise ValueError(
-            "deployment_scheme=None and use_vllm=False: there is no engine to complete prompts. Set one of them."
+            "deployment_scheme=None and use_vllm=False: set one of them, since there is no engine to complete prompts."
         )
 
     def deployed_completions(self, prompts: list) -> list:

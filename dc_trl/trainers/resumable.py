@@ -216,7 +216,7 @@ class ResumableTrainer(ExportingTrainer):
         failures = gather_object([failure])
         if any(failures):
             return _not_saved(next(filter(None, failures)))
-        return f"The run is saved: resume with resume_from_checkpoint={self._checkpoint_folder(trial=None)!r}"
+        return f"The run is saved: go on with resume_from_checkpoint={self._checkpoint_folder(trial=None)!r}"
 
     def _save_after_failure(self) -> str:
         """Save the last step that ended if that is possible, and return how to resume. Any process may fail alone."""
@@ -466,7 +466,7 @@ class _WeightsMove(TrainerCallback):
 
 
 def _not_saved(why: str) -> str:
-    return f"The run could not be saved ({why}): resume from an earlier checkpoint with resume_from_checkpoint=true"
+    return f"The run could not be saved ({why}): go on from an earlier checkpoint, with resume_from_checkpoint=true"
 
 
 def _random_state() -> dict[str, Any]:

@@ -163,5 +163,5 @@ def draw_prompts(
         kept, _ = load_prompts(rows, tokenizer, *columns, data.instruction, data.max_prompt_length)
         every = kept["prompt"][:]
     if len(every) < count:
-        print(f"prompts={count}: there are only {len(every)}, and all of them are used", flush=True)
+        print(f"prompts={count}: there are {len(every)}, and all of them are taken", flush=True)
     return random.Random(seed).sample(every, min(count, len(every)))
