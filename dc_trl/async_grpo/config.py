@@ -48,8 +48,8 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
 
     Args:
         constraint_form (`str`, defaults to `"log_ratio"`):
-            `"injected"`, `"quadratic"` or `"log_ratio"`, see [`~dc_trl.DCGRPOConfig`]. The default is a signed form,
-            because the paper's form makes the lag worse (docs/staleness.md).
+            `"injected"`, `"quadratic"` or `"log_ratio"`, see [`~dc_trl.DCGRPOConfig`]. A signed form by
+            default: the paper's makes a sampler that lags worse (docs/staleness.md).
     """
 
     constraint_form: str = "log_ratio"
@@ -61,7 +61,7 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
         for name in {field.name for field in fields(ConstraintSettings)} & TRAINING.keys():
             if getattr(self, name) is not None:
                 require_number(name, getattr(self, name), TRAINING[name])
-        coefficient_of(self)  # refuses a form or correction that does not exist
+        coefficient_of(self)  # refuse what they name and is not there
         correction_of(self)
         self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)
         require(self, RULES, RULES_OF_THE_CONSTRAINT_ALONE)

@@ -35,13 +35,13 @@ _SAME = {
 @described
 @dataclass
 class AdapterArguments:
-    """The adapter that a run continues to train.
+    """The adapter that a run goes on from.
 
     Args:
         adapter_name_or_path (`str`, *optional*):
-            Directory or Hub id of a trained adapter, which this run continues to train: another run's output
-            directory, or one of its checkpoints. Its base is model_name_or_path, by default the base on which it was
-            trained. The adapter keeps its own rank and other settings. See docs/lora.md.
+            Directory or Hub id of a trained adapter, which this run goes on training: another run's output directory,
+            or one of its checkpoints. Its base is model_name_or_path, by default the one that it was trained on. Rank
+            and the like are the adapter's own. See docs/lora.md.
     """
 
     adapter_name_or_path: str | None = None

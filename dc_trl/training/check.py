@@ -1,4 +1,4 @@
-"""Checks of many training configurations at once, without loading a model."""
+"""What training refuses of a configuration before it loads a model, for many configurations at once."""
 
 import os
 from pathlib import Path
@@ -10,17 +10,17 @@ from .arguments import RunArguments
 
 
 def check_configurations(path: Path, jobs: int) -> None:
-    """Pass configurations through the parser of a training run and its checks that need no model.
+    """Puts configurations through the parser of a training run, and its checks that need no model.
 
-    Call it in a process that is started like the runs: the parser sets up devices and process groups, and some
-    settings must fit the number of processes. It writes a file beside `path`.
+    Call it in a process that is started as the runs will be: the parser sets up devices and process groups, and some
+    settings have to fit the number of processes. It writes a file beside `path`.
 
     Args:
-        path: YAML file that maps names to the settings of configurations.
-        jobs: number of concurrent runs, which must not share a vLLM server.
+        path: YAML file with the settings of each configuration by its name.
+        jobs: runs at the same time, which may not share a vLLM server.
 
     Raises:
-        ValueError: a configuration is refused; the message names it, the field, its value and the remedy.
+        ValueError: names the configuration, the field, its value and the remedy.
     """
     file = path.with_name(f"variant-{os.getpid()}.yaml")
     for name, settings in yaml.safe_load(path.read_text()).items():

@@ -19,12 +19,12 @@ SERVER_LOG = "vllm_server.log"
 @described
 @dataclass
 class ServerArguments:
-    """The vLLM server of a run that starts its own.
+    """The vLLM server, where the run starts its own.
 
     Args:
         serve (`str`, *optional*):
             'auto' starts a vLLM server for the model in its deployment_scheme, and ends it with the run (use_vllm:
-            true, vllm_mode: server). For a server that runs elsewhere set vllm_server_base_url.
+            true, vllm_mode: server). One that runs elsewhere: vllm_server_base_url.
         serve_devices (`str`, *optional*):
             GPUs of that server, as in CUDA_VISIBLE_DEVICES: '3' or '2,3'.
         serve_options (`list[str]`, defaults to `[]`):

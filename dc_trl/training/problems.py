@@ -27,8 +27,8 @@ class DataArguments:
 
     Args:
         dataset_name (`str`, *optional*):
-            Hub id, local .json/.jsonl/.parquet/.csv file, 'arithmetic' (generated), or 'dapo' (DAPO-Math-17K, cleaned
-            at every start; dc-trl prepare-data does it once).
+            Hub id, local .json/.jsonl/.parquet/.csv file, 'arithmetic' (made on the spot), or 'dapo' (DAPO-Math-17K,
+            cleaned at every start; dc-trl prepare-data does it once).
         dataset_config (`str`, *optional*):
             Configuration of a Hub data set.
         dataset_split (`str`, defaults to `"train"`):
@@ -40,23 +40,22 @@ class DataArguments:
         instruction (`str`, *optional*):
             Text that is appended to each prompt after a blank line.
         max_prompt_length (`int`, *optional*):
-            Largest number of tokens of a prompt; longer prompts are left out.
+            Prompts of more tokens than this are left out.
         eval_size (`int`, defaults to `0`):
             Problems held out to measure the deployed policy before and after training.
         eval_greedy (`bool`, defaults to `False`):
-            Also measure its greedy completions of these problems at the evaluations in between (eval_strategy,
-            eval_steps).
+            Also measure its greedy completions of them at the evaluations in between (eval_strategy, eval_steps).
         eval_benchmarks (`list[str]`, defaults to `[]`):
             Benchmarks that the deployed policy answers whenever the trainer evaluates (needs eval_size): 'aime24',
             'math500', … or NAME=FILE for a local file. See docs/evaluation.md.
         eval_benchmark_samples (`int`, *optional*):
             Samples for each problem of these benchmarks; by default as many as in the papers (32 or 4).
         eval_benchmark_limit (`int`, *optional*):
-            Number of problems of each benchmark, counted from the first one; by default all of them.
+            How many problems of each benchmark are asked, from the first on; by default all of them.
         eval_benchmark_temperature (`float`, defaults to `0.7`):
-            Temperature of these samples; 0 for greedy ones.
+            Temperature of these samples; 0 is greedy.
         rewards (`list[str]`, defaults to `["math"]`):
-            Reward functions: 'math', 'arithmetic', or dotted paths of your own functions.
+            Reward functions: 'math', 'arithmetic', or dotted paths of your own.
     """
 
     dataset_name: str | None = None

@@ -17,20 +17,20 @@ from ..trainer import DCGRPOTrainer
 @described
 @dataclass
 class WatchArguments:
-    """Learning rate and alarm that follow the course of the run.
+    """Learning rate and alarm, which follow what the run shows.
 
     Args:
         length_decay (`bool`, defaults to `False`):
-            Halve the learning rate repeatedly once the responses have surged (arXiv 2602.01826), in place of
+            Halve the learning rate again and again once the responses have surged (arXiv 2602.01826), in place of
             lr_scheduler_type. See docs/learning_rate.md.
         length_decay_period (`int`, *optional*):
             Optimizer steps between two halvings; by default 1.8 times the step of the surge.
         length_decay_floor (`float`, defaults to `0.1`):
             Lowest learning rate, as a fraction of learning_rate.
         collapse_alarm (`str`, defaults to `"warn"`):
-            Reaction to a collapse of reward, entropy, gradient norm, mismatch or lambda: nothing (`"off"`), one
-            warning (`"warn"`), or a warning and the end of the run, which keeps the last good checkpoint (`"stop"`).
-            See docs/collapse.md.
+            What happens when reward, entropy, gradient norm, mismatch or lambda show a collapse: nothing (`"off"`),
+            one warning (`"warn"`), or a warning and the end of the run, which keeps the last good checkpoint
+            (`"stop"`). See docs/collapse.md.
     """
 
     length_decay: bool = False
