@@ -1,7 +1,7 @@
 """Write files completely or not at all, read them, lock folders, and remove what killed processes left behind.
 
 Nothing here writes through a link: a new file replaces a link of its name, and a file that is written in place must be
-neither a symbolic nor a hard link. The folders above it may be links, as a user's output directory often is.
+    neither a symbolic nor a hard link. The folders above it may be links, as a user's output directory often is.
 """
 
 import errno
@@ -290,8 +290,7 @@ def lock_output(output_dir: str | os.PathLike[str]) -> Iterator[None]:
     `flock` (such as NFS) the lock holds on all machines; on one without it, a warning says so.
 
     Raises:
-        ValueError: another process writes there, or the directory cannot be written; the message names it and the
-        remedy.
+        ValueError: another process writes there, or the directory cannot be written; the message says what to do.
     """
     folder = Path(output_dir).resolve()
     if folder in _locked:

@@ -65,9 +65,8 @@ logger = get_logger(__name__)
 class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
     """TRL's experimental `AsyncGRPOTrainer` with a constraint on the discrepancy and masks of the rollouts.
 
-    Takes the arguments of TRL's trainer, with [`AsyncDCGRPOConfig`] in place of `AsyncGRPOConfig`. With
-    `constraint="none"` and `rollout_correction="none"` the losses equal TRL's bit for bit, and the discrepancy is
-    logged.
+    Takes the arguments of TRL's trainer, with [`AsyncDCGRPOConfig`] for `AsyncGRPOConfig`. With `constraint="none"`
+    and `rollout_correction="none"` the losses equal TRL's bit for bit; the discrepancy is logged.
 
     Args:
         model (`str`): Hub id or directory of the causal language model to train, which the server serves too.
@@ -94,7 +93,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
 
     Attributes:
         lagrange_multiplier (`LagrangeMultiplier`): λ; updated after each optimizer step with
-        `constraint="lagrangian"`.
+            `constraint="lagrangian"`.
         form (`Form` or `None`), correction (`Correction` or `None`): as in [`~dc_trl.DCGRPOTrainer`].
 
     Raises:
@@ -169,8 +168,8 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
     def train(self, *args, **kwargs):
         """Train as TRL's trainer does. If an answer of the server cannot be used, save the last complete step.
 
-        With several processes nothing is saved: the others wait for samples of the main process and never hear of its
-        error.
+        With several processes nothing is saved: the others wait for samples of the main one and never hear of its
+            error.
 
         Raises:
             ServerError: the server's answer cannot be used; the message says why.

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = get_logger(__name__)
 
-# Smallest expected size of a model's own tokenizer, as a share of the rows: rows may be padding or reserved for later
-# tokens.
+# Smallest usual size of a model's own tokenizer as a share of the rows, some of which may be padding or reserved.
 _LEAST_SHARE = 0.8
 
 

@@ -232,7 +232,7 @@ def _is_finite(weight: Tensor) -> bool:
     """Return whether all numbers of a tensor are finite.
 
     On a CPU the bits are compared as integers: PyTorch's floating-point sums and comparisons take seconds for a
-    billion numbers in bfloat16, and this takes tenths of a second.
+        billion numbers in bfloat16, and this takes tenths of a second.
     """
     if weight.device.type != "cpu" or weight.dtype not in _EXPONENT or weight.numel() == 0:
         return bool(weight.isfinite().all())
@@ -254,8 +254,7 @@ def warn_of_rounding(
         moving: the trainable parameters with their names.
         optimizer: name of the optimizer.
         learning_rate: highest learning rate of the run.
-        sharding: how the parameters are sharded; DeepSpeed keeps float32 copies of the weights, and FSDP converts
-        them.
+        sharding: how the parameters are sharded; DeepSpeed keeps weights in float32 too, and FSDP converts them.
         autocast: whether the run computes in 16 bits by autocast (`bf16`, `fp16`).
     """
     if "adam" not in optimizer.lower() or "anyprecision" in optimizer.lower() or learning_rate == 0:

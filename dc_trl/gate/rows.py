@@ -128,8 +128,7 @@ def require_prompts(rows: Rows) -> None:
     """Refuse rows whose prompts are neither all text nor all conversations.
 
     Raises:
-        ValueError: a prompt is refused, or there is no such column; the message names the data set, the row and its
-        prompt.
+        ValueError: a prompt is refused or the column is missing; the message names the data set, row and prompt.
     """
     if "prompt" not in rows.columns:
         known = ", ".join(map(repr, rows.columns))

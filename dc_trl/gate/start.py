@@ -41,8 +41,7 @@ def require_startable(
     Args:
         model, reward_funcs, args, train_dataset, eval_dataset, processing_class, peft_config, quantization_config,
             rollout_func, environment_factory: arguments of the trainer.
-        reward_elsewhere: whether something else may give the rewards, such as an asynchronous trainer's rollout
-        worker.
+        reward_elsewhere: whether something else gives the rewards, such as an asynchronous rollout worker.
         field: name of the option that gives the model.
 
     Returns:

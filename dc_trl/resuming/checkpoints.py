@@ -74,8 +74,7 @@ def resumable_checkpoint(
         hashes: whether files are read and compared with the hashes of the checkpoint's manifest.
 
     Raises:
-        ValueError: the checkpoint, or every one of them, is incomplete; the message says what is missing and the
-        remedy.
+        ValueError: no selected checkpoint is complete; the message says what is missing and the remedy.
     """
     if isinstance(wanted, bool):
         wanted = NEWEST_CHECKPOINT if wanted else NO_CHECKPOINT

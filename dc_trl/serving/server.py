@@ -68,8 +68,7 @@ class VLLMServer:
             that `CheckpointWriter` wrote.
         name: model name that clients use, by default `model`.
         host: address to listen on. Training uses development endpoints, through which anyone who reaches them can run
-            the engine's methods, with or without an API key. Keep the loopback address unless the network is closed to
-            others.
+            the engine's methods, with or without an API key. Keep the loopback address unless the network is closed.
         port: port to listen on; 0 for a free one.
         max_model_len: largest number of tokens of prompt and completion together; by default the model's own limit.
         start_timeout: seconds to wait until the server is up.
@@ -81,8 +80,7 @@ class VLLMServer:
 
     Raises:
         ImportError: vLLM is not installed.
-        ValueError: a number is out of range, the address cannot be listened on, or an option for GPUs is used on a
-        CPU.
+        ValueError: a number is out of range, the address is not usable, or an option for GPUs is used on a CPU.
     """
 
     def __init__(

@@ -308,10 +308,8 @@ class DeployedPolicyTrainer(GatedTrainer):
         """Return rewards of greedy completions of the policy as it is deployed.
 
         Args:
-            rows: rows of a data set with `prompt` and the columns that the rewards read; the same number in every
-            process.
-            reward: function that is called like TRL's reward functions, and may be async; by default the run's
-            weighted sum.
+            rows: rows of a data set with `prompt` and the columns of the rewards; the same number in every process.
+            reward: function that is called like TRL's reward functions, possibly async; by default the run's own.
 
         Returns:
             The reward of each row, or None if no function scored it.
@@ -391,8 +389,7 @@ class DeployedPolicyTrainer(GatedTrainer):
     def _sync(self, keep: bool) -> None:
         """Load the present weights into the engine; with `keep`, it can go back to those of training."""
         if self.replica is not None:
-            # Requantizing costs less than one decoding step, and tracking changes of the weights would be less
-            # reliable.
+            # Requantizing costs less than one decoding step; tracking changes of the weights would be less reliable.
             self.replica.sync(unwrapped(self.accelerator, self.model_wrapped), keep)
         elif self._held != self.state.global_step:
             with profiling_context(self, "sync_weights"):

@@ -78,8 +78,7 @@ class LambdaLoggingCallback(HistoryKeeper):
         self._history = Path(args.output_dir, HISTORY_FILE)
         self._history.parent.mkdir(parents=True, exist_ok=True)
         if state.global_step > 0:
-            # Steps after the checkpoint will be repeated, and logs of this object's earlier training belong to another
-            # run.
+            # Steps after the checkpoint will be repeated, and earlier logs of this object belong to another run.
             if self._history.exists():
                 self._write([row for row in read_history(self._history) if row["step"] <= state.global_step])
         else:

@@ -2,8 +2,7 @@
 
 When training takes up a generation batch, the server gets the present weights and begins to sample the next batch
 while this one is scored and trained on. Each batch is thus sampled with the weights from before the steps on the
-previous batch, which are one generation batch old when it is trained on. The first batch of an epoch is not sampled
-ahead.
+previous one, and is one generation batch old when it is trained on. The first batch of an epoch is not sampled ahead.
 """
 
 from __future__ import annotations

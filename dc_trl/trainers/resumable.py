@@ -41,8 +41,7 @@ from ..serving.errors import ServerError
 from .exporting import ExportingTrainer
 
 
-# For several processes on a CPU: transformers loads the optimizer to accelerate's "cpu:0", which torch.load does not
-# know.
+# Several processes on a CPU: transformers loads the optimizer to accelerate's "cpu:0", unknown to torch.load.
 torch.serialization.register_package(
     11, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
 )
@@ -106,8 +105,7 @@ class ResumableTrainer(ExportingTrainer):
         alone. A resumed run repeats an evaluation that was cut short from its beginning.
 
         Raises:
-            ValueError: the checkpoint is incomplete, another process trains into `output_dir`, or it cannot be
-            written.
+            ValueError: the checkpoint is incomplete, or `output_dir` is in use by another process or not writable.
             ServerError: the server cannot do what training needs; the message says how to resume.
             RunInterrupted: a signal ended the run, with a checkpoint if a step had ended; only if `StopSignals` is
                 among the callbacks, as in `dc-trl train`.
@@ -308,8 +306,8 @@ class ResumableTrainer(ExportingTrainer):
         )
         if resume_from_checkpoint is not None and isinstance(self.train_dataset, IterableDataset):
             # transformers assumes that an epoch of a stream has max_steps steps, so a run that has read the whole
-            # stream would resume from its beginning. The saved epoch counts each pass, and the steps in a pass divided
-            # by max_steps.
+            # stream would resume from its beginning. The saved epoch is the number of passes plus the share of
+            # max_steps in the last one.
             saved = read_object(Path(resume_from_checkpoint, TRAINER_STATE_FILE))
             epochs = max(0, math.ceil(saved["epoch"]) - 1)
             if not self.args.ignore_data_skip:
@@ -330,16 +328,14 @@ class ResumableTrainer(ExportingTrainer):
         folder = self._checkpoint_folder(trial)
         replace_folder_link(Path(folder))
         if self.args.should_save and os.path.isdir(folder):
-            # The folder is from an abandoned run or an interrupted save, whose files must never be mixed with new
-            # ones.
+            # It is from an abandoned run or an interrupted save, whose files must never be mixed with new ones.
             shutil.rmtree(folder)
         self.accelerator.wait_for_everyone()
         os.makedirs(folder, exist_ok=True)
         return folder
 
     def _save_checkpoint(self, model, trial):
-        # This comes first, because transformers finally writes what marks a checkpoint as complete, pushes it, and
-        # rotates.
+        # This comes first, because transformers finally marks the checkpoint as complete, pushes it, and rotates.
         folder = self._new_checkpoint_folder(trial)
         # Between two optimizer steps of one generation batch, the remaining batch belongs to the run's state.
         done = self._step % self._micro_batches_per_iteration

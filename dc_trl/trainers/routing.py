@@ -29,12 +29,10 @@ class RoutingTrainer(OverlapTrainer):
         ValueError: the model has no routers that can be replayed.
     """
 
-    # Replays for the policy and, if there is one, the reference model: the KL term compares them with the same
-    # experts.
+    # Replays for the policy and any reference model: the KL term compares them with the same experts.
     _replays: tuple[RoutingReplay, ...] = ()
     _recorder: RoutesRecorder | None = None  # records the replica's routes
-    # Between hooks of TRL: the turns that the engine has sampled for the present batch, and the present batch's
-    # routes.
+    # Between hooks of TRL: the turns that the engine sampled for the present batch, and the batch's routes.
     _turns: list[Turn]
     _routes: Tensor | None = None
 

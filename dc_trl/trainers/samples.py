@@ -31,8 +31,7 @@ class HistoryKeeper(TrainerCallback):
 class SampleRecordCallback(TrainerCallback):
     """Writes a few completions into `completions.json` in the output directory if the run's history is kept.
 
-    Each log of a training step adds completions of the present generation batch; of a long run only a few steps are
-    kept.
+    Each log of a training step adds completions of the present batch; of a long run only a few steps are kept.
 
     Args:
         trainer: trainer of the run, with its latest completions in `samples`.
