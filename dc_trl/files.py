@@ -50,7 +50,7 @@ def write_bytes(path: Path, content: bytes, durable: bool = False) -> None:
         OSError: the file system refused; the message names the file.
     """
     unfinished = path.with_name(f".{path.name}.tmp")
-    with _naming(path):
+    with _path_in_errors(path):
         unfinished.unlink(missing_ok=True)  # left by a killed process, or a link
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
@@ -73,7 +73,7 @@ def append_text(path: Path, text: str) -> None:
     Raises:
         OSError: the file system refused, or the file is a link; the message names the file.
     """
-    with open_in_place(path, os.O_WRONLY | os.O_APPEND) as file, _naming(path):
+    with open_in_place(path, os.O_WRONLY | os.O_APPEND) as file, _path_in_errors(path):
         file.write(text.encode())
         file.flush()
 
@@ -88,7 +88,7 @@ def open_in_place(path: Path, flags: int) -> BinaryIO:
     Raises:
         OSError: the file system refused, or the path is a link or no regular file; the message names it.
     """
-    with _naming(path):
+    with _path_in_errors(path):
         descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         found = os.fstat(descriptor)
         alone = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1
@@ -100,7 +100,7 @@ def open_in_place(path: Path, flags: int) -> BinaryIO:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _path_in_errors(path: Path) -> Iterator[None]:
     """Make an `OSError` name this path, which writing to a descriptor leaves out."""
     try:
         yield

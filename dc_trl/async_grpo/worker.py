@@ -14,7 +14,7 @@ from ..serving.errors import ServerAnswerError, ServerError, ServerUnavailableEr
 _KINDS = {kind.__name__ for kind in (ServerAnswerError, ServerUnavailableError)}
 
 
-_ON_ITS_WAY_SECONDS = 1.0
+_REASON_DELAY_SECONDS = 1.0
 _END_SECONDS = 15.0  # the time that a failed worker has to end by itself
 
 
@@ -70,7 +70,7 @@ class CheckedRolloutWorker(AsyncRolloutWorker):
             except RuntimeError as error:
                 if error.__cause__ is not None:
                     raise
-                time.sleep(_ON_ITS_WAY_SECONDS)  # the failure of the worker arrives before its reason
+                time.sleep(_REASON_DELAY_SECONDS)  # the failure of the worker arrives before its reason
                 super().check_health(stale_after_s)
         except RuntimeError as error:
             # TRL passes on the name of the error, its message and its traceback.

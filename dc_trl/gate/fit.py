@@ -23,18 +23,18 @@ class Limits(NamedTuple):
         tokens: rows of the input embedding; token ids must be below.
         named: name of the model, for messages.
         context: positions for prompt and completion together; None if no limit is known.
-        goes_on: whether the model can compute positions beyond `context`, on which it was not trained (rotary
+        extrapolates: whether the model can compute positions beyond `context`, on which it was not trained (rotary
             positions, ALiBi); a table of positions cannot.
         completion: largest number of tokens of a completion.
-        counted: source of `context`, for messages.
+        origin: source of `context`, for messages.
     """
 
     tokens: int
     named: str
     context: int | None
-    goes_on: bool
+    extrapolates: bool
     completion: int
-    counted: str
+    origin: str
 
     def require(self, prompt_ids: Sequence[Sequence[int]], named: Callable[[int], str]) -> None:
         """Refuse prompts that are empty or that the model cannot read completely.
@@ -55,20 +55,23 @@ class Limits(NamedTuple):
                     f"{self.tokens} rows: give the tokenizer of this model, or make room by "
                     "model.resize_token_embeddings(len(tokenizer)) and train with tokens that it knows."
                 )
-            if self.context is not None and len(ids) + (0 if self.goes_on else self.completion) > self.context - 1:
+            if (
+                self.context is not None
+                and len(ids) + (0 if self.extrapolates else self.completion) > self.context - 1
+            ):
                 self._require_room(len(ids), self.context, named(number))
 
     def _require_room(self, length: int, context: int, name: str) -> None:
         remedy = "leave longer prompts out (max_prompt_length in a configuration, dataset.filter in Python)"
         if length >= context:
             raise ValueError(
-                f"{name} has {length} tokens, and {self.named} reads {context} ({self.counted}), completion "
+                f"{name} has {length} tokens, and {self.named} reads {context} ({self.origin}), completion "
                 f"included: {remedy}."
             )
         if length + self.completion > context:
             raise ValueError(
                 f"{name} has {length} tokens, with max_completion_length={self.completion} more than the "
-                f"{context} that {self.named} has positions for ({self.counted}): lower max_completion_length to "
+                f"{context} that {self.named} has positions for ({self.origin}): lower max_completion_length to "
                 f"{context - length}, or {remedy}."
             )
 
@@ -82,7 +85,7 @@ class Limits(NamedTuple):
         if self.context is not None and length + self.completion > self.context:
             logger.warning(
                 f"{named(longest)} has {length} tokens, with max_completion_length={self.completion} more than the "
-                f"{self.context} of {self.named} ({self.counted}): vLLM cuts a longer completion there, and other "
+                f"{self.context} of {self.named} ({self.origin}): vLLM cuts a longer completion there, and other "
                 "engines use positions that the model was not trained on. Lower max_completion_length to "
                 f"{self.context - length}."
             )
@@ -125,12 +128,12 @@ def limits_of(
             "tokens that it cannot read. Save the model with matrices of one size (model.resize_token_embeddings)."
         )
     _warn_of_strange_tokens(model, tokenizer, tokens, named)
-    context, counted = _context(model)
-    goes_on = _computes_positions(model)
+    context, origin = _context(model)
+    extrapolates = _computes_positions(model)
     if engine_context is not None and (context is None or engine_context <= context):
         # The engine ends a completion at its own limit.
-        context, goes_on, counted = engine_context, True, "vllm_max_model_length"
-    return Limits(tokens, named, context, goes_on, completion, counted)
+        context, extrapolates, origin = engine_context, True, "vllm_max_model_length"
+    return Limits(tokens, named, context, extrapolates, completion, origin)
 
 
 def require_end(tokenizer: PreTrainedTokenizerBase) -> None:

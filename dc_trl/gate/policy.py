@@ -181,13 +181,13 @@ def require_whole(model: nn.Module, named: str, loaded: bool, sharding: Sharding
     if not sharding.divides_parameters:
         empty = [name for name, weight in model.named_parameters() if weight.device.type == "meta"]
         if empty:
-            raise ValueError(f"{named} has no values in {_some(empty)}, on the meta device: load the weights.")
+            raise ValueError(f"{named} has no values in {_summary(empty)}, on the meta device: load the weights.")
     if isinstance(base, PreTrainedModel) and not sharding.divides_parameters:
         missing = list(_missing(base))
         if missing:
             words = (
-                f"{named} lacks {_some(missing)}: the checkpoint does not hold it, and transformers has initialized "
-                "it at random"
+                f"{named} lacks {_summary(missing)}: the checkpoint does not hold it, and transformers has "
+                "initialized it at random"
             )
             if loaded:
                 raise ValueError(f"{words}. Copy or save the model again, or name the model that it belongs to.")
@@ -220,7 +220,7 @@ def _is_marked(loaded: nn.Module | nn.Parameter) -> bool:
     return vars(loaded).get("_is_hf_initialized", False)
 
 
-def _some(names: list[str]) -> str:
+def _summary(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more parameters"
 
 

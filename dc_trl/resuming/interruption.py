@@ -23,8 +23,8 @@ from .checkpoints import checkpoints
 
 
 _SIGNALS = (signal.SIGINT, *ENDING)
-_SAME = 1.0  # seconds; a launcher forwards signals that have already reached all of its processes
-_LOOK_SECONDS = 0.5  # interval of checks whether a signal has reached another process
+_DUPLICATE_SECONDS = 1.0  # seconds; a launcher forwards signals that have already reached all of its processes
+_POLL_SECONDS = 0.5  # interval of checks whether a signal has reached another process
 BEGIN_AGAIN = "No step had ended, so nothing is lost: the same command begins again."
 
 
@@ -61,11 +61,11 @@ class StopSignals(TrainerCallback):
         self._output_dir = ""  # output directory of the present or last training
         self._steps = 0  # steps that have ended in that training
         self._signum = 0  # the signal that reached this process, or 0
-        self._agreed = 0  # the signal that reached any process, or 0
+        self._signal_of_all = 0  # the signal that reached any process, or 0
 
     def __enter__(self) -> "StopSignals":
         self._previous = {
-            signum: signal.signal(signum, self._leave_unless_training)
+            signum: signal.signal(signum, self._exit_unless_training)
             for signum in _SIGNALS
             if signal.getsignal(signum) is not signal.SIG_IGN
         }
@@ -93,7 +93,7 @@ class StopSignals(TrainerCallback):
         self._output_dir, self._steps = args.output_dir, state.global_step
         self._training = True
         if PartialState().num_processes > 1:
-            self._news = _News()
+            self._broadcast = _SignalBroadcast()
             in_thread(self._listen)
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -102,8 +102,8 @@ class StopSignals(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self._steps = state.global_step
-        self._agreed = self._agree()
-        if self._agreed:
+        self._signal_of_all = self._common_signal()
+        if self._signal_of_all:
             control.should_training_stop = True
             control.should_log = args.logging_strategy != "no"
 
@@ -114,31 +114,31 @@ class StopSignals(TrainerCallback):
 
     def on_epoch_end(self, args, state, control, **kwargs):
         # The last step has now been logged, and saved if it was due.
-        if self._agreed:
-            raise RunInterrupted(self._agreed)
+        if self._signal_of_all:
+            raise RunInterrupted(self._signal_of_all)
 
     def check(self) -> None:
         """During training, raise [`RunInterrupted`] once a signal has reached a process. Call it in every process."""
-        if self._training and (signum := self._agree()):
+        if self._training and (signum := self._common_signal()):
             raise RunInterrupted(signum)
 
     def _listen(self) -> None:
         """End the requests of this process once a signal has reached another one, which may wait for them."""
         while self._training and not self._signum:
-            if self._news.has_come():
+            if self._broadcast.has_arrived():
                 abandon_requests()
                 return
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
-    def _agree(self) -> int:
+    def _common_signal(self) -> int:
         state = PartialState()
         if state.num_processes == 1:
             return self._signum
         return int(gather(torch.tensor([self._signum], device=state.device)).max())
 
-    def _leave_unless_training(self, signum: int, frame: FrameType | None) -> None:
+    def _exit_unless_training(self, signum: int, frame: FrameType | None) -> None:
         if not self._training:
-            _say(signum, self._way_back())
+            _write_signal(signum, self._way_back())
             sys.exit(128 + signum)
 
     def _watch(self, signals: int) -> None:
@@ -149,16 +149,16 @@ class StopSignals(TrainerCallback):
             if not self._signum:
                 self._signum, first = data[0], time.monotonic()
                 if self._training:
-                    _say(data[0], f"the run ends after this step or evaluation batch; {self._else()}")
+                    _write_signal(data[0], f"the run ends after this step or evaluation batch; {self._force_notice()}")
                     abandon_requests()
                     if PartialState().num_processes > 1:
-                        in_thread(self._news.tell)  # may block, and a second signal must not wait
-            elif time.monotonic() - first > _SAME:
-                _say(data[0], f"ended at once. {self._way_back()}")
+                        in_thread(self._broadcast.send)  # may block, and a second signal must not wait
+            elif time.monotonic() - first > _DUPLICATE_SECONDS:
+                _write_signal(data[0], f"ended at once. {self._way_back()}")
                 os._exit(128 + self._signum)
         os.close(signals)
 
-    def _else(self) -> str:
+    def _force_notice(self) -> str:
         """Return what happens to a run that a signal cannot end after its step."""
         if PartialState().num_processes == 1:
             return "a second signal ends it at once."
@@ -174,21 +174,21 @@ class StopSignals(TrainerCallback):
         return f"No checkpoint was saved: start again in another output_dir, or remove {self._output_dir}."
 
 
-class _News:
+class _SignalBroadcast:
     """Announces a signal to all processes outside of the collectives in which they may wait."""
 
     def __init__(self) -> None:
         self._store = _get_default_store()
         self._key = f"dc_trl/signal/{next(_trainings)}"
 
-    def tell(self) -> None:
+    def send(self) -> None:
         self._store.set(self._key, "1")
 
-    def has_come(self) -> bool:
+    def has_arrived(self) -> bool:
         return self._store.check([self._key])
 
 
-def _say(signum: int, what: str) -> None:
+def _write_signal(signum: int, what: str) -> None:
     _write(f"\n{signal.Signals(signum).name}: {what}\n")
 
 

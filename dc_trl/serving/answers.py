@@ -13,11 +13,11 @@ from .errors import ServerAnswerError, ServerUnavailableError
 
 
 # Reasons with which vLLM finishes a completion. "abort" and "error" mark completions that it did not finish.
-_WHOLE = ("stop", "length", "repetition", "tool_calls")
+_FINISH_REASONS = ("stop", "length", "repetition", "tool_calls")
 _LOWEST = -1e4  # vLLM writes −9999 for anything lower
 _HIGHEST = 1e-4  # of a log-probability, allowing for rounding
-_MOST = 1.01  # largest sum of the probabilities at one position, allowing for rounding
-_NAME = "token_id:"
+_LARGEST_SUM = 1.01  # largest sum of the probabilities at one position, allowing for rounding
+_TOKEN_PREFIX = "token_id:"
 
 
 class Bounds(NamedTuple):
@@ -95,7 +95,7 @@ class _Reader:
         # In a chat request `logprobs` is a boolean, and `top_logprobs` is the number.
         self._named_tokens: int | None = sampling.get("top_logprobs", sampling.get("logprobs"))
         self._bounds = bounds
-        self._read_names: set[str] = set()  # names of vocabulary tokens that were already checked
+        self._checked_names: set[str] = set()  # names of vocabulary tokens that were already checked
         self._named = named  # whether tokens are named by their ids
 
     def refuse(self, what: str) -> NoReturn:
@@ -133,7 +133,7 @@ class _Reader:
     def _read_end(self, name: str, reason: Any, ids: list[int], prompt: list[int] | None) -> None:
         if reason in ("abort", "error"):
             raise ServerUnavailableError(f"vLLM at {self._where} broke off {name} (finish_reason {reason!r})")
-        if reason not in _WHOLE:
+        if reason not in _FINISH_REASONS:
             self.refuse(f"the finish_reason of {name} is {_short(reason)}")
         if reason != "length" or self._longest is None:
             return
@@ -159,12 +159,12 @@ class _Reader:
             if not isinstance(entries, list) or len(entries) != len(ids):
                 count = len(entries) if isinstance(entries, list) else 0
                 self.refuse(f"{name} has {count} {column} for {len(ids)} tokens")
-        names = list(map(_NAME.__add__, map(str, ids)))
+        names = list(map(_TOKEN_PREFIX.__add__, map(str, ids)))
         if self._named and tokens != names:
             place = next(place for place, pair in enumerate(zip(tokens, names, strict=True)) if pair[0] != pair[1])
             self.refuse(f"log-probability {place} of {name} belongs to {_short(tokens[place])}, not {names[place]}")
         self._require_log_probs(name, values)
-        if self._named and not _of_the_sampled_alone(names, values, tops):
+        if self._named and not _hold_only_sampled(names, values, tops):
             self._read_named(name, names, values, tops)
 
     def _columns(self, name: str, logprobs: Any) -> tuple[Any, Any, Any]:
@@ -183,28 +183,28 @@ class _Reader:
     def _read_named(self, name: str, names: list[str], values: list[float], tops: list[Any]) -> None:
         """Check the most probable tokens at each position; the sampled one may be among them or not."""
         vocabulary = self._bounds.vocabulary or 2**31
-        most = vocabulary if self._named_tokens in (None, -1) else self._named_tokens + 1
+        limit = vocabulary if self._named_tokens in (None, -1) else self._named_tokens + 1
         tops = [{} if top is None else top for top in tops]
         for place, top in enumerate(tops):
-            if not isinstance(top, dict) or len(top) > most:
+            if not isinstance(top, dict) or len(top) > limit:
                 self.refuse(f"the top_logprobs of {name} at token {place} are {_short(top)}")
         of_sampled = list(map(dict.get, tops, names, values))
         if of_sampled != values:
             place = next(place for place, value in enumerate(of_sampled) if value != values[place])
             both = f"{values[place]} and {_short(of_sampled[place])}"
             self.refuse(f"{name} has two log-probabilities of token {place}: {both}")
-        new = set(chain.from_iterable(tops)) - self._read_names
+        new = set(chain.from_iterable(tops)) - self._checked_names
         for token in new:
-            number = token.removeprefix(_NAME)
-            known = token.startswith(_NAME) and len(number) <= 10 and number.isdecimal()
+            number = token.removeprefix(_TOKEN_PREFIX)
+            known = token.startswith(_TOKEN_PREFIX) and len(number) <= 10 and number.isdecimal()
             if not known or str(int(number)) != number or int(number) >= vocabulary:
                 self.refuse(f"{name} names the token {_short(token)}")
-        self._read_names |= new
+        self._checked_names |= new
         every = list(chain.from_iterable(map(dict.values, tops)))
         self._require_log_probs(name, every)
         places = np.repeat(np.arange(len(tops)), list(map(len, tops)))
         totals = np.bincount(places, np.exp(np.array(every, np.float64)))
-        if len(totals) and totals.max() > _MOST:
+        if len(totals) and totals.max() > _LARGEST_SUM:
             self.refuse(f"the probabilities at token {totals.argmax()} of {name} add up to {totals.max():.3g}")
 
     def _require_log_probs(self, name: str, values: list[Any]) -> None:
@@ -225,7 +225,7 @@ def routes_of(choices: list[dict[str, Any]]) -> list[np.ndarray | None]:
     return [choice.get("routed_experts") for choice in choices]
 
 
-def _of_the_sampled_alone(names: list[str], values: list[float], tops: list[Any]) -> bool:
+def _hold_only_sampled(names: list[str], values: list[float], tops: list[Any]) -> bool:
     """Return whether each position holds only the log-probability of the sampled token."""
     if not set(map(type, tops)) <= {dict}:
         return False

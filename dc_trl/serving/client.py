@@ -17,7 +17,7 @@ from .fit import ROUTES_OPTION, is_cpu
 from .seeds import RolloutSeeds
 
 
-_IMAGES_AT_ONCE = 64  # largest number of concurrent prompts with images, the same as TRL's
+_MAX_CONCURRENT_IMAGES = 64  # largest number of concurrent prompts with images, the same as TRL's
 LOADING = "loading-"  # prefix of the version of weights that are not completely loaded
 
 
@@ -166,7 +166,7 @@ class ServerClient(VLLMClient):
             settings = {name: value for name, value in requests[number].items() if name != "prompt"}
             return ask(prompts[number : number + 1], features[number : number + 1], settings)
 
-        with ThreadPoolExecutor(min(_IMAGES_AT_ONCE, len(prompts))) as pool:
+        with ThreadPoolExecutor(min(_MAX_CONCURRENT_IMAGES, len(prompts))) as pool:
             outputs = list(pool.map(complete, range(len(prompts))))
         return {name: [entry for output in outputs for entry in output[name]] for name in outputs[0]}
 

@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CONNECT_SECONDS = 10.0
-_AT_ONCE = 512  # largest number of concurrent requests; a process may have 1,024 open files by default
-_TRY_AGAIN = (408, 425, 429)  # the HTTP 4xx that mean "later" and not "no"
+_MAX_CONCURRENT = 512  # largest number of concurrent requests; a process may have 1,024 open files by default
+_RETRY_STATUSES = (408, 425, 429)  # the HTTP 4xx that mean "later" and not "no"
 
 
 class Deadline:
@@ -171,7 +171,7 @@ class Connection:
         if left == 0:
             raise ServerUnavailableError(f"vLLM at {self.url} was not asked for {path}: no time is left for it")
         limit = min(self.patience.request_timeout, left)
-        with self._reaching(path, None if limit < left else limit):
+        with self._transport_errors(path, None if limit < left else limit):
             return self._send(limit, method, path, **kwargs)
 
     def _send(self, limit: float, method: str, path: str, **kwargs: Any) -> httpx.Response:
@@ -203,7 +203,7 @@ class Connection:
         if left == 0:
             raise ServerUnavailableError(f"vLLM at {self.url} was not asked for {path}: no time is left for it")
         limit = min(self.patience.request_timeout, left)
-        room = asyncio.Semaphore(_AT_ONCE)
+        room = asyncio.Semaphore(_MAX_CONCURRENT)
 
         async def ask(http: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
             async with room:
@@ -219,7 +219,7 @@ class Connection:
                         task.cancel()
                     await asyncio.gather(*tasks, return_exceptions=True)
 
-        with self._reaching(path, None if limit < left else limit):
+        with self._transport_errors(path, None if limit < left else limit):
             return self._run(ask_all)
 
     def asynchronous(self) -> httpx.AsyncClient:
@@ -228,7 +228,7 @@ class Connection:
 
     async def arequest(self, http: httpx.AsyncClient, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
         """Send a request as `request` does, in an event loop and within `request_timeout`."""
-        with self._reaching(path, None):
+        with self._transport_errors(path, None):
             async with asyncio.timeout(self.patience.request_timeout):
                 response = await http.request(method, path, **kwargs)
         return self._read(path, response)
@@ -249,7 +249,7 @@ class Connection:
             ) from error
 
     @contextmanager
-    def _reaching(self, path: str, left: float | None) -> Iterator[None]:
+    def _transport_errors(self, path: str, left: float | None) -> Iterator[None]:
         """Translate transport errors; `left` is the number of seconds that remained, or None for `request_timeout`."""
         try:
             yield
@@ -284,7 +284,7 @@ class Connection:
             raise ServerUnavailableError(
                 f"vLLM at {self.url} computed NaN for {path}: its weights are broken, or the policy has diverged"
             )
-        if status >= 500 or status in _TRY_AGAIN:
+        if status >= 500 or status in _RETRY_STATUSES:
             after = response.headers.get("Retry-After", "")
             raise ServerUnavailableError(
                 f"vLLM at {self.url} failed at {path} (HTTP {status}): {text[:500]}",

@@ -96,9 +96,9 @@ class ServerPool(VLLMClient):
         """
         self.weights = weights
         deadline = Deadline(self._patience.time_limit)
-        self._persist(lambda first: self._ready(deadline), deadline)
+        self._persist(lambda first: self._prepare_servers(deadline), deadline)
 
-    def _ready(self, deadline: Deadline) -> list[PooledServer]:
+    def _prepare_servers(self, deadline: Deadline) -> list[PooledServer]:
         """Return the servers that hold the weights of the rollouts; each has just been asked.
 
         Raises:
@@ -124,7 +124,7 @@ class ServerPool(VLLMClient):
             else:
                 error = task.exception()
             if error is None:
-                self._take_up(server)
+                self._mark_as_back(server)
                 continue
             failures[server.url] = error
             self.lose(server, error)
@@ -153,17 +153,17 @@ class ServerPool(VLLMClient):
         """
         if self.weights is None or self.weights.checkpoint is None:
             return
-        blind = [server for server in self.servers if not server.has_loaded]
-        if blind:
-            reasons = "; ".join(str(server.lost) for server in blind)
+        never_loaded = [server for server in self.servers if not server.has_loaded]
+        if never_loaded:
+            reasons = "; ".join(str(server.lost) for server in never_loaded)
             raise ServerUnavailableError(
-                f"{' and '.join(server.url for server in blind)} did not load the weights from "
+                f"{' and '.join(server.url for server in never_loaded)} did not load the weights from "
                 f"{self.weights.checkpoint}, which {' and '.join(server.url for server in ready)} did: every server "
                 "of vllm_server_base_urls has to see that directory under this path. Set weight_sync_dir to one that "
                 f"all of them see, or take the servers out of the list. ({reasons})"
             )
 
-    def _take_up(self, server: PooledServer) -> None:
+    def _mark_as_back(self, server: PooledServer) -> None:
         if server.lost is not None:
             server.lost = None
             self._report(f"vLLM at {server.url} is back, and takes prompts again")
@@ -210,7 +210,7 @@ class ServerPool(VLLMClient):
         deadline = Deadline(self._patience.time_limit)
 
         def go_on(first: bool) -> None:
-            in_coroutine(batch.run(self._ready(deadline), deadline))
+            in_coroutine(batch.run(self._prepare_servers(deadline), deadline))
 
         self._persist(go_on, deadline)
         answers = [answer["choices"] for answer in batch.answers if answer is not None]

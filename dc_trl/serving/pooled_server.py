@@ -8,7 +8,7 @@ from .connection import Deadline
 from .errors import ServerUnavailableError
 
 
-_LOOK_SECONDS = 5.0  # time limit of the question whether the server is up
+_HEALTH_SECONDS = 5.0  # time limit of the question whether the server is up
 
 Fits = Callable[[ServerClient], None]  # raises a ServerError if a server does not fit the run
 
@@ -44,7 +44,7 @@ class PooledServer:
             ServerError: the server is not up, does not fit, or does not hold the weights.
         """
         with self.client.connection.task(deadline):
-            if (reason := self.client.connection.why_down(_LOOK_SECONDS)) is not None:
+            if (reason := self.client.connection.why_down(_HEALTH_SECONDS)) is not None:
                 raise ServerUnavailableError(f"vLLM at {self.url} is not up ({reason})")
             if self.lost is not None:  # it may have been restarted with other options
                 answer = self.client.connection.get("/v1/models")

@@ -13,7 +13,7 @@ class RolloutSeeds:
     """
 
     def __init__(self) -> None:
-        self._of_rollout: int | None = None
+        self._rollout_seed: int | None = None
 
     def draw(self, seed: int | None = None) -> int:
         """Draw the number of the next rollout and return it; otherwise `requests` draws it.
@@ -21,8 +21,8 @@ class RolloutSeeds:
         Args:
             seed: number that was drawn for this rollout before, by a run that could not sample it.
         """
-        self._of_rollout = int(torch.randint(2**62, ()).item()) if seed is None else seed
-        return self._of_rollout
+        self._rollout_seed = int(torch.randint(2**62, ()).item()) if seed is None else seed
+        return self._rollout_seed
 
     def requests(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """Return one request for each prompt of a body for /v1/completions, with the same seeds until `forget`.
@@ -32,13 +32,13 @@ class RolloutSeeds:
         prompts = body["prompt"]
         requests = [body | {"prompt": [prompt]} for prompt in prompts]
         if body["temperature"] > 0 and body.get("seed") is None:
-            of_rollout = self.draw() if self._of_rollout is None else self._of_rollout
+            rollout_seed = self.draw() if self._rollout_seed is None else self._rollout_seed
             # vLLM adds the number of a completion to the seed of its prompt, so the seeds must be far apart.
-            seeds = np.random.SeedSequence(of_rollout).generate_state(len(prompts), np.uint64)
+            seeds = np.random.SeedSequence(rollout_seed).generate_state(len(prompts), np.uint64)
             for request, seed in zip(requests, seeds, strict=True):
                 request["seed"] = int(seed) >> 2
         return requests
 
     def forget(self) -> None:
         """End the rollout, so that the next one gets other seeds."""
-        self._of_rollout = None
+        self._rollout_seed = None

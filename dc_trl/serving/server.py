@@ -297,16 +297,20 @@ def serve(
             report(f"{model} in {scheme}: {size / 2**20:,.1f} MiB in {served}")
         with server:
             stopping = threading.Event()
-            reviver = threading.Thread(target=_revive, args=(server, restarts, stopping, report), daemon=True)
-            reviver.start()
+            restarter = threading.Thread(
+                target=_restart_when_ended, args=(server, restarts, stopping, report), daemon=True
+            )
+            restarter.start()
             try:
                 yield server
             finally:
                 stopping.set()
-                reviver.join()
+                restarter.join()
 
 
-def _revive(server: VLLMServer, restarts: int, stopping: threading.Event, report: Callable[[str], None]) -> None:
+def _restart_when_ended(
+    server: VLLMServer, restarts: int, stopping: threading.Event, report: Callable[[str], None]
+) -> None:
     for _ in range(restarts):
         while server.pid is not None:
             if stopping.wait(1.0):

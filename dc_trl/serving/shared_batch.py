@@ -80,26 +80,26 @@ class SharedBatch:
             living = [share for share in shares if share.server.lost is None]
             if not living:
                 raise ServerUnavailableError("; ".join(str(share.server.lost) for share in shares))
-            self._give([share for share in living if not share.slow] or living)
-            slow_at = begin + _slow_after(living, begin)
+            self._assign([share for share in living if not share.slow] or living)
+            slow_at = begin + _slow_time(living, begin)
             timeout = min(deadline.left, max(0.0, slow_at - clock()))
             tasks = {task: share for share in living for task in share.tasks}
             done, _ = await asyncio.wait(
                 tasks, timeout=timeout if timeout < math.inf else None, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
-                self._take(task, tasks[task], shares)
+                self._take_result(task, tasks[task], shares)
                 tasks[task].finished = clock()
             if deadline.left == 0 and None in self.answers:
                 urls = ", ".join(share.server.url for share in living if share.tasks)
                 raise ServerUnavailableError(f"vLLM at {urls} did not answer all prompts in time")
             if not done and clock() >= slow_at:
-                self._relieve(living)
+                self._share_slow_prompts(living)
 
-    def _give(self, shares: list["_Share"]) -> None:
+    def _assign(self, shares: list["_Share"]) -> None:
         """Assign the prompts that no server works on."""
-        in_work = {prompt for share in shares for prompt in share.prompts}
-        waiting = [prompt for prompt in self._open() if prompt not in in_work]
+        assigned = {prompt for share in shares for prompt in share.prompts}
+        waiting = [prompt for prompt in self._unanswered() if prompt not in assigned]
         chosen = spread(
             [self._costs[prompt] for prompt in waiting],
             [sum(self._costs[prompt] for prompt in share.prompts) for share in shares],
@@ -110,7 +110,7 @@ class SharedBatch:
                 share = shares[number]
                 share.tasks[asyncio.create_task(self._answer(share, prompt))] = prompt
 
-    def _open(self) -> Iterator[int]:
+    def _unanswered(self) -> Iterator[int]:
         return (prompt for prompt, answer in enumerate(self.answers) if answer is None)
 
     async def _answer(self, share: "_Share", prompt: int) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class SharedBatch:
                 client.require_version(held["weight_version"], self._weights)
         return answer
 
-    def _take(self, task: asyncio.Task[dict[str, Any]], share: "_Share", shares: list["_Share"]) -> None:
+    def _take_result(self, task: asyncio.Task[dict[str, Any]], share: "_Share", shares: list["_Share"]) -> None:
         """Take the result of a request, or mark its server as lost."""
         prompt = share.tasks.pop(task, None)
         if prompt is None or task.cancelled():
@@ -141,7 +141,7 @@ class SharedBatch:
             for other in shares:  # they may work on the same prompt
                 other.drop(prompt)
 
-    def _relieve(self, living: list["_Share"]) -> None:
+    def _share_slow_prompts(self, living: list["_Share"]) -> None:
         """Give the prompts of slow servers to the other servers too."""
         for share in living:
             if share.tasks and not share.slow:
@@ -174,7 +174,7 @@ class _Share:
             self.dropped.append(task)
 
 
-def _slow_after(living: Sequence[_Share], begin: float) -> float:
+def _slow_time(living: Sequence[_Share], begin: float) -> float:
     """Return the time after which a busy server is slow; infinite if it is unknown, or all are slow already."""
     working = [share for share in living if share.tasks]
     took = sorted(share.finished - begin for share in living if not share.tasks and share.finished is not None)

@@ -45,18 +45,18 @@ class ExpectedLengths:
     """
 
     def __init__(self) -> None:
-        self._of_prompt: dict[bytes, float] = {}
-        self._of_last_batch: float | None = None
+        self._prompt_lengths: dict[bytes, float] = {}
+        self._last_mean_length: float | None = None
 
     def cost(self, prompt: Sequence[int], completions: int, longest: int) -> float:
         """Return the expected tokens of a prompt and its completions, each of which has at most `longest` tokens."""
-        latest = longest if self._of_last_batch is None else self._of_last_batch
-        return len(prompt) + completions * min(longest, self._of_prompt.get(_key(prompt), latest))
+        latest = longest if self._last_mean_length is None else self._last_mean_length
+        return len(prompt) + completions * min(longest, self._prompt_lengths.get(_key(prompt), latest))
 
     def learn(self, prompts: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]]) -> None:
         """Record the lengths of the completions of each prompt of a batch, in tokens."""
-        self._of_prompt.update((_key(prompt), fmean(of)) for prompt, of in zip(prompts, lengths, strict=True))
-        self._of_last_batch = fmean(length for of in lengths for length in of)
+        self._prompt_lengths.update((_key(prompt), fmean(of)) for prompt, of in zip(prompts, lengths, strict=True))
+        self._last_mean_length = fmean(length for of in lengths for length in of)
 
 
 def _key(prompt: Sequence[int]) -> bytes:

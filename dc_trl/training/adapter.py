@@ -20,7 +20,7 @@ from ..settings.paths import shipped
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _FIELD = "adapter_name_or_path"
 # Fields of TRL's `ModelConfig` and their equivalents in the adapter's own configuration.
-_SAME = {
+_SHARED_FIELDS = {
     "lora_r": "r",
     "lora_alpha": "lora_alpha",
     "lora_dropout": "lora_dropout",
@@ -78,7 +78,7 @@ def adapter_of(arguments: AdapterArguments, model: ModelConfig) -> PeftConfig | 
     _require_agreement(name, config, model)
     base = shipped(config.base_model_name_or_path or "")
     if model.model_name_or_path is None:
-        if not base or _is_gone(base):
+        if not base or _is_missing_path(base):
             what = "which does not exist" if base else "so its base is unknown"
             raise ValueError(
                 f"{_FIELD}={name!r} was trained on base_model_name_or_path={base!r}, {what}: give its base as "
@@ -106,18 +106,18 @@ def load_adapted(base: PreTrainedModel, base_name: str, name: str) -> PeftModel:
         model = PeftModel.from_pretrained(base, name, is_trainable=True)
         reason = _unmatched(model, name)
     except KeyError as error:  # PEFT looks up a trained copy of a module
-        raise ValueError(_misfit(base_name, name, f"the adapter has no {error}")) from error
+        raise ValueError(_misfit_message(base_name, name, f"the adapter has no {error}")) from error
     except (RuntimeError, ValueError, TypeError, OSError, SafetensorError) as error:
         # The messages of PyTorch, PEFT and the Hub's client are shortened to one line.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = next((line for line in lines if "mismatch" in line), lines[0] if lines else type(error).__name__)
-        raise ValueError(_misfit(base_name, name, reason)) from error
+        raise ValueError(_misfit_message(base_name, name, reason)) from error
     if reason is not None:
-        raise ValueError(_misfit(base_name, name, reason))
+        raise ValueError(_misfit_message(base_name, name, reason))
     return model
 
 
-def _misfit(base_name: str, name: str, reason: str) -> str:
+def _misfit_message(base_name: str, name: str, reason: str) -> str:
     return f"{_FIELD}={name!r} does not fit model_name_or_path={base_name!r} ({reason}): give the base of the adapter."
 
 
@@ -149,7 +149,7 @@ def _require_adapter(name: str, folder: Path) -> None:
 def _require_agreement(name: str, config: PeftConfig, model: ModelConfig) -> None:
     """Refuse fields of the command that contradict the adapter's configuration."""
     defaults = {field.name: field.default for field in fields(ModelConfig)}
-    for field, own in _SAME.items():
+    for field, own in _SHARED_FIELDS.items():
         given, trained = getattr(model, field), config.to_dict().get(own)
         if given == defaults[field] or given in ("all-linear", ["all-linear"]):  # PEFT has resolved it
             continue
@@ -166,7 +166,7 @@ def _comparable(value: Any, other: Any) -> Any:
     return sorted(value) if isinstance(value, list | set) else value
 
 
-def _is_gone(base: str) -> bool:
+def _is_missing_path(base: str) -> bool:
     """Return whether a name is a path that does not exist; a Hub id is not a path."""
     return not Path(base).expanduser().exists() and (base.startswith((".", "~", os.sep)) or base.count("/") > 1)
 
@@ -176,4 +176,4 @@ def _differ(base: str, given: str) -> bool:
     first, second = Path(base).expanduser(), Path(given).expanduser()
     if first.is_dir() and second.is_dir():
         return not first.samefile(second)
-    return not (first.is_dir() or second.is_dir() or _is_gone(base)) and base != given
+    return not (first.is_dir() or second.is_dir() or _is_missing_path(base)) and base != given

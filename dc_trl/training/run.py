@@ -96,7 +96,7 @@ def _end_early(trainer: DCGRPOTrainer, error: ServerError | RunInterrupted, stac
     if isinstance(error, RunInterrupted):  # printed at once, since the sender of the signal may soon kill the process
         trainer.accelerator.print(f"\n{error}", file=sys.stderr, flush=True)
         if trainer.state.global_step == 0 and not checkpoints(trainer.args.output_dir):
-            _leave_nothing(trainer)
+            _remove_first_files(trainer)
     stack.close()
     # If one process of several fails, the launcher ends the others, and the server may still run.
     trainer.accelerator.wait_for_everyone()
@@ -104,7 +104,7 @@ def _end_early(trainer: DCGRPOTrainer, error: ServerError | RunInterrupted, stac
     return error.exit_code if isinstance(error, RunInterrupted) else f"error: {error}"
 
 
-def _leave_nothing(trainer: DCGRPOTrainer) -> None:
+def _remove_first_files(trainer: DCGRPOTrainer) -> None:
     """Remove the files that a run wrote before its first step, so that the same command starts again."""
     if trainer.accelerator.is_main_process:
         for name in (HISTORY_FILE, SETTINGS_FILE, STARTS_FILE, BASELINE_FILE):
