@@ -234,7 +234,7 @@ def broken(folder, kind):
         "checkpoints": r"only its checkpoints: give '.*/checkpoint-10'",
         "empty": "holds no adapter: give the directory of one",
         "gone": "does not exist: give the directory or the Hub id of an adapter",
-        "a file": "is no directory",
+        "a file": "is not a directory",
     }.items(),
 )
 def test_what_is_no_adapter_is_refused_in_one_line(tmp_path, trained, kind, words):

@@ -309,7 +309,7 @@ class DeployedPolicyTrainer(GatedTrainer):
 
         Args:
             rows: rows of a data set with `prompt` and the columns of the rewards; the same number in every process.
-            reward: function that is called like TRL's reward functions, possibly async; by default the run's own.
+            reward: function called like TRL's reward functions, possibly async; by default the run's, weighted.
 
         Returns:
             The reward of each row, or None if no function scored it.

@@ -106,9 +106,8 @@ class TimedTrainer(ResumableTrainer):
         return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, dataloader, *args, **kwargs):
-        if isinstance(
-            dataloader.dataset, IterableDataset
-        ):  # the length of a stream is unknown, and transformers shows no bar either
+        # The length of a stream is unknown, and transformers shows no bar for it either.
+        if isinstance(dataloader.dataset, IterableDataset):
             return super().evaluation_loop(dataloader, *args, **kwargs)
         # This bar precedes the one that transformers would make after its first batch, without a label.
         with evaluation_bar(self, "held-out problems", len(dataloader)) as bar:
