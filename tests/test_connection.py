@@ -176,7 +176,7 @@ def test_no_sample_of_weights_that_came_later_is_handed_over(server):
     with pytest.raises(ServerError, match=r"did not keep its weights: .*loading-next.* changed while it sampled"):
         got.extend(position for position, _ in engine.sample([Request([5], seed) for seed in range(6)], Sampling(8)))
     assert got == [0, 1]
-    with pytest.raises(ServerError, match=r"holds weights 'loading-next'.*restart it"):
+    with pytest.raises(ServerError, match=r"holds weights 'loading-next'.*start it anew"):
         ServerEngine(server.url)
 
 

@@ -678,13 +678,13 @@ def checkpoint_without(name, tmp_path):
 
 
 WARNED = {
-    "rate of 0": ({"settings": {"learning_rate": 0.0}}, "learning_rate=0: no weight will move"),
+    "rate of 0": ({"settings": {"learning_rate": 0.0}}, "learning_rate=0: no weight will change"),
     "rate of 0 in an optimizer": (
         lambda t: (
             (model := make_model())
             and {"model": model, "optimizers": (torch.optim.AdamW(model.parameters(), lr=0.0), None)}
         ),
-        "learning_rate=0: no weight will move",
+        "learning_rate=0: no weight will change",
     ),
     "bfloat16": (
         {"model": lambda: make_model().bfloat16(), "settings": {"learning_rate": 1e-6}},

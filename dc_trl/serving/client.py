@@ -34,7 +34,7 @@ def require_loaded(version: str | None, url: str) -> None:
     if version is not None and version.startswith(LOADING):
         raise ServerError(
             f"vLLM at {url} holds weights {version!r}: they are being loaded, or their load was cut off, which "
-            "leaves an unknown mixture. Wait until the load has ended; if no run uses this server, restart it."
+            "leaves an unknown mixture. Wait until the load has ended; if no run uses this server, start it anew."
         )
 
 
