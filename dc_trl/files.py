@@ -1,7 +1,7 @@
 """Write files completely or not at all, read them, lock folders, and remove what killed processes left behind.
 
 Nothing here writes through a link: a new file replaces a link of its name, and a file that is written in place must be
-    neither a symbolic nor a hard link. The folders above it may be links, as a user's output directory often is.
+neither a symbolic nor a hard link. The folders above it may be links, as a user's output directory often is.
 """
 
 import errno

@@ -168,8 +168,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
     def train(self, *args, **kwargs):
         """Train as TRL's trainer does. If an answer of the server cannot be used, save the last complete step.
 
-        With several processes nothing is saved: the others wait for samples of the main one and never hear of its
-            error.
+        With several processes nothing is saved: the others wait for samples of the main one, unaware of its error.
 
         Raises:
             ServerError: the server's answer cannot be used; the message says why.

@@ -161,8 +161,8 @@ def _warn_of_strange_tokens(
     size = len(tokenizer)
     if size > tokens:
         logger.warning(
-            f"the tokenizer has {size} tokens and the input embedding of {named} {tokens} rows: a prompt with one of "
-            "the tokens without a row ends the run. Give the tokenizer of this model."
+            f"the tokenizer has {size} tokens and the input embedding of {named} {tokens} rows: a prompt with a "
+            "token that has no row ends the run. Give the tokenizer of this model."
         )
     elif size < _LEAST_SHARE * tokens:
         logger.warning(

@@ -107,7 +107,7 @@ def _require_trainable_format(named: str, stored: Any, asked: Any, adapter: bool
     if method == "bitsandbytes":
         raise ValueError(
             f"{named} is loaded in a format of bitsandbytes, whose weights cannot be trained: train an "
-            "adapter (peft_config, use_peft=true), or leave the quantization out."
+            "adapter beside them (peft_config, use_peft=true), or leave the quantization out."
         )
     raise ValueError(
         f"{named} is quantized already ({getattr(method, 'value', method)}), like a run's deployment/, and its "
@@ -232,7 +232,7 @@ def _is_finite(weight: Tensor) -> bool:
     """Return whether all numbers of a tensor are finite.
 
     On a CPU the bits are compared as integers: PyTorch's floating-point sums and comparisons take seconds for a
-        billion numbers in bfloat16, and this takes tenths of a second.
+    billion numbers in bfloat16, and this takes tenths of a second.
     """
     if weight.device.type != "cpu" or weight.dtype not in _EXPONENT or weight.numel() == 0:
         return bool(weight.isfinite().all())

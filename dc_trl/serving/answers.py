@@ -41,8 +41,8 @@ def require_rollout(
     """Return the completions in a server's answer, in the order of the prompts, if the answer fits the request.
 
     These are checked: the number of completions and their indices, the echoed prompts, the token ids and their number,
-        the finish reason, the log-probability of each token, and experts if present. Completions whose indices are out
-        of order are sorted.
+    the finish reason, the log-probability of each token, and experts if present. Completions whose indices are out
+    of order are sorted.
 
     Args:
         request: body that was sent, to /v1/completions or /v1/chat/completions with `return_token_ids`, or to

@@ -33,9 +33,9 @@ class ServerPool(VLLMClient):
     version of the weights before and after each of them.
 
     A server that fails is lost: its prompts go to the others, and it is asked again before each rollout and
-        synchronization. It takes prompts again once it is up, fits and has loaded the present weights. Prompts of a
-        server that is much slower than the others are also sent to them (`SharedBatch`). Only if all servers are lost
-        are rollouts and synchronizations tried again, and they fail as with a single server.
+    synchronization. It takes prompts again once it is up, fits and has loaded the present weights. Prompts of a
+    server that is much slower than the others are also sent to them (`SharedBatch`). Only if all servers are lost
+    are rollouts and synchronizations tried again, and they fail as with a single server.
 
     Args:
         urls: addresses of the servers, "http://127.0.0.1:8000"; at least two.
