@@ -210,7 +210,12 @@ MISTAKES = [
     ("too few rows", None, {"rows": ["1+1="], "per_device_train_batch_size": 8}, ["has 1 rows", "takes 2", "=8"]),
     ("column of a reward", None, {"reward": "needs_solution"}, ["missing a required argument: 'solution'"]),
     ("reward without kwargs", None, {"reward": "takes_too_little"}, ["got an unexpected keyword argument"]),
-    ("weights of rewards", None, {"reward_weights": [1.0, 2.0]}, ["reward_weights=[1.0, 2.0] has 2 numbers", "1 reward"]),
+    (
+        "weights of rewards",
+        None,
+        {"reward_weights": [1.0, 2.0]},
+        ["reward_weights=[1.0, 2.0] has 2 numbers", "1 reward"],
+    ),
 ]
 
 
