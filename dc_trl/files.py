@@ -1,8 +1,7 @@
-"""Reads and writes files whole, locks folders against other processes, and removes what killed ones left behind.
+"""Write files completely or not at all, read them, lock folders, and remove what killed processes left behind.
 
-Nothing here writes through a link: a new file takes the place of a link that has its name, and a file that is written
-in place must be no link, symbolic or hard. The folders on the way to it may be links: a user's output directory often
-is one.
+Nothing here writes through a link: a new file replaces a link of its name, and a file that is written in place must be
+neither a symbolic nor a hard link. The folders above it may be links, as a user's output directory often is.
 """
 
 import errno
@@ -22,16 +21,16 @@ from typing import Any, BinaryIO
 import yaml
 
 
-LOCK_FILE = ".dc_trl.lock"  # in an output directory, while a run writes there
+LOCK_FILE = ".dc_trl.lock"  # exists in an output directory while a run writes there
 
-# Output directories that this process has locked, by their resolved paths.
+# Output directories that this process has locked, by their resolved paths, with the open lock files.
 _locked: dict[Path, BinaryIO] = {}
 
 logger = logging.getLogger(__name__)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file in UTF-8, whole or not at all.
+    """Write a file in UTF-8, completely or not at all.
 
     Raises:
         OSError: the file system refused; the message names the file.
@@ -40,19 +39,19 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes, durable: bool = False) -> None:
-    """Writes a file, whole or not at all; a link of its name is replaced, and not followed.
+    """Write a file completely or not at all; a link of its name is replaced, not followed.
 
     Args:
-        path: of the file; its folder must exist.
-        content: of the file.
-        durable: returns once the file and its name are on the disk.
+        path: path of the file; its folder must exist.
+        content: bytes of the file.
+        durable: whether to return only once the file and its name are on the disk.
 
     Raises:
         OSError: the file system refused; the message names the file.
     """
     unfinished = path.with_name(f".{path.name}.tmp")
-    with _naming(path):
-        unfinished.unlink(missing_ok=True)  # a killed process has left it, or it is a link
+    with _path_in_errors(path):
+        unfinished.unlink(missing_ok=True)  # left by a killed process, or a link
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             with open(descriptor, "wb") as file:
@@ -69,27 +68,27 @@ def write_bytes(path: Path, content: bytes, durable: bool = False) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Adds to a file in UTF-8, which is begun where there is none.
+    """Append to a file in UTF-8; create the file if there is none.
 
     Raises:
-        OSError: the file system refused, or the file is a link; the message names it.
+        OSError: the file system refused, or the file is a link; the message names the file.
     """
-    with open_in_place(path, os.O_WRONLY | os.O_APPEND) as file, _naming(path):
+    with open_in_place(path, os.O_WRONLY | os.O_APPEND) as file, _path_in_errors(path):
         file.write(text.encode())
         file.flush()
 
 
 def open_in_place(path: Path, flags: int) -> BinaryIO:
-    """Opens a file to be written as it stands, unbuffered, and begins it where there is none.
+    """Open a file for unbuffered writing in place; create it if there is none.
 
     Args:
-        path: of the file.
-        flags: of `os.open`, which say how; a file is never cut to nothing here.
+        path: path of the file.
+        flags: flags of `os.open`, which say how to open it; the file is never truncated here.
 
     Raises:
-        OSError: the file system refused, or it is a link or no file; the message names it.
+        OSError: the file system refused, or the path is a link or no regular file; the message names it.
     """
-    with _naming(path):
+    with _path_in_errors(path):
         descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         found = os.fstat(descriptor)
         alone = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1
@@ -101,40 +100,40 @@ def open_in_place(path: Path, flags: int) -> BinaryIO:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Has an `OSError` name the file that it is about, which writing to a descriptor leaves open."""
+def _path_in_errors(path: Path) -> Iterator[None]:
+    """Make an `OSError` name this path, which writing to a descriptor leaves out."""
     try:
         yield
     except OSError as error:
         what = error.strerror
         if error.errno == errno.ELOOP:
-            what = "It is a link or no file, and nothing is written through one: remove it"
+            what = "It is a link or no regular file, through which nothing is written: remove it"
         raise OSError(error.errno, what, str(path)) from error
 
 
 def sync_to_disk(path: Path) -> None:
-    """Returns once a file, or the names in a folder, are on the disk."""
+    """Return once a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems have it for files alone
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems support it only for files
             raise
     finally:
         os.close(descriptor)
 
 
 def replace_folder_link(folder: Path) -> None:
-    """Removes a symbolic link in whose place a folder is about to be made or moved."""
+    """Remove a symbolic link in the place where a folder is about to be created or moved."""
     if folder.is_symlink():
         folder.unlink()
 
 
 @contextmanager
 def written_beside(folder: Path) -> Iterator[Path]:
-    """A new folder within `folder`, whose files are moved into `folder` when the block ends well.
+    """Yield a new folder within `folder`; move its files into `folder` when the block ends without an error.
 
-    For writers of other libraries, which write through links: a moved file takes the place of a link.
+    This is for writers of other libraries, which write through links: a moved file replaces a link.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = f".files-{uuid.uuid4().hex}.partial"
@@ -150,11 +149,11 @@ def written_beside(folder: Path) -> Iterator[Path]:
 
 
 def read_text(path: Path) -> str:
-    """Reads a file in UTF-8.
+    """Read a file in UTF-8.
 
     Raises:
-        ValueError: it is no text in UTF-8; the message names it.
-        OSError: it cannot be read.
+        ValueError: the file is not text in UTF-8; the message names it.
+        OSError: the file cannot be read.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -163,11 +162,11 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Reads a file that holds a JSON object.
+    """Read a file that holds a JSON object.
 
     Raises:
-        ValueError: it holds something else; the message names it.
-        OSError: it cannot be read.
+        ValueError: the file holds something else; the message names it.
+        OSError: the file cannot be read.
     """
     text = read_text(path)
     try:
@@ -180,11 +179,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Reads a YAML file that holds a mapping.
+    """Read a YAML file that holds a mapping.
 
     Raises:
-        ValueError: it holds something else, or is no YAML; the message names the file.
-        OSError: it cannot be read.
+        ValueError: the file holds something else or is not YAML; the message names it.
+        OSError: the file cannot be read.
     """
     text = read_text(path)
     try:
@@ -197,13 +196,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def line_of(path: Path, name: str) -> int:
-    """The line on which a YAML file that `read_yaml` has read sets a name, from 1; its first line where none does."""
+    """Return the line, from 1, on which a YAML file that `read_yaml` has read sets a name; 1 if it does not set it."""
     root = yaml.compose(read_text(path), _Loader)
     return next((key.start_mark.line + 1 for key, _ in root.value if key.value == name), 1)
 
 
 class _Loader(yaml.SafeLoader):
-    """A key that stands twice would silently lose what stands there first."""
+    """A safe loader that refuses duplicate keys: the later value would silently replace the earlier one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = super().construct_mapping(node, deep)
@@ -215,10 +214,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_object(option: str, value: Any) -> Mapping[str, Any]:
-    """The JSON object that an option holds, as text or read already.
+    """Return the JSON object that an option holds, as text or already parsed.
 
     Raises:
-        ValueError: it is something else; the message names the option and its value.
+        ValueError: the option holds something else; the message names the option and its value.
     """
     found = value
     if isinstance(value, str):
@@ -232,10 +231,10 @@ def parse_object(option: str, value: Any) -> Mapping[str, Any]:
 
 
 def make_folder(option: str, folder: Path) -> None:
-    """Makes a folder that an option names, and those above it, where they are missing.
+    """Create the folder that an option names, with its missing parents.
 
     Raises:
-        ValueError: it cannot be; the message names the option.
+        ValueError: the folder cannot be created; the message names the option.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -246,10 +245,10 @@ def make_folder(option: str, folder: Path) -> None:
 
 
 def set_aside(files: Iterable[Path]) -> dict[Path, Path]:
-    """Renames files and folders to NAME.1.SUFFIX and so on, all with the first number that none of them has used.
+    """Rename files and folders to NAME.1.SUFFIX and so on, all with the first number that is free for all.
 
     Returns:
-        The new path of each that was there, by its old one.
+        The new path of each existing file, by its old path.
     """
     kept, number = list(files), 1
     while any(os.path.lexists(file.with_suffix(f".{number}{file.suffix}")) for file in kept):
@@ -258,10 +257,10 @@ def set_aside(files: Iterable[Path]) -> dict[Path, Path]:
 
 
 def lock_folder(folder: Path) -> int:
-    """Marks a folder as in use for as long as this process keeps the descriptor open, or lives.
+    """Mark a folder as in use until this process closes the descriptor or ends.
 
     Raises:
-        BlockingIOError: another process uses it.
+        BlockingIOError: another process uses the folder.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -273,7 +272,7 @@ def lock_folder(folder: Path) -> int:
 
 
 def remove_if_abandoned(folder: Path) -> None:
-    """Removes a folder that a killed process left; one that a living process has locked, or another user's, stays."""
+    """Remove a folder that a killed process left; keep one that a living process has locked or another user owns."""
     try:
         descriptor = lock_folder(folder)
     except (BlockingIOError, FileNotFoundError, NotADirectoryError, PermissionError):
@@ -284,14 +283,14 @@ def remove_if_abandoned(folder: Path) -> None:
 
 @contextmanager
 def lock_output(output_dir: str | os.PathLike[str]) -> Iterator[None]:
-    """Keeps other runs out of an output directory for the time of the block, or until this process ends or is killed.
+    """Keep other runs out of an output directory during the block, or until this process ends or is killed.
 
-    The directory is made if it is not there. The process that has locked it may do so again. Processes that this one
-    starts or forks do not hold the lock: it must not outlive the run. On a network file system with `flock` (NFS has
-    it) it holds on all machines; where there is none, a warning says so.
+    The directory is created if it is missing. The process that holds the lock may take it again. Processes that this
+    one starts or forks do not hold the lock, because it must not outlive the run. On a network file system with
+    `flock` (such as NFS) the lock holds on all machines; on one without it, a warning says so.
 
     Raises:
-        ValueError: another process writes there, or nobody can; the message names the directory and what to do.
+        ValueError: another process writes there, or the directory cannot be written; the message says what to do.
     """
     folder = Path(output_dir).resolve()
     if folder in _locked:
@@ -318,9 +317,9 @@ def lock_output(output_dir: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _lock(path: Path) -> BinaryIO:
-    """A locked file, which says who holds it; a BlockingIOError names another process that does."""
+    """Return the locked file, which names its holder; a BlockingIOError names another process that holds it."""
     while True:
-        # A file and not the folder: over NFS only what is open for writing is locked on other machines too.
+        # A file is locked and not the folder: NFS locks on other machines only what is open for writing.
         file = open_in_place(path, os.O_RDWR)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -335,7 +334,7 @@ def _lock(path: Path) -> BinaryIO:
             logger.warning(f"{path.parent} cannot be locked ({error.strerror}): start no second run in it.")
         if os.fstat(file.fileno()).st_nlink > 0:
             break
-        file.close()  # a run that ended just now has removed the file
+        file.close()  # a run that has just ended removed the file
     try:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -347,7 +346,7 @@ def _lock(path: Path) -> BinaryIO:
 
 
 def _leave_locks_to_parent() -> None:
-    """In a forked child: a copy of the descriptor would hold the lock for as long as the child lives."""
+    """Close the locks in a forked child, whose copies of the descriptors would keep them locked."""
     for file in _locked.values():
         file.close()
     _locked.clear()
@@ -358,13 +357,13 @@ os.register_at_fork(after_in_child=_leave_locks_to_parent)
 
 @contextmanager
 def locked_folder(folder: Path, others: str, mode: int = 0o777) -> Iterator[Path]:
-    """A new folder for the time of the block, locked, with these permissions less those of the umask.
+    """Yield a new, locked folder that exists during the block; its permissions are `mode` less the umask.
 
-    What killed processes left beside it, under names that the pattern `others` fits, is removed first.
+    First remove folders that killed processes left beside it under names that match the pattern `others`.
     """
     for abandoned in folder.parent.glob(others):
         remove_if_abandoned(abandoned)
-    # Takes its name once it is locked, lest another process that starts now takes it for abandoned.
+    # The folder gets its name only once it is locked, so that no starting process takes it for abandoned.
     unlocked = folder.with_name(f".{folder.name}")
     unlocked.mkdir(mode)
     lock = lock_folder(unlocked)

@@ -95,7 +95,7 @@ def run(tmp_path, *words, **settings):
 def test_a_command_goes_on_from_an_adapter_on_the_base_that_it_names(tmp_path, trained):
     adapter, base = trained
     trainer, text = run(tmp_path, "--adapter_name_or_path", adapter, max_steps=1, learning_rate=0.0)
-    assert f"model       {base}, LoRA of rank 4, going on from {adapter}" in text
+    assert f"model       {base}, LoRA of rank 4, continued from {adapter}" in text
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["adapter_name_or_path"] == str(adapter)
     deployed = load_file(tmp_path / "run" / "deployment" / "model.safetensors")
     for name, expected in reference_weights(adapter, base).items():
@@ -174,7 +174,7 @@ def test_a_base_is_found_or_has_to_agree(tmp_path, trained):
     adapter_of(arguments, ModelConfig(model_name_or_path=str(base)))  # maybe a copy of it
     with pytest.raises(ValueError, match="'Qwen/Qwen3-4B' is not what"):
         adapter_of(arguments, ModelConfig(model_name_or_path="Qwen/Qwen3-4B"))
-    for name, word in {"/gone/base": "which is not there", None: "nothing says what it adapts"}.items():
+    for name, word in {"/gone/base": "which does not exist", None: "so its base is unknown"}.items():
         edit(tmp_path / "adapter", base_model_name_or_path=name)
         with pytest.raises(ValueError, match=rf"{word}: give its base as model_name_or_path"):
             adapter_of(arguments, ModelConfig())
@@ -234,7 +234,7 @@ def broken(folder, kind):
         "checkpoints": r"only its checkpoints: give '.*/checkpoint-10'",
         "empty": "holds no adapter: give the directory of one",
         "gone": "does not exist: give the directory or the Hub id of an adapter",
-        "a file": "is no directory",
+        "a file": "is not a directory",
     }.items(),
 )
 def test_what_is_no_adapter_is_refused_in_one_line(tmp_path, trained, kind, words):

@@ -290,7 +290,7 @@ def test_folders_of_the_user_stay(tmp_path, caplog):
     assert (
         "config.json" in files_in(tmp_path / "model" / "deployment").keys() & files_in(tmp_path / "deployment").keys()
     )
-    assert "model/deployment is not of this run and is kept as deployment.1" in caplog.text
+    assert "model/deployment belongs to another run and is kept as deployment.1" in caplog.text
 
 
 def test_a_checkpoint_of_another_directory_does_not_make_its_deployment_ours(tmp_path):

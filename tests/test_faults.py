@@ -114,7 +114,7 @@ def test_one_process_has_no_limit_but_that_of_each_request(tmp_path):
     ("options", "words"),
     [
         ({"vllm_server_base_url": "http://127.0.0.1:9"}, ["http://127.0.0.1:9", "correct vllm_server_base_url"]),
-        ({"deployment_scheme": "fp8"}, ["deployment_scheme='fp8'", "not quantized", "set deployment_scheme to what"]),
+        ({"deployment_scheme": "fp8"}, ["deployment_scheme='fp8'", "not quantized", "set deployment_scheme to the"]),
         ({"vllm_max_model_length": 9999}, ["takes 4096 tokens", "9999"]),
         ({"weight_sync": "nccl", "max_completion_length": 5000}, ["5001", "lower max_completion_length"]),
     ],

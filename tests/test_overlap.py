@@ -289,7 +289,7 @@ def test_a_batch_ahead_that_does_not_fit_is_dropped_with_a_word(tmp_path, caplog
             ({"temperature": 0.7}, "other prompts or settings"),
             ({"max_completion_length": 6}, "other prompts or settings"),
             ({"seed": 3}, "other prompts or settings"),
-            ({"rollout_overlap": False}, "rollout_overlap=True, which this run does not have"),
+            ({"rollout_overlap": False}, "rollout_overlap=True, which this run does not use"),
         ):
             caplog.clear()
             server.asked.clear()

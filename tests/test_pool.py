@@ -290,7 +290,7 @@ def test_a_lost_server_takes_prompts_again_once_it_has_loaded_the_present_weight
     assert Counter(fits)[away.url] == 2  # it may have been started anew, with other options
     assert len(away.bodies) > 0
     assert len(lines) == 2  # once each
-    assert f"vLLM at {away.url} is given no prompts" in lines[0]
+    assert f"vLLM at {away.url} gets no prompts" in lines[0]
     assert f"vLLM at {away.url} is back" in lines[1]
 
 
@@ -370,7 +370,7 @@ def test_a_server_that_takes_too_long_for_the_weights_is_left_out_until_it_has_t
         lambda path, body: (path == "/collective_rpc" and released.wait(30), answers(path, body))[1],
     )
     pool.load(weights[1])
-    assert "has not taken the weights" in lines[0]
+    assert "has not loaded the weights" in lines[0]
     generate(pool)
     assert stubs[1].bodies == []
     # What it goes on to load is old when it is done. Then it is asked for the present ones, and loads them.

@@ -361,7 +361,7 @@ def test_a_file_that_was_changed_is_found_by_its_hash(sealed, caplog):
 
     (sealed.parent / "checkpoint-0").mkdir()
     flip(sealed / "optimizer.pt")
-    with pytest.raises(ValueError, match=r"checkpoint-1' holds optimizer\.pt, whose bytes are not those"):
+    with pytest.raises(ValueError, match=r"checkpoint-1' holds optimizer\.pt, whose bytes differ from those"):
         resumable_checkpoint(str(sealed), sealed.parent)
     with pytest.raises(ValueError, match=r"holds no whole checkpoint: checkpoint-1 holds optimizer\.pt"):
         make_trainer(sealed.parent).train(resume_from_checkpoint=True)

@@ -312,7 +312,7 @@ def occupied():
         ({"--model": "tests", "--scheme": "fp8"}, ["model='tests'", "has no config.json"]),
         ({"--port": "99999"}, ["port=99999 is invalid", "65535"]),
         ({"--port": "-1"}, ["port=-1 is invalid"]),
-        ({"--port": "OCCUPIED"}, ["port=OCCUPIED", "Address already in use", "choose another port"]),
+        ({"--port": "OCCUPIED"}, ["port=OCCUPIED", "Address already in use", "choose another one"]),
         ({"--port": "OCCUPIED", "--host": "0.0.0.0"}, ["port=OCCUPIED", "Address already in use"]),
         ({"--host": "192.0.2.1"}, ["host='192.0.2.1'", "Cannot assign requested address"]),
         ({"--max_model_len": "-5"}, ["max_model_len=-5 is invalid"]),

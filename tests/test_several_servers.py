@@ -132,7 +132,7 @@ def test_a_run_loses_a_server_in_a_rollout_and_takes_it_up_again(servers, tmp_pa
     # 4 prompts a batch, of the same expected length: two for each, and all for the one that is left.
     assert watch.answered == [[2, 2], [4, 4], [8, 4], [12, 4], [14, 6], [16, 8]]
     assert logged(trainer, "completions/mean_length") == [100] * 6
-    assert f"vLLM at {servers[1].url} is given no prompts until it has the weights again" in caplog.text
+    assert f"vLLM at {servers[1].url} gets no prompts until it holds the weights again" in caplog.text
     assert f"vLLM at {servers[1].url} is back" in caplog.text
     # Both hold what was trained; with the weights that the restarted one was started with, batches would be far off.
     for server in servers:

@@ -1,4 +1,4 @@
-"""DC-GRPO on TRL's experimental `AsyncGRPOTrainer`, whose sampler goes on while it trains."""
+"""DC-GRPO on TRL's experimental `AsyncGRPOTrainer`, whose sampler keeps sampling while the policy trains."""
 
 from .config import AsyncDCGRPOConfig
 from .trainer import AsyncDCGRPOTrainer

@@ -19,18 +19,18 @@ logger = get_logger(__name__)
 RULES = (
     Rule(
         lambda c: c.constraint_form.startswith("two_sided"),
-        "constraint_form={c.constraint_form!r} corrects a sampler that follows at once, and AsyncGRPO's lags: use "
+        "constraint_form={c.constraint_form!r} assumes a sampler without lag, and AsyncGRPO's sampler lags: use "
         "constraint_form='log_ratio', 'quadratic' or 'injected'.",
     ),
     Rule(
         lambda c: c.deployment_scheme is not None,
-        "deployment_scheme={c.deployment_scheme!r} has no effect: AsyncGRPO's server holds the policy as it was "
+        "deployment_scheme={c.deployment_scheme!r} has no effect: AsyncGRPO's server keeps the format in which it was "
         "started (vllm serve --quantization ...). Leave it out.",
     ),
     Rule(
         lambda c: c.rollout_correction.endswith("_truncate"),
-        "rollout_correction={c.rollout_correction!r} bounds the ratio to the sampler, which AsyncGRPO's loss has in "
-        "it and clips by epsilon: use a mask ('token_mask', 'sequence_mask', 'geometric_mask', 'icepop', "
+        "rollout_correction={c.rollout_correction!r} bounds the ratio to the sampler, which AsyncGRPO's loss contains "
+        "and clips by epsilon: use a mask ('token_mask', 'sequence_mask', 'geometric_mask', 'icepop', "
         "'tv_mask', 'ppo_clip') or 'none'.",
     ),
 )
@@ -38,11 +38,11 @@ RULES = (
 
 @dataclass
 class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
-    r"""Configuration of [`AsyncDCGRPOTrainer`]: everything of TRL's `AsyncGRPOConfig`, and the discrepancy constraint.
+    r"""Configuration of [`AsyncDCGRPOTrainer`]: TRL's `AsyncGRPOConfig` with the discrepancy constraint.
 
-    The fields of the constraint and of the correction mean what they mean in [`~dc_trl.DCGRPOConfig`]. δ contains the
-    lag of the sampler here, so the default form is another one. The constraint is `"none"`
-    by default: the mismatch is measured.
+    The fields of the constraint and of the correction mean the same as in [`~dc_trl.DCGRPOConfig`]. Here δ includes
+    the lag of the sampler, so the default form differs. By default the constraint is `"none"`: the mismatch is only
+    measured.
     """
 
     constraint_form: str = setting(

@@ -1,11 +1,11 @@
-"""The tokens of a packed row by trajectory: AsyncGRPO has them one after the other, the constraint as a matrix."""
+"""Converts between AsyncGRPO's packed row of tokens and the constraint's matrix with one row for each trajectory."""
 
 import torch
 from torch import Tensor
 
 
 class Trajectories:
-    """Which of M tokens belong to which of B trajectories, at most T tokens each.
+    """The assignment of M tokens to B trajectories of at most T tokens each.
 
     Args:
         segment_id: number of each token's trajectory, shape (M,), ascending from 0.
@@ -20,11 +20,11 @@ class Trajectories:
         self._shape = (len(counts), int(counts.max()))
 
     def matrix(self, values: Tensor) -> Tensor:
-        """Values of the tokens, shape (M,), as (B, T) with zeros after the end of each trajectory."""
+        """Return values of the tokens, shape (M,), as a matrix (B, T) with zeros after the end of each trajectory."""
         matrix = values.new_zeros(self._shape)
         matrix[self._row, self._column] = values
         return matrix
 
     def flat(self, matrix: Tensor) -> Tensor:
-        """The inverse: shape (B, T) as (M,)."""
+        """Return a matrix of shape (B, T) as values of the tokens, shape (M,); the inverse of `matrix`."""
         return matrix[self._row, self._column]

@@ -1,16 +1,17 @@
-"""`AsyncDCGRPOTrainer`: TRL's asynchronous GRPO with its lag measured, constrained and masked.
+"""`AsyncDCGRPOTrainer`: TRL's asynchronous GRPO whose lag is measured, constrained and masked.
 
-AsyncGRPO's loss multiplies each advantage by r = π_train/π_inf, the trainer's present weights over those that sampled,
-whichever they were, and clips it. Nothing of that loss is copied:
+AsyncGRPO's loss multiplies each advantage by r = π_train/π_inf, the ratio of the trainer's present weights to the
+weights that sampled, and clips it. None of that loss is copied here:
 
-- *log π_train* comes out of the loss's own forward, by a hook on the model.
-- *The constraint* is a term of the loss: λ times the mean of r·penalty. That is what a penalised advantage
-  Ã = Â − λ·penalty adds to the loss, without its clip: the clip stops what pushes a token away from the sampler, and
-  this pulls it back.
-- *A mask* takes tokens out of a loss that has been computed. The loss of a token is proportional to its advantage, so
-  it is the advantage times the loss's gradient by it; what was masked is subtracted again, with its gradient.
+- *log π_train* is read from the loss's own forward by a hook on the model.
+- *The constraint* is a term of the loss: λ times the mean of r·penalty. A penalised advantage Ã = Â − λ·penalty adds
+  the same term to the loss, except for the clip: the clip stops updates that move a token away from the sampler, and
+  this term moves it back.
+- *A mask* removes tokens from a loss that has already been computed. The loss of a token is proportional to its
+  advantage, so it equals the advantage times the loss's gradient with respect to it. That product is subtracted, with
+  its gradient, for the masked tokens.
 
-An iteration is an optimizer step: samples of several ages meet in it.
+An iteration is one optimizer step; its samples may have different ages.
 """
 
 from __future__ import annotations
@@ -62,44 +63,45 @@ logger = get_logger(__name__)
 
 
 class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
-    """TRL's experimental `AsyncGRPOTrainer` under a constraint on the discrepancy, and with masks of the rollouts.
+    """TRL's experimental `AsyncGRPOTrainer` with a constraint on the discrepancy and masks of the rollouts.
 
-    Takes everything that TRL's takes, with [`AsyncDCGRPOConfig`] in place of `AsyncGRPOConfig`. With
-    `constraint="none"` and `rollout_correction="none"` the losses are TRL's, bit for bit; the discrepancy is logged.
+    Takes the arguments of TRL's trainer, with [`AsyncDCGRPOConfig`] for `AsyncGRPOConfig`. With `constraint="none"`
+    and `rollout_correction="none"` the losses equal TRL's bit for bit; the discrepancy is logged.
 
     Args:
-        model (`str`): Hub id or directory of the causal language model that is trained; the server's model.
+        model (`str`): Hub id or directory of the causal language model to train, which the server serves too.
         reward_funcs (`Callable` or a `list` of them, *optional*): functions that take prompts, completions and the
-            data set's other columns, and return one reward for each completion. They run in a process of their own,
-            so they have to be picklable. May be left out where an environment gives the reward.
-        args (`AsyncDCGRPOConfig`, *optional*): by default one with the name of the model.
+            data set's other columns, and return one reward for each completion. They run in a separate process, so
+            they must be picklable. May be omitted if an environment gives the reward.
+        args (`AsyncDCGRPOConfig`, *optional*): by default a configuration named after the model.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*): rows with a `prompt`, plain
-            or conversational. May be left out where an environment gives the prompts.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*): tokenizer, padding on the left; by
+            or conversational. May be omitted if an environment gives the prompts.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*): tokenizer that pads on the left; by
             default the model's.
-        callbacks (`list` of [`~transformers.TrainerCallback`], *optional*): what goes on beside the training.
+        callbacks (`list` of [`~transformers.TrainerCallback`], *optional*): callbacks to add to the trainer's own.
         optimizers (`tuple` of optimizer and scheduler, defaults to `(None, None)`): by default those that `args`
             describes.
-        peft_config ([`~peft.PeftConfig`], *optional*): the adapter that is trained in place of the model.
-        tools (`list` of `Callable`, *optional*): typed and documented functions that the policy may call while it
-            generates, picklable.
-        environment_factory (`Callable` or a `dict` of them by name, *optional*): makes an environment for each
-            rollout, whose methods are tools and which may give prompts and rewards.
-        rollout_worker (*optional*): what samples and scores, an object with the methods of TRL's
+        peft_config ([`~peft.PeftConfig`], *optional*): the adapter to train in place of the model's weights.
+        tools (`list` of `Callable`, *optional*): typed, documented and picklable functions that the policy may call
+            while it generates.
+        environment_factory (`Callable` or a `dict` of them by name, *optional*): creates an environment for each
+            rollout. Its methods are tools, and it may give prompts and rewards.
+        rollout_worker (*optional*): the object that samples and scores, with the methods of TRL's
             `RolloutWorkerProtocol`; by default TRL's own process.
-        weight_transfer (*optional*): how weights go to the server, an object with the methods of TRL's
+        weight_transfer (*optional*): the object that sends weights to the server, with the methods of TRL's
             `WeightTransferProtocol`; by default TRL's own NCCL stream.
 
     Attributes:
-        lagrange_multiplier (`LagrangeMultiplier`): λ; moves after each optimizer step with `constraint="lagrangian"`.
+        lagrange_multiplier (`LagrangeMultiplier`): λ; updated after each optimizer step with
+            `constraint="lagrangian"`.
         form (`Form` or `None`), correction (`Correction` or `None`): as in [`~dc_trl.DCGRPOTrainer`].
 
     Raises:
         TypeError: `args` is not an `AsyncDCGRPOConfig`.
-        ValueError: nothing would be trained with these arguments, or they do not fit each other.
+        ValueError: these arguments would train nothing, or contradict each other.
     """
 
-    rollout_worker: Any  # TRL's own
+    rollout_worker: Any  # defined by TRL
 
     _tag_names: ClassVar = ["trl", "async-grpo", "dc-grpo"]
 
@@ -164,12 +166,12 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             self.rollout_queue = self.rollout_worker.rollout_buffer
 
     def train(self, *args, **kwargs):
-        """Trains as TRL's trainer does; where an answer of the server cannot be used, the last whole step is saved.
+        """Train as TRL's trainer does. If an answer of the server cannot be used, save the last complete step.
 
-        With several processes it is not: the others wait for samples of the main one, and hear nothing of its error.
+        With several processes nothing is saved: the others wait for samples of the main one, unaware of its error.
 
         Raises:
-            ServerError: what was wrong with the answer.
+            ServerError: the server's answer cannot be used; the message says why.
         """
         try:
             return super().train(*args, **kwargs)
@@ -182,7 +184,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             raise ServerError(f"{error} {way_back}") from error
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
-        """Writes README.md into the output directory, from our own template and not TRL's."""
+        """Write README.md into the output directory from this package's template instead of TRL's."""
         if self.is_world_process_zero():
             tags = [tags] if isinstance(tags, str) else tags or ()
             write_run_card(self, None, model_name, dataset_name, tags)
@@ -191,7 +193,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         inputs = dict(inputs)
-        if self.correction is not None:  # the masks want the loss's gradient by it
+        if self.correction is not None:  # masking needs the loss's gradient with respect to the advantages
             inputs["advantages"] = inputs["advantages"].detach().requires_grad_()
         outputs: list[Any] = []
         hook = model.register_forward_hook(lambda module, args, output: outputs.append(output))
@@ -204,12 +206,12 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         return self._constrain(loss, inputs, selected, train_logps)
 
     def _constrain(self, loss: Tensor, inputs: dict[str, Any], selected: Tensor, train_logps: Tensor) -> Tensor:
-        """Measures a micro-batch, and adds the constraint and the mask to its loss.
+        """Measure a micro-batch, and add the constraint and the mask to its loss.
 
         Args:
-            loss: TRL's, a scalar.
-            inputs: of the loss, one row of tokens.
-            selected: boolean, where the M tokens that are trained on stand in their inputs.
+            loss: TRL's loss, a scalar.
+            inputs: inputs of the loss, one row of tokens.
+            selected: boolean; marks the positions in `inputs` of the M tokens that are trained on.
             train_logps: log π_train of these tokens, shape (M,), with a gradient.
         """
         infer_logps = inputs["old_log_probs"][selected]
@@ -218,7 +220,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             trajectories.matrix(train_logps.detach()),
             trajectories.matrix(infer_logps),
             mask=trajectories.matrix(torch.ones_like(infer_logps)),
-            # All tokens of a trajectory have its advantage.
+            # All tokens of a trajectory share its advantage.
             advantages=trajectories.matrix(inputs["advantages"][selected].detach())[:, 0],
         )
         penalty = weights = None
@@ -237,13 +239,13 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         if weights is not None:
             penalty = penalty.where(weights > 0, 0.0)
         term = (ratio * trajectories.flat(penalty)).where(trajectories.flat(tokens.scored), 0.0).sum()
-        # TRL's mean: over the tokens of this micro-batch on all processes, whose gradients are averaged.
+        # TRL's mean is over the tokens of this micro-batch on all processes, whose gradients are averaged.
         count = (inputs["global_n_tokens"][0] / self.accelerator.num_processes).clamp(min=1)
         return loss + multiplier * term / count / self.current_gradient_accumulation_steps
 
     @staticmethod
     def _without(loss: Tensor, advantages: Tensor, selected: Tensor, masked: Tensor) -> Tensor:
-        """A loss without what some tokens have put into it; `masked` is boolean, shape (M,)."""
+        """Return a loss without the contribution of the tokens that `masked` marks (boolean, shape (M,))."""
         (coefficients,) = torch.autograd.grad(loss, advantages, create_graph=True)
         return loss - (coefficients * advantages.detach())[selected].where(masked, 0.0).sum()
 
@@ -256,11 +258,11 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         return loss
 
     def _close_step(self) -> None:
-        """Reduces the statistics of the step over all processes, logs them, and takes one step of dual ascent."""
+        """Reduce the statistics of the step over all processes, log them, and take one step of dual ascent."""
         report = self._statistics.reduce(self.accelerator.gather)
         assert report is not None  # a micro-batch has tokens on every process
         if report.tokens == 0:
-            logger.warning("No token of this step has log-probabilities from both engines: nothing is measured in it.")
+            logger.warning("No token of this step has log-probabilities from both engines: nothing is measured.")
             return
         metrics = batch_metrics(report, None if self.form is None else self.lagrange_multiplier)
         for name, value in metrics.items():
@@ -275,7 +277,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model, trial):
-        # First, since transformers ends with what makes a checkpoint count as whole.
+        # This comes first, since transformers writes last the file that marks a checkpoint as complete.
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             folder.mkdir(parents=True, exist_ok=True)
@@ -292,6 +294,6 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             self.lagrange_multiplier.load_state_dict(read_object(path)["lagrange_multiplier"])
         else:
             logger.warning(
-                f"{checkpoint} holds no {STATE_FILE} (it was not saved by AsyncDCGRPOTrainer): lambda starts at "
+                f"{checkpoint} holds no {STATE_FILE} (AsyncDCGRPOTrainer did not save it): lambda starts at "
                 f"lambda_init={self.args.lambda_init}."
             )

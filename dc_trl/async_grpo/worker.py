@@ -1,4 +1,4 @@
-"""AsyncGRPO's worker, which samples in a process of its own, with its server's answers checked."""
+"""AsyncGRPO's rollout worker, which samples in a separate process, with checks of the server's answers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..serving.errors import ServerAnswerError, ServerError, ServerUnavailableEr
 _KINDS = {kind.__name__ for kind in (ServerAnswerError, ServerUnavailableError)}
 
 
-_ON_ITS_WAY_SECONDS = 1.0
-_END_SECONDS = 15.0  # that a worker which has failed has to end by itself
+_REASON_DELAY_SECONDS = 1.0
+_END_SECONDS = 15.0  # the time that a failed worker has to end by itself
 
 
 class CheckedRolloutLoop(_AsyncRolloutLoop):
-    """What runs in the worker's process; `vocabulary`: token ids of the model are below it."""
+    """The loop in the worker's process. Token ids of the model are below `vocabulary`."""
 
     def __init__(self, *, vocabulary: int, **kwargs: Any):
         super().__init__(**kwargs)
@@ -29,33 +29,35 @@ class CheckedRolloutLoop(_AsyncRolloutLoop):
         try:
             answer = await super()._post(path, payload, *args, **kwargs)
         except ValueError as error:
-            raise ServerAnswerError(f"what answers {path} at {self.vllm_server_url} sends no JSON: {error}") from error
+            raise ServerAnswerError(
+                f"the server at {self.vllm_server_url} answered {path} without JSON: {error}"
+            ) from error
         if not isinstance(answer, dict):
-            raise ServerAnswerError(f"what answers {path} at {self.vllm_server_url} sends no JSON object")
+            raise ServerAnswerError(f"the server at {self.vllm_server_url} answered {path} without a JSON object")
         if path == "/v1/completions":
             answer["choices"] = require_rollout(payload, answer, self.vllm_server_url, self._bounds)
         return answer
 
 
 class CheckedRolloutWorker(AsyncRolloutWorker):
-    """TRL's worker, whose loop is `CheckedRolloutLoop`.
+    """TRL's worker with `CheckedRolloutLoop` as its loop.
 
     Raises:
-        ServerError: by `check_health`, once an answer was refused.
+        ServerError: raised by `check_health` once an answer was refused.
     """
 
     _loop_cls: ClassVar = CheckedRolloutLoop
-    _process: Any  # TRL's own: of the loop, while it runs
+    _process: Any  # TRL's own process of the loop, while it runs
 
     @classmethod
     def like(cls, worker: AsyncRolloutWorker, vocabulary: int) -> CheckedRolloutWorker:
-        """A worker with the settings of another one, which has not started."""
+        """Return a worker with the settings of another one that has not started."""
         return cls(vocabulary=vocabulary, **worker._loop_kwargs)
 
     def stop(self) -> None:
         process = self._process
         if process is not None and (self._failed_event.is_set() or not process.is_alive()):
-            # TRL tells it to stop, and waits for ever until one that is dead has heard it.
+            # TRL tells the process to stop, and would wait for ever for a dead one to hear it.
             process.join(_END_SECONDS)
             process.kill()
             self._process = None
@@ -68,10 +70,10 @@ class CheckedRolloutWorker(AsyncRolloutWorker):
             except RuntimeError as error:
                 if error.__cause__ is not None:
                     raise
-                time.sleep(_ON_ITS_WAY_SECONDS)  # that the worker has failed is known before what it says of it
+                time.sleep(_REASON_DELAY_SECONDS)  # the failure of the worker arrives before its reason
                 super().check_health(stale_after_s)
         except RuntimeError as error:
-            # TRL passes on the name of the error, what it says, and where it was raised.
+            # TRL passes on the name of the error, its message and its traceback.
             kind, _, said = str(error.__cause__ or "").partition(": ")
             if kind in _KINDS:
                 raise ServerError(said.partition("\nTraceback (most")[0]) from error

@@ -1,6 +1,6 @@
-"""What is looked at before the first step, so that no run trains nothing, or ends in the middle of what it began.
+"""Checks before the first step, so that no run trains nothing or fails in the middle of its work.
 
-The trainers' constructors ask these questions, and `dc-trl train` asks the same ones before it starts a server, so
-that Python and the command refuse in the same words. What needs only arguments comes first (`start`, `rows`), then
-what needs the loaded policy (`policy`, `fit`). What reward functions return is checked in `settings.reward_functions`.
+The trainers' constructors make these checks, and `dc-trl train` makes them before it starts a server, so that Python
+and the command refuse with the same messages. Checks that need only arguments come first (`start`, `rows`), then those
+that need the loaded policy (`policy`, `fit`). `settings.reward_functions` checks the results of reward functions.
 """

@@ -1,4 +1,4 @@
-"""Whether model, tokenizer and prompts fit each other: what indexes what, and what has a greatest length."""
+"""Checks that model, tokenizer and prompts fit each other: token ids, embedding rows, and lengths."""
 
 from __future__ import annotations
 
@@ -12,68 +12,71 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = get_logger(__name__)
 
-# Of a tokenizer of the model's own. Rows that it leaves unused round the matrix up, or are held back for later tokens.
+# Smallest usual size of a model's own tokenizer as a share of the rows, some of which may be padding or reserved.
 _LEAST_SHARE = 0.8
 
 
 class Limits(NamedTuple):
-    """What a model can read.
+    """The limits of what a model can read.
 
     Attributes:
-        tokens: rows of its input embedding: ids are below.
-        named: the model, for messages.
-        context: positions of prompt and completion together; None: no limit is known.
-        goes_on: whether it computes positions beyond, which it was not trained on (rotary positions, ALiBi); a table
-            has none.
-        completion: tokens that a completion may have.
-        counted: where `context` comes from, for messages.
+        tokens: rows of the input embedding; token ids must be below.
+        named: name of the model, for messages.
+        context: positions for prompt and completion together; None if no limit is known.
+        extrapolates: whether the model can compute positions beyond `context`, on which it was not trained (rotary
+            positions, ALiBi); a table of positions cannot.
+        completion: largest number of tokens of a completion.
+        origin: source of `context`, for messages.
     """
 
     tokens: int
     named: str
     context: int | None
-    goes_on: bool
+    extrapolates: bool
     completion: int
-    counted: str
+    origin: str
 
     def require(self, prompt_ids: Sequence[Sequence[int]], named: Callable[[int], str]) -> None:
-        """Refuses prompts that are empty, or that the model cannot read to the end.
+        """Refuse prompts that are empty or that the model cannot read completely.
 
         Args:
             prompt_ids: token ids of each prompt.
-            named: words for a prompt by its number, for messages.
+            named: returns the name of a prompt from its number, for messages.
 
         Raises:
-            ValueError: names the first such prompt.
+            ValueError: a prompt is refused; the message names the first one.
         """
         for number, ids in enumerate(prompt_ids):
             if len(ids) == 0:
-                raise ValueError(f"{named(number)} has no tokens: leave such rows out, for example with filter.")
+                raise ValueError(f"{named(number)} has no tokens: leave out such rows, for example with filter.")
             if max(ids) >= self.tokens:
                 raise ValueError(
                     f"{named(number)} has the token id {max(ids)}, and the input embedding of {self.named} has "
                     f"{self.tokens} rows: give the tokenizer of this model, or make room by "
                     "model.resize_token_embeddings(len(tokenizer)) and train with tokens that it knows."
                 )
-            if self.context is not None and len(ids) + (0 if self.goes_on else self.completion) > self.context - 1:
+            if (
+                self.context is not None
+                and len(ids) + (0 if self.extrapolates else self.completion) > self.context - 1
+            ):
                 self._require_room(len(ids), self.context, named(number))
 
     def _require_room(self, length: int, context: int, name: str) -> None:
         remedy = "leave longer prompts out (max_prompt_length in a configuration, dataset.filter in Python)"
         if length >= context:
             raise ValueError(
-                f"{name} has {length} tokens, and {self.named} reads {context} ({self.counted}), completion "
+                f"{name} has {length} tokens, and {self.named} reads {context} ({self.origin}), completion "
                 f"included: {remedy}."
             )
         if length + self.completion > context:
             raise ValueError(
                 f"{name} has {length} tokens, with max_completion_length={self.completion} more than the "
-                f"{context} that {self.named} has positions for ({self.counted}): lower max_completion_length to "
+                f"{context} that {self.named} has positions for ({self.origin}): lower max_completion_length to "
                 f"{context - length}, or {remedy}."
             )
 
     def warn(self, prompt_ids: Sequence[Sequence[int]], named: Callable[[int], str]) -> None:
-        """Warns of the longest prompt, if the model computes beyond what it was trained on where completions are long.
+        """Warn of the longest prompt if a long completion would exceed the positions on which the model was trained.
 
         Args: see `require`.
         """
@@ -82,8 +85,8 @@ class Limits(NamedTuple):
         if self.context is not None and length + self.completion > self.context:
             logger.warning(
                 f"{named(longest)} has {length} tokens, with max_completion_length={self.completion} more than the "
-                f"{self.context} of {self.named} ({self.counted}): a longer completion is cut there by vLLM, and "
-                "otherwise has positions that the model was not trained on. Lower max_completion_length to "
+                f"{self.context} of {self.named} ({self.origin}): vLLM cuts a longer completion there, and other "
+                "engines use positions that the model was not trained on. Lower max_completion_length to "
                 f"{self.context - length}."
             )
 
@@ -95,18 +98,18 @@ def limits_of(
     completion: int,
     engine_context: int | None = None,
 ) -> Limits:
-    """What a model can read of this tokenizer's tokens; refuses a tokenizer that does not fit it.
+    """Return the limits of a model with this tokenizer; refuse a tokenizer that does not fit the model.
 
     Args:
-        model: without an adapter around it.
-        tokenizer: its, as it will be used, with a padding token.
-        named: the model, for messages.
-        completion: tokens that a completion may have.
-        engine_context: `vllm_max_model_length`, None where no such engine samples.
+        model: the model without an adapter around it.
+        tokenizer: the model's tokenizer as it will be used, with a padding token.
+        named: name of the model, for messages.
+        completion: largest number of tokens of a completion.
+        engine_context: `vllm_max_model_length`; None if vLLM does not sample.
 
     Raises:
-        ValueError: a token that every batch has is missing, or has no row in the embedding; or the output head has
-            tokens that the input embedding has not.
+        ValueError: a token that every batch needs is missing or has no row in the embedding, or the output head has
+            more tokens than the input embedding.
     """
     head = model.get_output_embeddings()
     tokens = _rows(model.get_input_embeddings()) or model.config.get_text_config().vocab_size
@@ -125,19 +128,19 @@ def limits_of(
             "tokens that it cannot read. Save the model with matrices of one size (model.resize_token_embeddings)."
         )
     _warn_of_strange_tokens(model, tokenizer, tokens, named)
-    context, counted = _context(model)
-    goes_on = _computes_positions(model)
+    context, origin = _context(model)
+    extrapolates = _computes_positions(model)
     if engine_context is not None and (context is None or engine_context <= context):
-        # The engine ends a completion at its limit.
-        context, goes_on, counted = engine_context, True, "vllm_max_model_length"
-    return Limits(tokens, named, context, goes_on, completion, counted)
+        # The engine ends a completion at its own limit.
+        context, extrapolates, origin = engine_context, True, "vllm_max_model_length"
+    return Limits(tokens, named, context, extrapolates, completion, origin)
 
 
 def require_end(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuses a tokenizer without an end token; TRL pads with it where there is no padding token.
+    """Refuse a tokenizer without an end token, which TRL also pads with if there is no padding token.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the tokenizer has no end token.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -147,7 +150,7 @@ def require_end(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _rows(module: nn.Module) -> int:
-    """Rows of an embedding or a head; 0 where another process has them."""
+    """Return the rows of an embedding or a head; 0 if another process holds them."""
     weight = module.get_parameter("weight")
     return weight.shape[0] if weight.dim() == 2 else 0
 
@@ -158,13 +161,13 @@ def _warn_of_strange_tokens(
     size = len(tokenizer)
     if size > tokens:
         logger.warning(
-            f"the tokenizer has {size} tokens and the input embedding of {named} {tokens} rows: a prompt with one of "
-            "the others ends the run. Give the tokenizer of this model."
+            f"the tokenizer has {size} tokens and the input embedding of {named} {tokens} rows: a prompt with a "
+            "token that has no row ends the run. Give the tokenizer of this model."
         )
     elif size < _LEAST_SHARE * tokens:
         logger.warning(
-            f"the tokenizer has {size} tokens and the input embedding of {named} {tokens} rows: it looks like another "
-            "model's, whose tokens would mean something else."
+            f"the tokenizer has {size} tokens and the input embedding of {named} {tokens} rows: it may belong to "
+            "another model, so that its token ids would have other meanings."
         )
     ends = model.generation_config.eos_token_id if model.generation_config is not None else None
     beyond = [end for end in ([ends] if isinstance(ends, int) else ends or []) if end >= tokens]
@@ -177,27 +180,27 @@ def _warn_of_strange_tokens(
 
 def _context(model: PreTrainedModel) -> tuple[int | None, str]:
     config = model.config.get_text_config()
-    # Where a model has no limit, or another name for it, there is no such attribute.
+    # A model without a limit, or with another name for it, does not have this attribute.
     context = getattr(config, "max_position_embeddings", None)
     return (context, "max_position_embeddings") if isinstance(context, int) and context > 0 else (None, "")
 
 
 def _computes_positions(model: PreTrainedModel) -> bool:
-    """Whether positions beyond those of training are computed; a table of them has an end."""
+    """Return whether the model computes positions beyond those of training; a table of positions has an end."""
     rotary = any(name.rpartition(".")[2].endswith("inv_freq") for name, _ in model.named_buffers())
     return rotary or bool(model.config.get_text_config().to_dict().get("alibi"))
 
 
 def require_template(tokenizer: Any, prompts: Sequence[Any], named: Callable[[int], str]) -> None:
-    """Refuses conversations where there is no chat template.
+    """Refuse conversations if there is no chat template.
 
     Args:
-        tokenizer: or processor.
-        prompts: all plain, or all conversational.
-        named: words for a prompt by its number, for the message.
+        tokenizer: tokenizer or processor.
+        prompts: prompts that are all plain or all conversational.
+        named: returns the name of a prompt from its number, for the message.
 
     Raises:
-        ValueError: names the first prompt.
+        ValueError: there is no chat template; the message names the first prompt.
     """
     if not isinstance(prompts[0], str) and tokenizer.chat_template is None:
         raise ValueError(
@@ -207,15 +210,15 @@ def require_template(tokenizer: Any, prompts: Sequence[Any], named: Callable[[in
 
 
 def require_reward_model(model: PreTrainedModel, tokenizer: Any, name: str) -> None:
-    """Refuses a reward model that cannot read what its tokenizer gives; warns where it is no reward model.
+    """Refuse a reward model that cannot read its tokenizer's tokens; warn if the model has several labels.
 
     Args:
-        model: that TRL takes the first logit of.
-        tokenizer: its, as TRL uses it.
-        name: of the model, for messages.
+        model: model whose first logit TRL takes as the reward.
+        tokenizer: the reward model's tokenizer, as TRL uses it.
+        name: name of the model, for messages.
 
     Raises:
-        ValueError: it has no padding token, or its tokenizer more tokens than it reads.
+        ValueError: the tokenizer has no padding token, or more tokens than the model can read.
     """
     named = f"the reward model {name!r}"
     if tokenizer.pad_token_id is None:

@@ -1,4 +1,4 @@
-"""Whether there is something to train on: as many rows as a generation batch takes, with the columns that are read."""
+"""Checks that there are enough rows to train on, and that they have the columns that are read."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Of a data set with more rows than this, some are looked at: the first, the longest, the shortest and those without a
-# prompt among them.
+# Of a data set with more than _ALL rows, only some are checked, among them the first, the longest, the shortest and
+# those without a prompt.
 _ALL = 256
 _SOME = 32
-# Names that other data sets have for what the trainer calls `prompt`, the likeliest first.
+# Names that other data sets use for the column `prompt`, the likeliest first.
 _OTHER_NAMES = ("question", "problem", "query", "instruction", "input", "text", "messages")
-# What TRL passes to reward functions by these names, beside the columns of the rows.
+# Names under which TRL passes arguments to reward functions beside the columns of the rows.
 PASSED = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
 
 
 class Rows(NamedTuple):
-    """Some rows of a data set by their numbers, and the name that messages have for it."""
+    """Some rows of a data set by their numbers, and the name of the data set in messages."""
 
     name: str
     rows: dict[int, Mapping[str, Any]]
@@ -37,10 +37,10 @@ class Rows(NamedTuple):
 
 
 def data_sets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
-    """The data sets of a run by the name that messages have for them.
+    """Return the data sets of a run by their names in messages.
 
     Raises:
-        TypeError: one is something else than a data set.
+        TypeError: a value is not a data set.
     """
     found = {} if train_dataset is None else {"train_dataset": train_dataset}
     if isinstance(eval_dataset, dict):  # DatasetDict and IterableDatasetDict are dicts too
@@ -61,16 +61,16 @@ def data_sets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
 
 
 def some_rows(name: str, dataset: Dataset | IterableDataset, needed: int, why: str) -> Rows:
-    """Rows of a data set that stand for all: of a stream the first ones, which it will give again.
+    """Return rows that represent a data set; from a stream the first ones, which it yields again later.
 
     Args:
-        name: of the data set, for messages.
-        dataset: any.
-        needed: rows that it has to have.
-        why: what takes them, for the message.
+        name: name of the data set, for messages.
+        dataset: any data set.
+        needed: number of rows that the data set must have.
+        why: reason for that number, for the message.
 
     Raises:
-        ValueError: there are fewer.
+        ValueError: there are fewer rows.
     """
     if isinstance(dataset, IterableDataset):
         rows = dict(enumerate(dataset.take(needed)))
@@ -86,7 +86,7 @@ def some_rows(name: str, dataset: Dataset | IterableDataset, needed: int, why: s
 
 
 def _chosen(dataset: Dataset) -> Sequence[int]:
-    """Numbers of the rows that are looked at."""
+    """Return the numbers of the rows to check."""
     count = len(dataset)
     if count <= _ALL:
         return range(count)
@@ -103,7 +103,7 @@ def _chosen(dataset: Dataset) -> Sequence[int]:
 
 
 def _lengths(prompts: pa.Array | pa.ChunkedArray) -> NDArray[Any] | None:
-    """Characters of each prompt, -1 where there is none; None where they are neither text nor messages of text."""
+    """Return the characters of each prompt, -1 for a missing one; None if they are not text or messages of text."""
     if isinstance(prompts, pa.ChunkedArray):
         prompts = pa.concat_arrays(prompts.chunks)
     kind = prompts.type
@@ -125,10 +125,10 @@ def _lengths(prompts: pa.Array | pa.ChunkedArray) -> NDArray[Any] | None:
 
 
 def require_prompts(rows: Rows) -> None:
-    """Refuses rows whose prompts are neither all text nor all conversations.
+    """Refuse rows whose prompts are neither all text nor all conversations.
 
     Raises:
-        ValueError: names the data set, the row and its prompt; or there is no such column.
+        ValueError: a prompt is refused or the column is missing; the message names the data set, row and prompt.
     """
     if "prompt" not in rows.columns:
         known = ", ".join(map(repr, rows.columns))
@@ -145,14 +145,14 @@ def require_prompts(rows: Rows) -> None:
             text = " ".join(repr(prompt).split())
             raise ValueError(
                 f"{rows.name}: row {number} has prompt={text if len(text) <= 80 else text[:77] + '...'}: a prompt is "
-                "text, or a list of messages, each with a role and a content. Leave such rows out, for example with "
+                "text, or a list of messages, each with a role and a content. Leave out such rows, for example with "
                 "filter."
             )
         kinds.setdefault(isinstance(prompt, str), number)
     if len(kinds) == 2:
         raise ValueError(
             f"{rows.name}: the prompt of row {kinds[True]} is text, and that of row {kinds[False]} a list of "
-            "messages: write all of them in one way."
+            "messages: write all of them in the same form."
         )
 
 
@@ -164,15 +164,15 @@ def _is_message(message: Any) -> bool:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
         return False
     content = message["content"]
-    # An assistant that called a tool may have said nothing.
+    # An assistant that called a tool may have no content.
     return isinstance(content, str | list) or (content is None and bool(message.get("tool_calls")))
 
 
 def require_no_clash(rows: Rows, passed: Sequence[str]) -> None:
-    """Refuses columns that have the name of what TRL passes to reward functions.
+    """Refuse columns whose names TRL uses for other arguments of reward functions.
 
     Raises:
-        ValueError: names the data set and the column.
+        ValueError: a column is refused; the message names the data set and the column.
     """
     for column in rows.columns:
         if column in passed:
@@ -183,6 +183,6 @@ def require_no_clash(rows: Rows, passed: Sequence[str]) -> None:
 
 
 def prompts_of(rows: Rows) -> Iterator[tuple[str, Any]]:
-    """Each prompt, with the words that messages have for its row."""
+    """Yield each prompt with the name of its row for messages."""
     for number, row in rows.rows.items():
         yield f"{rows.name}: the prompt of row {number}", row["prompt"]

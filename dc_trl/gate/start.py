@@ -1,4 +1,4 @@
-"""What is refused with the arguments of a trainer alone, before a model is loaded or a server started."""
+"""Checks of a trainer's arguments alone, before a model is loaded or a server is started."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def require_startable(
     reward_elsewhere: bool = False,
     field: str = "model",
 ) -> list[Rows]:
-    """Refuses arguments of a trainer with which no step could be made, or none that learns.
+    """Refuse arguments of a trainer with which no step could be made, or no step would learn.
 
     Args:
         model, reward_funcs, args, train_dataset, eval_dataset, processing_class, peft_config, quantization_config,
-            rollout_func, environment_factory: of the trainer.
-        reward_elsewhere: whether something else may give the rewards, as an asynchronous trainer's rollout worker.
-        field: the option that the model comes from.
+            rollout_func, environment_factory: arguments of the trainer.
+        reward_elsewhere: whether something else gives the rewards, such as an asynchronous rollout worker.
+        field: name of the option that gives the model.
 
     Returns:
-        Some rows of each data set, which stand for all.
+        Some rows of each data set, which represent all of its rows.
 
     Raises:
-        TypeError, ValueError: names the argument, its value and the remedy.
+        TypeError, ValueError: an argument is refused; the message names it, its value and the remedy.
     """
     load: Mapping[str, Any] = args.model_init_kwargs or {}
     options = {name: load[name] for name in ("revision", "trust_remote_code") if name in load}
@@ -109,8 +109,8 @@ def _require_weights(args: Any, functions: list[Any]) -> None:
         return
     if len(weights) != len(functions):
         raise ValueError(
-            f"reward_weights={weights!r} are {len(weights)}, and there are {len(functions)} reward functions: give "
-            "one for each, in their order."
+            f"reward_weights={weights!r} has {len(weights)} numbers for {len(functions)} reward functions: give "
+            "one for each, in the same order."
         )
     for weight in weights:
         require_number("reward_weights", weight, FINITE)
@@ -119,12 +119,12 @@ def _require_weights(args: Any, functions: list[Any]) -> None:
 
 
 def _rows(name: str, dataset: Dataset | IterableDataset, args: Any) -> Rows:
-    """Rows of a data set, which has to have as many as are needed at once."""
+    """Return rows of a data set, which must have as many as one generation batch takes."""
     if name != "train_dataset" or not isinstance(args, GRPOConfig):
         return some_rows(name, dataset, 1, "")
     if not hasattr(dataset, "__len__") and args.max_steps <= 0:
         raise ValueError(
-            f"max_steps={args.max_steps}: train_dataset is a stream, whose length is not known: set max_steps to the "
+            f"max_steps={args.max_steps}: train_dataset is a stream of unknown length: set max_steps to the "
             "number of steps."
         )
     size, generations = args.generation_batch_size, args.num_generations
@@ -134,13 +134,13 @@ def _rows(name: str, dataset: Dataset | IterableDataset, args: Any) -> Rows:
         dataset,
         needed,
         f"a generation batch takes {needed} (generation_batch_size={size} completions, num_generations={generations} "
-        "of each), so that no step would be made: give more rows, or lower per_device_train_batch_size, "
+        "of each), so no step would be made: give more rows, or lower per_device_train_batch_size, "
         "gradient_accumulation_steps or steps_per_generation, or raise num_generations",
     )
 
 
 def _require_environments(rows: Rows, environment_factory: Any) -> None:
-    """Refuses rows that do not say which of several environments is theirs."""
+    """Refuse rows that do not name one of several environments."""
     if not isinstance(environment_factory, dict):
         return
     known = ", ".join(map(repr, environment_factory))

@@ -1,1 +1,1 @@
-"""Checkpoints that a run can go on from, and the signals that stop it."""
+"""Checkpoints from which a run resumes, and the signals that stop it."""

@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a run goes on from, and says what an incomplete one lacks."""
+"""Finds the checkpoint from which a run resumes, and describes what an incomplete one lacks."""
 
 import json
 import math
@@ -20,19 +20,19 @@ from ..settings.paths import NEWEST_CHECKPOINT, NEWEST_OR_NONE, NO_CHECKPOINT
 from .manifest import MANIFEST_FILE, files_of, manifest_defect
 
 
-TRAINER_STATE_FILE = "trainer_state.json"  # transformers writes it last
+TRAINER_STATE_FILE = "trainer_state.json"  # the file that transformers writes last
 STATE_FILE = "dc_grpo_state.json"
-SAMPLER_FOLDER = "sampler"  # the weights that sample, where they lag behind those that are trained
+SAMPLER_FOLDER = "sampler"  # the sampler's weights if they lag behind the trained ones
 ROLLOUTS_FILE = "rollouts_rank{rank}.safetensors"
-AHEAD_FILE = "rollouts_ahead.safetensors"  # of all processes: the batch that was sampled beside training
+AHEAD_FILE = "rollouts_ahead.safetensors"  # the batch of all processes that was sampled beside training
 
-UNFINISHED = "unfinished"  # begins the name of a checkpoint that is not whole and that a new run has set aside
+UNFINISHED = "unfinished"  # prefix of an incomplete checkpoint that a new run has renamed
 
 _COUNTS = ("micro_batches_done", "micro_batches_per_iteration", "num_processes")
 _STATE_FIELDS = ("lagrange_multiplier", "batch_discrepancy", *_COUNTS)
-# Folders that are named by the step of the checkpoint in them: the trainer's, and those that the collapse alarm keeps.
+# Folders named after the step of the checkpoint in them: the trainer's, and those that the collapse alarm keeps.
 _NAMED_BY_STEP = re.compile(rf"(?:{PREFIX_CHECKPOINT_DIR}|last-good)-(\d+)")
-# Beginnings of the names under which transformers, PEFT, FSDP and DeepSpeed keep weights.
+# Prefixes of the names under which transformers, PEFT, FSDP and DeepSpeed keep weights.
 _WEIGHTS = ("model.safetensors", "pytorch_model", "adapter_model", "*/adapter_model", "latest")
 
 Result = TypeVar("Result")
@@ -41,7 +41,7 @@ logger = logging.get_logger(__name__)
 
 
 def on_main_process(action: Callable[[], Result]) -> Result:
-    """Runs an action on the main process; all processes get what it returns, or the `ValueError` that it raises."""
+    """Run an action on the main process; return its result, or raise its `ValueError`, on all processes."""
     outcome: list = [None, None]
     state = PartialState()
     if state.is_main_process:
@@ -63,18 +63,18 @@ def resumable_checkpoint(
     save_on_each_node: bool = False,
     hashes: bool = True,
 ) -> str | None:
-    """The directory of the checkpoint that `resume_from_checkpoint` means, None for none.
+    """Return the directory of the checkpoint that `resume_from_checkpoint` selects, or None.
 
     Args:
-        wanted: directory of a checkpoint, or `True` or "true" for the newest whole one in `output_dir`: the log names
-            those that are passed over. "auto": the same, and none where there is no whole one; checkpoints that are
-            not whole are then renamed. `None`, `False` and "false": none.
-        output_dir: of the run.
-        save_on_each_node: as in `TrainingArguments`: the files of other machines' processes are not here.
+        wanted: directory of a checkpoint, or `True` or "true" for the newest complete one in `output_dir` (the log
+            names the newer ones that are skipped). "auto" means the same, but selects none if none is complete;
+            incomplete checkpoints are then renamed. `None`, `False` and "false" select none.
+        output_dir: output directory of the run.
+        save_on_each_node: as in `TrainingArguments`; if set, files of other machines' processes are not expected here.
         hashes: whether files are read and compared with the hashes of the checkpoint's manifest.
 
     Raises:
-        ValueError: it is not whole, or none is; the message says what is missing, and what to do.
+        ValueError: no selected checkpoint is complete; the message says what is missing and the remedy.
     """
     if isinstance(wanted, bool):
         wanted = NEWEST_CHECKPOINT if wanted else NO_CHECKPOINT
@@ -109,28 +109,28 @@ def resumable_checkpoint(
 def _chosen(folder: Path) -> str:
     if not (folder / MANIFEST_FILE).is_file():
         logger.warning_once(
-            f"{folder} has no {MANIFEST_FILE}, since an earlier version or another trainer has saved it: its files "
-            "are there and can be read, but whether they are those that were saved is not known."
+            f"{folder} has no {MANIFEST_FILE}, because an earlier version or another trainer saved it: its files "
+            "exist and can be read, but it is not known whether they are the ones that were saved."
         )
     return str(folder)
 
 
 def _begin_anew(output_dir: str | PathLike[str], passed_over: dict[Path, str]) -> None:
-    """Takes checkpoints that are not whole out of a new run's way: it would replace them, or rotate them out."""
+    """Rename incomplete checkpoints, which a new run would otherwise replace or rotate out."""
     for folder, defect in passed_over.items():
         target = folder.with_name(f"{UNFINISHED}-{folder.name}")
         set_aside([target])
         folder.rename(target)
-        logger.warning(f"{defect}: it is kept as {target.name}, and the run begins anew in {str(output_dir)!r}.")
+        logger.warning(f"{defect}: it is kept as {target.name}, and the run starts again in {str(output_dir)!r}.")
 
 
 def checkpoints(output_dir: str | PathLike[str]) -> list[Path]:
-    """Folders of an output directory that are named as checkpoints, the newest first."""
+    """Return the folders of an output directory that are named like checkpoints, the newest first."""
     return [path for _, path in sorted(numbered_folders(output_dir, PREFIX_CHECKPOINT_DIR).items(), reverse=True)]
 
 
 def numbered_folders(output_dir: str | PathLike[str], prefix: str) -> dict[int, Path]:
-    """Folders of an output directory that are named PREFIX-STEP, by step."""
+    """Return the folders of an output directory that are named PREFIX-STEP, by step."""
     return {
         int(match[1]): path
         for path in Path(output_dir).glob(f"{prefix}-*")
@@ -139,18 +139,18 @@ def numbered_folders(output_dir: str | PathLike[str], prefix: str) -> dict[int, 
 
 
 def checkpoint_defect(folder: Path, save_on_each_node: bool = False, hashes: bool = True) -> str | None:
-    """Why training cannot go on from a checkpoint as it was: a file is missing, cut short or changed; None if it can.
+    """Return why training cannot resume exactly from a checkpoint (a file is missing, cut short or changed), or None.
 
     Args:
-        folder: of the checkpoint.
-        save_on_each_node: as in `TrainingArguments`: the files of other machines' processes are not here.
-        hashes: whether files are read and compared with the hashes of the manifest. Without, or where there are none,
-            headers and sizes are read.
+        folder: directory of the checkpoint.
+        save_on_each_node: as in `TrainingArguments`; if set, files of other machines' processes are not expected here.
+        hashes: whether files are read and compared with the hashes of the manifest. Otherwise, or if there are no
+            hashes, headers and sizes are read.
     """
     if not folder.is_dir():
-        return "does not exist" if not folder.exists() else "is no directory"
+        return "does not exist" if not folder.exists() else "is not a directory"
     if not (folder / TRAINER_STATE_FILE).is_file():
-        return f"holds no {TRAINER_STATE_FILE}: it is no checkpoint, or its save was cut short"
+        return f"holds no {TRAINER_STATE_FILE}: it is not a checkpoint, or its save was cut short"
     for file in (*files_of(folder), folder / MANIFEST_FILE):
         if file.is_file() and (reason := _unreadable(file)) is not None:
             return f"holds {file.relative_to(folder)}, which {reason}"
@@ -181,7 +181,7 @@ def _unreadable(file: Path) -> str | None:
         elif file.suffix == ".json":
             json.loads(file.read_text(encoding="utf-8"))
         elif file.suffix in (".pt", ".pth", ".bin"):
-            with zipfile.ZipFile(file):  # what torch.save writes; its directory stands at the end
+            with zipfile.ZipFile(file):  # the format of torch.save, whose directory is at the end
                 pass
         elif (file.suffix == ".distcp" or file.name == ".metadata") and file.stat().st_size == 0:
             return "is empty"
@@ -207,20 +207,20 @@ def _missing_weights(folder: Path) -> str | None:
 
 
 def _missing_optimizer(folder: Path) -> str | None:
-    if (latest := folder / "latest").is_file():  # DeepSpeed's, which names the folder with weights and optimizer
+    if (latest := folder / "latest").is_file():  # DeepSpeed's file that names the folder with weights and optimizer
         tag = latest.read_text().strip()
         return None if tag and any(folder.glob(f"{tag}/*")) else f"holds nothing in {tag!r}, which latest names"
     for name, found in (("optimizer.pt", "optimizer*"), ("scheduler.pt", "scheduler.pt")):
         if not any(folder.glob(found)):
             return (
-                f"holds no {name} (save_only_model=true leaves it out): it cannot be continued, but a new run can "
+                f"holds no {name} (save_only_model=true omits it): it cannot be continued, but a new run can "
                 "start from its weights (model_name_or_path; an adapter has to be merged)"
             )
     return _missing_metadata(folder, "optimizer")
 
 
 def _missing_metadata(folder: Path, prefix: str) -> str | None:
-    """A sharded save is complete once it has the file that tells where each tensor is."""
+    """Return the defect of a sharded save, which is complete once its table of tensors exists, or None."""
     for part in folder.glob(f"{prefix}_*"):
         if part.is_dir() and not (part / ".metadata").is_file():
             return f"holds {part.name} without .metadata: its save was cut short"
@@ -228,7 +228,7 @@ def _missing_metadata(folder: Path, prefix: str) -> str | None:
 
 
 def _missing_own_files(folder: Path, save_on_each_node: bool) -> str | None:
-    """What `DCGRPOTrainer` adds, and the files of each process. Checkpoints of other trainers hold nothing of it."""
+    """Return what is missing of `DCGRPOTrainer`'s and each process's files; other trainers' checkpoints have none."""
     if not (folder / STATE_FILE).is_file():
         return None
     state = _object(folder / STATE_FILE)
@@ -236,7 +236,7 @@ def _missing_own_files(folder: Path, save_on_each_node: bool) -> str | None:
         return f"holds {STATE_FILE}, which lacks {lacking[0]!r}"
     for name in _COUNTS:
         if type(state[name]) is not int or state[name] < 0:
-            return f"holds {STATE_FILE}, whose {name}={state[name]!r} is no number of them"
+            return f"holds {STATE_FILE}, whose {name}={state[name]!r} is not a count"
     if (wrong := _wrong_multiplier(state)) is not None:
         return f"holds {STATE_FILE}, whose {wrong}"
     if state.get("manifest") and not (folder / MANIFEST_FILE).is_file():
@@ -252,19 +252,19 @@ def _missing_own_files(folder: Path, save_on_each_node: bool) -> str | None:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         return f"holds no {missing[0]}: its save was cut short"
-    asked = (state.get("rollout_ahead") or {}).get("saved") == "request"  # which wants the weights of its turn
+    asked = (state.get("rollout_ahead") or {}).get("saved") == "request"  # which needs the weights of its turn
     lags = not save_on_each_node and (asked or state.get("weight_sync", {}).get("kept", False))
     defect = _missing_weights(folder / SAMPLER_FOLDER) if lags else None
     return defect and f"holds {SAMPLER_FOLDER}, which {defect}"
 
 
 def _wrong_multiplier(state: dict) -> str | None:
-    """What of λ a run cannot have saved: a number that is not finite, or λ outside the bounds that it had then."""
+    """Return what is impossible in a saved λ: a number that is not finite, or a λ outside the bounds of that run."""
     multiplier = state["lagrange_multiplier"]
     value = multiplier.get("value") if isinstance(multiplier, dict) else None
     low, high = state.get("lambda_bounds", (0.0, math.inf))  # absent in older checkpoints
     if not _is_number(value) or not low <= value <= high:
-        return f"lambda={value!r} is no number from lambda_min={low} to lambda_max={high}"
+        return f"lambda={value!r} is not a number from lambda_min={low} to lambda_max={high}"
     for name, of in multiplier.items():
         numbers = of if isinstance(of, list) else [of]
         if not all(number is None or _is_number(number) for number in numbers):

@@ -1,4 +1,4 @@
-"""Signals that end a run: it finishes its step, saves a checkpoint, and leaves with the signal's exit code."""
+"""Signals that end a run: it finishes its step, saves a checkpoint, and exits with the signal's exit code."""
 
 import os
 import shlex
@@ -23,17 +23,17 @@ from .checkpoints import checkpoints
 
 
 _SIGNALS = (signal.SIGINT, *ENDING)
-_SAME = 1.0  # seconds: a launcher passes on what has already reached all its processes
-_LOOK_SECONDS = 0.5  # between two looks whether a signal has reached another process
+_DUPLICATE_SECONDS = 1.0  # seconds; a launcher forwards signals that have already reached all of its processes
+_POLL_SECONDS = 0.5  # interval of checks whether a signal has reached another process
 BEGIN_AGAIN = "No step had ended, so nothing is lost: the same command begins again."
 
 
-class RunInterrupted(Exception):  # noqa: N818 (nothing went wrong)
-    """A signal has ended training, in all processes at the same step.
+class RunInterrupted(Exception):  # noqa: N818 (this is not an error)
+    """A signal ended training, in all processes at the same step.
 
     Args:
         signum: number of the signal.
-        way_back: how to go on.
+        way_back: sentence that says how to resume.
     """
 
     def __init__(self, signum: int, way_back: str = ""):
@@ -43,35 +43,34 @@ class RunInterrupted(Exception):  # noqa: N818 (nothing went wrong)
 
 
 class StopSignals(TrainerCallback):
-    """Has SIGINT, SIGTERM, SIGHUP and SIGUSR1 end a run in order, for the time of a `with` block in a main thread.
+    """Makes SIGINT, SIGTERM, SIGHUP and SIGUSR1 end a run in order during a `with` block in the main thread.
 
-    While it trains, the present step is finished, or the evaluation left, and [`RunInterrupted`] raised: in all
-    processes, whichever of them the signal has reached. What waits for a vLLM server waits no longer: the request ends
-    at once, whichever process has sent it, and the present step with it. [`DCGRPOTrainer`] then saves a checkpoint,
-    once a step has ended; the run that goes on from it begins with the evaluation that was left. Before training and
-    after it, the process leaves at once, by `SystemExit`. A second signal, more than a second after the first, ends
-    the process whatever it is doing. Each way out ends with a line that says how to go on. The exit code is 128 + the
-    signal's number, such as 130 or 143. A signal that was ignored when the block began, as a shell does it for what
-    runs in the background, still is.
+    During training, the present step is finished or the evaluation abandoned, and then [`RunInterrupted`] is raised in
+    all processes, whichever of them the signal has reached. A request to a vLLM server ends at once, whichever process
+    sent it, and the present step with it. [`DCGRPOTrainer`] then saves a checkpoint if a step has ended; a run that
+    resumes from it begins with the abandoned evaluation. Before and after training, the process exits at once by
+    `SystemExit`. A second signal, more than a second after the first, ends the process whatever it is doing. In each
+    case the last line says how to resume. The exit code is 128 + the signal's number, such as 130 or 143. Signals that
+    were ignored when the block began stay ignored; a shell does that for background processes.
 
     Add it to the trainer as the last callback.
     """
 
     def __init__(self) -> None:
         self._training = False
-        self._output_dir = ""  # of the training that goes on, or has ended
-        self._steps = 0  # that have ended in it
-        self._signum = 0  # the signal that has reached this process, or 0
-        self._agreed = 0  # the signal that has reached any process, or 0
+        self._output_dir = ""  # output directory of the present or last training
+        self._steps = 0  # steps that have ended in that training
+        self._signum = 0  # the signal that reached this process, or 0
+        self._signal_of_all = 0  # the signal that reached any process, or 0
 
     def __enter__(self) -> "StopSignals":
         self._previous = {
-            signum: signal.signal(signum, self._leave_unless_training)
+            signum: signal.signal(signum, self._exit_unless_training)
             for signum in _SIGNALS
             if signal.getsignal(signum) is not signal.SIG_IGN
         }
-        # Python runs handlers between its own instructions. A process that waits in a collective for a dead one gets
-        # to none, so the signals are read in a thread.
+        # Python runs handlers between its own instructions, which a process that waits in a collective for a dead one
+        # does not reach, so a thread reads the signals.
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -81,7 +80,7 @@ class StopSignals(TrainerCallback):
 
     def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
         if kind is not None and self._training and not issubclass(kind, (RunInterrupted, SystemExit)):
-            # A traceback follows, and that of a launcher, which say what happened and not how to go on.
+            # A traceback follows, perhaps with a launcher's; they say what happened but not how to resume.
             _write(f"\n{kind.__name__} has ended the training. {self._way_back()}\n")
         _installed.remove(self)
         signal.set_wakeup_fd(self._wakeup)
@@ -94,7 +93,7 @@ class StopSignals(TrainerCallback):
         self._output_dir, self._steps = args.output_dir, state.global_step
         self._training = True
         if PartialState().num_processes > 1:
-            self._news = _News()
+            self._broadcast = _SignalBroadcast()
             in_thread(self._listen)
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -103,8 +102,8 @@ class StopSignals(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self._steps = state.global_step
-        self._agreed = self._agree()
-        if self._agreed:
+        self._signal_of_all = self._common_signal()
+        if self._signal_of_all:
             control.should_training_stop = True
             control.should_log = args.logging_strategy != "no"
 
@@ -114,97 +113,97 @@ class StopSignals(TrainerCallback):
     on_prediction_step = on_epoch_begin
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        # The last step is logged by now, and saved if it was to be.
-        if self._agreed:
-            raise RunInterrupted(self._agreed)
+        # The last step has now been logged, and saved if it was due.
+        if self._signal_of_all:
+            raise RunInterrupted(self._signal_of_all)
 
     def check(self) -> None:
-        """In training, raises [`RunInterrupted`] once a signal has reached a process; every process has to call it."""
-        if self._training and (signum := self._agree()):
+        """During training, raise [`RunInterrupted`] once a signal has reached a process. Call it in every process."""
+        if self._training and (signum := self._common_signal()):
             raise RunInterrupted(signum)
 
     def _listen(self) -> None:
-        """Ends the requests of this process once a signal has reached another one, which may wait for them."""
+        """End the requests of this process once a signal has reached another one, which may wait for them."""
         while self._training and not self._signum:
-            if self._news.has_come():
+            if self._broadcast.has_arrived():
                 abandon_requests()
                 return
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
-    def _agree(self) -> int:
+    def _common_signal(self) -> int:
         state = PartialState()
         if state.num_processes == 1:
             return self._signum
         return int(gather(torch.tensor([self._signum], device=state.device)).max())
 
-    def _leave_unless_training(self, signum: int, frame: FrameType | None) -> None:
+    def _exit_unless_training(self, signum: int, frame: FrameType | None) -> None:
         if not self._training:
-            _say(signum, self._way_back())
+            _write_signal(signum, self._way_back())
             sys.exit(128 + signum)
 
     def _watch(self, signals: int) -> None:
         first = 0.0
         while data := os.read(signals, 1):
             if data[0] not in _SIGNALS:
-                continue  # somebody else has set a handler meanwhile
+                continue  # other code has set a handler meanwhile
             if not self._signum:
                 self._signum, first = data[0], time.monotonic()
                 if self._training:
-                    _say(data[0], f"the run ends after this step or evaluation batch; {self._else()}")
+                    _write_signal(data[0], f"the run ends after this step or evaluation batch; {self._force_notice()}")
                     abandon_requests()
                     if PartialState().num_processes > 1:
-                        in_thread(self._news.tell)  # which may wait, and a second signal may not
-            elif time.monotonic() - first > _SAME:
-                _say(data[0], f"ended at once. {self._way_back()}")
+                        in_thread(self._broadcast.send)  # may block, and a second signal must not wait
+            elif time.monotonic() - first > _DUPLICATE_SECONDS:
+                _write_signal(data[0], f"ended at once. {self._way_back()}")
                 os._exit(128 + self._signum)
         os.close(signals)
 
-    def _else(self) -> str:
-        """What becomes of a run that a signal cannot end after its step."""
+    def _force_notice(self) -> str:
+        """Return what happens to a run that a signal cannot end after its step."""
         if PartialState().num_processes == 1:
             return "a second signal ends it at once."
-        # A launcher sends the signal where a process has died, for which the others would wait.
-        return f"a second signal ends it at once. Where one of its processes has died: {self._way_back()}"
+        # If a process has died, the others would wait for it; a launcher then sends them the signal.
+        return f"a second signal ends it at once. If one of its processes has died: {self._way_back()}"
 
     def _way_back(self) -> str:
-        """How to go on where nothing more is saved."""
+        """Return how to resume if nothing more is saved."""
         if self._steps == 0:
             return BEGIN_AGAIN
         if checkpoints(self._output_dir):
             return f"Go on from the last checkpoint: {resume_command(self._output_dir)}."
-        return f"No checkpoint was saved: begin again in another output_dir, or remove {self._output_dir}."
+        return f"No checkpoint was saved: start again in another output_dir, or remove {self._output_dir}."
 
 
-class _News:
-    """That a signal has reached one of several processes, told past collectives, in which the others may wait."""
+class _SignalBroadcast:
+    """Announces a signal to all processes outside of the collectives in which they may wait."""
 
     def __init__(self) -> None:
         self._store = _get_default_store()
         self._key = f"dc_trl/signal/{next(_trainings)}"
 
-    def tell(self) -> None:
+    def send(self) -> None:
         self._store.set(self._key, "1")
 
-    def has_come(self) -> bool:
+    def has_arrived(self) -> bool:
         return self._store.check([self._key])
 
 
-def _say(signum: int, what: str) -> None:
+def _write_signal(signum: int, what: str) -> None:
     _write(f"\n{signal.Signals(signum).name}: {what}\n")
 
 
 def _write(line: str) -> None:
-    """Writes to stderr, from the first process of a launch that still lives on this machine."""
-    # Not by print, whose buffer the main thread may be writing to.
+    """Write to stderr from the first living process of a launch on this machine."""
+    # The main thread may be using print's buffer, so it is avoided.
     if _is_first():
         os.write(sys.stderr.fileno(), line.encode())
 
 
 def _is_first() -> bool:
-    rank = int(os.environ.get("RANK", "0"))  # which launchers set
+    rank = int(os.environ.get("RANK", "0"))  # set by launchers
     if rank == 0:
         return True
-    if int(os.environ.get("GROUP_RANK", "0")) > 0:  # of another machine than the first
+    if int(os.environ.get("GROUP_RANK", "0")) > 0:  # not on the first machine
         return False
     for process in psutil.Process(os.getppid()).children():
         with suppress(psutil.Error):  # it has ended meanwhile
@@ -214,27 +213,27 @@ def _is_first() -> bool:
 
 
 def resume_command(output_dir: str) -> str:
-    """What to start to go on from the newest checkpoint of an output directory."""
+    """Return the command that resumes from the newest checkpoint of an output directory."""
     return f"the same command with --output_dir {shlex.quote(output_dir)} --resume_from_checkpoint true"
 
 
 def stop_if_asked(trainer: Trainer) -> None:
-    """Calls [`StopSignals.check`] where the trainer's own loops do not, before an evaluation for one."""
+    """Call [`StopSignals.check`] at a point where the trainer's own loops do not, such as before an evaluation."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, StopSignals):
             callback.check()
 
 
 _installed: list[StopSignals] = []
-_trainings = count()  # the same number in each process, as all of them train together
+_trainings = count()  # equal in all processes, since they train together
 
 
 def _leave_signals_to_parent() -> None:
-    """In a forked child: the pipe is the parent's. What a terminal or SLURM sends to all is for the parent too."""
+    """Leave the pipe, and signals that a terminal or SLURM sends to all processes, to the parent of a forked child."""
     for signals in _installed:
         signal.set_wakeup_fd(-1)
         for signum in signals._previous:
-            # Who ends the child means it.
+            # SIGTERM to a child is meant for that child.
             signal.signal(signum, signal.SIG_DFL if signum == signal.SIGTERM else signal.SIG_IGN)
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: sizes and hashes of its files, written last, so that what has one is whole."""
+"""The manifest of a checkpoint: sizes and hashes of its files. It is written last and marks a complete checkpoint."""
 
 import hashlib
 import json
@@ -13,12 +13,12 @@ from ..records.runs import DEPLOYMENT_FOLDER
 
 
 MANIFEST_FILE = "manifest.json"
-_BLOCK = 1 << 22  # bytes that are read and hashed at a time
-_THREADS = 8  # hashing lets go of Python's lock
+_BLOCK = 1 << 22  # bytes read and hashed at a time
+_THREADS = 8  # hashing releases Python's lock
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Files that resuming reads: not the deployment checkpoint, nor what is left of an unfinished one."""
+    """Return the files that resuming reads, without the deployment checkpoint and remains of an unfinished one."""
     return [
         path
         for path in sorted(folder.rglob("*"))
@@ -29,11 +29,11 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def write_manifest(folder: Path, hashes: bool) -> None:
-    """Writes the manifest of a checkpoint; when this returns, checkpoint and manifest are on the disk.
+    """Write the manifest of a checkpoint, and return once checkpoint and manifest are on the disk.
 
     Args:
-        folder: of the checkpoint, all of whose files are written.
-        hashes: whether it has SHA-256 beside sizes.
+        folder: directory of the checkpoint, all of whose files are written.
+        hashes: whether the manifest has SHA-256 hashes beside sizes.
 
     Raises:
         OSError: the file system refused.
@@ -51,14 +51,14 @@ def write_manifest(folder: Path, hashes: bool) -> None:
         )
     text = json.dumps({"files": described}, indent=1, ensure_ascii=False) + "\n"
     write_bytes(folder / MANIFEST_FILE, text.encode(), durable=True)
-    sync_to_disk(folder.parent)  # which has the checkpoint's own name
+    sync_to_disk(folder.parent)  # this folder holds the checkpoint's own name
 
 
 def manifest_defect(folder: Path, hashes: bool) -> str | None:
-    """What of a checkpoint is not as its manifest says; None where all is, or there is no manifest.
+    """Return what differs from a checkpoint's manifest; None if nothing does or there is no manifest.
 
-    Files that the manifest does not know are left alone. With `hashes` every file is read, unless this process has
-    read it before and size and time are the same.
+    Files that the manifest does not list are ignored. With `hashes` every file is read, unless this process has
+    already read it and its size and time are unchanged.
     """
     path = folder / MANIFEST_FILE
     if not path.is_file():
@@ -69,7 +69,7 @@ def manifest_defect(folder: Path, hashes: bool) -> str | None:
             for name, entry in json.loads(path.read_text(encoding="utf-8"))["files"].items()
         }
     except (ValueError, TypeError, LookupError, AttributeError):
-        return f"holds {MANIFEST_FILE}, which is no manifest"
+        return f"holds {MANIFEST_FILE}, which is not a manifest"
     for name, (size, _) in described.items():
         if not (folder / name).is_file():
             return f"holds no {name}, which its {MANIFEST_FILE} lists"
@@ -80,7 +80,7 @@ def manifest_defect(folder: Path, hashes: bool) -> str | None:
         with ThreadPoolExecutor(_THREADS) as pool:
             for (file, expected), digest in zip(hashed.items(), pool.map(_digest, hashed), strict=True):
                 if digest != expected:
-                    return f"holds {file.relative_to(folder)}, whose bytes are not those that were saved"
+                    return f"holds {file.relative_to(folder)}, whose bytes differ from those that were saved"
     return None
 
 
@@ -89,7 +89,7 @@ def _digest(file: Path) -> str:
     return _digest_of(os.path.realpath(file), found.st_size, found.st_mtime_ns)
 
 
-@lru_cache(maxsize=4096)  # the command looks at the checkpoint before it loads the model, and its trainer again
+@lru_cache(maxsize=4096)  # the command checks the checkpoint before the model is loaded, and the trainer again
 def _digest_of(file: str, size: int, modified: int) -> str:
     digest = hashlib.sha256()
     with open(file, "rb", buffering=0) as content:

@@ -1,1 +1,1 @@
-"""A vLLM server: started, asked, given new weights, and refused where it does not fit."""
+"""A vLLM server: it is started, queried, given new weights, and refused if it does not fit."""

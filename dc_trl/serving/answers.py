@@ -1,4 +1,4 @@
-"""Whether what a server answers to a rollout can be its answer: nothing that was sampled is believed before."""
+"""Validates a server's answers to rollout requests before anything that was sampled is used."""
 
 import base64
 import io
@@ -12,20 +12,20 @@ import numpy as np
 from .errors import ServerAnswerError, ServerUnavailableError
 
 
-# What vLLM ends a completion with. "abort" and "error" are completions that it did not bring to their end.
-_WHOLE = ("stop", "length", "repetition", "tool_calls")
-_LOWEST = -1e4  # vLLM writes −9999 for all that is less
-_HIGHEST = 1e-4  # of a log-probability, by rounding
-_MOST = 1.01  # that probabilities of one position add up to, by rounding
-_NAME = "token_id:"
+# Reasons with which vLLM finishes a completion. "abort" and "error" mark completions that it did not finish.
+_FINISH_REASONS = ("stop", "length", "repetition", "tool_calls")
+_LOWEST = -1e4  # vLLM writes −9999 for anything lower
+_HIGHEST = 1e-4  # of a log-probability, allowing for rounding
+_LARGEST_SUM = 1.01  # largest sum of the probabilities at one position, allowing for rounding
+_TOKEN_PREFIX = "token_id:"
 
 
 class Bounds(NamedTuple):
-    """What a server can answer at most; None where it is not known.
+    """Upper bounds of a server's answers; None if unknown.
 
     Args:
-        vocabulary: token ids are below it.
-        context: tokens of a prompt and its completion together.
+        vocabulary: token ids are below this number.
+        context: largest number of tokens of a prompt and its completion together.
     """
 
     vocabulary: int | None = None
@@ -38,25 +38,25 @@ UNKNOWN = Bounds()
 def require_rollout(
     request: dict[str, Any], answer: dict[str, Any], where: str, bounds: Bounds = UNKNOWN
 ) -> list[dict[str, Any]]:
-    """The completions in a server's answer, the prompts' in a row, where the answer can be one to the request.
+    """Return the completions in a server's answer, in the order of the prompts, if the answer fits the request.
 
-    The number of completions and their indices, the prompts that are echoed, the token ids, their number, the reason
-    for the end, one log-probability for each token and of that token, and experts where they come along. What is only
-    in another order, by its own indices, is put into order.
+    These are checked: the number of completions and their indices, the echoed prompts, the token ids and their number,
+    the finish reason, the log-probability of each token, and experts if present. Completions whose indices are out
+    of order are sorted.
 
     Args:
-        request: the body that was sent: of /v1/completions with `return_token_ids`, /v1/chat/completions likewise, or
+        request: body that was sent, to /v1/completions or /v1/chat/completions with `return_token_ids`, or to
             /inference/v1/generate.
-        answer: what came back.
+        answer: JSON object that the server returned.
         where: the server's address, for messages.
-        bounds: what is known of the server.
+        bounds: known bounds of the server's answers.
 
     Returns:
-        The entries of `choices`, prompts × `n` of them, with their experts as arrays.
+        The entries of `choices`, prompts × `n` in number, with their experts as arrays.
 
     Raises:
-        ServerAnswerError: it cannot be the answer; the message says why.
-        ServerUnavailableError: a log-probability is NaN, or the server has broken off a completion.
+        ServerAnswerError: the answer does not fit the request; the message says why.
+        ServerUnavailableError: a log-probability is NaN, or the server broke off a completion.
     """
     sampling = request.get("sampling_params", request)
     prompts = _prompts(request)
@@ -64,20 +64,20 @@ def require_rollout(
     reader = _Reader(where, sampling, bounds, named=request.get("return_tokens_as_token_ids", "token_ids" in request))
     choices = reader.in_order(answer.get("choices"), n * len(prompts))
     for number, choice in enumerate(choices):
-        # TRL reads the prompt of the first completion of each.
+        # TRL reads each prompt from its first completion.
         echoed = choice.get("prompt_token_ids")
         prompt = prompts[number // n]
         if request.get("return_token_ids") and prompt is not None:
             if echoed is None and number % n == 0:
-                reader.refuse(f"choice {number} does not say whose prompt it completes")
+                reader.refuse(f"choice {number} does not say which prompt it completes")
             if echoed is not None and echoed != prompt:
-                reader.refuse(f"choice {number} completes the prompt {_short(echoed)} and not {_short(prompt)}")
+                reader.refuse(f"choice {number} completes the prompt {_short(echoed)} instead of {_short(prompt)}")
         reader.read(f"choice {number}", choice, prompt)
     return choices
 
 
 def _prompts(request: dict[str, Any]) -> Sequence[list[int] | None]:
-    """Token ids of the prompts of a request; None for what was given as text or messages."""
+    """Return the token ids of the prompts of a request; None for a prompt given as text or messages."""
     prompts = request.get("prompt", request.get("token_ids"))
     if prompts is None or isinstance(prompts, str):
         return [None]
@@ -87,28 +87,28 @@ def _prompts(request: dict[str, Any]) -> Sequence[list[int] | None]:
 
 
 class _Reader:
-    """Reads the completions of one answer, and refuses it."""
+    """Reads the completions of one answer, and refuses an answer that does not fit the request."""
 
     def __init__(self, where: str, sampling: dict[str, Any], bounds: Bounds, named: bool):
         self._where = where
         self._longest = sampling.get("max_tokens")
-        # A chat's `logprobs` are true or false, and their number is the other one.
+        # In a chat request `logprobs` is a boolean, and `top_logprobs` is the number.
         self._named_tokens: int | None = sampling.get("top_logprobs", sampling.get("logprobs"))
         self._bounds = bounds
-        self._read_names: set[str] = set()  # of tokens of the vocabulary
-        self._named = named  # tokens are called by their ids
+        self._checked_names: set[str] = set()  # names of vocabulary tokens that were already checked
+        self._named = named  # whether tokens are named by their ids
 
     def refuse(self, what: str) -> NoReturn:
         raise ServerAnswerError(
-            f"vLLM at {self._where} did not answer what it was asked: {what}. Nothing of the answer is used: look at "
-            "what stands at this address, and at its version."
+            f"vLLM at {self._where} did not answer what it was asked: {what}. The whole answer is discarded: check "
+            "the server at this address and its version."
         )
 
     def in_order(self, choices: Any, count: int) -> list[dict[str, Any]]:
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
             self.refuse(f"its choices are {_short(choices)}")
         if len(choices) != count:
-            self.refuse(f"it has {len(choices)} choices where {count} were asked for")
+            self.refuse(f"it has {len(choices)} choices where {count} were requested")
         indices = [choice.get("index") for choice in choices]
         if not _are_integers(indices) or sorted(indices) != list(range(count)):
             self.refuse(f"the indices of its {count} choices are {_short(indices)}")
@@ -121,7 +121,7 @@ class _Reader:
         vocabulary = self._bounds.vocabulary or 2**31
         if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
             out = next(token for token in ids if not 0 <= token < vocabulary)
-            self.refuse(f"{name} has the token {_short(out)}, and the vocabulary {vocabulary} tokens")
+            self.refuse(f"{name} has the token {_short(out)}, and the vocabulary has {vocabulary} tokens")
         if self._longest is not None and len(ids) > self._longest:
             self.refuse(f"{name} has {len(ids)} tokens where max_tokens is {self._longest}")
         self._read_end(name, choice.get("finish_reason"), ids, prompt)
@@ -132,25 +132,25 @@ class _Reader:
 
     def _read_end(self, name: str, reason: Any, ids: list[int], prompt: list[int] | None) -> None:
         if reason in ("abort", "error"):
-            raise ServerUnavailableError(f"vLLM at {self._where} has broken off {name} (finish_reason {reason!r})")
-        if reason not in _WHOLE:
+            raise ServerUnavailableError(f"vLLM at {self._where} broke off {name} (finish_reason {reason!r})")
+        if reason not in _FINISH_REASONS:
             self.refuse(f"the finish_reason of {name} is {_short(reason)}")
         if reason != "length" or self._longest is None:
             return
         full = self._bounds.context is None or prompt is None or len(prompt) + len(ids) >= self._bounds.context
         if len(ids) < self._longest and (not full or not ids):
-            self.refuse(f"{name} ends for its length after {len(ids)} of {self._longest} tokens")
+            self.refuse(f"{name} ends with finish_reason 'length' after {len(ids)} of {self._longest} tokens")
 
     def _read_routes(self, name: str, text: Any, ids: list[int], prompt: list[int] | None) -> np.ndarray:
-        """An array as vLLM sends it: its .npy file in base64."""
+        """Return an array that vLLM sent as an .npy file in base64."""
         try:
             routes = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
         except (ValueError, TypeError, OSError, EOFError) as error:
             self.refuse(f"the routed_experts of {name} cannot be read ({error})")
         if routes.ndim != 3 or routes.dtype.kind not in "ui" or (routes.size and routes.min() < 0):
-            self.refuse(f"the routed_experts of {name} are {routes.dtype} of the shape {routes.shape}")
+            self.refuse(f"the routed_experts of {name} have the dtype {routes.dtype} and the shape {routes.shape}")
         if prompt is not None and len(routes) != len(prompt) + len(ids) - 1:
-            self.refuse(f"the routed_experts of {name} are of {len(routes)} tokens, not {len(prompt) + len(ids) - 1}")
+            self.refuse(f"the routed_experts of {name} cover {len(routes)} tokens, not {len(prompt) + len(ids) - 1}")
         return routes
 
     def _read_logprobs(self, name: str, logprobs: Any, ids: list[int]) -> None:
@@ -159,16 +159,16 @@ class _Reader:
             if not isinstance(entries, list) or len(entries) != len(ids):
                 count = len(entries) if isinstance(entries, list) else 0
                 self.refuse(f"{name} has {count} {column} for {len(ids)} tokens")
-        names = list(map(_NAME.__add__, map(str, ids)))
+        names = list(map(_TOKEN_PREFIX.__add__, map(str, ids)))
         if self._named and tokens != names:
             place = next(place for place, pair in enumerate(zip(tokens, names, strict=True)) if pair[0] != pair[1])
-            self.refuse(f"log-probability {place} of {name} is that of {_short(tokens[place])}, not {names[place]}")
+            self.refuse(f"log-probability {place} of {name} belongs to {_short(tokens[place])}, not {names[place]}")
         self._require_log_probs(name, values)
-        if self._named and not _of_the_sampled_alone(names, values, tops):
+        if self._named and not _hold_only_sampled(names, values, tops):
             self._read_named(name, names, values, tops)
 
     def _columns(self, name: str, logprobs: Any) -> tuple[Any, Any, Any]:
-        """Tokens, log-probabilities, and most probable tokens, as /v1/completions has them."""
+        """Return tokens, log-probabilities, and most probable tokens in the format of /v1/completions."""
         if not isinstance(logprobs, dict):
             self.refuse(f"the logprobs of {name} are {_short(logprobs)}")
         if "content" not in logprobs:
@@ -181,30 +181,30 @@ class _Reader:
             self.refuse(f"the logprobs of {name} cannot be read ({type(error).__name__}: {error})")
 
     def _read_named(self, name: str, names: list[str], values: list[float], tops: list[Any]) -> None:
-        """Reads the most probable tokens at each position, the sampled one among them or beside them."""
+        """Check the most probable tokens at each position; the sampled one may be among them or not."""
         vocabulary = self._bounds.vocabulary or 2**31
-        most = vocabulary if self._named_tokens in (None, -1) else self._named_tokens + 1
+        limit = vocabulary if self._named_tokens in (None, -1) else self._named_tokens + 1
         tops = [{} if top is None else top for top in tops]
         for place, top in enumerate(tops):
-            if not isinstance(top, dict) or len(top) > most:
+            if not isinstance(top, dict) or len(top) > limit:
                 self.refuse(f"the top_logprobs of {name} at token {place} are {_short(top)}")
         of_sampled = list(map(dict.get, tops, names, values))
         if of_sampled != values:
             place = next(place for place, value in enumerate(of_sampled) if value != values[place])
             both = f"{values[place]} and {_short(of_sampled[place])}"
             self.refuse(f"{name} has two log-probabilities of token {place}: {both}")
-        new = set(chain.from_iterable(tops)) - self._read_names
+        new = set(chain.from_iterable(tops)) - self._checked_names
         for token in new:
-            number = token.removeprefix(_NAME)
-            known = token.startswith(_NAME) and len(number) <= 10 and number.isdecimal()
+            number = token.removeprefix(_TOKEN_PREFIX)
+            known = token.startswith(_TOKEN_PREFIX) and len(number) <= 10 and number.isdecimal()
             if not known or str(int(number)) != number or int(number) >= vocabulary:
                 self.refuse(f"{name} names the token {_short(token)}")
-        self._read_names |= new
+        self._checked_names |= new
         every = list(chain.from_iterable(map(dict.values, tops)))
         self._require_log_probs(name, every)
         places = np.repeat(np.arange(len(tops)), list(map(len, tops)))
         totals = np.bincount(places, np.exp(np.array(every, np.float64)))
-        if len(totals) and totals.max() > _MOST:
+        if len(totals) and totals.max() > _LARGEST_SUM:
             self.refuse(f"the probabilities at token {totals.argmax()} of {name} add up to {totals.max():.3g}")
 
     def _require_log_probs(self, name: str, values: list[Any]) -> None:
@@ -212,7 +212,7 @@ class _Reader:
         if not kinds <= {float, int}:
             kind = next(value for value in values if type(value) not in (float, int))
             self.refuse(f"a log-probability of {name} is {_short(kind)}")
-        # A sum is NaN where one of them is, or where they are infinite in both directions.
+        # A sum is NaN if one of its terms is, or if they contain infinities of both signs.
         if (kinds != {float} or math.isnan(sum(values))) and any(value != value for value in values):
             raise ServerUnavailableError(f"vLLM at {self._where} returned log-probabilities that are NaN")
         if values and not (min(values) >= _LOWEST and max(values) <= _HIGHEST):
@@ -221,19 +221,19 @@ class _Reader:
 
 
 def routes_of(choices: list[dict[str, Any]]) -> list[np.ndarray | None]:
-    """The experts of each completion that `require_rollout` returned; see `ServerClient.routed_experts`."""
+    """Return the experts of each completion that `require_rollout` returned; see `ServerClient.routed_experts`."""
     return [choice.get("routed_experts") for choice in choices]
 
 
-def _of_the_sampled_alone(names: list[str], values: list[float], tops: list[Any]) -> bool:
-    """Whether the log-probability of the sampled token is all that stands at each position."""
+def _hold_only_sampled(names: list[str], values: list[float], tops: list[Any]) -> bool:
+    """Return whether each position holds only the log-probability of the sampled token."""
     if not set(map(type, tops)) <= {dict}:
         return False
     return sum(map(len, tops)) == len(tops) and list(map(dict.get, tops, names)) == values
 
 
 def _are_integers(values: list[Any]) -> bool:
-    """Whether all are numbers without a fraction; true and false are none, though Python takes them for some."""
+    """Return whether all values are integers; booleans, which Python counts as integers, are not."""
     return set(map(type, values)) <= {int}
 
 

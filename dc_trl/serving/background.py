@@ -1,4 +1,4 @@
-"""Work in threads that nobody has to wait for when the process ends, and that any thread can end."""
+"""Work in threads that do not delay the end of the process, and that any thread can end."""
 
 import asyncio
 import threading
@@ -13,18 +13,18 @@ from .errors import RequestAbandonedError
 T = TypeVar("T")
 
 _lock = threading.Lock()
-_cancels: dict[Callable[[], None], object] = {}  # what ends each coroutine that runs, and its owner
-_abandoned = threading.Event()  # no request is wanted any more
+_cancels: dict[Callable[[], None], object] = {}  # cancels each running coroutine; the values are the owners
+_abandoned = threading.Event()  # set while requests are abandoned
 
 
 def in_thread(action: Callable[[], T]) -> "Future[T]":
-    """Has a thread of its own do something; what it returns or raises is in the future."""
+    """Run an action in a thread of its own; the future holds its result or error."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(action())
-        except BaseException as error:  # raised where the result is asked for
+        except BaseException as error:  # raised where the result is read
             future.set_exception(error)
 
     threading.Thread(target=run, name="dc_trl-server", daemon=True).start()
@@ -33,16 +33,16 @@ def in_thread(action: Callable[[], T]) -> "Future[T]":
 
 @contextmanager
 def in_event_loop(coroutine: Coroutine[Any, Any, T], owner: object = None) -> "Iterator[Future[T]]":
-    """A block beside which a coroutine runs, in a thread and an event loop of its own.
+    """Run a coroutine beside the block, in a thread and an event loop of its own.
 
-    What it returns or raises is in the future, a `RequestAbandonedError` where `abandon_requests` or `end_requests_of`
-    its owner has ended it. Whoever leaves the block before its end cancels it, and waits for that.
+    The future holds its result or error, a `RequestAbandonedError` if `abandon_requests` or `end_requests_of` its
+    owner ended it. Leaving the block before the coroutine has ended cancels it and waits for that.
     """
     loop = asyncio.new_event_loop()
     task = loop.create_task(coroutine)
 
     def cancel() -> None:
-        with suppress(RuntimeError):  # the loop is closed, where the coroutine has just ended by itself
+        with suppress(RuntimeError):  # the loop is closed if the coroutine has just ended by itself
             loop.call_soon_threadsafe(task.cancel)
 
     def run() -> T:
@@ -69,9 +69,9 @@ def in_event_loop(coroutine: Coroutine[Any, Any, T], owner: object = None) -> "I
 
 
 def in_coroutine(coroutine: Coroutine[Any, Any, T], owner: object = None) -> T:
-    """Runs a coroutine in an event loop of its own, also where the caller is within one, as a notebook's cell is.
+    """Run a coroutine in an event loop of its own, even if the caller is within one, such as a notebook's cell.
 
-    Whatever interrupts the caller, Ctrl-C for example, cancels the coroutine and waits for its end.
+    An interruption of the caller, such as Ctrl-C, cancels the coroutine and waits for its end.
 
     Raises:
         RequestAbandonedError: see `in_event_loop`.
@@ -81,7 +81,7 @@ def in_coroutine(coroutine: Coroutine[Any, Any, T], owner: object = None) -> T:
 
 
 def end_requests_of(owner: object) -> None:
-    """Ends the coroutines that run for an owner. May be called in any thread."""
+    """End the running coroutines of an owner. Any thread may call this."""
     with _lock:
         cancels = [cancel for cancel, of in _cancels.items() if of is owner]
     for cancel in cancels:
@@ -89,8 +89,8 @@ def end_requests_of(owner: object) -> None:
 
 
 def abandon_requests() -> None:
-    """Ends all coroutines that run, and all that begin later, until `allow_requests`. May be called in any thread."""
-    _abandoned.set()  # first: what begins from now on sees it
+    """End all coroutines that run, and all that begin before `allow_requests`. Any thread may call this."""
+    _abandoned.set()  # comes first, so that coroutines that begin from now on see it
     with _lock:
         cancels = list(_cancels)
     for cancel in cancels:
@@ -98,15 +98,15 @@ def abandon_requests() -> None:
 
 
 def allow_requests() -> None:
-    """Takes `abandon_requests` back."""
+    """Undo `abandon_requests`."""
     _abandoned.clear()
 
 
 def pause(seconds: float) -> None:
-    """Sleeps, unless requests are abandoned.
+    """Sleep, unless requests are abandoned.
 
     Raises:
-        RequestAbandonedError: they are, or were meanwhile.
+        RequestAbandonedError: requests were abandoned before or during the sleep.
     """
     if _abandoned.wait(seconds):
         raise RequestAbandonedError

@@ -1,4 +1,4 @@
-"""TRL's client of a vLLM server, with the weights that the server is to hold, and with requests that end."""
+"""TRL's client of a vLLM server, extended by the weights that the server must hold and by limits of its requests."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,64 +17,63 @@ from .fit import ROUTES_OPTION, is_cpu
 from .seeds import RolloutSeeds
 
 
-_IMAGES_AT_ONCE = 64  # prompts with images on their way, as many as TRL sends
-LOADING = "loading-"  # begins the version of weights that are not all there yet
+_MAX_CONCURRENT_IMAGES = 64  # largest number of concurrent prompts with images, the same as TRL's
+LOADING = "loading-"  # prefix of the version of weights that are not completely loaded
 
 
 def require_loaded(version: str | None, url: str) -> None:
-    """Refuses the weights of a server that are not all of one version.
+    """Refuse a server whose weights are not all of one version.
 
     Args:
-        version: that the server gives; None where it gives none.
-        url: of the server, for the message.
+        version: weight version that the server reports, or None.
+        url: address of the server, for the message.
 
     Raises:
-        ServerError: they are being loaded, or a load of them was cut off.
+        ServerError: the weights are being loaded, or their load was cut off.
     """
     if version is not None and version.startswith(LOADING):
         raise ServerError(
-            f"vLLM at {url} holds weights {version!r}: they are being loaded, or a load of them was cut off, and then "
-            "nobody can say what they are. Wait until it has ended; where no run uses this server any more, start it "
-            "anew."
+            f"vLLM at {url} holds weights {version!r}: they are being loaded, or their load was cut off, which "
+            "leaves an unknown mixture. Wait until the load has ended; if no run uses this server, start it anew."
         )
 
 
-ROLLOUTS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")  # where completions are asked for
+ROLLOUTS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")  # paths of requests for completions
 
 
 class Weights(NamedTuple):
-    """The weights that a server is to hold."""
+    """The weights that a server must hold."""
 
-    version: str  # a name that no other run and no restarted server has
-    checkpoint: Path | None  # as the server sees it; None where they were streamed, and cannot be loaded again
+    version: str  # a name that no other run and no restarted server uses
+    checkpoint: Path | None  # the path that the server sees; None for streamed weights, which cannot be reloaded
 
 
 class ServerClient(VLLMClient):
     """Client of a vLLM server whose weights are replaced during training.
 
-    `generate` is tried again where the server fails. Each prompt is a request of its own with a seed of its own, so
-    that the same run samples the same again. Once the client has been given weights, completions count only
-    if the server held these before and after them; a server that lost them gets them again first.
+    `generate` is tried again if the server fails. Each prompt is a separate request with its own seed, so that the
+    same run samples the same completions again. Once the client has been given weights, completions count only if the
+    server held these weights before and after them; a server that lost them loads them first.
 
     Args:
         base_url: address of the server, "http://127.0.0.1:8000".
         group_port: port of TRL's NCCL weight stream.
-        start_timeout: seconds to wait for the server to be up.
-        patience: how long and how often the server is asked.
-        deadline: of the task that the client's first requests are part of; a task of their own by default.
-        report: takes a line about what is happening.
+        start_timeout: seconds to wait until the server is up.
+        patience: time limits and number of tries of requests.
+        deadline: deadline of the task to which the client's first requests belong; by default they are their own task.
+        report: function that takes a line about what is happening.
 
     Attributes:
-        connection: what the requests go through.
-        weights: what the server has to hold for a rollout; None: whatever it holds.
-        seeds: of the prompts of rollouts.
-        bounds: what is known of the server's model, against which its answers are checked.
-        routed_experts: experts that the last completions were sampled with, each of shape (tokens of prompt and
+        connection: connection that sends the requests.
+        weights: weights that the server must hold for a rollout; None to accept any.
+        seeds: seeds of the prompts of rollouts.
+        bounds: known bounds of the server's model, against which its answers are checked.
+        routed_experts: experts with which the last completions were sampled, each of shape (tokens of prompt and
             completion less one, decoder layers, k), unsigned; None where the server does not return them.
 
     Raises:
         ServerUnavailableError: the server is not up within `start_timeout`.
-        ServerError: it asks for a key.
+        ServerError: the server requires an API key.
     """
 
     def __init__(
@@ -96,16 +95,16 @@ class ServerClient(VLLMClient):
         with self.connection.task(deadline) as end, self.connection.reading("/v1/models"):
             self.check_server(min(start_timeout, end.left))
             self.connection.persist(lambda first: connect(base_url=self.connection.url, group_port=group_port))
-        self.session: Any = _Session(self)  # what TRL asks past `_get` and `_post`
+        self.session: Any = _Session(self)  # for requests that TRL sends without `_get` and `_post`
 
     # --- TRL's ways to the server -----------------------------------------------------------------------------------
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
-        """See `Connection.wait_until_up`."""
+        """Wait until the server is up; see `Connection.wait_until_up`."""
         self.connection.wait_until_up(total_timeout, retry_interval)
 
     def get_server_info(self) -> dict[str, Any]:
-        """The server's resolved configuration (`VllmConfig`), as a JSON tree."""
+        """Return the server's resolved configuration (`VllmConfig`) as a JSON tree."""
         answer = self.connection.get("/server_info", params={"config_format": "json"})
         with self.connection.reading("/server_info"):
             return answer["vllm_config"]
@@ -116,7 +115,7 @@ class ServerClient(VLLMClient):
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
         path = url.removeprefix(self.base_url)
         if path == "/v1/completions":
-            # A request for each prompt, which alone can have a seed of its own.
+            # Each prompt is a separate request, since only a request can have a seed.
             requests = self.seeds.requests(kwargs["json"])
             answers = zip(requests, self.connection.post_all(path, requests), strict=True)
             choices = [choice for asked, answer in answers for choice in self._read(asked, answer)]
@@ -126,7 +125,7 @@ class ServerClient(VLLMClient):
             if path not in ROLLOUTS:
                 return answer
             answer["choices"] = self._read(kwargs["json"], answer)
-        self.routed_experts = routes_of(answer["choices"])  # which TRL does not pass on
+        self.routed_experts = routes_of(answer["choices"])  # TRL does not pass them on
         return answer
 
     def _read(self, request: dict[str, Any], answer: dict[str, Any]) -> list[dict[str, Any]]:
@@ -135,16 +134,16 @@ class ServerClient(VLLMClient):
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """See TRL's `VLLMClient.generate`.
+        """Generate as TRL's `VLLMClient.generate` does.
 
         Raises:
-            ServerError: the server refused, or failed for good; or it did not give what a rollout of its weights
-                needs.
+            ServerError: the server refused or failed in all tries, or its answer cannot be used for a rollout of its
+                weights.
         """
         try:
             return self.connection.persist(lambda first: self._generate(first, *args, **kwargs))
         finally:
-            self.seeds.forget()  # not before: what is tried again is sampled alike
+            self.seeds.forget()  # not earlier, so that another try samples the same completions
 
     def _generate(self, first: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
         if self.weights is None:
@@ -166,31 +165,31 @@ class ServerClient(VLLMClient):
             settings = {name: value for name, value in requests[number].items() if name != "prompt"}
             return ask(prompts[number : number + 1], features[number : number + 1], settings)
 
-        with ThreadPoolExecutor(min(_IMAGES_AT_ONCE, len(prompts))) as pool:
+        with ThreadPoolExecutor(min(_MAX_CONCURRENT_IMAGES, len(prompts))) as pool:
             outputs = list(pool.map(complete, range(len(prompts))))
         return {name: [entry for output in outputs for entry in output[name]] for name in outputs[0]}
 
     def require_routes(self) -> None:
-        """See the function of this name, of the last completions."""
+        """Check the last completions with the function of this name."""
         require_routes(self.routed_experts, self.base_url)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def load(self, weights: Weights) -> None:
-        """Brings weights to the server from their checkpoint, unless it holds them; rollouts are theirs from now on.
+        """Load weights into the server from their checkpoint, unless it holds them; later rollouts use these weights.
 
         Raises:
-            ServerError: the server cannot load them, or failed for good.
+            ServerError: the server cannot load them, or failed in all tries.
         """
         self.weights = weights
         self.connection.persist(lambda first: self.hold(weights, reload=not first))
 
     def hold(self, weights: Weights, reload: bool) -> None:
-        """Loads the weights into a server that does not hold them, or where they are in doubt (`reload`); one try.
+        """Load weights into a server that does not hold them, or that may not (`reload`), in one try.
 
         Raises:
-            ServerUnavailableError: it failed, or holds others in the end.
-            ServerError: there is nothing to load them from.
+            ServerUnavailableError: the load failed, or the server holds other weights afterwards.
+            ServerError: there is no checkpoint from which to load them.
         """
         if self.weight_version() == weights.version and not (reload and weights.checkpoint is not None):
             return
@@ -203,39 +202,39 @@ class ServerClient(VLLMClient):
         self.load_checkpoint(str(weights.checkpoint), weights.version)
 
     def require_version(self, served: str, weights: Weights) -> None:
-        """Refuses completions after which the server held another version than that of their weights.
+        """Refuse completions after which the server held another version of the weights.
 
         Raises:
-            ServerUnavailableError: it did.
+            ServerUnavailableError: `served` is not the version of `weights`.
         """
         if served != weights.version:
             raise ServerUnavailableError(f"vLLM at {self.base_url} lost or changed its weights during a rollout")
 
     def describe(self, first: bool = True) -> tuple[dict[str, Any], str]:
-        """The server's configuration and its engine's layers, as `check_server` takes them; one try."""
+        """Return the server's configuration and its engine's layers, as `check_server` takes them, in one try."""
         return self.get_server_info(), self.layers()
 
     def layers(self) -> str:
-        """The engine's layers, as text."""
+        """Return the engine's layers as text."""
         answers = self._collective_rpc("get_model_inspection")
         with self.connection.reading("/collective_rpc"):
             return answers[0]
 
     def weight_version(self) -> str:
-        """Version of the weights that the server holds; "default" since it started."""
+        """Return the version of the weights that the server holds; "default" until weights are loaded."""
         answer = self.connection.get("/weight_info")
         with self.connection.reading("/weight_info"):
             return answer["weight_version"]
 
     def load_checkpoint(self, directory: str, weight_version: str) -> None:
-        """Has the server reload its weights in place, and forget what it cached with the old ones.
+        """Make the server reload its weights in place and clear the cache that it filled with the old ones.
 
         Args:
-            directory: of the checkpoint, as the server sees it.
+            directory: path of the checkpoint, as the server sees it.
             weight_version: see `name_weights`.
 
         Raises:
-            ServerUnavailableError: it failed, or loads others meanwhile.
+            ServerUnavailableError: the load failed, or the server is loading other weights.
         """
         self.name_weights(LOADING + weight_version)
         self._collective_rpc(self._reload_method, weights_path=directory)
@@ -247,36 +246,36 @@ class ServerClient(VLLMClient):
         return "reload_checkpoint" if is_cpu(self.get_server_info()) else "reload_weights"
 
     def name_weights(self, weight_version: str) -> None:
-        """Has the server call its present weights by this version from now on.
+        """Set the server's name for its present weights.
 
-        A version that begins with `LOADING` is of weights that are being loaded. The server has it from before the
-        first of them changes until all have: whatever cuts a load off, no name outlives the weights that it was given
-        to.
+        A version that begins with `LOADING` names weights that are being loaded. The server holds that name from
+        before the first weight changes until all have changed, so that even after an interrupted load no name belongs
+        to other weights than those it was given to.
         """
         self.connection.request("POST", "/update_weight_version", json={"new_version": weight_version})
 
     def name_loaded(self, weight_version: str) -> None:
-        """Takes away the `LOADING` from the name of weights whose load has ended well.
+        """Remove the prefix `LOADING` from the name of weights that were loaded successfully.
 
         Raises:
-            ServerUnavailableError: another client has begun to load others into the server.
+            ServerUnavailableError: another client has begun to load other weights into the server.
         """
         before = self.weight_version()
         if before == LOADING + weight_version:
             self.name_weights(weight_version)
         if (served := self.weight_version()) != weight_version:
             raise ServerUnavailableError(
-                f"vLLM at {self.base_url} serves weights {served!r} where {weight_version!r} were loaded: does "
+                f"vLLM at {self.base_url} serves weights {served!r} although {weight_version!r} were loaded: does "
                 "another run use it?"
             )
 
     def reset_prefix_cache(self) -> None:
-        """Empties the prefix cache.
+        """Empty the prefix cache.
 
         Raises:
             ServerUnavailableError: requests of another client hold parts of it.
         """
-        # Blocks of a request that has just ended may be held for a moment.
+        # Blocks of a request that has just ended may stay in use for a moment.
         for _ in range(50):
             answer = self.connection.request("POST", "/reset_prefix_cache")
             with self.connection.reading("/reset_prefix_cache"):
@@ -295,7 +294,7 @@ class ServerClient(VLLMClient):
 
 
 class _Session:
-    """Has what TRL's client asks by its `requests.Session` go through our connection."""
+    """Sends requests that TRL's client makes by its `requests.Session` through our connection."""
 
     def __init__(self, client: ServerClient):
         self._client = client
@@ -305,24 +304,24 @@ class _Session:
 
 
 def require_log_probs(logprobs: list[list[list[float]]] | None, where: str) -> None:
-    """Refuses completions that cannot be trained on.
+    """Refuse completions without log-probabilities, which cannot be trained on.
 
     Args:
-        logprobs: as TRL's client returns them, (completions, tokens, named tokens).
+        logprobs: log-probabilities as TRL's client returns them, (completions, tokens, named tokens).
         where: the server's address, for the message.
 
     Raises:
-        ServerError: there are none.
+        ServerError: there are no log-probabilities.
     """
     if logprobs is None:
         raise ServerError(f"vLLM at {where} returned no log-probabilities: leave `logprobs` to the trainer.")
 
 
 def require_routes(routed_experts: list[np.ndarray | None], where: str) -> None:
-    """Refuses completions that came without the experts that they were sampled with.
+    """Refuse completions without the experts with which they were sampled.
 
     Raises:
-        ServerError: the server does not return them any more.
+        ServerError: the server does not return the experts.
     """
     if not routed_experts or any(routes is None for routes in routed_experts):
         raise ServerError(

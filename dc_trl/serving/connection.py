@@ -1,4 +1,4 @@
-"""HTTP to a vLLM server: what its answers mean, how long they may take, and when a request is sent again."""
+"""HTTP to a vLLM server: the meaning of its answers, the time limits, and the repetition of requests."""
 
 import asyncio
 import math
@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CONNECT_SECONDS = 10.0
-_AT_ONCE = 512  # requests on their way; a process may have 1,024 files open by default
-_TRY_AGAIN = (408, 425, 429)  # of HTTP 4xx, what says "later" and not "no"
+_MAX_CONCURRENT = 512  # largest number of concurrent requests; a process may have 1,024 open files by default
+_RETRY_STATUSES = (408, 425, 429)  # the HTTP 4xx that mean "later" and not "no"
 
 
 class Deadline:
-    """When a task has to be done, tries and the waits between them: `seconds` from now, `math.inf` for no limit."""
+    """The time by which a task must be done, with all tries and waits: `seconds` from now, `math.inf` for no limit."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
@@ -42,27 +42,27 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds until then, at least 0."""
+        """Seconds until the deadline, at least 0."""
         return max(0.0, self._end - time.monotonic())
 
 
 class Patience(NamedTuple):
-    """How long a server is waited for, and how often it is asked again."""
+    """How long to wait for a server, and how often to try again."""
 
-    # Seconds that any one request may take, from its connection to the last byte of its answer: a generation batch, a
-    # reload of weights.
+    # Seconds that one request may take, from its connection to the last byte of its answer; a request may be a
+    # generation batch or a reload of weights.
     request_timeout: float = 3600.0
-    server_timeout: float = 240.0  # seconds to wait for a server that went away to be up again
-    max_retries: int = 0  # tries after the first, where the connection broke or the server failed
-    time_limit: float = math.inf  # seconds that one task may take, with all its tries; a part of ddp_timeout
-    prefix: str = ""  # of the names that these settings have for the user
+    server_timeout: float = 240.0  # seconds to wait until a lost server is up again
+    max_retries: int = 0  # tries after the first if the connection broke or the server failed
+    time_limit: float = math.inf  # seconds that one task may take with all its tries; less than ddp_timeout
+    prefix: str = ""  # prefix of these settings' names in messages
 
 
 ONE_TRY = Patience()
 
 
 class Tries:
-    """When something that failed is tried again, and when no more."""
+    """Decides whether something that failed is tried again."""
 
     def __init__(self, patience: Patience, deadline: Deadline):
         self._patience = patience
@@ -70,14 +70,14 @@ class Tries:
         self.made = 0  # tries that failed
 
     def pause(self, failure: object) -> float:
-        """Seconds to wait before the next try: as many as the server asks for, where these are more than ours.
+        """Return the seconds to wait before the next try, at least as many as the server asks for.
 
         Raises:
-            ServerUnavailableError: there is none; the message has the failure and the limit that was reached.
+            ServerUnavailableError: no try is left; the message has the failure and the limit that was reached.
         """
         self.made += 1
         if self._deadline.left == 0:
-            limit = f"ddp_timeout, the other processes wait no longer than these {self._deadline.seconds:g} s"
+            limit = f"ddp_timeout, the other processes wait no longer than {self._deadline.seconds:g} s"
         elif self.made > self._patience.max_retries:
             limit = f"{self._patience.prefix}max_retries"
         else:
@@ -91,18 +91,18 @@ class Tries:
 
 
 class Connection:
-    """HTTP to one vLLM server, for threads and for an event loop.
+    """HTTP to one vLLM server, for use from threads and from an event loop.
 
-    The key that the server may ask for is read from the environment variable `VLLM_API_KEY`, which `vllm serve` reads
-    too. Threads may share a connection where `time_limit` is infinite; else one task runs at a time.
+    The API key is read from the environment variable `VLLM_API_KEY`, which `vllm serve` reads too. Threads may share a
+    connection if `time_limit` is infinite; otherwise only one task may run at a time.
 
     Args:
         url: address of the server, "http://127.0.0.1:8000".
-        patience: how long and how often the server is asked.
-        report: takes a line about what is happening.
+        patience: time limits and number of tries of requests.
+        report: function that takes a line about what is happening.
 
     Raises:
-        ServerError: the address cannot be read.
+        ServerError: the address is not valid.
     """
 
     def __init__(self, url: str, patience: Patience = ONE_TRY, report: Callable[[str], None] = print):
@@ -114,10 +114,10 @@ class Connection:
         self._options: dict[str, Any] = {
             "base_url": self.url,
             "headers": {"Authorization": f"Bearer {key}"} if key else {},
-            # A connection for each request: a busy server closes those that are kept alive while it is on its way.
+            # Each request opens a connection: a busy server may close an idle one while a request is on its way to it.
             "limits": httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            "trust_env": not is_local(self.url),  # proxies are for other machines
-            # httpx limits the wait for each next byte; the limits of whole requests are ours.
+            "trust_env": not is_local(self.url),  # proxies are only for other machines
+            # httpx limits the wait for each next byte; this class limits whole requests.
             "timeout": httpx.Timeout(None, connect=_CONNECT_SECONDS),
             "verify": _certificates(),
         }
@@ -125,18 +125,18 @@ class Connection:
         try:
             httpx.URL(self.url)
         except httpx.InvalidURL as error:
-            raise ServerError(f"{url!r} is no address of a vLLM server ({error}): use http://HOST:PORT") from error
+            raise ServerError(f"{url!r} is not an address of a vLLM server ({error}): use http://HOST:PORT") from error
 
     def close(self) -> None:
-        """Ends what is on its way and sends no more: who asks in another thread gets a RuntimeError."""
+        """End all pending requests and send no more; callers in other threads get a RuntimeError."""
         self._closed = True
         end_requests_of(self)
 
     @contextmanager
     def task(self, deadline: Deadline | None = None) -> Iterator[Deadline]:
-        """Has all requests in the block end by a deadline, `time_limit` from now by default.
+        """Set a deadline for all requests in the block, `time_limit` from now by default.
 
-        A task within a task is a part of it, and has its deadline.
+        A task within a task is part of it and shares its deadline.
         """
         outer = self._deadline
         self._deadline = outer or deadline or Deadline(self.patience.time_limit)
@@ -151,17 +151,17 @@ class Connection:
         return self.request("GET", path, **kwargs)
 
     def request(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
-        """The JSON that the server answers at a path, "/v1/models" for example; **kwargs are those of `httpx.request`.
+        """Return the JSON object that the server answers at a path; **kwargs are those of `httpx.request`.
 
         Raises:
-            ServerUnavailableError: no answer in time, or one of a server that failed.
-            ServerRefusedError: HTTP 4xx.
-            ServerError: the server asks for a key.
+            ServerUnavailableError: there was no answer in time, or the server failed.
+            ServerRefusedError: the server answered HTTP 4xx.
+            ServerError: the server requires an API key.
         """
         return self._read(path, self._response(method, path, **kwargs))
 
     def response(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
-        """`request`, for who wants the response that the JSON is in."""
+        """Send a request as `request` does, but return the response that holds the JSON."""
         response = self._response(method, path, **kwargs)
         self._read(path, response)
         return response
@@ -171,11 +171,11 @@ class Connection:
         if left == 0:
             raise ServerUnavailableError(f"vLLM at {self.url} was not asked for {path}: no time is left for it")
         limit = min(self.patience.request_timeout, left)
-        with self._reaching(path, None if limit < left else limit):
+        with self._transport_errors(path, None if limit < left else limit):
             return self._send(limit, method, path, **kwargs)
 
     def _send(self, limit: float, method: str, path: str, **kwargs: Any) -> httpx.Response:
-        """Sends a request, which ends after `limit` seconds: with its answer, or by a TimeoutError."""
+        """Send a request and return its answer; raise a TimeoutError after `limit` seconds."""
 
         async def send() -> httpx.Response:
             async with asyncio.timeout(limit), self.asynchronous() as http:
@@ -184,7 +184,7 @@ class Connection:
         return self._run(send)
 
     def _run(self, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs what asks the server, until this connection is closed."""
+        """Run a coroutine that queries the server, unless this connection is or gets closed."""
         if not self._closed:
             try:
                 return in_coroutine(action(), owner=self)
@@ -194,16 +194,16 @@ class Connection:
         raise RuntimeError(f"the connection to vLLM at {self.url} is closed")
 
     def post_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What the server answers to several requests at once, within the time that one of them may take.
+        """Return the answers to several concurrent requests, within the time that one of them may take.
 
         Raises:
-            ServerError: see `request`; the others are given up.
+            ServerError: see `request`; the other requests are abandoned.
         """
         left = math.inf if self._deadline is None else self._deadline.left
         if left == 0:
             raise ServerUnavailableError(f"vLLM at {self.url} was not asked for {path}: no time is left for it")
         limit = min(self.patience.request_timeout, left)
-        room = asyncio.Semaphore(_AT_ONCE)
+        room = asyncio.Semaphore(_MAX_CONCURRENT)
 
         async def ask(http: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
             async with room:
@@ -219,43 +219,43 @@ class Connection:
                         task.cancel()
                     await asyncio.gather(*tasks, return_exceptions=True)
 
-        with self._reaching(path, None if limit < left else limit):
+        with self._transport_errors(path, None if limit < left else limit):
             return self._run(ask_all)
 
     def asynchronous(self) -> httpx.AsyncClient:
-        """A client for an event loop, to be given to `arequest`."""
+        """Return a client for `arequest` in an event loop."""
         return httpx.AsyncClient(**self._options)
 
     async def arequest(self, http: httpx.AsyncClient, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
-        """`request` in an event loop, within `request_timeout`."""
-        with self._reaching(path, None):
+        """Send a request as `request` does, in an event loop and within `request_timeout`."""
+        with self._transport_errors(path, None):
             async with asyncio.timeout(self.patience.request_timeout):
                 response = await http.request(method, path, **kwargs)
         return self._read(path, response)
 
     @contextmanager
     def reading(self, path: str) -> Iterator[None]:
-        """A block that reads an answer, and in which what the answer lacks is an error of the server.
+        """Turn errors of reading an answer in the block into an error of the server.
 
         Raises:
-            ServerAnswerError: something is not there, or is of another kind.
+            ServerAnswerError: a part of the answer is missing or has another type.
         """
         try:
             yield
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ServerAnswerError(
-                f"what answers {path} at {self.url} does not say what vLLM says there ({type(error).__name__}: "
-                f"{error}): check that the address is that of vllm serve, in a version that is supported."
+                f"the server at {self.url} answered {path} in another format than vLLM ({type(error).__name__}: "
+                f"{error}): check that the address is that of vllm serve, in a supported version."
             ) from error
 
     @contextmanager
-    def _reaching(self, path: str, left: float | None) -> Iterator[None]:
-        """What it means that there is no answer, where `left` seconds were left for it; None: `request_timeout`."""
+    def _transport_errors(self, path: str, left: float | None) -> Iterator[None]:
+        """Translate transport errors; `left` is the number of seconds that remained, or None for `request_timeout`."""
         try:
             yield
         except (httpx.TimeoutException, TimeoutError) as error:
             setting = f"{self.patience.prefix}request_timeout={self.patience.request_timeout:g} s"
-            allowed = setting if left is None else f"the {left:.3g} s that were left for it"
+            allowed = setting if left is None else f"the remaining {left:.3g} s"
             raise ServerUnavailableError(f"vLLM at {self.url} did not answer {path} within {allowed}") from error
         except httpx.ConnectError as error:
             raise ServerUnavailableError(
@@ -267,7 +267,7 @@ class Connection:
             ) from error
 
     def _read(self, path: str, response: httpx.Response) -> dict[str, Any]:
-        """The JSON of an answer, or what it means that there is none."""
+        """Return the JSON object of an answer, or raise the error that its status means."""
         status, text = response.status_code, response.text
         if status == 401:
             raise ServerError(
@@ -280,11 +280,11 @@ class Connection:
                 f"vLLM at {self.url} does not serve {path}: restart it with VLLM_SERVER_DEV_MODE=1 in its environment."
             )
         if status >= 400 and "not JSON compliant" in text:
-            # JSON has no NaN, so that vLLM refuses to send the log-probabilities of broken weights.
+            # JSON has no NaN, so vLLM refuses to send the log-probabilities of broken weights.
             raise ServerUnavailableError(
                 f"vLLM at {self.url} computed NaN for {path}: its weights are broken, or the policy has diverged"
             )
-        if status >= 500 or status in _TRY_AGAIN:
+        if status >= 500 or status in _RETRY_STATUSES:
             after = response.headers.get("Retry-After", "")
             raise ServerUnavailableError(
                 f"vLLM at {self.url} failed at {path} (HTTP {status}): {text[:500]}",
@@ -296,24 +296,25 @@ class Connection:
             answer = response.json()
         except (ValueError, RecursionError) as error:
             raise ServerUnavailableError(
-                f"what answers {path} at {self.url} sends no JSON and seems to be no vLLM: {text[:100]!r}"
+                f"the server at {self.url} answered {path} without JSON and is probably not vLLM: {text[:100]!r}"
             ) from error
         if not isinstance(answer, dict):
             raise ServerAnswerError(
-                f"what answers {path} at {self.url} sends no JSON object and seems to be no vLLM: {text[:100]!r}"
+                f"the server at {self.url} answered {path} without a JSON object and is probably not vLLM: "
+                f"{text[:100]!r}"
             )
         return answer
 
     # --- tries ------------------------------------------------------------------------------------------------------
 
     def persist(self, action: Callable[[bool], T], patience: Patience | None = None) -> T:
-        """`persist` with this server, and with the connection's own patience by default."""
+        """Call `persist` with this server, by default with the connection's own patience."""
         patience = patience or self.patience
         with self.task() as deadline:
             return persist(action, patience, deadline, self.wait_until_up, self._report)
 
     async def apersist(self, http: httpx.AsyncClient, action: Callable[[], Awaitable[T]]) -> T:
-        """`persist` in an event loop, and silent: many requests fail at once there."""
+        """Do the same as `persist` in an event loop, without reports, since many requests fail at once there."""
         tries = Tries(self.patience, Deadline(self.patience.time_limit))
         while True:
             try:
@@ -322,7 +323,7 @@ class Connection:
                 seconds = tries.pause(error)
             await asyncio.sleep(seconds)
             wait = Deadline(self.patience.server_timeout)
-            while wait.left > 0:  # a server that stays away for longer is met by the next try
+            while wait.left > 0:  # the next try reports a server that stays away for longer
                 with suppress(httpx.RequestError, TimeoutError):
                     async with asyncio.timeout(5.0):
                         if (await http.get("/health")).status_code == 200:
@@ -330,7 +331,7 @@ class Connection:
                 await asyncio.sleep(1.0)
 
     def why_down(self, timeout: float = 5.0) -> str | None:
-        """None where the server is up, else in a word what it is that is not."""
+        """Return None if the server is up, otherwise a short reason."""
         try:
             status = self._send(timeout, "GET", "/health").status_code
         except (httpx.RequestError, TimeoutError) as error:
@@ -338,17 +339,17 @@ class Connection:
         return None if status == 200 else f"HTTP {status}"
 
     def wait_until_up(self, timeout: float, interval: float = 1.0) -> None:
-        """See `wait_until_one_is_up`, of this server."""
+        """Wait for this server; see `wait_until_one_is_up`."""
         wait_until_one_is_up([self], timeout, interval, self._report)
 
 
 def wait_until_one_is_up(
     servers: Sequence[Connection], timeout: float, interval: float, report: Callable[[str], None]
 ) -> None:
-    """Waits until one of the servers is up, with `interval` seconds between two looks, and says that it waits.
+    """Wait until one of the servers is up, ask them every `interval` seconds, and report the wait.
 
     Raises:
-        ServerUnavailableError: none is up within `timeout` seconds.
+        ServerUnavailableError: no server is up within `timeout` seconds.
     """
     begin = time.monotonic()
     reported = begin - 10
@@ -374,18 +375,18 @@ def persist(
     wait_until_up: Callable[[float], None],
     report: Callable[[str], None],
 ) -> T:
-    """Result of an action on servers, tried again where it fails with a `ServerUnavailableError`.
+    """Return the result of an action on servers; try again if it fails with a `ServerUnavailableError`.
 
     Args:
-        action: is told whether this is the first try.
-        patience: how often it is tried.
-        deadline: of all tries and the waits between them.
-        wait_until_up: waits, so many seconds at most, for what has to be there before the next try.
-        report: takes a line about what is happening.
+        action: function that is told whether this is the first try.
+        patience: number of tries, and time limits.
+        deadline: deadline of all tries and the waits between them.
+        wait_until_up: function that waits, for at most the given seconds, until the next try can begin.
+        report: function that takes a line about what is happening.
 
     Raises:
         ServerUnavailableError: no try is left.
-        ServerError: trying again would not help.
+        ServerError: another try would not help.
     """
     tries = Tries(patience, deadline)
     while True:
@@ -401,12 +402,12 @@ def persist(
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """Whom we trust, read from the disk once and not for each request."""
+    """Return the trusted certificates, read from the disk only once."""
     return httpx.create_ssl_context()
 
 
 def is_local(url: str) -> bool:
-    """Whether a server's address is one of this machine."""
+    """Return whether a server's address is one of this machine."""
     host = urlparse(url).hostname or ""
     if host in (*LOOPBACK, "0.0.0.0"):
         return True

@@ -1,10 +1,10 @@
-"""FP8 products of vLLM's CPU engine on processors with AMX (vLLM 0.31, PyTorch 2.13). Runs within the engine.
+"""FP8 products of vLLM's CPU engine on processors with AMX (vLLM 0.31, PyTorch 2.13). Runs inside the engine.
 
-PyTorch hands a product of FP8 matrices to oneDNN wherever the processor has AMX. Without AMX for float16 (Sapphire and
-Emerald Rapids) oneDNN has no kernel for it but its reference, one number after the other: 64 × 128 by 128 × 256 takes
-0.12 s there, and 0.2 ms in PyTorch's own code, with the same result.
+PyTorch passes products of FP8 matrices to oneDNN on every processor with AMX. On processors without AMX for float16
+(Sapphire and Emerald Rapids) oneDNN has only its reference kernel, which computes one number at a time: 64 × 128 by
+128 × 256 takes 0.12 s, and 0.2 ms in PyTorch's own code, with the same result.
 
-oneDNN is turned off for these products alone: vLLM's own kernels for small bfloat16 layers end the process without it.
+oneDNN is turned off for these products only: vLLM's own kernels for small bfloat16 layers end the process without it.
 """
 
 import warnings
@@ -15,21 +15,21 @@ from typing import Any
 import torch
 
 
-@lru_cache(maxsize=1)  # once in a process: the kernel that is replaced has to be PyTorch's
+@lru_cache(maxsize=1)  # once in a process: the kernel to replace must be PyTorch's
 def avoid_onednns_reference() -> torch.library.Library | None:
-    """Has PyTorch multiply the FP8 matrices of this process itself, where oneDNN has no kernel for them.
+    """Make PyTorch itself multiply the FP8 matrices of this process if oneDNN has no kernel for them.
 
-    The operator's kernel is replaced, so compiled engines take it too; a graph cannot set oneDNN's flag. Returns what
-    holds the new kernels, or None where there is nothing to avoid.
+    The operator's kernel is replaced, so that compiled engines use it too; a graph cannot set oneDNN's flag. Return
+    the library that holds the new kernels, or None if oneDNN has a kernel.
     """
     processor = torch.cpu.get_capabilities()
     if not processor.get("amx_int8") or processor.get("amx_fp16"):
         return None
-    # oneDNN would have asked the kernel of the system for AMX, which vLLM's attention uses without asking.
+    # oneDNN would have requested AMX from the operating system, and vLLM's attention uses it without a request.
     torch.cpu._init_amx()
     operators = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators")  # that a kernel is replaced
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # a kernel is replaced on purpose
         for name in ("_scaled_mm", "_scaled_mm.out"):
             kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
             operators.impl(name, _without_onednn(kernel.call_boxed), "CPU", with_keyset=True)

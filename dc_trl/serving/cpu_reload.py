@@ -1,15 +1,15 @@
-"""What vLLM's CPU engine leaves out when it reloads weights in place (vLLM 0.31). Runs within the engine.
+"""Completes the in-place reload of weights by vLLM's CPU engine (vLLM 0.31). Runs inside the engine.
 
-The kernels of that engine keep copies of the weights, packed for the processor. Three of them outlive a reload:
+The kernels of that engine keep copies of the weights, packed for the processor. Three kinds survive a reload:
 
-- An output head that shares the embedding's weights: the reload sees no weights of its own and leaves its packed copy,
-  so that the engine goes on with the old head under the new layers.
-- The scales of INT8 layers: the kernel holds a pointer to tensors that the reload frees; the next request reads
-  whatever is there then, NaN before long.
-- The experts of a mixture: they are packed only as long as there is no kernel for them, so that after a reload the
-  kernel reads unpacked weights.
+- An output head that shares the embedding's weights: the reload finds no weights of its own, so the engine keeps the
+  packed copy of the old head under the new layers.
+- The scales of INT8 layers: the kernel keeps a pointer to tensors that the reload frees, and later requests read
+  whatever is stored there, soon NaN.
+- The experts of a mixture: they are packed only while there is no kernel for them, so after a reload the kernel reads
+  unpacked weights.
 
-`vllm serve --worker-extension-cls dc_trl.serving.cpu_reload.CPUReloadExtension` makes the remedy callable.
+`vllm serve --worker-extension-cls dc_trl.serving.cpu_reload.CPUReloadExtension` makes the complete reload callable.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ avoid_onednns_reference()
 
 
 def reload_checkpoint(worker: Any, weights_path: str) -> None:
-    """Reloads the weights of a CPU worker from a checkpoint directory, packed copies included."""
+    """Reload the weights of a CPU worker from a checkpoint directory, including the packed copies."""
     for module in worker.get_model().modules():
         if isinstance(module, RoutedExperts):
             module.quant_method.moe_kernel = None
@@ -42,15 +42,15 @@ def reload_checkpoint(worker: Any, weights_path: str) -> None:
         scales.append(weight_scales)
         return create(weight, weight_scales, *args)
 
-    # The reload would pack embeddings too, with which nothing is multiplied and which take half of its time.
+    # The reload would also pack embeddings, which takes half of its time and is useless: no product uses them.
     with (
         patch.object(_custom_ops, "create_onednn_scaled_mm", create_and_keep),
         patch.object(UnquantizedEmbeddingMethod, "process_weights_after_loading", lambda method, layer: None),
     ):
         worker.reload_weights(weights_path=weights_path)
-    # For as long as the kernels that point to them.
+    # The scales must live as long as the kernels that point to them.
     worker.scales_in_use = scales
-    # A model without a head of its own multiplies with its embedding. A head is a kind of embedding in vLLM.
+    # A model without a separate head multiplies by its embedding. In vLLM a head is a kind of embedding.
     embeddings = [module for module in worker.get_model().modules() if isinstance(module, VocabParallelEmbedding)]
     heads = [module for module in embeddings if isinstance(module, ParallelLMHead)]
     for module in heads or embeddings:

@@ -1,14 +1,14 @@
-"""What a vLLM server cannot do for us."""
+"""The errors of a vLLM server."""
 
 
 class ServerError(RuntimeError):
-    """The vLLM server cannot do what training needs of it; the message says why, and what to do."""
+    """The vLLM server cannot do what training needs; the message says why, with the remedy."""
 
-    when = "when the server is up again"  # a run that it has ended can go on
+    when = "when the server is up again"  # when a run that this error ended can resume
 
 
 class ServerUnavailableError(ServerError):
-    """The server cannot be reached, did not answer in time, or failed: trying again may help.
+    """The server could not be reached, did not answer in time, or failed; another try may help.
 
     Args:
         message: see `ServerError`.
@@ -21,23 +21,23 @@ class ServerUnavailableError(ServerError):
 
 
 class ServerRefusedError(ServerError):
-    """The server said no (HTTP 4xx): the same request gets the same answer."""
+    """The server refused the request (HTTP 4xx); the same request would get the same answer."""
 
 
 class ServerAnswerError(ServerError):
-    """The server's answer is none to what it was asked, so that nothing of it is used."""
+    """The server's answer does not fit the request, so none of it is used."""
 
-    when = "with a server that answers rightly"
+    when = "with a server that answers correctly"
 
 
 class RequestAbandonedError(ServerError):
-    """Nobody wants the answer any more: a signal ends the run, or whoever asked has left."""
+    """The answer is no longer needed: a signal ends the run, or the caller has stopped waiting."""
 
     def __init__(self) -> None:
-        super().__init__("The request to the server was given up before its answer.")
+        super().__init__("The request to the server was abandoned before its answer.")
 
 
 class WeightsNotWrittenError(ServerError):
-    """The checkpoint that the server is to load cannot be written."""
+    """The checkpoint that the server should load cannot be written."""
 
-    when = "when it can be"
+    when = "when it can be written"

@@ -1,4 +1,4 @@
-"""Whether a vLLM server serves us: samples what is trained, and takes its weights as they are sent."""
+"""Checks that a vLLM server samples the trained model and accepts its weights as they are sent."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from .errors import ServerError
 
 CPU_EXTENSION = "dc_trl.serving.cpu_reload.CPUReloadExtension"
 ROUTES_OPTION = "--enable-return-routed-experts"
-# What vLLM calls the layers that hold a scheme's weights.
+# Names in vLLM of the layers that hold a scheme's weights.
 _LAYERS = {"bf16": None, "fp8": "Fp8", "fp8_block": "Fp8", "int8": "Int8", "int4": "WNA16", "int4_g32": "WNA16"}
 
 
@@ -27,32 +27,32 @@ def check_server(
     logprobs: int = 0,
     routing_replay: bool = False,
 ) -> None:
-    """Refuses a server that would not sample what is trained.
+    """Refuse a server that would not sample the trained model.
 
     Args:
         info: `vllm_config` of the server's `/server_info`.
         layers: text of the engine's layers, from its `get_model_inspection`.
-        scheme: deployment scheme of the training run; None for whatever format the server keeps.
-        config: configuration of the model that is trained.
-        max_length: shortest length, of prompt and completion together, that the server has to take, in tokens.
-        weight_sync: "nccl", "checkpoint", or "none" where no weights are sent.
-        logprobs: most probable tokens whose log-probabilities are asked for.
-        routing_replay: whether completions have to come with the experts that they were sampled with.
+        scheme: deployment scheme of the training run; None to accept the server's format.
+        config: configuration of the trained model.
+        max_length: number of tokens of prompt and completion together that the server must accept.
+        weight_sync: "nccl", "checkpoint", or "none" if no weights are sent.
+        logprobs: number of most probable tokens whose log-probabilities are requested.
+        routing_replay: whether completions must include the experts with which they were sampled.
 
     Raises:
-        ServerError: names what is wrong and the option of `vllm serve` to change.
+        ServerError: the server is refused; the message names the reason and the option of `vllm serve` to change.
     """
     _check_sampling(info["model_config"], max_length, logprobs)
-    # Other versions of vLLM have no such entry.
+    # Other versions of vLLM do not have this entry.
     if routing_replay and not info.get("aux_output_config", {}).get("enable_return_routed_experts"):
         raise ServerError(
             f"the server does not return the experts that routing_replay=True replays: start it with {ROUTES_OPTION}, "
-            "which vLLM has on GPUs only."
+            "which vLLM supports only on GPUs."
         )
     if is_cpu(info) and info["scheduler_config"]["enable_chunked_prefill"]:
         raise ServerError(
-            "the server runs on a CPU and reads long prompts in chunks, on which vLLM's CPU engine ends where a "
-            "request has a seed, as those of a rollout have: start it with --no-enable-chunked-prefill."
+            "the server runs on a CPU and reads long prompts in chunks, at which vLLM's CPU engine ends if a "
+            "request has a seed, as rollouts do: start it with --no-enable-chunked-prefill."
         )
     _check_model(layers, config.get_text_config())
     _check_format(info["model_config"]["quantization"], layer_kinds(layers), scheme, weight_sync)
@@ -67,7 +67,7 @@ def check_server(
 def _check_sampling(model: dict[str, Any], max_length: int, logprobs: int) -> None:
     if model["logprobs_mode"] != "processed_logprobs":
         raise ServerError(
-            f"the server runs with --logprobs-mode {model['logprobs_mode']}, whose log-probabilities leave out the "
+            f"the server runs with --logprobs-mode {model['logprobs_mode']}, whose log-probabilities ignore the "
             "temperature: start it with --logprobs-mode processed_logprobs."
         )
     if -1 < model["max_logprobs"] < logprobs:
@@ -92,7 +92,7 @@ def _check_model(layers: str, text: PretrainedConfig) -> None:
                 f"{trained[0]} and {trained[1]}: serve the model that is trained (vllm serve MODEL), with the same "
                 "tokenizer and its added tokens."
             )
-    # The last line of the list of layers has its highest number: "(27): ..." or "(0-27): 28 x ...".
+    # The last line of the list of layers contains its highest number: "(27): ..." or "(0-27): 28 x ...".
     listed = re.search(r"^( *)\(layers\): ModuleList.*\n(?:\1 .*\n)+", layers, re.MULTILINE)
     if listed is not None:
         numbers = re.findall(rf"^{listed[1]}  \((?:\d+-)?(\d+)\): ", listed[0], re.MULTILINE)
@@ -113,25 +113,25 @@ def _check_format(method: str | None, kinds: list[str], scheme: str | None, weig
         )
     if weight_sync == "checkpoint" and kinds and method != "compressed-tensors":
         raise ServerError(
-            f"the server quantizes by itself (--quantization {method}), so that what samples is not the checkpoint "
+            f"the server quantizes by itself (--quantization {method}), so it does not sample with the checkpoint "
             "that weight_sync='checkpoint' writes: leave --quantization out and serve a checkpoint in the scheme "
             f"(dc-trl serve --scheme), or set weight_sync='nccl'."
         )
     if (scheme or "bf16") not in schemes_of(kinds) and (scheme is not None or weight_sync == "checkpoint"):
         raise ServerError(
-            f"the server's layers are {', '.join(kinds) or 'not quantized'}, and deployment_scheme={scheme!r} is "
-            f"trained for: start it with dc-trl serve --scheme {scheme or 'bf16'}, or set deployment_scheme to "
-            "what it serves."
+            f"the server's layers are {', '.join(kinds) or 'not quantized'}, and training is for deployment_scheme="
+            f"{scheme!r}: start it with dc-trl serve --scheme {scheme or 'bf16'}, or set deployment_scheme to the "
+            "server's scheme."
         )
 
 
 def layer_kinds(layers: str) -> list[str]:
-    """How vLLM's linear layers are quantized, from the text of the engine's layers; empty where they are not."""
+    """Return the kinds of quantization of vLLM's linear layers from the text of the engine's layers."""
     return sorted(set(re.findall(r"Linear\(quant=(\w+)", layers)))
 
 
 def schemes_of(kinds: list[str]) -> list[str]:
-    """Schemes that vLLM's linear layers may be in, from `layer_kinds`: vLLM does not tell the block sizes apart."""
+    """Return the possible schemes of vLLM's linear layers from `layer_kinds`; vLLM does not show the block sizes."""
     return [
         scheme
         for scheme, expected in _LAYERS.items()
@@ -140,15 +140,15 @@ def schemes_of(kinds: list[str]) -> list[str]:
 
 
 def is_cpu(info: dict[str, Any]) -> bool:
-    """Whether a server runs on a CPU, from `vllm_config` of its `/server_info`."""
+    """Return whether a server runs on a CPU, from `vllm_config` of its `/server_info`."""
     return info["device_config"]["device"].startswith("cpu")
 
 
 def require_shared_directory(weight_sync_dir: str | None, urls: Sequence[str]) -> None:
-    """Refuses servers on other machines where checkpoints go through this one's shared memory.
+    """Refuse servers on other machines if checkpoints go through the shared memory of this one.
 
     Raises:
-        ServerError: names these servers.
+        ServerError: servers are refused; the message names them.
     """
     away = [url for url in urls if not is_local(url)]
     if weight_sync_dir is None and away:

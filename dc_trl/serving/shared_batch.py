@@ -1,4 +1,4 @@
-"""One batch of prompts that several servers complete together, whatever becomes of one of them."""
+"""One batch of prompts that several servers complete together, even if some of them fail."""
 
 import asyncio
 import math
@@ -16,29 +16,28 @@ from .pooled_server import PooledServer
 from .spread import spread
 
 
-SLOW = 2.0  # times what half of the servers took is slow
-_SLOW_SECONDS = 10.0  # and at least so many seconds more: a batch may be done in a moment
+SLOW = 2.0  # a server is slow after this many times the time of half of the servers
+_SLOW_SECONDS = 10.0  # and at least this many seconds later, since a batch may take only a moment
 
 
 class SharedBatch:
-    """Requests, one for each prompt, and what servers have answered to them.
+    """Requests, one for each prompt, and the servers' answers to them.
 
-    Prompts are given to the servers by `spread`, no more at a time than a server runs at once. Where a server fails,
-    its prompts are given to the others. A server is slow once it takes more than twice as long, and 10 seconds
-    longer, than half of the servers took for all of theirs; its prompts are then given to servers that have nothing
-    left to do as well, and whatever answers first counts. A prompt has one seed, so that both say the same: neither
-    rule prefers short completions.
+    `spread` assigns prompts to the servers, at most as many as a server runs at once. If a server fails, its prompts
+    go to the others. A server is slow once it takes more than twice as long as half of the servers took for all of
+    their prompts, and 10 seconds longer. Its prompts are then also given to idle servers, and the first answer counts.
+    Each prompt has one seed, so both answers are the same, and neither rule prefers short completions.
 
     Args:
-        requests: bodies for /v1/completions, each of one prompt, with a seed.
-        costs: tokens that each is expected to take.
-        completions: how many are asked for by each request.
-        weights: that a server has to hold before and after each of its answers; None for whatever it holds.
-        lose: is told of a server that fails, and has it lost.
-        report: takes a line about what is happening.
+        requests: bodies for /v1/completions, each with one prompt and a seed.
+        costs: expected number of tokens of each request.
+        completions: number of completions that each request asks for.
+        weights: weights that a server must hold before and after each answer; None to accept any.
+        lose: function that marks a failed server as lost.
+        report: function that takes a line about what is happening.
 
     Attributes:
-        answers: what was answered to each request; None where nothing is yet.
+        answers: answer to each request; None until it arrives.
     """
 
     def __init__(
@@ -56,10 +55,10 @@ class SharedBatch:
         self._weights, self._lose, self._report = weights, lose, report
 
     async def run(self, servers: Sequence[PooledServer], deadline: Deadline) -> None:
-        """Has the servers complete what is not answered yet.
+        """Make the servers complete the prompts without an answer.
 
         Raises:
-            ServerUnavailableError: all of them were lost, or the deadline has passed; answers until then are kept.
+            ServerUnavailableError: all servers were lost, or the deadline has passed; earlier answers are kept.
             ServerError: a server refused a prompt.
         """
         async with AsyncExitStack() as stack:
@@ -81,26 +80,26 @@ class SharedBatch:
             living = [share for share in shares if share.server.lost is None]
             if not living:
                 raise ServerUnavailableError("; ".join(str(share.server.lost) for share in shares))
-            self._give([share for share in living if not share.slow] or living)
-            slow_at = begin + _slow_after(living, begin)
+            self._assign([share for share in living if not share.slow] or living)
+            slow_at = begin + _slow_time(living, begin)
             timeout = min(deadline.left, max(0.0, slow_at - clock()))
             tasks = {task: share for share in living for task in share.tasks}
             done, _ = await asyncio.wait(
                 tasks, timeout=timeout if timeout < math.inf else None, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
-                self._take(task, tasks[task], shares)
+                self._take_result(task, tasks[task], shares)
                 tasks[task].finished = clock()
             if deadline.left == 0 and None in self.answers:
                 urls = ", ".join(share.server.url for share in living if share.tasks)
                 raise ServerUnavailableError(f"vLLM at {urls} did not answer all prompts in time")
             if not done and clock() >= slow_at:
-                self._relieve(living)
+                self._share_slow_prompts(living)
 
-    def _give(self, shares: list["_Share"]) -> None:
-        """Gives prompts that nobody works on to the servers."""
-        in_work = {prompt for share in shares for prompt in share.prompts}
-        waiting = [prompt for prompt in self._open() if prompt not in in_work]
+    def _assign(self, shares: list["_Share"]) -> None:
+        """Assign the prompts that no server works on."""
+        assigned = {prompt for share in shares for prompt in share.prompts}
+        waiting = [prompt for prompt in self._unanswered() if prompt not in assigned]
         chosen = spread(
             [self._costs[prompt] for prompt in waiting],
             [sum(self._costs[prompt] for prompt in share.prompts) for share in shares],
@@ -111,7 +110,7 @@ class SharedBatch:
                 share = shares[number]
                 share.tasks[asyncio.create_task(self._answer(share, prompt))] = prompt
 
-    def _open(self) -> Iterator[int]:
+    def _unanswered(self) -> Iterator[int]:
         return (prompt for prompt, answer in enumerate(self.answers) if answer is None)
 
     async def _answer(self, share: "_Share", prompt: int) -> dict[str, Any]:
@@ -125,8 +124,8 @@ class SharedBatch:
                 client.require_version(held["weight_version"], self._weights)
         return answer
 
-    def _take(self, task: asyncio.Task[dict[str, Any]], share: "_Share", shares: list["_Share"]) -> None:
-        """Takes the result of a request, which may be that its server is lost."""
+    def _take_result(self, task: asyncio.Task[dict[str, Any]], share: "_Share", shares: list["_Share"]) -> None:
+        """Take the result of a request, or mark its server as lost."""
         prompt = share.tasks.pop(task, None)
         if prompt is None or task.cancelled():
             return
@@ -139,11 +138,11 @@ class SharedBatch:
         elif self.answers[prompt] is None:
             self.answers[prompt] = task.result()
             share.server.answered += 1
-            for other in shares:  # that may have been given the same prompt
+            for other in shares:  # they may work on the same prompt
                 other.drop(prompt)
 
-    def _relieve(self, living: list["_Share"]) -> None:
-        """Has what slow servers work on given to the others too."""
+    def _share_slow_prompts(self, living: list["_Share"]) -> None:
+        """Give the prompts of slow servers to the other servers too."""
         for share in living:
             if share.tasks and not share.slow:
                 share.slow = True
@@ -153,14 +152,14 @@ class SharedBatch:
 
 
 class _Share:
-    """What one server does of a batch."""
+    """The part of a batch that one server works on."""
 
     def __init__(self, server: PooledServer, http: httpx.AsyncClient):
         self.server = server
         self.http = http
-        self.tasks: dict[asyncio.Task[dict[str, Any]], int] = {}  # that run, and their prompts
-        self.dropped: list[asyncio.Task[dict[str, Any]]] = []  # that were ended
-        self.finished: float | None = None  # when it answered last
+        self.tasks: dict[asyncio.Task[dict[str, Any]], int] = {}  # running requests with their prompts
+        self.dropped: list[asyncio.Task[dict[str, Any]]] = []  # cancelled requests
+        self.finished: float | None = None  # time of its last answer
         self.slow = False
 
     @property
@@ -168,15 +167,15 @@ class _Share:
         return list(self.tasks.values())
 
     def drop(self, prompt: int | None = None) -> None:
-        """Ends requests, all of them or that of a prompt, which the server ends too."""
+        """Cancel all requests, or those of one prompt, which makes the server end them too."""
         for task in [task for task, of in self.tasks.items() if prompt in (None, of)]:
             task.cancel()
             del self.tasks[task]
             self.dropped.append(task)
 
 
-def _slow_after(living: Sequence[_Share], begin: float) -> float:
-    """Seconds after which a server that still works is slow; infinite where that cannot be said, or was."""
+def _slow_time(living: Sequence[_Share], begin: float) -> float:
+    """Return the time after which a busy server is slow; infinite if it is unknown, or all are slow already."""
     working = [share for share in living if share.tasks]
     took = sorted(share.finished - begin for share in living if not share.tasks and share.finished is not None)
     half = math.ceil((len(working) + len(took)) / 2)

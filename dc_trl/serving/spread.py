@@ -1,4 +1,4 @@
-"""How the prompts of a batch are spread over several servers: by what they are expected to take, and by load."""
+"""Assignment of the prompts of a batch to several servers by expected cost and by load."""
 
 import heapq
 from array import array
@@ -8,19 +8,19 @@ from statistics import fmean
 
 
 def spread(costs: Sequence[float], loads: Sequence[float], rooms: Sequence[int]) -> list[int | None]:
-    """Which server each prompt goes to: the longest first, each to the server that has least to do.
+    """Return the server of each prompt: the longest prompts are assigned first, each to the least loaded server.
 
-    This is list scheduling by longest processing time (Graham, 1969). With equal loads, and room for all, the fullest
-    server gets at most 4/3 − 1/(3m) of what the best possible division over m servers gives its fullest one. The same
-    input has the same result.
+    This is list scheduling by longest processing time (Graham, 1969). With equal loads and enough room, the fullest
+    server gets at most 4/3 − 1/(3m) times the load of the fullest server in the best possible assignment to m servers.
+    The result is deterministic.
 
     Args:
-        costs: tokens that each prompt is expected to take, at least 0.
-        loads: tokens that each server still has to do, at least 0.
-        rooms: how many more prompts each server takes.
+        costs: expected number of tokens of each prompt, at least 0.
+        loads: number of tokens that each server still has to process, at least 0.
+        rooms: number of additional prompts that each server can take.
 
     Returns:
-        For each prompt the index of its server, or None where it has to wait for room.
+        The index of each prompt's server, or None if the prompt must wait for room.
     """
     left = list(rooms)
     servers = [(load, server) for server, load in enumerate(loads) if left[server] > 0]
@@ -38,25 +38,25 @@ def spread(costs: Sequence[float], loads: Sequence[float], rooms: Sequence[int])
 
 
 class ExpectedLengths:
-    """How many tokens a prompt and its completions are expected to take.
+    """Expected numbers of tokens of prompts and their completions.
 
-    A completion is expected to be as long as those of the same prompt were when it was last sampled, for a new prompt
-    as long as those of the last batch, and before the first batch as long as it may become.
+    The expected length of a completion is the mean length of the last completions of its prompt; for a new prompt,
+    that of the last batch; before the first batch, the largest possible length.
     """
 
     def __init__(self) -> None:
-        self._of_prompt: dict[bytes, float] = {}
-        self._of_last_batch: float | None = None
+        self._prompt_lengths: dict[bytes, float] = {}
+        self._last_mean_length: float | None = None
 
     def cost(self, prompt: Sequence[int], completions: int, longest: int) -> float:
-        """Tokens of a prompt and of so many completions, each of at most `longest` tokens."""
-        latest = longest if self._of_last_batch is None else self._of_last_batch
-        return len(prompt) + completions * min(longest, self._of_prompt.get(_key(prompt), latest))
+        """Return the expected tokens of a prompt and its completions, each of which has at most `longest` tokens."""
+        latest = longest if self._last_mean_length is None else self._last_mean_length
+        return len(prompt) + completions * min(longest, self._prompt_lengths.get(_key(prompt), latest))
 
     def learn(self, prompts: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]]) -> None:
-        """Takes note of how long the completions of each prompt of a batch became, in tokens."""
-        self._of_prompt.update((_key(prompt), fmean(of)) for prompt, of in zip(prompts, lengths, strict=True))
-        self._of_last_batch = fmean(length for of in lengths for length in of)
+        """Record the lengths of the completions of each prompt of a batch, in tokens."""
+        self._prompt_lengths.update((_key(prompt), fmean(of)) for prompt, of in zip(prompts, lengths, strict=True))
+        self._last_mean_length = fmean(length for of in lengths for length in of)
 
 
 def _key(prompt: Sequence[int]) -> bytes:

@@ -1,15 +1,15 @@
-"""Cleans up after a process that may be killed: ends its server, or removes its folder. Run as a file.
+"""Cleans up after a process that may be killed: ends its server or removes its folder. Run as a file.
 
     python watchdog.py --folder FOLDER
     python watchdog.py GRACE COMMAND [ARGUMENT ...]
 
-Its standard input is a pipe that the asking process holds open. When that process writes to it, exits or is killed,
-FOLDER is removed; a command gets SIGTERM, and after GRACE seconds it and all processes of its group get SIGKILL: a
-vLLM server that is still starting hangs on SIGTERM, and a killed one leaves its engine behind. A command has a
-directory for temporary files of its own, which is removed when it has ended: vLLM leaves its sockets there. The exit
-code is the command's.
+Its standard input is a pipe that the starting process holds open. When that process writes to it, exits or is killed,
+FOLDER is removed, or the command gets SIGTERM, and after GRACE seconds SIGKILL together with all processes of its
+group: a vLLM server that is still starting hangs on SIGTERM, and a killed one leaves its engine behind. The command
+gets a separate directory for temporary files, which is removed when it has ended, since vLLM leaves its sockets there.
+The exit code is the command's.
 
-Only the standard library is imported, so that it starts at once and takes little memory.
+Only the standard library is imported, so that the watchdog starts at once and needs little memory.
 """
 
 import argparse
@@ -27,19 +27,20 @@ from contextlib import suppress
 from pathlib import Path
 
 
-_TRACKER_SECONDS = 10.0  # that Python's resource tracker has to remove what the other processes left
-# Bytes of a directory's name in which vLLM's sockets can have theirs: the system allows 107 for both, and the longest
-# that is made there is that of Python's `multiprocessing`, "/pymp-xxxxxxxx/listener-xxxxxxxx"; ZeroMQ's have 37.
+_TRACKER_SECONDS = 10.0  # time in which Python's resource tracker removes what the other processes left
+# Largest length of a directory's name in bytes, so that vLLM's sockets fit into it. The system allows 107 for both,
+# and the longest socket name is that of Python's `multiprocessing`, "/pymp-xxxxxxxx/listener-xxxxxxxx"; ZeroMQ's have
+# 37.
 _LONGEST_FOLDER = 70
 
 
 def members(group: int) -> list[int]:
-    """Processes of a group that have not ended."""
+    """Return the processes of a group that have not ended."""
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):  # it has ended meanwhile
             if entry.name.isdigit():
-                # "pid (name) state parent group …", and the name may hold anything.
+                # The format is "pid (name) state parent group …", and the name may contain anything.
                 state, _, of = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:3]
                 if int(of) == group and state not in "ZX":
                     found.append(int(entry.name))
@@ -47,14 +48,14 @@ def members(group: int) -> list[int]:
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Whether this is the process that removes the shared memory of Python processes that were killed."""
+    """Return whether a process is the one that removes the shared memory of killed Python processes."""
     with suppress(OSError):
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
 def end_group(group: int) -> None:
-    """Kills all processes of a group, save the resource tracker: that one ends once it has cleaned up after them."""
+    """Kill all processes of a group, except the resource tracker, which ends once it has cleaned up after them."""
     end = time.monotonic() + _TRACKER_SECONDS
     while (left := members(group)) and time.monotonic() < end:
         for pid in left:
@@ -67,9 +68,9 @@ def end_group(group: int) -> None:
 
 
 def wait_for_parent(parent: int) -> None:
-    """Waits until the asking process wants the end, or is gone.
+    """Wait until the starting process asks for the end or has ended itself.
 
-    The pipe alone does not tell: what that process has forked holds it open too, and may outlive it.
+    The pipe alone is not enough: forked processes of the starting one hold it open too, and may outlive it.
     """
     while os.getppid() == parent and not select.select([sys.stdin], [], [], 1.0)[0]:
         pass
@@ -85,7 +86,7 @@ def end_with_parent(process: subprocess.Popen, parent: int, grace: float) -> Non
 
 
 def make_temporary_folder() -> str:
-    """A directory for temporary files whose name leaves room for those of sockets."""
+    """Create a directory for temporary files whose name leaves room for the names of sockets."""
     folder = tempfile.mkdtemp(prefix="vllm-")
     if len(os.fsencode(folder)) > _LONGEST_FOLDER:
         os.rmdir(folder)
@@ -94,9 +95,9 @@ def make_temporary_folder() -> str:
 
 
 def run(command: list[str], parent: int, grace: float) -> int:
-    """Exit code of a command that ends with the asking process, if not before; nothing that it started is left."""
-    # What PyTorch compiles is no litter: another start finds it again, where it would have been without us.
-    with suppress(KeyError, OSError):  # a user without a name
+    """Run a command until it ends or the starting process does, end all that it started, and return its exit code."""
+    # PyTorch's compiled code is kept in its usual place, so that the next start finds it again.
+    with suppress(KeyError, OSError):  # the user has no name
         cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
     folder = make_temporary_folder()
@@ -114,8 +115,8 @@ def run(command: list[str], parent: int, grace: float) -> int:
 
 def main() -> None:
     parent = os.getppid()
-    # Who ends all processes of a job together, as SLURM does, ends the command too: it is cleaned up after. A handler,
-    # since the command would inherit it if the signals were ignored.
+    # If all processes of a job are ended together, as SLURM does, the command ends too, and this process cleans up.
+    # The signals get a handler, because the command would inherit it if they were ignored.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda *_: None)
     parser = argparse.ArgumentParser()

@@ -1,1 +1,1 @@
-"""What `DCGRPOTrainer` stands on: each file adds one thing to TRL's trainer, and knows only those below it."""
+"""The bases of `DCGRPOTrainer`: each file adds one feature to TRL's trainer and knows only those below it."""

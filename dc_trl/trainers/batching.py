@@ -1,10 +1,10 @@
-"""Length-aware batches in TRL's hooks: within an optimizer step completions of like length share a forward.
+"""Length-aware batches in TRL's hooks: within an optimizer step, completions of similar length share a forward.
 
-TRL pads a generation batch to its longest completion, shuffles it and splits it into the slices of its buffer. After
-that the rows of the slices that share an optimizer step are grouped anew and cut to the longest of their own forward;
-with several processes they are dealt out so that all read as many tokens. The step's loss and gradient are a sum over
-its completions, and stay what they are. Which losses are none: `dc_trl.settings.micro_batches`; their slices keep
-their rows and are only cut. The pure functions are in `dc_trl.rollouts.batching`.
+TRL pads a generation batch to its longest completion, shuffles it and splits it into the slices of its buffer. Then
+the rows of the slices that share an optimizer step are regrouped and cut to the longest row of their own forward. With
+several processes the rows are distributed so that all processes read the same number of tokens. The step's loss and
+gradient are sums over its completions, so they do not change. `dc_trl.settings.micro_batches` lists the losses that
+are not such sums; their slices keep their rows and are only cut. The pure functions are in `dc_trl.rollouts.batching`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .routing import RoutingTrainer
 
 logger = get_logger(__name__)
 
-# Beside the tensors of a slice whose rows were grouped: of each of its forwards the rows, and the weights of its
-# metrics and, last, of its loss.
+# Keys of a regrouped slice: the number of rows of each of its forwards, and the weights of each forward's metrics and,
+# last, of its loss.
 _ROWS, _WEIGHTS = "forward_rows", "forward_weights"
-# Means over the tokens of a forward that TRL and this package log, and average over the forwards of a step: which of a
-# forward's weights makes that the mean over the step's tokens, those of the loss (0) or those of the prompts too (1).
+# Means over the tokens of a forward that TRL and this package log and average over the forwards of a step. The number
+# selects the weight that makes this the mean over the step's tokens: tokens of the loss (0) or with prompts (1).
 _TOKEN_MEANS = {
     **dict.fromkeys(("entropy", "kl", "cispo_clip_ratio", "vespo/phi_seq_mean"), 0),
     **dict.fromkeys(("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"), 0),
@@ -44,14 +44,14 @@ Scores = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class LengthAwareTrainer(RoutingTrainer):
-    """A trainer whose forwards read little padding where `length_aware_batches` is set, as it is by default.
+    """A trainer whose forwards read little padding if `length_aware_batches` is set, as it is by default.
 
     Raises:
-        ValueError: `max_tokens_per_micro_batch` cannot be kept with this model or launch.
+        ValueError: `max_tokens_per_micro_batch` is not possible with this model or launch.
     """
 
-    # TRL's own
-    _step: int  # micro-batches that this object has trained on
+    # Defined by TRL
+    _step: int  # number of micro-batches on which this object has trained
     _buffered_inputs: Any  # the generation batch in slices, or None
 
     _accumulated = 0  # micro-batches since the last optimizer step
@@ -103,7 +103,7 @@ class LengthAwareTrainer(RoutingTrainer):
         return slices
 
     def _regrouped(self, slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rows of slices that share an optimizer step, by length, in as many slices."""
+        """Return the rows of slices that share an optimizer step, sorted by length, in the same number of slices."""
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         batch = join(slices)
         share = len(batch["prompt_ids"])
@@ -125,9 +125,9 @@ class LengthAwareTrainer(RoutingTrainer):
         return regrouped
 
     def _weights(self, batch: dict[str, Any], sizes: list[int], rows: int) -> list[list[float]]:
-        """Of each forward the weights of its metrics, its share of all tokens over an equal share, and of its loss.
+        """Return the weights of each forward's metrics (its share of all tokens over an equal share) and of its loss.
 
-        A loss that is a mean over completions divides by those of a forward, where TRL's divides by `rows`.
+        A loss that is a mean over completions divides by those of a forward, whereas TRL's divides by `rows`.
         """
         completion = batch["completion_mask"]
         of_loss = (completion * batch["tool_mask"] if "tool_mask" in batch else completion).sum(1)
@@ -142,7 +142,7 @@ class LengthAwareTrainer(RoutingTrainer):
         ]
 
     def _plan(self, batch: dict[str, Any], rows: int, least: int, exchange: bool) -> tuple[list[Forward], bool]:
-        """The forwards of the rows of all processes, and whether rows are exchanged: those with images are not."""
+        """Return the forwards of the rows of all processes, and whether rows are exchanged (not with images)."""
         table = self._rows_table(batch)
         if self.accelerator.num_processes > 1:
             table = self.accelerator.gather(table)
@@ -156,13 +156,13 @@ class LengthAwareTrainer(RoutingTrainer):
             budget=budget,
             exchange=exchange,
             least=least,
-            # By length, rows without images would share a forward, which vision models cannot compute.
+            # Sorted by length, rows without images would share a forward, which vision models cannot compute.
             in_order=bool(seeing.any() and not seeing.all()),
         )
         return plan, exchange
 
     def _rows_table(self, batch: dict[str, Any]) -> Tensor:
-        """Tokens of the prompt, of the completion, and images: int64, shape (rows, 3)."""
+        """Return the tokens of each row's prompt and completion, and its number of images: int64, shape (rows, 3)."""
         lengths = lengths_of(batch, self.pad_to_multiple_of)
         images = torch.tensor(batch.get("num_images", [0] * len(lengths)), device=lengths.device)
         return torch.cat([lengths, images.unsqueeze(1)], dim=1)
@@ -183,7 +183,7 @@ class LengthAwareTrainer(RoutingTrainer):
     # --- several forwards in a slice --------------------------------------------------------------------------------
 
     def _forwards(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
-        """The inputs of each forward of a slice."""
+        """Return the inputs of each forward of a slice."""
         batch = {name: value for name, value in inputs.items() if name not in (_ROWS, _WEIGHTS)}
         sizes = inputs.get(_ROWS, [len(batch["prompt_ids"])])
         if len(sizes) == 1:
@@ -241,7 +241,7 @@ class LengthAwareTrainer(RoutingTrainer):
         return _assembled(scores, len(input_ids), logits_to_keep)
 
     def _rows_to_score(self, input_ids, attention_mask, logits_to_keep: int, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Everything of these rows that a forward reads, by the names of a generation batch."""
+        """Return all inputs of a forward for these rows, under the names of a generation batch."""
         batch = {name: value for name, value in kwargs.items() if isinstance(value, Tensor | list)}
         for part, columns in {"prompt": slice(-logits_to_keep), "completion": slice(-logits_to_keep, None)}.items():
             batch |= {f"{part}_ids": input_ids[:, columns], f"{part}_mask": attention_mask[:, columns]}
@@ -263,11 +263,11 @@ class LengthAwareTrainer(RoutingTrainer):
 
 
 def _assembled(scores: list[tuple[list[int], Scores]], rows: int, width: int) -> Scores:
-    """TRL's log-probabilities, entropies and auxiliary loss of all rows, from those of each forward.
+    """Combine TRL's log-probabilities, entropies and auxiliary losses of several forwards.
 
     Args:
-        scores: of each forward its rows, and what TRL's hook returned of them.
-        rows, width: shape of the whole; what is padding in a forward is 0.
+        scores: the rows of each forward, and the result of TRL's hook for them.
+        rows, width: shape of the result, which is 0 where a forward has padding.
     """
     logps, entropies, losses = zip(*(outputs for _, outputs in scores), strict=True)
 

@@ -1,6 +1,6 @@
-"""The policy as it is deployed: what samples in training, and what is written for a server.
+"""The policy as it is deployed: the engine that samples in training, and the checkpoint for a server.
 
-TRL's trainer with that around it; `DCGRPOTrainer` adds the constraint.
+`DeployedPolicyTrainer` extends TRL's trainer by both; `DCGRPOTrainer` adds the constraint.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .gated import GatedTrainer
 from .required_servers import config_of, require_servers
 
 
-# Imported where a run samples or writes in a deployment scheme: compressed-tensors and what it needs take 0.15 s.
+# Imported only where a deployment scheme is used: compressed-tensors and its dependencies take 0.15 s.
 if TYPE_CHECKING:
     from ..quantization.checkpoint import CheckpointWriter
     from ..quantization.deployed_forward import DeployedForward
     from ..rollouts.replica import Replica
 
-_COLUMNS_OF_TRL = ("prompt", "completion", "completion_ids")  # which it passes by itself, or not at all
-# Parameters of TRL's engine that are attributes of the trainer, and those that are its fields called vllm_*.
+_COLUMNS_OF_TRL = ("prompt", "completion", "completion_ids")  # TRL passes them itself, or not at all
+# Parameters of TRL's engine that are attributes of the trainer, and those that are its fields named vllm_*.
 _OF_TRAINER = (
     *("model", "accelerator", "processing_class", "max_completion_length"),
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
@@ -56,14 +56,13 @@ class DeployedPolicyTrainer(GatedTrainer):
     """TRL's GRPO trainer whose policy is sampled and written as it is deployed; see [`DCGRPOTrainer`].
 
     Attributes:
-        replica (`Replica` or `None`): the engine that samples, when `deployment_scheme` is set without vLLM.
-        deployed_forward (`DeployedForward` or `None`): what has the policy compute as it is deployed, when
-            `train_through_quantization` is set; enabled throughout.
-        padding_free (`PaddingFree` or `None`): what has forward passes compute real tokens alone, when `padding_free`
-            is set.
+        replica (`Replica` or `None`): the engine that samples if `deployment_scheme` is set without vLLM.
+        deployed_forward (`DeployedForward` or `None`): makes the policy compute as it is deployed if
+            `train_through_quantization` is set; always enabled.
+        padding_free (`PaddingFree` or `None`): makes forward passes compute only real tokens if `padding_free` is set.
     """
 
-    _last_loaded_step: int  # TRL's: the step whose weights vLLM holds
+    _last_loaded_step: int  # TRL's attribute: the step whose weights vLLM holds
 
     def __init__(self, model, reward_funcs, args: DCGRPOConfig, *positional, **kwargs):
         # Set before TRL's constructor, which may already call hooks of this class.
@@ -74,10 +73,10 @@ class DeployedPolicyTrainer(GatedTrainer):
         self._schedule = SyncSchedule(args.weight_sync_steps)
         self._held: int | None = None  # the step whose weights the engine holds
         self._truncated = args.truncated_sampling
-        self._kept: Kept | None = None  # of the completions that are scored by the present call of a hook
+        self._kept: Kept | None = None  # kept tokens of the completions that the present call of a hook scores
         self._engine_context = args.vllm_max_model_length if args.use_vllm else None
         self._engine_is_server = args.use_vllm and args.vllm_mode == "server"
-        # TRL would build an engine that knows no deployment scheme. It is built here, once the rest is there.
+        # TRL would build an engine without a deployment scheme. Ours is built below, when the rest exists.
         use_vllm, args.use_vllm = args.use_vllm, False
         try:
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
@@ -109,14 +108,14 @@ class DeployedPolicyTrainer(GatedTrainer):
                 "launch with FSDP2 (fsdp_version: 2) or without sharding, or set train_through_quantization=False."
             )
         if sharding == DistributedType.FSDP:
-            # Quantized from what is gathered, which has to arrive unrounded; the forward sees to its own precision.
+            # The forward quantizes gathered parameters, which must arrive unrounded; it sets its own precision.
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
         forward = self._build_deployed_forward(scheme)
         forward.enabled = True
         return forward
 
     def _build_deployed_forward(self, scheme: str) -> DeployedForward:
-        """The policy's deployed forward, inactive, which follows the optimizer's steps."""
+        """Return the policy's deployed forward, inactive, which follows the optimizer's steps."""
         from ..quantization.deployed_forward import DeployedForward
 
         forward = DeployedForward(self.model, scheme)
@@ -135,7 +134,7 @@ class DeployedPolicyTrainer(GatedTrainer):
         return Replica(self.model, scheme, self.accelerator.device)
 
     def _build_vllm(self) -> VLLMGeneration:
-        """The vLLM engine that samples, with the arguments that TRL's constructor passes to its own."""
+        """Return the vLLM engine that samples, with the arguments that TRL's constructor passes to its own engine."""
         from ..rollouts.overlap import OverlappedGeneration
         from ..rollouts.vllm_backends import ColocateGeneration, Generation, ServerGeneration
 
@@ -147,20 +146,20 @@ class DeployedPolicyTrainer(GatedTrainer):
             "max_num_seqs": batch_size * args.vllm_tensor_parallel_size,
             "trust_remote_code": args.trust_remote_code,
             "logprobs": args.named_tokens,
-            # Under a constraint `logprobs` may be 0 there, which is what the trainer asks for where it needs no more.
+            # Under a constraint `logprobs` may be 0 here, which is what the trainer requests if it needs no more.
             "generation_kwargs": {
                 name: value
                 for name, value in (args.generation_kwargs or {}).items()
                 if name != "logprobs" or args.named_tokens == 0
             },
         }
-        # Older weights come back from a checkpoint alone.
+        # Only a checkpoint can bring back older weights.
         weight_sync = "checkpoint" if args.weight_sync_steps > 1 else args.weight_sync
         if args.vllm_mode == "server":
             _check_server_defaults(args, model)
             require_shared_embeddings(
                 model,
-                reason="a server of this model has one for both",
+                reason="a server of this model uses one matrix for both",
                 remedy="Use vllm_mode='colocate' with deployment_scheme, or the in-process replica (use_vllm=False)",
             )
             server_mode = OverlappedGeneration if args.rollout_overlap else ServerGeneration
@@ -187,20 +186,20 @@ class DeployedPolicyTrainer(GatedTrainer):
         return Generation(**of_trl)
 
     def _complete_generation_config(self) -> None:
-        """Has the replica sample as `model.generate` does: what TRL leaves open, the model's own settings say.
+        """Make the replica sample as `model.generate` does, with the model's own settings where TRL sets none.
 
         Raises:
-            ValueError: they restrict what is sampled, and there is a constraint; or they end completions by text.
+            ValueError: these settings restrict sampling under a constraint, or end completions by their text.
         """
         config = self.generation_config
         config.update(**base_model(self.model).generation_config.to_dict(), defaults_only=True)
-        if config.top_k == -1:  # vLLM's word for none
+        if config.top_k == -1:  # vLLM's value for no limit
             config.top_k = 0
         if config.stop_strings is not None:
             raise ValueError(
                 f"stop_strings={config.stop_strings!r} end completions by their text, which the in-process replica "
                 "does not read: leave them out of generation_kwargs and of the model's generation_config, or sample "
-                "by vLLM (use_vllm=True, generation_kwargs={'stop': ...})."
+                "with vLLM (use_vllm=True, generation_kwargs={'stop': ...})."
             )
         settings = {name: value for name, value in vars(config).items() if name[0] != "_"}
         _check_model_settings(self.args, settings, corrected=TRUNCATIONS)
@@ -227,7 +226,7 @@ class DeployedPolicyTrainer(GatedTrainer):
         self._kept = Kept.of(completion_ids, logprobs, self.accelerator.device) if truncated else None
         return prompt_ids, completion_ids, sampled_only(completion_ids, tool_mask), completions, logprobs, *others
 
-    # --- truncated sampling: all log-probabilities are among the tokens that the engine kept ------------------------
+    # --- truncated sampling: log-probabilities are normalized over the tokens the engine kept ------------------------
 
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
@@ -259,17 +258,17 @@ class DeployedPolicyTrainer(GatedTrainer):
         return head.log_probs(logps), *others
 
     def deployed_completion_ids(self, prompt_ids: list[list[int]], temperature: float = 0.0) -> list[list[int]]:
-        """Completions of the policy as it is deployed: by the replica or by vLLM, at the present weights.
+        """Return completions of the policy as it is deployed, by the replica or by vLLM, with the present weights.
 
         Args:
-            prompt_ids: token ids of the prompts; as many in every process.
-            temperature: 0 is greedy.
+            prompt_ids: token ids of the prompts; the same number of prompts in every process.
+            temperature: sampling temperature; 0 for greedy completions.
 
         Returns:
             Token ids of one completion for each prompt, at most `max_completion_length`.
 
         Raises:
-            ValueError: there is no such engine (`deployment_scheme` is not set, `use_vllm` neither).
+            ValueError: there is no engine (neither `deployment_scheme` nor `use_vllm` is set).
         """
         self._bring_weights(training=False)
         if self.replica is not None:
@@ -277,26 +276,26 @@ class DeployedPolicyTrainer(GatedTrainer):
         if self.use_vllm:
             return self._complete_by_vllm(prompt_ids, temperature)
         raise ValueError(
-            "deployment_scheme=None and use_vllm=False: set one of them, no engine is there to complete prompts."
+            "deployment_scheme=None and use_vllm=False: set one of them, since there is no engine to complete prompts."
         )
 
     def deployed_completions(self, prompts: list) -> list:
-        """Greedy completions of the policy as it is deployed, plain or conversational as the prompts are.
+        """Return greedy completions of the policy as it is deployed, plain or conversational like the prompts.
 
         Args:
-            prompts: plain (`str`) or conversational (list of messages) prompts; as many in every process.
+            prompts: plain (`str`) or conversational (list of messages) prompts; the same number in every process.
 
         Raises:
-            ValueError: see `deployed_completion_ids`; or the trainer has tools.
+            ValueError: the trainer has tools, or see `deployed_completion_ids`.
         """
         return self._complete(prompts)[0]
 
     def _complete(self, prompts: list) -> tuple[list, list[list[int]]]:
-        """See `deployed_completions`; the completions and their token ids."""
+        """Return the completions of `deployed_completions` and their token ids."""
         if self.tools:
             raise ValueError(
                 "deployed_completions and deployed_rewards sample one turn, and this trainer has tools or an "
-                "environment_factory, which take turns with the policy: use evaluate(), which goes through all."
+                "environment_factory, which need several turns: use evaluate(), which samples all turns."
             )
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
         completion_ids = self.deployed_completion_ids(prompt_ids)
@@ -306,14 +305,14 @@ class DeployedPolicyTrainer(GatedTrainer):
         return [[{"role": "assistant", "content": text}] for text in texts], completion_ids
 
     def deployed_rewards(self, rows: list[dict[str, Any]], reward: RewardFunction | None = None) -> list[float | None]:
-        """Rewards of greedy completions of the policy as it is deployed.
+        """Return rewards of greedy completions of the policy as it is deployed.
 
         Args:
-            rows: of a data set, with `prompt` and the columns that the rewards read; as many in every process.
-            reward: called as TRL calls reward functions, and may be async; by default the run's own ones, weighted.
+            rows: rows of a data set with `prompt` and the columns of the rewards; the same number in every process.
+            reward: function called like TRL's reward functions, possibly async; by default the run's, weighted.
 
         Returns:
-            The reward of each row, or None where no function scored it.
+            The reward of each row, or None if no function scored it.
 
         Raises:
             TypeError, ValueError: see `deployed_completion_ids` and `call_reward`.
@@ -333,7 +332,7 @@ class DeployedPolicyTrainer(GatedTrainer):
                 **columns,
             )
         per_function = super()._calculate_rewards(rows, prompts, completions, completion_ids)
-        # What reward functions log belongs to rollouts.
+        # Only values that reward functions log for rollouts are kept.
         self._pending_extra_logs.clear()
         self._pending_metrics.clear()
         totals = total_rewards(per_function, self.reward_weights).view(self.accelerator.num_processes, -1)
@@ -361,20 +360,20 @@ class DeployedPolicyTrainer(GatedTrainer):
         )
         return replica.generate(prompt_ids, config, temperature or 1.0)[0]
 
-    # --- which weights sample ----------------------------------------------------------------------------------------
+    # --- weights of the engine ---------------------------------------------------------------------------------------
 
     @property
     def _engine(self) -> Any:
-        """What samples with weights of its own: the replica or vLLM; None where `model.generate` does."""
+        """The engine that samples with its own copy of the weights, the replica or vLLM; None for `model.generate`."""
         return self.vllm_generation if self.use_vllm else self.replica
 
     @property
     def weight_syncs(self) -> tuple[int, int]:
-        """How often training has brought new weights to the engine, and how often it was spared by a lag."""
+        """The number of weight syncs in training, and the number of syncs that a lag saved."""
         return self._schedule.syncs, self._schedule.steps - self._schedule.syncs
 
     def _bring_weights(self, training: bool) -> None:
-        """Has the engine hold the weights that are to sample: the present ones, in training perhaps older ones."""
+        """Load the weights that should sample into the engine: the present ones, or in training perhaps older ones."""
         if self._engine is None:
             return
         schedule, step = self._schedule, self.state.global_step
@@ -382,15 +381,15 @@ class DeployedPolicyTrainer(GatedTrainer):
             self._sync(keep=schedule.lags(step))
             if training:
                 schedule.synced(step)
-        elif self._held != schedule.step:  # an evaluation was in between
+        elif self._held != schedule.step:  # an evaluation has sampled in between
             self._engine.go_back()
             self._held = schedule.step
-        self._last_loaded_step = step  # TRL has no sync to make
+        self._last_loaded_step = step  # so that TRL does not sync
 
     def _sync(self, keep: bool) -> None:
-        """Brings the present weights to the engine; with `keep` it can go back to those of training."""
+        """Load the present weights into the engine; with `keep`, it can go back to those of training."""
         if self.replica is not None:
-            # Requantizing costs less than one decoding step; tracking whether the weights moved would cost trust.
+            # Requantizing costs less than one decoding step; tracking changes of the weights would be less reliable.
             self.replica.sync(unwrapped(self.accelerator, self.model_wrapped), keep)
         elif self._held != self.state.global_step:
             with profiling_context(self, "sync_weights"):
@@ -403,7 +402,7 @@ class DeployedPolicyTrainer(GatedTrainer):
         self._held = self.state.global_step
 
     def _tell_age(self, training: bool, completions: int) -> None:
-        """Logs whose weights have sampled these completions."""
+        """Log the step whose weights have sampled these completions."""
         age = self._age_of_rollout() if training else 0
         if not self._may_lag:
             return
@@ -414,15 +413,15 @@ class DeployedPolicyTrainer(GatedTrainer):
 
     @property
     def _may_lag(self) -> bool:
-        """Whether the settings let rollouts of training have weights from before the present step."""
+        """Whether the settings allow rollouts of training with weights from before the present step."""
         return self._schedule.every > 1
 
     def _age_of_rollout(self) -> int:
-        """Counts a generation batch of training; returns the age of its weights in optimizer steps."""
+        """Count a generation batch of training, and return the age of its weights in optimizer steps."""
         return self._schedule.sampled(self.state.global_step)
 
     def _save_weights(self, folder: str) -> dict[str, Any]:
-        """Saves the weights that go on to sample, unless new ones are due; returns what `_load_weights` needs."""
+        """Save the sampler's weights, unless new ones are due, and return the state for `_load_weights`."""
         schedule = self._schedule
         kept = schedule.every > 1 and not schedule.due(self.state.global_step)
         if kept and self.args.should_save:
@@ -430,7 +429,7 @@ class DeployedPolicyTrainer(GatedTrainer):
         return {"schedule": schedule.state_dict(), "engine": self._engine_name, "kept": kept}
 
     def _load_weights(self, folder: str, state: dict[str, Any]) -> None:
-        """Has the engine sample with the weights that `_save_weights` saved, until new ones are due."""
+        """Make the engine sample with the weights that `_save_weights` saved until new ones are due."""
         self._schedule.load_state_dict(state["schedule"])
         if self._schedule.due(self.state.global_step):
             return
@@ -441,11 +440,11 @@ class DeployedPolicyTrainer(GatedTrainer):
             self._schedule.wanted = True
 
     def _sampling_state(self) -> dict[str, Any]:
-        """What is known of the batches that are sampled, between two optimizer steps."""
+        """Return the state of sampling between two optimizer steps."""
         return {"schedule": self._schedule.state_dict()}
 
     def _return_to_sampling_state(self, state: dict[str, Any]) -> None:
-        """Brings back what `_sampling_state` gave, so that it can be saved after a later step has failed."""
+        """Restore the state that `_sampling_state` returned, so that it can be saved after a later step has failed."""
         self._schedule.load_state_dict(state["schedule"])
 
     @property
@@ -455,27 +454,27 @@ class DeployedPolicyTrainer(GatedTrainer):
     # --- the checkpoint that is served -----------------------------------------------------------------------------
 
     def deployed_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's present weights one by one, gathered and merged; see `quantization.tensors.deployed_tensors`.
+        """Yield the policy's present weights, gathered and merged; see `quantization.tensors.deployed_tensors`.
 
-        Every process has to iterate to the end.
+        Every process must iterate to the end.
         """
         gathered_by_trl = self.vllm_generation._iter_named_params if self.use_vllm else None
         return deployed_tensors(self.accelerator, self.model, gathered_by_trl)
 
     def save_deployment(self, directory: str | os.PathLike[str]) -> None:
-        """Writes the policy as it is deployed, in `deployment_scheme` or else bf16; see `CheckpointWriter.write`.
+        """Write the policy as it is deployed, in `deployment_scheme` or bf16; see `CheckpointWriter.write`.
 
-        Every process has to call it.
+        Every process must call it.
 
         Raises:
             ValueError: see `deployed_tensors`.
-            OSError: the file system refused. What was there before is unharmed.
+            OSError: the file system refused; the previous contents are unharmed.
         """
         tensors = self.deployed_tensors()
         if self.accelerator.is_main_process:
             self._open_deployment_writer().write(tensors, directory)
         for _ in tensors:
-            pass  # take part in gathering
+            pass  # takes part in gathering
 
     def _open_deployment_writer(self) -> CheckpointWriter:
         if self._deployment_writer is None:
@@ -488,7 +487,7 @@ class DeployedPolicyTrainer(GatedTrainer):
 
 
 class _ParametersMove(TrainerCallback):
-    """Some optimizers write parameters behind PyTorch's back: fused ones, such as transformers' default."""
+    """Reports optimizer steps to a `DeployedForward`, since PyTorch does not see the writes of fused optimizers."""
 
     def __init__(self, forward: DeployedForward):
         self._forward = forward
@@ -498,14 +497,14 @@ class _ParametersMove(TrainerCallback):
 
 
 def _no_log(*args: Any) -> None:
-    """What a reward function logs of completions that are no rollouts is dropped."""
+    """Ignore reward logs outside rollouts."""
 
 
 def _check_server_defaults(args: DCGRPOConfig, policy: Any) -> None:
-    """Refuses what a vLLM server takes from the model where TRL's requests leave it open.
+    """Refuse settings that a vLLM server takes from the model where TRL's requests set none.
 
     Raises:
-        ValueError: it restricts what is sampled, and there is a constraint.
+        ValueError: a setting restricts sampling under a constraint.
     """
     of_model = base_model(policy).generation_config.to_dict()
     requested = {"top_p": args.top_p, "top_k": args.top_k, "repetition_penalty": args.repetition_penalty}

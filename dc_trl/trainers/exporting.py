@@ -1,4 +1,4 @@
-"""What a run leaves beside TRL's files, without a callback that a user has to name: see `export_run`."""
+"""Writes a run's deployment and history beside TRL's files, without callbacks of the user; see `export_run`."""
 
 import os
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ from .history import LambdaLoggingCallback
 
 logger = get_logger(__name__)
 
-# What transformers takes for a callback: an instance, or a class that it makes one of.
+# The callbacks that transformers accepts: instances, or classes that it instantiates.
 Callback: TypeAlias = TrainerCallback | type[TrainerCallback]
 
 
 class ExportingTrainer(LengthAwareTrainer):
-    """A trainer that exports what it has trained, where `export_run` and `deployment_scheme` are set.
+    """A trainer that exports the trained policy if `export_run` and `deployment_scheme` are set.
 
     Attributes:
-        exports_at_end (`bool`): whether the present training exports the policy when it ends; `train` sets it anew. A
-            callback that stops a run whose result nobody should serve clears it.
+        exports_at_end (`bool`): whether the present training exports the policy when it ends; `train` sets it each
+            time. A callback that stops a run whose result should not be served clears it.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ExportingTrainer(LengthAwareTrainer):
         # Set before TRL's constructor, which adds callbacks.
         self.exports_at_end = args.exports_deployment
         self._own_history: LambdaLoggingCallback | None = None
-        # Deployments that may be replaced: this trainer has written them, or resumes the run that did.
+        # Deployments that may be replaced, because this trainer wrote them or resumes the run that did.
         self._replaceable: set[Path] = set()
         callbacks = list(callbacks or ())
         if args.keeps_history and not any(map(_keeps_history, callbacks)):
@@ -48,7 +48,7 @@ class ExportingTrainer(LengthAwareTrainer):
         super().__init__(model, reward_funcs, args, callbacks=callbacks, **kwargs)
 
     def add_callback(self, callback):
-        """Adds a callback; a `LambdaLoggingCallback` takes the place of the trainer's own."""
+        """Add a callback; a `LambdaLoggingCallback` replaces the trainer's own."""
         if self._own_history is not None and _keeps_history(callback):
             self.remove_callback(LambdaLoggingCallback)
             self._own_history = None
@@ -68,18 +68,18 @@ class ExportingTrainer(LengthAwareTrainer):
         return output
 
     def save_model(self, output_dir=None, _internal_call=False):
-        """Saves the model as [`~transformers.Trainer.save_model`] does, and the deployable checkpoint beside it.
+        """Save the model as [`~transformers.Trainer.save_model`] does, and the deployable checkpoint beside it.
 
-        The checkpoint goes to `deployment/` in the same directory, where `export_run` and a served `deployment_scheme`
-        are set. A folder of that name that this trainer has not written is kept as `deployment.1/` and so on.
-        transformers' own calls, for each `checkpoint-N`, export nothing: that would cost the disk of a whole model
-        each time, and `DeploymentCheckpointCallback` does it where it is wanted.
+        The checkpoint is written to `deployment/` in the same directory if `export_run` and a served
+        `deployment_scheme` are set. A folder of that name that this trainer did not write is kept as `deployment.1/`
+        and so on. transformers' own calls for each `checkpoint-N` export nothing, because each would cost the disk
+        space of a whole model; `DeploymentCheckpointCallback` exports them on request.
 
         Args:
-            output_dir (`str`, *optional*): by default the `output_dir` of the configuration.
+            output_dir (`str`, *optional*): directory to write to, by default the `output_dir` of the configuration.
 
         Raises:
-            OSError: the file system refused. What was there before is unharmed.
+            OSError: the file system refused; the previous contents are unharmed.
         """
         folder = _deployment_in(self.args.output_dir if output_dir is None else output_dir)
         if self.args.exports_deployment and not _internal_call and not self._is_pushed(folder):
@@ -87,25 +87,25 @@ class ExportingTrainer(LengthAwareTrainer):
         super().save_model(output_dir, _internal_call)
 
     def _is_pushed(self, folder: Path) -> bool:
-        """Whether a user's call of `save_model` pushes this deployment: the push writes it."""
+        """Return whether a user's call of `save_model` pushes this deployment, in which case the push writes it."""
         args = self.args
         return args.push_to_hub and args.hub_deployment != "none" and folder == _deployment_in(args.output_dir)
 
     def _require_exportable(self) -> None:
-        """Refuses, before the first step, to train what cannot be exported after the last one."""
+        """Refuse, before the first step, to train a policy that cannot be exported after the last one."""
         try:
             require_merged_form(unwrapped(self.accelerator, self.model))
             self._open_deployment_writer()
         except ValueError as error:
-            raise ValueError(f"{error} Or set export_run=False, and the run trains without an export.") from error
+            raise ValueError(f"{error} Or set export_run=False to train without an export.") from error
 
     def _export(self, folder: Path) -> None:
-        """Writes the deployable checkpoint; a folder of another's is kept under another name. For every process."""
+        """Write the deployable checkpoint, and rename another run's folder. Every process must call it."""
         if self.accelerator.is_main_process:
             folder.parent.mkdir(parents=True, exist_ok=True)
             if folder not in self._replaceable:
                 for kept in set_aside([folder]).values():
-                    logger.warning(f"{folder} is not of this run and is kept as {kept.name}.")
+                    logger.warning(f"{folder} belongs to another run and is kept as {kept.name}.")
         self.save_deployment(folder)
         self._replaceable.add(folder)
         logger.info(f"The policy is exported: {serve_line(folder)}")

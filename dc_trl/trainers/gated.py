@@ -1,4 +1,4 @@
-"""What no run begins without: a policy that learns, rows that fit it, rewards that are numbers; see `dc_trl.gate`."""
+"""Checks that no run starts without: a policy that learns, rows that fit it, and finite rewards; see `dc_trl.gate`."""
 
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from ..settings.reward_functions import checked_reward, excerpt, require_finite
 
 logger = get_logger(__name__)
 
-# Arguments of the constructor that are looked at before a model is loaded.
+# Arguments of the constructor that are checked before a model is loaded.
 _BEFORE = (
     *("train_dataset", "eval_dataset", "processing_class", "peft_config", "quantization_config", "rollout_func"),
     "environment_factory",
@@ -30,13 +30,13 @@ _BEFORE = (
 
 
 class GatedTrainer(GRPOTrainer):
-    """TRL's GRPO trainer that refuses what would train nothing; see [`DCGRPOTrainer`].
+    """TRL's GRPO trainer that refuses arguments which would train nothing; see [`DCGRPOTrainer`].
 
-    A subclass builds its engines after this constructor.
+    Subclasses build their engines after this constructor.
     """
 
-    reward_funcs: list[Any]  # TRL's
-    _engine_context: int | None = None  # tokens of prompt and completion that an engine is limited to
+    reward_funcs: list[Any]  # TRL's attribute
+    _engine_context: int | None = None  # the engine's limit of tokens of prompt and completion
     _limits: Limits | None = None  # what the policy can read, once it is loaded
 
     def __init__(self, model, reward_funcs, args: DCGRPOConfig, *positional, **kwargs):
@@ -47,7 +47,7 @@ class GatedTrainer(GRPOTrainer):
         self._require_engine(model, args)
         scoring = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         scoring_by_name = [isinstance(each, str) for each in scoring]
-        if not by_name:  # transformers trips over some of them
+        if not by_name:  # transformers fails on some defects with another error
             require_whole(model, "model", False, sharding_of(args))
         try:
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
@@ -55,8 +55,8 @@ class GatedTrainer(GRPOTrainer):
             if "ignore_mismatched_sizes" not in str(error):
                 raise
             raise ValueError(
-                "model, or a reward model: its weights have other shapes than its config.json says (the report above "
-                "has their names): copy or save it again."
+                "model, or a reward model: its weights have other shapes than in its config.json (the report above "
+                "names them): copy or save it again."
             ) from error
         if by_name:
             require_whole(self.model, "model", True, sharding_of(args))
@@ -64,16 +64,16 @@ class GatedTrainer(GRPOTrainer):
         self._check_rewards(scoring_by_name)
 
     def _require_engine(self, model: Any, args: DCGRPOConfig) -> None:
-        """Refuses an engine that is not there or does not fit, before the model is loaded."""
+        """Refuse an engine that is missing or does not fit, before the model is loaded."""
 
     def _require_fit(self, shown: list[Rows]) -> None:
-        """Refuses a policy that would not learn, or that tokenizer and prompts do not fit.
+        """Refuse a policy that would not learn, or that does not fit the tokenizer and the prompts.
 
         Args:
-            shown: rows of the data sets.
+            shown: rows of the data sets to check.
 
         Raises:
-            ValueError: names what is wrong and the remedy.
+            ValueError: the policy is refused; the message says why, with the remedy.
         """
         args, policy, sharding = self.args, self.model, sharding_of(self.args)
         moving = require_trainable(policy, self.optimizer, args.learning_rate)
@@ -84,25 +84,25 @@ class GatedTrainer(GRPOTrainer):
             rate = max(float(group.get("initial_lr", group["lr"])) for group in groups)
         warn_of_rounding(moving, optimizer, rate, sharding, args.bf16 or args.fp16)
         if isinstance(self.processing_class, ProcessorMixin):
-            return  # images are read as tokens that are not in the text
+            return  # images become tokens that are not in the text
         self._limits = limits_of(
             base_model(policy), self._tokenizer, "the model", self.max_completion_length, self._engine_context
         )
         if self.rollout_func is not None or self.environment_factories is not None:
-            return  # which make tokens or prompts of their own
+            return  # they make their own tokens or prompts
         for name, rows in shown:
             numbers, prompts = list(rows), [row["prompt"] for row in rows.values()]
             words = partial(_row_of, name, numbers)
             self._limits.warn(self._tokenize(prompts, words)[0], words)
 
     def _check_rewards(self, by_name: list[bool]) -> None:
-        """Has what scores be looked at: reward models now, functions whenever they return.
+        """Check reward models now, and wrap reward functions so that their results are checked.
 
         Args:
-            by_name: whether each of the user's was given by name.
+            by_name: whether each of the user's rewards was given by name.
 
         Raises:
-            ValueError: a reward model is not whole, or its tokenizer does not fit it.
+            ValueError: a reward model has missing or invalid weights, or its tokenizer does not fit it.
         """
         functions = zip(self.reward_funcs, self.reward_processing_classes, self.reward_func_names, strict=True)
         checked: list[Any] = []
@@ -114,24 +114,23 @@ class GatedTrainer(GRPOTrainer):
         self.reward_funcs = checked
         if not self.reward_weights.any():
             logger.warning(
-                f"reward_weights={self.reward_weights.tolist()}: all advantages will be 0, and no reward teaches "
-                "anything. Give one of them another weight."
+                f"reward_weights={self.reward_weights.tolist()}: all advantages will be 0, so nothing is learned. "
+                "Give at least one reward another weight."
             )
 
-    # --- what is looked at again, batch by batch --------------------------------------------------------------------
+    # --- checks of each batch ----------------------------------------------------------------------------------------
 
     def _tokenize_prompts(self, prompts):
         return self._tokenize(prompts, lambda number: f"the prompt {excerpt(prompts[number])}")
 
     def _tokenize(self, prompts, named):
-        """Token ids of prompts, which the policy can read; `named` has words for each by its number."""
+        """Return token ids of prompts that the policy can read; `named` returns a prompt's name from its number."""
         require_template(self.processing_class, prompts, named)
         try:
             tokenized = super()._tokenize_prompts(prompts)
         except TemplateError as error:
             raise ValueError(
-                f"{named(0)}, or one of those that follow, cannot be rendered by the tokenizer's chat template: "
-                f"{error}."
+                f"{named(0)}, or a later one, cannot be rendered by the tokenizer's chat template: {error}."
             ) from error
         if self._limits is not None:
             self._limits.require(tokenized[0], named)
@@ -139,7 +138,7 @@ class GatedTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        # Functions have been checked where they returned; this is what models give, and what weights make of it.
+        # Functions are checked when they return; this checks the reward models and the weighted sums.
         for function, name, column in zip(self.reward_funcs, self.reward_func_names, rewards.T, strict=True):
             if isinstance(function, nn.Module):
                 require_finite(f"the reward model {name!r}", column)

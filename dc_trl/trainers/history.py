@@ -1,4 +1,4 @@
-"""What a run writes of itself while it trains: settings, history, figure."""
+"""Writes settings, history and figure of a run while it trains."""
 
 import json
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ logger = logging.get_logger(__name__)
 
 
 def training_settings(args: Any, model: nn.Module | None, further: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run is made with: the model, its adapter, `further` settings, and arguments that are not the defaults.
+    """Return a run's settings: model, adapter, `further` settings, and arguments that differ from the defaults.
 
-    Other `TrainingArguments` are compared with `DCGRPOConfig`'s defaults too, so that runs of several trainers can be
+    Other `TrainingArguments` are also compared with `DCGRPOConfig`'s defaults, so that runs of several trainers can be
     compared.
     """
     found = dict(further)
@@ -38,38 +38,38 @@ def training_settings(args: Any, model: nn.Module | None, further: Mapping[str, 
 
 
 def device_name(device: torch.device) -> str:
-    """Name of what a process trains on: the processor's with its cores, or the accelerator's."""
+    """Return the name of a process's device: the processor's with its cores, or the accelerator's."""
     if device.type == "cpu":
         return cpu_name()
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
 
 
 class LambdaLoggingCallback(HistoryKeeper):
-    """Keeps the run's settings and history in the output directory, λ and discrepancy above all, and a figure of them.
+    """Keeps settings and history of a run, with λ and discrepancy, and a figure of them in the output directory.
 
-    [`~dc_trl.DCGRPOTrainer`] adds one by itself where `export_run` and `deployment_scheme` are set; name it to have
-    one with settings of your own, which takes the place of that one, or for other trainers.
+    [`~dc_trl.DCGRPOTrainer`] adds this callback itself if `export_run` and `deployment_scheme` are set. Pass one to
+    replace it by one with your own settings, or to use it with other trainers.
 
-    When training begins, `settings.json` gets what differs from `DCGRPOConfig`'s defaults, without tokens and keys.
-    Every log of the trainer (λ, violation, discrepancy, reward, …: the same values that go to the trackers of
-    `report_to`) becomes one line of `history.jsonl`. `starts.json` says when and on what the run was started, and a
-    [`~dc_trl.DCGRPOTrainer`] adds a few of its completions as `completions.json`. At every save and at the end of
-    training, `run.png` shows reward, δ̄ with its tolerance, and λ. What an evaluation logs before training is written
-    when training begins.
+    When training begins, `settings.json` is written with the settings that differ from `DCGRPOConfig`'s defaults,
+    without tokens and keys. Every log of the trainer (λ, violation, discrepancy, reward, …: the same values that
+    `report_to` sends to trackers) becomes one line of `history.jsonl`. `starts.json` records when and on what device
+    the run was started, and a [`~dc_trl.DCGRPOTrainer`] adds some of its completions as `completions.json`. At every
+    save and at the end of training, `run.png` shows reward, δ̄ with its tolerance, and λ. Logs of an evaluation before
+    training are written when training begins.
 
     A resumed run keeps its settings and continues the history from its checkpoint. A new run in the same directory
-    keeps the old files as `history.1.jsonl`, `settings.1.json`, `run.1.png` and so on, and, where it is going to
-    export its own, the old `deployment/` as `deployment.1/`: files of one run have one number.
+    renames the old files to `history.1.jsonl`, `settings.1.json`, `run.1.png` and so on, and the old `deployment/` to
+    `deployment.1/` if it will export its own; the files of one run get the same number.
 
     Args:
-        settings (`Mapping[str, Any]`, *optional*): what else made the run, such as its data set and rewards, for
-            `settings.json`: JSON values, no secrets.
+        settings (`Mapping[str, Any]`, *optional*): further settings of the run for `settings.json`, such as its data
+            set and rewards: JSON values without secrets.
     """
 
     def __init__(self, settings: Mapping[str, Any] | None = None):
         self._settings = settings or {}
-        self._history: Path | None = None  # of the present training, or of the last one
-        self._ended = False  # the history has the end of the training already, which is resumed all the same
+        self._history: Path | None = None  # history of the present or last training
+        self._ended = False  # a resumed training whose end the history already has
         self._before_training: list[dict[str, Any]] = []
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
@@ -78,7 +78,7 @@ class LambdaLoggingCallback(HistoryKeeper):
         self._history = Path(args.output_dir, HISTORY_FILE)
         self._history.parent.mkdir(parents=True, exist_ok=True)
         if state.global_step > 0:
-            # Steps after the checkpoint are about to be made again; what was logged here before is not of this run.
+            # Steps after the checkpoint will be repeated, and earlier logs of this object belong to another run.
             if self._history.exists():
                 self._write([row for row in read_history(self._history) if row["step"] <= state.global_step])
         else:
@@ -100,15 +100,15 @@ class LambdaLoggingCallback(HistoryKeeper):
         row: dict[str, Any] = {"step": state.global_step}
         row |= {name: value for name, value in (logs or {}).items() if value is None or isinstance(value, int | float)}
         if self._history is None:
-            # An evaluation alone begins no run: what an earlier one has left stays where it is.
+            # An evaluation alone does not begin a run, so the files of an earlier run stay where they are.
             self._before_training.append(row)
             return
         append_text(self._history, json.dumps(row) + "\n")
 
     def on_save(self, args, state, control, **kwargs):
-        # Before the first log there is nothing to draw: a run that ends there is saved all the same.
+        # A run that ends before its first log is saved, but has nothing to draw.
         if state.is_world_process_zero and self._history is not None and self._history.exists():
-            from ..report.panels import plot_run  # matplotlib, a second's import, for those that draw
+            from ..report.panels import plot_run  # imports matplotlib, which takes a second
 
             plot_run(read_history(self._history), self._history.with_name(FIGURE_FILE), self._history.parent.name)
 
@@ -126,7 +126,7 @@ class LambdaLoggingCallback(HistoryKeeper):
 
 
 def _keep_earlier_run(args: Any) -> None:
-    """Renames what another run has left where this one is about to write, and says so."""
+    """Rename the files of another run where this one will write, and log a warning."""
     names = [HISTORY_FILE, SETTINGS_FILE, STARTS_FILE, SAMPLES_FILE, FIGURE_FILE]
     if isinstance(args, DCGRPOConfig) and args.exports_deployment:
         names.append(DEPLOYMENT_FOLDER)

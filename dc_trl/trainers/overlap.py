@@ -1,8 +1,8 @@
 """Sampling beside training: `rollouts.overlap` in the hooks of TRL's trainer.
 
-When a generation batch is taken up, the server gets the present weights and begins to sample the batch that follows,
-while this one is scored and trained on. A batch is thus sampled with the weights from before the steps on the batch
-before it, and one generation batch old when it is trained on. The first batch of an epoch has none before it.
+When training takes up a generation batch, the server gets the present weights and begins to sample the next batch
+while this one is scored and trained on. Each batch is thus sampled with the weights from before the steps on the
+previous one, and is one generation batch old when it is trained on. The first batch of an epoch is not sampled ahead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..rollouts.look_ahead import LookAhead
 from .deployed import DeployedPolicyTrainer
 
 
-# Imported where a run overlaps.
+# Imported only where a run overlaps.
 if TYPE_CHECKING:
     from ..rollouts.overlap import OverlappedGeneration
 
@@ -33,23 +33,23 @@ logger = get_logger(__name__)
 
 
 class OverlapTrainer(DeployedPolicyTrainer):
-    """A trainer that samples beside training where `rollout_overlap` is set, and is its base class elsewhere.
+    """A trainer that samples beside training if `rollout_overlap` is set, and otherwise acts as its base class.
 
     Raises:
-        ValueError: rollouts take several turns, or prompts have images.
+        ValueError: rollouts have several turns, or prompts have images.
     """
 
-    vllm_generation: OverlappedGeneration  # where `rollout_overlap` is set
+    vllm_generation: OverlappedGeneration  # if `rollout_overlap` is set
 
-    # TRL's own
-    _step: int  # micro-batches that this object has trained on
+    # Defined by TRL
+    _step: int  # number of micro-batches on which this object has trained
 
-    _first_of_step = 0  # the micro-batch that the present optimizer step began with, counted as `_step` counts
-    _ahead_of: int | None = None  # the step whose weights sample the batch ahead; None where there is none
-    _claimed = False  # whether the batch at hand was sampled ahead
-    _sampler_step = 0  # the step whose weights have sampled the batch at hand
-    sampling_seconds = 0.0  # of all generation batches of training
-    waiting_seconds = 0.0  # of these, spent on nothing else
+    _first_of_step = 0  # value of `_step` at the beginning of the present optimizer step
+    _ahead_of: int | None = None  # the step whose weights sample the batch ahead; None if there is none
+    _claimed = False  # whether the present batch was sampled ahead
+    _sampler_step = 0  # the step whose weights have sampled the present batch
+    sampling_seconds = 0.0  # duration of the sampling of all generation batches of training
+    waiting_seconds = 0.0  # part of it during which training only waited
 
     def __init__(self, model, reward_funcs, args: DCGRPOConfig, *positional, **kwargs):
         if args.rollout_overlap:
@@ -70,7 +70,7 @@ class OverlapTrainer(DeployedPolicyTrainer):
     def _micro_batches_per_iteration(self) -> int:
         return self.args.steps_per_generation * self.num_iterations
 
-    # --- which batch follows ----------------------------------------------------------------------------------------
+    # --- the next batch ----------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         if self.args.rollout_overlap:
@@ -79,14 +79,14 @@ class OverlapTrainer(DeployedPolicyTrainer):
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _next_prompts(self) -> list[list[int]] | None:
-        """Token ids of the generation batch that follows in this epoch; None where none is trained on."""
+        """Return token ids of the next generation batch of this epoch; None if no next one is trained on."""
         index = self._step - self._first_of_step + self._micro_batches_per_iteration
         if self.state.global_step + index // self.args.gradient_accumulation_steps >= self.state.max_steps:
             return None
         rows = self._look_ahead[index]
         return None if rows is None else self._tokenize_prompts([row["prompt"] for row in rows])[0]
 
-    # --- one batch is taken up, and the next one begun --------------------------------------------------------------
+    # --- take up a batch and begin the next one ---------------------------------------------------------------------
 
     def _generate(self, prompts):
         if self.args.rollout_overlap and self.model.training and self._ahead_of is not None:
@@ -94,7 +94,7 @@ class OverlapTrainer(DeployedPolicyTrainer):
         return super()._generate(prompts)
 
     def _take_up(self, prompts: list, sampler_step: int) -> None:
-        """Waits for the batch ahead, if it is the one that training has come to."""
+        """Wait for the batch ahead, and claim it if it is the one that training needs now."""
         prompt_ids, _, _ = self._tokenize_prompts(prompts)
         with profiling_context(self, "vLLM.wait"):
             claim = self.vllm_generation.claim(prompt_ids, self.num_generations)
@@ -105,13 +105,13 @@ class OverlapTrainer(DeployedPolicyTrainer):
             self._tell_overlap(claim.seconds, claim.waited)
         else:
             logger.warning(
-                "The generation batch that was sampled ahead has other prompts or settings than the run has now: it "
-                "is dropped, and a new one sampled."
+                "The generation batch that was sampled ahead has other prompts or settings than the run needs now: it "
+                "is discarded, and a new one is sampled."
             )
 
     def _bring_weights(self, training):
         if training and self._claimed:
-            self._last_loaded_step = self.state.global_step  # it is sampled: neither we nor TRL have a sync to make
+            self._last_loaded_step = self.state.global_step  # it is sampled, so TRL must not sync either
         else:
             super()._bring_weights(training)
 
@@ -127,22 +127,22 @@ class OverlapTrainer(DeployedPolicyTrainer):
         return output
 
     def _begin_next(self) -> None:
-        """Has the server sample the batch that follows, with the weights that are due."""
+        """Make the server sample the next batch with the weights that are due."""
         prompt_ids = self._next_prompts()
         if prompt_ids is None:
             self.vllm_generation.drop()
             self._ahead_of = None
             return
-        self._bring_weights(training=True)  # fails with the batch at hand still in our hands, to be saved
+        self._bring_weights(training=True)  # on failure the present batch is not lost, and can be saved
         self.vllm_generation.begin(prompt_ids, self.num_generations)
         self._ahead_of = self._begun_with()
 
     def _begun_with(self) -> int:
-        """Counts a generation batch that the server samples now; returns the step whose weights it has."""
+        """Count a generation batch that the server samples now, and return the step whose weights it uses."""
         step = self.state.global_step
         return step - self._schedule.sampled(step)
 
-    # --- what is logged of it ---------------------------------------------------------------------------------------
+    # --- metrics ----------------------------------------------------------------------------------------------------
 
     @property
     def _may_lag(self) -> bool:
@@ -164,9 +164,9 @@ class OverlapTrainer(DeployedPolicyTrainer):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def _save_ahead(self, folder: str) -> dict[str, Any] | None:
-        """Saves the batch ahead, once it is sampled; returns what `_load_ahead` needs, None where there is none.
+        """Save the batch ahead once it is sampled, and return the state for `_load_ahead`; None if there is none.
 
-        One that could not be sampled is sampled by the run that goes on, with the weights of its turn.
+        If it could not be sampled, the resumed run samples it, with the weights of its turn.
         """
         if self._ahead_of is None:
             return None
@@ -176,17 +176,17 @@ class OverlapTrainer(DeployedPolicyTrainer):
         return {"weights_of_step": self._ahead_of, "engine": self._engine_name, "saved": saved}
 
     def _load_ahead(self, folder: str, state: dict[str, Any]) -> None:
-        """Goes on with the batch ahead that `_save_ahead` saved."""
+        """Restore the batch ahead that `_save_ahead` saved."""
         if self.args.rollout_overlap and state["engine"] == self._engine_name:
             self._ahead_of = state["weights_of_step"]
-            if state.get("saved") == "request":  # the key is absent in older checkpoints
+            if state.get("saved") == "request":  # older checkpoints do not have the key
                 self.vllm_generation.load_weights(Path(folder, SAMPLER_FOLDER))
                 self._held = self._ahead_of
             self.vllm_generation.load_ahead(Path(folder, AHEAD_FILE))
         else:
             logger.warning(
                 f"{folder} holds a generation batch that was sampled ahead by {state['engine']!r} with "
-                "rollout_overlap=True, which this run does not have: it is dropped, and a new one sampled."
+                "rollout_overlap=True, which this run does not use: it is discarded, and a new one is sampled."
             )
 
     def _sampling_state(self):
@@ -200,7 +200,7 @@ class OverlapTrainer(DeployedPolicyTrainer):
             self._ahead_of, self.vllm_generation.ahead = state["ahead_of"], state["ahead"]
 
     def _drop_ahead(self) -> None:
-        """Forgets what an earlier training of this object has sampled ahead, and how long that took."""
+        """Discard the batch that an earlier training of this object sampled ahead, and its times."""
         self._ahead_of = None
         self.sampling_seconds = self.waiting_seconds = 0.0
         if self.args.rollout_overlap:
@@ -208,14 +208,14 @@ class OverlapTrainer(DeployedPolicyTrainer):
 
 
 def _require_one_turn(arguments: Mapping[str, Any]) -> None:
-    """Refuses arguments of the trainer that make a rollout of several requests, which depend on one another.
+    """Refuse arguments of the trainer that need several dependent requests for one rollout.
 
     Raises:
-        ValueError: names the argument.
+        ValueError: an argument is refused; the message names it.
     """
     for name in ("tools", "environment_factory", "rollout_func"):
         if arguments.get(name):
             raise ValueError(
-                f"rollout_overlap=True samples a generation batch by one request, made before its turn, and {name} "
+                f"rollout_overlap=True samples a generation batch by one request ahead of training, and {name} "
                 f"asks the engine turn by turn: leave {name} out, or set rollout_overlap=False."
             )

@@ -1,4 +1,4 @@
-"""Bars of an evaluation that say what is evaluated, where transformers shows its own."""
+"""Labelled progress bars of evaluations, in place of transformers' own."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,18 +8,18 @@ from transformers import ProgressCallback, Trainer
 
 
 def progress_callbacks(trainer: Trainer) -> list[ProgressCallback]:
-    """The callbacks that show bars; none with `disable_tqdm`."""
+    """Return the callbacks that show progress bars; none with `disable_tqdm`."""
     return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ProgressCallback)]
 
 
 @contextmanager
 def evaluation_bar(trainer: Trainer, label: str, batches: int) -> Iterator[tqdm]:
-    """A bar with the time that is left, in the main process of a trainer that shows bars; else one that shows nothing.
+    """Yield a bar with the remaining time in the main process of a trainer that shows bars, otherwise a hidden one.
 
     Args:
-        trainer: that evaluates.
-        label: what is evaluated.
-        batches: how often the bar is to be updated.
+        trainer: trainer that evaluates.
+        label: name of what is evaluated.
+        batches: number of updates until the bar is full.
     """
     hidden = not (progress_callbacks(trainer) and trainer.is_world_process_zero())
     with tqdm(total=batches, desc=label, unit="batch", leave=False, dynamic_ncols=True, disable=hidden) as bar:

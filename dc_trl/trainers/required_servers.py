@@ -1,4 +1,4 @@
-"""Whether the vLLM servers of a run are there and fit it, asked before its model is loaded."""
+"""Checks before the model is loaded that the vLLM servers of a run are up and fit it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 from ..config import DCGRPOConfig
 
 
-# vLLM's client is imported where a server is asked.
+# vLLM's client is imported only where a server is asked.
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 
 
 def config_of(model: str | PreTrainedModel, args: DCGRPOConfig) -> PretrainedConfig:
-    """Configuration of a model that is given as the trainer takes it."""
+    """Return the configuration of a model in any form that the trainer accepts."""
     if not isinstance(model, str):
         return model.config
     options = args.model_init_kwargs or {}
@@ -34,16 +34,16 @@ def config_of(model: str | PreTrainedModel, args: DCGRPOConfig) -> PretrainedCon
 
 
 def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
-    """Refuses servers that are not there within `vllm_server_timeout`, or do not fit; every process has to call it.
+    """Refuse servers that are not up within `vllm_server_timeout`, or do not fit. Call it in every process.
 
-    What only the model itself can show, and who reaches whom in a weight stream, is left to `ServerGeneration`.
+    `ServerGeneration` makes the checks that need the loaded model, and those of the weight stream's connections.
 
     Args:
-        args: of the trainer, with `vllm_mode="server"`.
-        config: of the model that is trained.
+        args: arguments of the trainer, with `vllm_mode="server"`.
+        config: configuration of the trained model.
 
     Raises:
-        ServerError: names the server, what is wrong, and the option to change.
+        ServerError: a server is refused; the message names it, the reason and the option to change.
     """
     from ..rollouts.vllm_backends import raised_together
     from ..serving.background import in_thread

@@ -1,7 +1,7 @@
-"""The trainer's mixture of experts takes the experts that the engine chose: `rollouts.routing` in TRL's hooks.
+"""Makes the trainer's mixture of experts use the experts that the engine chose: `rollouts.routing` in TRL's hooks.
 
-The routes of a generation batch are one of its tensors, `routed_experts`, shape (B, P+T, layers, k): TRL shuffles,
-splits and buffers it with the tokens, and a checkpoint within the batch keeps it.
+The routes of a generation batch are one of its tensors, `routed_experts`, shape (B, P+T, layers, k). TRL shuffles,
+splits and buffers it with the tokens, and a checkpoint within the batch contains it.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from ..rollouts.padding_free import Packing
 from .overlap import OverlapTrainer
 
 
-# Imported where a run replays routes.
+# Imported only where a run replays routes.
 if TYPE_CHECKING:
     from ..rollouts.routing import RoutesRecorder, RoutingReplay, Turn
 
 
 class RoutingTrainer(OverlapTrainer):
-    """A trainer that replays the engine's routes where `routing_replay` is set, and is its base class elsewhere.
+    """A trainer that replays the engine's routes if `routing_replay` is set, and otherwise acts as its base class.
 
     Raises:
         ValueError: the model has no routers that can be replayed.
     """
 
-    # Of the policy, and of the reference model where there is one: the KL term compares them at the same experts.
+    # Replays for the policy and any reference model: the KL term compares them with the same experts.
     _replays: tuple[RoutingReplay, ...] = ()
-    _recorder: RoutesRecorder | None = None  # of the replica
-    # Between hooks of TRL: what the engine has sampled for the present batch, and the routes of the batch at hand.
+    _recorder: RoutesRecorder | None = None  # records the replica's routes
+    # Between hooks of TRL: the turns that the engine sampled for the present batch, and the batch's routes.
     _turns: list[Turn]
     _routes: Tensor | None = None
 
@@ -84,7 +84,7 @@ class RoutingTrainer(OverlapTrainer):
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
         if self._routes is not None:
-            # The routers read the row of real tokens where there is no padding.
+            # Without padding the routers read one row of real tokens.
             routes = self._routes if self.padding_free is None else Packing(attention_mask).pack(self._routes)
             for replay in self._replays:
                 replay.start(routes)
@@ -103,7 +103,7 @@ class RoutingTrainer(OverlapTrainer):
         try:
             return super().training_step(model, inputs, num_items_in_batch)
         finally:
-            self._stop_replay()  # not earlier: gradient checkpointing computes the forward again
+            self._stop_replay()  # not earlier, since gradient checkpointing computes the forward again
 
     def _stop_replay(self) -> None:
         self._routes = None

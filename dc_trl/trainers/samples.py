@@ -1,4 +1,4 @@
-"""What a run keeps of its completions, beside the history: see `records.samples`."""
+"""Keeps some completions of a run beside its history; see `records.samples`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..records.samples import Sample, SampleRecord, choose_samples
 
 
 def sampled(trainer: GRPOTrainer, rewards: torch.Tensor) -> list[Sample]:
-    """First, best and worst of the completions that a trainer has just scored.
+    """Return the first, best and worst of the completions that a trainer has just scored.
 
     Args:
-        trainer: that has them at the end of its table of completions.
-        rewards: of the completions of all processes, NaN where there is none; shape (completions,).
+        trainer: trainer with these completions at the end of its table of completions.
+        rewards: rewards of the completions of all processes, NaN for those without one; shape (completions,).
     """
     count = len(rewards)
     prompts, completions = (list(trainer._logs[name])[-count:] for name in ("prompt", "completion"))
@@ -25,30 +25,30 @@ def sampled(trainer: GRPOTrainer, rewards: torch.Tensor) -> list[Sample]:
 
 
 class HistoryKeeper(TrainerCallback):
-    """A callback that keeps a run's history. A trainer that has one keeps completions too."""
+    """Base of callbacks that keep a run's history; a trainer that has one also keeps completions."""
 
 
 class SampleRecordCallback(TrainerCallback):
-    """Writes a few completions into `completions.json` in the output directory, where the run's history is kept.
+    """Writes a few completions into `completions.json` in the output directory if the run's history is kept.
 
-    At every log of a training step it writes those of the present generation batch; of a long run a few moments stay.
+    Each log of a training step adds completions of the present batch; of a long run only a few steps are kept.
 
     Args:
-        trainer: of the run, with its latest completions in `samples`.
+        trainer: trainer of the run, with its latest completions in `samples`.
     """
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
-        self._start = 0  # step that the training began with
+        self._start = 0  # step with which the training began
         self._record: SampleRecord | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._start, self._record = state.global_step, None
         if state.is_world_process_zero and self._start > 0 and self._is_kept():
-            self._record = SampleRecord(Path(args.output_dir), self._start)  # a damaged file is refused before a step
+            self._record = SampleRecord(Path(args.output_dir), self._start)  # refuses a damaged file early
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        # The log at the end of training and those of an evaluation have no loss.
+        # The logs at the end of training and of an evaluation have no loss.
         if not state.is_world_process_zero or "loss" not in (logs or {}) or not self._trainer.samples:
             return
         if not self._is_kept():

@@ -1,13 +1,13 @@
-"""Where the time of a training goes: the parts of `clock.PartsClock`, in the methods that TRL profiles too.
+"""Measures the parts of the training time with `clock.PartsClock`, in the methods that TRL profiles too.
 
-TRL's `profiling_context` and `profiling_decorator` send what they measure to Weights & Biases, MLflow and Trackio and
-to nobody else: no callback and no log sees it, and what is nested counts twice. So the same methods are timed here.
+TRL's `profiling_context` and `profiling_decorator` send their measurements only to Weights & Biases, MLflow and
+Trackio; callbacks and logs do not see them, and nested times count twice. Therefore the same methods are timed here.
 
-The clock is the host's. What generates, rewards and writes weights ends on the host, so those are exact. A GPU works
-behind the host: what it still has to do is charged to the part that waits for it. So the clock waits for the device
-where the host is about to wait anyway: at the end of a micro-batch, after which transformers looks at the loss, and
-before the statistics of a generation batch are reduced. What the measuring adds to the device's work between two
-waits is part of what runs there; `scripts/benchmark.py overhead` has it.
+The clock runs on the host. Generation, rewards and the writing of weights end on the host, so their times are exact. A
+GPU works asynchronously, and its remaining work is charged to the part that waits for it. Therefore the clock waits
+for the device where the host is about to wait anyway: at the end of a micro-batch, after which transformers reads the
+loss, and before the statistics of a generation batch are reduced. The cost of measuring is part of the time between
+two waits; `scripts/benchmark.py overhead` measures it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .resumable import ResumableTrainer
 
 
 def timed(part: str) -> Callable[[Callable], Callable]:
-    """Has the time within a method of a [`TimedTrainer`] go to a part."""
+    """Return a decorator that counts the time within a method of a [`TimedTrainer`] for a part."""
 
     def decorate(method: Callable) -> Callable:
         @wraps(method)
@@ -43,13 +43,13 @@ def timed(part: str) -> Callable[[Callable], Callable]:
 
 
 class TimedTrainer(ResumableTrainer):
-    """A trainer that knows where the time of its training went.
+    """A trainer that measures the parts of its training time.
 
     Attributes:
-        parts_clock (`PartsClock`): runs during `train`; a resumed run goes on from its checkpoint's seconds.
-        training_seconds (`float`): from the start of the first step to the end of the last, evaluations and
-            checkpoints between them included. A resumed run adds those of its checkpoint; what a kill has lost is in
-            neither.
+        parts_clock (`PartsClock`): runs during `train`; a resumed run continues with the seconds of its checkpoint.
+        training_seconds (`float`): seconds from the start of the first step to the end of the last one, including
+            evaluations and checkpoints between them. A resumed run adds the seconds of its checkpoint; neither
+            attribute includes work that was lost when a run was killed.
     """
 
     def __init__(self, model, reward_funcs, args: DCGRPOConfig, *positional, **kwargs):
@@ -96,7 +96,7 @@ class TimedTrainer(ResumableTrainer):
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         score = super()._get_per_token_logps_and_entropies
-        if self.parts_clock.present != OTHER:  # of the loss, or of a form that makes a forward of its own
+        if self.parts_clock.present != OTHER:  # within the loss, or within a form with a forward of its own
             return score(model, *args, **kwargs)
         with self.parts_clock.part("logps"):
             return score(model, *args, **kwargs)
@@ -106,11 +106,10 @@ class TimedTrainer(ResumableTrainer):
         return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, dataloader, *args, **kwargs):
-        if isinstance(
-            dataloader.dataset, IterableDataset
-        ):  # of a stream nobody knows how far it is, and transformers shows no bar either
+        # The length of a stream is unknown, and transformers shows no bar for it either.
+        if isinstance(dataloader.dataset, IterableDataset):
             return super().evaluation_loop(dataloader, *args, **kwargs)
-        # Made before transformers would make one, after its first batch and without a label.
+        # This bar precedes the one that transformers would make after its first batch, without a label.
         with evaluation_bar(self, "held-out problems", len(dataloader)) as bar:
             for callback in progress_callbacks(self):
                 callback.prediction_bar = bar
@@ -131,7 +130,7 @@ class TimedTrainer(ResumableTrainer):
             super().log(logs, start_time)
 
     def _wait_for_device(self, part: str) -> None:
-        """Charges a part with what the device has still to do."""
+        """Charge a part with the remaining work of the device."""
         if self.accelerator.device.type != "cpu":
             with self.parts_clock.part(part):
                 torch.accelerator.synchronize()
@@ -142,17 +141,17 @@ class TimedTrainer(ResumableTrainer):
 
     def _load_iteration_state(self, state, within_batch):
         super()._load_iteration_state(state, within_batch)
-        earlier = state.get("seconds", {})  # absent in checkpoints of before there was a clock
+        earlier = state.get("seconds", {})  # absent in older checkpoints
         self.parts_clock.carry(earlier)
-        self.training_seconds += state.get("training_seconds", sum(earlier.values()))  # likewise
+        self.training_seconds += state.get("training_seconds", sum(earlier.values()))  # also absent
 
 
 class _Steps(TrainerCallback):
-    """Counts the seconds of training, and ends the optimizer's part, whose method is transformers' own loop."""
+    """Counts the seconds of training, and ends the part of the optimizer, which steps in transformers' own loop."""
 
     def __init__(self, trainer: TimedTrainer):
         self._trainer = trainer
-        self._counted: float | None = None  # until when the seconds are counted, by the clock; None before a step
+        self._counted: float | None = None  # clock time up to which seconds are counted; None before a step
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._counted = None

@@ -1,1 +1,1 @@
-"""From what a user writes to a trainer that runs."""
+"""The steps from a user's configuration to a running trainer."""

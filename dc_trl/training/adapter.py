@@ -1,4 +1,4 @@
-"""Going on from a trained adapter: which base it belongs to, and whether it fits that."""
+"""Continued training of an adapter: finds its base model and checks that it fits."""
 
 import os
 from dataclasses import dataclass, fields
@@ -19,8 +19,8 @@ from ..settings.paths import shipped
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _FIELD = "adapter_name_or_path"
-# Fields of TRL's `ModelConfig` and of the adapter's own configuration that say the same.
-_SAME = {
+# Fields of TRL's `ModelConfig` and their equivalents in the adapter's own configuration.
+_SHARED_FIELDS = {
     "lora_r": "r",
     "lora_alpha": "lora_alpha",
     "lora_dropout": "lora_dropout",
@@ -45,17 +45,17 @@ class AdapterArguments:
 
 
 def adapter_of(arguments: AdapterArguments, model: ModelConfig) -> PeftConfig | None:
-    """Reads the adapter's own configuration, and fills in the base of the model's.
+    """Read the configuration of the adapter, and set the base model if it is not given.
 
     Args:
-        arguments: of the run.
-        model: its `model_name_or_path` and `model_revision` are filled in where they are left out.
+        arguments: adapter arguments of the run.
+        model: model arguments, whose `model_name_or_path` and `model_revision` are set if they are not given.
 
     Returns:
-        The configuration of the adapter; None where a run begins without one.
+        The configuration of the adapter; None if the run starts without one.
 
     Raises:
-        ValueError: there is no such adapter, or none knows its base, or the fields of `model` contradict it.
+        ValueError: there is no such adapter, its base is unknown, or the fields of `model` contradict it.
     """
     name = arguments.adapter_name_or_path
     if name is None:
@@ -65,7 +65,7 @@ def adapter_of(arguments: AdapterArguments, model: ModelConfig) -> PeftConfig | 
         _require_adapter(name, folder)
         name = str(folder)
     elif folder.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
-        what = "is no directory" if folder.exists() else "does not exist"
+        what = "is not a directory" if folder.exists() else "does not exist"
         raise ValueError(f"{_FIELD}={name!r} {what}: give the directory or the Hub id of an adapter.")
     try:
         config = PeftConfig.from_pretrained(name)
@@ -75,8 +75,8 @@ def adapter_of(arguments: AdapterArguments, model: ModelConfig) -> PeftConfig | 
     _require_agreement(name, config, model)
     base = shipped(config.base_model_name_or_path or "")
     if model.model_name_or_path is None:
-        if not base or _is_gone(base):
-            what = "which is not there" if base else "so nothing says what it adapts"
+        if not base or _is_missing_path(base):
+            what = "which does not exist" if base else "so its base is unknown"
             raise ValueError(
                 f"{_FIELD}={name!r} was trained on base_model_name_or_path={base!r}, {what}: give its base as "
                 "model_name_or_path."
@@ -93,33 +93,33 @@ def adapter_of(arguments: AdapterArguments, model: ModelConfig) -> PeftConfig | 
 
 
 def load_adapted(base: PreTrainedModel, base_name: str, name: str) -> PeftModel:
-    """The base with the adapter on it, to go on training.
+    """Return the base model with the adapter on it, ready for training.
 
     Raises:
-        ValueError: the adapter is another model's; the message names both.
+        ValueError: the adapter belongs to another model; the message names both.
     """
     name = os.path.expanduser(name)
     try:
         model = PeftModel.from_pretrained(base, name, is_trainable=True)
         reason = _unmatched(model, name)
-    except KeyError as error:  # PEFT looks a trained copy of a module up
-        raise ValueError(_misfit(base_name, name, f"the adapter has no {error}")) from error
+    except KeyError as error:  # PEFT looks up a trained copy of a module
+        raise ValueError(_misfit_message(base_name, name, f"the adapter has no {error}")) from error
     except (RuntimeError, ValueError, TypeError, OSError, SafetensorError) as error:
-        # How PyTorch, PEFT and the Hub's client say it.
+        # The messages of PyTorch, PEFT and the Hub's client are shortened to one line.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = next((line for line in lines if "mismatch" in line), lines[0] if lines else type(error).__name__)
-        raise ValueError(_misfit(base_name, name, reason)) from error
+        raise ValueError(_misfit_message(base_name, name, reason)) from error
     if reason is not None:
-        raise ValueError(_misfit(base_name, name, reason))
+        raise ValueError(_misfit_message(base_name, name, reason))
     return model
 
 
-def _misfit(base_name: str, name: str, reason: str) -> str:
+def _misfit_message(base_name: str, name: str, reason: str) -> str:
     return f"{_FIELD}={name!r} does not fit model_name_or_path={base_name!r} ({reason}): give the base of the adapter."
 
 
 def _unmatched(model: PeftModel, name: str) -> str | None:
-    """What of the adapter has no place in the model, or the other way round, which PEFT passes over."""
+    """Return how tensors of adapter and model do not match, which PEFT ignores, or None."""
     saved, wanted = load_peft_weights(name, device="cpu").keys(), get_peft_model_state_dict(model).keys()
     if left := sorted(saved - wanted):
         return f"the model has no place for {left[0]!r}, and {len(left)} tensors in all"
@@ -129,7 +129,7 @@ def _unmatched(model: PeftModel, name: str) -> str | None:
 
 
 def _require_adapter(name: str, folder: Path) -> None:
-    """Refuses a directory that holds no adapter, or no whole one."""
+    """Refuse a directory without a complete adapter."""
     if (folder / CONFIG_FILE).is_file():
         read_object(folder / CONFIG_FILE)
         if not (folder / WEIGHTS_FILE).is_file():
@@ -144,11 +144,11 @@ def _require_adapter(name: str, folder: Path) -> None:
 
 
 def _require_agreement(name: str, config: PeftConfig, model: ModelConfig) -> None:
-    """Refuses fields of the command that say something else of the adapter than the adapter does."""
+    """Refuse fields of the command that contradict the adapter's configuration."""
     defaults = {field.name: field.default for field in fields(ModelConfig)}
-    for field, own in _SAME.items():
+    for field, own in _SHARED_FIELDS.items():
         given, trained = getattr(model, field), config.to_dict().get(own)
-        if given == defaults[field] or given in ("all-linear", ["all-linear"]):  # which PEFT has resolved
+        if given == defaults[field] or given in ("all-linear", ["all-linear"]):  # PEFT has resolved it
             continue
         if _comparable(given, trained) != _comparable(trained, given):
             raise ValueError(
@@ -157,20 +157,20 @@ def _require_agreement(name: str, config: PeftConfig, model: ModelConfig) -> Non
 
 
 def _comparable(value: Any, other: Any) -> Any:
-    """A value, and names in order; TRL writes a list of one name as the name."""
+    """Return a value with names in order; TRL writes a list of one name as the name."""
     if isinstance(value, str) and isinstance(other, list | set):
         return [value]
     return sorted(value) if isinstance(value, list | set) else value
 
 
-def _is_gone(base: str) -> bool:
-    """Whether this is a path, and nothing is there; a Hub id is no path."""
+def _is_missing_path(base: str) -> bool:
+    """Return whether a name is a path that does not exist; a Hub id is not a path."""
     return not Path(base).expanduser().exists() and (base.startswith((".", "~", os.sep)) or base.count("/") > 1)
 
 
 def _differ(base: str, given: str) -> bool:
-    """Whether two names mean two models for certain: a directory may be a copy of one on the Hub, or have moved."""
+    """Return whether two names certainly mean two models: a directory may be a copy of a Hub model, or have moved."""
     first, second = Path(base).expanduser(), Path(given).expanduser()
     if first.is_dir() and second.is_dir():
         return not first.samefile(second)
-    return not (first.is_dir() or second.is_dir() or _is_gone(base)) and base != given
+    return not (first.is_dir() or second.is_dir() or _is_missing_path(base)) and base != given

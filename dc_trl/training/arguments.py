@@ -1,4 +1,4 @@
-"""All that a training configuration says, and what of it is refused before anything is opened."""
+"""All settings of a training run, and the checks that need no files."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from .watch import WatchArguments
 
 
 class RunArguments(NamedTuple):
-    """The dataclasses whose fields a configuration file and a command line may set, one of each."""
+    """The dataclasses whose fields a configuration file and a command line may set."""
 
     data: DataArguments
     server: ServerArguments
@@ -28,10 +28,10 @@ class RunArguments(NamedTuple):
 
     @classmethod
     def parse(cls, words: Sequence[str] | None = None) -> "RunArguments":
-        """Reads a command line, those of the process by default, and the file that its `--config` names.
+        """Read a command line, by default that of the process, and the file that its `--config` names.
 
         Raises:
-            ValueError: names the file, or the field with its value.
+            ValueError: a setting or the file is refused; the message names the file, or the field with its value.
             OSError: the file cannot be read.
         """
         arguments = cls(*ConfigurationParser(ARGUMENTS).parse_args_and_config(words))
@@ -40,10 +40,10 @@ class RunArguments(NamedTuple):
         return arguments
 
     def check(self) -> None:
-        """Refuses what can be known to fail without a download or a model.
+        """Refuse settings that are certain to fail, as far as that is known without a download or a model.
 
         Raises:
-            ValueError: names the field, its value and the remedy.
+            ValueError: a setting is refused; the message names the field, its value and the remedy.
         """
         require_servable(self.server, self.trainer)
         if self.model.model_name_or_path is not None or self.adapter.adapter_name_or_path is None:

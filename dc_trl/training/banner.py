@@ -1,4 +1,4 @@
-"""What a run says of itself before it trains: what is trained, what samples, what is constrained, where it goes."""
+"""Describes a run before it trains: model, sampling, constraint, data and output."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from .arguments import RunArguments
 
 
 def banner(trainer: DCGRPOTrainer, arguments: RunArguments) -> str:
-    """At most nine lines, without tokens and keys; what is left out does not apply."""
+    """Return at most nine lines without tokens and keys; lines that do not apply are omitted."""
     args = trainer.args
     lines = {
         "model": _model(trainer, arguments),
@@ -37,7 +37,7 @@ def _model(trainer: DCGRPOTrainer, arguments: RunArguments) -> str:
     if isinstance(policy, PeftModel):
         config, source = policy.active_peft_config, arguments.adapter.adapter_name_or_path
         adapter = f", LoRA of rank {config.r}" if isinstance(config, LoraConfig) else f", {config.peft_type.value}"
-        adapter += "" if source is None else f", going on from {without_secrets(source)}"
+        adapter += "" if source is None else f", continued from {without_secrets(source)}"
     stored = ", held in 4 bits" if model.load_in_4bit else ", held in 8 bits" if model.load_in_8bit else ""
     return f"{name}{revision}{adapter}{stored}"
 
@@ -57,7 +57,7 @@ def _engine(args: DCGRPOConfig, own_server: bool) -> str:
 
 def _constraint(args: DCGRPOConfig) -> str:
     if args.constraint == "none":
-        # Without either, model.generate samples, which returns no log-probabilities.
+        # Otherwise model.generate samples, which returns no log-probabilities.
         measured = args.use_vllm or args.deployment_scheme is not None
         return f"none: the mismatch is {'measured' if measured else 'not measured (deployment_scheme=bf16 does)'}"
     if args.constraint == "static":
@@ -78,9 +78,7 @@ def _correction(args: DCGRPOConfig) -> str:
 def _training(trainer: DCGRPOTrainer, arguments: RunArguments) -> str:
     args, data = trainer.args, arguments.data
     length = f"{args.max_steps} step(s)" if args.max_steps > 0 else f"{args.num_train_epochs:g} epoch(s)"
-    resumed = (
-        "" if args.resume_from_checkpoint is None else f", going on from {Path(args.resume_from_checkpoint).name}"
-    )
+    resumed = "" if args.resume_from_checkpoint is None else f", resumed from {Path(args.resume_from_checkpoint).name}"
     processes = f", {args.world_size} processes" if args.world_size > 1 else ""
     name = without_secrets(data.dataset_name or "")
     return f"{length} on {len(trainer.train_dataset):,} problems of {name}{processes}{resumed}"

@@ -1,4 +1,4 @@
-"""From a configuration to a trainer. What can be wrong with the input is found here, the cheapest first."""
+"""Makes a trainer from a configuration. Errors of the input are found here, the cheapest checks first."""
 
 from contextlib import ExitStack
 
@@ -33,15 +33,15 @@ from .watch import add_callbacks
 
 
 def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrainer, CollapseAlarmCallback | None]:
-    """The trainer with its callbacks, and the alarm among them.
+    """Return the trainer with its callbacks, and the alarm among them.
 
     Args:
-        arguments: of the run. Of the trainer's, this fills in the checkpoint to resume from, what the model is loaded
-            with, and the address of the run's own server.
-        stack: closing it ends the run's own server and unlocks the output directory.
+        arguments: arguments of the run. This sets, in those of the trainer, the checkpoint to resume from, the options
+            with which the model is loaded, and the address of the run's own server.
+        stack: stack whose closing ends the run's own server and unlocks the output directory.
 
     Raises:
-        ValueError: names the field, its value and the remedy.
+        ValueError: a setting is refused; the message names the field, its value and the remedy.
         OSError: a file or the Hub cannot be reached.
         ServerError: the run's own server did not start, or does not fit.
     """
@@ -52,7 +52,7 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     if model.use_peft:
         require_numbers(model, ranges_of(type(model)))
     trained = adapter_of(adapter, model)
-    # Fails early, on small files.
+    # Small files fail early.
     config, tokenizer = load_config_and_tokenizer(
         model.model_name_or_path,
         padding_side="left",
@@ -78,7 +78,7 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     }
     peft_config = get_peft_config(model) if trained is None else trained
     quantization_config = get_quantization_config(model)
-    # The trainer asks the same; a server would take a minute before it.
+    # The trainer makes the same checks, but only after the server has taken a minute to start.
     require_startable(
         model=model.model_name_or_path,
         reward_funcs=rewards,
@@ -114,13 +114,13 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
 
 
 def _adapted(adapter: AdapterArguments, model: ModelConfig, args: DCGRPOConfig) -> PeftModel:
-    """The model with the adapter that it goes on from, loaded as TRL loads one by name."""
+    """Return the model with the adapter to continue, loaded as TRL loads a model by name."""
     options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     if (quantization := get_quantization_config(model)) is not None:
         options["quantization_config"] = quantization
     if args.distributed_state.distributed_type in (DistributedType.MULTI_GPU, DistributedType.DEEPSPEED):
         options["device_map"] = None
-    args.model_init_kwargs = None  # TRL warns that it does not use them
+    args.model_init_kwargs = None  # TRL would warn that it does not use them
     base = create_model_from_path(model.model_name_or_path, **options)
     return load_adapted(base, model.model_name_or_path, str(adapter.adapter_name_or_path))
 
@@ -128,7 +128,7 @@ def _adapted(adapter: AdapterArguments, model: ModelConfig, args: DCGRPOConfig) 
 def _problems(
     data: DataArguments, rewards: list[RewardFunction], args: DCGRPOConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Dataset, Dataset | None]:
-    """Training and held-out problems that the rewards can be called with; prints what became of the rows."""
+    """Return training and held-out problems that fit the rewards, and print a line about the rows."""
     prompts_per_step = args.generation_batch_size // args.num_generations
     steps = args.max_steps if args.max_steps > 0 else 1000
     train_dataset, eval_dataset, line = load_data(data, tokenizer, args.seed, prompts_per_step * steps)
@@ -139,22 +139,22 @@ def _problems(
 
 
 def _eval_benchmarks(data: DataArguments) -> list[Benchmark]:
-    """The benchmarks that are asked while training."""
+    """Return the benchmarks that are evaluated during training."""
     if data.eval_benchmarks and data.eval_size == 0:
         raise ValueError(
-            f"eval_benchmarks={data.eval_benchmarks} are asked when the trainer evaluates, and eval_size=0 leaves it "
+            f"eval_benchmarks={data.eval_benchmarks} are run when the trainer evaluates, and eval_size=0 leaves it "
             "nothing to evaluate: set eval_size."
         )
-    with PartialState().local_main_process_first():  # one process of a machine downloads
+    with PartialState().local_main_process_first():  # only one process of a machine downloads
         samples, limit = data.eval_benchmark_samples, data.eval_benchmark_limit
         return [Benchmark.parse(word, samples=samples, limit=limit) for word in data.eval_benchmarks]
 
 
 def _require_whole_eval_groups(args: DCGRPOConfig) -> None:
-    """Refuses evaluation batches that would cut the completions of a prompt apart."""
+    """Refuse evaluation batches that would split the completions of a prompt."""
     generations = args.num_generations_eval or args.num_generations
     if args.per_device_eval_batch_size * args.world_size % generations:
         raise ValueError(
-            f"per_device_eval_batch_size={args.per_device_eval_batch_size} in {args.world_size} process(es) is no "
+            f"per_device_eval_batch_size={args.per_device_eval_batch_size} in {args.world_size} process(es) is not a "
             f"multiple of num_generations_eval={generations}: set num_generations_eval=1, or a multiple of it."
         )

@@ -1,4 +1,4 @@
-"""What `dc-trl train` does: from a command line to a run that has ended."""
+"""The command `dc-trl train`, from its command line to the end of the run."""
 
 import os
 import sys
@@ -20,13 +20,13 @@ from .run import Outcome, run
 def train(
     words: Sequence[str] | None = None, callback: Callable[[DCGRPOTrainer], TrainerCallback] | None = None
 ) -> Outcome:
-    """Trains as a command line says, that of the process by default; see `run` for what it returns.
+    """Train as a command line says, by default that of the process; return the same as `run`.
 
     Args:
-        words: of the command line.
-        callback: makes a callback of the trainer, which goes on beside those of the configuration.
+        words: words of the command line.
+        callback: function that makes a further callback for the trainer.
     """
-    sys.path.append(os.getcwd())  # where reward functions of one's own stand
+    sys.path.append(os.getcwd())  # the user's own reward functions are here
     with StopSignals() as signals, ExitStack() as stack:
         with refused_in_one_line(TypeError, ServerError):
             arguments = RunArguments.parse(words)

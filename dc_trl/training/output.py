@@ -1,4 +1,4 @@
-"""The output directory of a training run: locked, its own, writable, and large enough."""
+"""The output directory of a training run: locked, without another run, writable, and large enough."""
 
 import shutil
 from collections.abc import Iterable
@@ -30,9 +30,9 @@ from ..settings.paths import NEWEST_OR_NONE
 from ..trainer import DCGRPOTrainer
 
 
-# The weights that a run leaves when it has ended.
+# The weights that a finished run leaves.
 WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
-# What makes an output directory one that holds a run.
+# Files and folders that mark an output directory as one with a run.
 RUN_FILES = (
     HISTORY_FILE,
     BASELINE_FILE,
@@ -42,16 +42,16 @@ RUN_FILES = (
     "checkpoint-*",
     "last-good-*",
 )
-# What a run leaves that was killed before its first step had ended: nothing of it is worth keeping.
+# Files of a run that was killed before its first step ended, which are not worth keeping.
 _BEFORE_STEPS = {HISTORY_FILE, BASELINE_FILE}
 
 
 def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
-    """Locks the output directory until the stack is closed; returns the checkpoint to go on from.
+    """Lock the output directory until the stack is closed, and return the checkpoint to resume from.
 
     Raises:
-        ValueError: the directory holds a run that is not to be resumed, or another run is writing to it, or it cannot
-            be written; or the run is to be pushed, and the Hub would not take it.
+        ValueError: the directory holds a run that is not resumed, another run is writing to it, or it cannot be
+            written; or the Hub refuses the repository of a run that will be pushed.
     """
     output_dir = Path(args.output_dir)
     stack.enter_context(lock_output(output_dir))
@@ -71,7 +71,7 @@ def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
 
 
 def _require_records(output_dir: Path) -> None:
-    """Refuses to resume a run whose records are damaged, before its model is loaded."""
+    """Refuse to resume a run with damaged records before its model is loaded."""
     for read in (read_starts, read_samples, read_baseline, read_summary):
         read(output_dir)
     if (output_dir / HISTORY_FILE).exists():
@@ -79,13 +79,13 @@ def _require_records(output_dir: Path) -> None:
 
 
 def _require_no_run(output_dir: Path, anew: bool) -> None:
-    """Refuses a directory that holds a run; `anew`: one may have been killed there before it had a checkpoint."""
+    """Refuse a directory that holds a run; with `anew`, accept one that was killed before its first checkpoint."""
     found = {path.name for pattern in RUN_FILES for path in output_dir.glob(pattern)}
     if found <= _BEFORE_STEPS and (anew or not (HISTORY_FILE in found and _has_steps(output_dir / HISTORY_FILE))):
         return
     if not checkpoints(output_dir):
         raise ValueError(
-            f"output_dir={str(output_dir)!r} already holds a run, which has saved no checkpoint: choose another "
+            f"output_dir={str(output_dir)!r} already holds a run without a checkpoint: choose another "
             "output_dir, or remove that run."
         )
     raise ValueError(
@@ -99,7 +99,7 @@ def _has_steps(history: Path) -> bool:
 
 
 def _require_writable(output_dir: Path) -> None:
-    """Writes a megabyte, because a full disk shows only then."""
+    """Refuse a directory that cannot be written, by writing a megabyte: only that shows a full disk."""
     probe = output_dir / ".write-probe"
     try:
         write_bytes(probe, bytes(1 << 20), durable=True)
@@ -112,18 +112,18 @@ def _require_writable(output_dir: Path) -> None:
 
 
 def require_space(trainer: DCGRPOTrainer) -> None:
-    """Refuses to train when the disk cannot hold what the run leaves: at least the bytes that are counted here.
+    """Refuse to train if the disk cannot hold the files of the run; only a lower bound is counted here.
 
     Raises:
-        ValueError: names the bytes that are free and those that are needed.
+        ValueError: there is too little space; the message names the free and the needed bytes.
     """
     args, policy = trainer.args, unwrapped(trainer.accelerator, trainer.model)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    # Of a PEFT model the adapter alone is saved.
+    # Only the adapter of a PEFT model is saved.
     saved = trained if isinstance(policy, PeftModel) else list(policy.parameters())
     parts = {"the model": _bytes(saved)}
     if args.save_strategy != "no":
-        parts["a checkpoint"] = _bytes(saved) + 2 * _bytes(trained)  # weights again, and two moments
+        parts["a checkpoint"] = _bytes(saved) + 2 * _bytes(trained)  # the weights again, and two moments
     if args.exports_deployment:
         parts["the deployment"] = _deployment_bytes(policy, args.deployment_scheme)
     free, needed = shutil.disk_usage(args.output_dir).free, sum(parts.values())
@@ -140,7 +140,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _deployment_bytes(policy: PreTrainedModel | PeftModel, name: str) -> int:
-    """Bytes of the numbers in the deployable checkpoint, without their scales."""
+    """Return the bytes of the numbers in the deployable checkpoint, without their scales."""
     architecture = empty_copy(policy)
     architecture.tie_weights()
     weights = resolve_scheme(name, architecture).weights

@@ -1,4 +1,4 @@
-"""The vLLM server that a training run starts for itself, and ends."""
+"""The vLLM server that a training run starts and ends itself."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class ServerArguments:
 
 
 def require_servable(server: ServerArguments, args: DCGRPOConfig) -> None:
-    """Refuses a server that the settings leave without use."""
+    """Refuse a server that the settings would not use."""
     if server.serve not in (None, "auto"):
         raise ValueError(f"serve={server.serve!r} is unknown: use 'auto', or vllm_server_base_url for a server's URL.")
     if server.serve is None:
@@ -48,7 +48,7 @@ def require_servable(server: ServerArguments, args: DCGRPOConfig) -> None:
 
 
 def start_server(server: ServerArguments, args: DCGRPOConfig, model: str, revision: str, stack: ExitStack) -> None:
-    """Starts the run's own server, and writes its address into `args`; it ends when the stack is closed."""
+    """Start the run's own server and write its address into `args`; it ends when the stack is closed."""
     gpu_options = ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
     running = stack.enter_context(
         serve(

@@ -1,4 +1,4 @@
-"""What a training configuration says of its problems, and the data sets that it means."""
+"""The problems of a training configuration and their data sets."""
 
 import json
 import random
@@ -67,18 +67,18 @@ class DataArguments:
 def load_data(
     data: DataArguments, tokenizer: PreTrainedTokenizerBase, seed: int, arithmetic_size: int
 ) -> tuple[Dataset, Dataset | None, str]:
-    """Training and held-out problems.
+    """Return training and held-out problems.
 
     Args:
-        data, tokenizer: what the configuration says, and that of its model.
-        seed: of what is held out, and of the arithmetic problems.
-        arithmetic_size: arithmetic problems that the training takes.
+        data, tokenizer: settings of the data, and the model's tokenizer.
+        seed: seed of the held-out split and of the arithmetic problems.
+        arithmetic_size: number of arithmetic problems for training.
 
     Returns:
-        Training problems, held-out problems (None with `eval_size=0`), and a line that says what became of the rows.
+        Training problems, held-out problems (None with `eval_size=0`), and a line about the rows.
 
     Raises:
-        ValueError: names the field, its value and the remedy.
+        ValueError: a setting is refused; the message names the field, its value and the remedy.
     """
     if data.dataset_name is None:
         raise ValueError("dataset_name is not set: give a Hub id, a local file, or 'arithmetic'.")
@@ -89,7 +89,7 @@ def load_data(
         return train, held_out, f"arithmetic: {len(train)} training problems"
     instruction = data.instruction
     if data.dataset_name == "dapo":
-        with PartialState().local_main_process_first():  # one process of a machine downloads
+        with PartialState().local_main_process_first():  # only one process of a machine downloads
             benchmarks = {name: load_benchmark(name) for name in PUBLISHED}
             rows, _ = load_dapo()
         rows, report = clean(rows, benchmarks)
@@ -118,16 +118,16 @@ def load_data(
 def draw_prompts(
     data: DataArguments, tokenizer: PreTrainedTokenizerBase, count: int, seed: int, benchmark: str | None = None
 ) -> list[Prompt]:
-    """Prompts alone, drawn at random: of a data set (the built-in arithmetic by default), or of a benchmark.
+    """Draw prompts at random from a data set (by default the built-in arithmetic), or from a benchmark.
 
     Args:
-        data, tokenizer: what the configuration says, and that of its model; rows need no answer.
-        count: how many; where there are fewer, a line says so and all are taken.
-        seed: of the draw, and of the arithmetic problems.
-        benchmark: "NAME" or "NAME=FILE", in place of the data set.
+        data, tokenizer: settings of the data, and the model's tokenizer; rows need no answer.
+        count: number of prompts; if there are fewer, a line says so and all are returned.
+        seed: seed of the draw and of the arithmetic problems.
+        benchmark: "NAME" or "NAME=FILE", used in place of the data set.
 
     Raises:
-        ValueError: names the field, its value and the remedy.
+        ValueError: a setting is refused; the message names the field, its value and the remedy.
     """
     if benchmark is not None:
         source = Benchmark.parse(benchmark)
@@ -140,7 +140,7 @@ def draw_prompts(
     else:
         rows = load_rows(data.dataset_name, data.dataset_config, data.dataset_split)
         if data.answer_column.split(".")[0] not in rows.column_names:
-            # Nothing is graded here, so a file of prompts alone will do.
+            # Nothing is graded here, so a file with only prompts is enough.
             rows = rows.add_column(data.answer_column, ["0"] * len(rows))
         columns = (data.prompt_column, data.answer_column)
         kept, _ = load_prompts(rows, tokenizer, *columns, data.instruction, data.max_prompt_length)

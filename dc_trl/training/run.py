@@ -1,4 +1,4 @@
-"""A run from its first step to its end: trained, saved, summarized, pushed, or ended early with an exit code."""
+"""Runs a training to its end, and saves, summarizes and pushes it; an early end has an exit code."""
 
 import sys
 import time
@@ -21,7 +21,7 @@ from .output import WEIGHTS
 from .problems import DataArguments
 
 
-# What `sys.exit` takes: None where all went well, the message of an error, or the exit code of a signal.
+# Argument of `sys.exit`: None for success, the message of an error, or the exit code of a signal.
 Outcome: TypeAlias = str | int | None
 
 
@@ -32,15 +32,15 @@ def run(
     signals: StopSignals,
     stack: ExitStack,
 ) -> Outcome:
-    """Trains, and writes what a run leaves.
+    """Train, and write the files of the run.
 
     Args:
-        trainer, alarm, stack: of `build_trainer`; the stack is closed here where the run ends early.
-        data: of the configuration: the data set's name for the model card, and what is measured in between.
-        signals: end the run in order.
+        trainer, alarm, stack: results of `build_trainer`; the stack is closed here if the run ends early.
+        data: data settings, with the data set's name for the model card and the measurements during training.
+        signals: callback that ends the run in order.
 
     Returns:
-        None, or why the run ended early or was not pushed.
+        None, or the reason why the run ended early or was not pushed.
     """
     measured = BeforeAndAfter(trainer, data.eval_greedy)
     trainer.add_callback(measured)
@@ -52,14 +52,14 @@ def run(
     except Exception as error:
         return _fail(error, stack)
     if _was_finished(trainer):
-        trainer.accelerator.print(f"The run in {trainer.args.output_dir} is finished, and stays as it is.", flush=True)
+        trainer.accelerator.print(f"The run in {trainer.args.output_dir} is finished and unchanged.", flush=True)
         release_processes(trainer)
         return None
     if alarm is not None and alarm.stopped is not None:
-        # What trained last is not to be taken for the run's result.
+        # The last trained weights must not be taken for the run's result.
         way_back = f"resume_from_checkpoint={alarm.last_good!r}" if alarm.last_good else "no checkpoint is good"
         return f"error: the collapse alarm stopped the run ({alarm.stopped.signal}): {way_back}."
-    # A user's call of save_model would push, and there is no summary yet.
+    # A user's call of save_model would push before there is a summary.
     trainer.save_model(trainer.args.output_dir, _internal_call=True)
     if trainer.accelerator.is_main_process:
         summarize(trainer, measured)
@@ -70,7 +70,7 @@ def run(
 
 
 def _was_finished(trainer: DCGRPOTrainer) -> bool:
-    """Whether the run had come to its end before it was resumed, with what its end leaves."""
+    """Return whether the run had ended, and left the files of its end, before it was resumed."""
     args, step = trainer.args, trainer.state.global_step
 
     def found() -> bool:
@@ -82,9 +82,9 @@ def _was_finished(trainer: DCGRPOTrainer) -> bool:
 
 
 def _fail(error: Exception, stack: ExitStack) -> Outcome:
-    """Ends the run's own server, and the process: others that still train, the launcher ends."""
+    """End the run's own server and this process; the launcher ends processes that still train."""
     way_back = " ".join(error.__notes__) if hasattr(error, "__notes__") else ""
-    if not isinstance(error, OSError):  # which is no fault of a program
+    if not isinstance(error, OSError):  # an OSError is not a fault of a program
         traceback.print_exception(error)
     stack.close()
     text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
@@ -92,27 +92,27 @@ def _fail(error: Exception, stack: ExitStack) -> Outcome:
 
 
 def _end_early(trainer: DCGRPOTrainer, error: ServerError | RunInterrupted, stack: ExitStack) -> Outcome:
-    """Ends the run's own server and its processes together."""
-    if isinstance(error, RunInterrupted):  # at once: whoever sent the signal may kill soon
+    """End the run's own server and its processes together."""
+    if isinstance(error, RunInterrupted):  # printed at once, since the sender of the signal may soon kill the process
         trainer.accelerator.print(f"\n{error}", file=sys.stderr, flush=True)
         if trainer.state.global_step == 0 and not checkpoints(trainer.args.output_dir):
-            _leave_nothing(trainer)
+            _remove_first_files(trainer)
     stack.close()
-    # When one process of several fails, the launcher ends the others, and the server may still run.
+    # If one process of several fails, the launcher ends the others, and the server may still run.
     trainer.accelerator.wait_for_everyone()
     release_processes(trainer)
     return error.exit_code if isinstance(error, RunInterrupted) else f"error: {error}"
 
 
-def _leave_nothing(trainer: DCGRPOTrainer) -> None:
-    """Removes what a run has written before its first step, so that the same command begins again."""
+def _remove_first_files(trainer: DCGRPOTrainer) -> None:
+    """Remove the files that a run wrote before its first step, so that the same command starts again."""
     if trainer.accelerator.is_main_process:
         for name in (HISTORY_FILE, SETTINGS_FILE, STARTS_FILE, BASELINE_FILE):
             Path(trainer.args.output_dir, name).unlink(missing_ok=True)
 
 
 def _publish(trainer: DCGRPOTrainer, dataset_name: str | None) -> Outcome:
-    """Pushes the run, or writes its model card alone; a push that failed is told with the command to repeat it."""
+    """Push the run, or only write its model card; report a failed push with the command that repeats it."""
     args = trainer.args
     if not args.push_to_hub:
         trainer.create_model_card(dataset_name=dataset_name)
@@ -121,14 +121,14 @@ def _publish(trainer: DCGRPOTrainer, dataset_name: str | None) -> Outcome:
         trainer.push_to_hub(dataset_name=dataset_name, export=not args.exports_deployment)
     except HubError as error:
         command = push_command(args, trainer.hub_model_id)
-        return f"error: {error}\nThe run is whole in {args.output_dir}. Push it later: {command}"
+        return f"error: {error}\nThe run is complete in {args.output_dir}. Push it later: {command}"
     return None
 
 
 def release_processes(trainer: DCGRPOTrainer) -> None:
-    """Lets go of the engine and of the process group: processes that still hold it may abort at exit."""
-    # Gloo deadlocks when it is taken down while its thread lets go of the last gather, which takes the interpreter's
-    # lock (torch 2.13): leave it the time.
+    """Release the engine and the process group, since processes that still hold it may abort at exit."""
+    # Gloo deadlocks if it is shut down while its thread releases the last gather, for which the thread takes the
+    # interpreter's lock (torch 2.13). The pause gives it time.
     if trainer.accelerator.num_processes > 1:
         time.sleep(1)
     if trainer.use_vllm:

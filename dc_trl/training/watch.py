@@ -1,4 +1,4 @@
-"""The callbacks of a training run: what they do is chosen by its configuration."""
+"""The callbacks of a training run, chosen by its configuration."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -41,7 +41,7 @@ class WatchArguments:
 
 
 def add_callbacks(trainer: DCGRPOTrainer, watch: WatchArguments) -> CollapseAlarmCallback | None:
-    """Adds what watches the run, writes its deployment checkpoints and shows its progress; returns the alarm."""
+    """Add callbacks that watch the run, write its deployment checkpoints and show its progress; return the alarm."""
     if watch.length_decay:
         trainer.add_callback(LengthDecayCallback(trainer, watch.length_decay_period, watch.length_decay_floor))
     alarm = None
