@@ -1,0 +1,44 @@
+"""The page of the algorithm: its class does what `DCGRPOTrainer` does."""
+
+import re
+
+import pytest
+import torch
+from trl import GRPOConfig
+
+from .helpers import ROOT, Rollouts, distinct_characters, logged, make_config, make_model, make_prompts
+from .test_trainer import ALIGNED, MISALIGNED, make_trainer
+
+
+@pytest.mark.parametrize("steps", [ALIGNED, MISALIGNED])
+def test_the_class_of_the_page_trains_as_ours(tmp_path, tokenizer, steps):
+    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "algorithm.md").read_text(), re.DOTALL)
+    exec(source, page := {})
+    config = make_config(
+        tmp_path / "ours", recipe="paper", constraint="lagrangian", length_aware_batches=False, max_steps=4, **steps
+    )
+    ours = make_trainer(config, tokenizer, Rollouts())
+    ours.train()
+    options = {name: getattr(config, name) for name in vars(config) if name in GRPOConfig.__dataclass_fields__}
+    fields = GRPOConfig.__dataclass_fields__
+    options = {name: value for name, value in options.items() if fields[name].init and name != "generation_batch_size"}
+    theirs = page["OnePageDCGRPO"](
+        make_model(),
+        distinct_characters,
+        GRPOConfig(**options | {"output_dir": str(tmp_path / "page")}),
+        train_dataset=make_prompts(),
+        processing_class=tokenizer,
+        rollout_func=Rollouts(),
+    )
+    theirs.lambda_, theirs.lambda_lr = config.lambda_init, config.lambda_lr
+    theirs.train()
+    for name in ("loss", "grad_norm", "lagrangian/lambda", "discrepancy/mean"):
+        assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=1e-12), name
+    assert logged(ours, "lagrangian/lambda")[0] != logged(ours, "lagrangian/lambda")[-1]
+    assert ours.lagrange_multiplier.value == pytest.approx(theirs.lambda_, rel=1e-12)
+    for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert any(
+        not torch.equal(one, other)
+        for one, other in zip(ours.model.parameters(), make_model().parameters(), strict=True)
+    )
