@@ -372,7 +372,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             return None
         weights = self.correction(tokens)
         if self.loss_type == "vespo":
-            batch["importance_sampling_ratio"] = weights  # VESPO multiplies its ratio of a trajectory by it
+            batch["importance_sampling_ratio"] = weights  # VESPO includes them in its ratio of a trajectory
         else:
             batch["advantages"] = weights * tokens.token_advantages
         return weights

@@ -117,7 +117,7 @@ class DeployedForward:
         if compute and base.device.type == "cpu":
             base.set_attn_implementation(attention.NAME)
         if self._quantizer is not None and fused_experts(architecture):
-            base.set_experts_implementation("grouped_mm")  # which calls `_apply_gate`; "eager" does not
+            base.set_experts_implementation("grouped_mm")  # "eager" does not call `_apply_gate`
 
     @contextmanager
     def active(self, on: bool = True) -> Iterator[None]:
@@ -295,7 +295,7 @@ class DeployedForward:
         value, scale = (None, None) if found is None or found[0] != state else found[1:]
         deltas: list[Tensor] = []
         if needed or value is None:
-            with torch.autocast(master.device.type, enabled=False):  # as merging computes them
+            with torch.autocast(master.device.type, enabled=False):  # as in merging
                 deltas = [delta for adapter in adapters for delta in _deltas(adapter)]
         if value is None:
             # Outside of inference mode: the value is cached, and a later forward may need gradients.

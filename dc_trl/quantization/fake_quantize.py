@@ -116,7 +116,7 @@ class ActivationQuantizer:
         self._group_size = args.group_size
         self._is_float8 = args.type == QuantizationType.FLOAT
         self._largest = calculate_range(args, "cpu")[1].item()
-        # vLLM has a least scale of an FP8 token. Elsewhere zeros only have to stay zeros.
+        # The least scale of an FP8 token is that of vLLM. Elsewhere zeros only have to stay zeros.
         by_token = self._is_float8 and self._group_size is None
         self._least_scale = 1 / (self._largest * 512) if by_token else torch.finfo(torch.float32).tiny
         # Layers that read the same activations (q, k and v; gate and up) follow one another, and quantize them once.
@@ -305,7 +305,7 @@ def quantize_activations(model: PreTrainedModel, args: QuantizationArgs) -> Acti
             linear.register_forward_pre_hook(quantizer)
     experts = fused_experts(model)
     if experts:
-        model.set_experts_implementation("grouped_mm")  # which calls `_apply_gate`; "eager" does not
+        model.set_experts_implementation("grouped_mm")  # "eager" does not call `_apply_gate`
     for module in experts.values():
         module.register_forward_pre_hook(_quantize_first(quantizer))
         _quantize_gated(module, quantizer)
