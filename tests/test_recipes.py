@@ -348,7 +348,7 @@ def test_options_of_the_server_are_vllms():
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser())
-    given = [words[words.index("--") + 1 :] for words in commands() if "--" in words and "serve.py" in words[1]]
+    given = [words[words.index("--") + 1 :] for words in commands() if "--" in words and words[1] == "serve"]
     given.append(fields("r1_distill_qwen_1_5b_temperature")["serve_options"])
     assert len(given) >= 6
     for options in given:

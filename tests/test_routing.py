@@ -551,5 +551,5 @@ def test_vllms_own_encoding_is_read():
 def test_vllm_on_a_cpu_is_not_started_in_vain():
     if "cpu" not in __import__("importlib.metadata").metadata.version("vllm"):
         pytest.skip("vLLM runs on a GPU")
-    with pytest.raises(ValueError, match=r"--enable-return-routed-experts is for GPUs.*use_vllm=False"):
+    with pytest.raises(ValueError, match=r"--enable-return-routed-experts needs a GPU.*use_vllm=False"):
         VLLMServer("model", options=["--enable-return-routed-experts"])
