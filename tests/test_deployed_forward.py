@@ -321,7 +321,7 @@ def test_adapters_of_experts_are_merged(scheme):
 
 def test_dropout_of_adapters_is_left_out_with_a_warning():
     policy = get_peft_model(make_model(128), LoraConfig(**LORA, lora_dropout=0.5))
-    with pytest.warns(UserWarning, match=r"lora_dropout of 4 adapted layers has no part"):
+    with pytest.warns(UserWarning, match=r"lora_dropout of 4 adapted layers has no effect"):
         aligned = DeployedForward(policy, "fp8")
     policy.train()
     with aligned.active(), torch.no_grad():

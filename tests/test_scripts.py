@@ -191,8 +191,8 @@ def test_lora(launch):
         ({"repetition_penalty": 1.1}, ["repetition_penalty=1.1"]),
         ({"serve": "http://127.0.0.1:8000"}, ["serve='http://127.0.0.1:8000'", "vllm_server_base_url"]),
         ({"serve": "auto"}, ["serve='auto'", "use_vllm=False", "use_vllm=true"]),
-        ({"serve_devices": "1"}, ["serve_devices='1'", "serve=auto"]),
-        ({"serve_options": "x"}, ["serve_options=['x']", "serve=auto"]),
+        ({"serve_devices": "1"}, ["serve_devices='1'", "serve='auto'"]),
+        ({"serve_options": "x"}, ["serve_options=['x']", "serve='auto'"]),
         (
             {
                 "serve": "auto",
@@ -324,7 +324,7 @@ def test_a_column_that_grading_cannot_use_is_named(launch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("prepare-data", ["--file", "."], "file='.' is no data file"),
+        ("prepare-data", ["--file", "."], "file='.' is not a data file"),
         ("prepare-data", ["--ngram", "many"], "--ngram"),
     ],
 )

@@ -198,6 +198,8 @@ def read_summary(folder: Path) -> dict[str, Any]:
     for name, kind in _REQUIRED.items():
         if path.is_file() and not isinstance(summary.get(name), kind):
             raise ValueError(f"{path}: {name}={summary.get(name)!r} is not valid: repair or remove the file.")
+    for name in ("before", "after", "seconds_of_parts"):
+        _require_numbers(path, summary.get(name, {}))
     return summary
 
 
@@ -216,7 +218,15 @@ def read_baseline(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file cannot be read; the message names it.
     """
-    return _read_if_there(folder / BASELINE_FILE)
+    baseline = _read_if_there(folder / BASELINE_FILE)
+    _require_numbers(folder / BASELINE_FILE, baseline)
+    return baseline
+
+
+def _require_numbers(path: Path, measured: Any) -> None:
+    for name, value in measured.items() if isinstance(measured, dict) else [("the object", measured)]:
+        if not isinstance(value, int | float | None):
+            raise ValueError(f"{path}: {name}={value!r} is not a number: repair or remove the file.")
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:
