@@ -297,6 +297,7 @@ def test_an_error_in_a_reward_is_told_with_the_way_back(tmp_path, launch, monkey
 @pytest.mark.long
 def test_a_finished_run_says_so_and_stays_as_it_is(tmp_path, launch, capsys):
     options = {"output_dir": tmp_path / "run", "max_steps": 2, "eval_size": 16, "resume_from_checkpoint": "auto"}
+    options |= {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
     launch(**options)
     left = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()}
     capsys.readouterr()
@@ -313,6 +314,12 @@ def test_a_finished_run_says_so_and_stays_as_it_is(tmp_path, launch, capsys):
     launch(**options)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
     assert (tmp_path / "run" / "model.safetensors").is_file()
+    # From an earlier step it is trained again, and ends as a run that was not finished.
+    capsys.readouterr()
+    launch(**options | {"resume_from_checkpoint": tmp_path / "run" / "checkpoint-1"})
+    printed = capsys.readouterr().out
+    assert "is finished" not in printed
+    assert "history.jsonl and run.png are in" in printed
 
 
 @pytest.mark.long

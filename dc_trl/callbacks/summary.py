@@ -92,8 +92,8 @@ class BeforeAndAfter(TrainerCallback):
             write_text(self._baseline, json.dumps(measured) + "\n")
 
     def on_train_end(self, args, state, control, **kwargs):
-        if run_ended(args.output_dir, state.global_step):
-            return  # and is resumed all the same
+        if self._trainer.resumed_at_end and run_ended(args.output_dir, state.global_step):
+            return
         if self._trainer.eval_dataset is not None and not self.after and state.global_step >= state.max_steps:
             self._trainer.evaluate()  # the run was resumed after its last step
         if self._trainer.eval_dataset is None and state.is_world_process_zero:

@@ -164,6 +164,11 @@ class ResumableTrainer(ExportingTrainer):
             self._left_in, self._made_again = None, _random_state()
         return metrics
 
+    @property
+    def resumed_at_end(self) -> bool:
+        """Whether the present training resumed a run whose steps were all done."""
+        return self._resumed_at is not None and self._resumed_at >= self.state.max_steps
+
     def set_initial_training_values(self, args, dataloader):
         epochs, steps_per_epoch, *others, steps = super().set_initial_training_values(args, dataloader)
         if self._resumed_at is None:

@@ -71,14 +71,13 @@ def run(
 
 def _was_finished(trainer: DCGRPOTrainer) -> bool:
     """Return whether the run had ended, and left the files of its end, before it was resumed."""
-    args, step = trainer.args, trainer.state.global_step
 
     def found() -> bool:
-        folder = Path(args.output_dir)
+        folder = Path(trainer.args.output_dir)
         weights = any(path for name in WEIGHTS for path in folder.glob(name))
-        return step >= trainer.state.max_steps and run_ended(folder, step) and weights
+        return run_ended(folder, trainer.state.global_step) and weights
 
-    return args.resume_from_checkpoint is not None and on_main_process(found)
+    return trainer.resumed_at_end and on_main_process(found)
 
 
 def _fail(error: Exception, stack: ExitStack) -> Outcome:
