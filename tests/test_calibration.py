@@ -470,9 +470,10 @@ def test_script_measures_a_running_fp8_server(script, tmp_path, fp8_server, caps
     assert server.metrics["probs_pearson"] > 0.99
     assert server.tolerance.low <= server.tolerance.value <= server.tolerance.high
     assert server.tolerance.config_line in capsys.readouterr().out
-    # The server's weights were quantized from float32. To a policy of bfloat16 weights they are other weights.
+    # The server's weights were quantized from float32. To a policy of bfloat16 weights they are other weights, and
+    # which of the two FP8 schemes comes nearer to them is chance.
     split = server.diagnosis.split
-    assert server.diagnosis.scheme == "fp8"
+    assert server.diagnosis.scheme in ("fp8", "fp8_block")
     assert split.unexplained.value > 0.5 * split.whole.value
     script("--engine", fp8_server.url, "--overwrite", output=tmp_path / "out", prompts=16, train_dtype="mixed")
     (server,) = Calibration.load(tmp_path / "out" / "calibration.json").engines
