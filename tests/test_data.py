@@ -191,7 +191,7 @@ def test_files_that_cannot_be_read(tmp_path):
     for name, words in {
         "none.jsonl": "does not exist",
         "empty.jsonl": "is empty",
-        "rows.txt": "is no data file",
+        "rows.txt": "is not a data file",
         "broken.jsonl": "cannot be loaded",
     }.items():
         path = tmp_path / name
