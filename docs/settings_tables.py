@@ -98,7 +98,8 @@ class NoEffectTable(SphinxDirective):
         rows = []
         for rule in NO_EFFECT:
             others = [node for name in rule.because_of.split() for node in (nodes.literal(text=name), nodes.Text(" "))]
-            rows.append([[nodes.literal(text=rule.field)], others, _prose(f"leave it out, or {rule.remedy}")])
+            named = [node for name in rule.named.split() for node in (nodes.literal(text=name), nodes.Text(" "))]
+            rows.append([named, others, _prose(f"leave it out, or {rule.remedy}")])
         return [_table(["field", "has no effect because of", "remedy"], rows)]
 
 

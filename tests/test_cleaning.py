@@ -243,9 +243,9 @@ def test_the_script_refuses_before_it_reads(prepare, tmp_path):
     prepare(output="there")
     before = (tmp_path / "there" / "train.parquet").stat()
     for options, message in (
-        (["--benchmark_files", "math500=x.jsonl"], r"benchmark_files='math500=x.jsonl': write NAME=PATH"),
+        (["--benchmark_files", "math500=x.jsonl"], r"benchmark_files='math500=x.jsonl' is invalid: write NAME=FILE"),
         (["--benchmark_files", "amc23=none.jsonl"], "'none.jsonl' does not exist"),
-        (["--benchmark_files", "amc23"], "write NAME=PATH"),
+        (["--benchmark_files", "amc23"], "write NAME=FILE"),
         (["--benchmarks", "imo"], "benchmark='imo' is unknown"),
         (["--file", "none.jsonl"], "file='none.jsonl' does not exist"),
         (["--ngram", 3], "ngram=3 is invalid"),

@@ -3,55 +3,47 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from ..constraint.settings import Measure, Reduction
-from ..settings.described import setting
-from ..settings.ranges import ABOVE_0, COUNT, SEED, require_choice, require_numbers
-
-
-_RANGES = {
-    **dict.fromkeys(("samples", "max_tokens", "batch_prompts", "batch_tokens", "replica_batch"), COUNT),
-    "temperature": ABOVE_0,
-    "seed": SEED,
-}
+from ..settings.fields import require_fields, setting
+from ..settings.ranges import ABOVE_0, COUNT, SEED
 
 
 @dataclass(frozen=True)
 class CalibrationSettings:
     """How engines are measured: the keywords of `calibrate`. One that is out of its range is a ValueError."""
 
-    samples: int = setting(8, "completions of each prompt, at least 1; take num_generations of the run")
-    max_tokens: int = setting(
+    samples: Annotated[int, COUNT] = setting(
+        8, "completions of each prompt, at least 1; take num_generations of the run"
+    )
+    max_tokens: Annotated[int, COUNT] = setting(
         8192, "tokens of the longest completion, at least 1; take max_completion_length of the run"
     )
     # The whole distribution is sampled: no top-p, top-k or min-p.
-    temperature: float = setting(1.0, "temperature of both engines, above 0; take that of the run")
+    temperature: Annotated[float, ABOVE_0] = setting(1.0, "temperature of both engines, above 0; take that of the run")
     measure: Measure = setting("prob_diff", "measure of the discrepancy δ; take discrepancy_measure of the run")
     reduction: Reduction = setting("sequence", "how δ is averaged to δ̄; take batch_reduction of the run")
-    batch_prompts: int = setting(64, "prompts of one generation batch of the run, at least 1")
+    batch_prompts: Annotated[int, COUNT] = setting(64, "prompts of one generation batch of the run, at least 1")
     bf16: bool = setting(True, "whether the model is scored under bfloat16 autocast; take bf16 of the run")
-    seed: int = setting(0, "seed of the completions and of the intervals")
+    seed: Annotated[int, SEED] = setting(0, "seed of the completions and of the intervals")
     # The model goes there after the servers have ended, which may need the same GPU; None: it stays where it is.
     device: str | torch.device | None = setting(None, "device of scoring and of replicas")
-    batch_tokens: int = setting(
+    batch_tokens: Annotated[int, COUNT] = setting(
         16384, "tokens of one forward, padding included; a longer completion has a forward of its own"
     )
     # A scoring pass for each set of causes: 2, 4 or 8, and twice that for experts, adapters, a sampler model each.
     split: bool = setting(True, "whether δ̄ is split into its causes where the engine's scheme is known")
-    replica_batch: int = setting(64, "completions that a replica samples at a time")
+    replica_batch: Annotated[int, COUNT] = setting(64, "completions that a replica samples at a time")
     chat_template_kwargs: Mapping[str, Any] | None = None  # `{"enable_thinking": False}` for example
     serve_options: Sequence[str] = ()  # further options of `vllm serve` for servers that are started
-    log_dir: str | os.PathLike[str] | None = (
-        None  # directory for the logs of those servers; None: the directory for temporary files
-    )
+    # Directory for the logs of those servers; None: the directory for temporary files.
+    log_dir: str | os.PathLike[str] | None = None
     settings: Mapping[str, Any] | None = None  # further entries for the record
     report: Callable[[str], None] = print  # takes a line about what is happening
     progress: bool = True  # whether to show bars
 
     def __post_init__(self) -> None:
-        require_numbers(self, _RANGES)
-        require_choice("measure", self.measure, Measure)
-        require_choice("reduction", self.reduction, Reduction)
+        require_fields(self)

@@ -93,7 +93,7 @@ def _option(action: argparse.Action, note: str) -> dict[str, Any]:
     if action.help != argparse.SUPPRESS and not (complement and (note or action.help is None)):
         option["help"] = " ".join(filter(None, [action.help, note]))
     if action.nargs == 0:
-        return option | {"flag": True} | ({"required": True} if action.required else {})
+        return option | {"flag": True}
     kind = getattr(action.type, "__name__", "")
     option["kind"] = TRUE_OR_FALSE if kind == "string_to_bool" else _KINDS.get(action.type, "TEXT")
     for name, value in (("nargs", action.nargs), ("metavar", action.metavar)):

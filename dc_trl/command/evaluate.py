@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..data.benchmarks import BENCHMARKS
+from ..data.benchmarks import BENCHMARKS, benchmark_files
 from ..data.prompts import parse_template_kwargs
 from ..evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from ..evaluation.card import require_card, write_eval_results
@@ -90,12 +90,7 @@ def make_parser() -> OptionParser:
 
 def load_benchmarks(args: argparse.Namespace) -> list[Benchmark]:
     names = list(dict.fromkeys(name for word in args.benchmarks for name in (ALL if word == "all" else [word])))
-    files = {}
-    for word in args.benchmark_files:
-        name, equals, file = word.partition("=")
-        if not equals or name not in names:
-            raise ValueError(f"benchmark_files={word!r} is invalid: write NAME=FILE, NAME one of {', '.join(names)}.")
-        files[name] = file
+    files = benchmark_files(args.benchmark_files, names)
     return [Benchmark.load(name, file=files.get(name), samples=args.samples, limit=args.limit) for name in names]
 
 

@@ -30,15 +30,9 @@ _MANY = 6  # choices that are listed in the help's text and not in the option's 
 _PATHS = {
     "model": require_model_path,
     "model_name_or_path": require_model_path,
-    "tokenizer": require_model_path,
     "sampler_model": require_model_path,
     "run": require_path,
-    "tables": require_path,
-    "known": require_path,
-    "against": require_path,
-    "accelerate_config": require_path,
 }
-_PLANNED = "plan"  # whose model may be a config.json too
 
 
 def require_options(name: str, words: Sequence[str], description: Mapping[str, Any]) -> None:
@@ -86,10 +80,8 @@ def _add(group: argparse._ActionsContainer, described: Mapping[str, Any]) -> Non
         options["choices"] = choices
         if len(choices) > _MANY:
             options |= {"metavar": "NAME", "help": f"{options['help']} One of: {', '.join(choices)}."}
-    elif names[0].startswith("-"):
-        options["metavar"] = described.get("metavar", kind)
     else:
-        options["metavar"] = described.get("metavar")
+        options["metavar"] = described.get("metavar", kind if names[0].startswith("-") else None)
     group.add_argument(*names, **options)
 
 
@@ -130,7 +122,8 @@ def _require_paths(name: str, given: Mapping[str, Any]) -> None:
         value = given.get(option)
         if isinstance(value, str):
             value = shipped(value)
-            require_path(value, option) if name == _PLANNED and Path(value).is_file() else require(value, option)
+            # The model of a plan may be a config.json too.
+            require_path(value, option) if name == "plan" and Path(value).is_file() else require(value, option)
     if isinstance(data := given.get("dataset_name"), str) and is_data_file(data):
         require_data_file(data)
     for run in given.get("compare", ()):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from ..data.benchmarks import BENCHMARKS, PUBLISHED, load_benchmark, require_benchmark
+from ..data.benchmarks import BENCHMARKS, PUBLISHED, benchmark_files, load_benchmark, require_benchmark
 from ..data.cleaning import Language, Report, clean
 from ..data.contamination import require_ngram
 from ..data.dapo import DAPO, load_dapo
@@ -43,7 +43,7 @@ def make_parser() -> OptionParser:
         "--benchmark_files",
         nargs="*",
         default=[],
-        metavar="NAME=PATH",
+        metavar="NAME=FILE",
         help="local files of benchmarks, in place of the Hub",
     )
     parser.add_argument(
@@ -62,32 +62,17 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def benchmark_files(pairs: list[str], names: list[str]) -> dict[str, str]:
-    """Local files by benchmark; refuses unknown benchmarks and files that are not used."""
-    for name in names:
-        require_benchmark(name)
-    files = {}
-    for pair in pairs:
-        name, separator, path = pair.partition("=")
-        if not separator or name not in names:
-            raise ValueError(
-                f"benchmark_files={pair!r}: write NAME=PATH, with a NAME of --benchmarks {' '.join(names)}."
-            )
-        if not Path(path).is_file():
-            raise ValueError(f"benchmark_files={pair!r}: {path!r} does not exist: check the path.")
-        files[name] = path
-    return files
-
-
 def require_new(output: Path) -> None:
-    """Refuses an output that holds something, and makes the directory it will stand in."""
+    """Refuse an output that holds something, and make the directory above it."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"output={str(output)!r} already exists: choose another directory, or remove it first.")
     make_folder("output", output.parent)
 
 
 def prepare(arguments: argparse.Namespace, folder: Path) -> Report:
-    """Writes all files into a folder. Everything that can be wrong with the input is found before rows are read."""
+    """Write all files into a folder. Everything that can be wrong with the input is found before rows are read."""
+    for name in arguments.benchmarks:
+        require_benchmark(name)
     files = benchmark_files(arguments.benchmark_files, arguments.benchmarks)
     require_ngram(arguments.ngram, arguments.common)
     rows, repeats = load_dapo(arguments.file, arguments.prompt_column, arguments.answer_column)

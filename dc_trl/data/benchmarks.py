@@ -1,12 +1,14 @@
 """The math benchmarks, each from the Hub or from a local file, in one schema."""
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from datasets import Dataset
 from pyarrow import ArrowException
 
 from ..grading import extract_answer, gold_answer
+from ..settings.paths import require_data_file
 from ..settings.ranges import require_choice
 from .arithmetic import arithmetic_problems
 from .schema import FEATURES, MathProblem, require_grading, to_dataset
@@ -130,6 +132,26 @@ def require_benchmark(name: str) -> Source:
     """
     require_choice("benchmark", name, BENCHMARKS)
     return BENCHMARKS[name]
+
+
+def benchmark_files(words: Iterable[str], names: Sequence[str]) -> dict[str, str]:
+    """Return the files that `--benchmark_files NAME=FILE ...` gives, by the benchmark.
+
+    Args:
+        words: of the option.
+        names: benchmarks that are read.
+
+    Raises:
+        ValueError: a word has another form, names another benchmark, or its file cannot be read.
+    """
+    files = {}
+    for word in words:
+        name, equals, file = word.partition("=")
+        if not equals or name not in names:
+            raise ValueError(f"benchmark_files={word!r} is invalid: write NAME=FILE, NAME one of {', '.join(names)}.")
+        require_data_file(file, "benchmark_files")
+        files[name] = file
+    return files
 
 
 def load_benchmark(name: str, file: str | None = None) -> Dataset:

@@ -2,17 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from ..files import read_yaml
 from ..quantization.schemes import require_served_scheme
 from ..records.settings import training_defaults
-from ..settings.described import setting
-from ..settings.ranges import COUNT, require_numbers
+from ..settings.fields import require_fields, setting
+from ..settings.ranges import COUNT
 
 
 _PLANNED = {"use_vllm": True, "vllm_mode": "server", "use_peft": False, "beta": 0}
-_COUNTS = ("prompts", "generations", "optimizer_steps", "max_prompt_length", "max_completion_length")
 
 
 @dataclass(frozen=True)
@@ -23,11 +22,11 @@ class Work:
         ValueError: names the field, its value and the remedy.
     """
 
-    prompts: int = setting(64, "prompts of a generation batch")
-    generations: int = setting(8, "completions of a prompt")
-    optimizer_steps: int = setting(4, "optimizer steps on a generation batch")
-    max_prompt_length: int = setting(2048, "tokens of the longest prompt")
-    max_completion_length: int = setting(8192, "tokens of the longest completion")
+    prompts: Annotated[int, COUNT] = setting(64, "prompts of a generation batch")
+    generations: Annotated[int, COUNT] = setting(8, "completions of a prompt")
+    optimizer_steps: Annotated[int, COUNT] = setting(4, "optimizer steps on a generation batch")
+    max_prompt_length: Annotated[int, COUNT] = setting(2048, "tokens of the longest prompt")
+    max_completion_length: Annotated[int, COUNT] = setting(8192, "tokens of the longest completion")
     scheme: str = setting("fp8", "deployment scheme that the engine serves")
     checkpointing: Literal["true", "false"] = setting("true", "whether layers are computed again in backward")
     precision: Literal["mixed", "bfloat16", "float32"] = setting(
@@ -35,7 +34,7 @@ class Work:
     )
 
     def __post_init__(self) -> None:
-        require_numbers(self, dict.fromkeys(_COUNTS, COUNT))
+        require_fields(self)
         require_served_scheme(self.scheme)
         if self.completions % self.optimizer_steps:
             raise ValueError(

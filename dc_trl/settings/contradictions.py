@@ -10,35 +10,24 @@ from .micro_batches import MEANS_OF_MICRO_BATCHES
 
 
 class NoEffect(NamedTuple):
-    """A field that has no effect while other fields have certain values.
+    """Fields that have no effect while other fields have certain values.
 
     Attributes:
-        field: that the user has given another value than its default.
-        when: whether the field has no effect in these settings.
+        named: the fields, separated by spaces; one that has its default is not refused.
+        when: whether they have no effect in these settings.
         because_of: the other fields, separated by spaces; the message shows their values.
         remedy: what else than leaving the field out helps, for the message.
     """
 
-    field: str
+    named: str
     when: Callable[[Any], bool]
     because_of: str
     remedy: str
 
 
-def _without_vllm(c: Any) -> bool:
-    return not c.use_vllm
-
-
-def _without_server(c: Any) -> bool:
-    return not (c.use_vllm and c.vllm_mode == "server")
-
-
 def _two_sided(c: Any) -> bool:
     return c.constraint_form.startswith("two_sided")
 
-
-_A_SERVER = "set use_vllm=True and vllm_mode='server'"
-_A_CONSTRAINT = "choose constraint='static' or 'lagrangian'"
 
 # A rule is for all settings that have its fields: the trainers' and those that `dc-trl train` adds.
 NO_EFFECT = (
@@ -54,10 +43,13 @@ NO_EFFECT = (
         "rollout_correction",
         "choose a correction with a lower bound",
     ),
-    NoEffect("discrepancy_margin", lambda c: c.constraint == "none", "constraint", _A_CONSTRAINT),
-    NoEffect("constraint_form", lambda c: c.constraint == "none", "constraint", _A_CONSTRAINT),
-    NoEffect("discrepancy_margin", _two_sided, "constraint_form", "choose another constraint_form"),
-    NoEffect("discrepancy_level", _two_sided, "constraint_form", "choose another constraint_form"),
+    NoEffect(
+        "discrepancy_margin constraint_form",
+        lambda c: c.constraint == "none",
+        "constraint",
+        "choose constraint='static' or 'lagrangian'",
+    ),
+    NoEffect("discrepancy_margin discrepancy_level", _two_sided, "constraint_form", "choose another constraint_form"),
     NoEffect("dual_window", lambda c: c.constraint != "lagrangian", "constraint", "choose constraint='lagrangian'"),
     NoEffect(
         "train_through_quantization",
@@ -71,8 +63,7 @@ NO_EFFECT = (
         "use_vllm",
         "set use_vllm=True",
     ),
-    NoEffect("weight_sync", _without_vllm, "use_vllm", "set use_vllm=True"),
-    NoEffect("weight_sync_dir", _without_vllm, "use_vllm", "set use_vllm=True"),
+    NoEffect("weight_sync weight_sync_dir", lambda c: not c.use_vllm, "use_vllm", "set use_vllm=True"),
     NoEffect("weight_sync_dir", lambda c: c.weight_sync == "nccl", "weight_sync", "set weight_sync='checkpoint'"),
     NoEffect(
         "weight_sync_steps",
@@ -86,18 +77,25 @@ NO_EFFECT = (
         "weight_sync_steps",
         "raise weight_sync_steps, after which new weights go at the latest",
     ),
-    NoEffect("vllm_server_base_urls", _without_server, "use_vllm vllm_mode", _A_SERVER),
-    NoEffect("rollout_overlap", _without_server, "use_vllm vllm_mode", _A_SERVER),
+    NoEffect(
+        "vllm_server_base_urls rollout_overlap",
+        lambda c: not (c.use_vllm and c.vllm_mode == "server"),
+        "use_vllm vllm_mode",
+        "set use_vllm=True and vllm_mode='server'",
+    ),
     NoEffect(
         "max_tokens_per_micro_batch",
         lambda c: not c.length_aware_batches,
         "length_aware_batches",
         "set length_aware_batches=True",
     ),
-    NoEffect("serve_devices", lambda c: c.serve is None, "serve", "set serve='auto'"),
-    NoEffect("serve_options", lambda c: c.serve is None, "serve", "set serve='auto'"),
-    NoEffect("length_decay_period", lambda c: not c.length_decay, "length_decay", "set length_decay=True"),
-    NoEffect("length_decay_floor", lambda c: not c.length_decay, "length_decay", "set length_decay=True"),
+    NoEffect("serve_devices serve_options", lambda c: c.serve is None, "serve", "set serve='auto'"),
+    NoEffect(
+        "length_decay_period length_decay_floor",
+        lambda c: not c.length_decay,
+        "length_decay",
+        "set length_decay=True",
+    ),
 )
 
 
@@ -111,14 +109,14 @@ def require_effect(settings: Any) -> None:
         ValueError: names the field, the fields that leave it without effect, their values and the remedy.
     """
     defaults = {field.name: declared_default(field) for field in fields(settings)}
-    for field, when, because_of, remedy in NO_EFFECT:
-        others = because_of.split()
-        if not {field, *others} <= defaults.keys():
+    for named, when, because_of, remedy in NO_EFFECT:
+        names, others = named.split(), because_of.split()
+        if not {*names, *others} <= defaults.keys() or not when(settings):
             continue
-        value = getattr(settings, field)
-        if value != defaults[field] and when(settings):
-            reasons = " and ".join(f"{name}={getattr(settings, name)!r}" for name in others)
-            raise ValueError(f"{field}={value!r} has no effect with {reasons}: leave it out, or {remedy}.")
+        reasons = " and ".join(f"{name}={getattr(settings, name)!r}" for name in others)
+        for name in names:
+            if (value := getattr(settings, name)) != defaults[name]:
+                raise ValueError(f"{name}={value!r} has no effect with {reasons}: leave it out, or {remedy}.")
 
 
 class Rule(NamedTuple):

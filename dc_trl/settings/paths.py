@@ -39,13 +39,11 @@ def shipped(name: str) -> str:
     return name
 
 
-def config_file(name: str, option: str = "config", folder: str = "") -> Path:
+def config_file(name: str) -> Path:
     """Return the YAML file that a user means by its path, or by the name of a shipped one.
 
     Args:
         name: path, or name of a shipped configuration with or without `.yaml`.
-        option: that it comes from, for the error message.
-        folder: of the shipped files, below configs/; "" for training configurations.
 
     Raises:
         ValueError: there is no such file; the message names the nearest and all shipped ones.
@@ -53,14 +51,14 @@ def config_file(name: str, option: str = "config", folder: str = "") -> Path:
     path = Path(shipped(name))
     if path.is_file():
         return path
-    files = {file.stem: file for file in sorted((shipped_configs() / folder).glob("*.yaml"))}
+    files = {file.stem: file for file in sorted(shipped_configs().glob("*.yaml"))}
     wanted = name.removesuffix(".yaml")
     if wanted in files:
         return files[wanted]
     what = "is a directory" if path.is_dir() else "does not exist"
     close = difflib.get_close_matches(path.stem, files, n=1)
     hint = f"did you mean {close[0]}? Shipped are" if close else "give the path of a YAML file, or one that ships:"
-    raise ValueError(f"{option}={name!r} {what}: {hint} {', '.join(files)}.")
+    raise ValueError(f"config={name!r} {what}: {hint} {', '.join(files)}.")
 
 
 def require_model_path(name: str | None, option: str = "model_name_or_path") -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, get_args
 
@@ -91,14 +91,12 @@ def require_numbers(settings: Any, allowed: Mapping[str, Range]) -> None:
     """Refuse settings that are out of their ranges.
 
     Args:
-        settings: an instance of a dataclass, or what argparse returns. None is refused where it is not the default.
+        settings: an instance of a dataclass, or what argparse returns. None is passed over.
         allowed: range by name of the setting.
 
     Raises:
         ValueError: names the setting, its value and what it may be.
     """
-    defaults = {field.name: field.default for field in fields(settings)} if is_dataclass(settings) else {}
     for name, range_ in allowed.items():
-        value = getattr(settings, name)
-        if value is not None or defaults.get(name) is not None:
+        if (value := getattr(settings, name)) is not None:
             require_number(name, value, range_)
