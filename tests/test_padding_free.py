@@ -142,9 +142,6 @@ ARCHITECTURES = {
     "Mistral": {"sliding_window": 3},
     "Qwen2": WINDOWS | {"use_sliding_window": True},
     "Gemma2": WINDOWS | {"query_pre_attn_scalar": 16},
-    "Gemma3": WINDOWS | {"query_pre_attn_scalar": 16},
-    "Phi3": {},
-    "Olmo2": {},
     "SmolLM3": {"no_rope_layers": [1, 0]},
     "Mixtral": EXPERTS,
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
@@ -158,8 +155,10 @@ def tiny(name, **overrides):
     return model_class(config_class(**TINY | ARCHITECTURES.get(name, {}) | overrides)).eval()
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [*((name, "sdpa") for name in ARCHITECTURES), ("Mistral", "eager"), ("Gemma2", "eager")],
+)
 def test_a_row_of_sequences_gives_what_each_gives_alone(accelerator, name, implementation):
     model = tiny(name)
     model.set_attn_implementation(implementation)
@@ -283,7 +282,7 @@ def assert_same(ours, theirs, logs=("loss", "entropy")):
 
 
 PADDING_FREE = {"constraint": "none", "padding_free": True, "length_aware_batches": False}
-LOSSES = ["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]
+LOSSES = ["grpo", "dapo", "bnpo", "luspo", "vespo"]
 
 
 @pytest.mark.parametrize(
@@ -309,7 +308,7 @@ def test_training_in_bfloat16_is_trls_to_its_rounding(tmp_path):
         assert 0 < distance < 0.02, name
 
 
-@pytest.mark.parametrize("fields", [{}, {"num_iterations": 2, "steps_per_generation": 4}, {"loss_type": "dapo"}])
+@pytest.mark.parametrize("fields", [{"num_iterations": 2, "steps_per_generation": 4}, {"loss_type": "dapo"}])
 def test_training_in_batches_by_length_is_trls(tmp_path, fields):
     """The mean entropy of a micro-batch is that of other completions."""
     ours = PADDING_FREE | {"length_aware_batches": True}
