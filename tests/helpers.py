@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
 import os
 import random
@@ -22,8 +23,9 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from trl import GRPOTrainer
 
-from dc_trl import DCGRPOConfig
+from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.command import call
 
 
@@ -118,6 +120,24 @@ def make_config(output_dir: Any, **overrides: Any) -> DCGRPOConfig:
         }
         | overrides
     )
+
+
+def make_trainer(output_dir: Any, model: Any = None, reward: Any = None, kind: Any = DCGRPOTrainer, **options: Any):
+    """A trainer of a random model. Options are arguments of the trainer, and fields of its configuration."""
+    names = inspect.signature(GRPOTrainer).parameters.keys()
+    arguments = {name: options.pop(name) for name in names & options.keys()}
+    return kind(
+        make_model() if model is None else model,
+        reward or distinct_characters,
+        make_config(output_dir, **options),
+        **{"train_dataset": make_prompts(), "processing_class": make_tokenizer()} | arguments,
+    )
+
+
+def at_server(url: str | None) -> dict[str, Any]:
+    """Fields of a run that samples in BF16 from a server at this address."""
+    fields = {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 10.0, "deployment_scheme": "bf16"}
+    return fields | {"vllm_server_base_url": url}
 
 
 def distinct_characters(completions: list[str], **kwargs: Any) -> list[float]:

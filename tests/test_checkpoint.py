@@ -130,10 +130,8 @@ ADAPTED_EMBEDDINGS = {
     "saved embedding": {"target_modules": ["q_proj"], "modules_to_save": [EMBEDDING]},
     "saved head": {"target_modules": ["q_proj"], "modules_to_save": [HEAD]},
     "both adapted": {"target_modules": [EMBEDDING, HEAD]},
-    "both saved": {"target_modules": ["q_proj"], "modules_to_save": [EMBEDDING, HEAD]},
     "one saved, one adapted": {"target_modules": [HEAD], "modules_to_save": [EMBEDDING]},
     "adapted as one": {"target_modules": [EMBEDDING], "ensure_weight_tying": True},
-    "saved as one": {"target_modules": ["q_proj"], "modules_to_save": [EMBEDDING], "ensure_weight_tying": True},
 }
 
 

@@ -268,7 +268,7 @@ LORA = {"r": 4, "init_lora_weights": False, "target_modules": ["q_proj", "down_p
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8", "int4"])
-@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["o_proj", "norm"]}, {"target_modules": "all-linear"}])
+@pytest.mark.parametrize("options", [{"modules_to_save": ["o_proj", "norm"]}, {"target_modules": "all-linear"}])
 def test_adapters_are_merged(scheme, options):
     torch.manual_seed(0)
     base = make_model(128)
@@ -305,14 +305,13 @@ def test_gradients_of_adapters_are_those_of_the_merged_weight():
     assert_same(ours, expected, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "fp8"])
-def test_adapters_of_experts_are_merged(scheme):
+def test_adapters_of_experts_are_merged():
     torch.manual_seed(0)
     targets = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
     policy = get_peft_model(make_experts(64), LoraConfig(r=4, init_lora_weights=False, **targets))
     add_fused_lm_head(policy.get_base_model())
-    samples = sampled(policy, scheme, PROMPTS * 8, new_tokens=12)
-    with DeployedForward(policy, scheme).active():
+    samples = sampled(policy, "fp8", PROMPTS * 8, new_tokens=12)
+    with DeployedForward(policy, "fp8").active():
         assert mean_gap(policy, *samples) <= 2e-5
         found = gradients(policy, small_batch())
     assert len(found) == sum(parameter.requires_grad for parameter in policy.parameters())

@@ -11,35 +11,24 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from dc_trl import DCGRPOTrainer
 from dc_trl.resuming.checkpoints import checkpoint_defect, checkpoints
 
+from . import helpers
 from .helpers import (
     ROOT,
     TWO_PROCESSES,
     distinct_characters,
     logged,
-    make_config,
-    make_model,
     make_prompts,
-    make_tokenizer,
     untimed_rows,
 )
 
 
-def make_trainer(folder, reward=distinct_characters, prompts=16, evaluated=False, **options):
-    """A trainer whose replica samples: what it draws depends on the random numbers of all steps before."""
+def make_trainer(folder, reward=None, prompts=16, evaluated=False, **options):
     options = {"deployment_scheme": "bf16", "save_strategy": "steps", "save_steps": 500, **options}
     if evaluated:
-        options |= {"eval_strategy": "steps", "eval_steps": 1}
-    return DCGRPOTrainer(
-        make_model(),
-        reward,
-        make_config(folder, **options),
-        train_dataset=make_prompts(prompts),
-        eval_dataset=make_prompts(4) if evaluated else None,
-        processing_class=make_tokenizer(),
-    )
+        options |= {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": make_prompts(4)}
+    return helpers.make_trainer(folder, None, reward, train_dataset=make_prompts(prompts), **options)
 
 
 def weights(trainer):

@@ -34,12 +34,12 @@ from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.records.runs import read_history
 
+from . import helpers
 from .helpers import (
     ROOT,
     TINY_MODEL,
     TWO_PROCESSES,
     distinct_characters,
-    make_config,
     make_model,
     make_prompts,
     make_tokenizer,
@@ -49,16 +49,9 @@ from .helpers import (
 OF_A_RUN = {"deployment", "history.jsonl", "settings.json", "starts.json", "completions.json", "run.png"}
 
 
-def make_trainer(output_dir, model=None, reward=distinct_characters, callbacks=None, peft_config=None, **options):
-    return DCGRPOTrainer(
-        model or make_model(),
-        reward,
-        make_config(output_dir, **{"deployment_scheme": "fp8", "export_run": True, "max_steps": 2} | options),
-        train_dataset=make_prompts(),
-        processing_class=make_tokenizer(),
-        callbacks=callbacks,
-        peft_config=peft_config,
-    )
+def make_trainer(output_dir, model=None, reward=None, **options):
+    options = {"deployment_scheme": "fp8", "export_run": True, "max_steps": 2} | options
+    return helpers.make_trainer(output_dir, model, reward, **options)
 
 
 def files_in(folder):

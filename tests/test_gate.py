@@ -29,8 +29,6 @@ from transformers import (
     Mxfp4Config,
     Qwen3Config,
     Qwen3ForSequenceClassification,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from dc_trl import DCGRPOTrainer
@@ -77,23 +75,14 @@ def with_weights(folder, edit):
     return folder
 
 
-def set_to(value, name="model.layers.1.mlp.down_proj.weight", dtype=torch.float32):
-    def edit(weights):
-        weights[name].view(-1)[7] = value
-        for each in weights:
-            weights[each] = weights[each].to(dtype)
-
-    return edit
-
-
 def adapter(folder):
     get_peft_model(make_model(), LORA).save_pretrained(folder)
     return folder
 
 
-def gpt2(folder, **settings):
+def gpt2_model():
     sizes = {"vocab_size": 262, "n_positions": 24, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    return saved(folder, GPT2LMHeadModel(GPT2Config(**sizes | {"eos_token_id": 1, "bos_token_id": 1} | settings)))
+    return GPT2LMHeadModel(GPT2Config(**sizes, eos_token_id=1, bos_token_id=1))
 
 
 def tokenizer_with(**changes):
@@ -122,17 +111,6 @@ def bert(folder):
     return saved(folder, BertForMaskedLM(BertConfig(vocab_size=262, **sizes)))
 
 
-def t5(folder):
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    return saved(folder, T5ForConditionalGeneration(T5Config(vocab_size=262, **sizes)))
-
-
-def classifier(folder):
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Qwen3Config(vocab_size=262, num_key_value_heads=1, head_dim=8, pad_token_id=0, **sizes)
-    return saved(folder, Qwen3ForSequenceClassification(config))
-
-
 def needs_solution(completions, solution, **kwargs):
     return [0.0 for _ in completions]
 
@@ -141,16 +119,13 @@ def takes_too_little(completions):
     return [0.0 for _ in completions]
 
 
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-PACKED = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}}
+DOWN = "model.layers.1.mlp.down_proj.weight"
 
 # A name; what makes the model's folder; other settings; and what the refusal has to name.
 MISTAKES = [
     ("adapter", adapter, {}, ["is the folder of an adapter", "--adapter_name_or_path", "is_trainable=True"]),
     ("no model", lambda folder: folder.mkdir() or folder, {}, ["has no config.json"]),
-    ("compressed", lambda f: edited(f, quantization_config=PACKED), {}, ["quantized already (compressed-tensors)"]),
     ("a run's deployment", deployment, {}, ["quantized already (compressed-tensors)", "like a run's deployment/"]),
-    ("fp8", lambda f: edited(f, quantization_config=FP8), {}, ["quantized already (fp8)"]),
     (
         "gptq with an adapter",
         lambda f: edited(f, quantization_config={"quant_method": "gptq", "bits": 4}),
@@ -164,12 +139,10 @@ MISTAKES = [
         ["bitsandbytes", "peft_config, use_peft=true"],
     ),
     ("encoder", bert, {}, ["no causal language model", "BertForMaskedLM"]),
-    ("encoder and decoder", t5, {}, ["no causal language model", "T5ForConditionalGeneration"]),
-    ("classifier", classifier, {}, ["no causal language model", "Qwen3ForSequenceClassification"]),
     ("no architecture", lambda f: edited(f, architectures=None), {}, ["names no architecture"]),
     (
         "missing weight",
-        lambda f: with_weights(f, lambda weights: weights.pop("model.layers.1.mlp.down_proj.weight")),
+        lambda f: with_weights(f, lambda weights: weights.pop(DOWN)),
         {},
         ["lacks model.layers.1.mlp.down_proj.weight", "initialized it at random"],
     ),
@@ -179,9 +152,12 @@ MISTAKES = [
         {},
         ["other shapes than in its config.json"],
     ),
-    ("NaN", lambda f: with_weights(f, set_to(math.nan)), {}, ["not finite", "layers.1.mlp.down_proj.weight"]),
-    ("-inf, bf16", lambda f: with_weights(f, set_to(-math.inf, dtype=torch.bfloat16)), {}, ["not finite"]),
-    ("inf in a norm", lambda f: with_weights(f, set_to(math.inf, "model.norm.weight")), {}, ["in model.norm.weight"]),
+    (
+        "NaN",
+        lambda f: with_weights(f, lambda weights: weights[DOWN].view(-1)[7].fill_(math.nan)),
+        {},
+        ["not finite", "layers.1.mlp.down_proj.weight"],
+    ),
     ("no end token", lambda f: saved(f, make_model(), tokenizer_with(eos_token=None)), {}, ["has no eos_token"]),
     (
         "end token beyond the embedding",
@@ -197,7 +173,7 @@ MISTAKES = [
     ),
     (
         "more than the table of positions",
-        gpt2,
+        lambda f: saved(f, gpt2_model()),
         {"rows": ["1+1="] * 7 + ["1" * 20]},
         ["row 7 has 20 tokens", "max_completion_length=8", "24", "lower max_completion_length to 4"],
     ),
@@ -300,6 +276,14 @@ def build(tmp_path, model=None, rewards=distinct_characters, rows=None, **others
     return DCGRPOTrainer(**arguments | others)
 
 
+def made(arguments, tmp_path):
+    """The arguments of a case, which may be a function of a folder and whose model may be a function."""
+    arguments = dict(arguments(tmp_path) if callable(arguments) else arguments)
+    if callable(arguments.get("model")) and not isinstance(arguments["model"], torch.nn.Module):
+        arguments["model"] = arguments["model"]()
+    return arguments
+
+
 def frozen(model):
     return model.requires_grad_(False)
 
@@ -350,12 +334,6 @@ def stored_as(method):
     return model
 
 
-def empty_optimizer():
-    optimizer = torch.optim.AdamW(make_model().parameters())
-    optimizer.param_groups.clear()
-    return optimizer
-
-
 USER = {"role": "user", "content": "1+1="}
 TABLE = {"question": ["1+1="] * 4, "solution": ["2"] * 4}
 
@@ -372,10 +350,6 @@ REFUSED = {
         lambda t: {"optimizers": (torch.optim.AdamW(make_model().parameters()), None)},
         ["AdamW has no trainable parameter of the model"],
     ),
-    "optimizer without parameters": (
-        lambda t: {"optimizers": (empty_optimizer(), None)},
-        ["AdamW has no trainable parameter of the model"],
-    ),
     "optimizer of the base alone": (
         lambda t: (
             (model := make_model())
@@ -389,7 +363,6 @@ REFUSED = {
     ),
     "a path": ({"model": TINY_MODEL}, ["PosixPath", "as text"]),
     "loaded, quantized": ({"model": lambda: stored_as("awq")}, ["Qwen3ForCausalLM", "quantized already (awq)"]),
-    "loaded, bitsandbytes": ({"model": lambda: stored_as("bitsandbytes")}, ["train an adapter"]),
     "wide head": ({"model": wide_head}, ["300 rows", "262"]),
     "no rows": ({"rows": Dataset.from_dict({"prompt": []})}, ["train_dataset has no rows"]),
     "a split too many": ({"rows": DatasetDict({"train": make_prompts()})}, ["train_dataset['train']"]),
@@ -397,10 +370,7 @@ REFUSED = {
     "another column": ({"rows": Dataset.from_dict(TABLE)}, ["'question', 'solution'", "rename_column('question'"]),
     "a similar column": ({"rows": Dataset.from_dict({"a": ["b"] * 4, "promt": ["1"] * 4})}, ["rename_column('promt'"]),
     "no prompt in a row": ({"rows": Dataset.from_list(of_rows("1", None))}, ["row 1 has prompt=None", "filter"]),
-    "numbers": ({"rows": Dataset.from_dict({"prompt": [1, 2, 3, 4]})}, ["row 0 has prompt=1"]),
-    "texts in a list": ({"rows": Dataset.from_dict({"prompt": [["a"]] * 4})}, ["row 0 has prompt=['a']"]),
     "no messages": ({"rows": Dataset.from_list([{"prompt": [USER]}, {"prompt": []}] * 2)}, ["row 1 has prompt=[]"]),
-    "no role": ({"rows": Dataset.from_dict({"prompt": [[{"content": "a"}]] * 4})}, ["row 0", "a role and a content"]),
     "no content": (
         {"rows": Dataset.from_list([{"prompt": [USER]}, {"prompt": [USER | {"content": None}]}] * 2)},
         ["row 1", "a role and a content"],
@@ -411,13 +381,7 @@ REFUSED = {
     ),
     "an empty prompt": ({"rows": Dataset.from_list(of_rows("1", ""))}, ["row 1 has no tokens"]),
     "one of a thousand": ({"rows": long_table(_777=None)}, ["row 777 has prompt=None"]),
-    "an empty one of a thousand": ({"rows": long_table(_777="")}, ["row 777 has no tokens"]),
     "a long one of a thousand": ({"rows": long_table(_777="1" * 300)}, ["row 777 has 300 tokens"]),
-    "no conversation of a thousand": ({"rows": long_talk(_777=None)}, ["row 777 has prompt=None"]),
-    "a long talk of a thousand": (
-        {"rows": long_talk(_777="1" * 300), "processing_class": make_tokenizer()},
-        ["row 777 has 3"],
-    ),
     "no template": ({"rows": long_talk()}, ["row 0 is a list of messages", "no chat template"]),
     "a template that refuses": (
         {
@@ -427,7 +391,6 @@ REFUSED = {
         ["row 0", "cannot be rendered", "no system"],
     ),
     "a stream without steps": ({"rows": stream(of_rows()), "settings": {"max_steps": -1}}, ["max_steps=-1", "stream"]),
-    "an empty stream": ({"rows": stream([])}, ["train_dataset has no rows"]),
     "a short stream": (
         {"rows": stream(of_rows()[:1]), "settings": {"per_device_train_batch_size": 8}},
         ["has 1 rows", "takes 2"],
@@ -436,7 +399,6 @@ REFUSED = {
         {"rows": Dataset.from_dict({"prompt": ["1"] * 4, "completions": ["2"] * 4})},
         ["a column 'completions'", "rename_column('completions'"],
     ),
-    "prompts": ({"rows": Dataset.from_dict({"prompt": ["1"] * 4, "prompts": ["2"] * 4})}, ["a column 'prompts'"]),
     "evaluated on nothing": ({"eval_dataset": Dataset.from_dict({"prompt": []})}, ["eval_dataset has no rows"]),
     "one of two evaluation sets": (
         {"eval_dataset": {"easy": make_prompts(), "hard": Dataset.from_dict(TABLE)}},
@@ -448,7 +410,6 @@ REFUSED = {
     ),
     "no reward": ({"rewards": None}, ["reward_funcs is not given"]),
     "a number for a reward": ({"rewards": 3}, ["reward_funcs: 3 is a int"]),
-    "a tuple of rewards": ({"rewards": (distinct_characters,)}, ["is a tuple", "a list of them"]),
     "a reward model's path": ({"rewards": "./nowhere"}, ["reward_funcs='./nowhere' does not exist"]),
     "no data": ({"train_dataset": None}, ["train_dataset is not given"]),
     "partial": (
@@ -461,9 +422,7 @@ REFUSED = {
 @pytest.mark.parametrize("mistake", REFUSED)
 def test_refused_in_python(tmp_path, mistake):
     arguments, words = REFUSED[mistake]
-    arguments = dict(arguments(tmp_path) if callable(arguments) else arguments)
-    if callable(arguments.get("model")) and not isinstance(arguments["model"], torch.nn.Module):
-        arguments["model"] = arguments["model"]()
+    arguments = made(arguments, tmp_path)
     with pytest.raises((ValueError, TypeError)) as refused:
         build(tmp_path, **arguments)
     for word in words:
@@ -527,7 +486,6 @@ def called(name):
 LEGAL = {
     "a part is frozen": ({"model": some_frozen}, 1),
     "a new adapter": ({"peft_config": LORA}, 1),
-    "an adapter goes on": (lambda t: {"model": with_adapter(t, is_trainable=True)}, 1),
     "an adapter goes on, with KL": (
         lambda t: {"model": with_adapter(t, is_trainable=True), "settings": {"beta": 0.1}},
         1,
@@ -537,18 +495,14 @@ LEGAL = {
         None,
     ),
     "an optimizer of a part": (lambda t: part_of(make_model()), 1),
-    "loaded": (lambda t: {"model": AutoModelForCausalLM.from_pretrained(saved(t / "a", make_model()))}, None),
     "loaded and copied": (
         lambda t: {"model": copy.deepcopy(AutoModelForCausalLM.from_pretrained(saved(t / "a", make_model())))},
         None,
     ),
-    "loaded and resized": (lambda t: {"model": resized(t, True)}, None),
     "loaded and resized, untied": (lambda t: {"model": resized(t, False)}, None),
     "as many rows as a batch": ({"rows": make_prompts(1)}, 1),
-    "a stream": ({"rows": stream(of_rows())}, 1),
     "a stream of one batch": ({"rows": stream(of_rows()[:1])}, 1),
     "streams to evaluate on": ({"eval_dataset": {"a": stream(of_rows()), "b": make_prompts()}}, None),
-    "a thousand rows": ({"rows": long_table()}, None),
     "a thousand conversations": ({"rows": long_talk(), "processing_class": make_tokenizer()}, None),
     "rows that are made when read": (
         {
@@ -583,14 +537,6 @@ LEGAL = {
         },
         None,
     ),
-    "conversations for a rollout_func": (
-        {
-            "rows": long_talk(),
-            "rollout_func": lambda prompts, trainer: {},
-            "settings": {"deployment_scheme": None, "recipe": "trl"},
-        },
-        None,
-    ),
     "a column of TRL's other trainers": (
         {"rows": Dataset.from_dict({"prompt": ["1+1="] * 4, "completion": ["2"] * 4, "answer": [2] * 4})},
         1,
@@ -600,26 +546,18 @@ LEGAL = {
         {"rewards": [awaited, functools.partial(awaited, more=1), tensor]},
         1,
     ),
-    "fewer tokens than rows": ({"model": lambda: make_model(vocab_size=320)}, 1),
     "a table of positions that is just long enough": (
-        {"model": lambda: gpt2_of(24), "rows": Dataset.from_list(of_rows("1" * 16)), "settings": {"save_steps": 9}},
+        {"model": gpt2_model, "rows": Dataset.from_list(of_rows("1" * 16)), "settings": {"save_steps": 9}},
         1,
     ),
 }
-
-
-def gpt2_of(positions):
-    sizes = {"vocab_size": 262, "n_embd": 16, "n_layer": 1, "n_head": 2, "eos_token_id": 1, "bos_token_id": 1}
-    return GPT2LMHeadModel(GPT2Config(n_positions=positions, **sizes))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("case", LEGAL)
 def test_let_through(tmp_path, case):
     arguments, steps = LEGAL[case]
-    arguments = dict(arguments(tmp_path) if callable(arguments) else arguments)
-    if callable(arguments.get("model")) and not isinstance(arguments["model"], torch.nn.Module):
-        arguments["model"] = arguments["model"]()
+    arguments = made(arguments, tmp_path)
     arguments["settings"] = {"max_steps": 1} | arguments.get("settings", {})
     trainer = build(tmp_path, **arguments)
     if steps is not None:
@@ -695,16 +633,11 @@ WARNED = {
         {"model": lambda: make_model().bfloat16(), "settings": {"learning_rate": 1e-6}},
         "learning_rate=1e-06 is below the resolution of bfloat16",
     ),
-    "float16": (
-        {"model": lambda: make_model().half(), "settings": {"learning_rate": 1e-7}},
-        "learning_rate=1e-07 is below the resolution of float16",
-    ),
     "rotary positions beyond": (
         {"model": lambda: make_model(max_position_embeddings=8)},
         "with max_completion_length=8 more than the 8 of the model",
     ),
     "another tokenizer": ({"model": lambda: make_model(vocab_size=1000)}, "may belong to another model"),
-    "more tokens than rows": ({"processing_class": with_more_tokens()}, "the tokenizer has 263 tokens"),
     "weights of 0": ({"settings": {"reward_weights": [0.0]}}, "nothing is learned"),
     "a weight drawn at random, perhaps by the user": (
         lambda t: {"model": checkpoint_without("model.norm.weight", t)},
@@ -716,9 +649,7 @@ WARNED = {
 @pytest.mark.parametrize("case", WARNED)
 def test_warned_of(caplog, tmp_path, case):
     arguments, words = WARNED[case]
-    arguments = dict(arguments(tmp_path) if callable(arguments) else arguments)
-    if callable(arguments.get("model")) and not isinstance(arguments["model"], torch.nn.Module):
-        arguments["model"] = arguments["model"]()
+    arguments = made(arguments, tmp_path)
     assert words in warnings_of(caplog, tmp_path, **arguments)
 
 
@@ -747,13 +678,14 @@ def test_the_share_that_stands_still_is_the_one_that_adam_leaves(caplog, dtype, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, "max", "min", "tiny"])
-def test_finite_by_its_bits(dtype, value):
-    weight = torch.randn(3, 5, dtype=dtype)
-    weight[1, 2] = getattr(torch.finfo(dtype), value) if isinstance(value, str) else value
-    assert _is_finite(weight) == bool(weight.isfinite().all())
-    assert _is_finite(weight.T) == bool(weight.isfinite().all())
-    assert _is_finite(weight[:0])
+def test_finite_by_its_bits(dtype):
+    limits = torch.finfo(dtype)
+    for value in (math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, limits.max, limits.min, limits.tiny):
+        weight = torch.randn(3, 5, dtype=dtype)
+        weight[1, 2] = value
+        assert _is_finite(weight) == bool(weight.isfinite().all())
+        assert _is_finite(weight.T) == bool(weight.isfinite().all())
+        assert _is_finite(weight[:0])
 
 
 def test_rows_of_a_long_data_set_are_its_extremes():
@@ -767,20 +699,12 @@ def test_rows_of_a_long_data_set_are_its_extremes():
 
 NO_REWARDS = {
     "a number": (lambda **_: 1.0, TypeError, "returned 1.0, a float"),
-    "text": (lambda **_: "1111", TypeError, "returned '1111', a str"),
-    "a dict": (lambda completions, **_: dict.fromkeys(range(len(completions)), 1.0), TypeError, "a dict"),
-    "a set": (lambda completions, **_: set(range(len(completions))), TypeError, "a set"),
     "a generator": (lambda completions, **_: (1.0 for _ in completions), TypeError, "a generator"),
     "nothing": (lambda **_: None, TypeError, "returned None, a NoneType"),
-    "a tensor of no dimension": (lambda **_: torch.tensor(1.0), TypeError, "a Tensor"),
     "too few": (lambda **_: [1.0], ValueError, "returned 1 rewards for 4 completions"),
-    "too many": (lambda **_: [1.0] * 5, ValueError, "returned 5 rewards for 4 completions"),
     "texts": (lambda **_: [1, 2, "3", 4], TypeError, "returned '3' for completion 2"),
-    "lists": (lambda **_: [[1.0], [2.0], [3.0], [4.0]], TypeError, "returned [1.0] for completion 0"),
-    "complex": (lambda **_: [1, 2, 3, 1j], TypeError, "returned 1j for completion 3"),
     "a matrix": (lambda **_: torch.ones(4, 2), TypeError, "for completion 0, which is no number"),
     "infinite": (lambda **_: [0.0, math.inf, 0.0, 0.0], ValueError, "returned inf for completion 1"),
-    "minus infinity": (lambda **_: np.array([0.0, 1.0, 2.0, -np.inf]), ValueError, "for completion 3"),
     "beyond float32": (lambda **_: [0, 0, 1e308, 0], ValueError, "returned 1e+308 for completion 2"),
     "a square beyond float32": (lambda **_: [0, 0, 1e25, 0], ValueError, "returned 1e+25 for completion 2"),
     "beyond float": (lambda **_: [10**400, 0, 0, 0], ValueError, "for completion 0"),
@@ -796,10 +720,10 @@ def named(function):
     ("case", "where"),
     [
         *((case, "training") for case in NO_REWARDS),
-        *((case, "async") for case in ("a number", "infinite")),
-        *((case, "evaluation") for case in ("a number", "beyond float32")),
-        *(("too few", place) for place in ("held out", "held out, another")),
-        *(("infinite", place) for place in ("held out", "held out, another")),
+        ("infinite", "async"),
+        ("a number", "evaluation"),
+        ("too few", "held out"),
+        ("infinite", "held out, another"),
     ],
 )
 def test_what_is_no_reward_is_refused_wherever_it_comes(tmp_path, case, where):

@@ -11,17 +11,15 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
-from dc_trl import DCGRPOTrainer
 from dc_trl.resuming.checkpoints import checkpoint_defect
 from dc_trl.resuming.interruption import RunInterrupted, StopSignals
 
+from . import helpers
 from .helpers import (
     TWO_PROCESSES,
-    distinct_characters,
-    make_config,
+    at_server,
     make_model,
     make_prompts,
-    make_tokenizer,
     untimed_rows,
 )
 from .stub_server import completions, stub_server
@@ -69,26 +67,11 @@ class Hang:
 
 
 def make_trainer(servers, output_dir, **options):
-    addresses = (
-        {"vllm_server_base_url": servers[0].url}
-        if len(servers) == 1
-        else {"vllm_server_base_urls": [server.url for server in servers]}
-    )
-    return DCGRPOTrainer(
-        make_model(64),
-        distinct_characters,
-        make_config(
-            output_dir,
-            use_vllm=True,
-            vllm_mode="server",
-            vllm_server_timeout=10.0,
-            deployment_scheme="bf16",
-            **addresses | {"max_steps": 5} | options,
-        ),
-        train_dataset=make_prompts(),
-        eval_dataset=make_prompts(4) if "eval_strategy" in options else None,
-        processing_class=make_tokenizer(),
-    )
+    fields = at_server(servers[0].url)
+    if len(servers) > 1:
+        fields |= {"vllm_server_base_url": None, "vllm_server_base_urls": [server.url for server in servers]}
+    fields |= {"max_steps": 5, "eval_dataset": make_prompts(4) if "eval_strategy" in options else None}
+    return helpers.make_trainer(output_dir, make_model(64), **fields | options)
 
 
 @pytest.fixture

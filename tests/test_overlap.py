@@ -22,17 +22,17 @@ from dc_trl.rollouts.background import BackgroundRollout
 from dc_trl.rollouts.look_ahead import LookAhead
 from dc_trl.serving.errors import ServerError
 
+from . import helpers
 from .helpers import (
     ROOT,
     TIMED,
     TWO_PROCESSES,
-    distinct_characters,
+    at_server,
     load_script,
     logged,
     make_config,
     make_model,
     make_prompts,
-    make_tokenizer,
     untimed_rows,
 )
 from .vllm_server import requires_vllm
@@ -42,23 +42,9 @@ standing_in = load_script("benchmarks/standin_server").standing_in
 
 
 def make_trainer(url, output_dir, *callbacks, prompts=16, **options):
-    options = {"rollout_overlap": True, "max_steps": 4} | options
-    return DCGRPOTrainer(
-        make_model(64),
-        distinct_characters,
-        make_config(
-            output_dir,
-            use_vllm=True,
-            vllm_mode="server",
-            vllm_server_timeout=2.0,
-            deployment_scheme="bf16",
-            **{"vllm_server_base_url": url} | options,
-        ),
-        train_dataset=make_prompts(prompts),
-        eval_dataset=make_prompts(52).select([50, 51]),  # none of training
-        processing_class=make_tokenizer(),
-        callbacks=list(callbacks),
-    )
+    options = at_server(url) | {"vllm_server_timeout": 2.0, "rollout_overlap": True, "max_steps": 4} | options
+    options |= {"train_dataset": make_prompts(prompts), "eval_dataset": make_prompts(52).select([50, 51])}
+    return helpers.make_trainer(output_dir, make_model(64), callbacks=list(callbacks), **options)
 
 
 def rollouts(server):
@@ -112,7 +98,6 @@ class Order(TrainerCallback):
         ({"max_steps": 7, "prompts": 3}, [0, 1, 1, 0, 1, 1, 0], 7),
         ({"num_train_epochs": 2, "max_steps": -1, "prompts": 3}, [0, 1, 1, 0, 1, 1], 6),
         # Each batch lasts for two optimizer steps, or four.
-        ({"max_steps": 6, "steps_per_generation": 2, "gradient_accumulation_steps": 1}, [0, 2, 2], 3),
         ({"max_steps": 5, "steps_per_generation": 2, "gradient_accumulation_steps": 1}, [0, 2, 2], 3),
         ({"max_steps": 8, "steps_per_generation": 1, "num_iterations": 4}, [0, 4], 2),
         # Two batches an optimizer step, of which the first one was begun in the step before; the log has their mean.
@@ -121,7 +106,7 @@ class Order(TrainerCallback):
         ({"max_steps": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 3}, [0, 1, 1], 3),
         ({"max_steps": 6, "weight_sync_steps": 2}, [0, 1, 2, 1, 2, 1], 6),
     ],
-    ids=["plain", "epochs", "no-max", "two-steps", "odd-end", "iterations", "two-batches", "out-of-line", "lag"],
+    ids=["plain", "epochs", "no-max", "two-steps", "iterations", "two-batches", "out-of-line", "lag"],
 )
 def test_each_batch_is_sampled_once_one_ahead_in_the_order_of_training(tmp_path, options, ages, batches):
     plain, order = Order(), Order()
@@ -520,11 +505,4 @@ def test_it_is_refused_where_the_process_that_trains_samples(tmp_path, options):
 @pytest.mark.parametrize("turns", [{"tools": [max]}, {"rollout_func": lambda prompts, trainer: {}}])
 def test_turns_are_refused_before_a_server_is_asked(tmp_path, turns):
     with pytest.raises(ValueError, match=r"rollout_overlap=True.*leave (tools|rollout_func) out"):
-        DCGRPOTrainer(
-            make_model(64),
-            distinct_characters,
-            make_config(tmp_path, use_vllm=True, vllm_mode="server", rollout_overlap=True),
-            train_dataset=make_prompts(),
-            processing_class=make_tokenizer(),
-            **turns,
-        )
+        make_trainer(None, tmp_path, **turns)

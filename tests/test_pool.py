@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dc_trl import DCGRPOTrainer
 from dc_trl.serving import connection as connection_module
 from dc_trl.serving import pool as pool_module
 from dc_trl.serving import shared_batch
@@ -23,7 +22,8 @@ from dc_trl.serving.errors import ServerError
 from dc_trl.serving.pool import ServerPool
 from dc_trl.serving.spread import ExpectedLengths, spread
 
-from .helpers import distinct_characters, make_config, make_model, make_prompts, make_tokenizer
+from . import helpers
+from .helpers import at_server, make_model
 from .stub_server import completions, stub_server
 
 
@@ -466,11 +466,8 @@ def test_a_server_that_does_not_see_the_checkpoint_is_named_with_the_directory(s
 
 
 def make_trainer(output_dir, urls, **options):
-    fields = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_urls": urls, "vllm_server_timeout": 2.0}
-    config = make_config(output_dir, **fields | {"deployment_scheme": "bf16", "max_completion_length": 8} | options)
-    return DCGRPOTrainer(
-        make_model(64), distinct_characters, config, train_dataset=make_prompts(), processing_class=make_tokenizer()
-    )
+    fields = at_server(None) | {"vllm_server_base_urls": urls, "vllm_server_timeout": 2.0} | options
+    return helpers.make_trainer(output_dir, make_model(64), **fields)
 
 
 def test_training_samples_from_all_servers_and_so_do_its_evaluations(stubs, tmp_path):

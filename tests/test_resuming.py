@@ -15,26 +15,19 @@ import torch.distributed.checkpoint as dcp
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback, LambdaLoggingCallback
+from dc_trl import DeploymentCheckpointCallback, LambdaLoggingCallback
 from dc_trl.resuming.checkpoints import checkpoint_defect, resumable_checkpoint
 from dc_trl.resuming.interruption import RunInterrupted, StopSignals
 from dc_trl.resuming.manifest import write_manifest
 from dc_trl.serving.errors import ServerError
 
-from .helpers import Rollouts, distinct_characters, logged, make_config, make_model, make_prompts, make_tokenizer
+from . import helpers
+from .helpers import Rollouts, logged, make_prompts
 
 
 def make_trainer(output_dir, peft=None, rollouts=None, **options):
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, **options}
-    return DCGRPOTrainer(
-        make_model(),
-        distinct_characters,
-        make_config(output_dir, **options),
-        train_dataset=make_prompts(),
-        processing_class=make_tokenizer(),
-        rollout_func=rollouts or Rollouts(),
-        peft_config=peft,
-    )
+    return helpers.make_trainer(output_dir, peft_config=peft, rollout_func=rollouts or Rollouts(), **options)
 
 
 @pytest.fixture(scope="module")
@@ -391,8 +384,6 @@ def test_a_checkpoint_whose_manifest_was_not_written_is_not_whole(sealed):
     [
         ({"lagrange_multiplier": {"value": 7.0}}, "lambda=7.0"),
         ({"lagrange_multiplier": {"value": float("nan")}}, "lambda=nan"),
-        ({"lagrange_multiplier": {"value": float("inf")}}, "lambda=inf"),
-        ({"lagrange_multiplier": {"value": -0.1}}, "lambda=-0.1"),
         ({"lagrange_multiplier": {"value": "0.1"}}, "lambda='0.1'"),
         ({"lagrange_multiplier": {"value": 0.1, "recent": [float("nan")]}}, "recent"),
         ({"lagrange_multiplier": 3}, "lambda=None"),

@@ -308,15 +308,11 @@ def occupied():
     ("options", "words"),
     [
         ({"--model": "/no/such/model"}, ["model='/no/such/model'", "give the Hub id"]),
-        ({"--model": "tests"}, ["model='tests'", "has no config.json"]),
         ({"--model": "tests", "--scheme": "fp8"}, ["model='tests'", "has no config.json"]),
         ({"--port": "99999"}, ["port=99999 is invalid", "65535"]),
-        ({"--port": "-1"}, ["port=-1 is invalid"]),
         ({"--port": "OCCUPIED"}, ["port=OCCUPIED", "Address already in use", "choose another one"]),
-        ({"--port": "OCCUPIED", "--host": "0.0.0.0"}, ["port=OCCUPIED", "Address already in use"]),
         ({"--host": "192.0.2.1"}, ["host='192.0.2.1'", "Cannot assign requested address"]),
         ({"--max_model_len": "-5"}, ["max_model_len=-5 is invalid"]),
-        ({"--max_model_len": "0", "--scheme": "fp8"}, ["max_model_len=0 is invalid"]),
         ({"--start_timeout": "nan"}, ["start_timeout=nan is invalid"]),
     ],
 )
@@ -340,12 +336,10 @@ def test_what_cannot_start_is_refused_before_vllm_is_started(options, words, occ
     "options",
     [
         ["--api-key", "SECRET-1"],
-        ["--api-key=SECRET-1"],
         ["--api-key", "-SECRET-1"],
         ["-token", "SECRET-1"],
         ["--api_key", "SECRET-1", "SECRET-2", "--seed", "1"],
         ["--api-k", "SECRET-1"],  # argparse takes it for --api-key
-        ["--hf-token", "SECRET-1"],
         ["--hf-token=SECRET-1"],
         ["--model-loader-extra-config", '{"s3_secret_access_key": "SECRET-1", "concurrency": 4}'],
         ["--model-loader-extra-config.s3_secret_access_key", "SECRET-1"],
@@ -369,11 +363,6 @@ def test_a_key_is_not_shown_in_the_servers_last_words(tmp_path):
 def test_options_that_are_no_secrets_are_shown():
     options = ["--max-num-batched-tokens", "4096", "--tokenizer", "mine", "--weight-transfer-config", '{"a": "b"}']
     assert hide_in_options(options) == options
-
-
-def test_an_empty_log_is_no_error(tmp_path):
-    (tmp_path / "log").write_text("")
-    assert VLLMServer("unused", log_path=tmp_path / "log").last_error() == "its log is empty"
 
 
 def test_a_server_that_never_comes_is_waited_for_and_given_up():

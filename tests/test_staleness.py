@@ -20,6 +20,7 @@ from dc_trl.resuming.manifest import write_manifest
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.sync_schedule import SyncSchedule
 
+from . import helpers
 from .helpers import (
     Rollouts,
     distinct_characters,
@@ -37,15 +38,7 @@ SCHEME = "fp8"
 
 def make_trainer(output_dir, *callbacks, **options):
     options = {"deployment_scheme": SCHEME, "weight_sync_steps": 4, "max_steps": 10} | options
-    return DCGRPOTrainer(
-        make_model(),
-        distinct_characters,
-        make_config(output_dir, **options),
-        train_dataset=make_prompts(),
-        eval_dataset=make_prompts(2),
-        processing_class=make_tokenizer(),
-        callbacks=list(callbacks),
-    )
+    return helpers.make_trainer(output_dir, callbacks=list(callbacks), eval_dataset=make_prompts(2), **options)
 
 
 def weights_of(replica):

@@ -248,8 +248,7 @@ def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "fp8", "int4"])
-@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["norm"]}])
+@pytest.mark.parametrize(("scheme", "options"), [("bf16", {}), ("fp8", {"modules_to_save": ["norm"]}), ("int4", {})])
 def test_what_an_adapter_leaves_alone_is_written_once(tmp_path, scheme, options):
     folder = Folder(tmp_path, adapted(**options), scheme)
     first = folder.write("first")

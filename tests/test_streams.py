@@ -6,10 +6,11 @@ import pytest
 import torch
 from datasets import DatasetDict, IterableDataset, IterableDatasetDict
 
-from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl import LambdaLoggingCallback
 from dc_trl.callbacks.summary import BeforeAndAfter
 
-from .helpers import distinct_characters, load_script, logged, make_config, make_model, make_prompts, make_tokenizer
+from . import helpers
+from .helpers import distinct_characters, load_script, logged, make_prompts
 
 
 standing_in = load_script("benchmarks/standin_server").standing_in
@@ -34,16 +35,9 @@ class Asked:
 
 def make_trainer(output_dir, train, held_out=None, **fields):
     asked = Asked()
-    trainer = DCGRPOTrainer(
-        make_model(),
-        asked,
-        make_config(output_dir, **{"deployment_scheme": "bf16", "num_generations_eval": 2} | fields),
-        train_dataset=train,
-        eval_dataset=held_out,
-        processing_class=make_tokenizer(),
-        callbacks=[LambdaLoggingCallback()],
-    )
-    return trainer, asked
+    options = {"train_dataset": train, "eval_dataset": held_out, "callbacks": [LambdaLoggingCallback()]}
+    options |= {"deployment_scheme": "bf16", "num_generations_eval": 2}
+    return helpers.make_trainer(output_dir, None, asked, **options | fields), asked
 
 
 HELD_OUT = {

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl import LambdaLoggingCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 from dc_trl.records.runs import read_run
 from dc_trl.records.time_parts import PARTS, PREFIX, time_cells
 from dc_trl.report import write_report
 from dc_trl.trainers.clock import PartsClock
 
-from .helpers import Rollouts, distinct_characters, logged, make_config, make_model, make_prompts
+from . import helpers
+from .helpers import Rollouts, distinct_characters, logged, make_prompts
 from .test_html import Reader
 
 
@@ -139,17 +140,11 @@ def test_other_threads_spend_none_of_the_time():
 # --- the trainer
 
 
-def make_trainer(tmp_path, tokenizer, fake=None, reward=distinct_characters, rollouts=None, **fields):
-    trainer = DCGRPOTrainer(
-        make_model(),
-        reward,
-        make_config(tmp_path, **fields),
-        train_dataset=make_prompts(),
-        eval_dataset=make_prompts(4) if "eval_strategy" in fields else None,
-        processing_class=tokenizer,
-        rollout_func=None if "deployment_scheme" in fields else rollouts or Rollouts(),
-        callbacks=[LambdaLoggingCallback()],
-    )
+def make_trainer(tmp_path, tokenizer, fake=None, reward=None, rollouts=None, **fields):
+    rollouts = None if "deployment_scheme" in fields else rollouts or Rollouts()
+    held_out = make_prompts(4) if "eval_strategy" in fields else None
+    options = {"rollout_func": rollouts, "eval_dataset": held_out, "callbacks": [LambdaLoggingCallback()]}
+    trainer = helpers.make_trainer(tmp_path, None, reward, **options | fields)
     if fake is not None:
         trainer.parts_clock = PartsClock(fake)
     return trainer

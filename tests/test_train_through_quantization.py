@@ -26,20 +26,13 @@ from .helpers import (
     make_model,
     make_prompts,
     make_tokenizer,
+    make_trainer,
 )
 
 
-def train(tmp_path, model=None, peft_config=None, callbacks=(), resume=None, **options):
+def train(tmp_path, model=None, resume=None, **options):
     options = {"deployment_scheme": "fp8", "train_through_quantization": True} | options
-    trainer = DCGRPOTrainer(
-        make_model(128) if model is None else model,
-        distinct_characters,
-        make_config(tmp_path, **options),
-        train_dataset=make_prompts(),
-        processing_class=make_tokenizer(),
-        peft_config=peft_config,
-        callbacks=list(callbacks),
-    )
+    trainer = make_trainer(tmp_path, make_model(128) if model is None else model, **options)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 

@@ -9,7 +9,7 @@ from dc_trl.quantization.fake_quantize import fake_quantize_weight
 from dc_trl.quantization.schemes import quantized_weights, resolve_scheme
 from dc_trl.quantization.two_sided import TwoSidedDivergence
 
-from .helpers import distinct_characters, make_config, make_experts, make_model, make_prompts
+from .helpers import distinct_characters, make_config, make_experts, make_model, make_prompts, make_trainer
 
 
 IDS = torch.arange(24).view(2, 12) * 7 % 200 + 10
@@ -89,8 +89,7 @@ def test_the_gradient_is_that_of_moving_both_policies_together(kind, architectur
     assert slope == pytest.approx(difference, rel=3e-3, abs=1e-3)
 
 
-@pytest.mark.parametrize("form", ["two_sided_kl", "two_sided_l1"])
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize(("form", "gradient_checkpointing"), [("two_sided_kl", True), ("two_sided_l1", False)])
 def test_the_trainer_adds_lambda_times_the_mean_divergence(tmp_path, tokenizer, form, gradient_checkpointing):
     """Against a trainer without the term: losses differ by λ·D̄, and the first step's gradients by λ·∇D̄."""
 
@@ -104,19 +103,8 @@ def test_the_trainer_adds_lambda_times_the_mean_divergence(tmp_path, tokenizer, 
                     gradients.update({name: p.grad.clone() for name, p in model.named_parameters()})
                 return loss
 
-        trainer = Recording(
-            make_model(),
-            distinct_characters,
-            make_config(
-                tmp_path / "run",
-                deployment_scheme="int4_g32",
-                max_steps=2,
-                gradient_checkpointing=gradient_checkpointing,
-                **settings,
-            ),
-            train_dataset=make_prompts(),
-            processing_class=tokenizer,
-        )
+        settings |= {"deployment_scheme": "int4_g32", "gradient_checkpointing": gradient_checkpointing}
+        trainer = make_trainer(tmp_path / "run", kind=Recording, max_steps=2, **settings)
         trainer.train()
         return gradients, trainer
 
