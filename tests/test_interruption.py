@@ -111,7 +111,7 @@ def test_a_signal_loses_no_step(tmp_path, launch):
     assert (
         f"SIGTERM has ended the run. The run is saved: go on with resume_from_checkpoint='{checkpoint}'" in run.output
     )
-    assert run.output.count(f"SIGTERM: the run ends after this step") == 1
+    assert run.output.count("SIGTERM: the run ends after this step") == 1
     assert "Traceback" not in run.output
     # It has not come to its end.
     left = {path.name for path in run.folder.iterdir()}
