@@ -11,26 +11,30 @@ units can then be compared. docs/study.md has the tables.
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from comparisons import mean_over_seeds
 from one_run import completion_config, policy_completions, prompt_ids, rewards_of
+from own_forms import complete
 from sweeps import BASE_FILE, SWEEPS
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PrinterCallback, set_seed
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
+from dc_trl.constraint.corrections import CORRECTIONS
+from dc_trl.constraint.forms import injected, log_ratio, quadratic
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.files import read_yaml
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.tables import markdown_table, with_error
+from dc_trl.sampled_tokens import SampledTokens
 from dc_trl.settings.command_line import OptionParser
 
 
 MOVEMENT = 1e-3  # of a step: mean total variation between the policy before and after, over contexts
-RESOLUTION = 1e-5  # nats; log-probabilities that are closer have no sign, because two float32 forwards differ by it
 HEAD = ["direction", "total variation", "KL(π ‖ q)", "E_π |π − q|", "entropy", "reward"]
 OF_DATA = ("model_name_or_path", "dtype", "dataset_name", "eval_size", "eval_greedy", "rewards")
 
@@ -55,33 +59,27 @@ class Batch(NamedTuple):
     advantages: Tensor
 
 
-# From log π and log q of sampled tokens and Â, to the weight of each token's score function; shapes (B, L − 1).
-Direction = Callable[[Tensor, Tensor, Tensor], Tensor]
+# From sampled tokens to the weight of each token's score function, shape (B, L − 1).
+Direction = Callable[[SampledTokens], Tensor]
 
 
-def complete(p: Tensor, q: Tensor, advantage: Tensor) -> Tensor:
-    """Weigh tokens by −(δ + ∂δ/∂log π), with δ = |π − q|: the whole gradient of E_π[δ]."""
-    gap = p.exp() - q.exp()
-    sign = gap.sign().where((p - q).abs() > RESOLUTION, 0.0)
-    return -(gap.abs() + sign * p.exp())
+def along_reward(tokens: SampledTokens, correction: str | None = None) -> Tensor:
+    """Weigh tokens by Â, corrected as `rollout_correction` does by default."""
+    return tokens.token_advantages * (1.0 if correction is None else CORRECTIONS[correction](tokens))
 
 
-def clipped(p: Tensor, q: Tensor, advantage: Tensor) -> Tensor:
-    """Weigh tokens by r Â, and by 0 where PPO's clip to [0.76, 1.24] leaves no gradient; r = π/q, at most 20."""
-    ratio = (p - q).exp()
-    passed = ((advantage > 0) & (ratio > 1.24)) | ((advantage < 0) & (ratio < 0.76))
-    return advantage * ratio.clamp(max=20.0).masked_fill(passed, 0.0)
+def along_form(tokens: SampledTokens, coefficient: Callable[..., Tensor]) -> Tensor:
+    """Weigh tokens as a form of the constraint does with λ = 1."""
+    return -coefficient(tokens, measure="prob_diff")
 
 
-# The forms as `dc_trl.constraint.forms` has them for λ = 1, the corrections as `rollout_correction` has them.
 DIRECTIONS: dict[str, Direction] = {
-    "GRPO's reward": lambda p, q, advantage: advantage,
-    "reward, token_truncate": lambda p, q, advantage: advantage * (p - q).exp().clamp(0.0, 2.0),
-    "reward, ppo_clip": clipped,
-    "injected": lambda p, q, advantage: -(p.exp() - q.exp()).abs(),
-    "complete": complete,
-    "quadratic": lambda p, q, advantage: q.exp() - p.exp(),
-    "log_ratio": lambda p, q, advantage: q - p,
+    "GRPO's reward": along_reward,
+    **{f"reward, {name}": partial(along_reward, correction=name) for name in ("token_truncate", "ppo_clip")},
+    "injected": partial(along_form, coefficient=injected),
+    "complete": partial(along_form, coefficient=complete),
+    "quadratic": partial(along_form, coefficient=quadratic),
+    "log_ratio": partial(along_form, coefficient=log_ratio),
 }
 
 
@@ -102,7 +100,8 @@ def first_order(trainer: DCGRPOTrainer, batch: Batch, contexts: Batch, follows: 
     found = {}
     for name, direction in DIRECTIONS.items():
         logps = token_logps(model, batch)
-        weights = direction(logps.detach(), batch.infer_logps, batch.advantages) * batch.scored
+        tokens_of_batch = SampledTokens(logps.detach(), batch.infer_logps, batch.scored.bool(), batch.advantages)
+        weights = direction(tokens_of_batch) * batch.scored
         gradient = torch.autograd.grad((weights * logps).sum() / batch.scored.sum(), parameters)
         moments = [trainer.optimizer.state[parameter]["exp_avg_sq"] for parameter in parameters]
         steps = [g / (moment.sqrt() + 1e-8) for g, moment in zip(gradient, moments, strict=True)]
