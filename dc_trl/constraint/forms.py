@@ -114,8 +114,9 @@ def through_advantages(coefficient: Coefficient, settings: ConstraintSettings) -
     """
 
     def form(tokens: SampledTokens, multiplier: float) -> Constrained:
-        delta = token_discrepancy(tokens.train_logps, tokens.infer_logps, settings.discrepancy_measure)
-        coefficients = coefficient(tokens, measure=settings.discrepancy_measure)
+        measure = settings.discrepancy_measure
+        delta = injected(tokens, measure)
+        coefficients = delta if coefficient is injected else coefficient(tokens, measure=measure)
         if coefficients.shape != delta.shape:
             raise ValueError(
                 f"constraint_form={settings.constraint_form!r} returned shape {tuple(coefficients.shape)} for tokens "
