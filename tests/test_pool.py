@@ -359,7 +359,6 @@ def test_prompts_of_a_slow_server_go_to_the_others_too(stubs, lines, weights, mo
 def test_a_server_that_takes_too_long_for_the_weights_is_left_out_until_it_has_them(
     stubs, lines, weights, monkeypatch
 ):
-    monkeypatch.setattr(pool_module, "_SLOW_LOAD_SECONDS", 0.5)
     pool = make_pool(stubs, lines)
     pool.load(weights[0])
     released = threading.Event()
@@ -369,7 +368,9 @@ def test_a_server_that_takes_too_long_for_the_weights_is_left_out_until_it_has_t
         "answer",
         lambda path, body: (path == "/collective_rpc" and released.wait(30), answers(path, body))[1],
     )
-    pool.load(weights[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(pool_module, "_SLOW_LOAD_SECONDS", 2.0)
+        pool.load(weights[1])
     assert "has not loaded the weights" in lines[0]
     generate(pool)
     assert stubs[1].bodies == []
