@@ -1,11 +1,11 @@
 """`DCGRPOTrainer`: TRL's GRPO trainer with the discrepancy measured token by token, and constrained.
 
 From top to bottom this file is the paper's algorithm: rollouts, penalised advantages, the loss, the statistics of the
-generation batch, one step of dual ascent. Sampling, saving and the measurement of time are in `trainers/`. Nothing of
-TRL is copied; docs/hooks.md lists the private hooks that these files use.
+generation batch, one step of dual ascent. Sampling is in `trainers/sampling.py`, the life of a run in
+`trainers/run.py`. Nothing of TRL is copied; `trl_hooks.py` gives its private hooks the names that are used here.
 
-- `_generate_and_score_completions` returns the rollouts with their advantages (B,). TRL supports per-token advantages
-  (B, T) for subclasses, and the buffer's shuffle and split keep them aligned with the tokens.
+- `sample_and_score` returns the rollouts with their advantages (B,). TRL supports per-token advantages (B, T) for
+  subclasses, and the buffer's shuffle and split keep them aligned with the tokens.
 - When TRL has computed `old_per_token_logps` (the weights change within a generation batch), these are log π_train at
   the trainer's weights when the batch was sampled, and the advantages are penalised immediately. When it has not, the
   weights stay the same until the generation batch is used up, and the loss's own forward gives the same numbers: the
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from accelerate.logging import get_logger
@@ -32,15 +32,15 @@ from .constraint.lagrangian import LagrangeMultiplier
 from .constraint.settings import TWO_SIDED
 from .constraint.statistics import BatchStatistics, batch_metrics
 from .constraint.thresholds import drift_warning
-from .hub.trainer import HubMixin
+from .records.clock import timed
 from .records.samples import Sample
 from .records.verdict import NOT_MEASURED, first_batch
 from .rollouts.buffer import with_nonempty_completions
 from .sampled_tokens import SampledTokens
 from .settings.distribution import sharding_of
 from .settings.micro_batches import MEAN_OVER_COMPLETIONS
+from .trainers.run import RunTrainer
 from .trainers.samples import SampleRecordCallback, sampled
-from .trainers.timed import TimedTrainer, timed
 
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class DCGRPOTrainer(HubMixin, TimedTrainer):
+class DCGRPOTrainer(RunTrainer):
     r"""GRPO under a constraint on the discrepancy between the training and the sampling engine (DC-GRPO).
 
     It takes the arguments of [`~trl.GRPOTrainer`], with [`DCGRPOConfig`] in place of `GRPOConfig`. The rollouts must
@@ -139,8 +139,6 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
     trainer.train()  # then: vllm serve out/deployment
     ```
     """
-
-    _tag_names: ClassVar = ["trl", "grpo", "dc-grpo"]
 
     # Attributes of TRL
     beta: float  # coefficient of the KL term
@@ -214,7 +212,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         if args.constraint != "none" and args.constraint_form in TWO_SIDED:
             from .quantization.two_sided import TwoSidedDivergence
 
-            deployed = self._build_deployed_forward(self.args.deployment_scheme)
+            deployed = self.build_deployed_forward(self.args.deployment_scheme)
             kind = self.args.constraint_form.removeprefix("two_sided_")
             padded = None if self.padding_free is None else self.padding_free.padded
             self._two_sided = TwoSidedDivergence(self.model, deployed, kind, self.temperature, padded)
@@ -256,8 +254,8 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
 
     # --- rollouts and their advantages ------------------------------------------------------------------------------
 
-    def _generate_and_score_completions(self, inputs):
-        batch = super()._generate_and_score_completions(inputs)
+    def sample_and_score(self, inputs):
+        batch = super().sample_and_score(inputs)
         rewards = total_rewards(self._rewards_per_func, self.reward_weights)
         self._compare_rewards(batch, rewards)
         measured = "sampling_per_token_logps" in batch
@@ -274,13 +272,13 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         if measured and "old_per_token_logps" in batch:
             self._constrain(batch, batch["old_per_token_logps"])
             if self.model.training:
-                self._wait_for_device("logps")
+                self.wait_for_device("logps")
                 self._report("train")
         return batch
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        self._rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        return self._rewards_per_func
+    def take_rewards(self, rewards):
+        super().take_rewards(rewards)
+        self._rewards_per_func = rewards
 
     def _look_at_first_batch(self, rewards: Tensor, measured: bool) -> None:
         """Warn if the first batch shows that the run cannot learn or measure anything."""
@@ -289,8 +287,8 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         warning = first_batch(
             rewards.tolist(),
             self.num_generations,
-            list(self._logs["completion"])[-rewards.shape[1] :],
-            self._metrics["train"]["completions/clipped_ratio"][-1],
+            list(self.completion_table["completion"])[-rewards.shape[1] :],
+            self.metrics_since_log("train")["completions/clipped_ratio"][-1],
             self.max_completion_length,
         )
         if warning is not None:
@@ -309,7 +307,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         if args.advantage_estimator == "rloo":
             advantages = leave_one_out_advantages(rewards, generations)
             batch["advantages"] = advantages[local]
-            table = self._logs["advantages"]  # ends with TRL's own for these completions
+            table = self.completion_table["advantages"]  # ends with TRL's own for these completions
             for _ in range(min(len(table), len(advantages))):
                 table.pop()
             table.extend(advantages.tolist())
@@ -351,10 +349,10 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             tokens = tokens._replace(advantages=batch["advantages"])
         weights = self._apply_correction(batch, tokens)
 
-        if self.model.training and self._completed_passes() > 0:
+        if self.model.training and self.completed_passes > 0:
             return  # the same tokens at the same weights were counted in the first pass
         penalty = None if constrained is None else constrained.penalty
-        self._statistics["train" if self.model.training else "eval"].add(tokens, penalty, weights)
+        self._statistics[self.mode].add(tokens, penalty, weights)
 
     @timed("constraint")
     def _apply_form(self, tokens: SampledTokens) -> Constrained | None:
@@ -388,7 +386,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
 
     # --- the loss ---------------------------------------------------------------------------------------------------
 
-    def _compute_loss(self, model, inputs):
+    def policy_loss(self, model, inputs):
         # A copy, because the buffered inputs are used again when num_iterations > 1.
         self._loss = _Loss(dict(inputs))
         weight = inputs["kept_weight"].item() if "kept_weight" in inputs else 1.0
@@ -397,7 +395,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         beta = self.beta
         self.beta = beta * weight
         try:
-            loss = super()._compute_loss(model, self._loss.inputs)
+            loss = super().policy_loss(model, self._loss.inputs)
             term = self._loss.term
         finally:
             self._loss, self.beta = None, beta
@@ -405,11 +403,11 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             accumulated = self.current_gradient_accumulation_steps if self.model.training else 1.0
             loss = loss + self.lagrange_multiplier.value * term / accumulated
             mean = self.accelerator.gather(term.detach()).mean().item()
-            self._metrics["train" if self.model.training else "eval"]["lagrangian/constraint_loss"].append(mean)
+            self.add_metric("lagrangian/constraint_loss", mean)
         return loss if weight > 0 else loss * 0.0  # nothing is learned from a batch whose completions are all dropped
 
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        outputs = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+    def score_tokens(self, model, *args, **kwargs):
+        outputs = super().score_tokens(model, *args, **kwargs)
         if self._loss is not None:  # the loss reads the advantages after this forward
             again = kwargs | {"compute_entropy": False, "compute_aux_loss": False}
             self._loss.forward = partial(self._train_logps, model, *args, **again)
@@ -421,7 +419,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         return outputs
 
     def _train_logps(self, model, *args, **kwargs) -> Tensor:
-        return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)[0]
+        return super().score_tokens(model, *args, **kwargs)[0]
 
     def _constrain_in_loss(self, inputs: dict[str, Any], train_logps: Tensor) -> None:
         if "sampling_per_token_logps" not in inputs:
@@ -442,8 +440,8 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch):
         loss = super().training_step(model, inputs, num_items_in_batch)
-        done = self._step % self._micro_batches_per_iteration
-        if done == self.args.steps_per_generation % self._micro_batches_per_iteration:
+        done = self.micro_batches_done % self.micro_batches_per_generation
+        if done == self.args.steps_per_generation % self.micro_batches_per_generation:
             self._report("train")  # the first pass is over: each token was seen once
         if done == 0:
             self._move_multiplier()
@@ -480,7 +478,7 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             )
         metrics = batch_metrics(report, None if self.form is None else self.lagrange_multiplier)
         for name, metric in metrics.items():
-            self._metrics[mode][name].append(metric)
+            self.add_metric(name, metric, mode)
         if mode == "train":
             self._mean_discrepancy = mean
             self._watch_lag(mean, metrics["discrepancy/k3_kl"])
@@ -491,8 +489,8 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
         if self.args.weight_sync_trigger == "discrepancy" and (
             tolerance is None or mean_discrepancy is None or mean_discrepancy > tolerance
         ):
-            self._schedule.wanted = True
-        warning = drift_warning(self.args, k3, self._may_lag)
+            self.sampler.request_weights()
+        warning = drift_warning(self.args, k3, self.sampler.may_lag)
         if warning is not None and not self._warned_of_drift:
             self._warned_of_drift = True
             logger.warning(warning)
@@ -508,29 +506,29 @@ class DCGRPOTrainer(HubMixin, TimedTrainer):
             self._report("eval")
             if self._evaluation_set:
                 # TRL calls the metrics of every evaluation set by the same names.
-                metrics = self._metrics["eval"]
+                metrics = self.metrics_since_log("eval")
                 for name in list(metrics):
                     metrics[f"{self._evaluation_set}_{name}"] = metrics.pop(name)
         super().log(logs, start_time)
 
     # --- what is started again, saved and resumed -------------------------------------------------------------------
 
-    def _start_again(self):
-        super()._start_again()
+    def start_again(self):
+        super().start_again()
         self.lagrange_multiplier.load_state_dict(LagrangeMultiplier.of(self.args).state_dict())
         self._statistics["train"].clear()
         self._mean_discrepancy = None
         self._warned_of_drift = self._seen_first_batch = False
 
-    def _iteration_state(self):
-        return super()._iteration_state() | {
+    def iteration_state(self):
+        return super().iteration_state() | {
             "lagrange_multiplier": self.lagrange_multiplier.state_dict(),
             "lambda_bounds": [self.args.lambda_min, self.args.lambda_max],
             "batch_discrepancy": self._mean_discrepancy,
         }
 
-    def _load_iteration_state(self, state, within_batch):
-        super()._load_iteration_state(state, within_batch)
+    def load_iteration_state(self, state, within_batch):
+        super().load_iteration_state(state, within_batch)
         self.lagrange_multiplier.load_state_dict(state["lagrange_multiplier"])
         if within_batch:
             self._mean_discrepancy = state["batch_discrepancy"]

@@ -42,10 +42,10 @@ from dc_trl.constraint.settings import TWO_SIDED
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.grading import Gold, Grader, grade
 from dc_trl.quantization.schemes import RESEARCH_BITS, SCHEMES
+from dc_trl.records.clock import PartsClock
 from dc_trl.records.tables import print_table
 from dc_trl.rollouts.replica import Replica
 from dc_trl.settings.command_line import OptionParser
-from dc_trl.trainers.clock import PartsClock
 
 
 # Where log π_train comes from, see dc_trl/trainer.py: the loss's own forward, or TRL's old log-probs.

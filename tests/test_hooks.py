@@ -35,6 +35,7 @@ STANDARD_LIBRARY = {
     *("_ActionsContainer", "_action_groups", "_actions", "_group_actions"),
     *("_asdict", "_exit", "_fields", "_make", "_replace"),
 }
+BATCHES = {"batch", "inputs", "slice_", "whole"}  # names of a batch in trainer.py and trainers/
 VLLM = pytest.param("vllm", marks=requires_vllm)
 NEEDS_VLLM_ITSELF = {"dc_trl.serving.cpu_products", "dc_trl.serving.cpu_reload"}
 
@@ -415,7 +416,8 @@ def of_others(tree: ast.AST) -> set[str]:
 def table() -> dict[str, list[str]]:
     """Files that docs/hooks.md names beside each hook."""
     rows = {}
-    for line in (ROOT / "docs" / "hooks.md").read_text().splitlines():
+    text, _, _ = (ROOT / "docs" / "hooks.md").read_text().partition("## Keys of a batch")
+    for line in text.splitlines():
         if line.startswith("| `"):
             hooks, where, *rest = (cell.strip() for cell in line.strip("|").split("|"))
             assert len(rest) == 3, line
@@ -446,13 +448,40 @@ def test_every_private_name_that_the_code_uses_is_in_the_table():
     assert not missing, "not in docs/hooks.md:\n" + "\n".join(missing)
 
 
+def test_one_module_names_the_private_hooks_of_the_trainers():
+    """When TRL or transformers moves a hook of its trainer, one file changes."""
+    elsewhere = {
+        (hook, file)
+        for hook, names in table().items()
+        for file in names
+        if hook.startswith(("trl.GRPOTrainer._", "transformers.Trainer._")) and not file.startswith("scripts/")
+    }
+    assert {file for _, file in elsewhere} == {"trl_hooks.py", "async_grpo/trainer.py"}
+
+
+def test_the_keys_of_a_batch_are_those_of_trl_and_in_the_table():
+    rows = re.findall(r"^\| (`.+?`) \| (TRL|dc_trl) \|", (ROOT / "docs" / "hooks.md").read_text(), re.MULTILINE)
+    owner = {key: whose for keys, whose in rows for key in re.findall(r"`([^`]+)`", keys)}
+    of_trl = inspect.getsource(importlib.import_module("trl.trainer.grpo_trainer"))
+    assert owner == {key: "TRL" if f'"{key}"' in of_trl else "dc_trl" for key in owner}
+    used = set()
+    for file, tree in files():
+        if file.startswith("trainer"):
+            for node in ast.walk(tree):
+                batch = isinstance(node, ast.Subscript) and ast.unparse(node.value).split(".")[-1] in BATCHES
+                if batch and isinstance(node.slice, ast.Constant):
+                    used.add(node.slice.value)
+    assert {"advantages", "trajectory_advantages", "prompt_mask"} <= used
+    assert used - owner.keys() == set()
+
+
 def test_the_search_finds_hooks_in_each_form():
     """An override, an import, an attribute of self and of another object, a name set anew, and a patched one."""
     found = uses()
     for use in (
-        ("_compute_loss", "trainer.py"),
+        ("_compute_loss", "trl_hooks.py"),
         ("_custom_ops", "serving/cpu_reload.py"),
-        ("_buffered_inputs", "trainers/resumable.py"),
+        ("_buffered_inputs", "trl_hooks.py"),
         ("_last_loaded_step", "scripts/benchmark.py"),
         ("hf_api", "hub/push.py"),
         ("create_onednn_scaled_mm", "serving/cpu_reload.py"),

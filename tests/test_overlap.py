@@ -438,7 +438,7 @@ def test_a_training_that_stops_early_leaves_nothing_to_the_next(tmp_path):
     with standing_in(shortest=1, seconds=0.1) as server:
         trainer = make_trainer(server.url, tmp_path, stop := Stop(), max_steps=4)
         trainer.train()
-        assert trainer._ahead_of == 1
+        assert trainer.vllm_generation.ahead is not None
         trainer.remove_callback(stop)
         trainer.vllm_generation.wait()
         server.asked.clear()
@@ -471,7 +471,7 @@ def test_the_hidden_share_is_what_training_had_no_need_to_wait_for(tmp_path):
         assert min(hidden[1:]) > 0.9
         assert min(logged(trainer, "overlap/sampling_seconds")) >= 0.3
         waited = sum(logged(trainer, "overlap/waiting_seconds"))
-        assert trainer.waiting_seconds == pytest.approx(waited)
+        assert trainer.sampler.waiting_seconds == pytest.approx(waited)
         eager = make_trainer(server.url, tmp_path, max_steps=4)
         eager.train()
         ahead = sum(logged(eager, "overlap/waiting_seconds")[1:])

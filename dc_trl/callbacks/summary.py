@@ -163,9 +163,9 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
         rows.append(("weight syncs, and those that were saved", "", f"{syncs} + {saved}"))
     cost = dict(trainer.vllm_generation.syncs) if args.use_vllm else {}
     rows += ((label, "", text) for label, text in sync_facts(cost).items())
-    if args.rollout_overlap and trainer.sampling_seconds > 0:
-        hidden = 1 - trainer.waiting_seconds / trainer.sampling_seconds
-        rows.append(("sampling that training hid", "", f"{hidden:.0%} of {trainer.sampling_seconds:.0f} s"))
+    if args.rollout_overlap and trainer.sampler.sampling_seconds > 0:
+        hidden = 1 - trainer.sampler.waiting_seconds / trainer.sampler.sampling_seconds
+        rows.append(("sampling that training hid", "", f"{hidden:.0%} of {trainer.sampler.sampling_seconds:.0f} s"))
     tokens = trainer.state.num_input_tokens_seen
     rows.append(("tokens sampled and read", "", f"{tokens:,}"))
     rows.append(("training seconds", "", f"{trainer.training_seconds:.0f}"))
@@ -189,8 +189,8 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
         "weight_syncs": syncs,
         "weight_syncs_saved": saved,
         "weight_sync": cost,
-        "sampling_seconds": trainer.sampling_seconds if args.rollout_overlap else None,
-        "waiting_seconds": trainer.waiting_seconds if args.rollout_overlap else None,
+        "sampling_seconds": trainer.sampler.sampling_seconds if args.rollout_overlap else None,
+        "waiting_seconds": trainer.sampler.waiting_seconds if args.rollout_overlap else None,
         "tokens": tokens,
         "seconds": trainer.training_seconds,
         "seconds_of_parts": seconds,

@@ -104,7 +104,7 @@ def write_run_card(
         library_name="transformers",
         model_name=model_name or folder.absolute().name,
         pipeline_tag="text-generation",
-        tags=sorted({"generated_from_trainer", *trainer._tag_names, *tags, *shown}),
+        tags=sorted({"generated_from_trainer", *trainer.tag_names, *tags, *shown}),
         eval_results=with_results(earlier.eval_results, results) or None,
         **{name: earlier.get(name) for name in _KEPT_METADATA},
     )

@@ -58,7 +58,7 @@ def with_nonempty_completions(rollout_func):
         if not {"completion_ids", "logprobs"} <= output.keys():
             return output  # TRL's error names the missing keys
         completion_ids, logprobs = fill_empty(
-            output["completion_ids"], output["logprobs"], trainer._tokenizer.eos_token_id
+            output["completion_ids"], output["logprobs"], trainer.text_tokenizer.eos_token_id
         )
         return {**output, "completion_ids": completion_ids, "logprobs": logprobs}
 

@@ -1,1 +1,1 @@
-"""The bases of `DCGRPOTrainer`: each file adds one feature to TRL's trainer and knows only those below it."""
+"""What takes the place of parts of TRL's trainer; docs/code_map.md has the classes and the objects that they hold."""

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
-from trl import GRPOTrainer
 
 from ..records.samples import Sample, SampleRecord, choose_samples
+from ..trl_hooks import HookedTrainer
 
 
-def sampled(trainer: GRPOTrainer, rewards: torch.Tensor) -> list[Sample]:
+def sampled(trainer: HookedTrainer, rewards: torch.Tensor) -> list[Sample]:
     """Return the first, best and worst of the completions that a trainer has just scored.
 
     Args:
@@ -20,7 +20,7 @@ def sampled(trainer: GRPOTrainer, rewards: torch.Tensor) -> list[Sample]:
         rewards: rewards of the completions of all processes, NaN for those without one; shape (completions,).
     """
     count = len(rewards)
-    prompts, completions = (list(trainer._logs[name])[-count:] for name in ("prompt", "completion"))
+    prompts, completions = (list(trainer.completion_table[name])[-count:] for name in ("prompt", "completion"))
     return choose_samples(prompts, completions, rewards.tolist())
 
 

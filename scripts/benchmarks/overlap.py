@@ -138,7 +138,7 @@ def turn(waits: DCGRPOTrainer, overlaps: DCGRPOTrainer, url: str, share: float) 
     training = statistics.median(steps_of(waits))
     sleep(url, share * training)
     synchronous, overlapped = (statistics.median(steps_of(trainer)) for trainer in (waits, overlaps))
-    return training, synchronous, overlapped, 1 - overlaps.waiting_seconds / overlaps.sampling_seconds
+    return training, synchronous, overlapped, 1 - overlaps.sampler.waiting_seconds / overlaps.sampler.sampling_seconds
 
 
 def sleep(url: str, seconds: float) -> None:

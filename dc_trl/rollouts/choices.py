@@ -1,0 +1,40 @@
+"""What the engine chose for a batch beside its tokens, and what the trainer's forward repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .truncation import Kept
+
+
+# Keys of a batch. TRL shuffles, splits and buffers them with the tokens, and a checkpoint within the batch has them.
+_KEPT_IDS, _KEPT_COUNTS, _ROUTES = "kept_ids", "kept_counts", "routed_experts"
+
+
+class Choices(NamedTuple):
+    """What the engine chose for the completions of a batch.
+
+    Attributes:
+        kept: the tokens that truncated sampling kept; None if it does not truncate, or nothing is compared.
+        routes: the experts of each token, int16, shape (B, P+T, layers, k); None if they are not replayed.
+    """
+
+    kept: Kept | None = None
+    routes: Tensor | None = None
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any]) -> Choices:
+        """Return the choices that `in_batch` added to a batch."""
+        kept = Kept(batch[_KEPT_IDS], batch[_KEPT_COUNTS]) if _KEPT_IDS in batch else None
+        return cls(kept, batch.get(_ROUTES))
+
+    def in_batch(self) -> dict[str, Tensor]:
+        """Return the choices as tensors of a batch."""
+        found = {} if self.kept is None else {_KEPT_IDS: self.kept.ids, _KEPT_COUNTS: self.kept.counts}
+        return found if self.routes is None else found | {_ROUTES: self.routes}
+
+
+NO_CHOICES = Choices()

@@ -1,0 +1,262 @@
+"""The checkpoints of a run: complete ones, the one that is saved when training ends early, and resuming from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object
+from safetensors import SafetensorError
+from transformers.trainer_utils import rotate_checkpoints
+
+from ..files import read_object, replace_folder_link, write_text
+from ..resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE
+from ..resuming.manifest import write_manifest
+from ..rollouts.buffer import load_rollouts, save_rollouts
+from .sampling import SamplingTrainer
+from .whole_step import WeightsMove, WholeStep, random_state, set_random_state
+
+
+logger = get_logger(__name__)
+
+# How long a process that fails waits for the others to fail too; it cannot save without them.
+_OTHERS_FAIL_WITHIN = timedelta(seconds=20)
+
+
+class Checkpoints:
+    """Saves a trainer's run, also after a step has failed, and resumes it.
+
+    Args:
+        trainer: trainer of the run.
+
+    Attributes:
+        evaluating: whether an evaluation is running. It is recorded in checkpoints, to repeat one that was cut short.
+        saved_at: step of the last checkpoint that the present training saved or resumed from; None if there is none.
+    """
+
+    def __init__(self, trainer: SamplingTrainer):
+        self._trainer = trainer
+        self._moving = WeightsMove()
+        trainer.add_callback(self._moving)
+        self._failures: Any = None  # a group of all processes, if there are several
+        self._waiting_limit: int | None = None  # save_total_limit, while a checkpoint is being saved
+        self._forget()
+
+    def _forget(self) -> None:
+        self.evaluating = False
+        self.saved_at: int | None = None
+        self._left_in: str | None = None  # a checkpoint whose evaluation was cut short and is repeated
+        self._made_again: dict[str, Any] | None = None  # random state after that evaluation, until the next step ends
+        self._whole: WholeStep | None = None  # the last step that has ended
+        self._state_to_save: dict[str, Any] | None = None  # its state of the algorithm, once a later step has failed
+        self._moving.since = None
+
+    def begin_training(self) -> None:
+        """Begin a training. Every process must call it."""
+        self._forget()
+        if self._trainer.accelerator.num_processes > 1:
+            # Separate from the group of the gradients, in which others may be waiting for a failed process.
+            self._failures = self._failures or dist.new_group(backend="gloo", timeout=_OTHERS_FAIL_WITHIN)
+
+    # --- a step that failed -----------------------------------------------------------------------------------------
+
+    @property
+    def step_begun(self) -> bool:
+        """Whether the present training has changed weights, or has ended a step."""
+        return self._whole is not None or self._moving.since is not None
+
+    def end_step(self) -> None:
+        """Keep the state that the next step will change before it has ended."""
+        self._whole = WholeStep.of(self._trainer)
+        self._moving.since = None
+
+    def weights_move(self) -> None:
+        """Note that the weights are changing from now to the end of the step."""
+        self._moving.since = self._trainer.state.global_step
+
+    def save_before_stopping(self) -> str:
+        """Save the last step that ended, in all processes together, and return where it is and how to resume."""
+        trainer, state = self._trainer, self._trainer.state
+        self._return_to_whole_step()
+        failure = None
+        if self.saved_at != state.global_step:  # an existing folder of that name may belong to an abandoned run
+            try:
+                trainer.save_checkpoint()
+                trainer.callback_handler.on_save(trainer.args, state, trainer.control)
+            except Exception as error:  # such as a full disk; the error that ends the run must be raised
+                failure = f"{type(error).__name__}: {error}" if self.saved_at != state.global_step else None
+                logger.warning(f"Saving the run failed: {type(error).__name__}: {error}")
+        # If a process ended before the others, the launcher would end them, perhaps while they write.
+        failures = gather_object([failure])
+        if any(failures):
+            return _not_saved(next(filter(None, failures)))
+        return f"The run is saved: go on with resume_from_checkpoint={trainer.checkpoint_folder()!r}"
+
+    def save_after_failure(self) -> str:
+        """Save the last step that ended if that is possible, and return how to resume. Any process may fail alone."""
+        step = self._trainer.state.global_step
+        if self._trainer.accelerator.num_processes > 1 and not self._all_have_failed():
+            return _not_saved("another process had not failed, and one alone cannot save")
+        torn = self._moving.since is not None and self._moving.since == step
+        stands = gather_object([(torn, step)])
+        if len(set(stands)) > 1 or torn:
+            return _not_saved("the optimizer was moving the weights")
+        return self.save_before_stopping()
+
+    def _all_have_failed(self) -> bool:
+        """Wait for the other processes at most `_OTHERS_FAIL_WITHIN`, without delaying those that still train."""
+        try:
+            dist.monitored_barrier(self._failures, timeout=_OTHERS_FAIL_WITHIN)
+        except RuntimeError:
+            return False
+        return True
+
+    def _return_to_whole_step(self) -> None:
+        if self._moving.since is not None and self._trainer.state.global_step > self._moving.since:
+            self.end_step()  # a callback failed after the optimizer
+        if self._whole is not None:
+            self._whole.restore(self._trainer)
+            self._state_to_save = self._whole.iteration
+
+    # --- saving -----------------------------------------------------------------------------------------------------
+
+    def write(self, write: Callable[[], None], folder: str) -> None:
+        """Write the checkpoint of the present step.
+
+        Args:
+            write: writes what TRL and transformers save, pushes it, and rotates.
+            folder: directory of the checkpoint.
+
+        Raises:
+            OSError: the disk is full, or the file system refused.
+        """
+        trainer, args = self._trainer, self._trainer.args
+        # Our files come first, because transformers finally marks the checkpoint as complete, pushes it, and rotates.
+        self._empty(folder)
+        # Between two optimizer steps of one generation batch, the remaining batch belongs to the run's state.
+        done = trainer.micro_batches_done % trainer.micro_batches_per_generation
+        if done > 0:
+            save_rollouts(trainer.generation_batch, self._rollouts_in(folder))
+        sampling = trainer.sampler.save(folder)
+        if args.should_save:
+            state = trainer.iteration_state() if self._state_to_save is None else self._state_to_save
+            of_run = {
+                "manifest": True,
+                "evaluating": self.evaluating,
+                **sampling,
+                "micro_batches_done": done,
+                "micro_batches_per_iteration": trainer.micro_batches_per_generation,
+                "num_processes": trainer.accelerator.num_processes,
+            }
+            write_text(Path(folder, STATE_FILE), json.dumps(state | of_run, indent=2))
+        # No old checkpoint is removed before the new one is completely on the disk.
+        limit = self._waiting_limit = args.save_total_limit
+        args.save_total_limit = None
+        try:
+            write()
+            if not args.push_to_hub:
+                self.make_whole(folder)
+        except (RuntimeError, SafetensorError) as error:
+            # Both messages come from a full disk.
+            if isinstance(error, SafetensorError) or "PytorchStreamWriter" in str(error):
+                raise OSError(f"{folder} cannot be written ({error}): free some space.") from error
+            raise
+        finally:
+            args.save_total_limit, self._waiting_limit = limit, None
+        self.saved_at = trainer.state.global_step
+        if args.should_save:
+            rotate_checkpoints(str(Path(folder).parent), limit, trainer.state.best_model_checkpoint, use_mtime=True)
+
+    @contextmanager
+    def users_limit(self) -> Iterator[None]:
+        """Within the block, give the arguments the user's `save_total_limit`, since they are pickled there."""
+        args = self._trainer.args
+        waiting = args.save_total_limit
+        args.save_total_limit = waiting if self._waiting_limit is None else self._waiting_limit
+        try:
+            yield
+        finally:
+            args.save_total_limit = waiting
+
+    def make_whole(self, folder: str) -> None:
+        """Write the file that marks a checkpoint as complete, once every process has written its files."""
+        self._trainer.accelerator.wait_for_everyone()
+        if self._trainer.args.should_save:
+            write_manifest(Path(folder), self._trainer.args.checkpoint_hashes)
+
+    def _empty(self, folder: str) -> None:
+        """Make the empty folder of a checkpoint that is about to be saved."""
+        replace_folder_link(Path(folder))
+        if self._trainer.args.should_save and os.path.isdir(folder):
+            # It is from an abandoned run or an interrupted save, whose files must never be mixed with new ones.
+            shutil.rmtree(folder)
+        self._trainer.accelerator.wait_for_everyone()
+        os.makedirs(folder, exist_ok=True)
+
+    def _rollouts_in(self, folder: str) -> str:
+        return os.path.join(folder, ROLLOUTS_FILE.format(rank=self._trainer.accelerator.process_index))
+
+    # --- resuming ---------------------------------------------------------------------------------------------------
+
+    def load(self, checkpoint: str) -> None:
+        """Continue from what `write` has written beside TRL's files."""
+        trainer = self._trainer
+        if os.path.realpath(checkpoint) == os.path.realpath(trainer.checkpoint_folder()):
+            self.saved_at = trainer.state.global_step
+        path = Path(checkpoint, STATE_FILE)
+        if not path.exists():
+            logger.warning(
+                f"{checkpoint} holds no {STATE_FILE} (DCGRPOTrainer did not save it): lambda starts at "
+                f"lambda_init={trainer.args.lambda_init}."
+            )
+            return
+        state = read_object(path)
+        done = state["micro_batches_done"]
+        as_before = (state["micro_batches_per_iteration"], state["num_processes"]) == (
+            trainer.micro_batches_per_generation,
+            trainer.accelerator.num_processes,
+        )
+        within_batch = done > 0 and as_before
+        trainer.load_iteration_state(state, within_batch)
+        if state.get("evaluating") and trainer.eval_dataset is not None:  # older checkpoints do not have the key
+            trainer.args.eval_on_start = True  # transformers reads it next
+            self._left_in = checkpoint
+        trainer.sampler.load(checkpoint, state)
+        if within_batch:
+            trainer.generation_batch = load_rollouts(self._rollouts_in(checkpoint), trainer.accelerator.device)
+            trainer.micro_batches_done = done
+        elif done > 0:
+            logger.warning(
+                f"{checkpoint} was saved within a generation batch by a run with other steps_per_generation, "
+                "num_iterations or number of processes: the rest of that batch is discarded, and a new one generated."
+            )
+
+    def load_random_state(self, checkpoint: str | None, load: Callable[[str | None], None]) -> None:
+        """Continue with the random numbers of a checkpoint, or with those after an evaluation that was repeated."""
+        if self._made_again is None:
+            load(checkpoint)
+        else:  # transformers calls this again before the first step, which follows the evaluation
+            set_random_state(self._made_again)
+            self._made_again = None
+
+    @contextmanager
+    def evaluation(self, load: Callable[[str | None], None]) -> Iterator[None]:
+        """Note that the block evaluates; an evaluation that is repeated gets the random numbers of its checkpoint."""
+        if self._left_in is not None:
+            load(self._left_in)
+        yield
+        self.evaluating = False  # not after an error: the checkpoint that follows has an evaluation to repeat
+        if self._left_in is not None:
+            self._left_in, self._made_again = None, random_state()
+
+
+def _not_saved(why: str) -> str:
+    return f"The run could not be saved ({why}): go on from an earlier checkpoint, with resume_from_checkpoint=true"

@@ -1,0 +1,170 @@
+"""Builds the engine that samples: the in-process replica, or vLLM in the mode that the arguments select."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from transformers import ProcessorMixin
+from trl.generation.vllm_generation import VLLMGeneration
+
+from ..config import DCGRPOConfig
+from ..quantization.policy import base_model, require_shared_embeddings
+from ..rollouts.neutral_sampling import SERVER_DEFAULTS, TRUNCATIONS, restrictions, truncates
+from ..trl_hooks import HookedTrainer
+
+
+# Imported only where a deployment scheme is used: compressed-tensors and its dependencies take 0.15 s.
+if TYPE_CHECKING:
+    from ..rollouts.replica import Replica
+
+# Parameters of TRL's engine that are attributes of the trainer, and those that are its fields named vllm_*.
+_OF_TRAINER = (
+    *("model", "accelerator", "processing_class", "max_completion_length"),
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+)
+_OF_VLLM = (
+    *("mode", "server_base_url", "server_host", "server_port", "group_port", "server_timeout", "max_model_length"),
+    *("tensor_parallel_size", "gpu_memory_utilization", "enable_sleep_mode", "model_impl", "structured_outputs_regex"),
+)
+
+
+def require_one_turn(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of the trainer that need several dependent requests for one rollout.
+
+    Raises:
+        ValueError: an argument is refused; the message names it.
+    """
+    for name in ("tools", "environment_factory", "rollout_func"):
+        if arguments.get(name):
+            raise ValueError(
+                f"rollout_overlap=True samples a generation batch by one request ahead of training, and {name} "
+                f"asks the engine turn by turn: leave {name} out, or set rollout_overlap=False."
+            )
+
+
+def build_replica(trainer: HookedTrainer, scheme: str) -> Replica:
+    """Return the replica that samples in a scheme, with the weights of its policy.
+
+    Raises:
+        ValueError: the processing class is a multimodal processor.
+    """
+    from ..rollouts.replica import Replica
+
+    if isinstance(trainer.processing_class, ProcessorMixin):
+        raise ValueError(
+            f"deployment_scheme={scheme!r} samples text only, and the processing_class is a multimodal processor: "
+            "use use_vllm=True for this model."
+        )
+    return Replica(trainer.model, scheme, trainer.accelerator.device)
+
+
+def build_vllm(trainer: HookedTrainer) -> VLLMGeneration:
+    """Return the vLLM engine that samples, with the arguments that TRL's constructor passes to its own engine.
+
+    Raises:
+        ValueError: adapter, generation_config or processing class do not go with the engine.
+        ServerError: a server cannot be reached, or does not fit.
+    """
+    from ..rollouts.overlap import OverlappedGeneration
+    from ..rollouts.vllm_backends import ColocateGeneration, Generation, ServerGeneration
+
+    args, model = trainer.args, trainer.model
+    if args.rollout_overlap and isinstance(trainer.processing_class, ProcessorMixin):
+        raise ValueError(
+            "rollout_overlap=True samples text only, and the processing_class is a multimodal processor: pass its "
+            "tokenizer, or set rollout_overlap=False."
+        )
+    batch_size = args.per_device_train_batch_size * args.steps_per_generation
+    of_trl: dict[str, Any] = {
+        **{name: getattr(trainer, name) for name in _OF_TRAINER},
+        **{name: getattr(args, f"vllm_{name}") for name in _OF_VLLM},
+        "max_num_seqs": batch_size * args.vllm_tensor_parallel_size,
+        "trust_remote_code": args.trust_remote_code,
+        "logprobs": args.named_tokens,
+        # Under a constraint `logprobs` may be 0 here, which is what the trainer requests if it needs no more.
+        "generation_kwargs": {
+            name: value
+            for name, value in (args.generation_kwargs or {}).items()
+            if name != "logprobs" or args.named_tokens == 0
+        },
+    }
+    # Only a checkpoint can bring back older weights.
+    weight_sync = "checkpoint" if args.weight_sync_steps > 1 else args.weight_sync
+    if args.vllm_mode == "server":
+        _check_server_defaults(args, model)
+        require_shared_embeddings(
+            model,
+            reason="a server of this model uses one matrix for both",
+            remedy="Use vllm_mode='colocate' with deployment_scheme, or the in-process replica (use_vllm=False)",
+        )
+        server_mode = OverlappedGeneration if args.rollout_overlap else ServerGeneration
+        return server_mode(
+            deployment_scheme=args.deployment_scheme,
+            weight_sync=weight_sync,
+            weight_sync_dir=args.weight_sync_dir,
+            vllm_request_timeout=args.vllm_request_timeout,
+            vllm_time_limit=args.vllm_time_limit,
+            vllm_max_retries=args.vllm_max_retries,
+            server_base_urls=args.vllm_server_base_urls,
+            routing_replay=args.routing_replay,
+            **of_trl,
+        )
+    if args.deployment_scheme is not None or weight_sync == "checkpoint":
+        return ColocateGeneration(
+            deployment_scheme=args.deployment_scheme, weight_sync_dir=args.weight_sync_dir, **of_trl
+        )
+    require_shared_embeddings(
+        model,
+        reason="TRL merges adapters in place, in both at once",
+        remedy="Set deployment_scheme (for example 'bf16')",
+    )
+    return Generation(**of_trl)
+
+
+def complete_generation_config(trainer: HookedTrainer) -> bool:
+    """Make the replica sample as `model.generate` does, with the model's own settings where TRL sets none.
+
+    Returns:
+        Whether the replica samples from a truncated distribution that is compared with the policy's.
+
+    Raises:
+        ValueError: these settings restrict sampling under a constraint, or end completions by their text.
+    """
+    config = trainer.generation_config
+    config.update(**base_model(trainer.model).generation_config.to_dict(), defaults_only=True)
+    if config.top_k == -1:  # vLLM's value for no limit
+        config.top_k = 0
+    if config.stop_strings is not None:
+        raise ValueError(
+            f"stop_strings={config.stop_strings!r} end completions by their text, which the in-process replica "
+            "does not read: leave them out of generation_kwargs and of the model's generation_config, or sample "
+            "with vLLM (use_vllm=True, generation_kwargs={'stop': ...})."
+        )
+    settings = {name: value for name, value in vars(config).items() if name[0] != "_"}
+    _check_model_settings(trainer.args, settings, corrected=TRUNCATIONS)
+    return trainer.args.compared_by is not None and truncates(settings)
+
+
+def _check_server_defaults(args: DCGRPOConfig, policy: Any) -> None:
+    """Refuse settings that a vLLM server takes from the model where TRL's requests set none.
+
+    Raises:
+        ValueError: a setting restricts sampling under a constraint.
+    """
+    of_model = base_model(policy).generation_config.to_dict()
+    requested = {"top_p": args.top_p, "top_k": args.top_k, "repetition_penalty": args.repetition_penalty}
+    requested |= {"min_p": args.min_p or 0.0} | (args.generation_kwargs or {})
+    left_open = [name for name in SERVER_DEFAULTS if requested.get(name) is None]
+    _check_model_settings(args, {name: of_model[name] for name in left_open if of_model.get(name) is not None})
+
+
+def _check_model_settings(args: DCGRPOConfig, settings: dict[str, Any], corrected: Collection[str] = ()) -> None:
+    if args.compared_by is None:
+        return
+    for name, value, remedy in restrictions(settings, corrected):
+        raise ValueError(
+            f"{name}={value!r} of the model's generation_config makes the engine sample from a distribution that is "
+            f"not the policy's, and {args.comparison} would take that difference for mismatch: {remedy} in "
+            f"model.generation_config (generation_config.json) or {args.compared_by}='none'."
+        )

@@ -1,0 +1,182 @@
+"""Checks that no run starts without: a policy that learns, rows that fit it, and finite rewards; see `dc_trl.gate`."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from accelerate.logging import get_logger
+from jinja2 import TemplateError
+from torch import Tensor, nn
+from transformers import PreTrainedModel, ProcessorMixin
+
+from ..config import DCGRPOConfig
+from ..gate.fit import Limits, limits_of, require_reward_model, require_template
+from ..gate.policy import require_trainable, require_whole, warn_of_rounding
+from ..gate.rows import Rows
+from ..gate.start import require_startable
+from ..quantization.policy import base_model
+from ..settings.distribution import sharding_of
+from ..settings.paths import shipped
+from ..settings.reward_functions import checked_reward, excerpt, require_finite
+from ..trl_hooks import HookedTrainer
+from .required_servers import config_of, require_servers
+
+
+logger = get_logger(__name__)
+
+# Arguments of the trainer that are checked before a model is loaded.
+_BEFORE = (
+    *("train_dataset", "eval_dataset", "processing_class", "peft_config", "quantization_config", "rollout_func"),
+    "environment_factory",
+)
+
+
+class Gate:
+    """The checks of a trainer's arguments before its model is loaded, of the loaded model, and of each batch.
+
+    Args:
+        model, reward_funcs, args, others: arguments of the trainer, the last by name.
+
+    Attributes:
+        model: the model that the trainer loads.
+
+    Raises:
+        ValueError, TypeError: an argument would train nothing or does not fit the others.
+        ServerError: a server of the run is not up, or does not fit.
+    """
+
+    def __init__(self, model: Any, reward_funcs: Any, args: DCGRPOConfig, others: Mapping[str, Any]):
+        self._by_name = isinstance(model, str)
+        self.model: Any = shipped(model) if self._by_name else model
+        arguments: dict[str, Any] = {name: others.get(name) for name in _BEFORE}
+        self._shown = require_startable(model=self.model, reward_funcs=reward_funcs, args=args, **arguments)
+        self._sharding = sharding_of(args)
+        if args.use_vllm and args.vllm_mode == "server":
+            require_servers(args, config_of(self.model, args))
+        scoring = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        self._rewards_by_name = [isinstance(each, str) for each in scoring]
+        self._limits: Limits | None = None  # what the policy can read, once it is loaded
+        if isinstance(self.model, nn.Module):  # transformers fails on some defects with another error
+            require_whole(self.model, "model", False, self._sharding)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Say what is wrong if a model cannot be loaded because its weights have other shapes.
+
+        Raises:
+            ValueError: they have.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if "ignore_mismatched_sizes" not in str(error):
+                raise
+            raise ValueError(
+                "model, or a reward model: its weights have other shapes than in its config.json (the report above "
+                "names them): copy or save it again."
+            ) from error
+
+    def require_fit(self, trainer: HookedTrainer) -> None:
+        """Refuse a loaded policy that would not learn, or does not fit tokenizer, prompts and rewards.
+
+        The reward functions of the trainer check their results from now on.
+
+        Raises:
+            ValueError: the policy or a reward model is refused; the message says why, with the remedy.
+        """
+        if self._by_name:
+            require_whole(trainer.model, "model", True, self._sharding)
+        args, policy = trainer.args, trainer.model
+        moving = require_trainable(policy, trainer.optimizer, args.learning_rate)
+        optimizer, rate = str(args.optim), args.learning_rate
+        if trainer.optimizer is not None:
+            groups = trainer.optimizer.param_groups
+            optimizer = type(trainer.optimizer).__name__
+            rate = max(float(group.get("initial_lr", group["lr"])) for group in groups)
+        warn_of_rounding(moving, optimizer, rate, self._sharding, args.bf16 or args.fp16)
+        if not isinstance(trainer.processing_class, ProcessorMixin):  # images become tokens that are not in the text
+            context = args.vllm_max_model_length if args.use_vllm else None
+            self._limits = limits_of(
+                base_model(policy), trainer.text_tokenizer, "the model", trainer.max_completion_length, context
+            )
+            if trainer.rollout_func is None and trainer.environment_factories is None:  # they make tokens or prompts
+                self._check_prompts(trainer, self._shown)
+        self._check_rewards(trainer)
+
+    def _check_prompts(self, trainer: HookedTrainer, shown: list[Rows]) -> None:
+        assert self._limits is not None
+        for name, rows in shown:
+            numbers, prompts = list(rows), [row["prompt"] for row in rows.values()]
+            words = partial(_row_of, name, numbers)
+            self._limits.warn(trainer.tokenize(prompts, words)[0], words)
+
+    def _check_rewards(self, trainer: HookedTrainer) -> None:
+        functions = zip(
+            trainer.reward_funcs, trainer.reward_processing_classes, trainer.reward_func_names, strict=True
+        )
+        checked: list[Any] = []
+        for number, (function, tokenizer, name) in enumerate(functions):
+            if isinstance(function, PreTrainedModel):
+                require_whole(function, f"the reward model {name!r}", self._rewards_by_name[number], self._sharding)
+                require_reward_model(function, tokenizer, name)
+            checked.append(function if isinstance(function, nn.Module) else checked_reward(function, name))
+        trainer.reward_funcs = checked
+        if not trainer.reward_weights.any():
+            logger.warning(
+                f"reward_weights={trainer.reward_weights.tolist()}: all advantages will be 0, so nothing is learned. "
+                "Give at least one reward another weight."
+            )
+
+    # --- checks of each batch ---------------------------------------------------------------------------------------
+
+    def tokenize(
+        self,
+        tokenize: Callable[[list], tuple],
+        processing_class: Any,
+        prompts: list,
+        named: Callable[[int], str] | None,
+    ) -> tuple:
+        """Return what `tokenize` returns for prompts, if the policy can read them.
+
+        Args:
+            tokenize: function of TRL, whose first result is the token ids.
+            processing_class: tokenizer or processor.
+            prompts: plain or conversational prompts.
+            named: returns the name of a prompt from its number; by default its first words.
+
+        Raises:
+            ValueError: a prompt cannot be rendered or read; the message names it.
+        """
+        named = named or (lambda number: f"the prompt {excerpt(prompts[number])}")
+        require_template(processing_class, prompts, named)
+        try:
+            tokenized = tokenize(prompts)
+        except TemplateError as error:
+            raise ValueError(
+                f"{named(0)}, or a later one, cannot be rendered by the tokenizer's chat template: {error}."
+            ) from error
+        if self._limits is not None:
+            self._limits.require(tokenized[0], named)
+        return tokenized
+
+    @staticmethod
+    def require_finite_rewards(trainer: HookedTrainer, rewards: Tensor) -> None:
+        """Refuse rewards of models, and weighted sums, that are not finite; functions are checked when they return.
+
+        Args:
+            trainer: trainer of the rewards.
+            rewards: shape (N, functions), NaN where there is none.
+
+        Raises:
+            ValueError: one is not finite.
+        """
+        for function, name, column in zip(trainer.reward_funcs, trainer.reward_func_names, rewards.T, strict=True):
+            if isinstance(function, nn.Module):
+                require_finite(f"the reward model {name!r}", column)
+        weighted = rewards.nan_to_num(0.0) * trainer.reward_weights.to(rewards.device)
+        require_finite(f"reward_weights={trainer.reward_weights.tolist()}: the weighted sum", weighted.sum(1))
+
+
+def _row_of(name: str, numbers: list[int], number: int) -> str:
+    return f"{name}: the prompt of row {numbers[number]}"

@@ -1,0 +1,81 @@
+"""Makes the trainer's mixture of experts use the experts that the engine chose; see `rollouts.routing`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..quantization.policy import unwrapped
+from ..rollouts.padding_free import Packing
+from ..rollouts.routing import RoutesRecorder, RoutingReplay, Turn, batch_routes, routes_of_vllm
+from ..trl_hooks import Completions, HookedTrainer
+
+
+class Replay:
+    """The engine's routes of a generation batch, and their replay in the forwards of policy and reference model.
+
+    The KL term compares the two models with the same experts.
+
+    Args:
+        trainer: trainer whose models replay.
+        engine: replica that samples, or TRL's vLLM engine.
+        packed: whether forwards compute real tokens only (`padding_free`).
+
+    Raises:
+        ValueError: the model has no routers that can be replayed.
+    """
+
+    def __init__(self, trainer: HookedTrainer, engine: Any, packed: bool):
+        self._trainer, self._engine, self._packed = trainer, engine, packed
+        models = [trainer.model] if trainer.ref_model is None else [trainer.model, trainer.ref_model]
+        self._replays = [RoutingReplay(unwrapped(trainer.accelerator, model)) for model in models]
+        self._recorder = None if trainer.use_vllm else RoutesRecorder(engine.model)
+        self._turns: list[Turn] = []  # those that the engine sampled for the present batch
+
+    # --- the engine's choice ----------------------------------------------------------------------------------------
+
+    def begin_batch(self) -> None:
+        """Begin to collect the turns of a batch."""
+        self._turns = []
+
+    def sample(self, prompt_ids: list[list[int]], sample: Callable[[], Completions]) -> Completions:
+        """Return what `sample` returns for one turn, and keep its routes."""
+        if self._recorder is None:
+            completion_ids, logprobs = sample()
+            routes = routes_of_vllm(self._engine.routed_experts, self._replays[0].layers)
+        else:
+            with self._recorder.recording(len(prompt_ids)):
+                completion_ids, logprobs = sample()
+            routes = self._recorder.routes(prompt_ids, completion_ids)
+        self._turns.append(Turn(prompt_ids, routes))
+        return completion_ids, logprobs
+
+    def routes(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> Tensor:
+        """Return the routes of the present batch, int16, shape (B, P+T, layers, k)."""
+        routes = batch_routes(self._turns, prompt_ids, completion_ids, self._trainer.pad_to_multiple_of)
+        return routes.to(self._trainer.accelerator.device)
+
+    # --- the trainer's forward --------------------------------------------------------------------------------------
+
+    def start(self, routes: Tensor, attention_mask: Tensor) -> None:
+        """Replay routes in the forwards that follow, which read tokens with this mask, shape (B, P+T)."""
+        # Without padding the routers read one row of real tokens.
+        packed = Packing(attention_mask).pack(routes) if self._packed else routes
+        for replay in self._replays:
+            replay.start(packed)
+
+    def stop(self) -> None:
+        """Let the models choose their experts themselves again."""
+        for replay in self._replays:
+            replay.stop()
+
+    def log(self, inputs: dict[str, Any]) -> None:
+        """Log which share of the tokens of a loss was replayed, and how often the trainer would choose otherwise."""
+        tokens = inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()
+        counts = torch.cat([tokens.view(1), self._replays[0].counts()])
+        tokens, replayed, flipped = self._trainer.accelerator.gather(counts.unsqueeze(0)).sum(0).tolist()
+        self._trainer.add_metric("routing/replayed_fraction", replayed / max(tokens, 1))
+        self._trainer.add_metric("routing/flipped_fraction", flipped / max(replayed, 1))

@@ -1,0 +1,302 @@
+"""`RunTrainer`: the life of a run, from the lock on its output directory to its export and push."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from accelerate.logging import get_logger
+from torch.utils.data import IterableDataset
+from transformers import TrainerCallback
+
+from ..config import DCGRPOConfig
+from ..files import lock_output, read_object, write_bytes, written_beside
+from ..hub.card import CARD_FILE, write_run_card
+from ..hub.push import HubClient, without_token
+from ..records.runs import DEPLOYMENT_FOLDER
+from ..resuming.checkpoints import TRAINER_STATE_FILE, on_main_process, resumable_checkpoint
+from ..resuming.interruption import BEGIN_AGAIN, RunInterrupted, resume_command, stop_if_asked
+from ..serving.errors import ServerError
+from .checkpoints import Checkpoints
+from .export import Exporter, deployment_in
+from .history import LambdaLoggingCallback
+from .progress import evaluation_bar, progress_callbacks
+from .sampling import SamplingTrainer
+
+
+logger = get_logger(__name__)
+
+# The callbacks that transformers accepts: instances, or classes that it instantiates.
+Callback: TypeAlias = TrainerCallback | type[TrainerCallback]
+
+
+class RunTrainer(SamplingTrainer):
+    """A trainer that locks its output directory, saves and resumes, exports and pushes; see [`DCGRPOTrainer`].
+
+    Attributes:
+        checkpoints (`Checkpoints`): saves the run and resumes it.
+        exporter (`Exporter`): writes the deployable checkpoint.
+        exports_at_end (`bool`): whether the present training exports the policy when it ends; `train` sets it each
+            time. A callback that stops a run whose result should not be served clears it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any,
+        args: DCGRPOConfig,
+        *,
+        callbacks: Sequence[Callback] | None = None,
+        **kwargs: Any,
+    ):
+        # Set before TRL's constructor, which adds callbacks.
+        self._own_history: LambdaLoggingCallback | None = None
+        callbacks = list(callbacks or ())
+        if args.keeps_history and not any(map(_keeps_history, callbacks)):
+            self._own_history = LambdaLoggingCallback()
+            callbacks.insert(0, self._own_history)  # a user's callback finds the files of the same event written
+        super().__init__(model, reward_funcs, args, callbacks=callbacks, **kwargs)
+        self.checkpoints = Checkpoints(self)
+        self.exporter = Exporter(self)
+        self.exports_at_end = args.exports_deployment
+        self._resumed_at: int | None = None  # step of the checkpoint from which the present training resumed
+
+    def add_callback(self, callback):
+        """Add a callback; a `LambdaLoggingCallback` replaces the trainer's own."""
+        if self._own_history is not None and _keeps_history(callback):
+            self.remove_callback(LambdaLoggingCallback)
+            self._own_history = None
+        super().add_callback(callback)
+
+    # --- training and its end ---------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        """Train as [`~transformers.Trainer.train`] does; a second call starts again with the present weights.
+
+        λ starts at `lambda_init` again, or from its value in the checkpoint of `resume_from_checkpoint`. `True`
+        selects the newest complete checkpoint in `output_dir`; `"auto"` does too, but the run starts from the
+        beginning if there is none. A run whose steps are all done is not trained further: its weights are loaded, what
+        is still missing at its end (an evaluation, the deployment) is made, and the result is returned.
+
+        The directory is locked during training. If anything ends training early, such as an error of a reward function
+        or callback or Ctrl-C, the last step that ended is saved before the error is raised, with a note that says how
+        to resume. Nothing is saved while the optimizer is changing the weights, or if one of several processes fails
+        alone. A resumed run repeats an evaluation that was cut short from its beginning.
+
+        Raises:
+            ValueError: the checkpoint is incomplete, or `output_dir` is in use by another process or not writable.
+            ServerError: the server cannot do what training needs; the message says how to resume.
+            RunInterrupted: a signal ended the run, with a checkpoint if a step had ended; only if `StopSignals` is
+                among the callbacks, as in `dc-trl train`.
+        """
+        self.parts_clock.start()
+        self.training_seconds = 0.0
+        if self.micro_batches_done > 0:  # this object has trained before
+            self.start_again()
+        self._resumed_at, eval_on_start = None, self.args.eval_on_start
+        with ExitStack() as stack:
+            stack.callback(self.parts_clock.stop)
+            checkpoint = on_main_process(lambda: self._open_output(stack, resume_from_checkpoint))
+            if checkpoint is not None:
+                self._resumed_at = read_object(Path(checkpoint, TRAINER_STATE_FILE))["global_step"]
+            self.checkpoints.begin_training()
+            try:
+                return self._train_and_export(checkpoint, *args, **kwargs)
+            except ServerError as error:
+                raise ServerError(f"{error} {self.checkpoints.save_before_stopping()} {error.when}.") from error
+            except RunInterrupted as stop:
+                if self.state.global_step == 0 and self.checkpoints.saved_at is None:
+                    raise RunInterrupted(stop.signum, BEGIN_AGAIN) from stop
+                saved = self.checkpoints.save_before_stopping()
+                raise RunInterrupted(stop.signum, f"{saved}, or {resume_command(self.args.output_dir)}.") from stop
+            except BaseException as error:
+                if self.checkpoints.step_begun:
+                    saved = self.checkpoints.save_after_failure()
+                    error.add_note(f"{saved}, or {resume_command(self.args.output_dir)}.")
+                raise
+            finally:
+                self.args.eval_on_start = eval_on_start  # for the next training; see `Checkpoints.load`
+
+    def _open_output(self, stack: ExitStack, resume_from_checkpoint: Any) -> str | None:
+        """Lock the output directory, and return the checkpoint from which to resume."""
+        args = self.args
+        stack.enter_context(lock_output(args.output_dir))
+        return resumable_checkpoint(
+            resume_from_checkpoint, args.output_dir, args.save_on_each_node, args.checkpoint_hashes
+        )
+
+    def _train_and_export(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> Any:
+        self.exports_at_end = self.args.exports_deployment
+        self.exporter.begin_training(checkpoint)
+        if self.exports_at_end:
+            on_main_process(self.exporter.require_exportable)
+        try:
+            output = super().train(checkpoint, *args, **kwargs)
+            if self.exports_at_end:
+                self.exporter.export(deployment_in(self.args.output_dir))
+        except ServerError:
+            stop_if_asked(self)  # a signal may have ended the request, and all processes reach this line
+            raise
+        return output
+
+    @property
+    def resumed_at_end(self) -> bool:
+        """Whether the present training resumed a run whose steps were all done."""
+        return self._resumed_at is not None and self._resumed_at >= self.state.max_steps
+
+    def set_initial_training_values(self, args, dataloader):
+        epochs, steps_per_epoch, *others, steps = super().set_initial_training_values(args, dataloader)
+        resumed_at = self._resumed_at
+        if resumed_at is None or resumed_at < steps:
+            return (epochs, steps_per_epoch, *others, steps)
+        logger.warning(
+            f"All {steps} steps of this run are done (step {resumed_at} of resume_from_checkpoint): nothing is "
+            "trained. For more steps raise max_steps or num_train_epochs."
+        )
+        if self.exports_at_end:
+            self.exports_at_end = not on_main_process(lambda: self.exporter.is_of_step(resumed_at))
+        return (0, steps_per_epoch, *others, steps)  # otherwise transformers would make one step of the last epoch
+
+    def start_again(self) -> None:
+        """Reset everything that an earlier training of this object left, except the weights."""
+        self.micro_batches_done, self.generation_batch = 0, None
+        self.metrics_since_log("train").clear()
+        self.sampler.start_again()
+        if self.batches is not None:
+            self.batches.start_again()
+
+    def evaluate(self, *args, **kwargs):
+        self.checkpoints.evaluating = True
+        stop_if_asked(self)  # before the first batch, which may take minutes
+        with self.checkpoints.evaluation(super().load_random_state):
+            return super().evaluate(*args, **kwargs)
+
+    def evaluation_loop(self, dataloader, *args, **kwargs):
+        # The length of a stream is unknown, and transformers shows no bar for it either.
+        if isinstance(dataloader.dataset, IterableDataset):
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        # This bar precedes the one that transformers would make after its first batch, without a label.
+        with evaluation_bar(self, "held-out problems", len(dataloader)) as bar:
+            for callback in progress_callbacks(self):
+                callback.prediction_bar = bar
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def next_micro_batch(self, generation_batch):
+        inputs = super().next_micro_batch(generation_batch)
+        # DeepSpeed changes the weights at the end of the last micro-batch's backward pass, without an event.
+        if self.is_deepspeed_enabled and self.model.training and self.accelerator.sync_gradients:
+            self.checkpoints.weights_move()
+        return inputs
+
+    def end_step(self):
+        self.checkpoints.end_step()
+
+    def write_checkpoint(self, trial=None):
+        write = super().write_checkpoint
+        self.checkpoints.write(lambda: write(trial), self.checkpoint_folder(trial))
+
+    def load_state(self, checkpoint):
+        self.checkpoints.load(checkpoint)
+
+    def load_random_state(self, checkpoint):
+        self.checkpoints.load_random_state(checkpoint, super().load_random_state)
+
+    def write_model(self, output_dir, state_dict):
+        card = Path(self.args.output_dir, CARD_FILE)
+        content = card.read_bytes() if card.is_file() else None
+        try:
+            # The arguments are pickled with the model: without a token, and with the user's values.
+            limit, folder = self.checkpoints.users_limit(), written_beside(Path(output_dir))
+            with without_token(self.args), limit, folder as beside:
+                super().write_model(str(beside), state_dict)
+        finally:  # PEFT writes into the card, or begins one, whenever it saves an adapter
+            if content is None:
+                card.unlink(missing_ok=True)
+            else:
+                write_bytes(card, content)
+
+    # --- the checkpoint that is served ------------------------------------------------------------------------------
+
+    def save_deployment(self, directory: str | os.PathLike[str]) -> None:
+        """Write the policy as it is deployed, in `deployment_scheme` or bf16; see `CheckpointWriter.write`.
+
+        Every process must call it.
+
+        Raises:
+            ValueError: see `deployed_tensors`.
+            OSError: the file system refused; the previous contents are unharmed.
+        """
+        self.exporter.write(directory)
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        """Save the model as [`~transformers.Trainer.save_model`] does, and the deployable checkpoint beside it.
+
+        The checkpoint is written to `deployment/` in the same directory if `export_run` and a served
+        `deployment_scheme` are set. A folder of that name that this trainer did not write is kept as `deployment.1/`
+        and so on. transformers' own calls for each `checkpoint-N` export nothing, because each would cost the disk
+        space of a whole model; `DeploymentCheckpointCallback` exports them on request.
+
+        Args:
+            output_dir (`str`, *optional*): directory to write to, by default the `output_dir` of the configuration.
+
+        Raises:
+            OSError: the file system refused; the previous contents are unharmed.
+        """
+        args = self.args
+        folder = deployment_in(args.output_dir if output_dir is None else output_dir)
+        # A user's call that pushes this deployment leaves it to the push to write it.
+        pushed = args.push_to_hub and args.hub_deployment != "none" and folder == deployment_in(args.output_dir)
+        if args.exports_deployment and not _internal_call and not pushed:
+            self.exporter.export(folder)
+        super().save_model(output_dir, _internal_call)
+
+    # --- the Hub ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _hub(self) -> HubClient:
+        return HubClient.of(self.args)
+
+    def init_hf_repo(self, token=None):
+        with self._hub.pushing(self.args):
+            super().init_hf_repo(token)
+
+    def push_to_hub(self, *args, export=True, **kwargs):
+        """Push the run: model, deployment checkpoint, history of λ, figure and model card; see docs/hub.md.
+
+        It takes and returns what [`~transformers.Trainer.push_to_hub`] does; `dataset_name` and `tags` go to the card.
+        Every process has to call it.
+
+        Args:
+            export (`bool`, defaults to `True`): whether the deployment checkpoint is first written from the present
+                weights. `False` pushes the one that `train` has just left in the output directory.
+
+        Raises:
+            HubError: the Hub refused or could not be reached. The run's files are whole, and calling this again, or
+                `dc_trl.hub.push.push_run` later, sends what is missing.
+        """
+        if export and self.args.deployment_scheme is not None and self.args.hub_deployment != "none":
+            self.save_deployment(Path(self.args.output_dir, DEPLOYMENT_FOLDER))
+        with self._hub.pushing(self.args):
+            return super().push_to_hub(*args, **kwargs)
+
+    def push_checkpoint(self, folder):
+        with self._hub.pushing(self.args, deployment=False):
+            self.checkpoints.make_whole(folder)
+            super().push_checkpoint(folder)
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        """Write README.md into the output directory, from our own template and not TRL's."""
+        if self.is_world_process_zero():
+            tags = [tags] if isinstance(tags, str) else tags or ()
+            write_run_card(self, self._hub.second_repository(self.hub_model_id), model_name, dataset_name, tags)
+
+
+def _keeps_history(callback: Any) -> bool:
+    kind = callback if isinstance(callback, type) else type(callback)
+    return issubclass(kind, LambdaLoggingCallback)

@@ -1,0 +1,326 @@
+"""The engine that samples in training, and which weights it holds.
+
+`OverlappedSampler` samples beside training. When training takes up a generation batch, the server gets the present
+weights and begins to sample the next batch while this one is scored and trained on. Each batch is thus sampled with
+the weights from before the steps on the previous one, and is one generation batch old when it is trained on. The first
+batch of an epoch is not sampled ahead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate.logging import get_logger
+
+from ..quantization.policy import unwrapped
+from ..resuming.checkpoints import AHEAD_FILE, SAMPLER_FOLDER
+from ..rollouts.look_ahead import LookAhead
+from ..rollouts.sync_schedule import SyncSchedule
+from ..trl_hooks import Completions, HookedTrainer
+
+
+# Imported only where a run samples with one of them.
+if TYPE_CHECKING:
+    from ..rollouts.overlap import OverlappedGeneration
+
+
+logger = get_logger(__name__)
+
+
+class Sampler:
+    """The engine of a trainer, and the schedule of its weights.
+
+    Args:
+        trainer: trainer whose policy samples.
+        engine: engine with its own copy of the weights, a `Replica` or a vLLM backend; None if the policy samples
+            itself (`model.generate`) or a `rollout_func` does.
+
+    Attributes:
+        sampling_seconds, waiting_seconds: duration of the sampling of all generation batches of training, and the part
+            of it during which training only waited; counted only if rollouts overlap.
+    """
+
+    def __init__(self, trainer: HookedTrainer, engine: Any):
+        self._trainer, self._engine = trainer, engine
+        self._schedule = SyncSchedule(trainer.args.weight_sync_steps)
+        self._held: int | None = None  # the step whose weights the engine holds
+        self.sampling_seconds = self.waiting_seconds = 0.0
+
+    @property
+    def may_lag(self) -> bool:
+        """Whether rollouts of training may have weights from before the present step."""
+        return self._schedule.every > 1
+
+    @property
+    def syncs(self) -> tuple[int, int]:
+        """The number of weight syncs in training, and the number of syncs that a lag saved."""
+        return self._schedule.syncs, self._schedule.steps - self._schedule.syncs
+
+    def request_weights(self) -> None:
+        """Make new weights due at the next generation batch."""
+        self._schedule.wanted = True
+
+    # --- a batch ----------------------------------------------------------------------------------------------------
+
+    def begin_batch(self, prompts: list) -> None:
+        """Bring the weights that should sample these prompts."""
+        self.bring_weights(self._trainer.model.training)
+
+    def turn(self, sample: Callable[[], Completions]) -> Completions:
+        """Return one turn, which `sample` asks the engine for."""
+        return sample()
+
+    def end_batch(self, completions: int) -> None:
+        """Log the step whose weights have sampled this number of completions."""
+        if self._engine is None:
+            return
+        trainer, step = self._trainer, self._trainer.state.global_step
+        training = trainer.model.training
+        age = self._age() if training else 0
+        if not self.may_lag:
+            return
+        trainer.add_column("weights_of_step", [step - age] * completions)
+        if training:
+            trainer.add_metric("sync/age", age)
+            trainer.add_metric("sync/count", self._schedule.syncs)
+
+    def look_ahead(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
+        """Return the iterator from which training reads the next `count` micro-batches of prompts."""
+        return batches
+
+    def _age(self) -> int:
+        """Count a generation batch of training, and return the age of its weights in optimizer steps."""
+        return self._schedule.sampled(self._trainer.state.global_step)
+
+    # --- weights of the engine --------------------------------------------------------------------------------------
+
+    def bring_weights(self, training: bool) -> None:
+        """Load the weights that should sample into the engine: the present ones, or in training perhaps older ones."""
+        if self._engine is None:
+            return
+        with self._trainer.parts_clock.part("sync"):
+            self._bring_weights(training)
+            self._trainer.skip_weight_sync()
+
+    def _bring_weights(self, training: bool) -> None:
+        schedule, step = self._schedule, self._trainer.state.global_step
+        if not (training and schedule.lags(step)):
+            self._sync(keep=schedule.lags(step))
+            if training:
+                schedule.synced(step)
+        elif self._held != schedule.step:  # an evaluation has sampled in between
+            self._engine.go_back()
+            self._held = schedule.step
+
+    def _sync(self, keep: bool) -> None:
+        """Load the present weights into the engine; with `keep`, it can go back to those of training."""
+        trainer = self._trainer
+        if not trainer.use_vllm:
+            # Requantizing costs less than one decoding step; tracking changes of the weights would be less reliable.
+            self._engine.sync(unwrapped(trainer.accelerator, trainer.model_wrapped), keep)
+        elif self._held != trainer.state.global_step:
+            with trainer.profiled("sync_weights"):
+                if keep:
+                    self._engine.sync_weights(keep=True)
+                else:
+                    self._engine.sync_weights()  # TRL's own engine takes no argument
+            for name, value in self._engine.last_sync.items():
+                trainer.add_metric(f"sync/{name}", value, "train")
+        self._held = trainer.state.global_step
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> dict[str, Any]:
+        """Save the sampler's weights, unless new ones are due, and return the state for `load`, as JSON values."""
+        schedule = self._schedule
+        kept = schedule.every > 1 and not schedule.due(self._trainer.state.global_step)
+        if kept and self._trainer.args.should_save:
+            self._engine.save_weights(Path(folder, SAMPLER_FOLDER))
+        weight_sync = {"schedule": schedule.state_dict(), "engine": self._engine_name, "kept": kept}
+        return {"weight_sync": weight_sync, "rollout_ahead": None}
+
+    def load(self, folder: str, state: dict[str, Any]) -> None:
+        """Sample with the weights that `save` saved until new ones are due."""
+        if "weight_sync" in state:  # absent in older checkpoints
+            self._load_weights(folder, state["weight_sync"])
+        if state.get("rollout_ahead") is not None:  # also absent in older checkpoints
+            self._load_ahead(folder, state["rollout_ahead"])
+
+    def _load_weights(self, folder: str, state: dict[str, Any]) -> None:
+        self._schedule.load_state_dict(state["schedule"])
+        if self._schedule.due(self._trainer.state.global_step):
+            return
+        if state["kept"] and state["engine"] == self._engine_name:
+            self._engine.load_weights(Path(folder, SAMPLER_FOLDER))
+            self._held = self._schedule.step
+        else:
+            self._schedule.wanted = True
+
+    def _load_ahead(self, folder: str, state: dict[str, Any]) -> None:
+        logger.warning(
+            f"{folder} holds a generation batch that was sampled ahead by {state['engine']!r} with "
+            "rollout_overlap=True, which this run does not use: it is discarded, and a new one is sampled."
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of sampling between two optimizer steps."""
+        return {"schedule": self._schedule.state_dict()}
+
+    def return_to(self, state: dict[str, Any]) -> None:
+        """Restore the state that `state` returned, so that it can be saved after a later step has failed."""
+        self._schedule.load_state_dict(state["schedule"])
+
+    def start_again(self) -> None:
+        """Forget an earlier training of the same trainer; the engine holds weights of that training."""
+        self._schedule, self._held = SyncSchedule(self._trainer.args.weight_sync_steps), None
+        self.sampling_seconds = self.waiting_seconds = 0.0
+
+    @property
+    def _engine_name(self) -> str:
+        return f"{'vllm' if self._trainer.use_vllm else 'replica'} {self._trainer.args.deployment_scheme}"
+
+
+class OverlappedSampler(Sampler):
+    """A sampler whose server samples the next generation batch while the present one trains.
+
+    Args:
+        trainer: trainer whose policy samples.
+        engine: server that can sample ahead.
+        distance: number of micro-batches that one generation batch is used for.
+    """
+
+    _engine: OverlappedGeneration
+
+    def __init__(self, trainer: HookedTrainer, engine: OverlappedGeneration, distance: int):
+        super().__init__(trainer, engine)
+        self._look_ahead = LookAhead(distance)
+        self._distance = distance
+        self._first_of_step = 0  # micro-batches that were done at the beginning of the present optimizer step
+        self._ahead_of: int | None = None  # the step whose weights sample the batch ahead; None if there is none
+        self._claimed = False  # whether the present batch was sampled ahead
+        self._sampler_step = 0  # the step whose weights have sampled the present batch
+
+    @property
+    def may_lag(self) -> bool:
+        return True
+
+    # --- the next batch ---------------------------------------------------------------------------------------------
+
+    def look_ahead(self, batches, count):
+        self._first_of_step = self._trainer.micro_batches_done
+        return iter(self._look_ahead.take(batches, count))
+
+    def _next_prompts(self) -> list[list[int]] | None:
+        """Return token ids of the next generation batch of this epoch; None if no next one is trained on."""
+        trainer = self._trainer
+        index = trainer.micro_batches_done - self._first_of_step + self._distance
+        if trainer.state.global_step + index // trainer.args.gradient_accumulation_steps >= trainer.state.max_steps:
+            return None
+        rows = self._look_ahead[index]
+        return None if rows is None else trainer.tokenize([row["prompt"] for row in rows])[0]
+
+    # --- take up a batch and begin the next one ---------------------------------------------------------------------
+
+    def begin_batch(self, prompts):
+        if self._trainer.model.training and self._ahead_of is not None:
+            with self._trainer.parts_clock.part("waiting"):
+                self._take_up(prompts, self._ahead_of)
+        super().begin_batch(prompts)
+
+    def _take_up(self, prompts: list, sampler_step: int) -> None:
+        """Wait for the batch ahead, and claim it if it is the one that training needs now."""
+        prompt_ids = self._trainer.tokenize(prompts)[0]
+        with self._trainer.profiled("vLLM.wait"):
+            claim = self._engine.claim(prompt_ids, self._trainer.num_generations)
+        self._ahead_of = None
+        self._claimed = claim.fits
+        if claim.fits:
+            self._ahead_of, self._sampler_step = sampler_step, sampler_step
+            self._log_overlap(claim.seconds, claim.waited)
+        else:
+            logger.warning(
+                "The generation batch that was sampled ahead has other prompts or settings than the run needs now: it "
+                "is discarded, and a new one is sampled."
+            )
+
+    def _bring_weights(self, training):
+        if not (training and self._claimed):  # a claimed batch is sampled already
+            super()._bring_weights(training)
+
+    def turn(self, sample):
+        begin = time.perf_counter()
+        output = super().turn(sample)
+        if self._trainer.model.training:
+            if not self._claimed:
+                self._sampler_step = self._begun_with()
+                self._log_overlap(seconds := time.perf_counter() - begin, seconds)
+            self._claimed = False
+            self._begin_next()
+        return output
+
+    def _begin_next(self) -> None:
+        """Make the server sample the next batch with the weights that are due."""
+        prompt_ids = self._next_prompts()
+        if prompt_ids is None:
+            self._engine.drop()
+            self._ahead_of = None
+            return
+        self.bring_weights(training=True)  # on failure the present batch is not lost, and can be saved
+        self._engine.begin(prompt_ids, self._trainer.num_generations)
+        self._ahead_of = self._begun_with()
+
+    def _begun_with(self) -> int:
+        """Count a generation batch that the server samples now, and return the step whose weights it uses."""
+        step = self._trainer.state.global_step
+        return step - self._schedule.sampled(step)
+
+    def _age(self):
+        return self._trainer.state.global_step - self._sampler_step
+
+    def _log_overlap(self, seconds: float, waited: float) -> None:
+        self.sampling_seconds += seconds
+        self.waiting_seconds += waited
+        self._trainer.add_metric("overlap/sampling_seconds", seconds)
+        self._trainer.add_metric("overlap/waiting_seconds", waited)
+        self._trainer.add_metric("overlap/hidden_fraction", max(0.0, 1 - waited / seconds))
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self, folder):
+        """Save as `Sampler.save` does, with the batch ahead once it is sampled.
+
+        If that batch could not be sampled, the resumed run samples it, with the weights of its turn.
+        """
+        state = super().save(folder)
+        if self._ahead_of is not None:
+            saved = self._engine.save_ahead(Path(folder, AHEAD_FILE), Path(folder, SAMPLER_FOLDER))
+            if saved is not None:
+                ahead = {"weights_of_step": self._ahead_of, "engine": self._engine_name, "saved": saved}
+                state["rollout_ahead"] = ahead
+        return state
+
+    def _load_ahead(self, folder, state):
+        if state["engine"] != self._engine_name:
+            super()._load_ahead(folder, state)
+            return
+        self._ahead_of = state["weights_of_step"]
+        if state.get("saved") == "request":  # older checkpoints do not have the key
+            self._engine.load_weights(Path(folder, SAMPLER_FOLDER))
+            self._held = self._ahead_of
+        self._engine.load_ahead(Path(folder, AHEAD_FILE))
+
+    def state(self):
+        return super().state() | {"ahead_of": self._ahead_of, "ahead": self._engine.ahead}
+
+    def return_to(self, state):
+        super().return_to(state)
+        self._engine.drop()
+        self._ahead_of, self._engine.ahead = state["ahead_of"], state["ahead"]
+
+    def start_again(self):
+        super().start_again()
+        self._ahead_of = None
+        self._engine.drop()

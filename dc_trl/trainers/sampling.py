@@ -1,0 +1,385 @@
+"""`SamplingTrainer`: TRL's GRPO trainer whose policy is sampled, and scored, as it is deployed.
+
+It holds what takes the place of TRL's parts: the engine that samples (`Sampler`), the micro-batches
+(`LengthAwareBatches`), the replay of the engine's experts (`Replay`), and the checks of its arguments (`Gate`). What
+is switched off is None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import DistributedType
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import GenerationConfig, TrainerCallback
+
+from ..config import DCGRPOConfig
+from ..constraint.advantages import total_rewards
+from ..quantization.policy import base_model, unwrapped
+from ..quantization.tensors import deployed_tensors
+from ..rollouts.buffer import fill_empty, sampled_only
+from ..rollouts.choices import NO_CHOICES, Choices
+from ..rollouts.padding_free import PaddingFree, prepared
+from ..rollouts.truncation import Kept, KeptHead
+from ..settings.distribution import require_as_asked
+from ..settings.reward_functions import RewardFunction, call_reward
+from ..trl_hooks import Completions, HookedTrainer, Scores
+from .batching import LengthAwareBatches
+from .engines import build_replica, build_vllm, complete_generation_config, require_one_turn
+from .gate import Gate
+from .sampler import OverlappedSampler, Sampler
+
+
+# Imported only where a run uses them: compressed-tensors and its dependencies take 0.15 s.
+if TYPE_CHECKING:
+    from ..quantization.deployed_forward import DeployedForward
+    from ..rollouts.replica import Replica
+    from .replay import Replay
+
+_COLUMNS_OF_TRL = ("prompt", "completion", "completion_ids")  # TRL passes them itself, or not at all
+
+
+class SamplingTrainer(HookedTrainer):
+    """TRL's GRPO trainer with the engine, the batches and the forward of a deployed policy; see [`DCGRPOTrainer`].
+
+    Attributes:
+        replica (`Replica` or `None`): the engine that samples if `deployment_scheme` is set without vLLM.
+        sampler (`Sampler`): the engine that samples, whichever it is, and the schedule of its weights.
+        deployed_forward (`DeployedForward` or `None`): makes the policy compute as it is deployed if
+            `train_through_quantization` is set; always enabled.
+        padding_free (`PaddingFree` or `None`): makes forward passes compute only real tokens if `padding_free` is set.
+        batches (`LengthAwareBatches` or `None`): forms the micro-batches if `length_aware_batches` is set.
+        replay (`Replay` or `None`): replays the engine's experts if `routing_replay` is set.
+    """
+
+    def __init__(self, model: Any, reward_funcs: Any, args: DCGRPOConfig, **kwargs: Any):
+        if args.rollout_overlap:
+            require_one_turn(kwargs)
+        self._gate = Gate(model, reward_funcs, args, kwargs)
+        # Set before TRL's constructor, which may already call hooks of this class.
+        self.replica: Replica | None = None
+        self.deployed_forward: DeployedForward | None = None
+        self.padding_free: PaddingFree | None = None
+        self.batches: LengthAwareBatches | None = None
+        self.replay: Replay | None = None
+        # Choices of the engine for the completions that TRL's methods score: none of them passes them on.
+        self._choices = NO_CHOICES
+        # TRL would build an engine without a deployment scheme. Ours is built below, when the rest exists.
+        use_vllm, args.use_vllm = args.use_vllm, False
+        try:
+            with self._gate.loading():
+                super().__init__(self._gate.model, reward_funcs, args, **kwargs)
+        finally:
+            args.use_vllm = use_vllm
+        self._gate.require_fit(self)
+        require_as_asked(args, self.accelerator)
+        if args.padding_free:
+            models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
+            self.padding_free = prepared([unwrapped(self.accelerator, model) for model in models], self.accelerator)
+        self._truncated = args.truncated_sampling  # whether the log-probabilities are those among the kept tokens
+        self.sampler = self._build_sampler(use_vllm)
+        if args.train_through_quantization and args.deployment_scheme is not None:
+            self.deployed_forward = self._align_forward(args.deployment_scheme)
+        packed = self.padding_free is not None
+        if args.routing_replay:
+            from .replay import Replay
+
+            self.replay = Replay(self, self.replica or self.vllm_generation, packed)
+        if args.length_aware_batches:
+            self.batches = LengthAwareBatches(self, packed)
+
+    def _build_sampler(self, use_vllm: bool) -> Sampler:
+        if use_vllm:
+            self.use_vllm = True
+            self.vllm_generation = build_vllm(self)
+            if self.args.rollout_overlap:
+                return OverlappedSampler(self, self.vllm_generation, self.micro_batches_per_generation)
+            return Sampler(self, self.vllm_generation)
+        if self.args.deployment_scheme is not None:
+            self._truncated = complete_generation_config(self)
+            self.replica = build_replica(self, self.args.deployment_scheme)
+        return Sampler(self, self.replica)
+
+    def _align_forward(self, scheme: str) -> DeployedForward:
+        sharding = self.accelerator.distributed_type
+        if sharding == DistributedType.DEEPSPEED or (
+            sharding == DistributedType.FSDP and not self.accelerator.is_fsdp2
+        ):
+            raise ValueError(
+                f"train_through_quantization=True reads whole parameters, which {sharding.value} does not give: "
+                "launch with FSDP2 (fsdp_version: 2) or without sharding, or set train_through_quantization=False."
+            )
+        if sharding == DistributedType.FSDP:
+            # The forward quantizes gathered parameters, which must arrive unrounded; it sets its own precision.
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
+        forward = self.build_deployed_forward(scheme)
+        forward.enabled = True
+        return forward
+
+    def build_deployed_forward(self, scheme: str) -> DeployedForward:
+        """Return the policy's deployed forward, inactive, which follows the optimizer's steps."""
+        from ..quantization.deployed_forward import DeployedForward
+
+        forward = DeployedForward(self.model, scheme)
+        self.add_callback(_ParametersMove(forward))
+        return forward
+
+    @property
+    def micro_batches_per_generation(self) -> int:
+        """The number of micro-batches for which one generation batch is used, in all of its iterations."""
+        return self.args.steps_per_generation * self.num_iterations
+
+    @property
+    def completed_passes(self) -> int:
+        """The number of completed passes over the present generation batch, below `num_iterations`."""
+        return self.micro_batches_done % self.micro_batches_per_generation // self.args.steps_per_generation
+
+    # --- a generation batch -----------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        return super().get_batch_samples(self.sampler.look_ahead(epoch_iterator, num_batches), num_batches, device)
+
+    def next_micro_batch(self, generation_batch):
+        before = self.generation_batch
+        inputs = super().next_micro_batch(generation_batch)
+        if self.batches is None:
+            return inputs
+        if not self.model.training:
+            return self.batches.trimmed(inputs)
+        if self.generation_batch is not before:
+            self.generation_batch = self.batches.of(self.generation_batch)
+        return self.generation_batch[self.micro_batches_done % self.args.steps_per_generation]
+
+    def sample_and_score(self, inputs):
+        try:
+            return super().sample_and_score(inputs) | self._choices.in_batch()
+        finally:
+            self._choices = NO_CHOICES
+            if self.replay is not None:
+                self.replay.stop()
+
+    def begin_rollout(self, prompts):
+        if self.replay is not None:
+            self.replay.begin_batch()
+        self.sampler.begin_batch(prompts)
+
+    def sample_turn(self, prompt_ids, sample):
+        def complete() -> Completions:
+            if self.replica is None:
+                completion_ids, logprobs = sample()
+            else:
+                completion_ids, logprobs = self.replica.generate(
+                    prompt_ids, self.generation_config, self.temperature, among_kept=self._truncated
+                )
+            return fill_empty(completion_ids, logprobs, self.text_tokenizer.eos_token_id)
+
+        turn = partial(self.sampler.turn, complete)
+        return turn() if self.replay is None else self.replay.sample(prompt_ids, turn)
+
+    def end_rollout(self, prompt_ids, completion_ids, tool_mask, logprobs):
+        self.sampler.end_batch(len(completion_ids))
+        truncated = self._truncated and logprobs is not None
+        self._choices = Choices(
+            Kept.of(completion_ids, logprobs, self.accelerator.device) if truncated else None,
+            None if self.replay is None else self.replay.routes(prompt_ids, completion_ids),
+        )
+        return sampled_only(completion_ids, tool_mask)
+
+    def tokenize(self, prompts, named=None):
+        return self._gate.tokenize(super().tokenize, self.processing_class, prompts, named)
+
+    def take_rewards(self, rewards):
+        self._gate.require_finite_rewards(self, rewards)
+
+    # --- forward and loss -------------------------------------------------------------------------------------------
+
+    def score_tokens(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **options):
+        if batch_size is None or self.batches is None:
+            tokens = (input_ids, attention_mask, logits_to_keep, batch_size)
+            return self._score_as_sampled(model, self._choices, *tokens, **options)
+        # Old and reference log-probabilities of a whole generation batch.
+        forward = partial(self._score_as_sampled, model)
+        return self.batches.score(
+            forward, self._choices, input_ids, attention_mask, logits_to_keep, batch_size, options
+        )
+
+    def _score_as_sampled(
+        self,
+        model: Any,
+        choices: Choices,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> Scores:
+        """Score tokens as `score_tokens` does, with the experts and among the tokens that the engine chose."""
+        if choices.routes is not None:
+            assert self.replay is not None
+            self.replay.start(choices.routes, attention_mask)
+        policy = base_model(unwrapped(self.accelerator, model))
+        padded = None
+        if self.padding_free is not None:
+            model, padded = self.padding_free.around(model), self.padding_free.padded
+        score = partial(super().score_tokens, model, input_ids, attention_mask, logits_to_keep, batch_size, **options)
+        if choices.kept is None:
+            return score()
+        completion_ids, in_float32 = input_ids[:, -logits_to_keep:], self.args.cast_lm_head_to_fp32
+        with KeptHead(policy, choices.kept, completion_ids, self.temperature, in_float32, padded) as head:
+            logps, entropies, aux_loss = score()
+        return head.log_probs(logps), entropies, aux_loss
+
+    def policy_loss(self, model, inputs):
+        self._choices = Choices.of(inputs)
+        try:
+            loss = super().policy_loss(model, inputs)
+        finally:
+            self._choices = NO_CHOICES
+        if self.replay is not None:
+            self.replay.log(inputs)
+            if not torch.is_grad_enabled():
+                self.replay.stop()
+        return loss
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss
+        if self.batches is None:
+            return loss(model, inputs, return_outputs, num_items_in_batch)
+        return self.batches.loss(model, inputs, loss)
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        try:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            if self.replay is not None:
+                self.replay.stop()  # not earlier, since gradient checkpointing computes the forward again
+        if self.batches is not None:
+            self.batches.end_micro_batch()
+        return loss
+
+    # --- completions of the policy as it is deployed ----------------------------------------------------------------
+
+    def deployed_completion_ids(self, prompt_ids: list[list[int]], temperature: float = 0.0) -> list[list[int]]:
+        """Return completions of the policy as it is deployed, by the replica or by vLLM, with the present weights.
+
+        Args:
+            prompt_ids: token ids of the prompts; the same number of prompts in every process.
+            temperature: sampling temperature; 0 for greedy completions.
+
+        Returns:
+            Token ids of one completion for each prompt, at most `max_completion_length`.
+
+        Raises:
+            ValueError: there is no engine (neither `deployment_scheme` nor `use_vllm` is set).
+        """
+        self.sampler.bring_weights(training=False)
+        if self.replica is not None:
+            sampling: dict[str, Any] = {"temperature": temperature, "top_k": 0} if temperature > 0 else {}
+            config = GenerationConfig(
+                max_new_tokens=self.max_completion_length,
+                pad_token_id=self.text_tokenizer.pad_token_id,
+                eos_token_id=self.eos_token_ids,
+                do_sample=temperature > 0,
+                **sampling,
+            )
+            return self.replica.generate(prompt_ids, config, temperature or 1.0)[0]
+        if not self.use_vllm:
+            raise ValueError(
+                "deployment_scheme=None and use_vllm=False: set one of them, since there is no engine to complete "
+                "prompts."
+            )
+        generation = self.vllm_generation
+        of_training, generation.temperature = generation.temperature, temperature
+        try:
+            return generation.generate(prompts=prompt_ids, images=None, num_generations=1)[1]
+        finally:
+            generation.temperature = of_training
+
+    def deployed_completions(self, prompts: list) -> list:
+        """Return greedy completions of the policy as it is deployed, plain or conversational like the prompts.
+
+        Args:
+            prompts: plain (`str`) or conversational (list of messages) prompts; the same number in every process.
+
+        Raises:
+            ValueError: the trainer has tools, or see `deployed_completion_ids`.
+        """
+        return self._complete(prompts)[0]
+
+    def _complete(self, prompts: list) -> tuple[list, list[list[int]]]:
+        """Return the completions of `deployed_completions` and their token ids."""
+        if self.tools:
+            raise ValueError(
+                "deployed_completions and deployed_rewards sample one turn, and this trainer has tools or an "
+                "environment_factory, which need several turns: use evaluate(), which samples all turns."
+            )
+        completion_ids = self.deployed_completion_ids(self.tokenize(prompts)[0])
+        texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+        if isinstance(prompts[0], str):
+            return texts, completion_ids
+        return [[{"role": "assistant", "content": text}] for text in texts], completion_ids
+
+    def deployed_rewards(self, rows: list[dict[str, Any]], reward: RewardFunction | None = None) -> list[float | None]:
+        """Return rewards of greedy completions of the policy as it is deployed.
+
+        Args:
+            rows: rows of a data set with `prompt` and the columns of the rewards; the same number in every process.
+            reward: function called like TRL's reward functions, possibly async; by default the run's, weighted.
+
+        Returns:
+            The reward of each row, or None if no function scored it.
+
+        Raises:
+            TypeError, ValueError: see `deployed_completion_ids` and `call_reward`.
+        """
+        prompts = [row["prompt"] for row in rows]
+        completions, completion_ids = self._complete(prompts)
+        if reward is not None:
+            columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _COLUMNS_OF_TRL}
+            return call_reward(
+                reward,
+                prompts=prompts,
+                completions=completions,
+                completion_ids=completion_ids,
+                trainer_state=self.state,
+                log_extra=_no_log,
+                log_metric=_no_log,
+                **columns,
+            )
+        per_function = self.score_unrecorded(rows, prompts, completions, completion_ids)
+        self._gate.require_finite_rewards(self, per_function)
+        totals = total_rewards(per_function, self.reward_weights).view(self.accelerator.num_processes, -1)
+        local = totals[self.accelerator.process_index].tolist()
+        return [None if math.isnan(value) else value for value in local]
+
+    def deployed_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's present weights, gathered and merged; see `quantization.tensors.deployed_tensors`.
+
+        Every process must iterate to the end.
+        """
+        gathered_by_trl = self.vllm_generation._iter_named_params if self.use_vllm else None
+        return deployed_tensors(self.accelerator, self.model, gathered_by_trl)
+
+    @property
+    def weight_syncs(self) -> tuple[int, int]:
+        """The number of weight syncs in training, and the number of syncs that a lag saved."""
+        return self.sampler.syncs
+
+
+class _ParametersMove(TrainerCallback):
+    """Reports optimizer steps to a `DeployedForward`, since PyTorch does not see the writes of fused optimizers."""
+
+    def __init__(self, forward: DeployedForward):
+        self._forward = forward
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self._forward.forget()
+
+
+def _no_log(*args: Any) -> None:
+    """Ignore reward logs outside rollouts."""
