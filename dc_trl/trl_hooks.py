@@ -123,11 +123,6 @@ class HookedTrainer(GRPOTrainer):
         """Add values to a column of the table of completions, one for each completion of the present batch."""
         self._pending_extra_logs[name].extend(values)
 
-    def drop_reward_logs(self) -> None:
-        """Discard what reward functions have logged of completions that are no rollouts."""
-        self._pending_extra_logs.clear()
-        self._pending_metrics.clear()
-
     @property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, also where the processing class is a multimodal processor."""
@@ -219,7 +214,9 @@ class HookedTrainer(GRPOTrainer):
     def score_unrecorded(self, rows: list, prompts: list, completions: list, completion_ids: list) -> Tensor:
         """Return the run's rewards of completions that are no rollouts, of which TRL logs nothing; shape (N, F)."""
         rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids)
-        self.drop_reward_logs()
+        # Only what reward functions log of rollouts is kept.
+        self._pending_extra_logs.clear()
+        self._pending_metrics.clear()
         return rewards
 
     # --- the loss ---------------------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from dc_trl import LambdaLoggingCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
+from dc_trl.records.clock import PartsClock
 from dc_trl.records.runs import read_run
 from dc_trl.records.time_parts import PARTS, PREFIX, time_cells
 from dc_trl.report import write_report
-from dc_trl.records.clock import PartsClock
 
 from . import helpers
 from .helpers import Rollouts, distinct_characters, logged, make_prompts
