@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,15 +58,15 @@ class Exporter:
         except ValueError as error:
             raise ValueError(f"{error} Or set export_run=False to train without an export.") from error
 
-    def export(self, folder: Path) -> None:
-        """Write the deployable checkpoint, and rename another run's folder. Every process must call it."""
+    def export(self, folder: Path, save: Callable[[Path], None]) -> None:
+        """Write the deployable checkpoint by `save`, and rename another run's folder. Every process must call it."""
         with self._trainer.parts_clock.part("saving"):
             if self._trainer.accelerator.is_main_process:
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 if folder not in self._replaceable:
                     for kept in set_aside([folder]).values():
                         logger.warning(f"{folder} belongs to another run and is kept as {kept.name}.")
-            self.write(folder)
+            save(folder)
             self._replaceable.add(folder)
             logger.info(f"The policy is exported: {serve_line(folder)}")
 

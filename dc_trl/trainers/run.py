@@ -137,7 +137,7 @@ class RunTrainer(SamplingTrainer):
         try:
             output = super().train(checkpoint, *args, **kwargs)
             if self.exports_at_end:
-                self.exporter.export(deployment_in(self.args.output_dir))
+                self.exporter.export(deployment_in(self.args.output_dir), self.save_deployment)
         except ServerError:
             stop_if_asked(self)  # a signal may have ended the request, and all processes reach this line
             raise
@@ -253,7 +253,7 @@ class RunTrainer(SamplingTrainer):
         # A user's call that pushes this deployment leaves it to the push to write it.
         pushed = args.push_to_hub and args.hub_deployment != "none" and folder == deployment_in(args.output_dir)
         if args.exports_deployment and not _internal_call and not pushed:
-            self.exporter.export(folder)
+            self.exporter.export(folder, self.save_deployment)
         super().save_model(output_dir, _internal_call)
 
     # --- the Hub ----------------------------------------------------------------------------------------------------
