@@ -1,7 +1,6 @@
 """Mistakes with which nothing would be trained: refused before the first step, by Python and the command alike."""
 
 import asyncio
-import copy
 import functools
 import json
 import logging
@@ -115,10 +114,6 @@ def needs_solution(completions, solution, **kwargs):
     return [0.0 for _ in completions]
 
 
-def takes_too_little(completions):
-    return [0.0 for _ in completions]
-
-
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 # A name; what makes the model's folder; other settings; and what the refusal has to name.
@@ -126,12 +121,6 @@ MISTAKES = [
     ("adapter", adapter, {}, ["is the folder of an adapter", "--adapter_name_or_path", "is_trainable=True"]),
     ("no model", lambda folder: folder.mkdir() or folder, {}, ["has no config.json"]),
     ("a run's deployment", deployment, {}, ["quantized already (compressed-tensors)", "like a run's deployment/"]),
-    (
-        "gptq with an adapter",
-        lambda f: edited(f, quantization_config={"quant_method": "gptq", "bits": 4}),
-        {"use_peft": True},
-        ["quantized already (gptq)"],
-    ),
     (
         "bitsandbytes alone",
         lambda f: edited(f, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
@@ -185,7 +174,6 @@ MISTAKES = [
     ),
     ("too few rows", None, {"rows": ["1+1="], "per_device_train_batch_size": 8}, ["has 1 rows", "takes 2", "=8"]),
     ("column of a reward", None, {"reward": "needs_solution"}, ["missing a required argument: 'solution'"]),
-    ("reward without kwargs", None, {"reward": "takes_too_little"}, ["got an unexpected keyword argument"]),
     (
         "weights of rewards",
         None,
@@ -350,27 +338,17 @@ REFUSED = {
         lambda t: {"optimizers": (torch.optim.AdamW(make_model().parameters()), None)},
         ["AdamW has no trainable parameter of the model"],
     ),
-    "optimizer of the base alone": (
-        lambda t: (
-            (model := make_model())
-            and {"model": model, "optimizers": (torch.optim.SGD(model.parameters()), None), "peft_config": LORA}
-        ),
-        ["SGD has no trainable parameter"],
-    ),
     "meta device": (
         {"model": lambda: make_model().to("meta")},
         ["no values in model.embed_tokens.weight and 24 more"],
     ),
     "a path": ({"model": TINY_MODEL}, ["PosixPath", "as text"]),
-    "loaded, quantized": ({"model": lambda: stored_as("awq")}, ["Qwen3ForCausalLM", "quantized already (awq)"]),
     "wide head": ({"model": wide_head}, ["300 rows", "262"]),
     "no rows": ({"rows": Dataset.from_dict({"prompt": []})}, ["train_dataset has no rows"]),
     "a split too many": ({"rows": DatasetDict({"train": make_prompts()})}, ["train_dataset['train']"]),
     "a list": ({"rows": of_rows()}, ["train_dataset is a list", "Dataset.from_list"]),
     "another column": ({"rows": Dataset.from_dict(TABLE)}, ["'question', 'solution'", "rename_column('question'"]),
-    "a similar column": ({"rows": Dataset.from_dict({"a": ["b"] * 4, "promt": ["1"] * 4})}, ["rename_column('promt'"]),
     "no prompt in a row": ({"rows": Dataset.from_list(of_rows("1", None))}, ["row 1 has prompt=None", "filter"]),
-    "no messages": ({"rows": Dataset.from_list([{"prompt": [USER]}, {"prompt": []}] * 2)}, ["row 1 has prompt=[]"]),
     "no content": (
         {"rows": Dataset.from_list([{"prompt": [USER]}, {"prompt": [USER | {"content": None}]}] * 2)},
         ["row 1", "a role and a content"],
@@ -379,7 +357,6 @@ REFUSED = {
         {"rows": stream([{"prompt": "1"}, {"prompt": [USER]}]), "settings": {"per_device_train_batch_size": 8}},
         ["row 0 is text", "of row 1 a list"],
     ),
-    "an empty prompt": ({"rows": Dataset.from_list(of_rows("1", ""))}, ["row 1 has no tokens"]),
     "one of a thousand": ({"rows": long_table(_777=None)}, ["row 777 has prompt=None"]),
     "a long one of a thousand": ({"rows": long_table(_777="1" * 300)}, ["row 777 has 300 tokens"]),
     "no template": ({"rows": long_talk()}, ["row 0 is a list of messages", "no chat template"]),
@@ -391,31 +368,18 @@ REFUSED = {
         ["row 0", "cannot be rendered", "no system"],
     ),
     "a stream without steps": ({"rows": stream(of_rows()), "settings": {"max_steps": -1}}, ["max_steps=-1", "stream"]),
-    "a short stream": (
-        {"rows": stream(of_rows()[:1]), "settings": {"per_device_train_batch_size": 8}},
-        ["has 1 rows", "takes 2"],
-    ),
     "completions": (
         {"rows": Dataset.from_dict({"prompt": ["1"] * 4, "completions": ["2"] * 4})},
         ["a column 'completions'", "rename_column('completions'"],
     ),
-    "evaluated on nothing": ({"eval_dataset": Dataset.from_dict({"prompt": []})}, ["eval_dataset has no rows"]),
     "one of two evaluation sets": (
         {"eval_dataset": {"easy": make_prompts(), "hard": Dataset.from_dict(TABLE)}},
         ["eval_dataset['hard'] has the columns 'question'"],
-    ),
-    "a long prompt of an evaluation": (
-        {"eval_dataset": Dataset.from_list(of_rows("1" * 300))},
-        ["eval_dataset: the prompt of row 0 has 300 tokens"],
     ),
     "no reward": ({"rewards": None}, ["reward_funcs is not given"]),
     "a number for a reward": ({"rewards": 3}, ["reward_funcs: 3 is a int"]),
     "a reward model's path": ({"rewards": "./nowhere"}, ["reward_funcs='./nowhere' does not exist"]),
     "no data": ({"train_dataset": None}, ["train_dataset is not given"]),
-    "partial": (
-        {"rewards": functools.partial(needs_solution, more=1)},
-        ["reward_funcs: 'needs_solution'", "'solution'"],
-    ),
 }
 
 
@@ -471,8 +435,8 @@ def part_of(model):
     return {"model": model, "optimizers": (torch.optim.AdamW(model.model.layers[1].parameters(), lr=1e-2), None)}
 
 
-def resized(tmp_path, tied):
-    model = AutoModelForCausalLM.from_pretrained(saved(tmp_path / "saved", make_model(tie_word_embeddings=tied)))
+def resized(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(saved(tmp_path / "saved", make_model(tie_word_embeddings=False)))
     model.resize_token_embeddings(280)
     return model
 
@@ -495,12 +459,7 @@ LEGAL = {
         None,
     ),
     "an optimizer of a part": (lambda t: part_of(make_model()), 1),
-    "loaded and copied": (
-        lambda t: {"model": copy.deepcopy(AutoModelForCausalLM.from_pretrained(saved(t / "a", make_model())))},
-        None,
-    ),
-    "loaded and resized, untied": (lambda t: {"model": resized(t, False)}, None),
-    "as many rows as a batch": ({"rows": make_prompts(1)}, 1),
+    "loaded and resized, untied": (lambda t: {"model": resized(t)}, None),
     "a stream of one batch": ({"rows": stream(of_rows()[:1])}, 1),
     "streams to evaluate on": ({"eval_dataset": {"a": stream(of_rows()), "b": make_prompts()}}, None),
     "a thousand conversations": ({"rows": long_talk(), "processing_class": make_tokenizer()}, None),
@@ -536,10 +495,6 @@ LEGAL = {
             "settings": {"deployment_scheme": None, "recipe": "trl"},
         },
         None,
-    ),
-    "a column of TRL's other trainers": (
-        {"rows": Dataset.from_dict({"prompt": ["1+1="] * 4, "completion": ["2"] * 4, "answer": [2] * 4})},
-        1,
     ),
     "an object": ({"rewards": Judge()}, 1),
     "an async function, a partial and a tensor": (
@@ -582,10 +537,7 @@ def test_a_packed_base_with_an_adapter_and_one_that_is_unpacked_when_loaded(tmp_
 # --- what is known of a row only when it comes ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("late", "words"),
-    [("1" * 300, "has 300 tokens"), ("", "has no tokens"), ("<new>", "has the token id 262")],
-)
+@pytest.mark.parametrize(("late", "words"), [("", "has no tokens"), ("<new>", "has the token id 262")])
 def test_later_rows_of_a_stream_are_looked_at_when_they_come(tmp_path, late, words):
     rows = stream([{"prompt": "1+1="}, {"prompt": late}] * 4)
     settings = {"shuffle_dataset": False}
@@ -621,7 +573,6 @@ def checkpoint_without(name, tmp_path):
 
 
 WARNED = {
-    "rate of 0": ({"settings": {"learning_rate": 0.0}}, "learning_rate=0: no weight will change"),
     "rate of 0 in an optimizer": (
         lambda t: (
             (model := make_model())
@@ -653,14 +604,12 @@ def test_warned_of(caplog, tmp_path, case):
     assert words in warnings_of(caplog, tmp_path, **arguments)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"learning_rate": 1e-6}, {"reward_weights": [0.5]}], ids=["usual", "float32", "weights"]
-)
-def test_nothing_is_said_of_what_is_well(caplog, tmp_path, settings):
+def test_nothing_is_said_of_what_is_well(caplog, tmp_path):
+    settings = {"learning_rate": 1e-6, "reward_weights": [0.5]}  # float32 resolves this rate
     assert warnings_of(caplog, tmp_path, settings=settings) == ""
 
 
-@pytest.mark.parametrize(("dtype", "rate"), [(torch.bfloat16, 1e-4), (torch.bfloat16, 1e-3), (torch.float16, 1e-5)])
+@pytest.mark.parametrize(("dtype", "rate"), [(torch.bfloat16, 1e-3), (torch.float16, 1e-5)])
 def test_the_share_that_stands_still_is_the_one_that_adam_leaves(caplog, dtype, rate):
     """Against a step of PyTorch's AdamW with gradients of 1 and -1."""
     torch.manual_seed(0)
@@ -700,14 +649,10 @@ def test_rows_of_a_long_data_set_are_its_extremes():
 NO_REWARDS = {
     "a number": (lambda **_: 1.0, TypeError, "returned 1.0, a float"),
     "a generator": (lambda completions, **_: (1.0 for _ in completions), TypeError, "a generator"),
-    "nothing": (lambda **_: None, TypeError, "returned None, a NoneType"),
     "too few": (lambda **_: [1.0], ValueError, "returned 1 rewards for 4 completions"),
     "texts": (lambda **_: [1, 2, "3", 4], TypeError, "returned '3' for completion 2"),
-    "a matrix": (lambda **_: torch.ones(4, 2), TypeError, "for completion 0, which is no number"),
     "infinite": (lambda **_: [0.0, math.inf, 0.0, 0.0], ValueError, "returned inf for completion 1"),
     "beyond float32": (lambda **_: [0, 0, 1e308, 0], ValueError, "returned 1e+308 for completion 2"),
-    "a square beyond float32": (lambda **_: [0, 0, 1e25, 0], ValueError, "returned 1e+25 for completion 2"),
-    "beyond float": (lambda **_: [10**400, 0, 0, 0], ValueError, "for completion 0"),
 }
 
 
@@ -720,25 +665,19 @@ def named(function):
     ("case", "where"),
     [
         *((case, "training") for case in NO_REWARDS),
-        ("infinite", "async"),
         ("a number", "evaluation"),
-        ("too few", "held out"),
         ("infinite", "held out, another"),
     ],
 )
 def test_what_is_no_reward_is_refused_wherever_it_comes(tmp_path, case, where):
     function, error, words = NO_REWARDS[case]
 
-    async def later(**arguments):
-        return function(**arguments)
-
-    judge = named(later if where == "async" else functools.partial(function).func)
+    judge = named(functools.partial(function).func)
     evaluated = {"eval_dataset": make_prompts(4), "settings": {"per_device_eval_batch_size": 4}}
     other = where == "held out, another"
     trainer = build(tmp_path, rewards=distinct_characters if other else judge, **evaluated)
     call = {
         "evaluation": trainer.evaluate,
-        "held out": lambda: trainer.deployed_rewards(list(make_prompts(4))),
         "held out, another": lambda: trainer.deployed_rewards(list(make_prompts(4)), judge),
     }.get(where, trainer.train)
     with pytest.raises(error, match=re.escape(words)) as refused:

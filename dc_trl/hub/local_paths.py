@@ -46,7 +46,7 @@ def shared_text(path: Path, base_model: str | None) -> str | None:
     parts = []
     for document in documents:
         try:
-            value = json.loads(document) if document.strip() else None
+            value: Any = json.loads(document) if document.strip() else None
         except ValueError as error:
             raise ValueError(f"{path} is not JSON ({error}): repair or remove it.") from error
         part = _without_paths(value)

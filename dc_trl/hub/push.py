@@ -167,7 +167,12 @@ class HubClient:
             files = run_files(folder, self.deployment == "subfolder")
             # Shards of an earlier push, which may have had other names, would be loaded as the model's weights.
             replaced = [*_WEIGHTS, *([f"{DEPLOYMENT_FOLDER}/*"] if self.deployment == "subfolder" else [])]
-            self._warn_of_base(folder)
+            if self.base_model is None and (base := local_base(folder)) is not None:
+                logger.warning(
+                    f"The adapter in {str(folder)!r} adapts {base!r}, a directory of this machine: nobody else can "
+                    f"load it. Give the Hub id of its base as hub_base_model_id (dc-trl push --base_model), or have "
+                    f"others use {DEPLOYMENT_FOLDER}/, which is whole."
+                )
         else:
             found = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
             files = sorted(filter_repo_objects(found, ignore_patterns=_NOT_TO_RESUME))
@@ -201,16 +206,6 @@ class HubClient:
         future = self.api.run_as_future(send)
         future.add_done_callback(_warn_of_failure)
         return future
-
-    def _warn_of_base(self, folder: Path) -> None:
-        """Warn that nobody else can load an adapter whose base is a directory."""
-        base = local_base(folder) if self.base_model is None else None
-        if base is not None:
-            logger.warning(
-                f"The adapter in {str(folder)!r} adapts {base!r}, a directory of this machine: nobody else can load "
-                f"it. Give the Hub id of its base as hub_base_model_id (dc-trl push --base_model), or have "
-                f"others use {DEPLOYMENT_FOLDER}/, which is whole."
-            )
 
 
 def hub_api(token: str | None = None) -> HfApi:
