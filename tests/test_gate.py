@@ -169,8 +169,8 @@ MISTAKES = [
     (
         "a prompt that fills the context",
         lambda f: saved(f, make_model(max_position_embeddings=32)),
-        {"rows": ["1+1="] * 7 + ["1" * 40]},
-        ["row 7 has 40 tokens", "reads 32 (max_position_embeddings)"],
+        {"rows": ["1+1="] * 7 + ["1" * 32]},
+        ["row 7 has 32 tokens", "reads 32 (max_position_embeddings)"],
     ),
     ("too few rows", None, {"rows": ["1+1="], "per_device_train_batch_size": 8}, ["has 1 rows", "takes 2", "=8"]),
     ("column of a reward", None, {"reward": "needs_solution"}, ["missing a required argument: 'solution'"]),
