@@ -375,6 +375,9 @@ def test_a_plain_trainer_pushes_what_there_is(hub, tmp_path):
     trainer.push_to_hub()
     assert set(hub.repositories[f"{USER}/run"].files) == MODEL | TOKENIZER | {"README.md"}
     assert not (folder / "deployment").exists()
+    # A token of the call counts.
+    with pytest.raises(OSError, match="may not write there"):
+        trainer.push_to_hub(token=READ_TOKEN)
     # Weights that an earlier model left there would be loaded in place of this one's shards.
     (folder / "model.safetensors").unlink()
     trainer.model.save_pretrained(folder, max_shard_size="1MB")
@@ -485,7 +488,7 @@ def test_a_pushed_adapter_is_loaded_with_its_base_from_the_hub(hub, tmp_path, ca
         ),
     ],
 )
-def test_paths_in_texts(tmp_path, text, shared):
+def test_paths_in_texts(tmp_path, monkeypatch, text, shared):
     for name, write in {"a.json": json.dumps, "a.jsonl": lambda each: f"{json.dumps(each)}\n" * 2}.items():
         path = tmp_path / name
         path.write_text(write(text))
@@ -496,6 +499,12 @@ def test_paths_in_texts(tmp_path, text, shared):
             assert [json.loads(line) for line in (result.splitlines() if name == "a.jsonl" else [result])] == (
                 [shared] * (2 if name == "a.jsonl" else 1)
             )
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)  # a relative path would be taken for a Hub id
+    for base, expected in {"./base": "base", "Qwen/Qwen3-0.6B": None}.items():
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+        result = shared_text(tmp_path / "adapter_config.json", None)
+        assert expected == (result and json.loads(result)["base_model_name_or_path"])
     card = tmp_path / "README.md"
     card.write_text(f"POST /v1/chat/completions to {tmp_path}/x, or http://host{tmp_path}/x")
     assert shared_text(card, None) == f"POST /v1/chat/completions to x, or http://host{tmp_path}/x"

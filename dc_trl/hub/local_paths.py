@@ -50,8 +50,8 @@ def shared_text(path: Path, base_model: str | None) -> str | None:
         except ValueError as error:
             raise ValueError(f"{path} is not JSON ({error}): repair or remove it.") from error
         part = _without_paths(value)
-        if path.name == ADAPTER_FILE and base_model is not None and is_directory(value.get(_BASE) or ""):
-            part[_BASE] = base_model
+        if path.name == ADAPTER_FILE and (base := value.get(_BASE)) and is_directory(base):  # also a relative one
+            part[_BASE] = base_model or _named(base)
         indent = 2 if path.suffix == ".json" else None
         parts.append(document if part == value else json.dumps(part, indent=indent, ensure_ascii=False) + "\n")
     return None if parts == documents else "".join(parts)

@@ -138,6 +138,7 @@ class HubClient:
         commit_message: str,
         path_in_repo: str | None = None,
         revision: str | None = None,
+        token: str | None = None,
         run_as_future: bool = False,
         **options: Any,
     ) -> CommitInfo | Future:
@@ -152,8 +153,9 @@ class HubClient:
             commit_message: title of the commit.
             path_in_repo: folder for a checkpoint; the checkpoint replaces what is in it.
             revision: branch; by default that of this client.
+            token: token of this push; by default that of `api`.
             run_as_future: whether to push in the background.
-            **options: transformers' choice of files and its token, which are ours to choose.
+            **options: transformers' choice of files, which has no effect.
 
         Returns:
             The commit to `repo_id`, or with `run_as_future` its future.
@@ -185,19 +187,24 @@ class HubClient:
                 for name in files:
                     text = shared_text(folder / name, self.base_model)
                     added[prefix + name] = folder / name if text is None else text.encode()
-                there = self.api.list_repo_files(repo_id, revision=revision)
+                there = self.api.list_repo_files(repo_id, revision=revision, token=token)
                 old = [name for name in filter_repo_objects(there, allow_patterns=replaced) if name not in added]
                 commit = self.api.create_commit(
                     repo_id,
                     [*map(CommitOperationDelete, old), *(CommitOperationAdd(*each) for each in added.items())],
                     commit_message=commit_message,
                     revision=revision,
+                    token=token,
                 )
             if (second := self.second_repository(repo_id)) is not None:
                 served = folder / DEPLOYMENT_FOLDER
                 write_text(served / CARD_FILE, str(deployment_card(second, repo_id, str(self.scheme))))
                 replace(self, deployment="none").upload_folder(
-                    repo_id=second, folder_path=served, commit_message=commit_message, revision=revision
+                    repo_id=second,
+                    folder_path=served,
+                    commit_message=commit_message,
+                    revision=revision,
+                    token=token,
                 )
             return commit
 
