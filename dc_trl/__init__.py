@@ -5,21 +5,22 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from .calibration import calibrate
-    from .callbacks.collapse import CollapseAlarmCallback
-    from .callbacks.collapse_monitor import CollapseMonitor
-    from .callbacks.deployment import DeploymentCheckpointCallback
-    from .callbacks.length_decay import LengthDecayCallback
-    from .callbacks.lr_schedule import LengthDecaySchedule, SurgeDetector
-    from .config import DCGRPOConfig
-    from .constraint.discrepancy import token_discrepancy
-    from .constraint.lagrangian import LagrangeMultiplier
-    from .constraint.statistics import mismatch_metrics
-    from .evaluation import evaluate
-    from .grading.rewards import math_reward
-    from .trainer import DCGRPOTrainer
-    from .trainers.history import LambdaLoggingCallback
-    from .version import __version__
+    from .calibration import calibrate as calibrate
+    from .callbacks.collapse import CollapseAlarmCallback as CollapseAlarmCallback
+    from .callbacks.collapse_monitor import CollapseMonitor as CollapseMonitor
+    from .callbacks.deployment import DeploymentCheckpointCallback as DeploymentCheckpointCallback
+    from .callbacks.length_decay import LengthDecayCallback as LengthDecayCallback
+    from .callbacks.lr_schedule import LengthDecaySchedule as LengthDecaySchedule
+    from .callbacks.lr_schedule import SurgeDetector as SurgeDetector
+    from .config import DCGRPOConfig as DCGRPOConfig
+    from .constraint.discrepancy import token_discrepancy as token_discrepancy
+    from .constraint.lagrangian import LagrangeMultiplier as LagrangeMultiplier
+    from .constraint.statistics import mismatch_metrics as mismatch_metrics
+    from .evaluation import evaluate as evaluate
+    from .grading.rewards import math_reward as math_reward
+    from .trainer import DCGRPOTrainer as DCGRPOTrainer
+    from .trainers.history import LambdaLoggingCallback as LambdaLoggingCallback
+    from .version import __version__ as __version__
 
 # Where each public name lives. They are imported when they are used: TRL takes seconds, and a vLLM worker that reloads
 # weights for us has no use for it.
@@ -41,24 +42,7 @@ _MODULES = {
     "mismatch_metrics": "constraint.statistics",
     "token_discrepancy": "constraint.discrepancy",
 }
-__all__ = [
-    "CollapseAlarmCallback",
-    "CollapseMonitor",
-    "DCGRPOConfig",
-    "DCGRPOTrainer",
-    "DeploymentCheckpointCallback",
-    "LagrangeMultiplier",
-    "LambdaLoggingCallback",
-    "LengthDecayCallback",
-    "LengthDecaySchedule",
-    "SurgeDetector",
-    "__version__",
-    "calibrate",
-    "evaluate",
-    "math_reward",
-    "mismatch_metrics",
-    "token_discrepancy",
-]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:

@@ -60,9 +60,8 @@ def write_bytes(path: Path, content: bytes, durable: bool = False) -> None:
                 if durable:
                     os.fsync(descriptor)
             os.replace(unfinished, path)
-        except OSError:
+        finally:
             unfinished.unlink(missing_ok=True)
-            raise
         if durable:
             sync_to_disk(path.parent)
 
@@ -168,14 +167,7 @@ def read_object(path: Path) -> dict[str, Any]:
         ValueError: the file holds something else; the message names it.
         OSError: the file cannot be read.
     """
-    text = read_text(path)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}): repair or remove the file.") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object: repair or remove the file.")
-    return value
+    return dict(_parse(str(path), read_text(path), "repair or remove the file"))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -219,14 +211,16 @@ def parse_object(option: str, value: Any) -> Mapping[str, Any]:
     Raises:
         ValueError: the option holds something else; the message names the option and its value.
     """
-    found = value
-    if isinstance(value, str):
-        try:
-            found = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{option}={value!r} is not JSON ({error}): write '{{\"name\": value}}'.") from error
+    return _parse(f"{option}={value!r}", value, "write '{\"name\": value}'")
+
+
+def _parse(named: str, value: Any, remedy: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{named} is not JSON ({error}): {remedy}.") from error
     if not isinstance(found, Mapping):
-        raise ValueError(f"{option}={value!r} is no JSON object: write '{{\"name\": value}}'.")
+        raise ValueError(f"{named} is no JSON object: {remedy}.")
     return found
 
 

@@ -50,12 +50,9 @@ class Hub(ThreadingHTTPServer):
         self.lock = threading.RLock()
         self.repositories: dict[str, Repository] = {}
         self.blobs: dict[str, bytes] = {}  # LFS objects by sha256
-        self.parts: dict[tuple[str, int], bytes] = {}
         self.requests: list[tuple[str, str]] = []
         self.received: list[str] = []  # sha256 of the blobs that came in whole
         self.cards: list[str] = []  # that were sent to be validated
-        # Blobs from this size on are sent in parts.
-        self.part_size = 1 << 20
         # How it misbehaves: connections that are dropped in the middle of a blob, and answers to (method, path).
         self.drops = 0
         self.failures: list[tuple[str, str, int, int]] = []  # method, pattern of the path, status, times
@@ -276,43 +273,19 @@ class Handler(BaseHTTPRequestHandler):
             if oid not in hub.blobs:
                 verify = {"href": f"{hub.url}/{repo}.git/info/lfs/verify"}
                 upload = {"href": f"{hub.url}/lfs/{oid}/{size}", "header": {}}
-                if size >= hub.part_size:
-                    count = -(-size // hub.part_size)
-                    parts = {f"{number:05d}": f"{hub.url}/lfs-part/{oid}/{number}" for number in range(1, count + 1)}
-                    upload = {"href": f"{hub.url}/lfs-complete/{oid}", "header": {"chunk_size": hub.part_size} | parts}
                 entry["actions"] = {"upload": upload, "verify": verify}
             objects.append(entry)
         self.answer(200, {"transfer": "basic", "objects": objects})
 
-    def receive(self) -> bytes | None:
-        """The body of a PUT, or None where the connection is to be dropped in the middle of it."""
+    def put_blob(self, oid: str, size: str) -> None:
         with self.server.lock:
             drop = self.server.drops > 0
             self.server.drops -= drop
         if drop:
             self.rfile.read(int(self.headers["Content-Length"]) // 2)
             self.close_connection = True
-            self.connection.close()
-            return None
-        return self.body()
-
-    def put_blob(self, oid: str, size: str) -> None:
-        if (content := self.receive()) is not None:
-            self.keep(oid, content)
-
-    def put_part(self, oid: str, number: str) -> None:
-        if (content := self.receive()) is not None:
-            with self.server.lock:
-                self.server.parts[oid, int(number)] = content
-            self.answer(200, ETag=hashlib.md5(content).hexdigest())
-
-    def complete(self, oid: str) -> None:
-        parts = json.loads(self.body())["parts"]
-        contents = [self.server.parts[oid, part["partNumber"]] for part in parts]
-        assert [hashlib.md5(content).hexdigest() for content in contents] == [part["etag"] for part in parts]
-        self.keep(oid, b"".join(contents))
-
-    def keep(self, oid: str, content: bytes) -> None:
+            return self.connection.close()
+        content = self.body()
         if hashlib.sha256(content).hexdigest() != oid:
             return self.refuse(400, "sha256 does not match")
         with self.server.lock:
@@ -378,7 +351,5 @@ ROUTES = [
     (("POST",), rf"/{_REPO}\.git/info/lfs/objects/batch", Handler.lfs_batch, False),
     (("POST",), rf"/{_REPO}\.git/info/lfs/verify", Handler.verify, False),
     (("PUT",), r"/lfs/(?P<oid>\w{64})/(?P<size>\d+)", Handler.put_blob, True),
-    (("PUT",), r"/lfs-part/(?P<oid>\w{64})/(?P<number>\d+)", Handler.put_part, True),
-    (("POST",), r"/lfs-complete/(?P<oid>\w{64})", Handler.complete, True),
     (("GET", "HEAD"), rf"/{_REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", Handler.resolve, False),
 ]

@@ -185,10 +185,8 @@ def test_a_base_is_found_or_has_to_agree(tmp_path, trained):
     ("given", "words"),
     [
         ({"lora_r": 8}, r"lora_r=8 contradicts adapter_name_or_path='.*', which has r=4: leave it out"),
-        ({"lora_dropout": 0.5}, "lora_dropout=0.5 contradicts"),
         ({"lora_target_modules": ["q_proj"]}, "lora_target_modules='q_proj' contradicts"),
         ({"use_dora": True}, "use_dora=True contradicts .* which has use_dora=False"),
-        ({"lora_modules_to_save": ["lm_head"]}, "lora_modules_to_save="),
     ],
 )
 def test_the_adapters_own_configuration_counts(trained, given, words):
@@ -200,46 +198,39 @@ def test_the_adapters_own_configuration_counts(trained, given, words):
     assert adapter_of(arguments, ModelConfig(lora_target_modules="all-linear")).r == 4
 
 
-def broken(folder, kind):
+def cut_off(folder):
     path = folder / "adapter_config.json"
-    if kind == "cut off":
-        path.write_text(path.read_text()[:50])
-    elif kind == "another kind":
-        edit(folder, peft_type="NEW")
-    elif kind == "without weights":
-        (folder / "adapter_model.safetensors").unlink()
-    elif kind == "a whole model":
-        shutil.rmtree(folder)
-        shutil.copytree(TINY_MODEL, folder)
-    elif kind == "checkpoints":
-        shutil.copytree(folder, folder / "checkpoint-2")
-        shutil.copytree(folder / "checkpoint-2", folder / "checkpoint-10")
-        path.unlink()
-    elif kind == "empty":
-        path.unlink()
-    elif kind == "gone":
-        shutil.rmtree(folder)
-    elif kind == "a file":
-        shutil.rmtree(folder)
-        folder.write_text("")
+    path.write_text(path.read_text()[:50])
+
+
+def a_whole_model(folder):
+    shutil.rmtree(folder)
+    shutil.copytree(TINY_MODEL, folder)
+
+
+def checkpoints(folder):
+    shutil.copytree(folder, folder / "checkpoint-2")
+    shutil.copytree(folder / "checkpoint-2", folder / "checkpoint-10")
+    (folder / "adapter_config.json").unlink()
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
-    {
-        "cut off": "adapter_config.json",
-        "another kind": "cannot be loaded",
-        "without weights": "has no adapter_model.safetensors: save the adapter again",
-        "a whole model": "holds a whole model and no adapter_config.json: give it as model_name_or_path",
-        "checkpoints": r"only its checkpoints: give '.*/checkpoint-10'",
-        "empty": "holds no adapter: give the directory of one",
-        "gone": "does not exist: give the directory or the Hub id of an adapter",
-        "a file": "is not a directory",
-    }.items(),
+    ("broken", "words"),
+    [
+        (cut_off, "adapter_config.json"),
+        (lambda folder: edit(folder, peft_type="NEW"), "cannot be loaded"),
+        (
+            lambda folder: (folder / "adapter_model.safetensors").unlink(),
+            "has no adapter_model.safetensors: save the adapter again",
+        ),
+        (a_whole_model, "holds a whole model and no adapter_config.json: give it as model_name_or_path"),
+        (checkpoints, r"only its checkpoints: give '.*/checkpoint-10'"),
+        (shutil.rmtree, "does not exist: give the directory or the Hub id of an adapter"),
+    ],
 )
-def test_what_is_no_adapter_is_refused_in_one_line(tmp_path, trained, kind, words):
+def test_what_is_no_adapter_is_refused_in_one_line(tmp_path, trained, broken, words):
     folder = shutil.copytree(trained[0], tmp_path / "adapter")
-    broken(folder, kind)
+    broken(folder)
     with pytest.raises(ValueError, match=words) as refused:
         adapter_of(AdapterArguments(str(folder)), ModelConfig())
     assert str(folder) in str(refused.value)

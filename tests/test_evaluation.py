@@ -641,7 +641,7 @@ def test_asking_whether_a_card_can_be_written_leaves_it(tmp_path):
 @pytest.mark.parametrize("content", [b"[]", b"\xff\x00"])
 def test_settings_of_samples_that_cannot_be_read_are_named(tmp_path, content):
     (tmp_path / "settings.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"settings\.json (holds no JSON|is not JSON|is no text)"):
+    with pytest.raises(ValueError, match=r"settings\.json (is no JSON|is not JSON|is no text)"):
         SampleStore(tmp_path, {"model": "m"})
 
 

@@ -1,7 +1,6 @@
 """Mistakes with which nothing would be trained: refused before the first step, by Python and the command alike."""
 
 import asyncio
-import copy
 import functools
 import json
 import logging
@@ -33,7 +32,7 @@ from transformers import (
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.command.train import main
-from dc_trl.gate.policy import _is_finite, require_policy, warn_of_rounding
+from dc_trl.gate.policy import require_policy, require_whole, warn_of_rounding
 from dc_trl.gate.rows import Rows, some_rows
 from dc_trl.settings.distribution import Sharding
 from dc_trl.settings.reward_functions import checked_reward, is_async, require_rewards
@@ -115,10 +114,6 @@ def needs_solution(completions, solution, **kwargs):
     return [0.0 for _ in completions]
 
 
-def takes_too_little(completions):
-    return [0.0 for _ in completions]
-
-
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 # A name; what makes the model's folder; other settings; and what the refusal has to name.
@@ -126,12 +121,6 @@ MISTAKES = [
     ("adapter", adapter, {}, ["is the folder of an adapter", "--adapter_name_or_path", "is_trainable=True"]),
     ("no model", lambda folder: folder.mkdir() or folder, {}, ["has no config.json"]),
     ("a run's deployment", deployment, {}, ["quantized already (compressed-tensors)", "like a run's deployment/"]),
-    (
-        "gptq with an adapter",
-        lambda f: edited(f, quantization_config={"quant_method": "gptq", "bits": 4}),
-        {"use_peft": True},
-        ["quantized already (gptq)"],
-    ),
     (
         "bitsandbytes alone",
         lambda f: edited(f, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
@@ -180,12 +169,11 @@ MISTAKES = [
     (
         "a prompt that fills the context",
         lambda f: saved(f, make_model(max_position_embeddings=32)),
-        {"rows": ["1+1="] * 7 + ["1" * 40]},
-        ["row 7 has 40 tokens", "reads 32 (max_position_embeddings)"],
+        {"rows": ["1+1="] * 7 + ["1" * 32]},
+        ["row 7 has 32 tokens", "reads 32 (max_position_embeddings)"],
     ),
     ("too few rows", None, {"rows": ["1+1="], "per_device_train_batch_size": 8}, ["has 1 rows", "takes 2", "=8"]),
     ("column of a reward", None, {"reward": "needs_solution"}, ["missing a required argument: 'solution'"]),
-    ("reward without kwargs", None, {"reward": "takes_too_little"}, ["got an unexpected keyword argument"]),
     (
         "weights of rewards",
         None,
@@ -195,37 +183,29 @@ MISTAKES = [
 ]
 
 
-def by_python(tmp_path, folder, rows, reward, use_peft, settings):
+# Fields of `make_config` that the command gets too.
+KEPT = {
+    *("use_cpu", "bf16", "gradient_checkpointing", "per_device_train_batch_size", "num_generations"),
+    *("max_completion_length", "max_steps", "report_to", "disable_tqdm", "save_strategy"),
+}
+
+
+def by_python(tmp_path, folder, rows, reward, settings):
+    tokenizer = AutoTokenizer.from_pretrained(folder) if (folder / "tokenizer.json").is_file() else None
+    config = make_config(tmp_path / "python", deployment_scheme="bf16", **settings)
     with pytest.raises((ValueError, TypeError)) as refused:
-        DCGRPOTrainer(
-            str(folder),
-            globals()[reward],
-            make_config(tmp_path / "python", deployment_scheme="bf16", **settings),
-            Dataset.from_list(rows),
-            processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left") if rows_of(folder) else None,
-            peft_config=LORA if use_peft else None,
-        )
+        DCGRPOTrainer(str(folder), globals()[reward], config, Dataset.from_list(rows), processing_class=tokenizer)
     return str(refused.value)
 
 
-def rows_of(folder):
-    return (folder / "tokenizer.json").is_file()
-
-
-def by_command(tmp_path, folder, rows, reward, use_peft, settings):
-    config = {
-        **{
-            name: value
-            for name, value in vars(make_config(tmp_path, **settings)).items()
-            if name in KEPT | set(settings)
-        },
+def by_command(tmp_path, folder, rows, reward, settings):
+    every = vars(make_config(tmp_path, **settings))
+    config = {name: value for name, value in every.items() if name in KEPT | set(settings)} | {
         "output_dir": str(tmp_path / "command"),
         "model_name_or_path": str(folder),
         "dataset_name": str(tmp_path / "rows.jsonl"),
         "rewards": [f"{__name__}.{reward}"],
         "deployment_scheme": "bf16",
-        "use_peft": use_peft,
-        "lora_target_modules": ["q_proj"],
     }
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "run.yaml").write_text(json.dumps(config, default=str))
@@ -237,23 +217,15 @@ def by_command(tmp_path, folder, rows, reward, use_peft, settings):
     return stop.value.code.removeprefix("error: ")
 
 
-KEPT = {
-    *("use_cpu", "bf16", "gradient_checkpointing", "per_device_train_batch_size", "num_generations"),
-    *("max_completion_length", "max_steps", "report_to", "disable_tqdm", "save_strategy"),
-}
-
-
 @pytest.mark.parametrize(
     ("folder", "settings", "words"), [mistake[1:] for mistake in MISTAKES], ids=[m[0] for m in MISTAKES]
 )
 def test_the_command_and_python_refuse_in_the_same_words(tmp_path, folder, settings, words):
     settings = dict(settings)
     rows = [{"prompt": prompt, "answer": "2"} for prompt in settings.pop("rows", ["1+1="] * 8)]
-    reward, use_peft = settings.pop("reward", "distinct_characters"), settings.pop("use_peft", False)
+    reward = settings.pop("reward", "distinct_characters")
     made = (folder or (lambda path: saved(path, make_model())))(tmp_path / "model")
-    python, command = (
-        refusal(tmp_path, made, rows, reward, use_peft, settings) for refusal in (by_python, by_command)
-    )
+    python, command = (refusal(tmp_path, made, rows, reward, settings) for refusal in (by_python, by_command))
     for word in words:
         assert word in python
     named = command.replace("model_name_or_path=", "model=").replace(f"rewards='{__name__}.", "reward_funcs: '")
@@ -350,27 +322,17 @@ REFUSED = {
         lambda t: {"optimizers": (torch.optim.AdamW(make_model().parameters()), None)},
         ["AdamW has no trainable parameter of the model"],
     ),
-    "optimizer of the base alone": (
-        lambda t: (
-            (model := make_model())
-            and {"model": model, "optimizers": (torch.optim.SGD(model.parameters()), None), "peft_config": LORA}
-        ),
-        ["SGD has no trainable parameter"],
-    ),
     "meta device": (
         {"model": lambda: make_model().to("meta")},
         ["no values in model.embed_tokens.weight and 24 more"],
     ),
     "a path": ({"model": TINY_MODEL}, ["PosixPath", "as text"]),
-    "loaded, quantized": ({"model": lambda: stored_as("awq")}, ["Qwen3ForCausalLM", "quantized already (awq)"]),
     "wide head": ({"model": wide_head}, ["300 rows", "262"]),
     "no rows": ({"rows": Dataset.from_dict({"prompt": []})}, ["train_dataset has no rows"]),
     "a split too many": ({"rows": DatasetDict({"train": make_prompts()})}, ["train_dataset['train']"]),
     "a list": ({"rows": of_rows()}, ["train_dataset is a list", "Dataset.from_list"]),
     "another column": ({"rows": Dataset.from_dict(TABLE)}, ["'question', 'solution'", "rename_column('question'"]),
-    "a similar column": ({"rows": Dataset.from_dict({"a": ["b"] * 4, "promt": ["1"] * 4})}, ["rename_column('promt'"]),
     "no prompt in a row": ({"rows": Dataset.from_list(of_rows("1", None))}, ["row 1 has prompt=None", "filter"]),
-    "no messages": ({"rows": Dataset.from_list([{"prompt": [USER]}, {"prompt": []}] * 2)}, ["row 1 has prompt=[]"]),
     "no content": (
         {"rows": Dataset.from_list([{"prompt": [USER]}, {"prompt": [USER | {"content": None}]}] * 2)},
         ["row 1", "a role and a content"],
@@ -379,7 +341,6 @@ REFUSED = {
         {"rows": stream([{"prompt": "1"}, {"prompt": [USER]}]), "settings": {"per_device_train_batch_size": 8}},
         ["row 0 is text", "of row 1 a list"],
     ),
-    "an empty prompt": ({"rows": Dataset.from_list(of_rows("1", ""))}, ["row 1 has no tokens"]),
     "one of a thousand": ({"rows": long_table(_777=None)}, ["row 777 has prompt=None"]),
     "a long one of a thousand": ({"rows": long_table(_777="1" * 300)}, ["row 777 has 300 tokens"]),
     "no template": ({"rows": long_talk()}, ["row 0 is a list of messages", "no chat template"]),
@@ -391,31 +352,18 @@ REFUSED = {
         ["row 0", "cannot be rendered", "no system"],
     ),
     "a stream without steps": ({"rows": stream(of_rows()), "settings": {"max_steps": -1}}, ["max_steps=-1", "stream"]),
-    "a short stream": (
-        {"rows": stream(of_rows()[:1]), "settings": {"per_device_train_batch_size": 8}},
-        ["has 1 rows", "takes 2"],
-    ),
     "completions": (
         {"rows": Dataset.from_dict({"prompt": ["1"] * 4, "completions": ["2"] * 4})},
         ["a column 'completions'", "rename_column('completions'"],
     ),
-    "evaluated on nothing": ({"eval_dataset": Dataset.from_dict({"prompt": []})}, ["eval_dataset has no rows"]),
     "one of two evaluation sets": (
         {"eval_dataset": {"easy": make_prompts(), "hard": Dataset.from_dict(TABLE)}},
         ["eval_dataset['hard'] has the columns 'question'"],
-    ),
-    "a long prompt of an evaluation": (
-        {"eval_dataset": Dataset.from_list(of_rows("1" * 300))},
-        ["eval_dataset: the prompt of row 0 has 300 tokens"],
     ),
     "no reward": ({"rewards": None}, ["reward_funcs is not given"]),
     "a number for a reward": ({"rewards": 3}, ["reward_funcs: 3 is a int"]),
     "a reward model's path": ({"rewards": "./nowhere"}, ["reward_funcs='./nowhere' does not exist"]),
     "no data": ({"train_dataset": None}, ["train_dataset is not given"]),
-    "partial": (
-        {"rewards": functools.partial(needs_solution, more=1)},
-        ["reward_funcs: 'needs_solution'", "'solution'"],
-    ),
 }
 
 
@@ -471,8 +419,8 @@ def part_of(model):
     return {"model": model, "optimizers": (torch.optim.AdamW(model.model.layers[1].parameters(), lr=1e-2), None)}
 
 
-def resized(tmp_path, tied):
-    model = AutoModelForCausalLM.from_pretrained(saved(tmp_path / "saved", make_model(tie_word_embeddings=tied)))
+def resized(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(saved(tmp_path / "saved", make_model(tie_word_embeddings=False)))
     model.resize_token_embeddings(280)
     return model
 
@@ -495,12 +443,7 @@ LEGAL = {
         None,
     ),
     "an optimizer of a part": (lambda t: part_of(make_model()), 1),
-    "loaded and copied": (
-        lambda t: {"model": copy.deepcopy(AutoModelForCausalLM.from_pretrained(saved(t / "a", make_model())))},
-        None,
-    ),
-    "loaded and resized, untied": (lambda t: {"model": resized(t, False)}, None),
-    "as many rows as a batch": ({"rows": make_prompts(1)}, 1),
+    "loaded and resized, untied": (lambda t: {"model": resized(t)}, None),
     "a stream of one batch": ({"rows": stream(of_rows()[:1])}, 1),
     "streams to evaluate on": ({"eval_dataset": {"a": stream(of_rows()), "b": make_prompts()}}, None),
     "a thousand conversations": ({"rows": long_talk(), "processing_class": make_tokenizer()}, None),
@@ -536,10 +479,6 @@ LEGAL = {
             "settings": {"deployment_scheme": None, "recipe": "trl"},
         },
         None,
-    ),
-    "a column of TRL's other trainers": (
-        {"rows": Dataset.from_dict({"prompt": ["1+1="] * 4, "completion": ["2"] * 4, "answer": [2] * 4})},
-        1,
     ),
     "an object": ({"rewards": Judge()}, 1),
     "an async function, a partial and a tensor": (
@@ -582,10 +521,7 @@ def test_a_packed_base_with_an_adapter_and_one_that_is_unpacked_when_loaded(tmp_
 # --- what is known of a row only when it comes ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("late", "words"),
-    [("1" * 300, "has 300 tokens"), ("", "has no tokens"), ("<new>", "has the token id 262")],
-)
+@pytest.mark.parametrize(("late", "words"), [("", "has no tokens"), ("<new>", "has the token id 262")])
 def test_later_rows_of_a_stream_are_looked_at_when_they_come(tmp_path, late, words):
     rows = stream([{"prompt": "1+1="}, {"prompt": late}] * 4)
     settings = {"shuffle_dataset": False}
@@ -621,7 +557,6 @@ def checkpoint_without(name, tmp_path):
 
 
 WARNED = {
-    "rate of 0": ({"settings": {"learning_rate": 0.0}}, "learning_rate=0: no weight will change"),
     "rate of 0 in an optimizer": (
         lambda t: (
             (model := make_model())
@@ -653,14 +588,12 @@ def test_warned_of(caplog, tmp_path, case):
     assert words in warnings_of(caplog, tmp_path, **arguments)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"learning_rate": 1e-6}, {"reward_weights": [0.5]}], ids=["usual", "float32", "weights"]
-)
-def test_nothing_is_said_of_what_is_well(caplog, tmp_path, settings):
+def test_nothing_is_said_of_what_is_well(caplog, tmp_path):
+    settings = {"learning_rate": 1e-6, "reward_weights": [0.5]}  # float32 resolves this rate
     assert warnings_of(caplog, tmp_path, settings=settings) == ""
 
 
-@pytest.mark.parametrize(("dtype", "rate"), [(torch.bfloat16, 1e-4), (torch.bfloat16, 1e-3), (torch.float16, 1e-5)])
+@pytest.mark.parametrize(("dtype", "rate"), [(torch.bfloat16, 1e-3), (torch.float16, 1e-5)])
 def test_the_share_that_stands_still_is_the_one_that_adam_leaves(caplog, dtype, rate):
     """Against a step of PyTorch's AdamW with gradients of 1 and -1."""
     torch.manual_seed(0)
@@ -677,15 +610,15 @@ def test_the_share_that_stands_still_is_the_one_that_adam_leaves(caplog, dtype, 
         assert float(told[1]) / 100 == pytest.approx(still, abs=0.02)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_finite_by_its_bits(dtype):
-    limits = torch.finfo(dtype)
-    for value in (math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, limits.max, limits.min, limits.tiny):
-        weight = torch.randn(3, 5, dtype=dtype)
-        weight[1, 2] = value
-        assert _is_finite(weight) == bool(weight.isfinite().all())
-        assert _is_finite(weight.T) == bool(weight.isfinite().all())
-        assert _is_finite(weight[:0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_number_that_is_not_finite_is_found(dtype, value):
+    layer = torch.nn.Linear(5, 3, dtype=dtype).requires_grad_(False)
+    layer.bias.copy_(torch.tensor([0.0, torch.finfo(dtype).max, -torch.finfo(dtype).max]))
+    require_whole(layer, "model", False, Sharding(None, 0))
+    layer.weight[1, 2] = value
+    with pytest.raises(ValueError, match=r"not finite .* in weight"):
+        require_whole(layer, "model", False, Sharding(None, 0))
 
 
 def test_rows_of_a_long_data_set_are_its_extremes():
@@ -700,14 +633,10 @@ def test_rows_of_a_long_data_set_are_its_extremes():
 NO_REWARDS = {
     "a number": (lambda **_: 1.0, TypeError, "returned 1.0, a float"),
     "a generator": (lambda completions, **_: (1.0 for _ in completions), TypeError, "a generator"),
-    "nothing": (lambda **_: None, TypeError, "returned None, a NoneType"),
     "too few": (lambda **_: [1.0], ValueError, "returned 1 rewards for 4 completions"),
     "texts": (lambda **_: [1, 2, "3", 4], TypeError, "returned '3' for completion 2"),
-    "a matrix": (lambda **_: torch.ones(4, 2), TypeError, "for completion 0, which is no number"),
     "infinite": (lambda **_: [0.0, math.inf, 0.0, 0.0], ValueError, "returned inf for completion 1"),
     "beyond float32": (lambda **_: [0, 0, 1e308, 0], ValueError, "returned 1e+308 for completion 2"),
-    "a square beyond float32": (lambda **_: [0, 0, 1e25, 0], ValueError, "returned 1e+25 for completion 2"),
-    "beyond float": (lambda **_: [10**400, 0, 0, 0], ValueError, "for completion 0"),
 }
 
 
@@ -718,29 +647,18 @@ def named(function):
 
 @pytest.mark.parametrize(
     ("case", "where"),
-    [
-        *((case, "training") for case in NO_REWARDS),
-        ("infinite", "async"),
-        ("a number", "evaluation"),
-        ("too few", "held out"),
-        ("infinite", "held out, another"),
-    ],
+    [*((case, "training") for case in NO_REWARDS), ("a number", "evaluation"), ("infinite", "held out")],
 )
 def test_what_is_no_reward_is_refused_wherever_it_comes(tmp_path, case, where):
     function, error, words = NO_REWARDS[case]
-
-    async def later(**arguments):
-        return function(**arguments)
-
-    judge = named(later if where == "async" else functools.partial(function).func)
+    judge = named(function)
     evaluated = {"eval_dataset": make_prompts(4), "settings": {"per_device_eval_batch_size": 4}}
-    other = where == "held out, another"
-    trainer = build(tmp_path, rewards=distinct_characters if other else judge, **evaluated)
+    trainer = build(tmp_path, rewards=distinct_characters if where == "held out" else judge, **evaluated)
     call = {
+        "training": trainer.train,
         "evaluation": trainer.evaluate,
-        "held out": lambda: trainer.deployed_rewards(list(make_prompts(4))),
-        "held out, another": lambda: trainer.deployed_rewards(list(make_prompts(4)), judge),
-    }.get(where, trainer.train)
+        "held out": lambda: trainer.deployed_rewards(list(make_prompts(4)), judge),
+    }[where]
     with pytest.raises(error, match=re.escape(words)) as refused:
         call()
     assert str(refused.value).startswith("reward function 'judge' returned ")
@@ -750,10 +668,8 @@ def test_what_is_no_reward_is_refused_wherever_it_comes(tmp_path, case, where):
 @pytest.mark.parametrize(
     ("rewards", "expected"),
     [
-        ([1, 0.5, True, None], [1.0, 0.5, 1.0, None]),
-        ((np.float32(0.5), np.int64(2), np.bool_(True), math.nan), [0.5, 2.0, 1.0, None]),
+        ((np.float32(0.5), np.int64(2), True, math.nan), [0.5, 2.0, 1.0, None]),
         (torch.tensor([1.0, math.nan, 2.0, -(2.0**56)]), [1.0, None, 2.0, -(2.0**56)]),
-        (np.array([1, 2, 3, 4]), [1.0, 2.0, 3.0, 4.0]),
         ([torch.tensor(1.0), torch.tensor([2.0]), Fraction(1, 2), None], [1.0, 2.0, 0.5, None]),
     ],
 )
@@ -783,14 +699,9 @@ def reward_model(folder, **settings):
     return saved(folder, Qwen3ForSequenceClassification(config))
 
 
-def test_a_reward_model_without_its_head_is_refused(tmp_path):
-    folder = reward_model(tmp_path / "rewards")
-    build(tmp_path, rewards=str(folder))
-    with pytest.raises(ValueError, match=r"the reward model 'policy' lacks score.weight"):
-        build(tmp_path, rewards=str(saved(tmp_path / "policy", make_model(tie_word_embeddings=True))))
-
-
 def test_a_reward_model_that_does_not_fit(tmp_path, caplog):
+    with pytest.raises(ValueError, match=r"the reward model 'policy' lacks score.weight"):
+        build(tmp_path, rewards=str(saved(tmp_path / "policy", make_model())))
     with pytest.raises(ValueError, match=r"the reward model 'small'.*its input embedding 100 rows"):
         build(tmp_path, rewards=str(reward_model(tmp_path / "small", vocab_size=100)))
     two = Qwen3ForSequenceClassification.from_pretrained(reward_model(tmp_path / "two", num_labels=2))

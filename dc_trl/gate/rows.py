@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
+from ..settings.reward_functions import excerpt
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # Of a data set with more than _ALL rows, only some are checked, among them the first, the longest, the shortest and
-# those without a prompt.
+# those without a usable prompt.
 _ALL = 256
 _SOME = 32
 # Names that other data sets use for the column `prompt`, the likeliest first.
@@ -90,38 +86,19 @@ def _chosen(dataset: Dataset) -> Sequence[int]:
     count = len(dataset)
     if count <= _ALL:
         return range(count)
-    lengths: NDArray[Any] | None = None
-    if "prompt" in dataset.column_names and dataset.format["type"] in (None, "python"):
-        prompts = dataset.with_format("arrow", columns=["prompt"]).iter(batch_size=10_000)
-        parts = [_lengths(table["prompt"].combine_chunks()) for table in prompts]
-        if all(part is not None for part in parts):
-            lengths = np.concatenate(parts)  # type: ignore[arg-type]
-    if lengths is None:
-        return np.linspace(0, count - 1, _ALL, dtype=int).tolist()
-    order = np.argsort(lengths, kind="stable")
-    return sorted({*range(_SOME), *order[:_SOME].tolist(), *order[-_SOME:].tolist()})
+    if "prompt" not in dataset.column_names or dataset.format["type"] not in (None, "python"):
+        return range(0, count, count // _ALL)  # reading every row may take long
+    tables = dataset.with_format("arrow", columns=["prompt"]).iter(batch_size=10_000)
+    lengths = [_length(prompt) for table in tables for prompt in table["prompt"].to_pylist()]
+    order = sorted(range(count), key=lengths.__getitem__)
+    return sorted({*range(_SOME), *order[:_SOME], *order[-_SOME:]})
 
 
-def _lengths(prompts: pa.Array | pa.ChunkedArray) -> NDArray[Any] | None:
-    """Return the characters of each prompt, -1 for a missing one; None if they are not text or messages of text."""
-    if isinstance(prompts, pa.ChunkedArray):
-        prompts = pa.concat_arrays(prompts.chunks)
-    kind = prompts.type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return np.asarray(pc.fill_null(pc.utf8_length(prompts), -1), dtype=float)
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if not is_list or not pa.types.is_struct(kind.value_type):
-        return None
-    parts = {field.name: field.type for field in kind.value_type}
-    if not all(name in parts and pa.types.is_string(parts[name]) for name in ("role", "content")):
-        return None
-    messages, owners = pc.list_flatten(prompts), np.asarray(pc.list_parent_indices(prompts))
-    contents = np.asarray(pc.fill_null(pc.utf8_length(pc.struct_field(messages, "content")), 0))
-    lengths = np.bincount(owners, weights=contents, minlength=len(prompts))
-    without_role = owners[np.asarray(pc.is_null(pc.struct_field(messages, "role")))]
-    lengths[without_role] = -1
-    lengths[np.asarray(pc.fill_null(pc.list_value_length(prompts), 0)) == 0] = -1
-    return lengths
+def _length(prompt: Any) -> int:
+    """Return the characters of a prompt; -1 for what `require_prompts` refuses."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(str(message["content"])) for message in prompt) if _is_conversation(prompt) else -1
 
 
 def require_prompts(rows: Rows) -> None:
@@ -142,11 +119,9 @@ def require_prompts(rows: Rows) -> None:
     for number, row in rows.rows.items():
         prompt = row["prompt"]
         if not isinstance(prompt, str) and not _is_conversation(prompt):
-            text = " ".join(repr(prompt).split())
             raise ValueError(
-                f"{rows.name}: row {number} has prompt={text if len(text) <= 80 else text[:77] + '...'}: a prompt is "
-                "text, or a list of messages, each with a role and a content. Leave out such rows, for example with "
-                "filter."
+                f"{rows.name}: row {number} has prompt={excerpt(prompt)}: a prompt is text, or a list of messages, "
+                "each with a role and a content. Leave out such rows, for example with filter."
             )
         kinds.setdefault(isinstance(prompt, str), number)
     if len(kinds) == 2:
@@ -180,9 +155,3 @@ def require_no_clash(rows: Rows, passed: Sequence[str]) -> None:
                 f"{rows.name} has a column {column!r}, and the trainer passes something else to reward functions by "
                 f"this name: rename it, for example {rows.name}.rename_column({column!r}, 'my_{column}')."
             )
-
-
-def prompts_of(rows: Rows) -> Iterator[tuple[str, Any]]:
-    """Yield each prompt with the name of its row for messages."""
-    for number, row in rows.rows.items():
-        yield f"{rows.name}: the prompt of row {number}", row["prompt"]

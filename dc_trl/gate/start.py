@@ -68,25 +68,26 @@ def require_startable(
             "reward_funcs is not given: pass a function, a reward model, or an environment_factory whose environment "
             "has a get_reward."
         )
-    if isinstance(args, GRPOConfig):
-        _require_weights(args, functions)
+    if isinstance(args, GRPOConfig) and args.reward_weights is not None:
+        _require_weights(args.reward_weights, len(functions))
     if train_dataset is None and not environments:
         raise ValueError(
             "train_dataset is not given: pass a data set with a column 'prompt', or an environment_factory whose "
             "environment gives the prompts."
         )
     every = [_rows(name, rows, args) for name, rows in data_sets(train_dataset, eval_dataset).items()]
+    called = [function for function in functions if not isinstance(function, str | nn.Module)]
+    extra = ["environments"] if environments else []
     for shown in every:
-        _require_environments(shown, environment_factory)
+        if isinstance(environment_factory, dict):
+            _require_environments(shown, environment_factory)
         if "prompt" in shown.columns or not environments:
             require_prompts(shown)
-        if any(callable(function) and not isinstance(function, nn.Module) for function in functions):
-            require_no_clash(shown, [*PASSED, "environments"] if environments else PASSED)
-        for function in functions:
-            if callable(function) and not isinstance(function, nn.Module):
-                extra = ["environments"] if environments else []
-                named = f"reward_funcs: {reward_name(function)!r}"
-                require_callable(named, function, shown.columns, extra, more=rollout_func is not None)
+        if called:
+            require_no_clash(shown, [*PASSED, *extra])
+        for function in called:
+            named = f"reward_funcs: {reward_name(function)!r}"
+            require_callable(named, function, shown.columns, extra, more=rollout_func is not None)
     return every
 
 
@@ -103,14 +104,11 @@ def _functions(reward_funcs: Any) -> list[str | nn.Module | RewardFunction]:
     return functions
 
 
-def _require_weights(args: Any, functions: list[Any]) -> None:
-    weights = args.reward_weights
-    if weights is None:
-        return
-    if len(weights) != len(functions):
+def _require_weights(weights: list[float], functions: int) -> None:
+    if len(weights) != functions:
         raise ValueError(
-            f"reward_weights={weights!r} has {len(weights)} numbers for {len(functions)} reward functions: give "
-            "one for each, in the same order."
+            f"reward_weights={weights!r} has {len(weights)} numbers for {functions} reward functions: give one for "
+            "each, in the same order."
         )
     for weight in weights:
         require_number("reward_weights", weight, FINITE)
@@ -139,10 +137,8 @@ def _rows(name: str, dataset: Dataset | IterableDataset, args: Any) -> Rows:
     )
 
 
-def _require_environments(rows: Rows, environment_factory: Any) -> None:
+def _require_environments(rows: Rows, environment_factory: Mapping[str, Any]) -> None:
     """Refuse rows that do not name one of several environments."""
-    if not isinstance(environment_factory, dict):
-        return
     known = ", ".join(map(repr, environment_factory))
     for number, row in rows.rows.items():
         if row.get("environment") not in environment_factory:

@@ -3,7 +3,6 @@
 import hashlib
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -12,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, parse_local_safetensors_file_metadata
-from huggingface_hub.errors import SafetensorsParsingError
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from transformers import Trainer
 from transformers.utils import logging
@@ -27,30 +25,24 @@ from .local_paths import hub_id_of, is_directory
 
 
 CARD_FILE = "README.md"
-# What a card says where it does not know its repository yet.
-UNKNOWN_REPOSITORY = "OWNER/MODEL"
+UNKNOWN_REPOSITORY = "OWNER/MODEL"  # in a card whose repository is not known yet
 
-# Metadata of the earlier card that no run knows: the new card takes it over.
+# Metadata of the earlier card that no run knows and the new card takes over.
 _KEPT_METADATA = ("language", "license", "license_link", "license_name")
-# By the digest, an edited card is told from one that may be written anew.
+# The digest tells an edited card from one that may be replaced.
 _SIGNATURE = re.compile(r"\n*<!-- dc_trl wrote the text above, sha256 [0-9a-f]{64} -->\n*$")
-
-# How fields begin that have no effect where nothing is constrained.
+# Prefixes of fields that have no effect without a constraint.
 _OF_A_CONSTRAINT = ("constraint_form", "discrepancy_tolerance", "discrepancy_margin", "dual_", "lambda_")
-# What to ask a model that was trained on problems of our own making. Of other data a prompt may be private, and no
-# question fits all models.
-_QUESTIONS = {"arithmetic": "40*5=?"}
-_ANY_QUESTION = "A question like those that it was trained on"
 
 logger = logging.get_logger(__name__)
 
 
 def load_card(path: Path) -> ModelCard:
-    """Reads a model card.
+    """Read a model card.
 
     Raises:
-        ValueError: it is no text, or its metadata cannot be read; the message names it.
-        OSError: it cannot be read.
+        ValueError: the file is not text, or its metadata cannot be read; the message names it.
+        OSError: the file cannot be read.
     """
     read_text(path)
     try:
@@ -64,17 +56,17 @@ def load_card(path: Path) -> ModelCard:
 def write_run_card(
     trainer: Trainer, deployment_id: str | None, model_name: str | None, dataset_name: str | None, tags: Iterable[str]
 ) -> None:
-    """Writes the card of a run into its output directory, by what the run's files say.
+    """Write the card of a run into its output directory, from the files of the run.
 
     A card that a user wrote or edited is kept as README.1.md, and so on. Evaluation results, license and language of
     the earlier card stay.
 
     Args:
-        trainer: of the run; [`address_card`] writes its repository where it is not known yet.
+        trainer: trainer of the run; [`address_card`] later writes its repository if it is not known yet.
         deployment_id: repository of the deployment checkpoint, if it has one of its own.
-        model_name: by default that of the output directory.
-        dataset_name: what the model was trained on: a Hub id, a path or a name.
-        tags: besides those of the trainer.
+        model_name: name in the title; by default that of the output directory.
+        dataset_name: training data: a Hub id, a path or a name.
+        tags: tags besides those of the trainer.
 
     Raises:
         ValueError: the summary or the history of the run cannot be read; the message names the file.
@@ -85,7 +77,7 @@ def write_run_card(
     given = args.hub_base_model_id if isinstance(args, DCGRPOConfig) else None
     base_model = given or hub_id_of(loaded) or loaded
     if dataset_name is not None and hub_dataset(dataset_name) is None:
-        dataset_name = Path(dataset_name).name  # the card is no place for somebody's directories
+        dataset_name = Path(dataset_name).name  # a card must not show directories
     wandb = sys.modules.get("wandb")  # a run that it tracks has imported it; the import takes seconds
     dashboard = get_trackio_space_url()
     trackers = {
@@ -114,11 +106,11 @@ def write_run_card(
         repo_id=repo_id,
         base_model=Path(base_model).name,
         dataset_name=dataset_name,
-        question=_QUESTIONS.get(dataset_name or "", _ANY_QUESTION),
+        # A prompt of other data may be private.
+        question="40*5=?" if dataset_name == "arithmetic" else "A question like those that it was trained on",
         conversational=trainer.processing_class.chat_template is not None,
         constraint=args.constraint,
         settings=constraint_settings(args),
-        weights=_parameter_counts(folder),
         summary=summary,
         measured=measured,
         serving=_serving(folder, repo_id, deployment_id),
@@ -132,7 +124,13 @@ def write_run_card(
 
 
 def address_card(path: Path, repo_id: str, deployment_id: str | None, base_model: str | None = None) -> None:
-    """Writes the repositories of model, deployment checkpoint and base into a run's card that did not know them."""
+    """Write the repositories of model, deployment checkpoint and base into the card of a run.
+
+    Args:
+        path: the card.
+        repo_id, deployment_id: see [`write_run_card`].
+        base_model: Hub id of the base; by default the card's own stays.
+    """
     card = load_card(path)
     if base_model is not None:
         card.data["base_model"] = base_model
@@ -147,24 +145,24 @@ def address_card(path: Path, repo_id: str, deployment_id: str | None, base_model
 
 
 def deployment_card(repo_id: str, model_id: str, scheme: str) -> ModelCard:
-    """The card of a repository that holds the deployment checkpoint of the model in another one, `model_id`."""
+    """Return the card of a repository that holds the deployment checkpoint of the model in `model_id`."""
     return ModelCard(_render("deployment_card.md.jinja", repo_id=repo_id, model_id=model_id, scheme=scheme))
 
 
 def hub_dataset(name: str | None) -> str | None:
-    """The name if it can be a data set's on the Hub, OWNER/NAME and no path that is there; else None."""
+    """Return the name if it can be that of a data set on the Hub (OWNER/NAME and no existing path), or None."""
     return name if name and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).exists() else None
 
 
 def with_results(known: Sequence[EvalResult] | None, new: Sequence[EvalResult]) -> list[EvalResult]:
-    """Results with new ones in place of those of the same metric, data set and scheme."""
+    """Return results in which new ones replace those of the same metric, data set and scheme."""
     replaced = {(result.unique_identifier, result.metric_name) for result in new}
     kept = [result for result in known or () if (result.unique_identifier, result.metric_name) not in replaced]
     return [*kept, *new]
 
 
 def constraint_settings(args: Any) -> dict[str, Any]:
-    """The fields that DC-GRPO adds to TRL's, where they are set and have an effect; not how to reach a server or Hub.
+    """Return the fields that DC-GRPO adds to TRL's, if they are set and have an effect on the training.
 
     Args:
         args: a `DCGRPOConfig` or an `AsyncDCGRPOConfig`.
@@ -182,14 +180,14 @@ def constraint_settings(args: Any) -> dict[str, Any]:
 
 
 def quoted(name: str) -> str:
-    """A name that somebody chose for a file or a data set, in Markdown: as code, so that nothing in it is markup."""
+    """Return a user's name of a file or a data set as code in Markdown, so that nothing in it is markup."""
     text = " ".join(name.split())
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"
 
 
 def _render(template: str, **facts: Any) -> str:
-    # Markdown is not escaped as HTML is: the templates quote what somebody chose as code.
+    # Markdown is not escaped as HTML is, so the templates quote a user's names as code.
     environment = Environment(loader=PackageLoader("dc_trl", "hub"), undefined=StrictUndefined, trim_blocks=True)
     environment.globals |= {"version": version, "with_error": with_error}
     environment.filters |= {"code": quoted, "cell": lambda text: text.replace("|", r"\|")}
@@ -197,23 +195,14 @@ def _render(template: str, **facts: Any) -> str:
 
 
 def _serving(folder: Path, repo_id: str, deployment_id: str | None) -> str:
-    """How to serve the deployment checkpoint, "" if there is none. Markdown."""
+    """Return Markdown that says how to serve the deployment checkpoint; an empty text if there is none."""
     if deployment_id is None and not (folder / runs.DEPLOYMENT_FOLDER / "config.json").is_file():
         return ""
     return _render("serving.md.jinja", repo_id=repo_id, deployment_id=deployment_id, folder=runs.DEPLOYMENT_FOLDER)
 
 
-def _parameter_counts(folder: Path) -> Counter[str]:
-    """How many parameters of each dtype the weights in a folder hold."""
-    files = [*folder.glob("model*.safetensors")] or folder.glob("adapter_model.safetensors")
-    try:
-        return sum((Counter(parse_local_safetensors_file_metadata(file).parameter_count) for file in files), Counter())
-    except SafetensorsParsingError:  # of a run that was killed; a card is no reason to end the one that goes on
-        return Counter()
-
-
 def _measured(folder: Path, args: Any, summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Reward, discrepancy and λ at two times, with the times' names: by the summary, or else by the history."""
+    """Return reward, discrepancy and λ at two named times, from the summary, or else from the history."""
     if summary:
         multiplier = {"before": args.lambda_init, "after": summary.get("lambda")} if args.constraint != "none" else {}
         return [(when, {**summary.get(when, {}), "lambda": multiplier.get(when)}) for when in ("before", "after")]
@@ -227,10 +216,10 @@ def _measured(folder: Path, args: Any, summary: Mapping[str, Any]) -> list[tuple
 def _held_out_results(after: Mapping[str, Any], dataset_name: str | None, scheme: str | None) -> list[EvalResult]:
     if dataset_name is None or after.get("greedy") is None:
         return []
-    metrics = [
-        ("greedy", "reward", "mean reward of greedy completions"),
-        ("discrepancy", "discrepancy", "mean discrepancy"),
-    ]
+    kinds = {
+        "greedy": ("reward", "mean reward of greedy completions"),
+        "discrepancy": ("discrepancy", "mean discrepancy"),
+    }
     return [
         EvalResult(
             task_type="text-generation",
@@ -240,16 +229,13 @@ def _held_out_results(after: Mapping[str, Any], dataset_name: str | None, scheme
             metric_name=f"{label}, {scheme}" if scheme else label,
             metric_value=float(f"{after[key]:.4g}"),
         )
-        for key, kind, label in metrics
+        for key, (kind, label) in kinds.items()
         if after.get(key) is not None
     ]
 
 
 def _set_card_aside(path: Path) -> ModelCardData:
-    """Makes room for a new card: one that a user wrote or edited is kept under another name.
-
-    Returns the metadata of the earlier card, empty if there is none or it cannot be read.
-    """
+    """Keep a card that a user wrote or edited under another name, and return its metadata if they can be read."""
     card = ModelCard("---\n{}\n---\n")
     if path.is_file():
         with suppress(ValueError, yaml.YAMLError):
@@ -262,7 +248,7 @@ def _set_card_aside(path: Path) -> ModelCardData:
 
 
 def _signed(text: str) -> str:
-    """The text with a digest in place of an earlier one."""
+    """Return the text with its digest at the end, in place of an earlier one."""
     text = _SIGNATURE.sub("", text).strip()
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f"\n{text}\n\n<!-- dc_trl wrote the text above, sha256 {digest} -->\n"

@@ -1,16 +1,13 @@
-"""What a push sends in place of texts that name directories of this machine.
+"""Rewrites the texts that a push sends so that they do not name directories of this machine.
 
-Configurations, settings and logs keep the paths that a run needs, and are sent without them: of a path its last part
-is left. Everything else is sent as it lies in the folder.
+Configurations, settings and logs keep the paths that a run needs. In the copy that is sent, only the last part of an
+absolute path is left. All other files are sent unchanged.
 """
 
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..files import read_text
@@ -19,87 +16,63 @@ from ..files import read_text
 ADAPTER_FILE = "adapter_config.json"
 _BASE = "base_model_name_or_path"
 # Files of a tokenizer and of shards, which hold words and names of tensors.
-_WORDS = (
-    "tokenizer.json",
-    "vocab.json",
-    "added_tokens.json",
-    "special_tokens_map.json",
+_WORDS = {
+    *("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json"),
     "model.safetensors.index.json",
-)
-# Where the Hub's client keeps what it has fetched.
+}
+# A model in the cache of the Hub's client.
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+?)(?=/|$)")
-# An absolute path of two parts or more within a text, and not of a URL.
+# An absolute path of two parts or more within a text, but not within a URL.
 _PATH = re.compile(r"(?:file://|(?<![\w:/.]))(?:/[^\s/'\"`,;:()<>\[\]{}|\\]+){2,}")
 
 
-@contextmanager
-def without_local_paths(folder: Path, files: Iterable[str], base_model: str | None) -> Iterator[Path]:
-    """A folder to push these files from: the folder itself where they name no directory, or a copy of it in links.
+def shared_text(path: Path, base_model: str | None) -> str | None:
+    """Return the text of a file without directories of this machine; None if the file can be sent as it is.
 
     Args:
-        folder, files: the files' names are relative to the folder.
-        base_model: Hub id of the model that an adapter adapts, where the adapter names a directory.
+        path: any file of a run or of a checkpoint.
+        base_model: Hub id of the model that an adapter adapts, if the adapter names a directory.
+
+    Raises:
+        ValueError: the file is not the text or the JSON that its name promises; the message names it.
     """
-    files = list(files)
-    texts = {name: text for name in files if (text := shared_text(folder / name, base_model)) is not None}
-    if not texts:
-        yield folder
-        return
-    with TemporaryDirectory(prefix="dc_trl-push-") as copy:
-        for name in files:
-            target = Path(copy, name)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if name in texts:
-                target.write_text(texts[name])
-            else:
-                target.symlink_to((folder / name).resolve())
-        yield Path(copy)
-
-
-def shared_text(path: Path, base_model: str | None) -> str | None:
-    """The text of a file without directories of this machine; None where it may go as it is."""
-    if path.suffix == ".md":
-        text = read_text(path)
-        shared = _PATH.sub(lambda match: _named(match[0]) if _is_here(match[0]) else match[0], text)
-    elif path.suffix in (".json", ".jsonl") and path.name not in _WORDS:
-        text = read_text(path)
-        shared = _shared_json(path, text, base_model)
-    else:
+    if path.suffix not in (".md", ".json", ".jsonl") or path.name in _WORDS:
         return None
-    return None if shared == text else shared
+    text = read_text(path)
+    if path.suffix == ".md":
+        shared = _PATH.sub(lambda match: _named(match[0]) if _is_here(match[0]) else match[0], text)
+        return None if shared == text else shared
+    documents = text.splitlines(keepends=True) if path.suffix == ".jsonl" else [text]
+    parts = []
+    for document in documents:
+        try:
+            value: Any = json.loads(document) if document.strip() else None
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON ({error}): repair or remove it.") from error
+        part = _without_paths(value)
+        if path.name == ADAPTER_FILE and (base := value.get(_BASE)) and is_directory(base):  # also a relative one
+            part[_BASE] = base_model or _named(base)
+        indent = 2 if path.suffix == ".json" else None
+        parts.append(document if part == value else json.dumps(part, indent=indent, ensure_ascii=False) + "\n")
+    return None if parts == documents else "".join(parts)
 
 
 def local_base(folder: Path) -> str | None:
-    """The base of an adapter in a folder, where it is a directory and nothing tells its Hub id."""
+    """Return the base of an adapter in a folder if it is a directory whose Hub id is unknown."""
     path = folder / ADAPTER_FILE
     base = json.loads(read_text(path)).get(_BASE) if path.is_file() else None
     return base if base and is_directory(base) and hub_id_of(base) is None else None
 
 
 def hub_id_of(path: str) -> str | None:
-    """The Hub id of a model in the cache of the Hub's client; None for other paths."""
+    """Return the Hub id of a model in the cache of the Hub's client; None for other paths."""
     match = _CACHED.search(path)
     return None if match is None else f"{match[1]}/{match[2]}"
 
 
-def _shared_json(path: Path, text: str, base_model: str | None) -> str:
-    try:
-        if path.suffix == ".jsonl":
-            return "\n".join(map(_shared_line, text.splitlines())) + "\n" * text.endswith("\n")
-        value = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}): repair or remove it, a push would send it unread.") from error
-    shared = value
-    if path.name == ADAPTER_FILE and isinstance(value, dict) and is_directory(value.get(_BASE) or ""):
-        shared = value | {_BASE: base_model or hub_id_of(value[_BASE]) or Path(value[_BASE]).name}
-    shared = _without_paths(shared)
-    return text if shared == value else json.dumps(shared, indent=2, ensure_ascii=False) + "\n"
-
-
-def _shared_line(line: str) -> str:
-    value = json.loads(line) if line.strip() else None
-    shared = _without_paths(value)
-    return line if shared == value else json.dumps(shared, ensure_ascii=False)
+def is_directory(name: str) -> bool:
+    """Return whether the name of a model is an absolute or relative path, which no Hub id is."""
+    return name.startswith((".", "~", os.sep)) or name.count("/") > 1 or Path(name).is_dir()
 
 
 def _without_paths(value: Any) -> Any:
@@ -120,10 +93,5 @@ def _named(path: str) -> str:
 
 
 def _is_here(path: str) -> bool:
-    """Whether a path in prose is one of this machine, and not of a server's interface."""
+    """Return whether a path in prose exists on this machine; it may be one of a server's interface."""
     return os.path.lexists(Path(*Path(path.removeprefix("file://")).parts[:3]))
-
-
-def is_directory(name: str) -> bool:
-    """Whether a model's name is a path, relative ones too: a Hub id is no path."""
-    return name.startswith((".", "~", os.sep)) or name.count("/") > 1 or Path(name).is_dir()

@@ -1,11 +1,10 @@
-"""The run on the Hub: what a push sends, to which repositories, and what it says when it fails.
+"""Pushes a run to the Hub: which files to which repositories, and what an error of the Hub means.
 
 transformers pushes whatever lies in the output directory except checkpoints: logs, pickles, and files of the user.
 [`HubClient`] takes the place of its client and sends the files that [`run_files`] lists by name. None of them is a
-pickle, except the optimizer's state where `hub_strategy` asks for checkpoints.
+pickle, except the optimizer's state if `hub_strategy` asks for checkpoints.
 """
 
-import glob
 import shlex
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -15,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from huggingface_hub import CommitInfo, HfApi, RepoUrl
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, RepoUrl
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.utils import filter_repo_objects
 from transformers import TrainingArguments
 from transformers import trainer as transformers_trainer
 from transformers.trainer import TRAINING_ARGS_NAME
@@ -27,11 +27,11 @@ from ..files import write_text
 from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, SUMMARY_FILE
 from ..version import __version__
 from .card import CARD_FILE, address_card, deployment_card, load_card
-from .local_paths import local_base, without_local_paths
+from .local_paths import local_base, shared_text
 
 
-# Patterns of the files that `save_pretrained` writes. Of several forms of weights only safetensors; each ? is a digit
-# of a shard's number. The client deletes by the same patterns, and its * would reach into folders.
+# Patterns of the files that `save_pretrained` writes; of several forms of weights only safetensors. Each ? is a digit
+# of a shard's number: files are also deleted by these patterns, and a * would reach into folders.
 _SHARDS = ("model-?????-of-?????.safetensors", "model.safetensors.index.json")
 _WEIGHTS = ("model.safetensors", "adapter_model.safetensors", *_SHARDS)
 _CONFIGURATIONS = ("config.json", "generation_config.json", "adapter_config.json", "*processor_config.json")
@@ -41,8 +41,8 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_temp
 MODEL_FILES = (*_WEIGHTS, *_CONFIGURATIONS, *_TOKENIZERS, *_VOCABULARIES, *_TEMPLATES)
 RUN_FILES = (CARD_FILE, HISTORY_FILE, FIGURE_FILE, SUMMARY_FILE, SETTINGS_FILE)
 
-# Files of a checkpoint that it does not take to resume: pickled arguments, what is still being written, and the card
-# that PEFT writes beside each adapter, whose base the Hub refuses where it is a directory.
+# Files of a checkpoint that resuming does not need: pickled arguments, unfinished files, and the card that PEFT writes
+# beside each adapter, whose base the Hub refuses if it is a directory.
 _NOT_TO_RESUME = [f"*{TRAINING_ARGS_NAME}", f"*{CARD_FILE}", ".*", "*/.*"]
 
 logger = logging.get_logger(__name__)
@@ -53,7 +53,12 @@ class HubError(OSError):
 
 
 def run_files(folder: str | Path, deployment: bool = True) -> list[str]:
-    """The files of a run that a push sends, relative to its output directory, with those of the deployment or not."""
+    """Return the files of a run that a push sends, relative to its output directory.
+
+    Args:
+        folder: output directory of the run.
+        deployment: whether to list the files of the deployment checkpoint too.
+    """
     patterns = [*MODEL_FILES, *RUN_FILES]
     if deployment:
         patterns += [f"{DEPLOYMENT_FOLDER}/{pattern}" for pattern in MODEL_FILES]
@@ -63,15 +68,15 @@ def run_files(folder: str | Path, deployment: bool = True) -> list[str]:
 
 @dataclass(frozen=True)
 class HubClient:
-    """The Hub as a run pushes to it; stands where transformers has its own client.
+    """The client with which a run pushes; it takes the place of transformers' own.
 
     Args:
-        api: with a token that may write. What it sends in the background it sends one after the other.
+        api: client of the Hub, with a token that may write. Its jobs in the background run one after the other.
         deployment: where the deployment checkpoint goes: `"subfolder"` `deployment/`, a second `"repository"` (named
             by the scheme), or `"none"`.
         scheme: deployment scheme; needed for a second repository.
-        revision: branch that is pushed to, and begun where it is missing; by default the main one.
-        base_model: Hub id of the model that an adapter adapts, where it was loaded from a directory.
+        revision: branch to push to, which is created if it is missing; by default the main one.
+        base_model: Hub id of the model that an adapter adapts, if it was loaded from a directory.
     """
 
     api: HfApi
@@ -82,17 +87,17 @@ class HubClient:
 
     @classmethod
     def of(cls, args: DCGRPOConfig) -> "HubClient":
-        """The client that the settings of a run describe."""
+        """Return the client that the settings of a run describe."""
         api, base_model = hub_api(args.hub_token), args.hub_base_model_id
         return cls(api, args.hub_deployment, args.deployment_scheme, args.hub_revision, base_model)
 
     def second_repository(self, repo_id: str | None) -> str | None:
-        """The repository of the deployment checkpoint; None if it has none of its own, or the model has none yet."""
+        """Return the repository of the deployment checkpoint; None if it has none of its own or has no name yet."""
         return f"{repo_id}-{self.scheme}" if repo_id is not None and self.deployment == "repository" else None
 
     @contextmanager
     def pushing(self, args: TrainingArguments, deployment: bool = True) -> Iterator[None]:
-        """Has transformers push by this client, with the deployment checkpoint or without.
+        """Make transformers push with this client, with the deployment checkpoint or without.
 
         transformers has no public place for a client, or for a choice of files: its `push_to_hub` and
         `_push_from_checkpoint` take the client from this function of their module. Overriding both whole would copy
@@ -110,14 +115,14 @@ class HubClient:
     def create_repo(
         self, repo_id: str, *, token: str | None = None, private: bool | None = None, exist_ok: bool = True
     ) -> RepoUrl:
-        """Makes the repositories and the branch of a run where they are missing, and checks that they take a push.
+        """Create missing repositories and the missing branch of a run, and check that they accept a push.
 
         Raises:
             HubError: there is no token, or it may not write there, or the Hub cannot be reached.
         """
         with _explained(repo_id, self.api.endpoint):
             url = self.api.create_repo(repo_id, token=token, private=private, exist_ok=exist_ok)
-            # A repository that is there already may be another's.
+            # An existing repository may belong to someone else.
             self.api.auth_check(url.repo_id, token=token, write=True)
             if self.revision is not None:
                 self.api.create_branch(url.repo_id, branch=self.revision, token=token, exist_ok=True)
@@ -126,12 +131,31 @@ class HubClient:
         return url
 
     def upload_folder(
-        self, *, repo_id: str, folder_path: str | Path, run_as_future: bool = False, **options: Any
+        self,
+        *,
+        repo_id: str,
+        folder_path: str | Path,
+        commit_message: str,
+        path_in_repo: str | None = None,
+        revision: str | None = None,
+        token: str | None = None,
+        run_as_future: bool = False,
+        **options: Any,
     ) -> CommitInfo | Future:
-        """Sends a run, or with `path_in_repo` one of its checkpoints. The parameters are those of transformers' calls.
+        """Push a run, or with `path_in_repo` one of its checkpoints, in one commit.
 
-        What the Hub has already is not sent again, so a push that failed goes on where it was. Texts go without the
-        directories of this machine that they name.
+        The Hub's client does not send again what the Hub has, so a repeated push sends only what is missing. Texts are
+        sent without directories of this machine.
+
+        Args:
+            repo_id: repository of the model.
+            folder_path: output directory of the run, or directory of the checkpoint.
+            commit_message: title of the commit.
+            path_in_repo: folder for a checkpoint; the checkpoint replaces what is in it.
+            revision: branch; by default that of this client.
+            token: token of this push; by default that of `api`.
+            run_as_future: whether to push in the background.
+            **options: transformers' choice of files, which has no effect.
 
         Returns:
             The commit to `repo_id`, or with `run_as_future` its future.
@@ -139,30 +163,49 @@ class HubClient:
         Raises:
             HubError: the Hub refused, or the connection was lost more often than the client tries again.
         """
-        folder, subfolder = Path(folder_path), self.deployment == "subfolder"
-        options["revision"] = options.get("revision") or self.revision
-        choice: dict[str, Any] = {"ignore_patterns": [*_NOT_TO_RESUME], "delete_patterns": ["*"]}
-        files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-        if options.get("path_in_repo") is None:
-            # Listed now: a push in the background may begin later. Weights of an earlier push, whose shards may have
-            # had other names, would be loaded as the model's.
-            files = run_files(folder, subfolder)
-            choice = {
-                "allow_patterns": [glob.escape(file) for file in files],
-                "ignore_patterns": None,  # transformers' choice
-                "delete_patterns": [*_WEIGHTS, f"{DEPLOYMENT_FOLDER}/*"] if subfolder else [*_WEIGHTS],
-            }
-
-            self._warn_of_base(folder)
+        folder, revision = Path(folder_path), revision or self.revision
+        # The files are listed now, since a push in the background may begin later.
+        if path_in_repo is None:
+            files = run_files(folder, self.deployment == "subfolder")
+            # Shards of an earlier push, which may have had other names, would be loaded as the model's weights.
+            replaced = [*_WEIGHTS, *([f"{DEPLOYMENT_FOLDER}/*"] if self.deployment == "subfolder" else [])]
+            if self.base_model is None and (base := local_base(folder)) is not None:
+                logger.warning(
+                    f"The adapter in {str(folder)!r} adapts {base!r}, a directory of this machine: nobody else can "
+                    f"load it. Give the Hub id of its base as hub_base_model_id (dc-trl push --base_model), or have "
+                    f"others use {DEPLOYMENT_FOLDER}/, which is whole."
+                )
+        else:
+            found = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+            files = sorted(filter_repo_objects(found, ignore_patterns=_NOT_TO_RESUME))
+            replaced = [f"{path_in_repo}/*"]
 
         def send() -> CommitInfo:
-            shared = without_local_paths(folder, files, self.base_model)
-            with _explained(repo_id, self.api.endpoint), shared as source:
-                commit = self.api.upload_folder(repo_id=repo_id, folder_path=source, **options | choice)
+            with _explained(repo_id, self.api.endpoint):
+                prefix = "" if path_in_repo is None else f"{path_in_repo}/"
+                added: dict[str, Path | bytes] = {}
+                for name in files:
+                    text = shared_text(folder / name, self.base_model)
+                    added[prefix + name] = folder / name if text is None else text.encode()
+                there = self.api.list_repo_files(repo_id, revision=revision, token=token)
+                old = [name for name in filter_repo_objects(there, allow_patterns=replaced) if name not in added]
+                commit = self.api.create_commit(
+                    repo_id,
+                    [*map(CommitOperationDelete, old), *(CommitOperationAdd(*each) for each in added.items())],
+                    commit_message=commit_message,
+                    revision=revision,
+                    token=token,
+                )
             if (second := self.second_repository(repo_id)) is not None:
                 served = folder / DEPLOYMENT_FOLDER
                 write_text(served / CARD_FILE, str(deployment_card(second, repo_id, str(self.scheme))))
-                replace(self, deployment="none").upload_folder(repo_id=second, folder_path=served, **options)
+                replace(self, deployment="none").upload_folder(
+                    repo_id=second,
+                    folder_path=served,
+                    commit_message=commit_message,
+                    revision=revision,
+                    token=token,
+                )
             return commit
 
         if not run_as_future:
@@ -171,19 +214,9 @@ class HubClient:
         future.add_done_callback(_warn_of_failure)
         return future
 
-    def _warn_of_base(self, folder: Path) -> None:
-        """Says of an adapter whose base is a directory that nobody else can load it."""
-        base = local_base(folder) if self.base_model is None else None
-        if base is not None:
-            logger.warning(
-                f"The adapter in {str(folder)!r} adapts {base!r}, a directory of this machine: nobody else can load "
-                f"it. Give the Hub id of its base as hub_base_model_id (dc-trl push --base_model), or have "
-                f"others use {DEPLOYMENT_FOLDER}/, which is whole."
-            )
-
 
 def hub_api(token: str | None = None) -> HfApi:
-    """The Hub's client; the token by default that of the environment or of `hf auth login`."""
+    """Return the Hub's client; the default token is that of the environment or of `hf auth login`."""
     return HfApi(token=token or None, library_name="dc_trl", library_version=__version__)
 
 
@@ -198,13 +231,14 @@ def push_run(
     base_model: str | None = None,
     token: str | None = None,
 ) -> str:
-    """Pushes a run from its output directory: one that was not pushed, or whose push failed.
+    """Push a run from its output directory, for example after a push has failed.
 
     Args:
-        repo_id: repository, made where it is missing.
-        private: of repositories that are made; by default as the account has it.
+        folder: output directory of the run.
+        repo_id: repository, which is created if it is missing.
         deployment, scheme, revision, base_model: see [`HubClient`].
-        token: see [`hub_api`]; it has to have write access.
+        private: whether new repositories are private; by default as the account has it.
+        token: see [`hub_api`]; it must have write access.
 
     Returns:
         The address of the commit.
@@ -216,7 +250,7 @@ def push_run(
     folder = Path(folder)
     if not (folder / CARD_FILE).is_file() or not any(file.endswith(".safetensors") for file in run_files(folder)):
         raise ValueError(f"{str(folder)!r} holds no model with its {CARD_FILE}: give the output directory of a run.")
-    load_card(folder / CARD_FILE)  # before anything is made on the Hub
+    load_card(folder / CARD_FILE)  # before anything is created on the Hub
     if deployment == "repository" and (scheme is None or not (folder / DEPLOYMENT_FOLDER).is_dir()):
         raise ValueError(
             f"hub_deployment='repository' pushes {str(folder / DEPLOYMENT_FOLDER)!r} to a second repository that is "
@@ -231,7 +265,7 @@ def push_run(
 
 
 def push_command(args: DCGRPOConfig, repo_id: str) -> str:
-    """The command that pushes a run of these settings later, by [`push_run`]."""
+    """Return the command that pushes a run of these settings later, by [`push_run`]."""
     values = {"--scheme": args.deployment_scheme, "--revision": args.hub_revision}
     values["--base_model"] = args.hub_base_model_id
     words = ["--deployment", args.hub_deployment, *(["--private"] if args.hub_private_repo else [])]
@@ -241,7 +275,7 @@ def push_command(args: DCGRPOConfig, repo_id: str) -> str:
 
 @contextmanager
 def without_token(args: TrainingArguments) -> Iterator[None]:
-    """Takes the token out of the arguments for as long as transformers may pickle them into a file."""
+    """Remove the token from the arguments while transformers may pickle them into a file."""
     token, args.hub_token = args.hub_token, None
     try:
         yield
@@ -251,7 +285,7 @@ def without_token(args: TrainingArguments) -> Iterator[None]:
 
 @contextmanager
 def _explained(repo_id: str, endpoint: str) -> Iterator[None]:
-    """Says of an error of the Hub's client which setting is behind it and what to do."""
+    """Turn an error of the Hub's client into one that names the setting and the remedy."""
     try:
         yield
     except (httpx.HTTPError, OSError, RuntimeError, ValueError) as error:

@@ -1,8 +1,8 @@
 """Finds the checkpoint from which a run resumes, and describes what an incomplete one lacks."""
 
 import json
-import math
 import re
+import sys
 import zipfile
 from collections.abc import Callable
 from os import PathLike
@@ -28,8 +28,6 @@ AHEAD_FILE = "rollouts_ahead.safetensors"  # the batch of all processes that was
 
 UNFINISHED = "unfinished"  # prefix of an incomplete checkpoint that a new run has renamed
 
-_COUNTS = ("micro_batches_done", "micro_batches_per_iteration", "num_processes")
-_STATE_FIELDS = ("lagrange_multiplier", "batch_discrepancy", *_COUNTS)
 # Folders named after the step of the checkpoint in them: the trainer's, and those that the collapse alarm keeps.
 _NAMED_BY_STEP = re.compile(rf"(?:{PREFIX_CHECKPOINT_DIR}|last-good)-(\d+)")
 # Prefixes of the names under which transformers, PEFT, FSDP and DeepSpeed keep weights.
@@ -70,7 +68,8 @@ def resumable_checkpoint(
             names the newer ones that are skipped). "auto" means the same, but selects none if none is complete;
             incomplete checkpoints are then renamed. `None`, `False` and "false" select none.
         output_dir: output directory of the run.
-        save_on_each_node: as in `TrainingArguments`; if set, files of other machines' processes are not expected here.
+        save_on_each_node: as in `TrainingArguments`; makes no difference, since a manifest lists only files that its
+            machine can see.
         hashes: whether files are read and compared with the hashes of the checkpoint's manifest.
 
     Raises:
@@ -82,7 +81,7 @@ def resumable_checkpoint(
     if wanted is None or word == NO_CHECKPOINT:
         return None
     if word not in (NEWEST_CHECKPOINT, NEWEST_OR_NONE):
-        if (defect := checkpoint_defect(Path(wanted), save_on_each_node, hashes)) is not None:
+        if (defect := checkpoint_defect(Path(wanted), hashes)) is not None:
             raise ValueError(
                 f"resume_from_checkpoint={str(wanted)!r} {defect}. Give another checkpoint, or true for the newest "
                 "whole one in output_dir."
@@ -90,14 +89,18 @@ def resumable_checkpoint(
         return _chosen(Path(wanted))
     passed_over: dict[Path, str] = {}
     for folder in checkpoints(output_dir):
-        defect = checkpoint_defect(folder, save_on_each_node, hashes)
+        defect = checkpoint_defect(folder, hashes)
         if defect is None:
             if passed_over:
                 logger.warning(f"Going on from {folder}. Passed over: {'; '.join(passed_over.values())}.")
             return _chosen(folder)
         passed_over[folder] = f"{folder.name} {defect}"
     if word == NEWEST_OR_NONE:
-        _begin_anew(output_dir, passed_over)
+        for folder, defect in passed_over.items():  # a new run would replace them or rotate them out
+            target = folder.with_name(f"{UNFINISHED}-{folder.name}")
+            set_aside([target])
+            folder.rename(target)
+            logger.warning(f"{defect}: it is kept as {target.name}, and the run starts again in {str(output_dir)!r}.")
         return None
     state = f"holds no whole checkpoint: {'; '.join(passed_over.values())}" if passed_over else "holds no checkpoint"
     raise ValueError(
@@ -115,15 +118,6 @@ def _chosen(folder: Path) -> str:
     return str(folder)
 
 
-def _begin_anew(output_dir: str | PathLike[str], passed_over: dict[Path, str]) -> None:
-    """Rename incomplete checkpoints, which a new run would otherwise replace or rotate out."""
-    for folder, defect in passed_over.items():
-        target = folder.with_name(f"{UNFINISHED}-{folder.name}")
-        set_aside([target])
-        folder.rename(target)
-        logger.warning(f"{defect}: it is kept as {target.name}, and the run starts again in {str(output_dir)!r}.")
-
-
 def checkpoints(output_dir: str | PathLike[str]) -> list[Path]:
     """Return the folders of an output directory that are named like checkpoints, the newest first."""
     return [path for _, path in sorted(numbered_folders(output_dir, PREFIX_CHECKPOINT_DIR).items(), reverse=True)]
@@ -138,12 +132,13 @@ def numbered_folders(output_dir: str | PathLike[str], prefix: str) -> dict[int, 
     }
 
 
-def checkpoint_defect(folder: Path, save_on_each_node: bool = False, hashes: bool = True) -> str | None:
+def checkpoint_defect(folder: Path, hashes: bool = True) -> str | None:
     """Return why training cannot resume exactly from a checkpoint (a file is missing, cut short or changed), or None.
+
+    A manifest lists all files of a checkpoint. Without one, only what every trainer saves is looked for.
 
     Args:
         folder: directory of the checkpoint.
-        save_on_each_node: as in `TrainingArguments`; if set, files of other machines' processes are not expected here.
         hashes: whether files are read and compared with the hashes of the manifest. Otherwise, or if there are no
             hashes, headers and sizes are read.
     """
@@ -151,26 +146,10 @@ def checkpoint_defect(folder: Path, save_on_each_node: bool = False, hashes: boo
         return "does not exist" if not folder.exists() else "is not a directory"
     if not (folder / TRAINER_STATE_FILE).is_file():
         return f"holds no {TRAINER_STATE_FILE}: it is not a checkpoint, or its save was cut short"
-    for file in (*files_of(folder), folder / MANIFEST_FILE):
-        if file.is_file() and (reason := _unreadable(file)) is not None:
+    for file in files_of(folder):
+        if (reason := _unreadable(file)) is not None:
             return f"holds {file.relative_to(folder)}, which {reason}"
-    return (
-        _wrong_step(folder)
-        or _missing_weights(folder)
-        or _missing_optimizer(folder)
-        or _missing_own_files(folder, save_on_each_node)
-        or manifest_defect(folder, hashes)
-    )
-
-
-def _wrong_step(folder: Path) -> str | None:
-    step = _object(folder / TRAINER_STATE_FILE).get("global_step")
-    if type(step) is not int:
-        return f"holds {TRAINER_STATE_FILE}, which lacks 'global_step'"
-    named = _NAMED_BY_STEP.fullmatch(folder.resolve().name)
-    if named is not None and int(named[1]) != step:
-        return f"holds {TRAINER_STATE_FILE} of step {step}: its name and its content are not of one checkpoint"
-    return None
+    return _missing_file(folder) or manifest_defect(folder, hashes) or _wrong_step(folder) or _wrong_state(folder)
 
 
 def _unreadable(file: Path) -> str | None:
@@ -183,94 +162,49 @@ def _unreadable(file: Path) -> str | None:
         elif file.suffix in (".pt", ".pth", ".bin"):
             with zipfile.ZipFile(file):  # the format of torch.save, whose directory is at the end
                 pass
-        elif (file.suffix == ".distcp" or file.name == ".metadata") and file.stat().st_size == 0:
-            return "is empty"
     except (SafetensorError, ValueError, zipfile.BadZipFile):
         return "is empty" if file.stat().st_size == 0 else "is cut short or damaged"
     return None
 
 
-def _object(file: Path) -> dict:
-    value = json.loads(file.read_text(encoding="utf-8"))
-    return value if isinstance(value, dict) else {}
-
-
-def _missing_weights(folder: Path) -> str | None:
-    for index in (*folder.glob("model*.index.json"), *folder.glob("pytorch_model*.index.json")):
-        shards = _object(index).get("weight_map", {})
-        missing = sorted({name for name in shards.values() if not (folder / name).is_file()})
-        if missing or not shards:
-            return f"holds {index.name} without {', '.join(missing) or 'any weights'}"
+def _missing_file(folder: Path) -> str | None:
     if not any(path for name in _WEIGHTS for path in folder.glob(f"{name}*")):
         return "holds no weights (model.safetensors, adapter_model.safetensors, …)"
-    return _missing_metadata(folder, "pytorch_model_fsdp")
-
-
-def _missing_optimizer(folder: Path) -> str | None:
-    if (latest := folder / "latest").is_file():  # DeepSpeed's file that names the folder with weights and optimizer
-        tag = latest.read_text().strip()
-        return None if tag and any(folder.glob(f"{tag}/*")) else f"holds nothing in {tag!r}, which latest names"
-    for name, found in (("optimizer.pt", "optimizer*"), ("scheduler.pt", "scheduler.pt")):
-        if not any(folder.glob(found)):
-            return (
-                f"holds no {name} (save_only_model=true omits it): it cannot be continued, but a new run can "
-                "start from its weights (model_name_or_path; an adapter has to be merged)"
-            )
-    return _missing_metadata(folder, "optimizer")
-
-
-def _missing_metadata(folder: Path, prefix: str) -> str | None:
-    """Return the defect of a sharded save, which is complete once its table of tensors exists, or None."""
-    for part in folder.glob(f"{prefix}_*"):
-        if part.is_dir() and not (part / ".metadata").is_file():
-            return f"holds {part.name} without .metadata: its save was cut short"
-    return None
-
-
-def _missing_own_files(folder: Path, save_on_each_node: bool) -> str | None:
-    """Return what is missing of `DCGRPOTrainer`'s and each process's files; other trainers' checkpoints have none."""
-    if not (folder / STATE_FILE).is_file():
-        return None
-    state = _object(folder / STATE_FILE)
-    if lacking := [name for name in _STATE_FIELDS if name not in state]:
-        return f"holds {STATE_FILE}, which lacks {lacking[0]!r}"
-    for name in _COUNTS:
-        if type(state[name]) is not int or state[name] < 0:
-            return f"holds {STATE_FILE}, whose {name}={state[name]!r} is not a count"
-    if (wrong := _wrong_multiplier(state)) is not None:
-        return f"holds {STATE_FILE}, whose {wrong}"
-    if state.get("manifest") and not (folder / MANIFEST_FILE).is_file():
+    if not (folder / "latest").is_file():  # DeepSpeed keeps its optimizer in the folder that this file names
+        for name, found in (("optimizer.pt", "optimizer*"), ("scheduler.pt", "scheduler.pt")):
+            if not any(folder.glob(found)):
+                return (
+                    f"holds no {name} (save_only_model=true omits it): it cannot be continued, but a new run can "
+                    "start from its weights (model_name_or_path; an adapter has to be merged)"
+                )
+    if _object(folder / STATE_FILE).get("manifest") and not (folder / MANIFEST_FILE).is_file():
         return f"holds no {MANIFEST_FILE}: its save was cut short"
-    count = state["num_processes"]
-    names = ["rng_state.pth"] if count == 1 else [f"rng_state_{rank}.pth" for rank in range(count)]
-    if state["micro_batches_done"] > 0:
-        names += [ROLLOUTS_FILE.format(rank=rank) for rank in range(count)]
-    if state.get("rollout_ahead") is not None:
-        names.append(AHEAD_FILE)
-    if save_on_each_node:
-        names = [name for name in names if name in ("rng_state.pth", "rng_state_0.pth", ROLLOUTS_FILE.format(rank=0))]
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        return f"holds no {missing[0]}: its save was cut short"
-    asked = (state.get("rollout_ahead") or {}).get("saved") == "request"  # which needs the weights of its turn
-    lags = not save_on_each_node and (asked or state.get("weight_sync", {}).get("kept", False))
-    defect = _missing_weights(folder / SAMPLER_FOLDER) if lags else None
-    return defect and f"holds {SAMPLER_FOLDER}, which {defect}"
-
-
-def _wrong_multiplier(state: dict) -> str | None:
-    """Return what is impossible in a saved λ: a number that is not finite, or a λ outside the bounds of that run."""
-    multiplier = state["lagrange_multiplier"]
-    value = multiplier.get("value") if isinstance(multiplier, dict) else None
-    low, high = state.get("lambda_bounds", (0.0, math.inf))  # absent in older checkpoints
-    if not _is_number(value) or not low <= value <= high:
-        return f"lambda={value!r} is not a number from lambda_min={low} to lambda_max={high}"
-    for name, of in multiplier.items():
-        numbers = of if isinstance(of, list) else [of]
-        if not all(number is None or _is_number(number) for number in numbers):
-            return f"{name}={of!r} of lambda is not finite"
     return None
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _wrong_step(folder: Path) -> str | None:
+    step = _object(folder / TRAINER_STATE_FILE).get("global_step")
+    if type(step) is not int:
+        return f"holds {TRAINER_STATE_FILE}, which lacks 'global_step'"
+    named = _NAMED_BY_STEP.fullmatch(folder.resolve().name)
+    if named is not None and int(named[1]) != step:
+        return f"holds {TRAINER_STATE_FILE} of step {step}: its name and its content are not of one checkpoint"
+    return None
+
+
+def _wrong_state(folder: Path) -> str | None:
+    """Return what is impossible in the state of λ, which other trainers' checkpoints do not have."""
+    state = _object(folder / STATE_FILE)
+    if not state:
+        return None
+    multiplier = state.get("lagrange_multiplier")
+    value = multiplier.get("value") if isinstance(multiplier, dict) else None
+    low, high = state.get("lambda_bounds", (0.0, sys.float_info.max))  # absent in older checkpoints
+    if not isinstance(value, int | float) or not low <= value <= high:  # NaN is refused, too
+        return f"holds {STATE_FILE}, whose lambda={value!r} is not a number from lambda_min={low} to lambda_max={high}"
+    return None
+
+
+def _object(file: Path) -> dict:
+    value = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return value if isinstance(value, dict) else {}

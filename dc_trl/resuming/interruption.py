@@ -93,7 +93,7 @@ class StopSignals(TrainerCallback):
         self._output_dir, self._steps = args.output_dir, state.global_step
         self._training = True
         if PartialState().num_processes > 1:
-            self._broadcast = _SignalBroadcast()
+            self._store, self._key = _get_default_store(), f"dc_trl/signal/{next(_trainings)}"
             in_thread(self._listen)
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -125,10 +125,14 @@ class StopSignals(TrainerCallback):
     def _listen(self) -> None:
         """End the requests of this process once a signal has reached another one, which may wait for them."""
         while self._training and not self._signum:
-            if self._broadcast.has_arrived():
+            if self._store.check([self._key]):
                 abandon_requests()
                 return
             time.sleep(_POLL_SECONDS)
+
+    def _announce(self) -> None:
+        """Tell all processes of the signal, outside of the collectives in which they may wait."""
+        self._store.set(self._key, "1")
 
     def _common_signal(self) -> int:
         state = PartialState()
@@ -149,21 +153,18 @@ class StopSignals(TrainerCallback):
             if not self._signum:
                 self._signum, first = data[0], time.monotonic()
                 if self._training:
-                    _write_signal(data[0], f"the run ends after this step or evaluation batch; {self._force_notice()}")
+                    several = PartialState().num_processes > 1
+                    # If a process has died, the others would wait for it; a launcher then sends them the signal.
+                    died = f" If one of its processes has died: {self._way_back()}" if several else ""
+                    now = "the run ends after this step or evaluation batch; a second signal ends it at once."
+                    _write_signal(data[0], now + died)
                     abandon_requests()
-                    if PartialState().num_processes > 1:
-                        in_thread(self._broadcast.send)  # may block, and a second signal must not wait
+                    if several:
+                        in_thread(self._announce)  # may block, and a second signal must not wait
             elif time.monotonic() - first > _DUPLICATE_SECONDS:
                 _write_signal(data[0], f"ended at once. {self._way_back()}")
                 os._exit(128 + self._signum)
         os.close(signals)
-
-    def _force_notice(self) -> str:
-        """Return what happens to a run that a signal cannot end after its step."""
-        if PartialState().num_processes == 1:
-            return "a second signal ends it at once."
-        # If a process has died, the others would wait for it; a launcher then sends them the signal.
-        return f"a second signal ends it at once. If one of its processes has died: {self._way_back()}"
 
     def _way_back(self) -> str:
         """Return how to resume if nothing more is saved."""
@@ -172,20 +173,6 @@ class StopSignals(TrainerCallback):
         if checkpoints(self._output_dir):
             return f"Go on from the last checkpoint: {resume_command(self._output_dir)}."
         return f"No checkpoint was saved: start again in another output_dir, or remove {self._output_dir}."
-
-
-class _SignalBroadcast:
-    """Announces a signal to all processes outside of the collectives in which they may wait."""
-
-    def __init__(self) -> None:
-        self._store = _get_default_store()
-        self._key = f"dc_trl/signal/{next(_trainings)}"
-
-    def send(self) -> None:
-        self._store.set(self._key, "1")
-
-    def has_arrived(self) -> bool:
-        return self._store.check([self._key])
 
 
 def _write_signal(signum: int, what: str) -> None:

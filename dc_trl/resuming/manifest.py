@@ -46,9 +46,8 @@ def write_manifest(folder: Path, hashes: bool) -> None:
         sync_to_disk(inner)
     described: dict[str, dict[str, Any]] = {}
     for file, digest in zip(files, digests, strict=True):
-        described[str(file.relative_to(folder))] = {"size": file.stat().st_size} | (
-            {} if digest is None else {"sha256": digest}
-        )
+        hashed = {} if digest is None else {"sha256": digest}
+        described[str(file.relative_to(folder))] = {"size": file.stat().st_size, **hashed}
     text = json.dumps({"files": described}, indent=1, ensure_ascii=False) + "\n"
     write_bytes(folder / MANIFEST_FILE, text.encode(), durable=True)
     sync_to_disk(folder.parent)  # this folder holds the checkpoint's own name
@@ -63,24 +62,22 @@ def manifest_defect(folder: Path, hashes: bool) -> str | None:
     path = folder / MANIFEST_FILE
     if not path.is_file():
         return None
+    hashed: dict[Path, str] = {}
     try:
-        described = {
-            str(name): (int(entry["size"]), entry.get("sha256"))
-            for name, entry in json.loads(path.read_text(encoding="utf-8"))["files"].items()
-        }
+        for name, entry in json.loads(path.read_text(encoding="utf-8"))["files"].items():
+            file, size = folder / name, int(entry["size"])
+            if not file.is_file():
+                return f"holds no {name}, which its {MANIFEST_FILE} lists"
+            if (found := file.stat().st_size) != size:
+                return f"holds {name} with {found:,} bytes in place of {size:,}: it was changed or cut short"
+            if hashes and "sha256" in entry:
+                hashed[file] = entry["sha256"]
     except (ValueError, TypeError, LookupError, AttributeError):
         return f"holds {MANIFEST_FILE}, which is not a manifest"
-    for name, (size, _) in described.items():
-        if not (folder / name).is_file():
-            return f"holds no {name}, which its {MANIFEST_FILE} lists"
-        if (found := (folder / name).stat().st_size) != size:
-            return f"holds {name} with {found:,} bytes in place of {size:,}: it was changed or cut short"
-    if hashes:
-        hashed = {folder / name: digest for name, (_, digest) in described.items() if digest is not None}
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for (file, expected), digest in zip(hashed.items(), pool.map(_digest, hashed), strict=True):
-                if digest != expected:
-                    return f"holds {file.relative_to(folder)}, whose bytes differ from those that were saved"
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for (file, expected), digest in zip(hashed.items(), pool.map(_digest, hashed), strict=True):
+            if digest != expected:
+                return f"holds {file.relative_to(folder)}, whose bytes differ from those that were saved"
     return None
 
 
