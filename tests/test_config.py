@@ -85,7 +85,7 @@ def test_a_correction_of_ours_takes_the_place_of_trls(tmp_path):
         ({"constraint": "none", "discrepancy_margin": 0.1}, ["discrepancy_margin=0.1 has no effect", "'static'"]),
         ({"constraint": "static", "dual_window": 4}, ["dual_window=4", "choose constraint='lagrangian'"]),
         ({"weight_sync_dir": "/dev/shm"}, ["weight_sync_dir='/dev/shm'", "use_vllm=True"]),
-        (SEVERAL | {"vllm_mode": "colocate"}, ["use_vllm=True and vllm_mode='colocate'", "vllm_mode='server'"]),
+        (SEVERAL | {"vllm_mode": "colocate"}, ["has no effect with vllm_mode='colocate'", "vllm_mode='server'"]),
         (
             {"use_vllm": True, "vllm_mode": "server", "weight_sync": "nccl", "weight_sync_dir": "/dev/shm"},
             ["weight_sync_dir='/dev/shm'", "weight_sync='nccl'"],

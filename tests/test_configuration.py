@@ -21,7 +21,7 @@ def parse(tmp_path):
     [
         ("learning_rate: 1e-6", {"learning_rate": 1e-6}),  # YAML reads text
         ("rewards: math", {"rewards": ["math"]}),
-        ("eval_benchmarks: [aime24, math500]", {"eval_benchmarks": ["aime24", "math500"]}),
+        ("eval_size: 8\neval_benchmarks: [aime24, math500]", {"eval_benchmarks": ["aime24", "math500"]}),
         ("serve_devices: 0", {"serve_devices": "0"}),  # a number, and one that is false
         ("serve_options: [--tensor-parallel-size, 4]", {"serve_options": ["--tensor-parallel-size", "4"]}),
         ("collapse_alarm: off", {"collapse_alarm": "off"}),  # YAML reads false

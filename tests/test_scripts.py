@@ -296,7 +296,7 @@ def test_a_model_with_a_broken_file(tmp_path, file, content, words):
         ("def reward(completions, solution, **kwargs): ...", "missing a required argument: 'solution'"),
         ("def reward(completions): ...", "got an unexpected keyword argument"),
         ("async def reward(prompts, steps): ...", "rewards='my_rewards.reward' cannot be called"),
-        ("def reward(:", "rewards='my_rewards.reward' cannot be imported (invalid syntax"),
+        ("def reward(:", "rewards='my_rewards.reward': the module 'my_rewards' cannot be imported (invalid syntax"),
     ],
 )
 def test_a_reward_function_that_cannot_be_called(launch, tmp_path, monkeypatch, function, words):

@@ -63,10 +63,9 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
         require_servers(args, config)
     train_dataset, eval_dataset = _problems(data, rewards, args, tokenizer)
     benchmarks = _eval_benchmarks(data)
-    if data.eval_greedy and (eval_dataset is None or args.eval_strategy == "no"):
+    if data.eval_greedy and args.eval_strategy == "no":
         raise ValueError(
-            f"eval_greedy=True measures at evaluations, and there are none with eval_size={data.eval_size} and "
-            f"eval_strategy={str(args.eval_strategy.value)!r}: set eval_size and eval_strategy='steps'."
+            "eval_greedy=True measures at evaluations, and eval_strategy='no' has none: set eval_strategy='steps'."
         )
     if eval_dataset is not None:
         _require_whole_eval_groups(args)
@@ -140,11 +139,6 @@ def _problems(
 
 def _eval_benchmarks(data: DataArguments) -> list[Benchmark]:
     """Return the benchmarks that are evaluated during training."""
-    if data.eval_benchmarks and data.eval_size == 0:
-        raise ValueError(
-            f"eval_benchmarks={data.eval_benchmarks} are run when the trainer evaluates, and eval_size=0 leaves it "
-            "nothing to evaluate: set eval_size."
-        )
     with PartialState().local_main_process_first():  # only one process of a machine downloads
         samples, limit = data.eval_benchmark_samples, data.eval_benchmark_limit
         return [Benchmark.parse(word, samples=samples, limit=limit) for word in data.eval_benchmarks]

@@ -17,6 +17,7 @@ from ..data.dapo import load_dapo
 from ..data.prompts import Prompt, describe_counts, load_prompts, load_rows, make_prompt, prompt_length
 from ..data.templates import BOXED_INSTRUCTION
 from ..evaluation import Benchmark
+from ..settings.contradictions import require_effect
 from ..settings.fields import require_fields, setting
 from ..settings.ranges import AT_LEAST_0, COUNT, WHOLE
 
@@ -62,6 +63,7 @@ class DataArguments:
 
     def __post_init__(self):
         require_fields(self)
+        require_effect(self)
 
 
 def load_data(
