@@ -60,13 +60,7 @@ _PATHS: dict[str, Callable[[str, str], Any]] = {
 
 
 def require_options(name: str, words: Sequence[str], description: Mapping[str, Any]) -> None:
-    """Show the help of a sub-command, or refuse what is wrong with its options; both end the program.
-
-    Args:
-        name: of the sub-command.
-        words: of its command line.
-        description: of the sub-command.
-    """
+    """Show the help of a sub-command, or refuse what is wrong with its command line; both end the program."""
     parser = parser_of(name, description)
     if name == "train":
         words = [part for word in words for part in _as_listed(word, parser)]

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
@@ -19,12 +20,7 @@ _ALSO_TRUTH_VALUES = ("scale_rewards",)
 
 
 def values_of(settings: Mapping[str, Any], types: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Return the settings of a configuration file as values of their fields.
-
-    Args:
-        settings: as YAML reads them.
-        types: annotation of each field by its name.
-        file: of the settings, for messages.
+    """Return the settings that YAML has read from a file as values of their fields, of which `types` has all.
 
     Raises:
         ValueError: there is no such field, or it has another type; the message has file and line, the field, its
@@ -82,13 +78,9 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def _reads(kind: type[int] | type[float], value: Any) -> bool:
     """Return whether the parser of a command line reads a number from this text."""
-    if not isinstance(value, str):
-        return False
-    try:
-        kind(value)
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        return isinstance(value, str) and kind(value) is not None
+    return False
 
 
 def _as_text(value: Any) -> Any:
@@ -99,11 +91,7 @@ def _as_text(value: Any) -> Any:
 
 
 def truth(word: str) -> str:
-    """Return a word of a command line that means true or false; argparse refuses every other one.
-
-    Raises:
-        argparse.ArgumentTypeError: it means neither.
-    """
+    """Return a word of a command line that means true or false; argparse refuses every other one."""
     if word.lower() not in TRUTH_VALUES:
         raise argparse.ArgumentTypeError(f"{word!r} is neither true nor false")
     return word
