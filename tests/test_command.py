@@ -54,7 +54,7 @@ def watched(words, folder):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     *errors, loaded = done.stderr.splitlines()
     assert loaded == "LOADED", loaded
@@ -185,6 +185,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1500)
 def test_a_new_field_is_one_edit(tmp_path):
     """In help, parser, refusals, defaults and the table of settings; and where the cache folder is a file."""
     ignored = shutil.ignore_patterns("__pycache__")
@@ -265,10 +266,11 @@ def test_the_trainer_finds_the_shipped_model_from_anywhere(tmp_path, monkeypatch
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1500)
 def test_accelerate_starts_the_program_in_two_processes(tmp_path):
     words = ["--config", "quickstart", "--max_steps", "1", "--eval_size", "0", "--per_device_train_batch_size", "8"]
     command = [*TWO_PROCESSES, "-m", "dc_trl", "train", *words, "--output_dir", str(tmp_path), "--save_strategy", "no"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
 

@@ -64,11 +64,12 @@ def write_rows(path, rows):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1500)
 def test_the_readme_command_in_a_process_of_its_own(tmp_path):
     command = [os.path.join(os.path.dirname(sys.executable), "accelerate"), "launch", "scripts/train.py"]
     command += ["--config", "configs/quickstart.yaml", "--output_dir", str(tmp_path), "--max_steps", "3"]
     command += ["--eval_size", "64", "--per_device_train_batch_size", "32", "--report_to", "tensorboard"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     for words in ("64 held-out problems", "before", "after", "discrepancy δ̄", "multiplier λ", "tokens", "seconds"):
         assert words in done.stdout

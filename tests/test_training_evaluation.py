@@ -93,6 +93,7 @@ def test_sampled_answers_differ_and_cut_off_ones_are_counted(tmp_path, temperatu
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1500)
 def test_two_processes_evaluate_as_one(tmp_path):
     benchmark = Benchmark.load("arithmetic", samples=1, limit=11)
     expected = greedy_reference(tmp_path / "reference", benchmark)
@@ -100,7 +101,7 @@ def test_two_processes_evaluate_as_one(tmp_path):
     options |= {"per_device_train_batch_size": 2, "deployment_scheme": "fp8", "max_completion_length": 48}
     options["learning_rate"] = 0.0  # evaluated after the step, the policy is still the shipped one
     command = [*TWO_PROCESSES, "-m", "tests.worker", json.dumps(options)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads((tmp_path / "two" / "logs.json").read_text())["rows"]
     (row,) = (row for row in rows if "eval_arithmetic/avg@1" in row)
