@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from .fields import declared_default
-from .micro_batches import MEANS_OF_MICRO_BATCHES
+from .micro_batches import MEANS_OF_MICRO_BATCHES, TWO_SIDED
 
 
 class NoEffect(NamedTuple):
@@ -23,7 +23,6 @@ class NoEffect(NamedTuple):
     remedy: str
 
 
-_TWO_SIDED = ("two_sided_kl", "two_sided_l1")
 _SERVER = "set use_vllm=True and vllm_mode='server'"
 
 # A rule is for all settings that have its fields: the trainers' and those that `dc-trl train` adds.
@@ -37,9 +36,7 @@ NO_EFFECT = (
     NoEffect(
         "discrepancy_margin constraint_form", {"constraint": ["none"]}, "choose constraint='static' or 'lagrangian'"
     ),
-    NoEffect(
-        "discrepancy_margin discrepancy_level", {"constraint_form": _TWO_SIDED}, "choose another constraint_form"
-    ),
+    NoEffect("discrepancy_margin discrepancy_level", {"constraint_form": TWO_SIDED}, "choose another constraint_form"),
     NoEffect("dual_window", {"constraint": ["none", "static"]}, "choose constraint='lagrangian'"),
     NoEffect("train_through_quantization", {"deployment_scheme": [None]}, "set deployment_scheme (for example 'fp8')"),
     NoEffect(
@@ -160,7 +157,7 @@ RULES_OF_THE_CONSTRAINT_ALONE = (
         "use a number of at least 1.",
     ),
     Rule(
-        lambda c: c.constraint_form in _TWO_SIDED and c.deployment_scheme is None,
+        lambda c: c.constraint_form in TWO_SIDED and c.deployment_scheme is None,
         "constraint_form={c.constraint_form!r} compares the policy with its quantized self, and deployment_scheme is "
         "not set: set deployment_scheme (for example 'fp8') or choose constraint_form='log_ratio'.",
     ),
@@ -278,7 +275,7 @@ RULES = (
         "chosen experts. Set vllm_mode='server', or use_vllm=False with deployment_scheme.",
     ),
     Rule(
-        lambda c: c.train_through_quantization and c.constraint_form in _TWO_SIDED,
+        lambda c: c.train_through_quantization and c.constraint_form in TWO_SIDED,
         "constraint_form={c.constraint_form!r} compares the policy with its quantized self, and "
         "train_through_quantization=True makes them one: set one of the two.",
     ),
