@@ -231,7 +231,7 @@ def test_a_description_is_generated_again_for_another_version_of_a_library(tmp_p
         patched.setattr(generated, "version", lambda library: "0.0.1")
         assert kept_description("train") is None
     generated._state.cache_clear()
-    (file,) = tmp_path.rglob("train-*.pickle")
+    (file,) = tmp_path.rglob("train-*.json")
     file.write_text("[]")
     assert kept_description("train") is None
 

@@ -22,40 +22,16 @@ from ..settings.paths import (
     require_path,
     shipped,
 )
-from ..settings.values import values_of
+from ..settings.values import TRUTH_VALUES, type_of, values_of
 
 
-def _require_model(word: str, option: str) -> None:
-    require_model_path(shipped(word), option)
-
-
-def _require_data(word: str, option: str) -> None:
-    if is_data_file(word):
-        require_data_file(word, option)
-
-
-def _require_benchmark(word: str, option: str) -> None:
-    if file := word.partition("=")[2]:
-        require_data_file(file, option)
-
-
-def _require_checkpoint(word: str, option: str) -> None:
-    if word.lower() not in (NEWEST_CHECKPOINT, NEWEST_OR_NONE, NO_CHECKPOINT):
-        require_path(word, option)
-
-
-# What the values of options have to name, which is refused before torch is loaded.
-_PATHS: dict[str, Callable[[str, str], Any]] = {
-    "model": _require_model,
-    "model_name_or_path": _require_model,
-    "sampler_model": _require_model,
+_MANY = 6  # choices that are listed in the help's text and not in the option's first line
+# Options that name something that has to be there, and what it is.
+_PATHS = {
+    "model": require_model_path,
+    "model_name_or_path": require_model_path,
+    "sampler_model": require_model_path,
     "run": require_path,
-    "compare": require_path,
-    "file": require_path,
-    "dataset_name": _require_data,
-    "eval_benchmarks": _require_benchmark,
-    "resume_from_checkpoint": _require_checkpoint,
-    "config": lambda word, _: config_file(word),
 }
 
 
@@ -80,9 +56,39 @@ def parser_of(name: str, described: Mapping[str, Any]) -> OptionParser:
         parser.usage = f"{parser.prog} --config NAME_OR_FILE [--field value ...]"
     for title, options in described["groups"].items():
         group = parser.add_argument_group(title)
-        for names, option in options:
-            group.add_argument(*names, **{"help": argparse.SUPPRESS} | option)
+        for option in options:
+            _add(group, option)
     return parser
+
+
+def _add(group: argparse._ActionsContainer, described: Mapping[str, Any]) -> None:
+    names, help_, kind = described["names"], described.get("help"), described.get("kind")
+    options: dict[str, Any] = {"help": argparse.SUPPRESS if help_ is None else help_, "default": None}
+    if names[0].startswith("-"):
+        options |= {"dest": described["dest"], "required": described.get("required", False)}
+    if described.get("flag"):
+        group.add_argument(*names, action="store_true", **options)
+        return
+    choices = described.get("choices")
+    options |= {"nargs": described.get("nargs"), "type": _TYPES.get(kind, str)}
+    if choices is not None:
+        options["choices"] = choices
+        if len(choices) > _MANY:
+            options |= {"metavar": "NAME", "help": f"{options['help']} One of: {', '.join(choices)}."}
+    else:
+        options["metavar"] = described.get("metavar", kind if names[0].startswith("-") else None)
+    group.add_argument(*names, **options)
+
+
+def _truth(word: str) -> str:
+    if word.lower() not in TRUTH_VALUES:
+        raise argparse.ArgumentTypeError(f"{word!r} is neither true nor false")
+    return word
+
+
+# Reads a value, by what the help calls it.
+TRUE_OR_FALSE = "true|false"
+_TYPES: dict[Any, Callable[[str], Any]] = {"N": int, "X": float, TRUE_OR_FALSE: _truth}
 
 
 def _as_listed(word: str, listed: Container[str]) -> str:
@@ -92,22 +98,35 @@ def _as_listed(word: str, listed: Container[str]) -> str:
     return f"{other}{equals}{value}" if name.startswith("--") and name not in listed and other in listed else word
 
 
-def _settings(given: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(given: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, Any]:
     """Return what the configuration file says, whose fields have these types, and the command line on top of it."""
     settings: dict[str, Any] = {}
     if "config" in given:
         file = config_file(given["config"])
         settings = read_yaml(file)
         settings.pop("env", None)  # TRL sets variables of the environment from it
-        settings = values_of(settings, types, file)
+        settings = values_of(settings, {name: type_of(line) for name, line in types.items()}, file)
     return settings | {name: value for name, value in given.items() if name != "config"}
 
 
 def _require_paths(name: str, given: Mapping[str, Any]) -> None:
-    """Refuse a file or a directory that is not there, by the name of its option."""
     for option, require in _PATHS.items():
         value = given.get(option)
-        for word in value if isinstance(value, list) else [value]:
-            of_a_plan = name == "plan" and option == "model" and Path(shipped(str(word))).is_file()  # a config.json
-            if isinstance(word, str) and not of_a_plan:
-                require(word, option)
+        if isinstance(value, str):
+            value = shipped(value)
+            # The model of a plan may be a config.json too.
+            require_path(value, option) if name == "plan" and Path(value).is_file() else require(value, option)
+    if isinstance(data := given.get("dataset_name"), str) and is_data_file(data):
+        require_data_file(data)
+    for run in given.get("compare", ()):
+        require_path(run, "compare")
+    for word in given.get("eval_benchmarks", ()):
+        if file := word.partition("=")[2]:
+            require_data_file(file, "eval_benchmarks")
+    checkpoint = given.get("resume_from_checkpoint")
+    if isinstance(checkpoint, str) and checkpoint.lower() not in (NEWEST_CHECKPOINT, NEWEST_OR_NONE, NO_CHECKPOINT):
+        require_path(checkpoint, "resume_from_checkpoint")
+    if "file" in given:
+        require_path(given["file"], "file")
+    if isinstance(value := given.get("config"), str):
+        config_file(value)

@@ -6,8 +6,8 @@ package or the version of a library has changed. Where the folder cannot be writ
 """
 
 import hashlib
+import json
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -44,29 +44,27 @@ def description_of(command: str) -> dict[str, Any]:
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ImportError(f"the options of dc-trl {command} cannot be read ({reason}): repair the installation.")
-    return pickle.loads(bytes.fromhex(done.stdout.splitlines()[-1]))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def kept_description(command: str) -> dict[str, Any] | None:
     """Return the description of a sub-command that is kept; None where there is none of this state of the sources."""
-    file = _file(command)
     try:
-        if file.stat().st_uid != os.getuid():  # a pickle is trusted as a module is, so it has to be the user's own
-            return None
-        state, description = pickle.loads(file.read_bytes())
-    except Exception:  # there is none, or something else has written there
+        content = json.loads(_file(command).read_text(encoding="utf-8"))
+        return content["description"] if content["state"] == _state() else None
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or something else has written there
         return None
-    return description if state == _state() else None
 
 
 def keep_description(command: str, description: dict[str, Any]) -> None:
     """Keep the description of a sub-command, if the cache folder can be written."""
     file = _file(command)
+    text = json.dumps({"state": _state(), "description": description}, ensure_ascii=False)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # Several processes may write at the same time.
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as unfinished:
-            pickle.dump((_state(), description), unfinished)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, encoding="utf-8", delete=False) as unfinished:
+            unfinished.write(text)
         os.replace(unfinished.name, file)
     except OSError:  # a read-only or full disk: the next process generates it again
         return
@@ -76,7 +74,7 @@ def _file(command: str) -> Path:
     home = os.path.expanduser("~/.cache")  # which stays as it is for a user without a home
     folder = os.environ.get("XDG_CACHE_HOME") or (home if os.path.isabs(home) else PACKAGE / "__pycache__")
     installation = hashlib.sha256(f"{sys.prefix}\n{PACKAGE}".encode()).hexdigest()[:16]
-    return Path(folder, "dc_trl", f"{command}-{installation}.pickle")
+    return Path(folder, "dc_trl", f"{command}-{installation}.json")
 
 
 @cache

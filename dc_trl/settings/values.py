@@ -1,11 +1,14 @@
 """Values of a configuration file in the types of their fields. What does not fit is refused by its name."""
 
-import argparse
+import functools
+import json
+import operator
 from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from ..files import line_of
@@ -17,6 +20,14 @@ from .fields import in_words, kinds_of
 TRUTH_VALUES = ("yes", "true", "t", "y", "1", "no", "false", "f", "n", "0")
 # Text fields whose truth values TRL reads too.
 _ALSO_TRUTH_VALUES = ("scale_rewards",)
+# Types of fields by the names that a description has for them.
+_NAMED: dict[str, Any] = {
+    **{kind.__name__: kind for kind in (int, float, bool, str, dict)},
+    "list[int]": list[int],
+    "list[float]": list[float],
+    "list[str]": list[str],
+    "None": NoneType,
+}
 
 
 def values_of(settings: Mapping[str, Any], types: Mapping[str, Any], file: Path) -> dict[str, Any]:
@@ -35,6 +46,29 @@ def values_of(settings: Mapping[str, Any], types: Mapping[str, Any], file: Path)
         except ValueError as error:
             raise ValueError(f"{file}, line {line_of(file, name)}: {error}") from None
     return found
+
+
+def written(kind: Any) -> str:
+    """Return an annotation as one line: the types that a field may have, a `Literal` as a JSON list of its choices."""
+    return " | ".join(dict.fromkeys(word for each in kinds_of(kind) if (word := _written(each))))
+
+
+def _written(kind: Any) -> str:
+    origin = get_origin(kind) or kind
+    if origin is Literal:
+        return json.dumps(get_args(kind))
+    if origin is list:
+        (item,) = get_args(kind)
+        return f"list[{_written(item)}]"
+    if isinstance(origin, type) and issubclass(origin, Enum):
+        return "str"
+    return next((name for name, known in _NAMED.items() if known is origin), "")
+
+
+def type_of(line: str) -> Any:
+    """Return the annotation that `written` has turned into this line."""
+    kinds = [Literal[tuple(json.loads(word))] if word[0] == "[" else _NAMED[word] for word in line.split(" | ")]
+    return functools.reduce(operator.or_, kinds)
 
 
 def _value(name: str, value: Any, kind: Any) -> Any:
@@ -88,10 +122,3 @@ def _as_text(value: Any) -> Any:
     if isinstance(value, list):
         return [_as_text(each) for each in value]
     return value if value is None or isinstance(value, bool | dict) else str(value)
-
-
-def truth(word: str) -> str:
-    """Return a word of a command line that means true or false; argparse refuses every other one."""
-    if word.lower() not in TRUTH_VALUES:
-        raise argparse.ArgumentTypeError(f"{word!r} is neither true nor false")
-    return word
