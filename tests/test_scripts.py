@@ -18,11 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dc_trl import DCGRPOTrainer
 from dc_trl.data.arithmetic import arithmetic_problems
 from dc_trl.settings.pretrained import load_config_and_tokenizer
-from dc_trl.training.arguments import RunArguments
 from dc_trl.training.output import require_space
-from dc_trl.training.own_server import require_servable
 
-from .helpers import ROOT, TINY_MODEL, load_script, make_config, make_model, make_prompts, program
+from .helpers import ROOT, TINY_MODEL, load_script, make_config, make_model, make_prompts
 from .vllm_server import requires_vllm
 
 
@@ -66,11 +64,12 @@ def write_rows(path, rows):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1500)
 def test_the_readme_command_in_a_process_of_its_own(tmp_path):
     command = [os.path.join(os.path.dirname(sys.executable), "accelerate"), "launch", "scripts/train.py"]
     command += ["--config", "configs/quickstart.yaml", "--output_dir", str(tmp_path), "--max_steps", "3"]
     command += ["--eval_size", "64", "--per_device_train_batch_size", "32", "--report_to", "tensorboard"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     for words in ("64 held-out problems", "before", "after", "discrepancy δ̄", "multiplier λ", "tokens", "seconds"):
         assert words in done.stdout
@@ -103,16 +102,6 @@ def test_a_run_is_never_overwritten_and_can_be_continued(launch):
     launch(max_steps=4, save_strategy="steps", save_steps=2, resume_from_checkpoint="true")
     again = [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
     assert [row["step"] for row in again if "loss" in row] == [1, 2, 3, 4]
-
-
-def test_a_continued_run_knows_where_it_began(launch):
-    held_out = {"eval_size": 16, "save_strategy": "steps", "save_steps": 1}
-    output = launch(max_steps=1, **held_out)
-    first = json.loads((output / "summary.json").read_text())
-    launch(max_steps=2, **held_out, resume_from_checkpoint="true")
-    second = json.loads((output / "summary.json").read_text())
-    assert second["before"] == first["before"]
-    assert second["before"]["problems"] == second["after"]["problems"] == 16
 
 
 def test_nothing_to_resume(launch, tmp_path):
@@ -178,21 +167,14 @@ def test_lora(launch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"model_name_or_path": "/no/such/model"}, ["model_name_or_path='/no/such/model'", "does not exist"]),
         ({"model_name_or_path": "./nothing"}, ["model_name_or_path='./nothing'", "does not exist"]),
         ({"model_name_or_path": "tests"}, ["model_name_or_path='tests'", "no model"]),
         ({"model_name_or_path": "nobody/nothing-at-all"}, ["nobody/nothing-at-all"]),
-        ({"dataset_name": "/no/rows.jsonl"}, ["dataset_name='/no/rows.jsonl'", "does not exist"]),
         ({"rewards": "nonsense"}, ["rewards='nonsense'", "'math'"]),
-        ({"eval_size": -1}, ["eval_size=-1"]),
         ({"eval_size": 99999}, ["size=99999", "at most"]),
-        ({"deployment_scheme": "fp4"}, ["deployment_scheme='fp4'"]),
-        ({"discrepancy_tolerance": -1}, ["discrepancy_tolerance=-1"]),
-        ({"repetition_penalty": 1.1}, ["repetition_penalty=1.1"]),
         ({"serve": "http://127.0.0.1:8000"}, ["serve='http://127.0.0.1:8000'", "vllm_server_base_url"]),
         ({"serve": "auto"}, ["serve='auto'", "use_vllm=False", "use_vllm=true"]),
         ({"serve_devices": "1"}, ["serve_devices='1'", "serve='auto'"]),
-        ({"serve_options": "x"}, ["serve_options=['x']", "serve='auto'"]),
         (
             {
                 "serve": "auto",
@@ -207,20 +189,14 @@ def test_lora(launch):
             ["vllm_max_model_length=-5 is invalid"],
         ),
         ({"eval_benchmarks": "arithmetic"}, ["eval_benchmarks=['arithmetic']", "eval_size=0", "set eval_size"]),
+        ({"eval_greedy": "true", "eval_size": 16}, ["eval_greedy=True measures at evaluations", "eval_strategy='no'"]),
         ({"eval_benchmarks": "aime", "eval_size": 16}, ["benchmark='aime'", "'aime24'"]),
         (
             {"eval_benchmarks": "arithmetic", "eval_size": 16, "eval_benchmark_samples": 0},
             ["samples=0", "at least 1"],
         ),
         ({"num_generations_eval": 3, "eval_size": 6}, ["per_device_eval_batch_size=16", "num_generations_eval=3"]),
-        ({"reward_weights": "nan"}, ["reward_weights=nan"]),
-        ({"max_steps": 0}, ["max_steps=0", "-1 for num_train_epochs"]),
-        ({"learning_rate": "nan"}, ["learning_rate=nan"]),
-        ({"learning_rate": -1}, ["learning_rate=-1.0"]),
-        ({"max_steps": "many"}, ["--max_steps", "'many'"]),
-        ({"eval_benchmark_temperature": "nan"}, ["eval_benchmark_temperature=nan"]),
         ({"use_peft": "true", "lora_r": 0}, ["lora_r=0"]),
-        ({"config": "/no/such.yaml"}, ["/no/such.yaml"]),
         ({"config": "dc_trl/assets/tiny_qwen3/model.safetensors"}, ["model.safetensors is no text"]),
     ],
 )
@@ -260,23 +236,11 @@ def test_a_tokenizer_without_chat_template_trains_on_plain_prompts(launch, tmp_p
     assert summary["after"]["problems"] == 8
 
 
-def test_one_held_out_problem_has_no_standard_error(launch, capsys):
-    output = launch(eval_size=1, max_steps=1, num_generations_eval=1, per_device_eval_batch_size=1)
-    summary = json.loads((output / "summary.json").read_text())
-    assert summary["after"]["problems"] == 1
-    assert summary["after"]["greedy_se"] is None
-    assert "greedy reward, 1 held-out problems" in " ".join(capsys.readouterr().out.split())
-
-
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
         ("model.safetensors", b"cut short", "model.safetensors holds no whole weights"),
-        ("tokenizer.json", b"\x00\xff", "tokenizer.json is no text in UTF-8"),
-        ("tokenizer.json", b"[]", "tokenizer.json holds no JSON object"),
         ("tokenizer.json", b"{}", "cannot be loaded: one of its files holds something else"),
-        ("tokenizer_config.json", b"{", "tokenizer_config.json is not JSON"),
-        ("generation_config.json", b"[]", "generation_config.json holds no JSON object"),
         ("config.json", b"<html>", "config.json is not JSON"),
         ("chat_template.jinja", b"{% if", "cannot be loaded: unexpected"),
     ],
@@ -296,7 +260,7 @@ def test_a_model_with_a_broken_file(tmp_path, file, content, words):
         ("def reward(completions, solution, **kwargs): ...", "missing a required argument: 'solution'"),
         ("def reward(completions): ...", "got an unexpected keyword argument"),
         ("async def reward(prompts, steps): ...", "rewards='my_rewards.reward' cannot be called"),
-        ("def reward(:", "rewards='my_rewards.reward' cannot be imported (invalid syntax"),
+        ("def reward(:", "rewards='my_rewards.reward': the module 'my_rewards' cannot be imported (invalid syntax"),
     ],
 )
 def test_a_reward_function_that_cannot_be_called(launch, tmp_path, monkeypatch, function, words):
@@ -313,31 +277,6 @@ def test_a_missing_column_is_named(launch, tmp_path):
     message = refusal(launch, dataset_name=rows, prompt_column="question")
     assert "answer_column='answer' is missing: set it to a column" in message
     assert "one of 'question', 'graded.by', 'graded.truth'." in message
-
-
-def test_a_column_that_grading_cannot_use_is_named(launch, tmp_path):
-    row = {"prompt": "1+1", "answer": "2", "relative_tolerance": -1}
-    message = refusal(launch, dataset_name=write_rows(tmp_path / "rows.jsonl", [row]), rewards="math")
-    assert "row 0: relative_tolerance=-1 is invalid" in message
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("prepare-data", ["--file", "."], "file='.' is not a data file"),
-        ("prepare-data", ["--ngram", "many"], "--ngram"),
-    ],
-)
-def test_other_scripts_refuse_in_one_line(monkeypatch, tmp_path, capsys, name, options, words):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--output", str(tmp_path / "out"), *options])
-    with pytest.raises(SystemExit) as stop:
-        program(name).main()
-    message = stop.value.code if isinstance(stop.value.code, str) else capsys.readouterr().err.strip()
-    assert message.startswith("error: ")
-    assert words in message
-    assert "\n" not in message
-    assert not (tmp_path / "out").exists()
 
 
 def test_more_problems_held_out_than_there_are(launch, tmp_path):
@@ -374,9 +313,14 @@ def test_a_full_disk(launch, tmp_path):
 WEIGHT_FILES = ("model.safetensors", "adapter_model.safetensors", "optimizer.pt")
 
 
-@pytest.mark.parametrize("adapter", [None, LoraConfig(r=4, target_modules=["q_proj"])])
-@pytest.mark.parametrize("saved", ["no", "steps"])
-@pytest.mark.parametrize("scheme", ["bf16", "int4"])
+@pytest.mark.parametrize(
+    ("adapter", "saved", "scheme"),
+    [
+        (None, "no", "int4"),
+        (None, "steps", "bf16"),
+        (LoraConfig(r=4, target_modules=["q_proj"]), "steps", "int4"),
+    ],
+)
 def test_the_space_that_is_asked_for_is_what_is_written(tmp_path, tokenizer, monkeypatch, adapter, saved, scheme):
     config = make_config(
         tmp_path, max_steps=1, save_strategy=saved, save_steps=1, deployment_scheme=scheme, export_run=True
@@ -402,23 +346,6 @@ def test_the_space_that_is_asked_for_is_what_is_written(tmp_path, tokenizer, mon
     trainer.save_model()
     written = sum(f.stat().st_size for f in tmp_path.rglob("*") if f.name in WEIGHT_FILES)
     assert asked <= written < 1.05 * asked + 100_000  # names, and scales
-
-
-@pytest.mark.parametrize("name", ["quickstart", "quickstart_vllm_fp8", "qwen3_8b_fp8"])
-def test_configurations_are_read_by_the_scripts_parser(name, tmp_path):
-    # On this machine, without the GPU that BF16 training wants.
-    options = ["--config", str(ROOT / "configs" / f"{name}.yaml"), "--output_dir", str(tmp_path)]
-    arguments = RunArguments.parse([*options, "--use_cpu", "true", "--bf16", "false"])
-    require_servable(arguments.server, arguments.trainer)
-    data, args, model = arguments.data, arguments.trainer, arguments.model
-    assert args.constraint == "lagrangian"
-    assert args.deployment_scheme == "fp8"
-    assert model.model_name_or_path
-    assert data.rewards
-    if args.use_vllm:
-        assert args.weight_sync == "checkpoint"
-        longest = (data.max_prompt_length or 0) + args.max_completion_length
-        assert args.vllm_max_model_length >= longest
 
 
 def test_the_shipped_model_is_what_it_says(tokenizer):

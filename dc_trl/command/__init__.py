@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from ..settings.command_line import OptionParser, left_while_loading
 from ..settings.generated import kept_description
@@ -33,31 +32,19 @@ _VERSIONS = {"TRL": "trl", "transformers": "transformers", "vLLM": "vllm", "torc
 
 
 def call(name: str, words: Sequence[str] | None = None) -> None:
-    """Run a sub-command; end the program where the sub-command does.
-
-    Args:
-        name: of the sub-command.
-        words: options of the sub-command; by default those of the process.
-    """
+    """Run a sub-command with its options, by default those of the process; end the program where it does."""
     given = sys.argv[1:] if words is None else list(words)
-    module, _ = COMMANDS[name]
-    require_options(name, given, _description_of(name))
-    with left_while_loading():  # torch and TRL take seconds
-        command = import_module(f".{module}", __name__)
-    outcome = command.main(given)
-    if outcome is not None:
-        sys.exit(outcome)
-
-
-def _description_of(name: str) -> dict[str, Any]:
-    """Return the description that is kept; without one, load the sub-command, which is needed next in any case."""
-    description = kept_description(name)
-    if description is None:
-        with left_while_loading():
+    if (description := kept_description(name)) is None:
+        with left_while_loading():  # torch and TRL take seconds, and are needed next in any case
             from .describe import describe
 
             description = describe(name)
-    return description
+    require_options(name, given, description)
+    with left_while_loading():
+        command = import_module(f".{COMMANDS[name][0]}", __name__)
+    outcome = command.main(given)
+    if outcome is not None:
+        sys.exit(outcome)
 
 
 def main(words: Sequence[str] | None = None) -> None:

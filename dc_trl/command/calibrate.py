@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ..calibration import Calibration, CalibrationSettings, calibrate
+from ..calibration import CalibrationSettings, calibrate
 from ..calibration.page import PAGE_FILE, print_calibration, write_report
 from ..calibration.result import CALIBRATION_FILE
 from ..calibration.rollouts import require_engines
@@ -110,15 +110,6 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def require_output(output: Path, overwrite: bool) -> None:
-    """Refuse a directory that holds a calibration, or cannot be one."""
-    if (output / CALIBRATION_FILE).exists() and not overwrite:
-        raise ValueError(
-            f"output='{output}' holds a calibration already: choose another --output, or replace it with --overwrite."
-        )
-    make_folder("output", output)
-
-
 def require_trained(option: str, name: str, config: PretrainedConfig) -> None:
     """Refuse a checkpoint that is quantized."""
     if hasattr(config, "quantization_config"):
@@ -162,7 +153,12 @@ def run(args: argparse.Namespace) -> None:
     if args.sampler_model is not None:
         sampled, _ = load_config_and_tokenizer(args.sampler_model, "sampler_model")
         require_trained("sampler_model", args.sampler_model, sampled)
-    require_output(args.output, args.overwrite)
+    if (args.output / CALIBRATION_FILE).exists() and not args.overwrite:
+        raise ValueError(
+            f"output='{args.output}' holds a calibration already: choose another --output, or replace it with "
+            "--overwrite."
+        )
+    make_folder("output", args.output)
     require_engines(engines, sampled)
     data = DataArguments(dataset_name=args.dataset_name, **{name: getattr(args, name) for name in DATA_FIELDS})
     prompts = draw_prompts(data, tokenizer, args.prompts, args.seed, args.benchmark)
@@ -174,19 +170,13 @@ def run(args: argparse.Namespace) -> None:
     write_report(calibration, args.output)
     print_calibration(calibration)
     print(f"{PAGE_FILE}, {CALIBRATION_FILE} and the figures are in {args.output}")
-    if args.fail_above is not None:
-        require_below(calibration, args.fail_above)
-
-
-def require_below(calibration: Calibration, bound: float) -> None:
-    """End the program with exit code 1 and a line if δ̄ of an engine is above a bound."""
     above = [
         f"{engine.engine}: {delta.value:.3g} [{delta.low:.3g}, {delta.high:.3g}]"
         for engine in calibration.engines
-        if (delta := engine.estimates["discrepancy"]).value > bound
+        if args.fail_above is not None and (delta := engine.estimates["discrepancy"]).value > args.fail_above
     ]
     if above:
-        sys.exit(f"failed: δ̄ is above --fail_above {bound:g} for {'; '.join(above)}")
+        sys.exit(f"failed: δ̄ is above --fail_above {args.fail_above:g} for {'; '.join(above)}")
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -50,14 +50,10 @@ def field_groups() -> dict[str, str]:
             theirs = config is DCGRPOConfig and field.name in GRPOConfig.__dataclass_fields__  # maybe with our default
             classes = (GRPOConfig if theirs else config).__mro__
             said = next(each for each in classes if field.name in inspect.get_annotations(each))
-            owner = next(each for each in _TITLES if _stands_for(each, said))
-            titles[owner].append(field.name)
+            library = said.__module__.partition(".")[0]
+            owners = (each for each in _TITLES if issubclass(each, said) and each.__module__.startswith(library))
+            titles[next(owners)].append(field.name)
     return {name: _TITLES[owner] for owner, names in titles.items() for name in names}
-
-
-def _stands_for(owner: type, said: type) -> bool:
-    """Return whether a class is another one, or a subclass of it in the same library."""
-    return issubclass(owner, said) and owner.__module__.partition(".")[0] == said.__module__.partition(".")[0]
 
 
 def main(words: Sequence[str] | None = None) -> None:

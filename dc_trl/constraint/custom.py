@@ -2,8 +2,9 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Any
+
+from ..settings.users_function import import_function
 
 
 def is_custom(name: str) -> bool:
@@ -30,15 +31,8 @@ def resolve(field: str, name: str, registered: Mapping[str, Callable[..., Any]],
         names = ", ".join(map(repr, registered))
         raise ValueError(f"{field}={name!r} is unknown: choose one of {names}, or name a function, 'module:function'.")
     module_name, _, function_name = name.partition(":")
-    try:
-        module = import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise ValueError(
-            f"{field}={name!r}: the module {module_name!r} cannot be imported ({error}). Install it, or start from "
-            "the directory in which it lies."
-        ) from error
-    if not callable(function := vars(module).get(function_name)):
-        raise ValueError(f"{field}={name!r}: {module_name} has no function {function_name!r}. Correct the name.")
+    remedy = "correct the name, install the module, or start from the directory in which it lies"
+    function = import_function(f"{field}={name!r}", module_name, function_name, remedy)
     parameters = ["tokens", *arguments]
     try:
         inspect.signature(function).bind(None, **arguments)

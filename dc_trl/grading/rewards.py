@@ -1,11 +1,11 @@
 """Rewards by checking the final answer."""
 
-import importlib
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from ..settings.reward_functions import RewardFunction
+from ..settings.users_function import import_function
 from . import GRADING_COLUMNS, Gold, Grader, gold_answer
 from .text import last_box
 
@@ -93,10 +93,4 @@ def get_reward(name: str) -> RewardFunction:
     problem = f"use one of {', '.join(map(repr, REWARDS))} or the dotted path of a function that can be imported"
     if not module_name:
         raise ValueError(f"rewards={name!r} is unknown: {problem}.")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, SyntaxError, TypeError) as error:
-        raise ValueError(f"rewards={name!r} cannot be imported ({error}): {problem}.") from error
-    if not callable(getattr(module, function_name, None)):
-        raise ValueError(f"rewards={name!r}: module {module_name!r} has no function {function_name!r}: {problem}.")
-    return getattr(module, function_name)
+    return import_function(f"rewards={name!r}", module_name, function_name, problem)

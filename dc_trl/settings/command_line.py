@@ -20,13 +20,9 @@ ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class OptionParser(argparse.ArgumentParser):
-    """argparse's parser with refusals of one line: `error: `, the option, its value.
+    """argparse's parser, of a sub-command or a script, with refusals of one line: `error: `, the option, its value.
 
     Options cannot be abbreviated: the meaning of `--max` would change with the next option that begins like it.
-
-    Args:
-        description: text of the help above the options.
-        name: of the sub-command; None for a script that is not one.
     """
 
     def __init__(self, description: str | None, name: str | None = None) -> None:
@@ -100,11 +96,7 @@ def add_fields(group: argparse._ActionsContainer, settings: type, *names: str) -
 
 @contextmanager
 def refused_in_one_line(*others: type[Exception]) -> Iterator[None]:
-    """End the program with `error: ` and the message of an exception that means wrong input.
-
-    Args:
-        *others: exceptions that mean wrong input here, beside ValueError, OSError and ImportError.
-    """
+    """End the program with `error: ` and the message of an exception that means wrong input, `others` among them."""
     wrong_input: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, *others)
     try:
         yield

@@ -1,101 +1,64 @@
 """Settings that have no effect beside others, and settings that contradict each other: a table of each."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain
 from typing import Any, NamedTuple
 
 from .fields import declared_default
-from .micro_batches import MEANS_OF_MICRO_BATCHES
+from .micro_batches import MEANS_OF_MICRO_BATCHES, TWO_SIDED
 
 
 class NoEffect(NamedTuple):
     """Fields that have no effect while other fields have certain values.
 
     Attributes:
-        named: the fields, separated by spaces; one that has its default is not refused.
-        when: whether they have no effect in these settings.
-        because_of: the other fields, separated by spaces; the message shows their values.
+        named: the fields, separated by spaces; one that has its default or is off is not refused.
+        beside: values of other fields, at all of which together the fields have no effect.
         remedy: what else than leaving the field out helps, for the message.
     """
 
     named: str
-    when: Callable[[Any], bool]
-    because_of: str
+    beside: Mapping[str, Sequence[Any]]
     remedy: str
 
 
-def _two_sided(c: Any) -> bool:
-    return c.constraint_form.startswith("two_sided")
-
+_SERVER = "set use_vllm=True and vllm_mode='server'"
 
 # A rule is for all settings that have its fields: the trainers' and those that `dc-trl train` adds.
 NO_EFFECT = (
-    NoEffect(
-        "rollout_correction_max",
-        lambda c: c.rollout_correction == "none",
-        "rollout_correction",
-        "choose a correction",
-    ),
+    NoEffect("rollout_correction_max", {"rollout_correction": ["none"]}, "choose a correction"),
     NoEffect(
         "rollout_correction_min",
-        lambda c: c.rollout_correction in ("none", "tv_mask"),
-        "rollout_correction",
+        {"rollout_correction": ["none", "tv_mask"]},
         "choose a correction with a lower bound",
     ),
     NoEffect(
-        "discrepancy_margin constraint_form",
-        lambda c: c.constraint == "none",
-        "constraint",
-        "choose constraint='static' or 'lagrangian'",
+        "discrepancy_margin constraint_form", {"constraint": ["none"]}, "choose constraint='static' or 'lagrangian'"
     ),
-    NoEffect("discrepancy_margin discrepancy_level", _two_sided, "constraint_form", "choose another constraint_form"),
-    NoEffect("dual_window", lambda c: c.constraint != "lagrangian", "constraint", "choose constraint='lagrangian'"),
+    NoEffect("discrepancy_margin discrepancy_level", {"constraint_form": TWO_SIDED}, "choose another constraint_form"),
+    NoEffect("dual_window", {"constraint": ["none", "static"]}, "choose constraint='lagrangian'"),
+    NoEffect("train_through_quantization", {"deployment_scheme": [None]}, "set deployment_scheme (for example 'fp8')"),
     NoEffect(
-        "train_through_quantization",
-        lambda c: c.deployment_scheme is None,
-        "deployment_scheme",
-        "set deployment_scheme (for example 'fp8')",
+        "vllm_importance_sampling_correction weight_sync weight_sync_dir", {"use_vllm": [False]}, "set use_vllm=True"
     ),
-    NoEffect(
-        "vllm_importance_sampling_correction",
-        lambda c: c.vllm_importance_sampling_correction and not c.use_vllm,
-        "use_vllm",
-        "set use_vllm=True",
-    ),
-    NoEffect("weight_sync weight_sync_dir", lambda c: not c.use_vllm, "use_vllm", "set use_vllm=True"),
-    NoEffect("weight_sync_dir", lambda c: c.weight_sync == "nccl", "weight_sync", "set weight_sync='checkpoint'"),
+    NoEffect("weight_sync_dir", {"weight_sync": ["nccl"]}, "set weight_sync='checkpoint'"),
     NoEffect(
         "weight_sync_steps",
-        lambda c: not c.use_vllm and c.deployment_scheme is None,
-        "use_vllm deployment_scheme",
+        {"use_vllm": [False], "deployment_scheme": [None]},
         "set deployment_scheme (for example 'bf16') or use_vllm=True",
     ),
     NoEffect(
         "weight_sync_trigger",
-        lambda c: c.weight_sync_steps == 1,
-        "weight_sync_steps",
+        {"weight_sync_steps": [1]},
         "raise weight_sync_steps, after which new weights go at the latest",
     ),
-    NoEffect(
-        "vllm_server_base_urls rollout_overlap",
-        lambda c: not (c.use_vllm and c.vllm_mode == "server"),
-        "use_vllm vllm_mode",
-        "set use_vllm=True and vllm_mode='server'",
-    ),
-    NoEffect(
-        "max_tokens_per_micro_batch",
-        lambda c: not c.length_aware_batches,
-        "length_aware_batches",
-        "set length_aware_batches=True",
-    ),
-    NoEffect("serve_devices serve_options", lambda c: c.serve is None, "serve", "set serve='auto'"),
-    NoEffect(
-        "length_decay_period length_decay_floor",
-        lambda c: not c.length_decay,
-        "length_decay",
-        "set length_decay=True",
-    ),
+    NoEffect("vllm_server_base_urls rollout_overlap", {"use_vllm": [False]}, _SERVER),
+    NoEffect("vllm_server_base_urls rollout_overlap", {"vllm_mode": ["colocate"]}, _SERVER),
+    NoEffect("max_tokens_per_micro_batch", {"length_aware_batches": [False]}, "set length_aware_batches=True"),
+    NoEffect("serve_devices serve_options", {"serve": [None]}, "set serve='auto'"),
+    NoEffect("length_decay_period length_decay_floor", {"length_decay": [False]}, "set length_decay=True"),
+    NoEffect("eval_benchmarks eval_greedy", {"eval_size": [0]}, "set eval_size"),
 )
 
 
@@ -109,14 +72,15 @@ def require_effect(settings: Any) -> None:
         ValueError: names the field, the fields that leave it without effect, their values and the remedy.
     """
     defaults = {field.name: declared_default(field) for field in fields(settings)}
-    for named, when, because_of, remedy in NO_EFFECT:
-        names, others = named.split(), because_of.split()
-        if not {*names, *others} <= defaults.keys() or not when(settings):
+    for named, beside, remedy in NO_EFFECT:
+        names = named.split()
+        if not {*names, *beside} <= defaults.keys():
             continue
-        reasons = " and ".join(f"{name}={getattr(settings, name)!r}" for name in others)
-        for name in names:
-            if (value := getattr(settings, name)) != defaults[name]:
-                raise ValueError(f"{name}={value!r} has no effect with {reasons}: leave it out, or {remedy}.")
+        if all(getattr(settings, name) in values for name, values in beside.items()):
+            reasons = " and ".join(f"{name}={getattr(settings, name)!r}" for name in beside)
+            for name in names:
+                if (value := getattr(settings, name)) != defaults[name] and value is not False:
+                    raise ValueError(f"{name}={value!r} has no effect with {reasons}: leave it out, or {remedy}.")
 
 
 class Rule(NamedTuple):
@@ -193,7 +157,7 @@ RULES_OF_THE_CONSTRAINT_ALONE = (
         "use a number of at least 1.",
     ),
     Rule(
-        lambda c: _two_sided(c) and c.deployment_scheme is None,
+        lambda c: c.constraint_form in TWO_SIDED and c.deployment_scheme is None,
         "constraint_form={c.constraint_form!r} compares the policy with its quantized self, and deployment_scheme is "
         "not set: set deployment_scheme (for example 'fp8') or choose constraint_form='log_ratio'.",
     ),
@@ -311,7 +275,7 @@ RULES = (
         "chosen experts. Set vllm_mode='server', or use_vllm=False with deployment_scheme.",
     ),
     Rule(
-        lambda c: c.train_through_quantization and _two_sided(c),
+        lambda c: c.train_through_quantization and c.constraint_form in TWO_SIDED,
         "constraint_form={c.constraint_form!r} compares the policy with its quantized self, and "
         "train_through_quantization=True makes them one: set one of the two.",
     ),

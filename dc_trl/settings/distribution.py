@@ -46,10 +46,8 @@ class Sharding(NamedTuple):
 def sharding_of(args: Any) -> Sharding:
     """Return what `accelerate launch` (through the environment) or the fields `fsdp` and `deepspeed` ask for.
 
-    `args.distributed_state` does not tell: it is MULTI_GPU for FSDP too until the accelerator is built.
-
-    Args:
-        args: transformers' training arguments.
+    `distributed_state` of these training arguments does not tell: it is MULTI_GPU for FSDP too until the accelerator
+    is built.
     """
     if args.fsdp:
         return Sharding("FSDP", args.fsdp_plugin_args["fsdp_version"])
@@ -62,9 +60,6 @@ def sharding_of(args: Any) -> Sharding:
 
 def require_division(args: Any) -> None:
     """Refuse processes that would not train together or sharded as asked; turn FSDP2 on where it can run.
-
-    Args:
-        args: transformers' training arguments, whose `distributed_state` is set.
 
     Raises:
         ValueError: names what was asked for, what accelerate would make of it, and the remedy.

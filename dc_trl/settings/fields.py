@@ -127,26 +127,22 @@ def require_fields(settings: Any, of: type | None = None) -> None:
     """
     choices, ranges = choices_of(type(settings)), ranges_of(type(settings))
     defaults = {declared.name: declared_default(declared) for declared in fields(settings)}
-    looked_at = [declared.name for declared in fields(of or settings)]
-    values = {name: getattr(settings, name) for name in looked_at}
-    values = {name: value for name, value in values.items() if value is not None or defaults[name] is not None}
     hints = get_type_hints(type(settings))
-    for name, value in values.items():
+    for name in (declared.name for declared in fields(of or settings)):
+        value = getattr(settings, name)
+        if value is None and defaults[name] is None:
+            continue
         if name in choices:
             require_choice(name, value, choices[name])
         if name in ranges:
             require_number(name, value, ranges[name])
-        _require_kind(name, value, [kind for kind in kinds_of(hints[name]) if kind is not NoneType])
-
-
-def _require_kind(name: str, value: Any, kinds: list[Any]) -> None:
-    """Refuse a word as a truth value and a number as a list, with which Python would go on."""
-    if len(kinds) != 1 or value is None:
-        return
-    if kinds[0] is bool and not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} is invalid: use True or False.")
-    if get_origin(kinds[0]) is list and (isinstance(value, str) or not isinstance(value, Sequence)):
-        raise ValueError(f"{name}={value!r} is invalid: use {in_words(kinds[0])}.")
+        # With a word as a truth value, and text or a number as a list, Python would go on.
+        kinds = [kind for kind in kinds_of(hints[name]) if kind is not NoneType]
+        if kinds == [bool] and not isinstance(value, bool | None):
+            raise ValueError(f"{name}={value!r} is invalid: use True or False.")
+        a_list = isinstance(value, Sequence | None) and not isinstance(value, str)
+        if len(kinds) == 1 and get_origin(kinds[0]) is list and not a_list:
+            raise ValueError(f"{name}={value!r} is invalid: use {in_words(kinds[0])}.")
 
 
 def in_words(kind: Any) -> str:

@@ -40,10 +40,7 @@ def shipped(name: str) -> str:
 
 
 def config_file(name: str) -> Path:
-    """Return the YAML file that a user means by its path, or by the name of a shipped one.
-
-    Args:
-        name: path, or name of a shipped configuration with or without `.yaml`.
+    """Return the YAML file that a user means by its path, or by the name of a shipped one, without `.yaml` or with it.
 
     Raises:
         ValueError: there is no such file; the message names the nearest and all shipped ones.
@@ -61,12 +58,13 @@ def config_file(name: str) -> Path:
     raise ValueError(f"config={name!r} {what}: {hint} {', '.join(files)}.")
 
 
-def require_model_path(name: str | None, option: str = "model_name_or_path") -> None:
-    """Refuse a model that is neither a directory with a model nor a possible Hub id.
+def is_path(name: str) -> bool:
+    """Return whether a name is a path, of something that is there or not, and no Hub id."""
+    return Path(name).expanduser().exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1
 
-    Raises:
-        ValueError: names the option and its value.
-    """
+
+def require_model_path(name: str | None, option: str = "model_name_or_path") -> None:
+    """Refuse a model that is neither a directory with a model nor a possible Hub id."""
     if not name:
         raise ValueError(f"{option} is not set: give a Hub id or a directory.")
     path = Path(name).expanduser()
@@ -82,7 +80,7 @@ def require_model_path(name: str | None, option: str = "model_name_or_path") -> 
                 f"{option}={name!r} is a directory that has no config.json, so it holds no model: give the Hub id or "
                 "the directory of one."
             )
-    elif path.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+    elif is_path(name):
         what = "is no directory" if path.exists() else "does not exist"
         raise ValueError(f"{option}={name!r} {what}: give the Hub id of a model, or its directory.")
 
@@ -94,11 +92,7 @@ def is_data_file(name: str) -> bool:
 
 
 def require_data_file(name: str, option: str = "dataset_name") -> None:
-    """Refuse a data file that cannot be read, is missing or empty.
-
-    Raises:
-        ValueError: names the option and its value.
-    """
+    """Refuse a data file that cannot be read, is missing or empty."""
     path, named = Path(name).expanduser(), f"{option}={name!r}"
     if path.suffix not in READERS:
         raise ValueError(f"{named} is not a data file: use one of {', '.join(READERS)}.")
@@ -109,10 +103,6 @@ def require_data_file(name: str, option: str = "dataset_name") -> None:
 
 
 def require_path(name: str, option: str) -> None:
-    """Refuse a file or directory that does not exist.
-
-    Raises:
-        ValueError: names the option and its value.
-    """
+    """Refuse a file or directory that does not exist."""
     if not Path(name).expanduser().exists():
         raise ValueError(f"{option}={name!r} does not exist: check the path.")

@@ -14,22 +14,9 @@ from .paths import require_model_path
 
 
 def require_model(name: str | None, field: str = "model_name_or_path") -> None:
-    """Refuse a model that is neither a directory with readable files nor a Hub id.
-
-    Args:
-        name: Hub id or directory.
-        field: the option that it comes from.
-
-    Raises:
-        ValueError: names the option, its value, and the broken file if there is one.
-    """
+    """Refuse a model that is neither a directory with readable files nor a Hub id; the option is named in messages."""
     require_model_path(name, field)
-    path = Path(name or "").expanduser()
-    if path.is_dir():
-        _require_readable(path)
-
-
-def _require_readable(folder: Path) -> None:
+    folder = Path(name or "").expanduser()
     for file in sorted(folder.glob("*.json")):
         if file.name.endswith("config.json") or file.name in ("tokenizer.json", "model.safetensors.index.json"):
             read_object(file)
@@ -44,16 +31,7 @@ def _require_readable(folder: Path) -> None:
 
 
 def load_config(name: str, field: str = "model_name_or_path", **options: Any) -> PretrainedConfig:
-    """Load the configuration of a model.
-
-    Args:
-        name: Hub id or directory.
-        field: the option that it comes from.
-        **options: of `from_pretrained`: revision, trust_remote_code.
-
-    Raises:
-        ValueError: it cannot be loaded.
-    """
+    """Load the configuration of a model, with options of `from_pretrained`; refuse one that cannot be loaded."""
     with _named(name, field):
         return AutoConfig.from_pretrained(name, **options)
 

@@ -62,41 +62,20 @@ PORT = Range(least=1, most=65535, whole=True)
 
 
 def require_choice(name: str, value: object, choices: Any) -> None:
-    """Refuse a value that is none of the choices.
-
-    Args:
-        name: of the setting, for the message.
-        value: of the setting.
-        choices: a `Literal`, or the values themselves.
-
-    Raises:
-        ValueError: names the setting, its value and the choices.
-    """
+    """Refuse a setting whose value is none of the choices, a `Literal` or the values themselves."""
     options = get_args(choices) or tuple(choices)
     if value not in options:
         raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, options))}.")
 
 
 def require_number(name: str, value: Any, allowed: Range) -> None:
-    """Refuse a number that is out of its range.
-
-    Raises:
-        ValueError: names the setting, its value and what it may be.
-    """
+    """Refuse a setting that is no number of its range."""
     if not allowed.allows(value):
         raise ValueError(f"{name}={value!r} is invalid: use {allowed}.")
 
 
 def require_numbers(settings: Any, allowed: Mapping[str, Range]) -> None:
-    """Refuse settings that are out of their ranges.
-
-    Args:
-        settings: an instance of a dataclass, or what argparse returns. None is passed over.
-        allowed: range by name of the setting.
-
-    Raises:
-        ValueError: names the setting, its value and what it may be.
-    """
+    """Refuse attributes of an object that are out of their ranges, which are given by name; None is passed over."""
     for name, range_ in allowed.items():
         if (value := getattr(settings, name)) is not None:
             require_number(name, value, range_)

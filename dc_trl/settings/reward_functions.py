@@ -45,12 +45,7 @@ class AsyncCheckedReward(CheckedReward):
 
 
 def checked_reward(reward: Callable[..., Any], name: str | None = None) -> CheckedReward:
-    """Wrap a reward function so that it refuses what `require_rewards` refuses.
-
-    Args:
-        reward: the function, which may be async.
-        name: in messages and metrics; by default the result of `reward_name`.
-    """
+    """Wrap a reward function, which may be async, so that it refuses what `require_rewards` refuses."""
     if isinstance(reward, CheckedReward):
         return reward
     return (AsyncCheckedReward if is_async(reward) else CheckedReward)(reward, name or reward_name(reward))
@@ -71,38 +66,28 @@ def is_async(reward: Callable[..., Any]) -> bool:
 
 
 def require_rewards(name: str, rewards: Any, completions: int) -> list[float | None]:
-    """Return the rewards of a function as numbers; refuse everything else.
+    """Return what a reward function returned for so many completions as numbers.
 
-    Args:
-        name: of the function, for the message.
-        rewards: what it returned: a list, tuple, array or tensor of numbers. `None` and NaN mean that there is no
-            reward for a completion.
-        completions: number of completions that it was called with.
+    It is a list, tuple, array or tensor of numbers. `None` and NaN mean that there is no reward for a completion.
 
     Raises:
         TypeError: it is not such a collection, or holds something else than numbers.
         ValueError: there are more or fewer rewards than completions, or one is larger than `LARGEST`.
     """
     remedy = "return one for each, a number or None"
-    if isinstance(rewards, str | bytes | Mapping | Set) or not (isinstance(rewards, Sized) and _has_length(rewards)):
+    # An array or a tensor without a dimension has no elements.
+    several = isinstance(rewards, Sized) and isinstance(rewards, Iterable) and getattr(rewards, "ndim", 1) > 0
+    if isinstance(rewards, str | bytes | Mapping | Set) or not several:
         raise TypeError(f"reward function {name!r} returned {excerpt(rewards)}, a {type(rewards).__name__}: {remedy}.")
     if len(rewards) != completions:
         raise ValueError(
             f"reward function {name!r} returned {len(rewards)} rewards for {completions} completions: {remedy}."
         )
-    return [_number(name, row, value, remedy) for row, value in enumerate(rewards)]  # type: ignore[arg-type, var-annotated]
+    return [_number(name, row, value, remedy) for row, value in enumerate(rewards)]
 
 
 def require_finite(named: str, rewards: Tensor) -> None:
-    """Refuse rewards of models, or weighted sums, that are not finite or larger than `LARGEST`.
-
-    Args:
-        named: their source, for the message.
-        rewards: of completions, shape (B,).
-
-    Raises:
-        ValueError: names the first of them.
-    """
+    """Refuse rewards of models, or weighted sums, of shape (B,), of which one is not finite or above `LARGEST`."""
     wrong = ~(rewards.abs() <= LARGEST)
     if wrong.any():
         row = int(wrong.nonzero()[0])
@@ -110,11 +95,6 @@ def require_finite(named: str, rewards: Tensor) -> None:
             f"{named} is {rewards[row].item():g} for completion {row}: advantages would be 0, infinite or NaN. Give "
             f"finite rewards of at most {LARGEST:g}."
         )
-
-
-def _has_length(rewards: Any) -> bool:
-    """Return whether a value has elements; arrays and tensors without a dimension have none."""
-    return hasattr(rewards, "__iter__") and getattr(rewards, "ndim", 1) > 0
 
 
 def _number(name: str, row: int, value: Any, remedy: str) -> float | None:
@@ -143,14 +123,6 @@ def excerpt(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _signature(reward: RewardFunction) -> inspect.Signature | None:
-    """Return the signature; None for functions in C that have none."""
-    try:
-        return inspect.signature(reward)
-    except ValueError:
-        return None
-
-
 def call_reward(reward: RewardFunction, **arguments: Any) -> list[float | None]:
     """Call a reward function, which may be async, with arguments as TRL passes them, `prompts` among them.
 
@@ -171,23 +143,19 @@ def call_reward(reward: RewardFunction, **arguments: Any) -> list[float | None]:
 def require_callable(
     named: str, reward: RewardFunction, columns: Iterable[str], extra: Iterable[str] = (), more: bool = False
 ) -> None:
-    """Refuse a reward function that cannot be called as TRL calls it, with the columns of the data set.
-
-    TRL would find out after the first rollout.
+    """Refuse a reward function that cannot be called as TRL calls it; TRL would find out after the first rollout.
 
     Args:
         named: the function as the user has named it, for the message.
         columns: of the rows.
         extra: names of further arguments that this run passes.
         more: whether a `rollout_func` may pass arguments that cannot be known.
-
-    Raises:
-        ValueError: it requires an argument that it is not given, or does not take one that it is given.
     """
     given = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
     given |= {*extra, *columns} - {"prompt", "completion"}  # which TRL does not pass: `prompts` holds the former
-    signature = _signature(reward)
-    if signature is None:
+    try:
+        signature = inspect.signature(reward)
+    except ValueError:  # a function in C may have none
         return
     try:
         (signature.bind_partial if more else signature.bind)(**dict.fromkeys(given))

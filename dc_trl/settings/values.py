@@ -4,6 +4,7 @@ import functools
 import json
 import operator
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
@@ -30,12 +31,7 @@ _NAMED: dict[str, Any] = {
 
 
 def values_of(settings: Mapping[str, Any], types: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Return the settings of a configuration file as values of their fields.
-
-    Args:
-        settings: as YAML reads them.
-        types: annotation of each field by its name.
-        file: of the settings, for messages.
+    """Return the settings that YAML has read from a file as values of their fields, of which `types` has all.
 
     Raises:
         ValueError: there is no such field, or it has another type; the message has file and line, the field, its
@@ -116,13 +112,9 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def _reads(kind: type[int] | type[float], value: Any) -> bool:
     """Return whether the parser of a command line reads a number from this text."""
-    if not isinstance(value, str):
-        return False
-    try:
-        kind(value)
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        return isinstance(value, str) and kind(value) is not None
+    return False
 
 
 def _as_text(value: Any) -> Any:

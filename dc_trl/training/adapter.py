@@ -14,7 +14,7 @@ from trl import ModelConfig
 from ..files import read_object
 from ..resuming.checkpoints import checkpoints
 from ..settings.fields import setting
-from ..settings.paths import shipped
+from ..settings.paths import is_path, shipped
 
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -64,7 +64,7 @@ def adapter_of(arguments: AdapterArguments, model: ModelConfig) -> PeftConfig | 
     if folder.is_dir():
         _require_adapter(name, folder)
         name = str(folder)
-    elif folder.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+    elif is_path(name):
         what = "is not a directory" if folder.exists() else "does not exist"
         raise ValueError(f"{_FIELD}={name!r} {what}: give the directory or the Hub id of an adapter.")
     try:
@@ -75,7 +75,7 @@ def adapter_of(arguments: AdapterArguments, model: ModelConfig) -> PeftConfig | 
     _require_agreement(name, config, model)
     base = shipped(config.base_model_name_or_path or "")
     if model.model_name_or_path is None:
-        if not base or _is_missing_path(base):
+        if not base or (is_path(base) and not Path(base).expanduser().exists()):
             what = "which does not exist" if base else "so its base is unknown"
             raise ValueError(
                 f"{_FIELD}={name!r} was trained on base_model_name_or_path={base!r}, {what}: give its base as "
@@ -99,33 +99,26 @@ def load_adapted(base: PreTrainedModel, base_name: str, name: str) -> PeftModel:
         ValueError: the adapter belongs to another model; the message names both.
     """
     name = os.path.expanduser(name)
+    cause: Exception | None = None
     try:
         model = PeftModel.from_pretrained(base, name, is_trainable=True)
-        reason = _unmatched(model, name)
+        # PEFT ignores tensors that the adapter or the model has no counterpart of.
+        saved, wanted = load_peft_weights(name, device="cpu").keys(), get_peft_model_state_dict(model).keys()
+        if left := sorted(saved - wanted):
+            reason = f"the model has no place for {left[0]!r}, and {len(left)} tensors in all"
+        elif missing := sorted(wanted - saved):
+            reason = f"the adapter has no {missing[0]!r}, and lacks {len(missing)} tensors in all"
+        else:
+            return model
     except KeyError as error:  # PEFT looks up a trained copy of a module
-        raise ValueError(_misfit_message(base_name, name, f"the adapter has no {error}")) from error
+        cause, reason = error, f"the adapter has no {error}"
     except (RuntimeError, ValueError, TypeError, OSError, SafetensorError) as error:
         # The messages of PyTorch, PEFT and the Hub's client are shortened to one line.
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = next((line for line in lines if "mismatch" in line), lines[0] if lines else type(error).__name__)
-        raise ValueError(_misfit_message(base_name, name, reason)) from error
-    if reason is not None:
-        raise ValueError(_misfit_message(base_name, name, reason))
-    return model
-
-
-def _misfit_message(base_name: str, name: str, reason: str) -> str:
-    return f"{_FIELD}={name!r} does not fit model_name_or_path={base_name!r} ({reason}): give the base of the adapter."
-
-
-def _unmatched(model: PeftModel, name: str) -> str | None:
-    """Return how tensors of adapter and model do not match, which PEFT ignores, or None."""
-    saved, wanted = load_peft_weights(name, device="cpu").keys(), get_peft_model_state_dict(model).keys()
-    if left := sorted(saved - wanted):
-        return f"the model has no place for {left[0]!r}, and {len(left)} tensors in all"
-    if missing := sorted(wanted - saved):
-        return f"the adapter has no {missing[0]!r}, and lacks {len(missing)} tensors in all"
-    return None
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        cause, reason = error, next((line for line in lines if "mismatch" in line), lines[0])
+    raise ValueError(
+        f"{_FIELD}={name!r} does not fit model_name_or_path={base_name!r} ({reason}): give the base of the adapter."
+    ) from cause
 
 
 def _require_adapter(name: str, folder: Path) -> None:
@@ -163,14 +156,9 @@ def _comparable(value: Any, other: Any) -> Any:
     return sorted(value) if isinstance(value, list | set) else value
 
 
-def _is_missing_path(base: str) -> bool:
-    """Return whether a name is a path that does not exist; a Hub id is not a path."""
-    return not Path(base).expanduser().exists() and (base.startswith((".", "~", os.sep)) or base.count("/") > 1)
-
-
 def _differ(base: str, given: str) -> bool:
     """Return whether two names certainly mean two models: a directory may be a copy of a Hub model, or have moved."""
     first, second = Path(base).expanduser(), Path(given).expanduser()
     if first.is_dir() and second.is_dir():
         return not first.samefile(second)
-    return not (first.is_dir() or second.is_dir() or _is_missing_path(base)) and base != given
+    return not (first.is_dir() or second.is_dir() or is_path(base)) and base != given

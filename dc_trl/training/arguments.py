@@ -1,4 +1,4 @@
-"""All settings of a training run, and the checks that need no files."""
+"""All settings of a training run."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,12 +6,10 @@ from typing import NamedTuple
 from trl import ModelConfig
 
 from ..config import DCGRPOConfig
-from ..grading.rewards import get_reward
 from ..settings.configuration import ConfigurationParser
 from ..settings.paths import shipped
-from ..settings.pretrained import require_model
 from .adapter import AdapterArguments
-from .own_server import ServerArguments, require_servable
+from .own_server import ServerArguments
 from .problems import DataArguments
 from .watch import WatchArguments
 
@@ -38,18 +36,6 @@ class RunArguments(NamedTuple):
         if arguments.model.model_name_or_path is not None:
             arguments.model.model_name_or_path = shipped(arguments.model.model_name_or_path)
         return arguments
-
-    def check(self) -> None:
-        """Refuse settings that are certain to fail, as far as that is known without a download or a model.
-
-        Raises:
-            ValueError: a setting is refused; the message names the field, its value and the remedy.
-        """
-        require_servable(self.server, self.trainer)
-        if self.model.model_name_or_path is not None or self.adapter.adapter_name_or_path is None:
-            require_model(self.model.model_name_or_path)
-        for reward in self.data.rewards:
-            get_reward(reward)
 
 
 ARGUMENTS: tuple[type, ...] = tuple(RunArguments.__annotations__.values())

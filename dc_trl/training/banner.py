@@ -76,20 +76,21 @@ def _correction(args: DCGRPOConfig) -> str:
 
 
 def _training(trainer: DCGRPOTrainer, arguments: RunArguments) -> str:
-    args, data = trainer.args, arguments.data
+    args = trainer.args
     length = f"{args.max_steps} step(s)" if args.max_steps > 0 else f"{args.num_train_epochs:g} epoch(s)"
     resumed = "" if args.resume_from_checkpoint is None else f", resumed from {Path(args.resume_from_checkpoint).name}"
     processes = f", {args.world_size} processes" if args.world_size > 1 else ""
-    name = without_secrets(data.dataset_name or "")
+    name = without_secrets(arguments.data.dataset_name or "")
     return f"{length} on {len(trainer.train_dataset):,} problems of {name}{processes}{resumed}"
 
 
 def _held_out(trainer: DCGRPOTrainer, arguments: RunArguments) -> str:
-    args, data = trainer.args, arguments.data
+    args = trainer.args
     if trainer.eval_dataset is None:
         return "nothing (eval_size=0)"
     between = f", and every {args.eval_steps:g} steps" if args.eval_strategy == "steps" else ""
     if args.eval_strategy == "epoch":
         between = ", and after each epoch"
-    asked = f"; with them {', '.join(data.eval_benchmarks)}" if data.eval_benchmarks else ""
+    benchmarks = ", ".join(arguments.data.eval_benchmarks)
+    asked = f"; with them {benchmarks}" if benchmarks else ""
     return f"{len(trainer.eval_dataset):,} problems, measured before and after training{between}{asked}"

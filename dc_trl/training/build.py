@@ -3,9 +3,7 @@
 from contextlib import ExitStack
 
 from accelerate import DistributedType, PartialState
-from datasets import Dataset
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase
 from trl import ModelConfig, get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
@@ -20,7 +18,7 @@ from ..resuming.checkpoints import on_main_process
 from ..settings.fields import ranges_of
 from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import require_numbers
-from ..settings.reward_functions import RewardFunction, require_callable
+from ..settings.reward_functions import require_callable
 from ..trainer import DCGRPOTrainer
 from ..trainers.history import LambdaLoggingCallback
 from ..trainers.required_servers import require_servers
@@ -28,7 +26,7 @@ from .adapter import AdapterArguments, adapter_of, load_adapted
 from .arguments import RunArguments
 from .output import open_output, require_space
 from .own_server import require_servable, start_server
-from .problems import DataArguments, load_data
+from .problems import load_data
 from .watch import add_callbacks
 
 
@@ -61,15 +59,25 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     )
     if args.use_vllm and args.vllm_mode == "server" and server.serve is None:
         require_servers(args, config)
-    train_dataset, eval_dataset = _problems(data, rewards, args, tokenizer)
-    benchmarks = _eval_benchmarks(data)
-    if data.eval_greedy and (eval_dataset is None or args.eval_strategy == "no"):
+    prompts_per_step = args.generation_batch_size // args.num_generations
+    steps = args.max_steps if args.max_steps > 0 else 1000
+    train_dataset, eval_dataset, line = load_data(data, tokenizer, args.seed, prompts_per_step * steps)
+    for name, reward in zip(data.rewards, rewards, strict=True):
+        require_callable(f"rewards={name!r}", reward, train_dataset.column_names)
+    PartialState().print(line)
+    with PartialState().local_main_process_first():  # only one process of a machine downloads
+        samples, limit = data.eval_benchmark_samples, data.eval_benchmark_limit
+        benchmarks = [Benchmark.parse(word, samples=samples, limit=limit) for word in data.eval_benchmarks]
+    if data.eval_greedy and args.eval_strategy == "no":
         raise ValueError(
-            f"eval_greedy=True measures at evaluations, and there are none with eval_size={data.eval_size} and "
-            f"eval_strategy={str(args.eval_strategy.value)!r}: set eval_size and eval_strategy='steps'."
+            "eval_greedy=True measures at evaluations, and eval_strategy='no' has none: set eval_strategy='steps'."
         )
-    if eval_dataset is not None:
-        _require_whole_eval_groups(args)
+    generations = args.num_generations_eval or args.num_generations
+    if eval_dataset is not None and args.per_device_eval_batch_size * args.world_size % generations:
+        raise ValueError(
+            f"per_device_eval_batch_size={args.per_device_eval_batch_size} in {args.world_size} process(es) is not a "
+            f"multiple of num_generations_eval={generations}: set num_generations_eval=1, or a multiple of it."
+        )
     args.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
@@ -78,31 +86,31 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     }
     peft_config = get_peft_config(model) if trained is None else trained
     quantization_config = get_quantization_config(model)
-    # The trainer makes the same checks, but only after the server has taken a minute to start.
+    arguments_of_both = {
+        "reward_funcs": rewards,
+        "args": args,
+        "train_dataset": train_dataset,
+        "eval_dataset": eval_dataset,
+        "processing_class": tokenizer,
+    }
+    # The trainer makes the same checks, but only after the server has taken a minute to start, and it knows the
+    # model by another name.
     require_startable(
         model=model.model_name_or_path,
-        reward_funcs=rewards,
-        args=args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        processing_class=tokenizer,
         peft_config=peft_config,
         quantization_config=quantization_config,
         field="model_name_or_path",
+        **arguments_of_both,
     )
     if server.serve is not None and PartialState().is_main_process:
         start_server(server, args, model.model_name_or_path, model.model_revision, stack)
     settings = changed_settings(data) | changed_settings(server) | changed_settings(watch) | changed_settings(adapter)
     trainer = DCGRPOTrainer(
         model=model.model_name_or_path if trained is None else _adapted(adapter, model, args),
-        reward_funcs=rewards,
-        args=args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        processing_class=tokenizer,
         callbacks=[LambdaLoggingCallback(settings)],
         quantization_config=quantization_config if trained is None else None,
         peft_config=peft_config if trained is None else None,
+        **arguments_of_both,
     )
     if benchmarks:
         temperature, batch_size = data.eval_benchmark_temperature, args.per_device_eval_batch_size
@@ -123,38 +131,3 @@ def _adapted(adapter: AdapterArguments, model: ModelConfig, args: DCGRPOConfig) 
     args.model_init_kwargs = None  # TRL would warn that it does not use them
     base = create_model_from_path(model.model_name_or_path, **options)
     return load_adapted(base, model.model_name_or_path, str(adapter.adapter_name_or_path))
-
-
-def _problems(
-    data: DataArguments, rewards: list[RewardFunction], args: DCGRPOConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Dataset, Dataset | None]:
-    """Return training and held-out problems that fit the rewards, and print a line about the rows."""
-    prompts_per_step = args.generation_batch_size // args.num_generations
-    steps = args.max_steps if args.max_steps > 0 else 1000
-    train_dataset, eval_dataset, line = load_data(data, tokenizer, args.seed, prompts_per_step * steps)
-    for name, reward in zip(data.rewards, rewards, strict=True):
-        require_callable(f"rewards={name!r}", reward, train_dataset.column_names)
-    PartialState().print(line)
-    return train_dataset, eval_dataset
-
-
-def _eval_benchmarks(data: DataArguments) -> list[Benchmark]:
-    """Return the benchmarks that are evaluated during training."""
-    if data.eval_benchmarks and data.eval_size == 0:
-        raise ValueError(
-            f"eval_benchmarks={data.eval_benchmarks} are run when the trainer evaluates, and eval_size=0 leaves it "
-            "nothing to evaluate: set eval_size."
-        )
-    with PartialState().local_main_process_first():  # only one process of a machine downloads
-        samples, limit = data.eval_benchmark_samples, data.eval_benchmark_limit
-        return [Benchmark.parse(word, samples=samples, limit=limit) for word in data.eval_benchmarks]
-
-
-def _require_whole_eval_groups(args: DCGRPOConfig) -> None:
-    """Refuse evaluation batches that would split the completions of a prompt."""
-    generations = args.num_generations_eval or args.num_generations
-    if args.per_device_eval_batch_size * args.world_size % generations:
-        raise ValueError(
-            f"per_device_eval_batch_size={args.per_device_eval_batch_size} in {args.world_size} process(es) is not a "
-            f"multiple of num_generations_eval={generations}: set num_generations_eval=1, or a multiple of it."
-        )

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from peft import PeftModel
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..config import DCGRPOConfig
 from ..files import lock_output, write_bytes
@@ -31,19 +30,14 @@ from ..trainer import DCGRPOTrainer
 
 
 # The weights that a finished run leaves.
-WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
+_WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
 # Files and folders that mark an output directory as one with a run.
-RUN_FILES = (
-    HISTORY_FILE,
-    BASELINE_FILE,
-    SUMMARY_FILE,
-    DEPLOYMENT_FOLDER,
-    *WEIGHTS,
-    "checkpoint-*",
-    "last-good-*",
-)
-# Files of a run that was killed before its first step ended, which are not worth keeping.
-_BEFORE_STEPS = {HISTORY_FILE, BASELINE_FILE}
+_RUN_FILES = (HISTORY_FILE, BASELINE_FILE, SUMMARY_FILE, DEPLOYMENT_FOLDER, *_WEIGHTS, "checkpoint-*", "last-good-*")
+
+
+def holds_weights(folder: Path) -> bool:
+    """Return whether a run has left its weights."""
+    return any(path for name in _WEIGHTS for path in folder.glob(name))
 
 
 def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
@@ -59,10 +53,12 @@ def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
         args.resume_from_checkpoint, output_dir, args.save_on_each_node, args.checkpoint_hashes
     )
     if checkpoint is None:
-        anew = str(args.resume_from_checkpoint).lower() == NEWEST_OR_NONE
-        _require_no_run(output_dir, anew)
-    else:
-        _require_records(output_dir)
+        _require_no_run(output_dir, anew=str(args.resume_from_checkpoint).lower() == NEWEST_OR_NONE)
+    else:  # damaged records are refused before the model is loaded
+        for read in (read_starts, read_samples, read_baseline, read_summary):
+            read(output_dir)
+        if (output_dir / HISTORY_FILE).exists():
+            read_history(output_dir / HISTORY_FILE)
     _require_writable(output_dir)
     if args.push_to_hub:
         name = args.hub_model_id or output_dir.absolute().name
@@ -70,32 +66,18 @@ def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
     return checkpoint
 
 
-def _require_records(output_dir: Path) -> None:
-    """Refuse to resume a run with damaged records before its model is loaded."""
-    for read in (read_starts, read_samples, read_baseline, read_summary):
-        read(output_dir)
-    if (output_dir / HISTORY_FILE).exists():
-        read_history(output_dir / HISTORY_FILE)
-
-
 def _require_no_run(output_dir: Path, anew: bool) -> None:
     """Refuse a directory that holds a run; with `anew`, accept one that was killed before its first checkpoint."""
-    found = {path.name for pattern in RUN_FILES for path in output_dir.glob(pattern)}
-    if found <= _BEFORE_STEPS and (anew or not (HISTORY_FILE in found and _has_steps(output_dir / HISTORY_FILE))):
-        return
+    found = {path.name for pattern in _RUN_FILES for path in output_dir.glob(pattern)}
+    # A run that was killed before its first step ended is not worth keeping.
+    if found <= {HISTORY_FILE, BASELINE_FILE}:
+        history = read_history(output_dir / HISTORY_FILE) if HISTORY_FILE in found and not anew else []
+        if not any(row["step"] > 0 for row in history):
+            return
+    has, remedy = "a run", "continue that run with --resume_from_checkpoint true"
     if not checkpoints(output_dir):
-        raise ValueError(
-            f"output_dir={str(output_dir)!r} already holds a run without a checkpoint: choose another "
-            "output_dir, or remove that run."
-        )
-    raise ValueError(
-        f"output_dir={str(output_dir)!r} already holds a run: choose another output_dir, or continue that run "
-        "with --resume_from_checkpoint true."
-    )
-
-
-def _has_steps(history: Path) -> bool:
-    return any(row["step"] > 0 for row in read_history(history))
+        has, remedy = "a run without a checkpoint", "remove that run"
+    raise ValueError(f"output_dir={str(output_dir)!r} already holds {has}: choose another output_dir, or {remedy}.")
 
 
 def _require_writable(output_dir: Path) -> None:
@@ -125,7 +107,13 @@ def require_space(trainer: DCGRPOTrainer) -> None:
     if args.save_strategy != "no":
         parts["a checkpoint"] = _bytes(saved) + 2 * _bytes(trained)  # the weights again, and two moments
     if args.exports_deployment:
-        parts["the deployment"] = _deployment_bytes(policy, args.deployment_scheme)
+        architecture = empty_copy(policy)
+        architecture.tie_weights()
+        weights = resolve_scheme(args.deployment_scheme, architecture).weights
+        quantized = sum(weight.numel() for weight in quantized_weights(architecture).values())
+        others = architecture.num_parameters() - quantized
+        # Without the scales.
+        parts["the deployment"] = quantized * (16 if weights is None else weights.num_bits) // 8 + 2 * others
     free, needed = shutil.disk_usage(args.output_dir).free, sum(parts.values())
     if free < needed:
         listed = ", ".join(f"{part} {size / 1e9:.2f}" for part, size in parts.items())
@@ -137,13 +125,3 @@ def require_space(trainer: DCGRPOTrainer) -> None:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _deployment_bytes(policy: PreTrainedModel | PeftModel, name: str) -> int:
-    """Return the bytes of the numbers in the deployable checkpoint, without their scales."""
-    architecture = empty_copy(policy)
-    architecture.tie_weights()
-    weights = resolve_scheme(name, architecture).weights
-    bits = 16 if weights is None else weights.num_bits
-    quantized = sum(weight.numel() for weight in quantized_weights(architecture).values())
-    return quantized * bits // 8 + 2 * (architecture.num_parameters() - quantized)

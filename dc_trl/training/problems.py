@@ -17,6 +17,7 @@ from ..data.dapo import load_dapo
 from ..data.prompts import Prompt, describe_counts, load_prompts, load_rows, make_prompt, prompt_length
 from ..data.templates import BOXED_INSTRUCTION
 from ..evaluation import Benchmark
+from ..settings.contradictions import require_effect
 from ..settings.fields import require_fields, setting
 from ..settings.ranges import AT_LEAST_0, COUNT, WHOLE
 
@@ -62,23 +63,18 @@ class DataArguments:
 
     def __post_init__(self):
         require_fields(self)
+        require_effect(self)
 
 
 def load_data(
     data: DataArguments, tokenizer: PreTrainedTokenizerBase, seed: int, arithmetic_size: int
 ) -> tuple[Dataset, Dataset | None, str]:
-    """Return training and held-out problems.
+    """Return training problems, held-out problems (None with `eval_size=0`), and a line about the rows.
 
     Args:
         data, tokenizer: settings of the data, and the model's tokenizer.
         seed: seed of the held-out split and of the arithmetic problems.
         arithmetic_size: number of arithmetic problems for training.
-
-    Returns:
-        Training problems, held-out problems (None with `eval_size=0`), and a line about the rows.
-
-    Raises:
-        ValueError: a setting is refused; the message names the field, its value and the remedy.
     """
     if data.dataset_name is None:
         raise ValueError("dataset_name is not set: give a Hub id, a local file, or 'arithmetic'.")
@@ -125,9 +121,6 @@ def draw_prompts(
         count: number of prompts; if there are fewer, a line says so and all are returned.
         seed: seed of the draw and of the arithmetic problems.
         benchmark: "NAME" or "NAME=FILE", used in place of the data set.
-
-    Raises:
-        ValueError: a setting is refused; the message names the field, its value and the remedy.
     """
     if benchmark is not None:
         source = Benchmark.parse(benchmark)

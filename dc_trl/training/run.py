@@ -17,7 +17,7 @@ from ..resuming.checkpoints import checkpoints, on_main_process
 from ..resuming.interruption import RunInterrupted, StopSignals
 from ..serving.errors import ServerError
 from ..trainer import DCGRPOTrainer
-from .output import WEIGHTS
+from .output import holds_weights
 from .problems import DataArguments
 
 
@@ -32,15 +32,12 @@ def run(
     signals: StopSignals,
     stack: ExitStack,
 ) -> Outcome:
-    """Train, and write the files of the run.
+    """Train, and write the files of the run; return why it ended early or was not pushed, or None.
 
     Args:
         trainer, alarm, stack: results of `build_trainer`; the stack is closed here if the run ends early.
         data: data settings, with the data set's name for the model card and the measurements during training.
         signals: callback that ends the run in order.
-
-    Returns:
-        None, or the reason why the run ended early or was not pushed.
     """
     measured = BeforeAndAfter(trainer, data.eval_greedy)
     trainer.add_callback(measured)
@@ -51,7 +48,9 @@ def run(
         return _end_early(trainer, error, stack)
     except Exception as error:
         return _fail(error, stack)
-    if _was_finished(trainer):
+    folder, step = Path(trainer.args.output_dir), trainer.state.global_step
+    # The run had ended, and left the files of its end, before it was resumed.
+    if trainer.resumed_at_end and on_main_process(lambda: run_ended(folder, step) and holds_weights(folder)):
         trainer.accelerator.print(f"The run in {trainer.args.output_dir} is finished and unchanged.", flush=True)
         release_processes(trainer)
         return None
@@ -69,17 +68,6 @@ def run(
     return failure
 
 
-def _was_finished(trainer: DCGRPOTrainer) -> bool:
-    """Return whether the run had ended, and left the files of its end, before it was resumed."""
-
-    def found() -> bool:
-        folder = Path(trainer.args.output_dir)
-        weights = any(path for name in WEIGHTS for path in folder.glob(name))
-        return run_ended(folder, trainer.state.global_step) and weights
-
-    return trainer.resumed_at_end and on_main_process(found)
-
-
 def _fail(error: Exception, stack: ExitStack) -> Outcome:
     """End the run's own server and this process; the launcher ends processes that still train."""
     way_back = " ".join(error.__notes__) if hasattr(error, "__notes__") else ""
@@ -94,20 +82,15 @@ def _end_early(trainer: DCGRPOTrainer, error: ServerError | RunInterrupted, stac
     """End the run's own server and its processes together."""
     if isinstance(error, RunInterrupted):  # printed at once, since the sender of the signal may soon kill the process
         trainer.accelerator.print(f"\n{error}", file=sys.stderr, flush=True)
-        if trainer.state.global_step == 0 and not checkpoints(trainer.args.output_dir):
-            _remove_first_files(trainer)
+        began = trainer.state.global_step > 0 or checkpoints(trainer.args.output_dir)
+        if not began and trainer.accelerator.is_main_process:  # the same command is to start again
+            for name in (HISTORY_FILE, SETTINGS_FILE, STARTS_FILE, BASELINE_FILE):
+                Path(trainer.args.output_dir, name).unlink(missing_ok=True)
     stack.close()
     # If one process of several fails, the launcher ends the others, and the server may still run.
     trainer.accelerator.wait_for_everyone()
     release_processes(trainer)
     return error.exit_code if isinstance(error, RunInterrupted) else f"error: {error}"
-
-
-def _remove_first_files(trainer: DCGRPOTrainer) -> None:
-    """Remove the files that a run wrote before its first step, so that the same command starts again."""
-    if trainer.accelerator.is_main_process:
-        for name in (HISTORY_FILE, SETTINGS_FILE, STARTS_FILE, BASELINE_FILE):
-            Path(trainer.args.output_dir, name).unlink(missing_ok=True)
 
 
 def _publish(trainer: DCGRPOTrainer, dataset_name: str | None) -> Outcome:
