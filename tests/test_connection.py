@@ -51,11 +51,7 @@ def test_what_an_answer_means_is_the_same_for_threads_and_for_an_event_loop(serv
     server.says = {path: says}
     connection = Connection(server.url)
 
-    async def ask():
-        async with connection.asynchronous() as http:
-            await connection.arequest(http, "GET", path)
-
-    for request in (lambda: connection.get(path), lambda: asyncio.run(ask())):
+    for request in (lambda: connection.get(path), lambda: asyncio.run(connection.arequest("GET", path))):
         with pytest.raises(ServerError, match=words) as error:
             request()
         assert type(error.value) is kind
@@ -234,14 +230,10 @@ def test_the_limit_is_of_the_whole_request_however_slowly_it_is_answered(server,
     for limit in (0.15, 0.6):  # within the headers, and within the answer
         connection = Connection(server.url, Patience(request_timeout=limit, prefix="vllm_"))
 
-        async def ask(connection=connection):
-            async with connection.asynchronous() as http:
-                await connection.arequest(http, "GET", path)
-
-        for request in (lambda of=connection: of.get(path), lambda of=ask: asyncio.run(of())):
+        for request in (connection.get, lambda path, of=connection: asyncio.run(of.arequest("GET", path))):
             begin = time.monotonic()
             with pytest.raises(ServerUnavailableError, match=f"did not answer {path} within vllm_request_timeout"):
-                request()
+                request(path)
             assert limit <= time.monotonic() - begin < limit + 2
         with connection.task(Deadline(0.1)), pytest.raises(ServerUnavailableError, match="within the remaining 0"):
             connection.get(path)

@@ -92,13 +92,13 @@ def kill_in_next_rollout(trainer, number, server):
         for process in processes:
             process.kill()
 
-    def send(http, method, path, **kwargs):
+    def send(method, path, **kwargs):
         if path == "/v1/completions":
             connection.arequest = request
             for process in processes[1:]:
                 process.suspend()
             Thread(target=kill).start()
-        return request(http, method, path, **kwargs)
+        return request(method, path, **kwargs)
 
     connection.arequest = send
     return processes

@@ -3,10 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
 from typing import Any
-
-import httpx
 
 from .answers import require_rollout
 from .client import Weights
@@ -61,17 +58,13 @@ class SharedBatch:
             ServerUnavailableError: all servers were lost, or the deadline has passed; earlier answers are kept.
             ServerError: a server refused a prompt.
         """
-        async with AsyncExitStack() as stack:
-            shares = [
-                _Share(server, await stack.enter_async_context(server.client.connection.asynchronous()))
-                for server in servers
-            ]
-            try:
-                await self._run(shares, deadline)
-            finally:
-                for share in shares:
-                    share.drop()
-                await asyncio.gather(*(task for share in shares for task in share.dropped), return_exceptions=True)
+        shares = [_Share(server) for server in servers]
+        try:
+            await self._run(shares, deadline)
+        finally:
+            for share in shares:
+                share.drop()
+            await asyncio.gather(*(task for share in shares for task in share.dropped), return_exceptions=True)
 
     async def _run(self, shares: list["_Share"], deadline: Deadline) -> None:
         clock = asyncio.get_running_loop().time
@@ -114,12 +107,12 @@ class SharedBatch:
         return (prompt for prompt, answer in enumerate(self.answers) if answer is None)
 
     async def _answer(self, share: "_Share", prompt: int) -> dict[str, Any]:
-        client, http = share.server.client, share.http
+        client = share.server.client
         body = self._requests[prompt] | {"model": client.model}
-        answer = await client.connection.arequest(http, "POST", "/v1/completions", json=body)
+        answer = await client.connection.arequest("POST", "/v1/completions", json=body)
         answer["choices"] = require_rollout(body, answer, share.server.url, client.bounds)
         if self._weights is not None:
-            held = await client.connection.arequest(http, "GET", "/weight_info")
+            held = await client.connection.arequest("GET", "/weight_info")
             with client.connection.reading("/weight_info"):
                 client.require_version(held["weight_version"], self._weights)
         return answer
@@ -154,9 +147,8 @@ class SharedBatch:
 class _Share:
     """The part of a batch that one server works on."""
 
-    def __init__(self, server: PooledServer, http: httpx.AsyncClient):
+    def __init__(self, server: PooledServer):
         self.server = server
-        self.http = http
         self.tasks: dict[asyncio.Task[dict[str, Any]], int] = {}  # running requests with their prompts
         self.dropped: list[asyncio.Task[dict[str, Any]]] = []  # cancelled requests
         self.finished: float | None = None  # time of its last answer
