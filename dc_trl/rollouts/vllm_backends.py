@@ -23,9 +23,8 @@ from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
 from ..quantization.tensors import deployed_tensors, frozen_tensors, is_packed
 from ..serving.answers import Bounds
-from ..serving.background import pause
 from ..serving.client import LOADING, ServerClient, Weights
-from ..serving.connection import Deadline, Patience, Tries, is_local
+from ..serving.connection import Deadline, Patience, is_local, persist
 from ..serving.errors import ServerError, ServerUnavailableError, WeightsNotWrittenError
 from ..serving.fit import check_server, require_shared_directory
 from ..serving.pool import ServerPool
@@ -371,19 +370,10 @@ class ServerGeneration(_DeployedGeneration):
         Raises:
             WeightsNotWrittenError: the main process cannot write it; all processes raise it.
         """
-        tries = Tries(self._patience, Deadline(math.inf))
-        while True:
-            try:
-                self._write()
-                return
-            except WeightsNotWrittenError as error:
-                failure = error
-            try:
-                seconds = tries.pause(failure)
-            except ServerUnavailableError as error:
-                raise WeightsNotWrittenError(str(error)) from failure
-            logger.warning(f"{failure}; {tries} follows")
-            pause(seconds)
+        try:
+            persist(lambda first: self._write(), self._patience, Deadline(math.inf), lambda _: None, logger.warning)
+        except ServerUnavailableError as error:  # no try is left
+            raise WeightsNotWrittenError(str(error)) from error
 
 
 class ColocateGeneration(_DeployedGeneration):
