@@ -212,7 +212,7 @@ def test_prompts_with_images_get_seeds_too(stubs):
 def test_a_rollout_of_one_server_ends_in_its_time(stubs):
     stubs[0].completes = None  # it never answers
     client = ServerClient(stubs[0].url)
-    with client.connection.task(Deadline(1.0)), pytest.raises(ServerError, match="within the|no time is left"):
+    with client.connection.task(Deadline(1.0)), pytest.raises(ServerError, match=r"within the|no time is left"):
         generate(client)
 
 
