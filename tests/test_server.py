@@ -333,7 +333,11 @@ def test_keys_among_the_options_are_not_shown(options, tmp_path):
     assert "VLLM_API_KEY='(hidden)'" in server.command
     assert "--max-logprobs -1" in server.command
     assert server.arguments[-len(options) :] == options  # the server gets them
-    (tmp_path / "log").write_text("vllm: error: unrecognized arguments: SECRET-1 --nothing=x\n")
+
+
+def test_a_key_is_not_shown_in_the_servers_last_words(tmp_path):
+    server = VLLMServer("unused", options=["--api-key", "mine", "--nothing=x"], log_path=tmp_path / "log")
+    (tmp_path / "log").write_text("vllm: error: unrecognized arguments: mine --nothing=x\n")
     assert server.last_error() == "vllm: error: unrecognized arguments: (hidden) --nothing=x"
 
 
