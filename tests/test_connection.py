@@ -116,21 +116,6 @@ def test_a_task_without_time_is_not_tried_again(server, pauses):
     assert (pauses, server.asked) == ([], [])
 
 
-def test_a_closed_connection_asks_nothing_again(server, pauses):
-    server.failures = {"/weight_info": 2}
-    connection = Connection(server.url, Patience(max_retries=3))
-
-    def ask(first):
-        try:
-            return connection.get("/weight_info")
-        finally:
-            connection.close()
-
-    with pytest.raises(RuntimeError, match="closed"):
-        connection.persist(ask)
-    assert server.asked == ["/weight_info"]
-
-
 def test_a_task_within_a_task_shares_its_deadline(server):
     connection = Connection(server.url, Patience(time_limit=60.0))
     deadline = Deadline(5.0)
@@ -226,17 +211,6 @@ def test_the_limit_is_of_the_whole_request_however_slowly_it_is_answered(server,
         assert time.monotonic() - begin >= limit
     server.drips = "/health"
     assert connection.why_down(limit) == "TimeoutError"
-
-
-def test_a_closed_connection_ends_what_is_on_its_way(server):
-    """As when calibrate gets Ctrl-C: the threads that ask end, and the process with them."""
-    connection = Connection(server.url)
-    asked = in_thread(lambda: connection.get("/v1/completions"))  # which hangs
-    while "/v1/completions" not in server.asked:
-        time.sleep(0.01)
-    connection.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        asked.result(60)
 
 
 def test_abandoned_requests_end_and_none_begins_until_they_are_allowed_again(server):

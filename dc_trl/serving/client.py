@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from transformers import PretrainedConfig
 from trl.generation.vllm_client import VLLMClient
 
 from .answers import UNKNOWN, Bounds, require_rollout
 from .background import pause
 from .connection import ONE_TRY, Connection, Deadline, Patience
 from .errors import ServerError, ServerUnavailableError
-from .fit import ROUTES_OPTION, is_cpu
+from .fit import ROUTES_OPTION, check_server, is_cpu
 
 
 _MAX_CONCURRENT_IMAGES = 64  # largest number of concurrent prompts with images, the same as TRL's
@@ -275,6 +276,21 @@ class ServerClient(RolloutClient):
         """
         if served != weights.version:
             raise ServerUnavailableError(f"vLLM at {self.base_url} lost or changed its weights during a rollout")
+
+    def require_fit(self, config: PretrainedConfig, **needs: Any) -> None:
+        """Refuse the server if it would not sample the trained model, and take its limits for `bounds`.
+
+        Args:
+            config: configuration of the trained model.
+            **needs: further arguments of `check_server`.
+
+        Raises:
+            ServerError: the server does not fit; the message names the option of `vllm serve` to change.
+        """
+        info, layers = self.connection.persist(self.describe)
+        with self.connection.reading("/server_info"):
+            check_server(info, layers, config=config, **needs)
+            self.bounds = Bounds(config.get_text_config().vocab_size, info["model_config"]["max_model_len"])
 
     def describe(self, first: bool = True) -> tuple[dict[str, Any], str]:
         """Return the server's configuration and its engine's layers, as `check_server` takes them, in one try."""

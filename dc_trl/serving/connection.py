@@ -15,14 +15,8 @@ from urllib.parse import urlparse
 import httpx
 import psutil
 
-from .background import all_of, end_requests_of, in_coroutine, pause
-from .errors import (
-    RequestAbandonedError,
-    ServerAnswerError,
-    ServerError,
-    ServerRefusedError,
-    ServerUnavailableError,
-)
+from .background import all_of, in_coroutine, pause
+from .errors import ServerAnswerError, ServerError, ServerRefusedError, ServerUnavailableError
 
 
 T = TypeVar("T")
@@ -121,16 +115,10 @@ class Connection:
             "timeout": httpx.Timeout(None, connect=_CONNECT_SECONDS),
             "verify": _certificates(),
         }
-        self._closed = False
         try:
             httpx.URL(self.url)
         except httpx.InvalidURL as error:
             raise ServerError(f"{url!r} is not an address of a vLLM server ({error}): use http://HOST:PORT") from error
-
-    def close(self) -> None:
-        """End all pending requests and send no more; callers in other threads get a RuntimeError."""
-        self._closed = True
-        end_requests_of(self)
 
     @contextmanager
     def task(self, deadline: Deadline | None = None) -> Iterator[Deadline]:
@@ -192,17 +180,7 @@ class Connection:
             raise ServerUnavailableError(f"vLLM at {self.url} was not asked for {path}: no time is left for it")
         limit = min(self.patience.request_timeout, left)
         with self._transport_errors(path, None if limit < left else limit):
-            return self._run(limit, action)
-
-    def _run(self, limit: float, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine for at most `limit` seconds, unless this connection is or gets closed."""
-        if not self._closed:
-            try:
-                return in_coroutine(asyncio.wait_for(action(), limit), owner=self)
-            except RequestAbandonedError:
-                if not self._closed:
-                    raise
-        raise RuntimeError(f"the connection to vLLM at {self.url} is closed")
+            return in_coroutine(asyncio.wait_for(action(), limit))
 
     @contextmanager
     def reading(self, path: str) -> Iterator[None]:
@@ -300,7 +278,7 @@ class Connection:
 
     def why_down(self, timeout: float = 5.0) -> str | None:
         """Return None if the server is up, otherwise a short reason."""
-        return self._run(math.inf, lambda: self._why_down(timeout))
+        return in_coroutine(self._why_down(timeout))
 
     async def _why_down(self, timeout: float) -> str | None:
         try:

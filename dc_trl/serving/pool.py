@@ -90,11 +90,7 @@ class ServerPool(RolloutClient):
         self._persist(lambda first: self._prepare_servers(deadline), deadline)
 
     def _prepare_servers(self, deadline: Deadline) -> list[PooledServer]:
-        """Return the servers that hold the weights of the rollouts; each has just been asked.
-
-        Raises:
-            ServerError: there are none, or a server does not see the checkpoint.
-        """
+        """Return the servers that hold the weights of the rollouts; each has just been asked."""
         begin = time.monotonic()
         asked: dict[str, Future[None]] = {}
         for server in self.servers:
@@ -127,18 +123,15 @@ class ServerPool(RolloutClient):
         """Wait until all tasks are done; once one has succeeded, not much longer than it took."""
         left = set(tasks)
         while left and not any(task.done() and task.exception() is None for task in tasks):
-            done, left = wait(left, timeout=_finite(deadline.left), return_when=FIRST_COMPLETED)
+            timeout = deadline.left if deadline.left < math.inf else None
+            done, left = wait(left, timeout=timeout, return_when=FIRST_COMPLETED)
             if not done:
                 return
         took = time.monotonic() - begin
         wait(left, timeout=min(deadline.left, (SLOW - 1) * took + _SLOW_LOAD_SECONDS))
 
     def _require_shared_folder(self, ready: list[PooledServer]) -> None:
-        """Refuse a server that has never loaded a checkpoint if others have loaded this one.
-
-        Raises:
-            ServerUnavailableError: servers are refused; the message names them and the directory.
-        """
+        """Refuse servers that have never loaded a checkpoint if others have loaded this one."""
         if self.weights is None or self.weights.checkpoint is None:
             return
         never_loaded = [server for server in self.servers if not server.has_loaded]
@@ -206,11 +199,6 @@ class ServerPool(RolloutClient):
             "vllm_server_base_urls supports only prompts of text, and these have images: use vllm_server_base_url "
             "with one server (which may run on several GPUs, --data-parallel-size)."
         )
-
-
-def _finite(seconds: float) -> float | None:
-    """Return a timeout for `concurrent.futures`: None if there is no limit."""
-    return None if seconds == math.inf else seconds
 
 
 def meet_all(urls: Sequence[str], meet: Callable[[str], T]) -> list[T]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .answers import require_rollout
@@ -77,9 +77,7 @@ class SharedBatch:
             slow_at = begin + _slow_time(living, begin)
             timeout = min(deadline.left, max(0.0, slow_at - clock()))
             tasks = {task: share for share in living for task in share.tasks}
-            done, _ = await asyncio.wait(
-                tasks, timeout=timeout if timeout < math.inf else None, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 self._take_result(task, tasks[task], shares)
                 tasks[task].finished = clock()
@@ -92,7 +90,7 @@ class SharedBatch:
     def _assign(self, shares: list["_Share"]) -> None:
         """Assign the prompts that no server works on."""
         assigned = {prompt for share in shares for prompt in share.prompts}
-        waiting = [prompt for prompt in self._unanswered() if prompt not in assigned]
+        waiting = [prompt for prompt, answer in enumerate(self.answers) if answer is None and prompt not in assigned]
         chosen = spread(
             [self._costs[prompt] for prompt in waiting],
             [sum(self._costs[prompt] for prompt in share.prompts) for share in shares],
@@ -102,9 +100,6 @@ class SharedBatch:
             if number is not None:
                 share = shares[number]
                 share.tasks[asyncio.create_task(self._answer(share, prompt))] = prompt
-
-    def _unanswered(self) -> Iterator[int]:
-        return (prompt for prompt, answer in enumerate(self.answers) if answer is None)
 
     async def _answer(self, share: "_Share", prompt: int) -> dict[str, Any]:
         client = share.server.client
