@@ -75,12 +75,6 @@ def by_client(server, other):
     return client.generate(PROMPTS, n=2, max_tokens=8)["completion_ids"]
 
 
-def by_calibration(server, other):
-    client = client_of(server.url)
-    client.weights = None
-    return client.generate(PROMPTS[:1], n=2, max_tokens=8)["completion_ids"]
-
-
 def by_pool(server, other):
     return pool_of(server.url, other.url).generate(PROMPTS, n=2, max_tokens=8)["completion_ids"]
 
@@ -106,7 +100,6 @@ def by_async(server, other):
 
 WAYS = {
     "client": (by_client, LIES | LIES_OF_LOGPS | LIES_OF_NAMES),
-    "calibration": (by_calibration, LIES | LIES_OF_LOGPS | LIES_OF_NAMES),
     "pool": (by_pool, LIES | LIES_OF_LOGPS | LIES_OF_NAMES),
     "evaluation": (by_evaluation, LIES),
     "async": (by_async, LIES | LIES_OF_LOGPS),

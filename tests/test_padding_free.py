@@ -174,14 +174,6 @@ def test_a_row_of_sequences_gives_what_each_gives_alone(accelerator, name, imple
     assert computed == [(1, mask.sum())]  # no token of padding
 
 
-def test_the_setting_is_not_saved_with_the_model(accelerator, tmp_path):
-    model = make_model()
-    prepared([model], accelerator)
-    model.save_pretrained(tmp_path)
-    assert document_attention.NAME not in (tmp_path / "config.json").read_text()
-    assert Qwen3ForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
-
-
 # --- training
 
 

@@ -383,6 +383,13 @@ def test_no_more_prompts_go_to_a_server_than_it_runs_at_once(stubs, lines):
 
 def test_when_all_are_lost_they_are_tried_again_and_answers_are_kept(stubs, lines, weights, no_pauses):
     pool = make_pool(stubs, lines, max_retries=2)
+    for stub in stubs:
+        stub.says = {"/v1/completions": (400, "too long")}
+    with pytest.raises(ServerError, match=r"refused /v1/completions \(HTTP 400\): too long$"):  # in one try
+        generate(pool)
+    for stub in stubs:
+        stub.says = {}
+        stub.bodies.clear()
     pool.load(weights[0])
     for stub in stubs[1:]:
         stub.failures = {"/v1/completions": 3}
@@ -403,14 +410,6 @@ def test_when_all_are_lost_they_are_tried_again_and_answers_are_kept(stubs, line
     with pytest.raises(ServerError, match=r"tried 3 times: vllm_max_retries") as error:
         generate(pool)
     assert all(stub.url in str(error.value) for stub in stubs)
-
-
-def test_a_prompt_that_is_refused_is_not_asked_for_elsewhere(stubs, lines):
-    pool = make_pool(stubs, lines)
-    for stub in stubs:
-        stub.says = {"/v1/completions": (400, "too long")}
-    with pytest.raises(ServerError, match=r"refused /v1/completions \(HTTP 400\): too long"):
-        generate(pool)
 
 
 def test_a_server_that_does_not_see_the_checkpoint_is_named_with_the_directory(stubs, lines, weights):

@@ -11,7 +11,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import psutil
 import pytest
 import torch
-from openai import OpenAI
 from trl.generation.vllm_client import VLLMClient
 
 from dc_trl.serving.client import ServerClient
@@ -41,16 +40,6 @@ def test_trls_stock_client_talks_to_it(fp8_server):
         assert all(logp <= 0 for (logp,) in logps)
     assert client.get_server_info()["model_config"]["max_logprobs"] == -1
     client.reset_prefix_cache()
-
-
-def test_an_ordinary_openai_client_talks_to_it(fp8_server):
-    client = OpenAI(base_url=f"{fp8_server.url}/v1", api_key="unused")
-    assert [model.id for model in client.models.list()] == [str(TINY_MODEL)]
-    question = [{"role": "user", "content": "12+34="}]
-    answer = client.chat.completions.create(model=str(TINY_MODEL), messages=question, max_tokens=40, temperature=0)
-    assert "boxed" in answer.choices[0].message.content
-    text = client.completions.create(model=str(TINY_MODEL), prompt="12", max_tokens=4, n=2)
-    assert len(text.choices) == 2
 
 
 def test_it_holds_the_scheme_and_the_settings_that_training_needs(fp8_server):
@@ -99,39 +88,6 @@ def test_a_server_that_does_not_fit_is_refused(fp8_server, changed, words):
 
 
 @pytest.mark.long
-def test_the_printed_command_starts_the_same_server_elsewhere_and_wrong_options_are_named(tmp_path, fp8_server):
-    """The line that serve.py prints, run by a shell with one option changed and without the development endpoints."""
-    command = fp8_server.wait(r"starting (VLLM_SERVER_DEV_MODE=1 .*)")[1]
-    assert "--host 127.0.0.1" in command
-    port = VLLMServer("unused").port
-    command = command.replace(f"--port {fp8_server.url.rsplit(':', 1)[1]}", f"--port {port}")
-    command = command.replace("processed_logprobs", "raw_logprobs")
-    command = command.replace(" vllm serve", f" exec {sys.executable} -m vllm.entrypoints.cli.main serve")
-    refusals = {}
-    for mode in ("1", "0"):
-        line = command.replace("DEV_MODE=1", f"DEV_MODE={mode}")
-        with open(tmp_path / "log", "w") as log:
-            process = subprocess.Popen(["bash", "-c", line], stdout=log, stderr=log)
-        try:
-            client = ServerClient(f"http://127.0.0.1:{port}", start_timeout=120)
-            with pytest.raises(ServerError) as error:
-                check_server(
-                    client.get_server_info(),
-                    client.layers(),
-                    scheme="fp8",
-                    config=make_model(128, num_hidden_layers=4).config,
-                    max_length=256,
-                    weight_sync="checkpoint",
-                )
-            refusals[mode] = str(error.value)
-        finally:
-            process.terminate()
-            process.wait(60)
-    assert "--logprobs-mode processed_logprobs" in refusals["1"]
-    assert "VLLM_SERVER_DEV_MODE=1" in refusals["0"]
-
-
-@pytest.mark.long
 def test_an_api_key_is_asked_for_and_kept_secret_and_ctrl_c_ends_everything(tmp_path, short_tmp, monkeypatch):
     key, token = "sk-wxyz-never-to-be-seen", "mine-and-nobody-elses"
     options = ["--", "--hf-token", token]
@@ -150,7 +106,7 @@ def test_an_api_key_is_asked_for_and_kept_secret_and_ctrl_c_ends_everything(tmp_
         assert all(key not in " ".join(process.cmdline()) for process in family)
         assert key not in server.output + server.log_path.read_text()
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(60) == 0
+        assert server.process.wait(120) == 0
         assert server.output.endswith("stopped\n")
         wait_until_gone(family)
         assert litter(short_tmp) == []

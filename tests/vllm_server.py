@@ -69,7 +69,7 @@ class Serve:
 
     def end(self) -> None:
         self.process.terminate()
-        self.process.wait(60)
+        self.process.wait(120)
 
 
 @contextmanager
