@@ -230,32 +230,6 @@ def test_lies_about_anything_else_are_errors_of_the_server_too(path, answers):
                     ask()
 
 
-def test_a_busy_server_is_asked_again_when_it_says_so(monkeypatch):
-    pauses = []
-    monkeypatch.setattr("dc_trl.serving.connection.pause", pauses.append)
-    with stub_server() as server:
-        server.completes = honest
-        client = ServerClient(server.url, patience=ONCE._replace(max_retries=4), report=lambda line: None)
-        for status in (429, 503, 502, 504, 408):
-            left = [2]
-
-            def busy(stub, path, status=status, left=left):
-                stub.says = {}
-                if path == "/v1/completions" and left[0] > 0:
-                    left[0] -= 1
-                    stub.says = {path: (status, "busy")}
-
-            server.before = busy
-            assert len(client.generate(PROMPTS[:1], n=2, max_tokens=8)["completion_ids"]) == 2
-            assert left == [0]
-        assert pauses == [2, 4] * 5
-        pauses.clear()
-        server.headers = {"Retry-After": "17"}
-        server.before = partial(busy, status=429, left=[1])
-        client.generate(PROMPTS[:1], n=2, max_tokens=8)
-        assert pauses == [17]
-
-
 @pytest.mark.long
 def test_a_lie_to_the_worker_of_asyncgrpo_is_an_error_of_the_trainer(server):
     """Through the worker's own process, which the trainer looks after."""

@@ -42,6 +42,7 @@ def pauses(monkeypatch):
         ("/weight_info", (404, "Not Found"), ServerRefusedError, "does not serve /weight_info: .*SERVER_DEV_MODE=1"),
         ("/v1/models", (400, "Out of range float values are not JSON compliant"), ServerUnavailableError, "NaN"),
         ("/v1/models", (503, "busy"), ServerUnavailableError, r"failed at /v1/models \(HTTP 503\): busy"),
+        ("/v1/models", (408, "late"), ServerUnavailableError, r"failed at /v1/models \(HTTP 408\): late"),
         ("/v1/models", (400, "too long"), ServerRefusedError, r"refused /v1/models \(HTTP 400\): too long"),
         ("/v1/models", (200, "<html>"), ServerUnavailableError, "without JSON and is probably not vLLM: '<html>'"),
     ],
@@ -103,10 +104,13 @@ def test_what_failed_is_asked_again_once_the_server_is_up_and_what_was_refused_i
     assert server.asked == ["/weight_info"]
 
     server.says = {"/weight_info": (500, "ever")}
+    server.headers = {"Retry-After": "17"}
     server.asked = []
+    pauses.clear()
     with pytest.raises(ServerUnavailableError, match=r"ever \(tried 4 times: max_retries\)$"):
         connection.persist(ask)
     assert server.asked.count("/weight_info") == 4
+    assert pauses == [17, 17, 17]
 
 
 def test_a_task_without_time_is_not_tried_again(server, pauses):
