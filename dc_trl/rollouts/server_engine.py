@@ -95,11 +95,7 @@ class ServerEngine:
         self._require_same_weights(self._connection.persist(self._disclose)[0])
 
     def _require_same_weights(self, now: Disclosed) -> None:
-        """Refuse a server whose weights are not those that it began with.
-
-        Raises:
-            ServerError: the weights have changed.
-        """
+        """Refuse a server whose weights are not those that it began with."""
         if now != self.disclosed:
             raise ServerError(
                 f"vLLM at {self._connection.url} did not keep its weights: it began with {self.disclosed} and has "
