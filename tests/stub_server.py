@@ -22,11 +22,13 @@ class StubServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128  # with the default of 5, connections that come together wait a second for another try
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.failures: dict[str, int] = {}
+        self._counting = threading.Lock()  # of failures: requests come in threads of their own
         self.says: dict[str, tuple[int, str]] = {}
         self.headers: dict[str, str] = {}  # of all answers
         self.drips: str | None = None  # the path whose answers come byte by byte, without end
@@ -46,9 +48,10 @@ class StubServer(ThreadingHTTPServer):
             self.before(self, path)
         if path == "/fail":
             self.failures[body["path"]] = body["times"]
-        if self.failures.get(path, 0) > 0:
-            self.failures[path] -= 1
-            return None
+        with self._counting:
+            if self.failures.get(path, 0) > 0:
+                self.failures[path] -= 1
+                return None
         if path == "/v1/completions":
             self.bodies.append(body)
         if path in self.says:

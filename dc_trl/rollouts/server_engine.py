@@ -1,15 +1,12 @@
 """Sample completions from a vLLM server with many requests in flight."""
 
-import asyncio
 import queue
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import httpx
-
 from ..serving.answers import Bounds, require_rollout
-from ..serving.background import in_event_loop
+from ..serving.background import all_of, in_event_loop
 from ..serving.client import require_loaded
 from ..serving.connection import Connection, Patience
 from ..serving.errors import ServerAnswerError, ServerError, ServerRefusedError
@@ -98,11 +95,7 @@ class ServerEngine:
         self._require_same_weights(self._connection.persist(self._disclose)[0])
 
     def _require_same_weights(self, now: Disclosed) -> None:
-        """Refuse a server whose weights are not those that it began with.
-
-        Raises:
-            ServerError: the weights have changed.
-        """
+        """Refuse a server whose weights are not those that it began with."""
         if now != self.disclosed:
             raise ServerError(
                 f"vLLM at {self._connection.url} did not keep its weights: it began with {self.disclosed} and has "
@@ -113,20 +106,13 @@ class ServerEngine:
     async def _sample_all(self, requests: Sequence[Request], sampling: Sampling, done: queue.SimpleQueue) -> None:
         pending = iter(enumerate(requests))
 
-        async def work(http: httpx.AsyncClient) -> None:
+        async def work() -> None:
             for position, request in pending:
-                done.put((position, await self._complete(http, request, sampling)))
+                done.put((position, await self._complete(request, sampling)))
 
-        async with self._connection.asynchronous() as http:
-            workers = [asyncio.create_task(work(http)) for _ in range(min(self._concurrency, len(requests)))]
-            try:
-                await asyncio.gather(*workers)
-            finally:
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
+        await all_of(work() for _ in range(min(self._concurrency, len(requests))))
 
-    async def _complete(self, http: httpx.AsyncClient, request: Request, sampling: Sampling) -> Completion:
+    async def _complete(self, request: Request, sampling: Sampling) -> Completion:
         body = {
             "model": self.model,
             "prompt": request.prompt_ids,
@@ -140,14 +126,14 @@ class ServerEngine:
         connection = self._connection
 
         async def ask() -> list[dict[str, Any]]:
-            answer = await connection.arequest(http, "POST", "/v1/completions", json=body)
+            answer = await connection.arequest("POST", "/v1/completions", json=body)
             return require_rollout(body, answer, connection.url, self._bounds)
 
-        (choice,) = await connection.apersist(http, ask)
+        (choice,) = await connection.apersist(ask)
         if not isinstance(choice.get("text"), str):
             raise ServerAnswerError(f"vLLM at {connection.url} answered with token ids and without their text.")
         if self.disclosed.weight_version is not None:
             # After each completion, because it is stored at once and has to be from these weights.
-            held = await connection.apersist(http, lambda: connection.arequest(http, "GET", "/weight_info"))
+            held = await connection.apersist(lambda: connection.arequest("GET", "/weight_info"))
             self._require_same_weights(self.disclosed._replace(weight_version=held.get("weight_version")))
         return Completion(choice["text"], len(choice["token_ids"]), choice["finish_reason"] == "length")

@@ -9,7 +9,6 @@ prime-rl "sampling replay", vLLM "sampling distribution replay".
 
 import math
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -161,9 +160,7 @@ class KeptHead:
         self._handle = self._model.base_model.register_forward_hook(self._score)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._handle.remove()
 
     def log_probs(self, whole: Tensor) -> Tensor:

@@ -22,12 +22,10 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
 from ..quantization.tensors import deployed_tensors, frozen_tensors, is_packed
-from ..serving.answers import Bounds
-from ..serving.background import pause
 from ..serving.client import LOADING, ServerClient, Weights
-from ..serving.connection import Deadline, Patience, Tries, is_local
+from ..serving.connection import Deadline, Patience, is_local, persist
 from ..serving.errors import ServerError, ServerUnavailableError, WeightsNotWrittenError
-from ..serving.fit import check_server, require_shared_directory
+from ..serving.fit import require_shared_directory
 from ..serving.pool import ServerPool
 from .checkpoint_folder import CheckpointFolder, folder_path
 from .truncation import named_by_vllm
@@ -145,11 +143,7 @@ class _DeployedGeneration(Generation):
             self._folder = CheckpointFolder(self.weight_sync_dir, self._run)
 
     def _write(self) -> None:
-        """Write the present weights on the processes that write; all processes take part in gathering them.
-
-        Raises:
-            WeightsNotWrittenError: a process cannot write them; all processes raise it.
-        """
+        """Write the present weights on the processes that write; all take part in gathering, and raise its errors."""
         tensors = deployed_tensors(self.accelerator, self.model, self._iter_named_params)
         failure = None
         try:
@@ -256,11 +250,7 @@ class ServerGeneration(_DeployedGeneration):
         return "checkpoint" if no_stream else "nccl"
 
     def _connect(self) -> None:
-        """Connect to the servers, and check that they fit the policy.
-
-        Raises:
-            ServerError: no server can be reached, or one does not fit.
-        """
+        """Connect to the servers, and check that they fit the policy."""
         if self.weight_sync == "checkpoint":
             require_shared_directory(self.weight_sync_dir, self._urls)
             self._prepare_checkpoints(writes=True)
@@ -277,25 +267,15 @@ class ServerGeneration(_DeployedGeneration):
                 client.init_communicator(device=self.accelerator.device)
 
     def _require_fit(self, client: ServerClient) -> None:
-        """Refuse a server that would not sample from the policy.
-
-        Raises:
-            ServerError: the server does not fit; the message names the option of `vllm serve` to change.
-        """
-        config = unwrapped(self.accelerator, self.model).config
-        info, layers = client.connection.persist(client.describe)
-        with client.connection.reading("/server_info"):
-            check_server(
-                info,
-                layers,
-                scheme=self.deployment_scheme,
-                config=config,
-                max_length=max(self.max_completion_length + 1, self.max_model_length or 0),
-                logprobs=self.logprobs,
-                weight_sync=self.weight_sync,
-                routing_replay=self.routing_replay,
-            )
-            client.bounds = Bounds(config.get_text_config().vocab_size, info["model_config"]["max_model_len"])
+        """Refuse a server that would not sample from the policy."""
+        client.require_fit(
+            unwrapped(self.accelerator, self.model).config,
+            scheme=self.deployment_scheme,
+            max_length=max(self.max_completion_length + 1, self.max_model_length or 0),
+            logprobs=self.logprobs,
+            weight_sync=self.weight_sync,
+            routing_replay=self.routing_replay,
+        )
 
     def sync_weights(self, keep: bool = False) -> None:
         """Send the policy's present weights to the server, and ensure that it serves them.
@@ -371,19 +351,10 @@ class ServerGeneration(_DeployedGeneration):
         Raises:
             WeightsNotWrittenError: the main process cannot write it; all processes raise it.
         """
-        tries = Tries(self._patience, Deadline(math.inf))
-        while True:
-            try:
-                self._write()
-                return
-            except WeightsNotWrittenError as error:
-                failure = error
-            try:
-                seconds = tries.pause(failure)
-            except ServerUnavailableError as error:
-                raise WeightsNotWrittenError(str(error)) from failure
-            logger.warning(f"{failure}; {tries} follows")
-            pause(seconds)
+        try:
+            persist(lambda first: self._write(), self._patience, Deadline(math.inf), lambda _: None, logger.warning)
+        except ServerUnavailableError as error:  # no try is left
+            raise WeightsNotWrittenError(str(error)) from error
 
 
 class ColocateGeneration(_DeployedGeneration):

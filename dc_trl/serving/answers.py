@@ -220,11 +220,6 @@ class _Reader:
             self.refuse(f"a log-probability of {name} is {_short(out)}")
 
 
-def routes_of(choices: list[dict[str, Any]]) -> list[np.ndarray | None]:
-    """Return the experts of each completion that `require_rollout` returned; see `ServerClient.routed_experts`."""
-    return [choice.get("routed_experts") for choice in choices]
-
-
 def _hold_only_sampled(names: list[str], values: list[float], tops: list[Any]) -> bool:
     """Return whether each position holds only the log-probability of the sampled token."""
     if not set(map(type, tops)) <= {dict}:

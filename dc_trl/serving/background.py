@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from .errors import RequestAbandonedError
 T = TypeVar("T")
 
 _lock = threading.Lock()
-_cancels: dict[Callable[[], None], object] = {}  # cancels each running coroutine; the values are the owners
+_cancels: set[Callable[[], None]] = set()  # cancels each running coroutine
 _abandoned = threading.Event()  # set while requests are abandoned
 
 
@@ -32,11 +32,11 @@ def in_thread(action: Callable[[], T]) -> "Future[T]":
 
 
 @contextmanager
-def in_event_loop(coroutine: Coroutine[Any, Any, T], owner: object = None) -> "Iterator[Future[T]]":
+def in_event_loop(coroutine: Coroutine[Any, Any, T]) -> "Iterator[Future[T]]":
     """Run a coroutine beside the block, in a thread and an event loop of its own.
 
-    The future holds its result or error, a `RequestAbandonedError` if `abandon_requests` or `end_requests_of` its
-    owner ended it. Leaving the block before the coroutine has ended cancels it and waits for that.
+    The future holds its result or error, a `RequestAbandonedError` if `abandon_requests` ended it. Leaving the block
+    before the coroutine has ended cancels it and waits for that.
     """
     loop = asyncio.new_event_loop()
     task = loop.create_task(coroutine)
@@ -52,11 +52,11 @@ def in_event_loop(coroutine: Coroutine[Any, Any, T], owner: object = None) -> "I
             raise RequestAbandonedError from None
         finally:
             with _lock:
-                del _cancels[cancel]
+                _cancels.remove(cancel)
             loop.close()
 
     with _lock:
-        _cancels[cancel] = owner
+        _cancels.add(cancel)
     if _abandoned.is_set():
         cancel()
     future = in_thread(run)
@@ -68,7 +68,7 @@ def in_event_loop(coroutine: Coroutine[Any, Any, T], owner: object = None) -> "I
             future.exception()
 
 
-def in_coroutine(coroutine: Coroutine[Any, Any, T], owner: object = None) -> T:
+def in_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in an event loop of its own, even if the caller is within one, such as a notebook's cell.
 
     An interruption of the caller, such as Ctrl-C, cancels the coroutine and waits for its end.
@@ -76,16 +76,19 @@ def in_coroutine(coroutine: Coroutine[Any, Any, T], owner: object = None) -> T:
     Raises:
         RequestAbandonedError: see `in_event_loop`.
     """
-    with in_event_loop(coroutine, owner) as future:
+    with in_event_loop(coroutine) as future:
         return future.result()
 
 
-def end_requests_of(owner: object) -> None:
-    """End the running coroutines of an owner. Any thread may call this."""
-    with _lock:
-        cancels = [cancel for cancel, of in _cancels.items() if of is owner]
-    for cancel in cancels:
-        cancel()
+async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of coroutines that run together. If one fails, the others are cancelled and waited for."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def abandon_requests() -> None:

@@ -4,17 +4,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from transformers import PretrainedConfig
 from trl.generation.vllm_client import VLLMClient
 
-from .answers import UNKNOWN, Bounds, require_rollout, routes_of
+from .answers import UNKNOWN, Bounds, require_rollout
 from .background import pause
 from .connection import ONE_TRY, Connection, Deadline, Patience
 from .errors import ServerError, ServerUnavailableError
-from .fit import ROUTES_OPTION, is_cpu
-from .seeds import RolloutSeeds
+from .fit import ROUTES_OPTION, check_server, is_cpu
 
 
 _MAX_CONCURRENT_IMAGES = 64  # largest number of concurrent prompts with images, the same as TRL's
@@ -48,7 +50,85 @@ class Weights(NamedTuple):
     checkpoint: Path | None  # the path that the server sees; None for streamed weights, which cannot be reloaded
 
 
-class ServerClient(VLLMClient):
+class RolloutSeeds:
+    """Seeds of the prompts of a rollout, derived from one number of PyTorch's generator.
+
+    Checkpoints store that generator, so a resumed run samples the same completions as an uninterrupted one.
+    """
+
+    def __init__(self) -> None:
+        self._rollout_seed: int | None = None
+
+    def draw(self, seed: int | None = None) -> int:
+        """Draw the number of the next rollout and return it; otherwise `requests` draws it.
+
+        Args:
+            seed: number that was drawn for this rollout before, by a run that could not sample it.
+        """
+        self._rollout_seed = int(torch.randint(2**62, ()).item()) if seed is None else seed
+        return self._rollout_seed
+
+    def requests(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return one request for each prompt of a body for /v1/completions, with the same seeds until `forget`.
+
+        Greedy requests get no seed. A seed in the body is kept, so that all prompts draw the same numbers.
+        """
+        prompts = body["prompt"]
+        requests = [body | {"prompt": [prompt]} for prompt in prompts]
+        if body["temperature"] > 0 and body.get("seed") is None:
+            rollout_seed = self.draw() if self._rollout_seed is None else self._rollout_seed
+            # vLLM adds the number of a completion to the seed of its prompt, so the seeds must be far apart.
+            seeds = np.random.SeedSequence(rollout_seed).generate_state(len(prompts), np.uint64)
+            for request, seed in zip(requests, seeds, strict=True):
+                request["seed"] = int(seed) >> 2
+        return requests
+
+    def forget(self) -> None:
+        """End the rollout, so that the next one gets other seeds."""
+        self._rollout_seed = None
+
+
+class RolloutClient(VLLMClient):
+    """What a client of one server and of several have in common.
+
+    Attributes:
+        weights: weights that the servers must hold for a rollout; None to accept any.
+        seeds: seeds of the prompts of rollouts.
+        routed_experts: experts with which the last completions were sampled, each of shape (tokens of prompt and
+            completion less one, decoder layers, k), unsigned; None where the server does not return them.
+    """
+
+    def __init__(self) -> None:  # TRL's constructor connects to one server
+        self.weights: Weights | None = None
+        self.seeds = RolloutSeeds()
+        self.routed_experts: list[np.ndarray | None] = []
+
+    def require_routes(self) -> None:
+        """Refuse the last completions if the server did not return the experts with which they were sampled.
+
+        Raises:
+            ServerError: experts are missing.
+        """
+        if not self.routed_experts or any(routes is None for routes in self.routed_experts):
+            raise ServerError(
+                f"vLLM at {self.base_url} did not return the experts that routing_replay=True replays: start it with "
+                f"{ROUTES_OPTION}."
+            )
+
+    def _require_log_probs(self, output: dict[str, Any]) -> dict[str, Any]:
+        if output["logprobs"] is None:
+            raise ServerError(
+                f"vLLM at {self.base_url} returned no log-probabilities: leave `logprobs` to the trainer."
+            )
+        return output
+
+    def _take_choices(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return an answer with these choices for TRL, which does not pass the experts on."""
+        self.routed_experts = [choice.get("routed_experts") for choice in choices]
+        return {"choices": choices}
+
+
+class ServerClient(RolloutClient):
     """Client of a vLLM server whose weights are replaced during training.
 
     `generate` is tried again if the server fails. Each prompt is a separate request with its own seed, so that the
@@ -65,11 +145,7 @@ class ServerClient(VLLMClient):
 
     Attributes:
         connection: connection that sends the requests.
-        weights: weights that the server must hold for a rollout; None to accept any.
-        seeds: seeds of the prompts of rollouts.
         bounds: known bounds of the server's model, against which its answers are checked.
-        routed_experts: experts with which the last completions were sampled, each of shape (tokens of prompt and
-            completion less one, decoder layers, k), unsigned; None where the server does not return them.
 
     Raises:
         ServerUnavailableError: the server is not up within `start_timeout`.
@@ -86,16 +162,14 @@ class ServerClient(VLLMClient):
         deadline: Deadline | None = None,
         report: Callable[[str], None] = print,
     ):
+        super().__init__()
         self.connection = Connection(base_url, patience, report)
-        self.weights: Weights | None = None
-        self.seeds = RolloutSeeds()
         self.bounds: Bounds = UNKNOWN
-        self.routed_experts: list[np.ndarray | None] = []
-        connect = super().__init__
+        connect = super(RolloutClient, self).__init__
         with self.connection.task(deadline) as end, self.connection.reading("/v1/models"):
             self.check_server(min(start_timeout, end.left))
             self.connection.persist(lambda first: connect(base_url=self.connection.url, group_port=group_port))
-        self.session: Any = _Session(self)  # for requests that TRL sends without `_get` and `_post`
+        self.session: Any = SimpleNamespace(post=self._respond)  # TRL sends some requests without `_post`
 
     # --- TRL's ways to the server -----------------------------------------------------------------------------------
 
@@ -118,15 +192,13 @@ class ServerClient(VLLMClient):
             # Each prompt is a separate request, since only a request can have a seed.
             requests = self.seeds.requests(kwargs["json"])
             answers = zip(requests, self.connection.post_all(path, requests), strict=True)
-            choices = [choice for asked, answer in answers for choice in self._read(asked, answer)]
-            answer = {"choices": choices}
-        else:
-            answer = self.connection.request("POST", path, **kwargs)
-            if path not in ROLLOUTS:
-                return answer
-            answer["choices"] = self._read(kwargs["json"], answer)
-        self.routed_experts = routes_of(answer["choices"])  # TRL does not pass them on
-        return answer
+            return self._take_choices([choice for asked, answer in answers for choice in self._read(asked, answer)])
+        answer = self.connection.request("POST", path, **kwargs)
+        return answer | self._take_choices(self._read(kwargs["json"], answer)) if path in ROLLOUTS else answer
+
+    def _respond(self, url: str, **kwargs: Any) -> SimpleNamespace:
+        answer = self._post(url, **kwargs)
+        return SimpleNamespace(status_code=200, json=lambda: answer)
 
     def _read(self, request: dict[str, Any], answer: dict[str, Any]) -> list[dict[str, Any]]:
         return require_rollout(request, answer, self.base_url, self.bounds)
@@ -151,8 +223,7 @@ class ServerClient(VLLMClient):
         self.hold(self.weights, reload=not first)
         output = super().generate(*args, **kwargs)
         self.require_version(self.weight_version(), self.weights)
-        require_log_probs(output["logprobs"], self.base_url)
-        return output
+        return self._require_log_probs(output)
 
     def _generate_from_features(
         self, prompts: list[list[int]], features: list[dict[str, Any] | None], sampling_params: dict[str, Any]
@@ -168,10 +239,6 @@ class ServerClient(VLLMClient):
         with ThreadPoolExecutor(min(_MAX_CONCURRENT_IMAGES, len(prompts))) as pool:
             outputs = list(pool.map(complete, range(len(prompts))))
         return {name: [entry for output in outputs for entry in output[name]] for name in outputs[0]}
-
-    def require_routes(self) -> None:
-        """Check the last completions with the function of this name."""
-        require_routes(self.routed_experts, self.base_url)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -209,6 +276,21 @@ class ServerClient(VLLMClient):
         """
         if served != weights.version:
             raise ServerUnavailableError(f"vLLM at {self.base_url} lost or changed its weights during a rollout")
+
+    def require_fit(self, config: PretrainedConfig, **needs: Any) -> None:
+        """Refuse the server if it would not sample the trained model, and take its limits for `bounds`.
+
+        Args:
+            config: configuration of the trained model.
+            **needs: further arguments of `check_server`.
+
+        Raises:
+            ServerError: the server does not fit; the message names the option of `vllm serve` to change.
+        """
+        info, layers = self.connection.persist(self.describe)
+        with self.connection.reading("/server_info"):
+            check_server(info, layers, config=config, **needs)
+            self.bounds = Bounds(config.get_text_config().vocab_size, info["model_config"]["max_model_len"])
 
     def describe(self, first: bool = True) -> tuple[dict[str, Any], str]:
         """Return the server's configuration and its engine's layers, as `check_server` takes them, in one try."""
@@ -291,40 +373,3 @@ class ServerClient(VLLMClient):
         answer = self.connection.request("POST", "/collective_rpc", json=body)
         with self.connection.reading("/collective_rpc"):
             return answer["results"]
-
-
-class _Session:
-    """Sends requests that TRL's client makes by its `requests.Session` through our connection."""
-
-    def __init__(self, client: ServerClient):
-        self._client = client
-
-    def post(self, url: str, **kwargs: Any) -> Any:
-        return self._client.connection.response("POST", url.removeprefix(self._client.base_url), **kwargs)
-
-
-def require_log_probs(logprobs: list[list[list[float]]] | None, where: str) -> None:
-    """Refuse completions without log-probabilities, which cannot be trained on.
-
-    Args:
-        logprobs: log-probabilities as TRL's client returns them, (completions, tokens, named tokens).
-        where: the server's address, for the message.
-
-    Raises:
-        ServerError: there are no log-probabilities.
-    """
-    if logprobs is None:
-        raise ServerError(f"vLLM at {where} returned no log-probabilities: leave `logprobs` to the trainer.")
-
-
-def require_routes(routed_experts: list[np.ndarray | None], where: str) -> None:
-    """Refuse completions without the experts with which they were sampled.
-
-    Raises:
-        ServerError: the server does not return the experts.
-    """
-    if not routed_experts or any(routes is None for routes in routed_experts):
-        raise ServerError(
-            f"vLLM at {where} did not return the experts that routing_replay=True replays: start it with "
-            f"{ROUTES_OPTION}."
-        )

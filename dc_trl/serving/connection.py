@@ -7,7 +7,7 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlparse
@@ -15,14 +15,8 @@ from urllib.parse import urlparse
 import httpx
 import psutil
 
-from .background import end_requests_of, in_coroutine, pause
-from .errors import (
-    RequestAbandonedError,
-    ServerAnswerError,
-    ServerError,
-    ServerRefusedError,
-    ServerUnavailableError,
-)
+from .background import all_of, in_coroutine, pause
+from .errors import ServerAnswerError, ServerError, ServerRefusedError, ServerUnavailableError
 
 
 T = TypeVar("T")
@@ -121,16 +115,10 @@ class Connection:
             "timeout": httpx.Timeout(None, connect=_CONNECT_SECONDS),
             "verify": _certificates(),
         }
-        self._closed = False
         try:
             httpx.URL(self.url)
         except httpx.InvalidURL as error:
             raise ServerError(f"{url!r} is not an address of a vLLM server ({error}): use http://HOST:PORT") from error
-
-    def close(self) -> None:
-        """End all pending requests and send no more; callers in other threads get a RuntimeError."""
-        self._closed = True
-        end_requests_of(self)
 
     @contextmanager
     def task(self, deadline: Deadline | None = None) -> Iterator[Deadline]:
@@ -158,40 +146,7 @@ class Connection:
             ServerRefusedError: the server answered HTTP 4xx.
             ServerError: the server requires an API key.
         """
-        return self._read(path, self._response(method, path, **kwargs))
-
-    def response(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
-        """Send a request as `request` does, but return the response that holds the JSON."""
-        response = self._response(method, path, **kwargs)
-        self._read(path, response)
-        return response
-
-    def _response(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
-        left = math.inf if self._deadline is None else self._deadline.left
-        if left == 0:
-            raise ServerUnavailableError(f"vLLM at {self.url} was not asked for {path}: no time is left for it")
-        limit = min(self.patience.request_timeout, left)
-        with self._transport_errors(path, None if limit < left else limit):
-            return self._send(limit, method, path, **kwargs)
-
-    def _send(self, limit: float, method: str, path: str, **kwargs: Any) -> httpx.Response:
-        """Send a request and return its answer; raise a TimeoutError after `limit` seconds."""
-
-        async def send() -> httpx.Response:
-            async with asyncio.timeout(limit), self.asynchronous() as http:
-                return await http.request(method, path, **kwargs)
-
-        return self._run(send)
-
-    def _run(self, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine that queries the server, unless this connection is or gets closed."""
-        if not self._closed:
-            try:
-                return in_coroutine(action(), owner=self)
-            except RequestAbandonedError:
-                if not self._closed:
-                    raise
-        raise RuntimeError(f"the connection to vLLM at {self.url} is closed")
+        return self._read(path, self._in_time(path, lambda: self._send(method, path, **kwargs)))
 
     def post_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the answers to several concurrent requests, within the time that one of them may take.
@@ -199,39 +154,33 @@ class Connection:
         Raises:
             ServerError: see `request`; the other requests are abandoned.
         """
+        room = asyncio.Semaphore(_MAX_CONCURRENT)
+
+        async def ask(body: dict[str, Any]) -> dict[str, Any]:
+            async with room:
+                return await self.arequest("POST", path, json=body)
+
+        return self._in_time(path, lambda: all_of(map(ask, bodies)))
+
+    async def arequest(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        """Send a request as `request` does, in an event loop and within `request_timeout`."""
+        with self._transport_errors(path, None):
+            async with asyncio.timeout(self.patience.request_timeout):
+                response = await self._send(method, path, **kwargs)
+        return self._read(path, response)
+
+    async def _send(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+        async with httpx.AsyncClient(**self._options) as http:
+            return await http.request(method, path, **kwargs)
+
+    def _in_time(self, path: str, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine that queries the server, within the time that the request and its task have left."""
         left = math.inf if self._deadline is None else self._deadline.left
         if left == 0:
             raise ServerUnavailableError(f"vLLM at {self.url} was not asked for {path}: no time is left for it")
         limit = min(self.patience.request_timeout, left)
-        room = asyncio.Semaphore(_MAX_CONCURRENT)
-
-        async def ask(http: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
-            async with room:
-                return await self.arequest(http, "POST", path, json=body)
-
-        async def ask_all() -> list[dict[str, Any]]:
-            async with asyncio.timeout(limit), self.asynchronous() as http:
-                tasks = [asyncio.create_task(ask(http, body)) for body in bodies]
-                try:
-                    return await asyncio.gather(*tasks)
-                finally:
-                    for task in tasks:
-                        task.cancel()
-                    await asyncio.gather(*tasks, return_exceptions=True)
-
         with self._transport_errors(path, None if limit < left else limit):
-            return self._run(ask_all)
-
-    def asynchronous(self) -> httpx.AsyncClient:
-        """Return a client for `arequest` in an event loop."""
-        return httpx.AsyncClient(**self._options)
-
-    async def arequest(self, http: httpx.AsyncClient, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
-        """Send a request as `request` does, in an event loop and within `request_timeout`."""
-        with self._transport_errors(path, None):
-            async with asyncio.timeout(self.patience.request_timeout):
-                response = await http.request(method, path, **kwargs)
-        return self._read(path, response)
+            return in_coroutine(asyncio.wait_for(action(), limit))
 
     @contextmanager
     def reading(self, path: str) -> Iterator[None]:
@@ -313,7 +262,7 @@ class Connection:
         with self.task() as deadline:
             return persist(action, patience, deadline, self.wait_until_up, self._report)
 
-    async def apersist(self, http: httpx.AsyncClient, action: Callable[[], Awaitable[T]]) -> T:
+    async def apersist(self, action: Callable[[], Awaitable[T]]) -> T:
         """Do the same as `persist` in an event loop, without reports, since many requests fail at once there."""
         tries = Tries(self.patience, Deadline(self.patience.time_limit))
         while True:
@@ -323,17 +272,18 @@ class Connection:
                 seconds = tries.pause(error)
             await asyncio.sleep(seconds)
             wait = Deadline(self.patience.server_timeout)
-            while wait.left > 0:  # the next try reports a server that stays away for longer
-                with suppress(httpx.RequestError, TimeoutError):
-                    async with asyncio.timeout(5.0):
-                        if (await http.get("/health")).status_code == 200:
-                            break
+            # The next try reports a server that stays away for longer.
+            while wait.left > 0 and await self._why_down(5.0) is not None:
                 await asyncio.sleep(1.0)
 
     def why_down(self, timeout: float = 5.0) -> str | None:
         """Return None if the server is up, otherwise a short reason."""
+        return in_coroutine(self._why_down(timeout))
+
+    async def _why_down(self, timeout: float) -> str | None:
         try:
-            status = self._send(timeout, "GET", "/health").status_code
+            async with asyncio.timeout(timeout):
+                status = (await self._send("GET", "/health")).status_code
         except (httpx.RequestError, TimeoutError) as error:
             return type(error).__name__
         return None if status == 200 else f"HTTP {status}"

@@ -37,7 +37,7 @@ class RequestAbandonedError(ServerError):
         super().__init__("The request to the server was abandoned before its answer.")
 
 
-class WeightsNotWrittenError(ServerError):
-    """The checkpoint that the server should load cannot be written."""
+class WeightsNotWrittenError(ServerUnavailableError):
+    """The checkpoint that the server should load cannot be written; another try may help."""
 
     when = "when it can be written"

@@ -2,29 +2,26 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
-from trl.generation.vllm_client import VLLMClient
-
-from .answers import routes_of
 from .background import in_coroutine, in_thread
-from .client import ServerClient, Weights, require_log_probs, require_routes
+from .client import RolloutClient, ServerClient, Weights
 from .connection import Deadline, Patience, persist, wait_until_one_is_up
 from .errors import ServerError, ServerUnavailableError
 from .pooled_server import Fits, PooledServer
-from .seeds import RolloutSeeds
 from .shared_batch import SLOW, SharedBatch
 from .spread import ExpectedLengths
 
 
+T = TypeVar("T")
+
 _SLOW_LOAD_SECONDS = 30.0  # allowance beyond SLOW times the loading time of the first server
 
 
-class ServerPool(VLLMClient):
+class ServerPool(RolloutClient):
     """Client of several vLLM servers that sample one policy and hold the same version of its weights.
 
     Each prompt of a rollout is a separate request for all of its completions. The prompts are divided among the
@@ -47,13 +44,12 @@ class ServerPool(VLLMClient):
 
     Attributes:
         servers: the servers, in the order of `urls`.
-        weights, routed_experts, seeds: see `ServerClient`.
+        weights, routed_experts, seeds: see `RolloutClient`.
 
     Raises:
         ServerError: a server is not up within `start_timeout`, or does not fit; the message names all of them.
     """
 
-    # TRL's constructor connects to one server and is not called; writing and reading of requests are inherited.
     def __init__(
         self,
         urls: Sequence[str],
@@ -64,11 +60,9 @@ class ServerPool(VLLMClient):
         deadline: Deadline,
         report: Callable[[str], None] = print,
     ):
+        super().__init__()
         self._patience, self._report = patience, report
-        self.weights: Weights | None = None
-        self.routed_experts: list[np.ndarray | None] = []
         self._lengths = ExpectedLengths()
-        self.seeds = RolloutSeeds()
 
         def meet(url: str) -> PooledServer:
             client = ServerClient(
@@ -79,10 +73,7 @@ class ServerPool(VLLMClient):
             client.connection.patience = patience._replace(max_retries=0)  # from now on, other servers can take over
             return server
 
-        meetings = {url: in_thread(partial(meet, url)) for url in urls}
-        wait(meetings.values())
-        raise_failures({url: meeting.exception() for url, meeting in meetings.items()})
-        self.servers = [meeting.result() for meeting in meetings.values()]
+        self.servers = meet_all(urls, meet)
         self.model = self.servers[0].client.model
         self.base_url = " and ".join(server.url for server in self.servers)  # for messages
 
@@ -99,35 +90,28 @@ class ServerPool(VLLMClient):
         self._persist(lambda first: self._prepare_servers(deadline), deadline)
 
     def _prepare_servers(self, deadline: Deadline) -> list[PooledServer]:
-        """Return the servers that hold the weights of the rollouts; each has just been asked.
-
-        Raises:
-            ServerError: there are none, or a server does not see the checkpoint.
-        """
+        """Return the servers that hold the weights of the rollouts; each has just been asked."""
         begin = time.monotonic()
-        asked = []
+        asked: dict[str, Future[None]] = {}
         for server in self.servers:
             # A server that is still busy with earlier weights is not asked for others.
             if server.task is None or server.task.done():
-                server.task = in_thread(partial(server.prepare, self.weights, deadline))
-                asked.append(server)
-        self._wait_for([server.task for server in asked if server.task is not None], begin, deadline)
+                asked[server.url] = server.task = in_thread(partial(server.prepare, self.weights, deadline))
+        self._wait_for(asked.values(), begin, deadline)
+        waited = time.monotonic() - begin
         failures: dict[str, BaseException | None] = {}
         for server in self.servers:
-            task = server.task
-            assert task is not None
-            if server not in asked or not task.done():
-                waited = time.monotonic() - begin
-                error: BaseException | None = ServerUnavailableError(
-                    f"vLLM at {server.url} has not loaded the weights after {waited:.0f} s"
-                )
-            else:
+            task = asked.get(server.url)
+            if task is not None and task.done():
                 error = task.exception()
-            if error is None:
-                self._mark_as_back(server)
-                continue
-            failures[server.url] = error
-            self.lose(server, error)
+            else:
+                error = ServerUnavailableError(f"vLLM at {server.url} has not loaded the weights after {waited:.0f} s")
+            if error is not None:
+                failures[server.url] = error
+                self.lose(server, error)
+            elif server.lost is not None:
+                server.lost = None
+                self._report(f"vLLM at {server.url} is back, and takes prompts again")
         ready = [server for server in self.servers if server.lost is None]
         if not ready:
             raise_failures(failures)
@@ -135,22 +119,19 @@ class ServerPool(VLLMClient):
         return ready
 
     @staticmethod
-    def _wait_for(tasks: list[Future[None]], begin: float, deadline: Deadline) -> None:
+    def _wait_for(tasks: Collection[Future[None]], begin: float, deadline: Deadline) -> None:
         """Wait until all tasks are done; once one has succeeded, not much longer than it took."""
         left = set(tasks)
         while left and not any(task.done() and task.exception() is None for task in tasks):
-            done, left = wait(left, timeout=_finite(deadline.left), return_when=FIRST_COMPLETED)
+            timeout = deadline.left if deadline.left < math.inf else None
+            done, left = wait(left, timeout=timeout, return_when=FIRST_COMPLETED)
             if not done:
                 return
         took = time.monotonic() - begin
         wait(left, timeout=min(deadline.left, (SLOW - 1) * took + _SLOW_LOAD_SECONDS))
 
     def _require_shared_folder(self, ready: list[PooledServer]) -> None:
-        """Refuse a server that has never loaded a checkpoint if others have loaded this one.
-
-        Raises:
-            ServerUnavailableError: servers are refused; the message names them and the directory.
-        """
+        """Refuse servers that have never loaded a checkpoint if others have loaded this one."""
         if self.weights is None or self.weights.checkpoint is None:
             return
         never_loaded = [server for server in self.servers if not server.has_loaded]
@@ -162,11 +143,6 @@ class ServerPool(VLLMClient):
                 "of vllm_server_base_urls has to see that directory under this path. Set weight_sync_dir to one that "
                 f"all of them see, or take the servers out of the list. ({reasons})"
             )
-
-    def _mark_as_back(self, server: PooledServer) -> None:
-        if server.lost is not None:
-            server.lost = None
-            self._report(f"vLLM at {server.url} is back, and takes prompts again")
 
     def lose(self, server: PooledServer, error: BaseException) -> None:
         """Give a server no more prompts until it holds the weights again."""
@@ -191,15 +167,11 @@ class ServerPool(VLLMClient):
                 rollout of these weights.
         """
         output = super().generate(*args, **kwargs)
-        if self.weights is not None:
-            require_log_probs(output["logprobs"], self.base_url)
-        return output
+        return output if self.weights is None else self._require_log_probs(output)
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
         """Return the answer of all servers together to the request that TRL writes for all prompts."""
-        choices = self._complete(kwargs["json"])
-        self.routed_experts = routes_of(choices)
-        return {"choices": choices}
+        return self._take_choices(self._complete(kwargs["json"]))
 
     def _complete(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         prompts, n, longest = body["prompt"], body["n"], body["max_tokens"]
@@ -228,14 +200,17 @@ class ServerPool(VLLMClient):
             "with one server (which may run on several GPUs, --data-parallel-size)."
         )
 
-    def require_routes(self) -> None:
-        """Check the last completions with the function of this name."""
-        require_routes(self.routed_experts, self.base_url)
 
+def meet_all(urls: Sequence[str], meet: Callable[[str], T]) -> list[T]:
+    """Return what a function returns for each server. All servers are met at once.
 
-def _finite(seconds: float) -> float | None:
-    """Return a timeout for `concurrent.futures`: None if there is no limit."""
-    return None if seconds == math.inf else seconds
+    Raises:
+        ServerError: a server was not met; the message names all of them.
+    """
+    meetings = {url: in_thread(partial(meet, url)) for url in urls}
+    wait(meetings.values())
+    raise_failures({url: meeting.exception() for url, meeting in meetings.items()})
+    return [meeting.result() for meeting in meetings.values()]
 
 
 def raise_failures(failures: dict[str, BaseException | None]) -> None:

@@ -2,11 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import httpx
 
 from .answers import require_rollout
 from .client import Weights
@@ -61,17 +58,13 @@ class SharedBatch:
             ServerUnavailableError: all servers were lost, or the deadline has passed; earlier answers are kept.
             ServerError: a server refused a prompt.
         """
-        async with AsyncExitStack() as stack:
-            shares = [
-                _Share(server, await stack.enter_async_context(server.client.connection.asynchronous()))
-                for server in servers
-            ]
-            try:
-                await self._run(shares, deadline)
-            finally:
-                for share in shares:
-                    share.drop()
-                await asyncio.gather(*(task for share in shares for task in share.dropped), return_exceptions=True)
+        shares = [_Share(server) for server in servers]
+        try:
+            await self._run(shares, deadline)
+        finally:
+            for share in shares:
+                share.drop()
+            await asyncio.gather(*(task for share in shares for task in share.dropped), return_exceptions=True)
 
     async def _run(self, shares: list["_Share"], deadline: Deadline) -> None:
         clock = asyncio.get_running_loop().time
@@ -84,9 +77,7 @@ class SharedBatch:
             slow_at = begin + _slow_time(living, begin)
             timeout = min(deadline.left, max(0.0, slow_at - clock()))
             tasks = {task: share for share in living for task in share.tasks}
-            done, _ = await asyncio.wait(
-                tasks, timeout=timeout if timeout < math.inf else None, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 self._take_result(task, tasks[task], shares)
                 tasks[task].finished = clock()
@@ -99,7 +90,7 @@ class SharedBatch:
     def _assign(self, shares: list["_Share"]) -> None:
         """Assign the prompts that no server works on."""
         assigned = {prompt for share in shares for prompt in share.prompts}
-        waiting = [prompt for prompt in self._unanswered() if prompt not in assigned]
+        waiting = [prompt for prompt, answer in enumerate(self.answers) if answer is None and prompt not in assigned]
         chosen = spread(
             [self._costs[prompt] for prompt in waiting],
             [sum(self._costs[prompt] for prompt in share.prompts) for share in shares],
@@ -110,16 +101,13 @@ class SharedBatch:
                 share = shares[number]
                 share.tasks[asyncio.create_task(self._answer(share, prompt))] = prompt
 
-    def _unanswered(self) -> Iterator[int]:
-        return (prompt for prompt, answer in enumerate(self.answers) if answer is None)
-
     async def _answer(self, share: "_Share", prompt: int) -> dict[str, Any]:
-        client, http = share.server.client, share.http
+        client = share.server.client
         body = self._requests[prompt] | {"model": client.model}
-        answer = await client.connection.arequest(http, "POST", "/v1/completions", json=body)
+        answer = await client.connection.arequest("POST", "/v1/completions", json=body)
         answer["choices"] = require_rollout(body, answer, share.server.url, client.bounds)
         if self._weights is not None:
-            held = await client.connection.arequest(http, "GET", "/weight_info")
+            held = await client.connection.arequest("GET", "/weight_info")
             with client.connection.reading("/weight_info"):
                 client.require_version(held["weight_version"], self._weights)
         return answer
@@ -154,9 +142,8 @@ class SharedBatch:
 class _Share:
     """The part of a batch that one server works on."""
 
-    def __init__(self, server: PooledServer, http: httpx.AsyncClient):
+    def __init__(self, server: PooledServer):
         self.server = server
-        self.http = http
         self.tasks: dict[asyncio.Task[dict[str, Any]], int] = {}  # running requests with their prompts
         self.dropped: list[asyncio.Task[dict[str, Any]]] = []  # cancelled requests
         self.finished: float | None = None  # time of its last answer

@@ -1,9 +1,7 @@
 """Assignment of the prompts of a batch to several servers by expected cost and by load."""
 
 import heapq
-from array import array
 from collections.abc import Sequence
-from hashlib import blake2b
 from statistics import fmean
 
 
@@ -45,19 +43,16 @@ class ExpectedLengths:
     """
 
     def __init__(self) -> None:
-        self._prompt_lengths: dict[bytes, float] = {}
+        self._prompt_lengths: dict[int, float] = {}  # by a hash of the prompt
         self._last_mean_length: float | None = None
 
     def cost(self, prompt: Sequence[int], completions: int, longest: int) -> float:
         """Return the expected tokens of a prompt and its completions, each of which has at most `longest` tokens."""
         latest = longest if self._last_mean_length is None else self._last_mean_length
-        return len(prompt) + completions * min(longest, self._prompt_lengths.get(_key(prompt), latest))
+        return len(prompt) + completions * min(longest, self._prompt_lengths.get(hash(tuple(prompt)), latest))
 
     def learn(self, prompts: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]]) -> None:
         """Record the lengths of the completions of each prompt of a batch, in tokens."""
-        self._prompt_lengths.update((_key(prompt), fmean(of)) for prompt, of in zip(prompts, lengths, strict=True))
+        for prompt, of in zip(prompts, lengths, strict=True):
+            self._prompt_lengths[hash(tuple(prompt))] = fmean(of)
         self._last_mean_length = fmean(length for of in lengths for length in of)
-
-
-def _key(prompt: Sequence[int]) -> bytes:
-    return blake2b(array("q", prompt).tobytes(), digest_size=8).digest()
