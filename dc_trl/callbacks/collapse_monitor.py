@@ -9,8 +9,8 @@ import sys
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from ..settings.ranges import SHARE, Range, require_number
 
@@ -36,8 +36,7 @@ SIGNALS = {
 }
 
 
-@dataclass(frozen=True)
-class Alarm:
+class Alarm(NamedTuple):
     """A signal that rang.
 
     Attributes:
@@ -93,10 +92,9 @@ class _MedianDetector:
             return None
         leaving = self._recent[0][1] if len(self._recent) == self._window else None
         self._recent.append((step, value))
-        self._observe(value, leaving)
         if len(self._recent) < self._window:
             return None
-        levels, severity = self._judge(statistics.median(value for _, value in self._recent))
+        levels, severity = self._judge([value for _, value in self._recent], leaving)
         self._half_way = self._half_way + 1 if severity >= 0.5 else 0
         self._beyond = self._beyond + 1 if severity >= 1 else 0
         self.in_doubt = self._beyond > 0 or 0 < self._half_way <= 10 * self._window
@@ -104,12 +102,13 @@ class _MedianDetector:
             self.sound_until = self._recent[0][0]
         return levels if self._beyond == self._window else None
 
-    def _observe(self, value: float, leaving: float | None) -> None:
-        """Take the newest value, and the one that leaves the window."""
-        raise NotImplementedError
+    def _judge(self, values: list[float], leaving: float | None) -> tuple[_Levels, float]:
+        """Return the levels, and how far the median has gone: 0 at the reference, 1 at the threshold.
 
-    def _judge(self, median: float) -> tuple[_Levels, float]:
-        """Return the levels, and how far the median has gone: 0 at the reference, 1 at the threshold."""
+        Args:
+            values: of the last `window` logs.
+            leaving: the value before them; None in the first window.
+        """
         raise NotImplementedError
 
 
@@ -121,19 +120,15 @@ class _RewardDrop(_MedianDetector):
         self._share = share
         self._first: float | None = None
         self._best = -math.inf
-        self._last: float | None = None
         self._differences: deque[float] = deque(maxlen=100)
         self.severity = 0.0  # the last one
 
-    def _observe(self, value: float, leaving: float | None) -> None:
-        if self._last is not None:
-            self._differences.append(abs(value - self._last))
-        self._last = value
-
-    def _judge(self, median: float) -> tuple[_Levels, float]:
-        if self._first is None:
-            self._first = median
+    def _judge(self, values: list[float], leaving: float | None) -> tuple[_Levels, float]:
+        median = statistics.median(values)
+        self._first = median if self._first is None else self._first
         self._best = max(self._best, median)
+        new = values if leaving is None else values[-2:]
+        self._differences.extend(abs(second - first) for first, second in pairwise(new))
         # The median of |difference| of two normal values is 0.6745 · √2 standard deviations; a trend hardly moves it.
         noise = statistics.median(self._differences) / (0.6745 * math.sqrt(2))
         drop = max(self._share * max(self._best - self._first, abs(self._best)), 4 * noise)
@@ -160,17 +155,16 @@ class _LevelChange(_MedianDetector):
         self._early: float | None = None
         self._past: list[float] = []  # sorted; zeros (no gradient, no measurement) say nothing about a level
 
-    def _observe(self, value: float, leaving: float | None) -> None:
+    def _judge(self, values: list[float], leaving: float | None) -> tuple[_Levels, float]:
         if leaving is not None and leaving >= _SMALLEST:
             insort(self._past, leaving)
-
-    def _judge(self, median: float) -> tuple[_Levels, float]:
+        median = statistics.median(values)
         if abs(median) < _SMALLEST:
             median = 0.0
-        if self._early is None and median > 0:
-            self._early = median
         if self._early is None:
-            return (median, 0.0, 0.0), 0.0
+            if median <= 0:
+                return (median, 0.0, 0.0), 0.0
+            self._early = median
         nearest, furthest = (min, max) if self._factor > 1 else (max, min)
         usual = statistics.median(self._past) if len(self._past) >= self._window else self._early
         reference = nearest(self._early, usual)
