@@ -227,4 +227,3 @@ def test_series_differ_in_colour_and_for_grey_print_in_line():
     assert len({(style.colour, style.line) for style in styles}) == len(styles)
     first = styles[: len(LINE_STYLES)]
     assert len({style.line for style in first}) == len(first)
-    assert {series_style(3, line).colour for line in range(4)} == {SERIES[3]}

@@ -171,15 +171,6 @@ def subsets(causes: Sequence[str]) -> Iterator[Causes]:
         yield from map(frozenset, combinations(causes, size))
 
 
-def shapley_weights(causes: Sequence[str], cause: str) -> dict[Causes, float]:
-    """Return the weight of each v(S) in the share of a cause."""
-    weights = {}
-    for others in subsets([name for name in causes if name != cause]):
-        weight = 1 / (len(causes) * comb(len(causes) - 1, len(others)))
-        weights[others], weights[others | {cause}] = weight, -weight
-    return weights
-
-
 def split_discrepancy(left: Mapping[Causes, Ratio], causes: Sequence[str], seed: int) -> Split:
     """Return δ̄ by its causes, with errors.
 
@@ -194,9 +185,11 @@ def split_discrepancy(left: Mapping[Causes, Ratio], causes: Sequence[str], seed:
     denominators = left[frozenset()][1]
     shares = {}
     for cause in causes:
-        weights = shapley_weights(causes, cause)
-        numerators: Array = np.sum([weight * left[removed][0] for removed, weight in weights.items()], axis=0)
-        shares[cause] = ratio_estimate(numerators, denominators, seed)
+        terms: list[Array] = []
+        for others in subsets([name for name in causes if name != cause]):
+            weight = 1 / (len(causes) * comb(len(causes) - 1, len(others)))
+            terms += [weight * left[others][0], -weight * left[others | {cause}][0]]
+        shares[cause] = ratio_estimate(np.sum(terms, axis=0), denominators, seed)
     estimates = {removed: ratio_estimate(*left[removed], seed) for removed in subsets(causes)}
     return Split(
         whole=estimates[frozenset()],
