@@ -81,10 +81,8 @@ def calibrate(
 def _measure(case: Case) -> EngineMismatch:
     train = train_logps(case.policy, case.prompts, case.sample.rollouts, case.settings)
     found = measure_engine(case.sample, train, len(case.prompts), case.settings)
-    if not case.settings.split:
-        return found
     try:
-        return found._replace(diagnosis=diagnose(case, train, found))
+        return found._replace(diagnosis=diagnose(case, train, found)) if case.settings.split else found
     except ValueError as error:  # the policy cannot compute as this engine does
         return found._replace(notes=[*found.notes, f"δ̄ is not split into its causes: {error}"])
 

@@ -50,12 +50,16 @@ class ScoredTokens:
 
     @classmethod
     def of(
-        cls, rollouts: Sequence[Rollout], train: Sequence[Tensor], prompts: int, measure: Measure
+        cls,
+        rollouts: Sequence[Rollout],
+        train: Sequence[Tensor],
+        infer: Sequence[Tensor],
+        prompts: int,
+        measure: Measure,
     ) -> "ScoredTokens":
-        """Collect the tokens of rollouts; `train` is log π_train of each rollout's tokens, shape (tokens,)."""
-        a, b = torch.cat([logps.double() for logps in train]), torch.cat(sampled_logps(rollouts))
-        lengths = np.array([len(rollout.ids) for rollout in rollouts])
-        trajectory = np.repeat(np.arange(len(rollouts)), lengths)
+        """Collect the tokens of rollouts, with both log-probabilities of each rollout's tokens, shape (tokens,)."""
+        a, b = (torch.cat([logps.double() for logps in each]) for each in (train, infer))
+        trajectory = np.repeat(np.arange(len(rollouts)), [len(rollout.ids) for rollout in rollouts])
         scored = a.isfinite() & b.isfinite()
         a, b, kept = a[scored], b[scored], scored.numpy()
         delta = token_discrepancy(a, b, measure)
@@ -95,7 +99,8 @@ def measure_engine(
         ValueError: fewer than two prompts have a token with both log-probabilities.
     """
     rollouts, seed = sample.rollouts, settings.seed
-    tokens = ScoredTokens.of(rollouts, train, prompts, settings.measure)
+    infer = sampled_logps(rollouts)
+    tokens = ScoredTokens.of(rollouts, train, infer, prompts, settings.measure)
     d = tokens.train - tokens.infer
     ratios = {
         "discrepancy": tokens.batch_discrepancy(settings.reduction),
@@ -125,7 +130,7 @@ def measure_engine(
         percentiles={f"{p:g}": float(np.percentile(tokens.delta, p)) for p in _PERCENTILES},
         maximum=float(tokens.delta.max()),
         joint=_joint(np.exp(tokens.infer), np.exp(tokens.train)),
-        metrics=_metrics(train, sampled_logps(rollouts)),
+        metrics=_metrics(train, infer),
         tolerance=batch_tolerance(numerators, denominators, settings.batch_prompts, seed),
         per_prompt=np.stack([numerators, denominators], axis=1).tolist(),
         notes=[],

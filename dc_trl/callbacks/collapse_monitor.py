@@ -69,7 +69,7 @@ _Levels = tuple[float, float, float]  # of an alarm: value, reference, threshold
 
 
 class _MedianDetector:
-    """Rings when the running median has been beyond a threshold in `window` successive logs.
+    """Rings when the running median of `window` logs has been beyond a threshold in `length` successive logs.
 
     It is in doubt from half-way to the threshold on; after 10 windows there, that level is the run's normal one.
 
@@ -78,18 +78,17 @@ class _MedianDetector:
         sound_until: step of the log until which all was well.
     """
 
-    def __init__(self, window: int):
+    def __init__(self, window: int, length: int | None = None):
         self.in_doubt = False
         self.sound_until = 0
         self._window = window
+        self._length = length or window
         self._recent: deque[tuple[int, float]] = deque(maxlen=window)
         self._beyond = 0
         self._half_way = 0
 
     def update(self, step: int, value: float) -> _Levels | None:
         """Take the value of a log; return the levels of the alarm when it rings."""
-        if not math.isfinite(value):
-            return None
         leaving = self._recent[0][1] if len(self._recent) == self._window else None
         self._recent.append((step, value))
         if len(self._recent) < self._window:
@@ -100,7 +99,7 @@ class _MedianDetector:
         self.in_doubt = self._beyond > 0 or 0 < self._half_way <= 10 * self._window
         if not self.in_doubt:
             self.sound_until = self._recent[0][0]
-        return levels if self._beyond == self._window else None
+        return levels if self._beyond == self._length else None
 
     def _judge(self, values: list[float], leaving: float | None) -> tuple[_Levels, float]:
         """Return the levels, and how far the median has gone: 0 at the reference, 1 at the threshold.
@@ -178,23 +177,16 @@ class _LevelChange(_MedianDetector):
         return (median, reference, threshold), severity
 
 
-class _Streak:
+class _Streak(_MedianDetector):
     """Rings when a condition, which `limit` stands for, has held in `length` successive logs."""
 
     def __init__(self, length: int, holds: Callable[[float], bool], limit: float):
-        self.in_doubt = False
-        self.sound_until = 0
-        self._length = length
+        super().__init__(1, length)
         self._holds = holds
         self._limit = limit
-        self._count = 0
 
-    def update(self, step: int, value: float) -> _Levels | None:
-        self.in_doubt = self._holds(value)
-        self._count = self._count + 1 if self.in_doubt else 0
-        if not self.in_doubt:
-            self.sound_until = step
-        return (value, self._limit, self._limit) if self._count == self._length else None
+    def _judge(self, values: list[float], leaving: float | None) -> tuple[_Levels, float]:
+        return (values[0], self._limit, self._limit), float(self._holds(values[0]))
 
 
 class CollapseMonitor:
@@ -244,7 +236,7 @@ class CollapseMonitor:
         without_spread = _Streak(2 * window, lambda share: share >= self.NO_SPREAD, self.NO_SPREAD)
         overflow = _Streak(window if fp16 else 1, lambda norm: not math.isfinite(norm), math.inf)
         reward = _RewardDrop(window, reward_drop)
-        self._detectors: list[tuple[str, str, _MedianDetector | _Streak]] = [
+        self._detectors: list[tuple[str, str, _MedianDetector]] = [
             ("reward", "reward", reward),
             ("grad_norm", "grad_norm", _LevelChange(window, self.GRAD_NORM_RISE, max_grad_norm)),
             *(("mismatch", metric, _LevelChange(window, self.MISMATCH_RISE, 0.0)) for metric in self.MISMATCH),
@@ -276,7 +268,10 @@ class CollapseMonitor:
         self._steps.append(step)
         alarms = []
         for signal, metric, detector in watched:
-            levels = detector.update(step, float(metrics[metric]))
+            value = float(metrics[metric])
+            if not math.isfinite(value) and not isinstance(detector, _Streak):
+                continue  # no level; only a streak may wait for such numbers
+            levels = detector.update(step, value)
             if levels is not None and signal not in self._rung:
                 self._rung.add(signal)
                 alarms.append(Alarm(signal, metric, step, *levels, detector.sound_until))
