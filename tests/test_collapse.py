@@ -38,6 +38,9 @@ def test_reward_by_hand():
     rows = curve("reward", [0.2] * 5 + [0.8] * 15 + [0.39] * 20)
     # Half-way is passed at step 23, whose window begins at 19; so the log of step 18 is the last that was well.
     assert rung(rows, reward_drop=0.5) == [("reward", 27, 0.39, 0.4, 18)]
+    # The doubt begins half-way, at 0.6, also where the threshold is passed ten logs later.
+    rows[20:20] = curve("reward", [0.59] * 10)
+    assert rung(rows, reward_drop=0.5) == [("reward", 37, 0.39, 0.4, 18)]
 
 
 def test_a_drop_within_the_noise_is_none():
