@@ -14,18 +14,17 @@ import torch
 from trl import GRPOTrainer
 
 from dc_trl.calibration import Calibration, calibrate, mismatch
-from dc_trl.calibration.figures import label, probability_figure
+from dc_trl.calibration.figures import label
 from dc_trl.calibration.mismatch import batch_tolerance, compare_engines, measure_engine
 from dc_trl.calibration.page import difference_table, report_page
 from dc_trl.calibration.rollouts import EngineSample, Rollout, sample_rollouts
 from dc_trl.calibration.scoring import train_logps
 from dc_trl.calibration.settings import CalibrationSettings
-from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.rollouts.engines import EngineSpec
 from dc_trl.rollouts.replica import Replica
 from dc_trl.training.problems import DataArguments, draw_prompts
 
-from .helpers import ROOT, TINY_MODEL, make_config, make_model, make_prompts, program
+from .helpers import ROOT, TINY_MODEL, make_model, make_trainer, program
 from .vllm_server import requires_vllm
 
 
@@ -154,15 +153,6 @@ def test_engines_that_differ_by_the_same_on_every_prompt_have_no_p_value(tmp_pat
     assert Calibration.load(tmp_path / "a.json").differences == {"fp8": difference}
 
 
-def test_two_prompts_do_not_tell_engines_apart():
-    rollouts = [Rollout(prompt, [50], [math.log(0.5)], False) for prompt in range(2)]
-    first, second = (
-        measure(name, rollouts, [torch.tensor([math.log(p)]) for p in of], 2)
-        for name, of in (("bf16", (0.49, 0.48)), ("fp8", (0.45, 0.42)))
-    )
-    assert compare_engines(first, second).p_value == 0.5
-
-
 def test_tolerance_by_hand():
     # A batch of one prompt has δ̄ 0.001 or 0.003, equally often: mean 0.002. Of the two, which are two independent
     # batches, the standard deviation is 0.001·√2, and t with one degree of freedom is 12.706205.
@@ -198,11 +188,11 @@ def test_interval_of_the_tolerance_is_the_rule_applied_to_resampled_prompts(monk
     assert found.value == pytest.approx(proposed(numerators, denominators))
 
 
-@pytest.mark.parametrize(("prompts", "batch_prompts"), [(8, 8), (32, 64), (64, 16)])
+@pytest.mark.parametrize(("prompts", "batch_prompts"), [(8, 8), (64, 16)])
 def test_one_healthy_batch_in_forty_is_above_the_tolerance(monkeypatch, prompts, batch_prompts):
     """Of calibrations with few prompts too: 1,500 of them, each with the next batch of its run; 2.5 % ± 0.4 %.
 
-    Mean plus 1.96 deviations of the drawn batches: 12 %, 14 % and 4.4 %.
+    Mean plus 1.96 deviations of the drawn batches: 12 % and 4.4 %.
     """
     monkeypatch.setattr(mismatch, "RESAMPLES", 2)
     monkeypatch.setattr(mismatch, "BATCHES", 300)
@@ -212,20 +202,6 @@ def test_one_healthy_batch_in_forty_is_above_the_tolerance(monkeypatch, prompts,
         tolerance = batch_tolerance(rng.normal(0.002, 0.0005, prompts), np.ones(prompts), batch_prompts, seed)
         above += rng.normal(0.002, 0.0005, batch_prompts).mean() > tolerance.value
     assert 0.010 < above / 1500 < 0.040
-
-
-def test_interval_of_the_tolerance_covers_the_truth(monkeypatch):
-    """150 samples of 100 prompts from a known, skewed distribution: about 95 % of the intervals hold the true ε."""
-    monkeypatch.setattr(mismatch, "RESAMPLES", 200)
-    monkeypatch.setattr(mismatch, "BATCHES", 200)
-    rng = np.random.default_rng(1)
-    # Gamma(2, 1/2): mean 1, variance 1/2; t with 99 degrees of freedom, and 100 prompts for batches of 64.
-    truth = 1.0 + 1.984217 * math.sqrt(0.5) * math.sqrt(1 / 64 + 1 / 100)
-    held = 0
-    for seed in range(150):
-        found = batch_tolerance(rng.gamma(2, 0.5, 100), np.ones(100), 64, seed)
-        held += found.low <= truth <= found.high
-    assert 0.88 <= held / 150 <= 0.99
 
 
 def test_too_few_prompts_with_log_probabilities():
@@ -273,7 +249,7 @@ def test_replica_returns_what_an_independent_forward_finds(tokenizer):
     assert sample_rollouts(engine, model, tokenizer, prompts, replace(settings, seed=6)) != sample
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 40, 10_000])
+@pytest.mark.parametrize("batch_tokens", [1, 40])
 def test_scores_are_those_of_a_plain_forward(batch_tokens):
     model = make_model().train()
     rng = random.Random(0)
@@ -291,14 +267,8 @@ def test_scores_are_those_of_a_plain_forward(batch_tokens):
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_scores_are_those_of_trl_trainer(tmp_path, tokenizer, bf16):
-    trainer = GRPOTrainer(
-        model=make_model(),
-        reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
-        args=make_config(tmp_path, bf16=bf16, constraint="none", temperature=0.8),
-        train_dataset=make_prompts(),
-        processing_class=tokenizer,
-    )
+def test_scores_are_those_of_trl_trainer(tmp_path, bf16):
+    trainer = make_trainer(tmp_path, kind=GRPOTrainer, bf16=bf16, constraint="none", temperature=0.8)
     prompt, ids = [20, 21, 22], [30, 31, 32, 33]
     with torch.no_grad():
         tokens = torch.tensor([prompt + ids])
@@ -311,37 +281,12 @@ def test_scores_are_those_of_trl_trainer(tmp_path, tokenizer, bf16):
     assert torch.equal(found, expected[0].float())
 
 
-def test_bf16_replica_is_nearer_than_int4(tokenizer):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.bfloat16)
-    prompts = arithmetic_dataset(24, 0, "train")["prompt"][:]
-    calibration = calibrate(
-        model,
-        tokenizer,
-        ["replica:bf16", "replica:int4"],
-        prompts,
-        samples=2,
-        max_tokens=40,
-        replica_batch=64,
-        progress=False,
-    )
-    bf16, int4 = calibration.engines
-    assert bf16.estimates["discrepancy"].high < int4.estimates["discrepancy"].low
-    assert bf16.metrics["k3_kl"] < int4.metrics["k3_kl"]
-    assert calibration.differences["replica:int4"].p_value < 0.01
-    assert (bf16.completions, bf16.prompts, bf16.unscored) == (48, 24, 0)
-    assert len(probability_figure(calibration.engines).axes) == 4  # two panels, two scales
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"engines": ["fp9"]}, "engine='fp9' is unknown"),
         ({"engines": []}, "engines is empty"),
         ({"prompts": ["one"]}, "at least two"),
         ({"samples": 0}, "samples=0"),
-        ({"measure": "l2"}, "'l2'"),
         ({"prompts": ["1" * 300, "2"]}, "takes 256 tokens"),
     ],
 )
@@ -398,6 +343,11 @@ def test_script_writes_a_page_that_needs_nothing_else(script, tmp_path, capsys):
     for engine in calibration.engines:
         assert engine.tolerance.config_line in shown
         assert label(engine.engine) in shown
+        assert (engine.completions, engine.prompts, engine.unscored) == (16, 8, 0)
+    fp8, bf16 = calibration.engines
+    assert bf16.metrics["k3_kl"] < fp8.metrics["k3_kl"]
+    assert bf16.estimates["discrepancy"].value < fp8.estimates["discrepancy"].value
+    assert calibration.differences["replica:bf16"].value < 0
     assert "t·√(1 + 64/8) standard deviations" in shown
     assert "Student's t with 7 degrees of freedom" in shown
     assert calibration.settings["prompts_from"] == "arithmetic"
@@ -442,7 +392,6 @@ def test_prompts_are_drawn_from_files_and_benchmarks(tmp_path, tokenizer, capsys
     [
         ({"prompts": 1}, "prompts=1"),
         ({"dataset_name": "missing.jsonl"}, "missing.jsonl"),
-        ({"benchmark": "aime99"}, "aime99"),
         ({"temperature": 0}, "temperature=0.0"),
         ({"model": "no/such/model"}, "no/such/model"),
         ({"device": "nope"}, "device='nope' cannot be used"),

@@ -9,22 +9,14 @@ import pytest
 from peft import LoraConfig
 from trl import GRPOConfig
 
-from dc_trl import DCGRPOConfig, DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl import DCGRPOConfig, LambdaLoggingCallback
 from dc_trl.command import report as report_command
 from dc_trl.records.runs import read_history, read_run
 from dc_trl.records.settings import changed_settings
 from dc_trl.report import write_report
 from dc_trl.report.panels import panels_of, plot_run
 
-from .helpers import (
-    ROOT,
-    Rollouts,
-    distinct_characters,
-    make_config,
-    make_model,
-    make_prompts,
-    make_tokenizer,
-)
+from .helpers import ROOT, Rollouts, make_config, make_trainer
 from .test_html import Reader, require_self_contained
 
 
@@ -155,8 +147,8 @@ def test_a_history_alone_is_enough(tmp_path):
 
 
 def test_values_that_are_not_finite_are_counted_and_not_drawn(tmp_path):
-    values = {1: 0.1, 2: math.nan, 3: math.inf, 4: None}
-    run = make_run(tmp_path / "run", rows=make_rows(reward=values.get, grad_norm=math.nan))
+    values = {1: 0.1, 2: math.nan, 3: math.inf, 4: None, 5: int("9" * 400)}  # the last is too large to draw
+    run = make_run(tmp_path / "run", rows=make_rows(5, reward=values.get, grad_norm=math.nan))
     assert read_run(run).series("reward") == ([1], [0.1])
     reader = read_report(write_report(run, tmp_path / "report.html"))
     (caption,) = [text for text in reader.texts["figcaption"] if text.startswith("Mean reward")]
@@ -205,9 +197,8 @@ def test_a_curve_that_explodes_is_drawn_so_that_both_ends_are_seen(tmp_path):
     assert scales["discrepancy/mean"] == scales["reward"] == "linear"
 
 
-@pytest.mark.filterwarnings("ignore:Glyph")  # the figures' font has no Japanese; the tables are the browser's
-@pytest.mark.parametrize("name", ["<script>alert(1)<∕script>", "_hidden $\\frac{1", "日本 & ünï"])
-def test_names_of_any_kind_are_names(tmp_path, name):
+def test_names_of_any_kind_are_names(tmp_path):
+    name = "<script>alert(1)<∕script> $\\frac{1 & ünï"
     run = make_run(tmp_path / name, settings={"seed": 0, "run_name": name})
     page = write_report(run, tmp_path / "report.html")
     assert read_report(page).texts["h1"] == [f"Run {name}"]
@@ -223,10 +214,11 @@ def test_names_of_any_kind_are_names(tmp_path, name):
         (lambda folder: make_run(folder, rows=[]), "history.jsonl is empty: wait until"),
         (lambda folder: (make_run(folder) / "history.jsonl").write_text("{}\n"), "line 1 has no step"),
         (lambda folder: (make_run(folder) / "history.jsonl").write_text("x\n{}\n"), "line 1 is not JSON"),
-        (lambda folder: (make_run(folder) / "summary.json").write_text("{"), "summary.json is not JSON"),
-        (lambda folder: (make_run(folder) / "before.json").write_text("[]"), "before.json holds no JSON object"),
+        (
+            lambda folder: (make_run(folder) / "before.json").write_text('{"greedy": "x"}'),
+            "greedy='x' is not a number",
+        ),
         (lambda folder: (make_run(folder) / "settings.json").write_bytes(b"\xff"), "settings.json is no text"),
-        (lambda folder: make_run(folder, summary={}), "summary.json: steps=None is not valid"),
         (lambda folder: make_run(folder, summary=make_summary(after="x")), "summary.json: after='x'"),
     ],
 )
@@ -273,28 +265,16 @@ SECRETS = {
 }
 
 
-def make_trainer(output_dir, callback=None, peft_config=None, **options):
-    return DCGRPOTrainer(
-        model=make_model(),
-        reward_funcs=distinct_characters,
-        args=make_config(output_dir, **options),
-        train_dataset=make_prompts(),
-        processing_class=make_tokenizer(),
-        rollout_func=Rollouts(),
-        callbacks=[callback or LambdaLoggingCallback()],
-        peft_config=peft_config,
-    )
-
-
 def test_a_trainer_leaves_what_a_report_needs_and_no_secret(tmp_path):
     peft = LoraConfig(r=3, target_modules=["q_proj", "v_proj"])
     callback = LambdaLoggingCallback({"dataset_name": "mine"})
+    options = {"rollout_func": Rollouts(), "callbacks": [callback]}
+    run = tmp_path / "run"
     trainer = make_trainer(
-        tmp_path / "run", callback, max_steps=2, lambda_init=0.25, peft_config=peft, run_name=SECRETS["run_name"]
+        run, max_steps=2, lambda_init=0.25, peft_config=peft, run_name=SECRETS["run_name"], **options
     )
     trainer.args.hub_token = SECRET
     trainer.train()
-    run = tmp_path / "run"
     assert {path.name for path in run.iterdir()} >= {"history.jsonl", "settings.json", "run.png"}
     for path in run.rglob("*"):
         if path.is_file():
@@ -314,19 +294,10 @@ def test_a_trainer_leaves_what_a_report_needs_and_no_secret(tmp_path):
     assert row_of(reader, "multiplier λ before") == [f"{history[0]['lagrangian/lambda']:.4g}"]
 
     # A second run in the same directory begins its own files and keeps the first one's.
-    make_trainer(run, max_steps=1).train()
+    make_trainer(run, max_steps=1, **options).train()
     assert json.loads((run / "settings.1.json").read_text()) == settings
     assert read_history(run / "history.1.jsonl") == history
     assert json.loads((run / "settings.json").read_text())["max_steps"] == 1
-
-
-def test_a_resumed_run_keeps_its_settings(tmp_path):
-    make_trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
-    settings = (tmp_path / "settings.json").read_bytes()
-    resumed = make_trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert (tmp_path / "settings.json").read_bytes() == settings
-    assert [row["step"] for row in read_history(tmp_path / "history.jsonl") if "loss" in row] == [1, 2]
 
 
 def test_settings_are_json_without_secrets(tmp_path):
@@ -351,13 +322,6 @@ def test_settings_of_other_trainers_are_compared_with_the_same_defaults(tmp_path
     assert found["epsilon"] == 0.24
     assert "loss_type" not in found  # TRL's default is the recipe's
     assert found["vllm_importance_sampling_correction"]  # where TRL has it on and it has no effect
-
-
-def test_a_number_too_large_to_draw_is_left_out(tmp_path):
-    run = make_run(tmp_path / "run")
-    (run / "history.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": ' + "9" * 400 + "}\n")
-    write_report(run, tmp_path / "report.html")
-    assert read_run(run).series("reward").values == [0.5]
 
 
 def test_a_report_needs_no_engine_and_no_trainer(tmp_path):

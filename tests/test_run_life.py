@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 from dc_trl.hub.card import write_run_card
-from dc_trl.records.runs import greedy_is_share, read_run
+from dc_trl.records.runs import read_run
 from dc_trl.records.tables import weighted_sum
 from dc_trl.report.tables import summary_table
 from dc_trl.resuming.manifest import write_manifest
@@ -153,7 +153,7 @@ def test_a_reward_is_a_percentage_only_where_each_is_0_or_1(tmp_path, tokenizer,
         folder.mkdir()
         trainer, summary = trained(folder, tokenizer, rewards, reward_weights=weights, bars=False, steps=1)
         for when in ("before", "after"):
-            assert greedy_is_share(summary[when]) == share, name
+            assert summary[when]["greedy_is_share"] == share, name
         printed = next(line for line in capsys.readouterr().out.splitlines() if "greedy reward" in line)
         greedy = summary["after"]["greedy"]
         assert (f"{100 * greedy:.1f} ±" in printed) == share

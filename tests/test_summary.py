@@ -4,58 +4,53 @@ import json
 
 import pytest
 
-from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl import LambdaLoggingCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 from dc_trl.records.runs import read_run
 
-from .helpers import distinct_characters, make_config, make_model, make_prompts
+from .helpers import make_prompts, make_trainer
 
 
-def trained(output_dir, tokenizer, held_out=8, between=False, **fields):
-    config = make_config(
-        output_dir, deployment_scheme="fp8", max_steps=2, save_strategy="steps", save_steps=2, **fields
-    )
-    trainer = DCGRPOTrainer(
-        make_model(),
-        distinct_characters,
-        config,
+def trained(output_dir, held_out=8, between=False, **fields):
+    trainer = make_trainer(
+        output_dir,
         train_dataset=make_prompts(2),  # an epoch of two steps, as scripts/train.py sizes it
         eval_dataset=make_prompts(held_out),
-        processing_class=tokenizer,
         callbacks=[LambdaLoggingCallback()],
+        **{"deployment_scheme": "fp8", "max_steps": 2, "save_strategy": "steps", "save_steps": 2} | fields,
     )
     run = BeforeAndAfter(trainer, between)
     trainer.add_callback(run)
-    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     summarize(trainer, run)
     return json.loads((output_dir / "summary.json").read_text())
 
 
-def test_a_run_that_is_resumed_after_its_last_step_says_the_same(tmp_path, tokenizer):
-    whole = trained(tmp_path, tokenizer)
+def test_a_run_that_is_resumed_after_its_last_step_says_the_same(tmp_path):
+    whole = trained(tmp_path)
     assert {"greedy", "greedy_se", "greedy_is_share", "problems", "reward", "discrepancy"} == whole["before"].keys()
     assert whole["before"]["problems"] == whole["after"]["problems"] == 8
     (tmp_path / "summary.json").unlink()  # killed before it was written
-    resumed = trained(tmp_path, tokenizer, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed = trained(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed["before"] == whole["before"]
     assert resumed["after"]["greedy"] == pytest.approx(whole["after"]["greedy"])
     assert resumed["lambda"] == whole["lambda"]
 
 
-def test_a_single_held_out_problem_has_no_standard_error(tmp_path, tokenizer, capsys):
-    run = trained(tmp_path, tokenizer, held_out=1)
+def test_a_single_held_out_problem_has_no_standard_error(tmp_path, capsys):
+    run = trained(tmp_path, held_out=1)
     assert (run["after"]["problems"], run["after"]["greedy_se"]) == (1, None)
     row = next(line for line in capsys.readouterr().out.splitlines() if "1 held-out problems" in line)
     assert "±" not in row
     assert f"{run['after']['greedy']:.3f}" in row
 
 
-def test_greedy_completions_are_measured_in_between_where_that_is_asked_for(tmp_path, tokenizer):
+def test_greedy_completions_are_measured_in_between_where_that_is_asked_for(tmp_path):
     evaluated = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
     for between in (False, True):
         folder = tmp_path / str(between)
         folder.mkdir()
-        summary = trained(folder, tokenizer, between=between, **evaluated)
+        summary = trained(folder, between=between, **evaluated)
         run = read_run(folder)
         greedy = run.series("eval_greedy_reward").by_step()
         assert list(greedy) == ([0, 1, 2] if between else [0, 2])

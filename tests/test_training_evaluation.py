@@ -12,7 +12,6 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from transformers.integrations.integration_utils import rewrite_logs
 
-from dc_trl import DCGRPOTrainer
 from dc_trl.callbacks.benchmarks import BenchmarkCallback, greedy_accuracy
 from dc_trl.evaluation import Benchmark, evaluate
 from dc_trl.rollouts.replica import Replica
@@ -22,33 +21,27 @@ from .helpers import (
     ROOT,
     TINY_MODEL,
     TWO_PROCESSES,
-    distinct_characters,
     logged,
-    make_config,
-    make_model,
     make_prompts,
     make_tokenizer,
+    make_trainer,
 )
 from .vllm_server import requires_vllm
 
 
-def tiny_trainer(output_dir, **overrides):
-    return DCGRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32),
-        distinct_characters,
-        make_config(output_dir, **{"deployment_scheme": "fp8", "max_completion_length": 48} | overrides),
-        train_dataset=make_prompts(),
-        eval_dataset=make_prompts(4),
-        processing_class=make_tokenizer(),
-    )
+def tiny_model():
+    return AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+
+
+def tiny_trainer(output_dir, reward=None, **overrides):
+    options = {"deployment_scheme": "fp8", "max_completion_length": 48, "eval_dataset": make_prompts(4)} | overrides
+    return make_trainer(output_dir, tiny_model(), reward, **options)
 
 
 def greedy_reference(output_dir, benchmark):
     """The same problems by `evaluate`, on a replica of its own."""
     tokenizer = make_tokenizer()
-    engine = ReplicaEngine(
-        Replica(AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32), "fp8"), tokenizer
-    )
+    engine = ReplicaEngine(Replica(tiny_model(), "fp8"), tokenizer)
     options = {"sampling": Sampling(48, 0.0), "grading_processes": 1, "progress": False}
     return evaluate("tiny", "fp8", engine, tokenizer, [benchmark], output_dir, **options).results[benchmark.name]
 
@@ -161,14 +154,9 @@ def test_greedy_accuracy_of_the_runs_own_rewards_is_their_weighted_sum(tmp_path)
     async def only_some(prompts, bonus, **kwargs):
         return [None if value < 3 else 4.0 for value in bonus]
 
-    trainer = DCGRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32),
-        [by_everything, only_some],
-        make_config(tmp_path, deployment_scheme="fp8", max_completion_length=48, reward_weights=[0.5, 2.0]),
-        train_dataset=with_columns(),
-        eval_dataset=with_columns(),
-        processing_class=make_tokenizer(),
-    )
+    rewards, columns = [by_everything, only_some], with_columns()
+    data = {"train_dataset": columns, "eval_dataset": columns}
+    trainer = tiny_trainer(tmp_path, rewards, reward_weights=[0.5, 2.0], **data)
     totals = [0.5 * value + 8.0 * (number >= 3) for number, value in enumerate(by_hand(trainer, with_columns()))]
     del totals[2]  # no function scored it
     estimate = greedy_accuracy(trainer, with_columns(), None, 4)
@@ -190,19 +178,16 @@ def test_benchmarks_on_the_server_of_the_rollouts(fp8_server, tmp_path):
     assert accuracy == pytest.approx(greedy_reference(tmp_path / "reference", benchmark).avg.value, abs=0.12)
 
 
-def test_what_the_callback_refuses(tmp_path, tokenizer):
+def test_what_the_callback_refuses(tmp_path):
     benchmark = Benchmark.load("arithmetic", limit=2)
     with pytest.raises(ValueError, match=r"benchmarks=\['arithmetic', 'arithmetic'\]: each name may stand once"):
         BenchmarkCallback(tiny_trainer(tmp_path), [benchmark, benchmark])
-    config = make_config(tmp_path, constraint="none")
-    plain = DCGRPOTrainer(
-        make_model(), distinct_characters, config, train_dataset=make_prompts(), processing_class=tokenizer
-    )
+    plain = make_trainer(tmp_path, constraint="none")
     with pytest.raises(ValueError, match="deployment_scheme=None and use_vllm=False: set one of them"):
         BenchmarkCallback(plain, [benchmark])
 
 
-def test_several_evaluation_sets_keep_their_own_metrics(tmp_path, tokenizer):
+def test_several_evaluation_sets_keep_their_own_metrics(tmp_path):
     def prompt_length(prompts, **kwargs):
         return [float(len(prompt)) for prompt in prompts]
 
@@ -210,14 +195,8 @@ def test_several_evaluation_sets_keep_their_own_metrics(tmp_path, tokenizer):
         "short": Dataset.from_dict({"prompt": ["1", "22"]}),
         "long": Dataset.from_dict({"prompt": ["4444", "55555", "666666"]}),
     }
-    trainer = DCGRPOTrainer(
-        make_model(128),
-        prompt_length,
-        make_config(tmp_path, deployment_scheme="fp8", eval_strategy="steps", eval_steps=1, max_steps=1),
-        train_dataset=make_prompts(),
-        eval_dataset=sets,
-        processing_class=tokenizer,
-    )
+    options = {"deployment_scheme": "fp8", "eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
+    trainer = make_trainer(tmp_path, None, prompt_length, eval_dataset=sets, **options)
     trainer.train()
     for name, rows in sets.items():
         expected = statistics.mean(map(len, rows["prompt"]))

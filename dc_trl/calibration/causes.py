@@ -63,14 +63,8 @@ class Case(NamedTuple):
         """Return log π_train of each rollout's tokens where causes are removed, each of shape (tokens,)."""
         view = view_of(self.sampler if "staleness" in removed else self.policy)
         replay = RoutingReplay(view) if "routing" in removed else None
-        deployed = DeployedForward(
-            view,
-            scheme,
-            weights="weights" in removed,
-            activations="activations" in removed,
-            compute="precision" in removed,
-            adapters="adapter" in removed,
-        )
+        arguments = {"weights": "weights", "activations": "activations", "compute": "precision", "adapters": "adapter"}
+        deployed = DeployedForward(view, scheme, **{name: cause in removed for name, cause in arguments.items()})
         with deployed.active():
             return train_logps(view, self.prompts, self.sample.rollouts, self.settings, replay=replay)
 
@@ -106,19 +100,12 @@ class Case(NamedTuple):
 
     def discrepancy(self, train: Sequence[Tensor], infer: Sequence[Tensor]) -> Ratio:
         """Return δ̄ between log-probabilities of the rollouts' tokens, by prompt."""
-        pairs = zip(self.sample.rollouts, infer, strict=True)
-        rollouts = [rollout._replace(logps=logps.tolist()) for rollout, logps in pairs]
-        tokens = ScoredTokens.of(rollouts, train, len(self.prompts), self.settings.measure)
+        tokens = ScoredTokens.of(self.sample.rollouts, train, infer, len(self.prompts), self.settings.measure)
         return tokens.batch_discrepancy(self.settings.reduction)
 
 
 def diagnose(case: Case, train: Sequence[Tensor], found: EngineMismatch) -> Diagnosis:
-    """Split an engine's δ̄ into its causes, and say what to do.
-
-    Args:
-        case: what was sampled, and by which weights.
-        train: log π_train of each rollout's tokens, shape (tokens,).
-        found: what was measured of the engine.
+    """Split an engine's δ̄ into its causes, and say what to do; `train` is log π_train of each rollout's tokens.
 
     Raises:
         ValueError: the engine's scheme does not fit the model, or the policy has adapters other than LoRA.
@@ -146,10 +133,8 @@ def _in_one_pass(case: Case, scheme: str) -> list[Tensor]:
     """Return log π_inf of the replica's weights, each of shape (tokens,), scored as whole sequences."""
     replica = Replica(case.sampler, scheme)
     replay = RoutingReplay(replica.model) if "routing" in case.causes(scheme) else None
-    scored = train_logps(
-        replica.model, case.prompts, case.sample.rollouts, case.settings, as_engine=True, replay=replay
-    )
-    return [logps.double() for logps in scored]
+    prompts, rollouts = case.prompts, case.sample.rollouts
+    return train_logps(replica.model, prompts, rollouts, case.settings, as_engine=True, replay=replay)
 
 
 def view_of(policy: Policy) -> Policy:
@@ -171,15 +156,6 @@ def subsets(causes: Sequence[str]) -> Iterator[Causes]:
         yield from map(frozenset, combinations(causes, size))
 
 
-def shapley_weights(causes: Sequence[str], cause: str) -> dict[Causes, float]:
-    """Return the weight of each v(S) in the share of a cause."""
-    weights = {}
-    for others in subsets([name for name in causes if name != cause]):
-        weight = 1 / (len(causes) * comb(len(causes) - 1, len(others)))
-        weights[others], weights[others | {cause}] = weight, -weight
-    return weights
-
-
 def split_discrepancy(left: Mapping[Causes, Ratio], causes: Sequence[str], seed: int) -> Split:
     """Return δ̄ by its causes, with errors.
 
@@ -194,9 +170,11 @@ def split_discrepancy(left: Mapping[Causes, Ratio], causes: Sequence[str], seed:
     denominators = left[frozenset()][1]
     shares = {}
     for cause in causes:
-        weights = shapley_weights(causes, cause)
-        numerators: Array = np.sum([weight * left[removed][0] for removed, weight in weights.items()], axis=0)
-        shares[cause] = ratio_estimate(numerators, denominators, seed)
+        terms: list[Array] = []
+        for others in subsets([name for name in causes if name != cause]):
+            weight = 1 / (len(causes) * comb(len(causes) - 1, len(others)))
+            terms += [weight * left[others][0], -weight * left[others | {cause}][0]]
+        shares[cause] = ratio_estimate(np.sum(terms, axis=0), denominators, seed)
     estimates = {removed: ratio_estimate(*left[removed], seed) for removed in subsets(causes)}
     return Split(
         whole=estimates[frozenset()],

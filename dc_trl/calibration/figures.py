@@ -31,12 +31,11 @@ def label(engine: str) -> str:
 
 def split_figure(calibration: Calibration) -> Figure:
     """Draw δ̄ of each engine as a bar of the shares of its causes and the unexplained rest; negative shares go left."""
-    diagnosed = [engine for engine in calibration.engines if engine.diagnosis is not None]
-    figure, (axes,) = new_figure(height=1.3 + 0.45 * len(diagnosed))
-    splits = [engine.diagnosis.split for engine in diagnosed if engine.diagnosis is not None]
-    longest_first = sorted(splits, key=lambda split: -len(split.shares))
+    splits = {each.engine: each.diagnosis.split for each in calibration.engines if each.diagnosis is not None}
+    figure, (axes,) = new_figure(height=1.3 + 0.45 * len(splits))
+    longest_first = sorted(splits.values(), key=lambda split: -len(split.shares))
     causes = [*dict.fromkeys(cause for split in longest_first for cause in split.shares), UNEXPLAINED]
-    for row, split in enumerate(splits):
+    for row, split in enumerate(splits.values()):
         ends = {True: 0.0, False: 0.0}  # of the bars to the right, and to the left
         for cause, share in (*split.shares.items(), (UNEXPLAINED, split.unexplained)):
             end = ends[share.value >= 0]
@@ -44,8 +43,8 @@ def split_figure(calibration: Calibration) -> Figure:
             axes.barh(row, share.value, left=end, height=0.6, color=colour)
             ends[share.value >= 0] = end + share.value
     handles = [Patch(color=series_style(number)[0], label=cause) for number, cause in enumerate(causes)]
-    axes.set_yticks(range(len(diagnosed)), [label(engine.engine) for engine in diagnosed])
-    axes.set_ylim(len(diagnosed) - 0.5, -0.5)
+    axes.set_yticks(range(len(splits)), [label(engine) for engine in splits])
+    axes.set_ylim(len(splits) - 0.5, -0.5)
     axes.set_xlim(right=1.04 * axes.get_xlim()[1])
     axes.xaxis.set_major_locator(MaxNLocator(5))  # more numbers would overlap
     axes.set_xlabel("share of δ̄")

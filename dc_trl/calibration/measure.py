@@ -63,19 +63,26 @@ def calibrate(
     samples = _sample(specs, model, sampler or model, tokenizer, ids, how)
     measured = [_measure(Case(sample, model, sampler or model, ids, how)) for sample in samples]
     differences = {other.engine: compare_engines(measured[0], other, how.seed) for other in measured[1:]}
-    record = _record(model, len(prompts), how)
-    if sampler is not None:
-        record["sampler"] = sampler.name_or_path
+    names = ("samples", "max_tokens", "temperature", "measure", "reduction", "batch_prompts", "seed")
+    record = {
+        "model": model.name_or_path,
+        "weights_dtype": str(model.dtype).removeprefix("torch."),
+        "bf16_autocast": how.bf16,
+        "device": str(model.device),
+        "prompts": len(prompts),
+        **{name: getattr(how, name) for name in names},
+        "versions": {name: version(name) for name in ("torch", "transformers", "trl")},
+        **(how.settings or {}),
+        **({} if sampler is None else {"sampler": sampler.name_or_path}),
+    }
     return Calibration(record, measured, differences)
 
 
 def _measure(case: Case) -> EngineMismatch:
     train = train_logps(case.policy, case.prompts, case.sample.rollouts, case.settings)
     found = measure_engine(case.sample, train, len(case.prompts), case.settings)
-    if not case.settings.split:
-        return found
     try:
-        return found._replace(diagnosis=diagnose(case, train, found))
+        return found._replace(diagnosis=diagnose(case, train, found)) if case.settings.split else found
     except ValueError as error:  # the policy cannot compute as this engine does
         return found._replace(notes=[*found.notes, f"δ̄ is not split into its causes: {error}"])
 
@@ -110,18 +117,3 @@ def _sample(
         model.to(settings.device)
         sampler.to(settings.device)
     return [sampled[spec] for spec in specs]
-
-
-def _record(model: Policy, prompts: int, settings: CalibrationSettings) -> dict[str, Any]:
-    """Return the settings that the numbers depend on."""
-    names = ("samples", "max_tokens", "temperature", "measure", "reduction", "batch_prompts", "seed")
-    return {
-        "model": model.name_or_path,
-        "weights_dtype": str(model.dtype).removeprefix("torch."),
-        "bf16_autocast": settings.bf16,
-        "device": str(model.device),
-        "prompts": prompts,
-        **{name: getattr(settings, name) for name in names},
-        "versions": {name: version(name) for name in ("torch", "transformers", "trl")},
-        **(settings.settings or {}),
-    }

@@ -50,12 +50,16 @@ class ScoredTokens:
 
     @classmethod
     def of(
-        cls, rollouts: Sequence[Rollout], train: Sequence[Tensor], prompts: int, measure: Measure
+        cls,
+        rollouts: Sequence[Rollout],
+        train: Sequence[Tensor],
+        infer: Sequence[Tensor],
+        prompts: int,
+        measure: Measure,
     ) -> "ScoredTokens":
-        """Collect the tokens of rollouts; `train` is log π_train of each rollout's tokens, shape (tokens,)."""
-        a, b = torch.cat([logps.double() for logps in train]), torch.cat(sampled_logps(rollouts))
-        lengths = np.array([len(rollout.ids) for rollout in rollouts])
-        trajectory = np.repeat(np.arange(len(rollouts)), lengths)
+        """Collect the tokens of rollouts, with both log-probabilities of each rollout's tokens, shape (tokens,)."""
+        a, b = (torch.cat([logps.double() for logps in each]) for each in (train, infer))
+        trajectory = np.repeat(np.arange(len(rollouts)), [len(rollout.ids) for rollout in rollouts])
         scored = a.isfinite() & b.isfinite()
         a, b, kept = a[scored], b[scored], scored.numpy()
         delta = token_discrepancy(a, b, measure)
@@ -69,11 +73,7 @@ class ScoredTokens:
     def mean_of_trajectories(self, values: Array, absolute: bool = False) -> Ratio:
         """Return by prompt the sum over rollouts of the means of their tokens' values, and the number of rollouts.
 
-        Rollouts without a scored token do not count.
-
-        Args:
-            values: of the tokens, shape (tokens,).
-            absolute: whether the absolute values of the rollouts' means are summed.
+        Rollouts without a scored token do not count. With `absolute`, the absolute values of the means are summed.
         """
         counts = np.bincount(self.trajectory, minlength=len(self.prompt_of))
         alive = counts > 0
@@ -93,19 +93,14 @@ class ScoredTokens:
 def measure_engine(
     sample: EngineSample, train: Sequence[Tensor], prompts: int, settings: CalibrationSettings
 ) -> EngineMismatch:
-    """Measure everything about one engine.
-
-    Args:
-        sample: what the engine sampled, with log π_inf.
-        train: log π_train of each rollout's tokens, shape (tokens,).
-        prompts: number of prompts.
-        settings: of the calibration.
+    """Measure everything about one engine; `train` is log π_train of each rollout's tokens, shape (tokens,).
 
     Raises:
         ValueError: fewer than two prompts have a token with both log-probabilities.
     """
     rollouts, seed = sample.rollouts, settings.seed
-    tokens = ScoredTokens.of(rollouts, train, prompts, settings.measure)
+    infer = sampled_logps(rollouts)
+    tokens = ScoredTokens.of(rollouts, train, infer, prompts, settings.measure)
     d = tokens.train - tokens.infer
     ratios = {
         "discrepancy": tokens.batch_discrepancy(settings.reduction),
@@ -116,7 +111,11 @@ def measure_engine(
         "log_ppl_abs_diff": tokens.mean_of_trajectories(-d, absolute=True),
     }
     numerators, denominators = ratios["discrepancy"]
-    _require_spread(sample.engine, denominators)
+    if (there := int((denominators > 0).sum())) < 2:
+        raise ValueError(
+            f"engine={sample.engine!r}: {there} of {prompts} prompts have completions with log-probabilities from "
+            "both sides, and a spread needs at least two: use more prompts or samples."
+        )
     lengths = [len(rollout.ids) for rollout in rollouts]
     result = EngineMismatch(
         engine=sample.engine,
@@ -131,21 +130,12 @@ def measure_engine(
         percentiles={f"{p:g}": float(np.percentile(tokens.delta, p)) for p in _PERCENTILES},
         maximum=float(tokens.delta.max()),
         joint=_joint(np.exp(tokens.infer), np.exp(tokens.train)),
-        metrics=_metrics(train, sampled_logps(rollouts)),
+        metrics=_metrics(train, infer),
         tolerance=batch_tolerance(numerators, denominators, settings.batch_prompts, seed),
         per_prompt=np.stack([numerators, denominators], axis=1).tolist(),
         notes=[],
     )
     return result._replace(notes=_notes(result, settings.batch_prompts))
-
-
-def _require_spread(engine: str, denominators: Array) -> None:
-    there = int((denominators > 0).sum())
-    if there < 2:
-        raise ValueError(
-            f"engine={engine!r}: {there} of {len(denominators)} prompts have completions with log-probabilities from "
-            "both sides, and a spread needs at least two: use more prompts or samples."
-        )
 
 
 def batch_tolerance(numerators: Array, denominators: Array, batch_prompts: int, seed: int = 0) -> Tolerance:
@@ -242,24 +232,26 @@ def _joint(infer: Array, train: Array) -> list[list[int]]:
 
 
 def _notes(result: EngineMismatch, batch_prompts: int) -> list[str]:
-    notes = []
-    if result.prompts < _FEW_PROMPTS:
-        notes.append(
-            f"{result.prompts} prompts are few: the 95 % intervals are too narrow; use {_FEW_PROMPTS} or more."
-        )
-    if result.prompts < batch_prompts:
-        notes.append(
-            f"A generation batch of {batch_prompts} prompts is larger than the sample of {result.prompts}, so its "
-            "spread is that of prompts that repeat."
-        )
-    if result.unscored:
-        share = result.unscored / (result.tokens + result.unscored)
-        notes.append(
-            f"{result.unscored} tokens ({share:.2%}) have no log-probability from both sides and do not count."
-        )
-    if result.metrics["probs_pearson"] < _SAME_WEIGHTS:
-        notes.append(
-            f"The probabilities of both sides correlate by {result.metrics['probs_pearson']:.2f} only: does "
-            f"{result.engine} run the weights of this model?"
-        )
-    return notes
+    prompts, unscored, pearson = result.prompts, result.unscored, result.metrics["probs_pearson"]
+    notes = [
+        (
+            prompts < _FEW_PROMPTS,
+            f"{prompts} prompts are few: the 95 % intervals are too narrow; use {_FEW_PROMPTS} or more.",
+        ),
+        (
+            prompts < batch_prompts,
+            f"A generation batch of {batch_prompts} prompts is larger than the sample of {prompts}, so its spread is "
+            "that of prompts that repeat.",
+        ),
+        (
+            unscored > 0,
+            f"{unscored} tokens ({unscored / (result.tokens + unscored):.2%}) have no log-probability from both sides "
+            "and do not count.",
+        ),
+        (
+            pearson < _SAME_WEIGHTS,
+            f"The probabilities of both sides correlate by {pearson:.2f} only: does {result.engine} run the weights "
+            "of this model?",
+        ),
+    ]
+    return [text for applies, text in notes if applies]

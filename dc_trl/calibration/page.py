@@ -95,20 +95,18 @@ def print_calibration(calibration: Calibration) -> None:
         if engine.diagnosis is not None:
             print_table(*split_table(engine.diagnosis), f"{label(engine.engine)}: where δ̄ comes from")
     print(rule(calibration))
-    for kind, engine, text in _remarks(calibration):
-        print(f"{kind.upper()}, {label(engine.engine)}: {text}")
+    for kind, name, text in _remarks(calibration):
+        print(f"{kind.upper()}, {name}: {text}")
+    prompts = calibration.settings["prompts"]
     for engine in calibration.engines:
-        print(
-            f"{engine.tolerance.config_line}  # {label(engine.engine)}, measured on "
-            f"{calibration.settings['prompts']} prompts"
-        )
+        print(f"{engine.tolerance.config_line}  # {label(engine.engine)}, measured on {prompts} prompts")
 
 
-def _remarks(calibration: Calibration) -> list[tuple[str, EngineMismatch, str]]:
+def _remarks(calibration: Calibration) -> list[tuple[str, str, str]]:
     """Return the advice and the notes: what each is, the engine it is about, and the text."""
-    engines = calibration.engines
-    advice = [("advice", e, text) for e in engines if e.diagnosis is not None for text in e.diagnosis.advice]
-    return [*advice, *(("note", engine, note) for engine in engines for note in engine.notes)]
+    named = [(label(engine.engine), engine) for engine in calibration.engines]
+    advice = [("advice", name, text) for name, e in named if e.diagnosis is not None for text in e.diagnosis.advice]
+    return [*advice, *(("note", name, note) for name, engine in named for note in engine.notes)]
 
 
 def _interval(estimate: Estimate | Tolerance) -> str:
@@ -148,8 +146,8 @@ def report_page(calibration: Calibration) -> Page:
     rows = [[name, engine.tolerance.config_line] for name, engine in zip(names, engines, strict=True)]
     page.table(["engine", "into the configuration"], rows)
     page.text(rule(calibration))
-    for kind, engine, text in _remarks(calibration):
-        page.text(f"{kind.capitalize()} for {label(engine.engine)}: {text}")
+    for kind, name, text in _remarks(calibration):
+        page.text(f"{kind.capitalize()} for {name}: {text}")
     page.heading("Side by side")
     caption = f"{_measure(calibration)}. Brackets hold 95 % intervals of a bootstrap over prompts."
     page.table(*summary_table(calibration), caption)
@@ -159,10 +157,10 @@ def report_page(calibration: Calibration) -> Page:
         page.heading("Where it comes from")
         page.figure(split_figure(calibration), _SPLIT_CAPTION)
         page.table(["cause", "removed by"], [[cause, how] for cause, how in REMOVALS.items()])
-        for name, diagnosis in zip(names, [engine.diagnosis for engine in engines], strict=True):
-            if diagnosis is not None:
-                caption = f"{name}, taken for {diagnosis.scheme}. Intervals draw whole prompts."
-                page.table(*split_table(diagnosis), caption)
+        for name, engine in zip(names, engines, strict=True):
+            if engine.diagnosis is not None:
+                caption = f"{name}, taken for {engine.diagnosis.scheme}. Intervals draw whole prompts."
+                page.table(*split_table(engine.diagnosis), caption)
     page.heading("Train against inference probability")
     for name, engine in zip(names, engines, strict=True):
         caption = f"All {engine.tokens:,} tokens of {name}; on the dashed line both sides agree."

@@ -1,7 +1,7 @@
 """Completions with their log-probabilities from any engine: a vLLM server, started or running, or the replica."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -12,13 +12,12 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..quantization.checkpoint import CheckpointWriter
-from ..quantization.policy import base_model
 from ..quantization.schemes import fused_experts
 from ..quantization.tensors import policy_tensors
 from ..rollouts.end_tokens import end_tokens, pad_token
 from ..rollouts.engines import EngineSpec
 from ..rollouts.replica import Replica
-from ..rollouts.routing import Routers, RoutesRecorder
+from ..rollouts.routing import RoutesRecorder
 from ..serving.answers import Bounds
 from ..serving.client import ServerClient, require_loaded
 from ..serving.connection import Patience
@@ -66,22 +65,15 @@ def sample_rollouts(
     prompts: Sequence[list[int]],
     settings: CalibrationSettings,
 ) -> EngineSample:
-    """Sample completions of all prompts from one engine.
+    """Sample completions of all prompts (token ids) from one engine.
 
     A vLLM server that is started runs the policy's present weights, written as training deploys them.
-
-    Args:
-        engine: what samples.
-        policy, tokenizer: the model that is trained, and its tokenizer.
-        prompts: token ids.
-        settings: how completions are drawn.
 
     Raises:
         ValueError: a prompt leaves no room for a completion, or the scheme does not fit the model.
         ServerError: the server is not there, does not fit the model, or failed repeatedly.
     """
-    longest = max(map(len, prompts))
-    own_limit = policy.config.get_text_config().max_position_embeddings
+    longest, text_config = max(map(len, prompts)), policy.config.get_text_config()
     ends = end_tokens(policy, tokenizer)
     if engine.kind == "url":
         client, kinds, limit = _connect(engine.name, policy.config, longest)
@@ -90,13 +82,13 @@ def sample_rollouts(
         rollouts = _from_server(client, ends, prompts, _room(prompts, limit, engine.name, settings), settings)
         return EngineSample(engine.name, precision, rollouts, schemes_of(kinds))
     assert engine.scheme is not None
-    room = _room(prompts, own_limit, engine.name, settings)
+    room = _room(prompts, text_config.max_position_embeddings, engine.name, settings)
     if engine.kind == "replica":
         rollouts = _from_replica(Replica(policy, engine.scheme), tokenizer, ends, prompts, settings)
     else:
         with _serving(policy, engine.scheme, tokenizer, longest + room, settings) as server:
             client = ServerClient(server.url, patience=_PATIENCE, report=settings.report)
-            client.bounds = Bounds(policy.config.get_text_config().vocab_size, longest + room)
+            client.bounds = Bounds(text_config.vocab_size, longest + room)
             rollouts = _from_server(client, ends, prompts, room, settings)
     return EngineSample(engine.name, engine.scheme, rollouts, [engine.scheme])
 
@@ -123,7 +115,10 @@ def _from_replica(
     limit = replica.model.config.get_text_config().max_position_embeddings
     order = [number for number in range(len(prompts)) for _ in range(settings.samples)]
     rollouts: list[Rollout] = []
-    recorder = RoutesRecorder(replica.model) if settings.split and routes_are_known(replica.model) else None
+    recorder = None
+    if settings.split and fused_experts(replica.model):
+        with suppress(ValueError):  # routers of a kind that cannot be replayed
+            recorder = RoutesRecorder(replica.model)
     bar = tqdm(total=len(order), unit="completion", desc="sampling", disable=not settings.progress)
     # The caller may be about to train, so its random state is left as it was.
     with bar, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -148,17 +143,6 @@ def _from_replica(
     return rollouts
 
 
-def routes_are_known(model: PreTrainedModel | PeftModel) -> bool:
-    """Return whether a model is a mixture of experts whose choices can be recorded and replayed."""
-    if not fused_experts(base_model(model)):
-        return False
-    try:
-        Routers(model)
-    except ValueError:  # routers of a kind that cannot be replayed
-        return False
-    return True
-
-
 def _from_server(
     client: ServerClient, ends: list[int], prompts: Sequence[list[int]], room: int, settings: CalibrationSettings
 ) -> list[Rollout]:
@@ -178,12 +162,11 @@ def _from_server(
             f"vLLM at {client.base_url} did not keep its weights: it began with {version!r} and has {now!r}. The "
             "weights changed while it sampled: measure again when no run loads others into this server."
         )
-    rollouts = []
-    for position, (ids, tokens) in enumerate(zip(output["completion_ids"], output["logprobs"], strict=True)):
-        logps = [logp for (logp,) in tokens]
-        truncated = len(ids) >= room and ids[-1] not in ends
-        rollouts.append(Rollout(position // settings.samples, ids, logps, truncated))
-    return rollouts
+    answers = enumerate(zip(output["completion_ids"], output["logprobs"], strict=True))
+    return [
+        Rollout(i // settings.samples, ids, [p for (p,) in logps], len(ids) >= room and ids[-1] not in ends)
+        for i, (ids, logps) in answers
+    ]
 
 
 def _connect(url: str, config: PretrainedConfig, longest_prompt: int) -> tuple[ServerClient, list[str], int]:

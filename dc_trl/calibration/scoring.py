@@ -6,7 +6,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 from tqdm.auto import tqdm
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer.utils import add_fused_lm_head, pad
 
 from ..rollouts.routing import OWN_CHOICE, RoutingReplay
 from .rollouts import Policy, Rollout
@@ -69,13 +69,13 @@ def _batches(
 ) -> Iterator[list[int]]:
     """Iterate over the rollouts that share a forward of at most `batch_tokens` tokens, padding included."""
     batch: list[int] = []
-    prompt = completion = 0
+    longest = 0  # prompt; the completions are in the order of their lengths
     for i in order:
-        prompt = max(prompt, len(prompts[rollouts[i].prompt]))
-        completion = max(completion, len(rollouts[i].ids))
-        if batch and (len(batch) + 1) * (prompt + completion) > batch_tokens:
+        own = len(prompts[rollouts[i].prompt])
+        longest = max(longest, own)
+        if batch and (len(batch) + 1) * (longest + len(rollouts[i].ids)) > batch_tokens:
             yield batch
-            batch, prompt, completion = [], len(prompts[rollouts[i].prompt]), len(rollouts[i].ids)
+            batch, longest = [], own
         batch.append(i)
     if batch:
         yield batch
@@ -91,17 +91,17 @@ def _forward(
 ) -> list[Tensor]:
     """Score rollouts in one batch as TRL lays it out: prompts padded on the left, completions on the right."""
     device = policy.device
-    width = max(len(prompts[rollout.prompt]) for rollout in rollouts)
-    height = max(len(rollout.ids) for rollout in rollouts)
-    input_ids = torch.zeros(len(rollouts), width + height, dtype=torch.long)
-    attention_mask = torch.zeros_like(input_ids)
-    for row, rollout in enumerate(rollouts):
-        span = slice(width - len(prompts[rollout.prompt]), width + len(rollout.ids))
-        input_ids[row, span] = torch.tensor(prompts[rollout.prompt] + rollout.ids)
-        attention_mask[row, span] = 1
-    labels = input_ids.masked_fill(attention_mask == 0, -100)
-    labels[:, :width] = -100
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+    before = [torch.tensor(prompts[rollout.prompt]) for rollout in rollouts]
+    after = [torch.tensor(rollout.ids) for rollout in rollouts]
+    prompt_ids, completion_ids = pad(before, padding_side="left"), pad(after)
+    prompt_mask = pad([torch.ones_like(ids) for ids in before], padding_side="left")
+    completion_mask = pad([torch.ones_like(ids) for ids in after])
+    attention_mask = torch.cat([prompt_mask, completion_mask], dim=1)
+    inputs = {
+        "input_ids": torch.cat([prompt_ids, completion_ids], dim=1),
+        "attention_mask": attention_mask,
+        "labels": torch.cat([torch.full_like(prompt_ids, -100), pad(after, -100)], dim=1),
+    }
     if as_engine:  # positions of each token in its own sequence
         inputs["position_ids"] = (attention_mask.cumsum(1) - 1).clamp(min=0)
     if replay is not None:
@@ -110,7 +110,7 @@ def _forward(
         output = policy(**{name: tensor.to(device) for name, tensor in inputs.items()}, fused_lm_head=True)
     if replay is not None:
         replay.stop()
-    values = output.log_probs[:, -height:].float().cpu()
+    values = output.log_probs[:, -completion_ids.shape[1] :].float().cpu()
     return [values[row, : len(rollout.ids)].clone() for row, rollout in enumerate(rollouts)]
 
 

@@ -52,28 +52,9 @@ def greedy_accuracy(
     Raises:
         ValueError: the reward scored no problem.
     """
-    scored = greedy_rewards(trainer, dataset, reward, batch_size)
-    if not scored:
-        raise ValueError("The reward scored none of the problems: check the gold answers.")
-    return mean_estimate(scored)
-
-
-def deployed_answers(
-    trainer: DCGRPOTrainer, prompt_ids: Sequence[list[int]], batch_size: int, temperature: float, label: str
-) -> list[Completion]:
-    """The deployed policy's completions of all prompts, divided among the processes; the same list in every one.
-
-    `label` is what the bar says of them.
-    """
-    tokenizer = trainer.processing_class
-    completions: list[tuple[int, Completion]] = []
-    for rows, counted in _shares(trainer, len(prompt_ids), batch_size, label):
-        sampled = trainer.deployed_completion_ids([prompt_ids[row] for row in rows], temperature)
-        texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
-        for row, ids, text in list(zip(rows, sampled, texts, strict=True))[:counted]:
-            truncated = len(ids) >= trainer.max_completion_length and ids[-1] not in trainer.eos_token_ids
-            completions.append((row, Completion(text, len(ids), truncated)))
-    return [completion for _, completion in sorted(gather_object(completions))]
+    if scored := greedy_rewards(trainer, dataset, reward, batch_size):
+        return mean_estimate(scored)
+    raise ValueError("The reward scored none of the problems: check the gold answers.")
 
 
 def _shares(trainer: DCGRPOTrainer, size: int, batch_size: int, label: str) -> Iterator[tuple[list[int], int]]:
@@ -140,25 +121,22 @@ class BenchmarkCallback(TrainerCallback):
     def on_evaluate(self, args, state, control, **kwargs):
         for benchmark, prompts in zip(self._benchmarks, self._prompts, strict=True):
             result, failures = self._evaluate(benchmark, prompts)
-            prefix, k = f"eval_{benchmark.name}", benchmark.samples
+            k = benchmark.samples
             metrics = {
-                f"{prefix}/avg@{k}": result.avg.value,
-                f"{prefix}/maj@{k}": result.maj.value,
-                f"{prefix}/truncated": result.truncated,
-                f"{prefix}/mean_tokens": result.mean_tokens,
+                f"avg@{k}": result.avg.value,
+                f"maj@{k}": result.maj.value,
+                "truncated": result.truncated,
+                "mean_tokens": result.mean_tokens,
+                f"avg@{k}_se": result.avg.standard_error,
+                "grading_failures": failures or None,
             }
-            if result.avg.standard_error is not None:
-                metrics[f"{prefix}/avg@{k}_se"] = result.avg.standard_error
-            if failures:
-                metrics[f"{prefix}/grading_failures"] = failures
-            self._trainer.log(metrics)
+            named = {f"eval_{benchmark.name}/{name}": value for name, value in metrics.items() if value is not None}
+            self._trainer.log(named)
 
     def _evaluate(self, benchmark: Benchmark, prompts: dict[str, list[int]]) -> tuple[BenchmarkResult, int]:
-        trainer, k = self._trainer, benchmark.samples
-        keys = [(problem, number) for problem in prompts for number in range(k)]
-        completions = deployed_answers(
-            trainer, [prompts[problem] for problem, _ in keys], self._batch_size, self._temperature, benchmark.name
-        )
+        """Return the result, and how often grading failed; the main process grades."""
+        keys = [(problem, number) for problem in prompts for number in range(benchmark.samples)]
+        completions = self._answers([prompts[problem] for problem, _ in keys], benchmark.name)
 
         def graded() -> tuple[BenchmarkResult, int]:
             golds = benchmark.golds()
@@ -168,6 +146,19 @@ class BenchmarkCallback(TrainerCallback):
                 key: Sample(*key, -1, c.text, c.tokens, c.truncated, verdict.answer, verdict.correct)
                 for key, c, verdict in zip(keys, completions, verdicts, strict=True)
             }
-            return benchmark_result(benchmark.name, list(prompts), k, samples), grader.failures.total()
+            result = benchmark_result(benchmark.name, list(prompts), benchmark.samples, samples)
+            return result, grader.failures.total()
 
         return on_main_process(graded)
+
+    def _answers(self, prompt_ids: Sequence[list[int]], label: str) -> list[Completion]:
+        """Return completions of all prompts, divided among the processes; the same list in every one."""
+        trainer = self._trainer
+        completions: list[tuple[int, Completion]] = []
+        for rows, counted in _shares(trainer, len(prompt_ids), self._batch_size, label):
+            sampled = trainer.deployed_completion_ids([prompt_ids[row] for row in rows], self._temperature)
+            texts = trainer.processing_class.batch_decode(sampled, skip_special_tokens=True)
+            for row, ids, text in list(zip(rows, sampled, texts, strict=True))[:counted]:
+                truncated = len(ids) >= trainer.max_completion_length and ids[-1] not in trainer.eos_token_ids
+                completions.append((row, Completion(text, len(ids), truncated)))
+        return [completion for _, completion in sorted(gather_object(completions))]

@@ -1,7 +1,7 @@
 """The collapse alarm of a trainer, which keeps the checkpoint from before the trouble."""
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerState
@@ -57,18 +57,12 @@ class CollapseAlarmCallback(TrainerCallback):
             )
         adapted = isinstance(args, DCGRPOConfig) and args.constraint == "lagrangian"
         adapted = adapted and args.lambda_lr > 0 and args.lambda_max > args.lambda_min
-        self._settings: dict[str, Any] = {
-            "window": window,
-            "reward_drop": reward_drop,
-            "max_grad_norm": args.max_grad_norm,
-            "lambda_max": args.lambda_max if adapted else None,
-            "fp16": args.fp16,
-        }
-        self._monitor = CollapseMonitor(**self._settings)
+        lambda_max = args.lambda_max if adapted else None
+        self._new_monitor = partial(CollapseMonitor, window, reward_drop, args.max_grad_norm, lambda_max, args.fp16)
+        self._monitor = self._new_monitor()
         self._announced: set[str] = set()
         self._stop = stop
         self._trainer = trainer
-        self._folder = Path(args.output_dir)
         # Other checkpoints belong to a run that was left for an earlier checkpoint, perhaps because it collapsed.
         self._resumed_at = 0
         self._saved: set[int] = set()
@@ -80,7 +74,7 @@ class CollapseAlarmCallback(TrainerCallback):
         if self._stop:
             self._require_kept(args, state)
         self._resumed_at, self._saved = state.global_step, set()
-        self._monitor = CollapseMonitor(**self._settings)
+        self._monitor = self._new_monitor()
         self.alarms, self.stopped, self.last_good = [], None, None
         # The log history is part of every checkpoint, so it holds all that was seen and said before.
         self._announced = {
@@ -102,9 +96,7 @@ class CollapseAlarmCallback(TrainerCallback):
 
     def _ring(self, alarms: list[Alarm], state: TrainerState, control) -> None:
         # Every process reads the same logs, so all of them ring, and stop, at the same step.
-        for alarm in alarms:
-            if alarm.signal in self._announced:
-                continue
+        for alarm in (alarm for alarm in alarms if alarm.signal not in self._announced):
             self._announced.add(alarm.signal)
             self.alarms.append(alarm)
             message = str(alarm)
@@ -114,25 +106,24 @@ class CollapseAlarmCallback(TrainerCallback):
                 if isinstance(self._trainer, DCGRPOTrainer):
                     self._trainer.exports_at_end = False  # nobody should serve what has collapsed
                 if state.is_world_process_zero:
-                    message += f" {self._way_back(alarm, state)}"
+                    # Another signal may have been in doubt for longer.
+                    self.last_good = self._newest_good(min(alarm.sound_until, self._monitor.sound_until))
+                    state.best_model_checkpoint = self.last_good
+                    way_back = "no checkpoint from before the trouble is there to go back to."
+                    if self.last_good is not None:
+                        way_back = f"go back with resume_from_checkpoint={self.last_good!r}."
+                    message += f" Training stops; {way_back}"
             if state.is_world_process_zero:
                 logger.warning(message)
             # TRL's log() would also write the metrics of the present step, which are not complete yet.
             Trainer.log(self._trainer, {f"collapse/{alarm.signal}": alarm.value})
 
-    def _way_back(self, alarm: Alarm, state: TrainerState) -> str:
-        # Another signal may have been in doubt for longer.
-        self.last_good = self._newest_good(min(alarm.sound_until, self._monitor.sound_until))
-        state.best_model_checkpoint = self.last_good
-        if self.last_good is None:
-            return "Training stops; no checkpoint from before the trouble is there to go back to."
-        return f"Training stops; go back with resume_from_checkpoint={self.last_good!r}."
-
     def _newest_good(self, sound_until: int) -> str | None:
         """Return the newest whole checkpoint of this run whose weights are from before `sound_until`."""
+        folders = numbered_folders(Path(self._trainer.args.output_dir), PREFIX_CHECKPOINT_DIR)
         good = {
             step: path
-            for step, path in numbered_folders(self._folder, PREFIX_CHECKPOINT_DIR).items()
+            for step, path in folders.items()
             if step < sound_until
             and (step <= self._resumed_at or step in self._saved)
             and (path / TRAINER_STATE_FILE).is_file()

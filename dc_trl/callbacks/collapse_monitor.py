@@ -9,8 +9,8 @@ import sys
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from ..settings.ranges import SHARE, Range, require_number
 
@@ -36,8 +36,7 @@ SIGNALS = {
 }
 
 
-@dataclass(frozen=True)
-class Alarm:
+class Alarm(NamedTuple):
     """A signal that rang.
 
     Attributes:
@@ -70,7 +69,7 @@ _Levels = tuple[float, float, float]  # of an alarm: value, reference, threshold
 
 
 class _MedianDetector:
-    """Rings when the running median has been beyond a threshold in `window` successive logs.
+    """Rings when the running median of `window` logs has been beyond a threshold in `length` successive logs.
 
     It is in doubt from half-way to the threshold on; after 10 windows there, that level is the run's normal one.
 
@@ -79,37 +78,36 @@ class _MedianDetector:
         sound_until: step of the log until which all was well.
     """
 
-    def __init__(self, window: int):
+    def __init__(self, window: int, length: int | None = None):
         self.in_doubt = False
         self.sound_until = 0
         self._window = window
+        self._length = length or window
         self._recent: deque[tuple[int, float]] = deque(maxlen=window)
         self._beyond = 0
         self._half_way = 0
 
     def update(self, step: int, value: float) -> _Levels | None:
         """Take the value of a log; return the levels of the alarm when it rings."""
-        if not math.isfinite(value):
-            return None
         leaving = self._recent[0][1] if len(self._recent) == self._window else None
         self._recent.append((step, value))
-        self._observe(value, leaving)
         if len(self._recent) < self._window:
             return None
-        levels, severity = self._judge(statistics.median(value for _, value in self._recent))
+        levels, severity = self._judge([value for _, value in self._recent], leaving)
         self._half_way = self._half_way + 1 if severity >= 0.5 else 0
         self._beyond = self._beyond + 1 if severity >= 1 else 0
         self.in_doubt = self._beyond > 0 or 0 < self._half_way <= 10 * self._window
         if not self.in_doubt:
             self.sound_until = self._recent[0][0]
-        return levels if self._beyond == self._window else None
+        return levels if self._beyond == self._length else None
 
-    def _observe(self, value: float, leaving: float | None) -> None:
-        """Take the newest value, and the one that leaves the window."""
-        raise NotImplementedError
+    def _judge(self, values: list[float], leaving: float | None) -> tuple[_Levels, float]:
+        """Return the levels, and how far the median has gone: 0 at the reference, 1 at the threshold.
 
-    def _judge(self, median: float) -> tuple[_Levels, float]:
-        """Return the levels, and how far the median has gone: 0 at the reference, 1 at the threshold."""
+        Args:
+            values: of the last `window` logs.
+            leaving: the value before them; None in the first window.
+        """
         raise NotImplementedError
 
 
@@ -121,19 +119,15 @@ class _RewardDrop(_MedianDetector):
         self._share = share
         self._first: float | None = None
         self._best = -math.inf
-        self._last: float | None = None
         self._differences: deque[float] = deque(maxlen=100)
         self.severity = 0.0  # the last one
 
-    def _observe(self, value: float, leaving: float | None) -> None:
-        if self._last is not None:
-            self._differences.append(abs(value - self._last))
-        self._last = value
-
-    def _judge(self, median: float) -> tuple[_Levels, float]:
-        if self._first is None:
-            self._first = median
+    def _judge(self, values: list[float], leaving: float | None) -> tuple[_Levels, float]:
+        median = statistics.median(values)
+        self._first = median if self._first is None else self._first
         self._best = max(self._best, median)
+        new = values if leaving is None else values[-2:]
+        self._differences.extend(abs(second - first) for first, second in pairwise(new))
         # The median of |difference| of two normal values is 0.6745 · √2 standard deviations; a trend hardly moves it.
         noise = statistics.median(self._differences) / (0.6745 * math.sqrt(2))
         drop = max(self._share * max(self._best - self._first, abs(self._best)), 4 * noise)
@@ -160,17 +154,16 @@ class _LevelChange(_MedianDetector):
         self._early: float | None = None
         self._past: list[float] = []  # sorted; zeros (no gradient, no measurement) say nothing about a level
 
-    def _observe(self, value: float, leaving: float | None) -> None:
+    def _judge(self, values: list[float], leaving: float | None) -> tuple[_Levels, float]:
         if leaving is not None and leaving >= _SMALLEST:
             insort(self._past, leaving)
-
-    def _judge(self, median: float) -> tuple[_Levels, float]:
+        median = statistics.median(values)
         if abs(median) < _SMALLEST:
             median = 0.0
-        if self._early is None and median > 0:
-            self._early = median
         if self._early is None:
-            return (median, 0.0, 0.0), 0.0
+            if median <= 0:
+                return (median, 0.0, 0.0), 0.0
+            self._early = median
         nearest, furthest = (min, max) if self._factor > 1 else (max, min)
         usual = statistics.median(self._past) if len(self._past) >= self._window else self._early
         reference = nearest(self._early, usual)
@@ -184,23 +177,16 @@ class _LevelChange(_MedianDetector):
         return (median, reference, threshold), severity
 
 
-class _Streak:
+class _Streak(_MedianDetector):
     """Rings when a condition, which `limit` stands for, has held in `length` successive logs."""
 
     def __init__(self, length: int, holds: Callable[[float], bool], limit: float):
-        self.in_doubt = False
-        self.sound_until = 0
-        self._length = length
+        super().__init__(1, length)
         self._holds = holds
         self._limit = limit
-        self._count = 0
 
-    def update(self, step: int, value: float) -> _Levels | None:
-        self.in_doubt = self._holds(value)
-        self._count = self._count + 1 if self.in_doubt else 0
-        if not self.in_doubt:
-            self.sound_until = step
-        return (value, self._limit, self._limit) if self._count == self._length else None
+    def _judge(self, values: list[float], leaving: float | None) -> tuple[_Levels, float]:
+        return (values[0], self._limit, self._limit), float(self._holds(values[0]))
 
 
 class CollapseMonitor:
@@ -250,7 +236,7 @@ class CollapseMonitor:
         without_spread = _Streak(2 * window, lambda share: share >= self.NO_SPREAD, self.NO_SPREAD)
         overflow = _Streak(window if fp16 else 1, lambda norm: not math.isfinite(norm), math.inf)
         reward = _RewardDrop(window, reward_drop)
-        self._detectors: list[tuple[str, str, _MedianDetector | _Streak]] = [
+        self._detectors: list[tuple[str, str, _MedianDetector]] = [
             ("reward", "reward", reward),
             ("grad_norm", "grad_norm", _LevelChange(window, self.GRAD_NORM_RISE, max_grad_norm)),
             *(("mismatch", metric, _LevelChange(window, self.MISMATCH_RISE, 0.0)) for metric in self.MISMATCH),
@@ -282,7 +268,10 @@ class CollapseMonitor:
         self._steps.append(step)
         alarms = []
         for signal, metric, detector in watched:
-            levels = detector.update(step, float(metrics[metric]))
+            value = float(metrics[metric])
+            if not math.isfinite(value) and not isinstance(detector, _Streak):
+                continue  # no level; only a streak may wait for such numbers
+            levels = detector.update(step, value)
             if levels is not None and signal not in self._rung:
                 self._rung.add(signal)
                 alarms.append(Alarm(signal, metric, step, *levels, detector.sound_until))

@@ -8,7 +8,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..quantization.schemes import require_served_scheme
 from ..records.runs import DEPLOYMENT_FOLDER
 from ..trainer import DCGRPOTrainer
-from .collapse import CollapseAlarmCallback
 
 
 class DeploymentCheckpointCallback(TrainerCallback):
@@ -19,22 +18,18 @@ class DeploymentCheckpointCallback(TrainerCallback):
     (`export_run`). It is the checkpoint that a server is synchronized with (`weight_sync="checkpoint"`), byte for
     byte; with frozen weights, the same tensors in other files.
 
-    Args:
-        alarm (`CollapseAlarmCallback`, *optional*): when it stopped the run, there is no policy to deploy at its end.
-
     Raises:
         ValueError: no engine serves `deployment_scheme`.
     """
 
-    def __init__(self, trainer: DCGRPOTrainer, alarm: CollapseAlarmCallback | None = None):
+    def __init__(self, trainer: DCGRPOTrainer):
         require_served_scheme(trainer.args.deployment_scheme or "bf16")
         self._trainer = trainer
-        self._alarm = alarm
 
     def on_save(self, args, state, control, **kwargs):
         checkpoint = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         self._trainer.save_deployment(checkpoint / DEPLOYMENT_FOLDER)
 
     def on_train_end(self, args, state, control, **kwargs):
-        if not args.exports_deployment and (self._alarm is None or self._alarm.stopped is None):
+        if not args.exports_deployment:
             self._trainer.save_deployment(Path(args.output_dir, DEPLOYMENT_FOLDER))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..settings.ranges import COUNT, SHARE
+from ..settings.ranges import COUNT, SHARE, require_number
 
 
 # Decay period in units of the surge's step (LR paper: 180 steps for a surge near step 100).
@@ -31,14 +31,10 @@ class SurgeDetector:
         The surge is the first step at which the running median over 9 steps, centred on it, reaches 2 × the median of
         the up to 80 steps before those 9.
 
-    - *A median over 9 steps*: spikes of up to 4 steps in a row do not move it, whatever their height. The price is
-      that a surge is known 4 steps after it happened.
-    - *A median over the 80 steps before*: the baseline follows a slow drift, and stays at the old level while the
-      length rises. A surge doubles the length within some 45 steps; the paper's takes about 20.
-    - *2 ×*: in the geometric middle between no change and the paper's 4-fold, and far from noise. Where batches' mean
-      lengths scatter by a relative standard deviation σ, the running median scatters by 0.42 σ.
-
-    docs/learning_rate.md has what it finds on synthetic curves, and its limits.
+    Spikes of up to 4 steps in a row do not move a median over 9; in return, a surge is known 4 steps after it
+    happened. The baseline of 80 steps follows a slow drift, and stays at the old level while the length rises. The
+    factor 2 is the geometric middle between no change and the paper's 4-fold. docs/learning_rate.md has what the rule
+    finds on synthetic curves, and its limits.
 
     Attributes:
         step: number of updates so far, which is the 1-based step of the last one.
@@ -68,18 +64,16 @@ class SurgeDetector:
         if mean_length < 0:
             raise ValueError(f"mean_length={mean_length!r} is no length: pass the mean number of tokens per response.")
         self.step += 1
-        if self.surge_step is None and math.isfinite(mean_length) and mean_length > 0:
-            self._recent.append((self.step, float(mean_length)))
-            self._look()
+        if self.surge_step is not None or not math.isfinite(mean_length) or mean_length == 0:
+            return self.surge_step
+        self._recent.append((self.step, float(mean_length)))
+        if len(self._recent) >= self.MIN_BASELINE + self.WINDOW:
+            steps, lengths = zip(*self._recent, strict=True)
+            before, window = lengths[: -self.WINDOW], lengths[-self.WINDOW :]
+            if statistics.median(window) >= self.RATIO * statistics.median(before):
+                self.surge_step = steps[-self.WINDOW :][self.WINDOW // 2]
+                self._recent.clear()
         return self.surge_step
-
-    def _look(self) -> None:
-        if len(self._recent) < self.MIN_BASELINE + self.WINDOW:
-            return
-        steps, lengths = zip(*self._recent, strict=True)
-        if statistics.median(lengths[-self.WINDOW :]) >= self.RATIO * statistics.median(lengths[: -self.WINDOW]):
-            self.surge_step = steps[-self.WINDOW :][self.WINDOW // 2]
-            self._recent.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return steps, recent lengths and the surge, as JSON-compatible values."""
@@ -104,13 +98,12 @@ class LengthDecaySchedule(LRScheduler):
     :meth:`observe`. Once the lengths have surged at step s, the period becomes 1.8 · s, rounded.
 
     *Setting the period later*: ``decay_period`` may be set at any time. Halvings fall on the multiples of the period,
-    counted from the first optimizer step; multiples up to the step that comes next are not made up for, with a
-    warning. So no assignment moves the rate: from the next multiple on it is halved once per period. A period that
-    replaces another keeps the halvings made so far; None holds the present rate.
+    counted from the first optimizer step; multiples up to the step that comes next are left out, with a warning. So
+    no assignment moves the rate. A period that replaces another keeps the halvings made so far; None holds the
+    present rate.
 
-    Call :meth:`step` once per optimizer step, as PyTorch says. The trainers of Transformers and TRL do so in any
-    number of processes. In a loop of your own, do not give the schedule to ``Accelerator.prepare``: its wrapper steps
-    once per *process*.
+    Call :meth:`step` once per optimizer step, as the trainers of Transformers and TRL do. In a loop of your own, do
+    not give the schedule to ``Accelerator.prepare``: its wrapper steps once per *process*.
 
     Args:
         optimizer: its groups' learning rates are η_0.
@@ -122,11 +115,12 @@ class LengthDecaySchedule(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, decay_period: int | None = None, floor: float = 0.1):
-        if not SHARE.allows(floor):
-            raise ValueError(f"floor={floor!r} is invalid: use a fraction of the initial learning rate, in (0, 1].")
+        require_number("floor", floor, SHARE)
+        if decay_period is not None:
+            require_number("decay_period", decay_period, COUNT)
         self.floor = float(floor)
         self.detector = SurgeDetector()
-        self._decay_period = _checked_period(decay_period)
+        self._decay_period = decay_period
         # Halvings made when the period was set, and how many of its multiples the next step had reached then.
         self._kept = 0
         self._passed = 0
@@ -139,15 +133,17 @@ class LengthDecaySchedule(LRScheduler):
 
     @decay_period.setter
     def decay_period(self, period: int | None) -> None:
-        if _checked_period(period) == self._decay_period:
+        if period is not None:
+            require_number("decay_period", period, COUNT)
+        if period == self._decay_period:
             return
         self._kept = self._raw_halvings()
-        self._passed = 0 if period is None else self._next_step // period
+        self._passed = 0 if period is None else (self.last_epoch + 1) // period
         self._decay_period = period
         if period is not None and self._passed:
             logger.warning(
-                f"decay_period={period} is set before step {self._next_step}: the {self._passed} halving(s) due by "
-                f"then are left out, and the next one follows at step {(self._passed + 1) * period}."
+                f"decay_period={period} is set before step {self.last_epoch + 1}: the {self._passed} halving(s) due "
+                f"by then are left out, and the next one follows at step {(self._passed + 1) * period}."
             )
 
     @property
@@ -170,8 +166,7 @@ class LengthDecaySchedule(LRScheduler):
 
         When the surge is found and no period is set, ``decay_period`` becomes 1.8 × its step, rounded.
         """
-        known = self.detector.surge_step
-        surge = self.detector.update(mean_length)
+        known, surge = self.detector.surge_step, self.detector.update(mean_length)
         if known is None and surge is not None and self._decay_period is None:
             self.decay_period = round(PERIOD_PER_SURGE_STEP * surge)
         return surge
@@ -190,40 +185,27 @@ class LengthDecaySchedule(LRScheduler):
         Raises:
             ValueError: the state is another scheduler's, or of an optimizer with another number of parameter groups.
         """
-        needed = {"base_lrs", "last_epoch", "floor", "detector", "_decay_period", "_kept", "_passed"}
-        missing = sorted(needed - state_dict.keys())
-        if missing:
+        groups = self.optimizer.param_groups
+        if not {"base_lrs", "last_epoch", "floor", "detector", "_decay_period"} <= state_dict.keys():
             raise ValueError(
-                f"state_dict lacks {', '.join(missing)}: it was saved by another scheduler than LengthDecaySchedule. "
-                "Resume with the scheduler of that run, or start a new run from its weights."
+                "state_dict was saved by another scheduler than LengthDecaySchedule. Resume with the scheduler of "
+                "that run, or start a new run from its weights."
             )
-        if len(state_dict["base_lrs"]) != len(self.optimizer.param_groups):
+        if len(state_dict["base_lrs"]) != len(groups):
             raise ValueError(
                 f"state_dict['base_lrs'] has {len(state_dict['base_lrs'])} learning rates and the optimizer "
-                f"{len(self.optimizer.param_groups)} parameter groups: group the parameters as in the saved run."
+                f"{len(groups)} parameter groups: group the parameters as in the saved run."
             )
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "detector"})
         self.detector.load_state_dict(state_dict["detector"])
         # PyTorch leaves the rate to the optimizer's own state, which not everyone saves.
-        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+        for group, rate in zip(groups, self.get_lr(), strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
 
-    @property
-    def _next_step(self) -> int:
-        return self.last_epoch + 1
-
     def _raw_halvings(self) -> int:
         if self._decay_period is None:
             return self._kept
-        return self._kept + self._next_step // self._decay_period - self._passed
-
-
-def _checked_period(period: int | None) -> int | None:
-    if period is not None and not COUNT.allows(period):
-        raise ValueError(
-            f"decay_period={period!r} is invalid: use a whole number of optimizer steps, at least 1, or None."
-        )
-    return period
+        return self._kept + (self.last_epoch + 1) // self._decay_period - self._passed

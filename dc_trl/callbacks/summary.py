@@ -1,6 +1,7 @@
 """What a run changed: the deployed policy before the first step and after the last."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import TrainerCallback
@@ -14,14 +15,12 @@ from ..records.runs import (
     HISTORY_FILE,
     SUMMARY_FILE,
     Run,
-    greedy_is_share,
     read_baseline,
     read_history,
     run_ended,
 )
-from ..records.sync import sync_facts
-from ..records.tables import print_table, reward_text, weighted_sum
-from ..records.time_parts import time_cells
+from ..records.tables import print_table, weighted_sum, with_error
+from ..records.time_parts import sync_facts, time_cells
 from ..records.verdict import rewards_of, verdict_of
 from ..settings.paths import serve_line
 from ..trainer import DCGRPOTrainer
@@ -79,7 +78,14 @@ class BeforeAndAfter(TrainerCallback):
         if trainer.replica is not None or trainer.use_vllm:
             rewards = greedy_rewards(trainer, trainer.eval_dataset, None, args.per_device_eval_batch_size)
             if rewards:
-                measured |= _greedy(trainer, rewards)
+                greedy = mean_estimate(rewards)
+                single = sum(weight != 0 for weight in reward_weights(trainer).values()) == 1
+                measured |= {
+                    "greedy": greedy.value,
+                    "greedy_se": greedy.standard_error,
+                    "problems": greedy.problems,
+                    "greedy_is_share": single and set(rewards) <= {0.0, 1.0},
+                }
             logged = {"eval_greedy_reward": measured.get("greedy"), "eval_greedy_reward_se": measured.get("greedy_se")}
             trainer.log({name: value for name, value in logged.items() if value is not None})
         if between:
@@ -104,18 +110,6 @@ class BeforeAndAfter(TrainerCallback):
                 )
 
 
-def _greedy(trainer: DCGRPOTrainer, rewards: list[float]) -> dict[str, float | bool | None]:
-    """The mean of greedy rewards, and whether it is a share: of a single function, and each of them 0 or 1."""
-    estimate = mean_estimate(rewards)
-    single = sum(weight != 0 for weight in reward_weights(trainer).values()) == 1
-    return {
-        "greedy": estimate.value,
-        "greedy_se": estimate.standard_error,
-        "problems": estimate.problems,
-        "greedy_is_share": single and set(rewards) <= {0.0, 1.0},
-    }
-
-
 def reward_weights(trainer: DCGRPOTrainer) -> dict[str, float]:
     """The weight of each reward function by its name; functions of one name get a number."""
     weights: dict[str, float] = {}
@@ -132,48 +126,51 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     """Prints what the run amounts to and the summary table, and saves the table beside the model."""
     before, after = run.before, run.after
     args, multiplier = trainer.args, trainer.lagrange_multiplier
-    if args.use_vllm:
-        engine = f"vLLM, {args.deployment_scheme}" if args.deployment_scheme else "vLLM"
-    else:
-        engine = args.deployment_scheme or "model.generate"
-    rows: list[tuple[str, str, str]] = []
-    weights = reward_weights(trainer)
-    of = f" ({weighted_sum(weights)})" if len(weights) > 1 else ""
-    if "greedy" in before and "greedy" in after:
-        share = greedy_is_share(before) and greedy_is_share(after)
-        start, end = (reward_text(m["greedy"], m["greedy_se"], share) for m in (before, after))
-        rows.append((f"greedy reward{of}, {before['problems']} held-out problems", start, end))
-    for label, key, form in (
-        (f"sampled reward{of}, held out", "reward", "{:.3f}"),
-        ("discrepancy δ̄", "discrepancy", "{:.3g}"),
-    ):
-        if before.get(key) is not None and after.get(key) is not None:
-            rows.append((label, form.format(before[key]), form.format(after[key])))
+    engine = args.deployment_scheme or ("vLLM" if args.use_vllm else "model.generate")
+    if args.use_vllm and args.deployment_scheme:
+        engine = f"vLLM, {engine}"
+    syncs, saved = trainer.weight_syncs
+    cost = dict(trainer.vllm_generation.syncs) if args.use_vllm else {}
+    weights, tokens = reward_weights(trainer), trainer.state.num_input_tokens_seen
+    seconds = trainer.parts_clock.seconds()
     lag = {"weight_sync_steps": args.weight_sync_steps, "rollout_overlap": args.rollout_overlap}
     logged = Run("", trainer.state.log_history, lag)
+
+    of = f" ({weighted_sum(weights)})" if len(weights) > 1 else ""
+    rows: list[Sequence[str]] = []
+    if "greedy" in before and "greedy" in after:
+        # In percent where it is a share of problems.
+        shares = before.get("greedy_is_share") and after.get("greedy_is_share")
+        factor, decimals, unit = (100, 1, " %") if shares else (1, 3, "")
+        both = (with_error(m["greedy"], m["greedy_se"], factor, decimals) + unit for m in (before, after))
+        rows.append((f"greedy reward{of}, {before['problems']} held-out problems", *both))
+    for label, key, form in (
+        (f"sampled reward{of}, held out", "reward", ".3f"),
+        ("discrepancy δ̄", "discrepancy", ".3g"),
+    ):
+        if before.get(key) is not None and after.get(key) is not None:
+            rows.append((label, format(before[key], form), format(after[key], form)))
     if (ends := rewards_of(logged)) is not None:
         label = f"training reward{of}, first and last {ends.steps} logged steps"
         rows.append((label, f"{ends.first:.3f}", f"{ends.last:.3f}"))
     if args.constraint != "none":
         rows.append(("multiplier λ", f"{args.lambda_init:.4g}", f"{multiplier.value:.4g}"))
+    facts: dict[str, str] = {}
     if args.discrepancy_tolerance == "auto" and multiplier.tolerance is not None:
-        rows.append(("tolerance ε, found by the run", "", f"{multiplier.tolerance:.4g}"))
-    syncs, saved = trainer.weight_syncs
+        facts["tolerance ε, found by the run"] = f"{multiplier.tolerance:.4g}"
     if args.weight_sync_steps > 1:
-        rows.append(("weight syncs, and those that were saved", "", f"{syncs} + {saved}"))
-    cost = dict(trainer.vllm_generation.syncs) if args.use_vllm else {}
-    rows += ((label, "", text) for label, text in sync_facts(cost).items())
+        facts["weight syncs, and those that were saved"] = f"{syncs} + {saved}"
+    facts |= sync_facts(cost)
     if args.rollout_overlap and trainer.sampler.sampling_seconds > 0:
         hidden = 1 - trainer.sampler.waiting_seconds / trainer.sampler.sampling_seconds
-        rows.append(("sampling that training hid", "", f"{hidden:.0%} of {trainer.sampler.sampling_seconds:.0f} s"))
-    tokens = trainer.state.num_input_tokens_seen
-    rows.append(("tokens sampled and read", "", f"{tokens:,}"))
-    rows.append(("training seconds", "", f"{trainer.training_seconds:.0f}"))
+        facts["sampling that training hid"] = f"{hidden:.0%} of {trainer.sampler.sampling_seconds:.0f} s"
+    facts |= {"tokens sampled and read": f"{tokens:,}", "training seconds": f"{trainer.training_seconds:.0f}"}
+    rows += ((label, "", text) for label, text in facts.items())
+
     verdict = verdict_of(logged)
     print("\n".join(verdict.lines))
     title = f"Deployed policy ({engine}), {trainer.state.global_step} steps, {args.constraint}"
     print_table(("", "before", "after"), rows, title)
-    seconds = trainer.parts_clock.seconds()
     parts = [(label, *cells) for label, cells in time_cells(seconds, tokens).items()]
     print_table(("part", "seconds", "share", "tokens/s"), parts, "Where the time went")
     summary = {

@@ -95,9 +95,7 @@ def macro_estimate(benchmarks: Sequence[Sequence[float]], seed: int = 0) -> Esti
     Raises:
         ValueError: there is no benchmark, or one without problems.
     """
-    value, error, means = _bootstrap(benchmarks, seed)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Estimate(value, error, float(low), float(high), sum(map(len, benchmarks)))
+    return _bootstrap(benchmarks, seed)[0]
 
 
 def paired_difference(
@@ -119,11 +117,9 @@ def paired_difference(
     if [len(values) for values in first] != [len(values) for values in second]:
         raise ValueError("The two evaluations have different numbers of problems: compare them on the same ones.")
     differences = [[b - a for a, b in zip(*values, strict=True)] for values in zip(first, second, strict=True)]
-    value, error, means = _bootstrap(differences, seed)
-    low, high = np.quantile(means, [0.025, 0.975])
-    sizes = [len(values) for values in differences]
-    p_value = bootstrap_p_value(value, error, means, sizes)
-    return Difference(value, error, float(low), float(high), p_value, sum(sizes))
+    estimate, means = _bootstrap(differences, seed)
+    p_value = bootstrap_p_value(estimate.value, estimate.standard_error, means, list(map(len, differences)))
+    return Difference(*estimate[:4], p_value, estimate.problems)
 
 
 def bootstrap_p_value(
@@ -153,8 +149,8 @@ def bootstrap_p_value(
     return max(extreme / (len(means) + 1), 2 * math.prod(float(size) ** -size for size in problems))
 
 
-def _bootstrap(strata: Sequence[Sequence[float]], seed: int) -> tuple[float, float | None, NDArray[np.float64]]:
-    """Return the mean of the strata's means, its standard error, and the same mean of resampled problems."""
+def _bootstrap(strata: Sequence[Sequence[float]], seed: int) -> tuple[Estimate, NDArray[np.float64]]:
+    """Return the mean of the strata's means with its errors, and the same mean of resampled problems."""
     if not strata or not all(strata):
         raise ValueError("An estimate needs at least one problem of each benchmark.")
     rng = np.random.default_rng(seed)
@@ -169,4 +165,5 @@ def _bootstrap(strata: Sequence[Sequence[float]], seed: int) -> tuple[float, flo
         for start in range(0, RESAMPLES, _CHUNK):
             drawn = rng.integers(size, size=(min(_CHUNK, RESAMPLES - start), size))
             means[start : start + len(drawn)] += values[drawn].mean(1) / len(arrays)
-    return value, error, means
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Estimate(value, error, float(low), float(high), sum(map(len, strata))), means

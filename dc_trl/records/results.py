@@ -16,7 +16,9 @@ Result = TypeVar("Result", bound=tuple)
 
 def write_result(result: tuple, path: str | os.PathLike[str], indent: int) -> None:
     """Write a named tuple as JSON; a number that is not finite becomes null."""
-    write_text(Path(path), json.dumps(_plain(result), indent=indent, ensure_ascii=False, allow_nan=False) + "\n")
+    text = json.dumps(_plain(result), indent=indent, ensure_ascii=False, allow_nan=False)
+    # A lone surrogate, which a broken tokenizer can produce, is not valid UTF-8.
+    write_text(Path(path), text.encode(errors="replace").decode() + "\n")
 
 
 def read_result(kind: type[Result], path: str | os.PathLike[str], what: str, null_is_nan: bool = False) -> Result:
@@ -34,7 +36,7 @@ def read_result(kind: type[Result], path: str | os.PathLike[str], what: str, nul
     try:
         return _typed(kind, read_object(Path(path)), null_is_nan)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} holds no {what} ({type(error).__name__}: {error}).") from error
+        raise ValueError(f"{path} holds no {what} ({type(error).__name__}: {error}): repair or remove it.") from error
 
 
 def _plain(value: Any) -> Any:
@@ -63,4 +65,6 @@ def _typed(kind: Any, tree: Any, null_is_nan: bool) -> Any:
         return math.nan
     if kind in (int, float) and (isinstance(tree, bool) or not isinstance(tree, int | float)):
         raise TypeError(f"{tree!r} is not a number")
+    if kind is str and not isinstance(tree, str):
+        raise TypeError(f"{tree!r} is no text")
     return tree

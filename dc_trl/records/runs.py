@@ -23,8 +23,6 @@ BASELINE_FILE = "before.json"  # the deployed policy before the first step, as `
 SUMMARY_FILE = "summary.json"  # the deployed policy after the last step, and what the run cost
 DEPLOYMENT_FOLDER = "deployment"  # the policy as it is served
 
-_REQUIRED = {"steps": int, "after": dict}  # of a summary
-
 
 class Series(NamedTuple):
     """Optimizer steps, and the values of a metric at them."""
@@ -45,8 +43,9 @@ class Run:
         name: of the directory.
         history: rows of `history.jsonl`, each with its `step`.
         settings: settings that differ from the defaults.
-        before: the deployed policy on held-out problems: `greedy`, `greedy_se`, `problems`, `greedy_is_share`,
-            `reward`, `discrepancy`. `greedy` and `reward` are means of the weighted sum of all reward functions.
+        before: the deployed policy on held-out problems: `greedy`, `greedy_se`, `problems`, `reward`, `discrepancy`,
+            and `greedy_is_share` where a single reward function gave each problem 0 or 1. `greedy` and `reward` are
+            means of the weighted sum of all reward functions.
         summary: `after` (as `before`), `rewards` (the functions' weights by name), `steps`, `seconds`, `tokens`,
             `engine`, …; empty when the run did not finish.
         starts: when and on what the run was started; see `records.started`.
@@ -68,17 +67,11 @@ class Run:
 
     def first(self, metric: str) -> float | None:
         """Return the first value of the metric; None if there is none."""
-        values = self.series(metric).values
-        return values[0] if values else None
+        return next(iter(self.series(metric).values), None)
 
     def last(self, metric: str) -> float | None:
         """Return the last value of the metric; None if there is none."""
-        values = self.series(metric).values
-        return values[-1] if values else None
-
-    def tolerance(self) -> Series:
-        """Return the tolerance ε over the steps that had one."""
-        return self.series("lagrangian/tolerance")
+        return next(reversed(self.series(metric).values), None)
 
     def seconds_of_parts(self) -> dict[str, float]:
         """Return the seconds of each part of the work, see `records.time_parts`.
@@ -106,13 +99,9 @@ class Run:
         ]
         return [(0, self.before), *between, *after]
 
-    @property
-    def bounds(self) -> tuple[float, float] | None:
-        """Bounds of λ; None for a run without recorded settings."""
-        if not self.settings:
-            return None
-        low, high = (setting(self, name) for name in ("lambda_min", "lambda_max"))
-        return low, high
+    def setting(self, name: str) -> Any:
+        """Return the recorded setting, or else the default; None where that is not known."""
+        return self.settings.get(name, training_defaults().get(name))
 
     @property
     def steps(self) -> int:
@@ -128,19 +117,6 @@ class Run:
 def is_number(value: Any) -> TypeGuard[int | float]:
     """Return whether the value is a finite number."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-
-
-def setting(run: Run, name: str) -> Any:
-    """Return the value of a setting of a run: the recorded one, or else the default; None where that is not known."""
-    return run.settings.get(name, training_defaults().get(name))
-
-
-def greedy_is_share(measured: Mapping[str, Any]) -> bool:
-    """Return whether a measured `greedy` is the share of solved problems, which a table may show in percent.
-
-    That is so where a single reward function gave each problem 0 or 1.
-    """
-    return bool(measured.get("greedy_is_share"))
 
 
 def read_history(path: str | PathLike[str]) -> list[dict[str, Any]]:
@@ -169,9 +145,9 @@ def read_run(directory: str | PathLike[str]) -> Run:
         ValueError: there is no such directory, no history in it or an empty one, or a file that cannot be read.
     """
     folder = Path(directory)
+    path, settings = folder / HISTORY_FILE, folder / SETTINGS_FILE
     if not folder.is_dir():
         raise ValueError(f"run={str(folder)!r} is no directory: give the output_dir of a run.")
-    path = folder / HISTORY_FILE
     if not path.is_file():
         raise ValueError(
             f"run={str(folder)!r} has no {HISTORY_FILE}: give the output_dir of a run of dc-trl train, or of a "
@@ -181,10 +157,15 @@ def read_run(directory: str | PathLike[str]) -> Run:
     if not history:
         raise ValueError(f"{path} is empty: wait until the run has logged its first step (logging_steps).")
     summary = read_summary(folder)
-    before = summary.get("before") or read_baseline(folder)
-    settings = _read_if_there(folder / SETTINGS_FILE)
-    name, starts, moments = folder.resolve().name, read_starts(folder), read_samples(folder)
-    return Run(name, history, settings, before, summary, starts, moments)
+    return Run(
+        folder.resolve().name,
+        history,
+        read_object(settings) if settings.is_file() else {},
+        summary.get("before") or read_baseline(folder),
+        summary,
+        read_starts(folder),
+        read_samples(folder),
+    )
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -194,9 +175,11 @@ def read_summary(folder: Path) -> dict[str, Any]:
         ValueError: the file cannot be read, or is not complete; the message names it.
     """
     path = folder / SUMMARY_FILE
-    summary = _read_if_there(path)
-    for name, kind in _REQUIRED.items():
-        if path.is_file() and not isinstance(summary.get(name), kind):
+    if not path.is_file():
+        return {}
+    summary = read_object(path)
+    for name, kind in (("steps", int), ("after", dict)):
+        if not isinstance(summary.get(name), kind):
             raise ValueError(f"{path}: {name}={summary.get(name)!r} is not valid: repair or remove the file.")
     for name in ("before", "after", "seconds_of_parts"):
         _require_numbers(path, summary.get(name, {}))
@@ -218,8 +201,9 @@ def read_baseline(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file cannot be read; the message names it.
     """
-    baseline = _read_if_there(folder / BASELINE_FILE)
-    _require_numbers(folder / BASELINE_FILE, baseline)
+    path = folder / BASELINE_FILE
+    baseline = read_object(path) if path.is_file() else {}
+    _require_numbers(path, baseline)
     return baseline
 
 
@@ -227,7 +211,3 @@ def _require_numbers(path: Path, measured: Any) -> None:
     for name, value in measured.items() if isinstance(measured, dict) else [("the object", measured)]:
         if not isinstance(value, int | float | None):
             raise ValueError(f"{path}: {name}={value!r} is not a number: repair or remove the file.")
-
-
-def _read_if_there(path: Path) -> dict[str, Any]:
-    return read_object(path) if path.is_file() else {}

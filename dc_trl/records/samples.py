@@ -2,11 +2,11 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..files import read_object, write_text
+from .results import read_result, write_result
 
 
 SAMPLES_FILE = "completions.json"
@@ -34,6 +34,12 @@ class Moment(NamedTuple):
     samples: list[Sample]
 
 
+class _Kept(NamedTuple):
+    """The content of the file."""
+
+    moments: list[Moment]
+
+
 def choose_samples(prompts: Sequence[Any], completions: Sequence[Any], rewards: Sequence[float]) -> list[Sample]:
     """Return the first completion of a batch, and those with the highest and the lowest reward.
 
@@ -51,15 +57,11 @@ def choose_samples(prompts: Sequence[Any], completions: Sequence[Any], rewards: 
             those = [i for i in rated if sign * rewards[i] == most]
             index = next((i for i in those if i not in chosen), those[0])
             chosen[index] = f"{chosen[index]}, {which}" if index in chosen else which
-    return [
-        Sample(
-            which,
-            shortened(readable(prompts[i])),
-            shortened(readable(completions[i])),
-            None if math.isnan(rewards[i]) else float(rewards[i]),
-        )
-        for i, which in chosen.items()
-    ]
+    samples = []
+    for i, which in chosen.items():
+        prompt, completion = (shortened(readable(texts[i])) for texts in (prompts, completions))
+        samples.append(Sample(which, prompt, completion, None if math.isnan(rewards[i]) else float(rewards[i])))
+    return samples
 
 
 def readable(text: Any) -> str:
@@ -110,20 +112,12 @@ class SampleRecord:
         last = self._moments[-1] if self._moments else None
         if last is not None and last.log % self._stride:
             self._moments.pop()
-        self._moments.append(Moment(0 if last is None else last.log + 1, step, list(samples)))
-        self._drop()
-        rows = [
-            moment._asdict() | {"samples": [sample._asdict() for sample in moment.samples]} for moment in self._moments
-        ]
-        text = json.dumps({"moments": rows}, indent=1, ensure_ascii=False)
-        # A lone surrogate, which a broken tokenizer can produce, is not valid UTF-8.
-        write_text(self._path, text.encode(errors="replace").decode() + "\n")
-
-    def _drop(self) -> None:
+        latest = Moment(0 if last is None else last.log + 1, step, list(samples))
+        self._moments.append(latest)
         while len(self._moments) > MOST_MOMENTS:
             self._stride *= 2
-            latest = self._moments[-1]
             self._moments = [moment for moment in self._moments if moment.log % self._stride == 0 or moment is latest]
+        write_result(_Kept(self._moments), self._path, indent=1)
 
 
 def read_samples(folder: Path) -> list[Moment]:
@@ -133,16 +127,7 @@ def read_samples(folder: Path) -> list[Moment]:
         ValueError: the file holds something else; the message names it.
     """
     path = folder / SAMPLES_FILE
-    if not path.is_file():
-        return []
-    tree = read_object(path)
-    try:
-        return [
-            Moment(int(row["log"]), int(row["step"]), [_read_sample(sample) for sample in row["samples"]])
-            for row in tree["moments"]
-        ]
-    except (TypeError, LookupError, ValueError) as error:
-        raise ValueError(f"{path} is not what a run writes ({error}): remove the file.") from error
+    return read_result(_Kept, path, "completions of a run").moments if path.is_file() else []
 
 
 def three_moments(moments: Sequence[Moment]) -> list[Moment]:
@@ -152,10 +137,3 @@ def three_moments(moments: Sequence[Moment]) -> list[Moment]:
     first, last = moments[0], moments[-1]
     middle = min(moments, key=lambda moment: abs(2 * moment.step - first.step - last.step))
     return [moment for moment in moments if moment in (first, middle, last)]
-
-
-def _read_sample(row: Mapping[str, Any]) -> Sample:
-    sample = Sample(**row)
-    if not all(isinstance(text, str) for text in sample[:3]) or not isinstance(sample.reward, int | float | None):
-        raise TypeError(f"sample={row!r}")
-    return sample

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -81,29 +82,19 @@ def start_facts(starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Say when a run was started and resumed, on what, and with which versions; {} where that is not known."""
     if not starts:
         return {}
-    facts = {"started": _date(starts[0])}
+    dates = [f"{datetime.fromisoformat(start['date']).astimezone(UTC):%Y-%m-%d %H:%M} UTC" for start in starts]
+    facts = {"started": dates[0]}
     if len(starts) > 1:
-        facts["resumed"] = "\n".join(f"{_date(start)}, step {start['step']}" for start in starts[1:])
-    facts["hardware"] = _changes([_hardware(start) for start in starts], "\nthen ")
+        resumed = zip(dates[1:], starts[1:], strict=True)
+        facts["resumed"] = "\n".join(f"{date}, step {start['step']}" for date, start in resumed)
+    counts = [f"{start['processes']} × " if start["processes"] > 1 else "" for start in starts]
+    devices = [f"{count}{start['device']}" for count, start in zip(counts, starts, strict=True)]
+    facts["hardware"] = "\nthen ".join(device for device, _ in groupby(devices))
     for name in _LIBRARIES:
         found = [str(start["versions"][name]) for start in starts if name in start["versions"]]
         if found:
-            facts[f"{name} version"] = _changes(found, ", then ")
+            facts[f"{name} version"] = ", then ".join(each for each, _ in groupby(found))
     return facts
-
-
-def _date(start: Mapping[str, Any]) -> str:
-    return f"{datetime.fromisoformat(start['date']).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
-
-
-def _hardware(start: Mapping[str, Any]) -> str:
-    processes = start["processes"]
-    return start["device"] if processes == 1 else f"{processes} × {start['device']}"
-
-
-def _changes(values: Sequence[str], joint: str) -> str:
-    """Join the values in order, repeated ones once."""
-    return joint.join(value for i, value in enumerate(values) if i == 0 or value != values[i - 1])
 
 
 def _version(name: str) -> str | None:

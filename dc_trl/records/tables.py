@@ -21,11 +21,6 @@ def with_error(value: float, standard_error: float | None, factor: float, decima
     return f"{factor * value:{sign}.{decimals}f}{error}"
 
 
-def reward_text(value: float, standard_error: float | None, share: bool) -> str:
-    """Return a mean reward with its standard error: in percent where it is a share of problems, else as it is."""
-    return f"{with_error(value, standard_error, 100, 1)} %" if share else with_error(value, standard_error, 1, 3)
-
-
 def weighted_sum(weights: Mapping[str, float]) -> str:
     """Return the formula of a reward of several functions: "accuracy + 0.5·brevity"."""
     terms = [name if abs(weight) == 1 else f"{abs(weight):g}·{name}" for name, weight in weights.items() if weight]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..constraint.thresholds import reading
-from .runs import Run, setting
+from .runs import Run
 
 
 WINDOW = 10  # logged steps at each end of a run that are compared; in a short run, half of its steps
@@ -43,59 +43,41 @@ def first_batch(
             "shorter answers, or check that the model ends its answers by the tokenizer's eos_token."
         )
     starts = range(0, len(completions), generations)
-    groups = [[column[start : start + generations] for start in starts] for column in columns]
+    groups = [column[start : start + generations] for column in columns for start in starts]
     rewards = [value for column in columns for value in column if not math.isnan(value)]
     if not rewards:
         found.append(
             "No reward function gave any completion a reward, all returned None: check what they read, the columns of "
             "the data set and the form of the answers."
         )
-    elif not any(_spreads(group) for column in groups for group in column):
+    elif all(len({value for value in group if not math.isnan(value)}) <= 1 for group in groups):
         what = f"the reward {rewards[0]:g}" if len(set(rewards)) == 1 else "one reward"
         found.append(
             f"All completions of each prompt earned {what}, so every advantage is 0: look at a few completions and at "
             "the reward function, and take prompts of another difficulty, more num_generations or a finer reward."
         )
-    texts = [repr(completion) for completion in completions]
-    if all(len(set(texts[start : start + generations])) == 1 for start in starts):
+    if all(len(set(map(repr, completions[start : start + generations]))) == 1 for start in starts):
         found.append(
             "All completions of each prompt are equal, so nothing is sampled: set temperature=1.0, and leave top_k, "
             "top_p and a seed in generation_kwargs out."
         )
-    if not found:
-        return None
-    return f"The first generation batch teaches nothing, or little. {' '.join(found)}"
-
-
-def _spreads(group: Sequence[float]) -> bool:
-    return len({value for value in group if not math.isnan(value)}) > 1
+    return f"The first generation batch teaches nothing, or little. {' '.join(found)}" if found else None
 
 
 class Verdict(NamedTuple):
-    """What a run amounts to.
+    """What a run amounts to."""
 
-    Args:
-        lines: sentences, the most important first.
-        worth_serving: whether its policy may be better than the one that it began with, as far as is known.
-    """
-
-    lines: list[str]
-    worth_serving: bool
+    lines: list[str]  # sentences, the most important first
+    worth_serving: bool  # whether its policy may be better than the one that it began with, as far as is known
 
 
 class Rewards(NamedTuple):
-    """Mean training reward at both ends of a run.
-
-    Args:
-        first, last: means over `steps` logged steps at the beginning and at the end.
-        noise: standard error of their difference; None where there are too few steps.
-        steps: logged steps in each mean.
-    """
+    """Mean training reward over the first and the last logged steps of a run."""
 
     first: float
     last: float
-    noise: float | None
-    steps: int
+    noise: float | None  # standard error of their difference; None where there are too few steps
+    steps: int  # logged steps in each mean
 
 
 def rewards_of(run: Run) -> Rewards | None:
@@ -121,11 +103,16 @@ def verdict_of(run: Run) -> Verdict:
         return Verdict(["No optimizer step was made: nothing was trained."], False)
     learning, worth_serving = _learning(run)
     lines = [learning]
-    clipped = run.series("completions/clipped_ratio").values[-WINDOW:]
-    if clipped and statistics.fmean(clipped) >= _MOSTLY:
-        share = f"{statistics.fmean(clipped):.0%}"
-        lines.append(f"{share} of the last completions were cut off at max_completion_length: raise it.")
-    return Verdict([*lines, _mismatch(run)], worth_serving)
+    clipped = statistics.fmean(run.series("completions/clipped_ratio").values[-WINDOW:] or [0.0])
+    if clipped >= _MOSTLY:
+        lines.append(f"{clipped:.0%} of the last completions were cut off at max_completion_length: raise it.")
+    measured = run.series("discrepancy/k3_kl").values[-WINDOW:]
+    if not measured:
+        return Verdict([*lines, f"The mismatch was not measured: {NOT_MEASURED}"], worth_serving)
+    k3 = statistics.median(measured)
+    may_lag = (run.setting("weight_sync_steps") or 1) > 1 or bool(run.setting("rollout_overlap"))
+    lines.append(f"The mismatch was measured: k3 {k3:.2g} nats, {reading(k3, may_lag)}.")
+    return Verdict(lines, worth_serving)
 
 
 def _learning(run: Run) -> tuple[str, bool]:
@@ -145,12 +132,3 @@ def _learning(run: Run) -> tuple[str, bool]:
     if abs(change) <= 2 * rewards.noise:
         return f"The run is not shown to have learned: {both} ({steps}), which is within the noise.", True
     return f"The run {'learned' if change > 0 else 'lost reward'}: {both} ({steps}).", change > 0
-
-
-def _mismatch(run: Run) -> str:
-    measured = run.series("discrepancy/k3_kl").values[-WINDOW:]
-    if not measured:
-        return f"The mismatch was not measured: {NOT_MEASURED}"
-    k3 = statistics.median(measured)
-    may_lag = (setting(run, "weight_sync_steps") or 1) > 1 or bool(setting(run, "rollout_overlap"))
-    return f"The mismatch was measured: k3 {k3:.2g} nats, {reading(k3, may_lag)}."

@@ -39,26 +39,16 @@ class Style(NamedTuple):
     marker: str
 
 
-def series_style(index: int, line: int | None = None) -> Style:
-    """Return the style of a series.
+def series_style(index: int) -> Style:
+    """Return the style of the series of this number, from 0 on.
 
     Colours repeat after 7 series, pairs of colour and line after 42, pairs of colour and marker after 56.
-
-    Args:
-        index: number of the series, at least 0.
-        line: number of its line style and marker, where they are not to follow the colour.
     """
-    line = index if line is None else line
-    return Style(SERIES[index % len(SERIES)], LINE_STYLES[line % len(LINE_STYLES)], MARKERS[line % len(MARKERS)])
+    return Style(SERIES[index % len(SERIES)], LINE_STYLES[index % len(LINE_STYLES)], MARKERS[index % len(MARKERS)])
 
 
 def new_figure(
-    rows: int = 1,
-    columns: int = 1,
-    width: float = PANEL_WIDTH,
-    height: float = 2.8,
-    share_x: bool = False,
-    dpi: int = 150,
+    rows: int = 1, columns: int = 1, width: float = PANEL_WIDTH, height: float = 2.8, share_x: bool = False
 ) -> tuple[Figure, list[Axes]]:
     """Make a figure outside of pyplot, and return it with its axes, row by row.
 
@@ -67,40 +57,15 @@ def new_figure(
         width: of the whole figure, in inches.
         height: of each row, in inches.
         share_x: whether the columns share their x axes.
-        dpi: dots per inch of a PNG.
     """
-    figure = Figure(figsize=(width, height * rows), dpi=dpi, layout="constrained")
+    figure = Figure(figsize=(width, height * rows), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)  # measures text; without it, matplotlib begins to save a file for each measurement
     all_axes = list(figure.subplots(rows, columns, sharex=share_x, squeeze=False).flat)
     for axes in all_axes:
-        finish_axes(axes)
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
     return figure, all_axes
-
-
-def finish_axes(axes: Axes) -> None:
-    """Give axes a light grid behind the data, and no frame above and on the right."""
-    axes.grid(alpha=0.25)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def scale_x(axes: Axes, places: Sequence[float]) -> None:
-    """Make the x axis logarithmic where the places span more than a factor of five.
-
-    Where 0 is among them, the axis is linear below the least positive place.
-    """
-    positive = [place for place in places if place > 0]
-    if min(places) < 0 or not positive or max(positive) <= 5 * min(positive):
-        return
-    if min(places) > 0:
-        axes.set_xscale("log")
-    else:
-        axes.set_xscale("symlog", linthresh=min(positive), linscale=0.5)
-
-
-def say_empty(axes: Axes, why: str) -> None:
-    """Write into the middle of axes why nothing is drawn there."""
-    axes.text(0.5, 0.5, why, transform=axes.transAxes, ha="center", color=MUTED)
 
 
 def moving_average(values: Sequence[float], window: int = 9) -> list[float]:
@@ -110,24 +75,19 @@ def moving_average(values: Sequence[float], window: int = 9) -> list[float]:
     return [sum(part) / len(part) for part in parts]
 
 
-def draw_curve(
-    axes: Axes, x: Sequence[float], y: Sequence[float], style: Style | None = None, window: int = 9
-) -> None:
-    """Draw values in a light colour and their centred moving average in a dark one; few values as points on a line.
+def draw_curve(axes: Axes, x: Sequence[float], y: Sequence[float], window: int = 9) -> None:
+    """Draw values in grey and their centred moving average in dark blue; few values as points on a line.
 
     Args:
         axes: to draw on.
         x, y: places, ascending, and as many values.
-        style: of the line; by default dark blue, and grey for the values themselves.
         window: how many values are averaged, an odd number. Up to twice as many values are drawn as points.
     """
-    colour, line, marker = style or series_style(0)
     if len(y) > 2 * window:
-        raw, alpha = (MUTED, 0.8) if style is None else (colour, 0.22)
-        axes.plot(x, y, color=raw, linewidth=0.8, alpha=alpha)
-        axes.plot(x, moving_average(y, window), color=colour, linestyle=line, linewidth=1.8)
+        axes.plot(x, y, color=MUTED, linewidth=0.8, alpha=0.8)
+        axes.plot(x, moving_average(y, window), color=INK, linewidth=1.8)
     else:
-        axes.plot(x, y, color=colour, linestyle=line, linewidth=1.2, marker=marker, markersize=2.5)
+        axes.plot(x, y, color=INK, linewidth=1.2, marker="o", markersize=2.5)
 
 
 def save_figure(figure: Figure, path: str | PathLike[str], **options: Any) -> None:

@@ -41,16 +41,10 @@ _TEMPLATES = Environment(
 
 
 class Quote(NamedTuple):
-    """Text that a program or a user wrote.
+    """Text that a program or a user wrote, of any length; the page scrolls a long one."""
 
-    Args:
-        label: a line above it.
-        context: the prompt that it answers.
-        text: of any length; the page scrolls a long one.
-    """
-
-    label: str
-    context: str
+    label: str  # a line above it
+    context: str  # the prompt that it answers
     text: str
 
 
@@ -90,10 +84,8 @@ class Page:
         for row in rows:
             if len(row) != len(header):
                 raise ValueError(f"row={list(row)!r} has {len(row)} cells and the header {len(header)}: give as many.")
-        if not self._blocks or "tables" not in self._blocks[-1]:
-            self._blocks.append({"tables": []})
         self._tables += 1
-        self._blocks[-1]["tables"].append({"number": self._tables, "header": header, "rows": rows, "caption": caption})
+        self._beside("tables", {"number": self._tables, "header": header, "rows": rows, "caption": caption})
 
     def quotes(self, heading: str, quotes: Sequence[Quote]) -> None:
         """Add texts that others wrote, below a heading, side by side where there is room."""
@@ -109,12 +101,14 @@ class Page:
             caption: printed below it.
             alt: description for readers who cannot see the figure; by default the caption.
         """
-        if not self._blocks or "figures" not in self._blocks[-1]:
-            self._blocks.append({"figures": []})
         wide = figure.get_figwidth() > _WIDE
-        self._blocks[-1]["figures"].append(
-            {"source": _data_url(figure), "alt": alt or caption, "caption": caption, "wide": wide}
-        )
+        self._beside("figures", {"source": _data_url(figure), "alt": alt or caption, "caption": caption, "wide": wide})
+
+    def _beside(self, kind: str, item: dict[str, Any]) -> None:
+        """Add a table or figure, in one row with those right before it."""
+        if not self._blocks or kind not in self._blocks[-1]:
+            self._blocks.append({kind: []})
+        self._blocks[-1][kind].append(item)
 
     def html(self) -> str:
         """Return the page."""

@@ -11,7 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ..records.runs import Run, Series, is_number
-from .figures import ACCENT, INK, MUTED, draw_curve, new_figure, save_figure, say_empty
+from .figures import ACCENT, INK, MUTED, draw_curve, new_figure, save_figure
+
+
+_MARK: dict[str, Any] = {"color": ACCENT, "linestyle": "--", "linewidth": 1.2}  # lines that are no values of the run
 
 
 class Panel(NamedTuple):
@@ -67,10 +70,15 @@ class Panel(NamedTuple):
 
 def panels_of(run: Run) -> list[Panel]:
     """Return the panels for which the run has a value, in the order of the page."""
-    names = sorted({name for row in run.history for name in row})
-    benchmarks = [_benchmark_panel(found) for name in names if (found := re.fullmatch(r"eval_(.+)/(avg@\d+)", name))]
+    benchmarks = [_benchmark_panel(*found.groups()) for found in benchmark_metrics(run)]
     panels = [REWARD, _ACCURACY, *benchmarks, DISCREPANCY, MULTIPLIER, *_MISMATCH, *_COURSE_OF_TRAINING]
     return [panel for panel in panels if panel.series(run).steps]
+
+
+def benchmark_metrics(run: Run) -> list[re.Match[str]]:
+    """Return matches of the names `eval_BENCHMARK/avg@k` in the history, in order, with both parts as groups."""
+    names = sorted({name for row in run.history for name in row})
+    return [found for name in names if (found := re.fullmatch(r"eval_(.+)/(avg@\d+)", name))]
 
 
 def plot_run(history: Sequence[Mapping[str, Any]], path: str | Path, title: str = "") -> None:
@@ -93,7 +101,7 @@ def plot_run(history: Sequence[Mapping[str, Any]], path: str | Path, title: str 
         panel.draw_into(axes, run)
         axes.set_ylabel(panel.label)
     if not MULTIPLIER.series(run).steps:
-        say_empty(all_axes[2], "no constraint")
+        all_axes[2].text(0.5, 0.5, "no constraint", transform=all_axes[2].transAxes, ha="center", color=MUTED)
     all_axes[-1].set_xlabel("optimizer step")
     figure.align_ylabels()
     save_figure(figure, path)
@@ -120,21 +128,16 @@ def _note(axes: Axes, text: str) -> None:
     axes.set_title(text, loc="right", fontsize=8, color=ACCENT)
 
 
-def _greedy(run: Run) -> Series:
-    points = [(step, found["greedy"]) for step, found in run.evaluations() if is_number(found.get("greedy"))]
-    return Series([step for step, _ in points], [value for _, value in points])
-
-
-def _accuracy(run: Run) -> Series:
-    """Return the greedy rewards of a run that measured them, else the sampled ones."""
-    greedy = _greedy(run)
-    return greedy if greedy.steps else run.series("eval_reward")
+def _greedy(run: Run) -> tuple[Series, list[float]]:
+    """Return the greedy rewards that a run measured, and their standard errors; 0 where a single problem has none."""
+    found = [(step, point) for step, point in run.evaluations() if is_number(point.get("greedy"))]
+    series = Series([step for step, _ in found], [point["greedy"] for _, point in found])
+    return series, [point.get("greedy_se") or 0.0 for _, point in found]
 
 
 def _draw_accuracy(axes: Axes, run: Run) -> None:
     axes.plot(*run.series("eval_reward"), color=INK, linewidth=0.8, marker="o", markersize=3.5, mfc="white")
-    errors = [found.get("greedy_se") or 0.0 for _, found in run.evaluations() if is_number(found.get("greedy"))]
-    _draw_with_errors(axes, _greedy(run), errors)
+    _draw_with_errors(axes, *_greedy(run))
 
 
 def _draw_with_errors(axes: Axes, series: Series, errors: list[float]) -> None:
@@ -144,25 +147,26 @@ def _draw_with_errors(axes: Axes, series: Series, errors: list[float]) -> None:
 
 def _draw_discrepancy(axes: Axes, run: Run) -> None:
     _draw_metric(axes, run, "discrepancy/mean", from_zero=True, log=True)
-    steps, values = run.tolerance()
+    steps, values = run.series("lagrangian/tolerance")
     if not steps:
         return
     if len(set(values)) == 1 and steps[0] <= run.series("discrepancy/mean").steps[0]:
-        axes.axhline(values[0], color=ACCENT, linestyle="--", linewidth=1.2)
+        axes.axhline(values[0], **_MARK)
     else:  # an automatic tolerance is known after the first batches only
-        axes.step(steps, values, where="post", color=ACCENT, linestyle="--", linewidth=1.2)
+        axes.step(steps, values, where="post", **_MARK)
     _note(axes, f"– –  tolerance ε = {values[-1]:.4g}")
 
 
 def _draw_multiplier(axes: Axes, run: Run) -> None:
     axes.step(*run.series("lagrangian/lambda"), where="post", color=INK, linewidth=1.5)
-    if run.bounds is None:
+    if not run.settings:
         return
+    bounds = [run.setting(name) for name in ("lambda_min", "lambda_max")]
     low, high = axes.get_ylim()
-    for bound in run.bounds:
+    for bound in bounds:
         if low <= bound <= high:
-            axes.axhline(bound, color=ACCENT, linestyle="--", linewidth=1.2)
-    _note(axes, f"bounds {run.bounds[0]:g} and {run.bounds[1]:g}")
+            axes.axhline(bound, **_MARK)
+    _note(axes, f"bounds {bounds[0]:g} and {bounds[1]:g}")
 
 
 def _draw_length(axes: Axes, run: Run) -> None:
@@ -181,7 +185,7 @@ def _draw_surge(axes: Axes, run: Run) -> float | None:
     """Mark the surge of the response length, and return its step."""
     surge = run.last("length_decay/surge_step")
     if surge is not None:
-        axes.axvline(surge, color=ACCENT, linestyle="--", linewidth=1.2)
+        axes.axvline(surge, **_MARK)
     return surge
 
 
@@ -199,8 +203,8 @@ def _draw_learning_rate(axes: Axes, run: Run) -> None:
 _OUTCOME, _CONSTRAINT, _GAP, _COURSE = "Reward and accuracy", "Constraint", "Mismatch of the engines", "Training"
 
 
-def _benchmark_panel(found: re.Match[str]) -> Panel:
-    metric, benchmark, average = found[0], found[1], found[2]
+def _benchmark_panel(benchmark: str, average: str) -> Panel:
+    metric = f"eval_{benchmark}/{average}"
 
     def draw(axes: Axes, run: Run) -> None:
         series, errors = run.series(metric), run.series(f"{metric}_se").by_step()  # a single problem has no error
@@ -208,6 +212,11 @@ def _benchmark_panel(found: re.Match[str]) -> Panel:
 
     caption = f"{benchmark}, answered by the deployed policy: {average} ± standard error over problems."
     return Panel(_OUTCOME, f"{benchmark} {average}", caption, metric, draw)
+
+
+def _greedy_or_sampled(run: Run) -> Series:
+    greedy, _ = _greedy(run)
+    return greedy if greedy.steps else run.series("eval_reward")
 
 
 REWARD = Panel(_OUTCOME, "mean reward", "Mean reward of the rollouts.", "reward")
@@ -218,7 +227,7 @@ _ACCURACY = Panel(
     "reward of sampled answers.",
     "eval_reward",
     _draw_accuracy,
-    points=_accuracy,
+    points=_greedy_or_sampled,
 )
 DISCREPANCY = Panel(
     _CONSTRAINT,
@@ -228,36 +237,14 @@ DISCREPANCY = Panel(
     _draw_discrepancy,
 )
 MULTIPLIER = Panel(_CONSTRAINT, "multiplier λ", "Lagrange multiplier λ.", "lagrangian/lambda", _draw_multiplier)
+_ESS = "Effective sample size of the importance weights π_train/π_inf, as a fraction; 1 is agreement."
+_PPL = "Mean over trajectories of |log ppl_train − log ppl_inf|, the indicator of arXiv 2602.01826."
+_P_MAX = "Largest |π_train − π_inf| of a token."
 _MISMATCH = (
-    Panel(
-        _GAP,
-        "KL (k3), nats",
-        "KL(π_inf ‖ π_train), k3 estimator.",
-        "discrepancy/k3_kl",
-        from_zero=True,
-        log=True,
-    ),
-    Panel(
-        _GAP,
-        "largest |Δp|",
-        "Largest |π_train − π_inf| of a token.",
-        "discrepancy/probs_diff_max",
-        from_zero=True,
-    ),
-    Panel(
-        _GAP,
-        "effective sample size",
-        "Effective sample size of the importance weights π_train/π_inf, as a fraction; 1 is agreement.",
-        "discrepancy/ess",
-    ),
-    Panel(
-        _GAP,
-        "|Δ log perplexity|",
-        "Mean over trajectories of |log ppl_train − log ppl_inf|, the indicator of arXiv 2602.01826.",
-        "discrepancy/log_ppl_abs_diff",
-        from_zero=True,
-        log=True,
-    ),
+    Panel(_GAP, "KL (k3), nats", "KL(π_inf ‖ π_train), k3 estimator.", "discrepancy/k3_kl", from_zero=True, log=True),
+    Panel(_GAP, "largest |Δp|", _P_MAX, "discrepancy/probs_diff_max", from_zero=True),
+    Panel(_GAP, "effective sample size", _ESS, "discrepancy/ess"),
+    Panel(_GAP, "|Δ log perplexity|", _PPL, "discrepancy/log_ppl_abs_diff", from_zero=True, log=True),
 )
 _LENGTH = Panel(
     _COURSE,
@@ -274,17 +261,12 @@ _LEARNING_RATE = Panel(
     "learning_rate",
     _draw_learning_rate,
 )
+_CLIPPED = "Fraction of tokens whose policy ratio is clipped."
 _COURSE_OF_TRAINING = (
     _LENGTH,
     _LEARNING_RATE,
     Panel(_COURSE, "entropy, nats", "Mean entropy of the policy's tokens.", "entropy", from_zero=True),
-    Panel(
-        _COURSE,
-        "clipped fraction",
-        "Fraction of tokens whose policy ratio is clipped.",
-        "clip_ratio/region_mean",
-        from_zero=True,
-    ),
+    Panel(_COURSE, "clipped fraction", _CLIPPED, "clip_ratio/region_mean", from_zero=True),
     Panel(_COURSE, "gradient norm", "Gradient norm before clipping.", "grad_norm", from_zero=True, log=True),
     Panel(_COURSE, "step time, seconds", "Seconds per step.", "step_time", from_zero=True),
 )

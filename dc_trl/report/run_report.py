@@ -34,7 +34,11 @@ def write_report(run_dir: str | PathLike[str], path: str | PathLike[str], title:
         ValueError: the directory holds no run or a damaged one, or something that is no report stands at `path`.
     """
     page_path = Path(path)
-    _require_free(page_path)
+    if page_path.is_dir():
+        example = str(page_path / "report.html")
+        raise ValueError(f"output={str(page_path)!r} is a directory: give a file, for example {example!r}.")
+    if page_path.exists() and page_generator(page_path) != GENERATOR:
+        raise ValueError(f"output={str(page_path)!r} exists and is no report of a run: choose another file.")
     run = read_run(run_dir)
     page = Page(title or f"Run {run.name}", f"dc_trl {__version__}", GENERATOR)
     page.heading("Verdict")
@@ -48,7 +52,9 @@ def write_report(run_dir: str | PathLike[str], path: str | PathLike[str], title:
         if panel.section != section:
             section = panel.section
             page.heading(section)
-        page.figure(panel.figure(run), panel.caption + _left_out(run, panel.metric), panel.text(run))
+        left_out = run.not_finite(panel.metric)
+        note = f" Not drawn because NaN or infinite: {left_out} values." if left_out else ""
+        page.figure(panel.figure(run), panel.caption + note, panel.text(run))
     _add_samples(page, run)
     if run.settings:
         page.heading("Settings")
@@ -78,17 +84,3 @@ def _add_samples(page: Page, run: Run) -> None:
             for sample in moment.samples
         ]
         page.quotes(f"Step {moment.step}", quotes)
-
-
-def _require_free(page: Path) -> None:
-    if page.is_dir():
-        raise ValueError(
-            f"output={str(page)!r} is a directory: give a file, for example {str(page / 'report.html')!r}."
-        )
-    if page.exists() and page_generator(page) != GENERATOR:
-        raise ValueError(f"output={str(page)!r} exists and is no report of a run: choose another file.")
-
-
-def _left_out(run: Run, metric: str) -> str:
-    count = run.not_finite(metric)
-    return f" Not drawn because NaN or infinite: {count} values." if count else ""

@@ -1,15 +1,14 @@
 """The tables of a run's page: what was trained, what came out, where the time went, what was set."""
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..records.runs import Run, is_number, setting
+from ..records.runs import Run, is_number
 from ..records.started import start_facts
-from ..records.sync import sync_facts
-from ..records.tables import reward_text, weighted_sum
-from ..records.time_parts import time_cells
+from ..records.tables import weighted_sum, with_error
+from ..records.time_parts import sync_facts, time_cells
+from .panels import benchmark_metrics
 
 
 HtmlTable = tuple[list[str], list[list[str]], str]  # header, rows and caption, as `Page.table` takes them
@@ -35,17 +34,12 @@ def summary_table(run: Run) -> HtmlTable:
     multiplier = run.last("lagrangian/lambda")
     if multiplier is not None:
         multiplier = run.summary.get("lambda", multiplier)
-    alarms = [
-        f"{name.removeprefix('collapse/')} at step {row['step']}"
-        for row in run.history
-        for name in row
-        if name.startswith("collapse/")
-    ]
+    alarms = [(name, row["step"]) for row in run.history for name in row if name.startswith("collapse/")]
     weights = run.summary.get("rewards", {})
     facts: dict[str, Any] = {
         "state": "finished" if run.finished else "going on, or stopped",
         "optimizer steps": f"{run.steps:,}",
-        "collapse alarms": ", ".join(alarms) or None,
+        "collapse alarms": ", ".join(f"{name.removeprefix('collapse/')} at step {step}" for name, step in alarms),
         "held-out problems": before.get("problems"),
         "reward functions": weighted_sum(weights) if len(weights) > 1 else None,
         "greedy reward before": _with_error(before.get("greedy"), before.get("greedy_se")),
@@ -53,10 +47,10 @@ def summary_table(run: Run) -> HtmlTable:
         "sampled reward before": _number(before.get("reward"), "{:.3f}"),
         "sampled reward after": _number(after.get("reward"), "{:.3f}"),
     }
-    for metric in sorted({name for row in run.history for name in row if re.fullmatch(r"eval_.+/avg@\d+", name)}):
-        label = metric.removeprefix("eval_").replace("/", " ")
+    for found in benchmark_metrics(run):
+        label = " ".join(found.groups()).replace("/", " ")
         for when, find in (("before", run.first), ("after", run.last)):
-            facts[f"{label} {when}"] = _with_error(find(metric), find(f"{metric}_se"))
+            facts[f"{label} {when}"] = _with_error(find(found[0]), find(f"{found[0]}_se"))
     facts |= {
         "discrepancy δ̄ before": _number(before.get("discrepancy"), "{:.3g}"),
         "discrepancy δ̄ after": _number(after.get("discrepancy"), "{:.3g}"),
@@ -88,18 +82,17 @@ def settings_tables(run: Run) -> list[HtmlTable]:
     """Return the settings that are not the default; two tables where they are many, which stand side by side."""
     rows = [[name, _text(value)] for name, value in sorted(run.settings.items())]
     half = -(-len(rows) // 2) if len(rows) > _LONG else len(rows)
-    captions = ("Settings that are not the default.", "")
-    parts = zip((rows[:half], rows[half:]), captions, strict=True)
+    parts = (rows[:half], "Settings that are not the default."), (rows[half:], "")
     return [(["setting", "value"], part, caption) for part, caption in parts if part]
 
 
 def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
-    return [[name, _text(value)] for name, value in facts.items() if value is not None]
+    return [[name, _text(value)] for name, value in facts.items() if value not in (None, "")]
 
 
 def _known(run: Run, field: str, recorded_as: str) -> Any:
     """Return a field of the summary; of a run without a summary the setting of that name, if it recorded settings."""
-    return run.summary[field] if field in run.summary else setting(run, recorded_as) if run.settings else None
+    return run.summary[field] if field in run.summary else run.setting(recorded_as) if run.settings else None
 
 
 def _ends(run: Run) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -118,7 +111,7 @@ def _tokens(run: Run) -> float | None:
 
 
 def _with_error(value: Any, standard_error: float | None) -> str | None:
-    return reward_text(value, standard_error, share=False) if is_number(value) else None
+    return with_error(value, standard_error, 1, 3) if is_number(value) else None
 
 
 def _number(value: Any, form: str) -> str | None:

@@ -49,7 +49,7 @@ def add_callbacks(trainer: DCGRPOTrainer, watch: WatchArguments) -> CollapseAlar
         alarm = CollapseAlarmCallback(trainer, stop=watch.collapse_alarm == "stop")
         trainer.add_callback(alarm)
     if trainer.args.exports_deployment:
-        trainer.add_callback(DeploymentCheckpointCallback(trainer, alarm))
+        trainer.add_callback(DeploymentCheckpointCallback(trainer))
     if not trainer.args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)
