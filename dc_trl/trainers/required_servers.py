@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import wait
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,12 +44,11 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
         ServerError: a server is refused; the message names it, the reason and the option to change.
     """
     from ..rollouts.vllm_backends import raised_together
-    from ..serving.background import in_thread
     from ..serving.client import ServerClient
     from ..serving.connection import Deadline, Patience
     from ..serving.errors import ServerError
-    from ..serving.fit import check_server, require_shared_directory
-    from ..serving.pool import raise_failures
+    from ..serving.fit import require_shared_directory
+    from ..serving.pool import meet_all
 
     one = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
     urls = args.vllm_server_base_urls or [one]
@@ -67,11 +64,10 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
         client = ServerClient(
             url, start_timeout=args.vllm_server_timeout, patience=patience, deadline=deadline, report=logger.warning
         )
-        with client.connection.task(deadline), client.connection.reading("/server_info"):
-            check_server(
-                *client.connection.persist(client.describe),
+        with client.connection.task(deadline):
+            client.require_fit(
+                config,
                 scheme=args.deployment_scheme,
-                config=config,
                 max_length=max(args.max_completion_length + 1, args.vllm_max_model_length or 0),
                 logprobs=args.named_tokens,
                 weight_sync=weight_sync,
@@ -85,7 +81,5 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
             require_shared_directory(args.weight_sync_dir, urls)
         if len(urls) == 1:
             meet(*urls)
-            return
-        meetings = {url: in_thread(partial(meet, url)) for url in urls}
-        wait(meetings.values())
-        raise_failures({url: meeting.exception() for url, meeting in meetings.items()})
+        else:
+            meet_all(urls, meet)
