@@ -35,9 +35,7 @@ _UNITS = """
     unit v volt w watt way wb weber week wk woman women yard yd year yen=¥ yr yuan µ å μ ω
 """
 _BESIDE_UNITS = "per ordered different distinct possible integer real complex prime unique"
-_UNIT_NAMES = {
-    name: names.split("=")[0] for names in f"{_UNITS} {_BESIDE_UNITS}".split() for name in names.split("=")
-}
+_UNIT_NAMES = {name: names.split("=")[0] for names in f"{_UNITS} {_BESIDE_UNITS}".split() for name in names.split("=")}
 # What ends in s and is no unit: words that say something, and names of fractions and powers of ten.
 _OTHER_WORDS = """
     afterwards always besides does equals exceeds fails gives guess has hers its less makes means minus others
