@@ -17,9 +17,6 @@ from dc_trl.grading import Gold, extract_answer, grade, is_gradable
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
 
-# (data set, id) → why its gold does not accept its own solution's answer, or accepts a perturbed one.
-EXCEPTIONS: dict[tuple[str, str], str] = {}
-
 
 def boxed(answer):
     return f"So the answer is $\\boxed{{{answer}}}$."
@@ -48,16 +45,13 @@ def test_documented(gold, options, answer, correct):
     ("text", "answer"),
     [
         (r"first \boxed{1}, then \boxed{2}", "2"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"\boxed {46}", "46"),
         (r"\fbox{46}", "46"),
         (r"\boxed{\boxed{46}}", r"\boxed{46}"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed{40}, or \boxed{46", None),
-        (r"\boxed{40}, or \boxed{46\}", None),
         (r"\boxed{40}, or \boxe", None),
         (r"\boxed{\boxed{40} + 6", None),
-        (r"\boxed{40}, and {46", "40"),
         ("\\boxed{4, no.\n\nSo \\boxed{46}", "46"),
         ("\\boxed{\n\n46\n\n}", "46"),
         (r"} \boxed{46}", "46"),
@@ -115,14 +109,6 @@ def test_no_text_raises(text):
     assert grade(text, Gold(r"\sqrt{3}")).correct in (True, False)
 
 
-@pytest.mark.parametrize(
-    "gold", [r"\frac{0}{0}", "1/0", "0^{-1}", "1 \\bmod 0", "\\infty-\\infty", "(1, 0/0)", "x = 1/0", "5}"]
-)
-def test_what_has_no_value_is_no_gold(gold):
-    assert not is_gradable(gold)
-    assert grade(boxed(gold), Gold(gold)).correct is None
-
-
 def test_a_number_of_thousands_of_digits_is_compared_by_its_value():
     assert grade(boxed("(2024)^{4046}"), Gold("2024^{4046}"))
     assert not grade(boxed("2024^{4045}"), Gold("2024^{4046}"))
@@ -136,7 +122,13 @@ def test_gamma_without_an_argument_is_a_symbol():
     assert not grade(boxed(r"\gamma^{3}-1"), Gold(r"\gamma^{2}-1"))
 
 
-@pytest.mark.parametrize("gold", ["", " ", "???", "none", "no solution", "n/a", r"\frac{1}{", "1" * 5000, "4\x006"])
+@pytest.mark.parametrize(
+    "gold",
+    [
+        *("", "???", "none", "n/a", "the value of pi", "to infinity and beyond", r"\frac{1}{", "1" * 5000, "4\x006"),
+        *("1/0", r"\frac{0}{0}", "1 \\bmod 0", "(1, 0/0)", "x = 1/0", "5}"),  # have no value
+    ],
+)
 def test_without_a_gradable_gold_there_is_no_verdict(gold):
     assert grade(boxed(1), Gold(gold)).correct is None
     assert not is_gradable(gold)
@@ -274,10 +266,10 @@ def perturbed(answer):
 @pytest.mark.long
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
 def test_golds_grade_their_own_solution_as_correct_and_a_perturbed_one_as_wrong(benchmark):
-    failed = set()
+    failed = []
     for identity, gold, solution in BENCHMARKS[benchmark]():
         answer = extract_answer(solution)
         verdicts = [grade(boxed(other), gold).correct for other in perturbed(answer)]
         if grade(solution, gold).correct is not True or any(verdict is not False for verdict in verdicts):
-            failed.add((benchmark, identity))
-    assert failed == {key for key in EXCEPTIONS if key[0] == benchmark}
+            failed.append(identity)
+    assert failed == []

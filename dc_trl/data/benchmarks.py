@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from datasets import Dataset
 
 from ..grading import extract_answer, gold_answer
+from ..grading.text import split
 from ..settings.paths import require_data_file
 from ..settings.ranges import require_choice
 from .arithmetic import arithmetic_problems
@@ -83,11 +84,7 @@ def _gsm8k(row: Row) -> MathProblem:
 
 def holds_several(answer: str) -> bool:
     """Return whether an answer is a list: it has a comma outside all brackets, and between no thousands (`58,500`)."""
-    text = re.sub(r"(?<=\d),(?:\\!\s*)?(?=\d{3}(?!\d))", "", answer)
-    text = text.replace(r"\{", "(").replace(r"\}", ")")
-    while (shorter := re.sub(r"[(\[{][^()\[\]{}]*[)\]}]", "", text)) != text:
-        text = shorter
-    return "," in text
+    return bool(split(re.sub(r"(?<=\d),(?:\\!\s*)?(?=\d{3}(?!\d))", "", answer), ",")[1])
 
 
 # Every revision was read in several public repositories that pin the same commit; none was checked on the Hub itself.

@@ -134,7 +134,7 @@ def _read(kind: str, parts: list[str]) -> Literal | None:
         if abs(exponent) > MAX_EXPONENT:
             return None
         finished = bool(mantissa) and 1 <= mantissa[0] < 10 and not misspelled
-        return Literal((mantissa or [Fraction(1)])[0] * 10**exponent, "", finished, True, misspelled)
+        return Literal((mantissa or [Fraction(1)])[0] * Fraction(10) ** int(exponent), "", finished, True, misspelled)
     *whole, top, bottom = numbers
     if bottom == 0 or (whole and not 0 < top / bottom < 1):
         return None
