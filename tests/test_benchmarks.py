@@ -11,7 +11,7 @@ from datasets import Dataset
 from dc_trl.data.benchmarks import BENCHMARKS, MINERVA_RELATIVE_TOLERANCE, PUBLISHED, holds_several, load_benchmark
 from dc_trl.data.dapo import DAPO, load_dapo, remove_template
 from dc_trl.data.schema import FEATURES
-from dc_trl.data.templates import BOXED_INSTRUCTION, base_prompt, chat_prompt
+from dc_trl.data.templates import chat_prompt
 from dc_trl.grading import is_gradable
 
 from .helpers import ROOT
@@ -130,13 +130,6 @@ def test_arithmetic_is_a_benchmark_with_a_bare_prompt():
     assert str(eval(row["problem"].removesuffix("=?"))) == row["answer"]
     prompt = chat_prompt(row["problem"], BENCHMARKS["arithmetic"].instruction)
     assert prompt == [{"role": "user", "content": row["problem"]}]
-
-
-def test_templates():
-    assert chat_prompt("1+1?") == [{"role": "user", "content": f"1+1?\n\n{BOXED_INSTRUCTION}"}]
-    assert r"\boxed{}" in base_prompt("1+1?")
-    assert base_prompt("1+1?").endswith("Solution:")
-    assert base_prompt("1+1?", None) == "1+1?"
 
 
 def test_what_cannot_be_loaded_is_said(write, tmp_path, monkeypatch):

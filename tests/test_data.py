@@ -243,13 +243,6 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 
 
 @settings(deadline=None)
-@given(TEXT)
-def test_keys_are_those_of_their_keys(text):
-    for key in (alphanumeric, problem_key):
-        assert key(key(text)) == key(text)
-
-
-@settings(deadline=None)
 @given(st.text("abXY09é漢 "), st.text(" .,;:!?$(){}[]\\_\n\"'", min_size=1), st.data())
 def test_case_spaces_and_punctuation_do_not_matter(text, punctuation, data):
     position = data.draw(st.integers(0, len(text)))
