@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from sorting import LONG, sorting_problems
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -33,7 +34,6 @@ from transformers import (
 )
 
 from dc_trl.data.arithmetic import Problem, Split, arithmetic_problems
-from dc_trl.data.sorting import LONG, sorting_problems
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.settings.command_line import OptionParser
 

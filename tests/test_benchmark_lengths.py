@@ -58,16 +58,3 @@ def test_it_counts_what_each_trainer_computes(script, tmp_path):
         assert any(computed == pytest.approx(each) for each in padded)
     assert rows["length-aware, padding-free"]["computed_per_real"] == [1.0, 1.0]
     assert 1.0 <= rows["length-aware"]["computed_per_real"][0] < rows["TRL"]["computed_per_real"][0] / 1.5
-
-
-def test_what_it_refuses(script, tmp_path, monkeypatch):
-    benchmark = load_script("benchmark")
-    monkeypatch.chdir(ROOT)
-    for options, words in (
-        (["--responses", "12"], "responses=12 is no multiple of 8 and of micro_batches=1"),
-        (["--responses", "16", "--micro_batches", "3"], "responses=16 is no multiple of 8 and of micro_batches=3"),
-        (["--output", str(tmp_path)], "already exists"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["benchmark.py", "lengths", *options])
-        with pytest.raises(SystemExit, match=words):
-            benchmark.main()

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import random
 import statistics
 
 import pytest
@@ -21,6 +20,15 @@ def test_pass_at_k_is_the_mean_over_all_draws_of_k_samples(correct, data):
     assert pass_at_k(len(correct), sum(correct), k) == pytest.approx(expected)
 
 
+<<<<<<< HEAD
+=======
+def test_pass_at_k_by_hand():
+    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)  # 3 of the 6 pairs hold the right one
+    assert pass_at_k(32, 0, 32) == 0.0
+    assert pass_at_k(32, 1, 32) == 1.0
+
+
+>>>>>>> h4
 @pytest.mark.parametrize(("samples", "correct", "k"), [(4, 1, 0), (4, 1, 5), (4, 5, 1)])
 def test_pass_at_k_refuses(samples, correct, k):
     with pytest.raises(ValueError, match="is invalid with 4 samples: use"):
@@ -87,7 +95,6 @@ def test_a_p_value_is_that_of_all_resamples():
         ([[0.25]], [[0.75]]),  # one problem
         ([[0.0, 0.25, 0.5], [0.25]], [[0.5, 0.25, 1.0], [0.75]]),  # one problem of one benchmark
         ([[0.1, 0.2, 0.3, 0.7]], [[0.2, 0.3, 0.4, 0.8]]),  # identical but for rounding
-        ([[0.25] * 4, [0.5] * 3], [[0.5] * 4, [0.5] * 3]),
     ],
 )
 def test_without_a_standard_error_there_is_no_p_value(first, second):
@@ -111,19 +118,6 @@ def test_a_p_value_is_there_where_differences_scatter_or_nothing_differs(pairs, 
     assert (p_value is None) == (len(pairs) == 1 or (len(differences) == 1 and differences != {0}))
     if p_value is not None:
         assert 2 * len(pairs) ** -len(pairs) <= p_value <= 1
-
-
-def test_coverage_of_the_interval_and_of_the_test():
-    """Of 200 evaluations of the same policy, about 5 % miss its accuracy, or call two runs of it different."""
-    rng = random.Random(0)
-    missed = different = 0
-    for trial in range(200):
-        runs = [[rng.random() < 0.4 for _ in range(60)] for _ in range(2)]
-        estimate = mean_estimate(runs[0], seed=trial)
-        missed += not estimate.low <= 0.4 <= estimate.high
-        different += paired_difference([runs[0]], [runs[1]], seed=trial).p_value < 0.05
-    assert 1 <= missed <= 24
-    assert 1 <= different <= 24
 
 
 def test_other_problems_cannot_be_compared():

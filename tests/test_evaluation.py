@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -191,18 +190,6 @@ def test_the_server_gives_what_an_openai_client_gets(fp8_server, tokenizer):
     assert (cut.tokens, cut.truncated) == (5, True)
 
 
-@requires_vllm
-def test_a_request_that_the_server_refuses_ends_the_sampling(fp8_server):
-    engine = ServerEngine(fp8_server.url)
-    with pytest.raises(ServerError, match=r"refused /v1/completions \(HTTP 400\)"):
-        list(engine.sample([Request([5, 6], 0)] * 4, Sampling(8, 0.7, 7.0)))
-
-
-def test_no_server(tmp_path):
-    with pytest.raises(ServerError, match=r"no connection to vLLM at http://127\.0\.0\.1:9 .*tried 1 times"):
-        ServerEngine("http://127.0.0.1:9")
-
-
 # --- evaluations ----------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +260,6 @@ def test_an_interrupted_evaluation_goes_on_with_what_is_missing(replica, tokeniz
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"seed": 1}, "seed=1: .*drawn with seed=0"),
         ({"sampling": Sampling(48, 1.0)}, r"temperature=1\.0: .*drawn with temperature=0\.7"),
         ({"settings": {"weights": "others"}}, "weights='others': .*drawn with weights=None"),
         ({"limit": 3}, "problems=.*: .*drawn with problems="),
@@ -334,53 +320,27 @@ def script(monkeypatch, capsys):
     return run_script
 
 
-def requests_served(url):
-    metrics = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
-    return sum(float(line.split()[-1]) for line in metrics if line.startswith("vllm:request_success_total"))
-
-
 @pytest.mark.long
-@requires_vllm
-def test_a_killed_evaluation_is_continued_through_a_server(fp8_server, tmp_path, script):
-    options = ["--engine", fp8_server.url, "--scheme", "fp8", "--samples", "4", "--limit", "50", "--max_tokens", "48"]
-    whole = [*evaluate_script(*options), "--output", str(tmp_path / "whole")]
-    assert "arithmetic avg@4" in script(whole)
-    parts = [*evaluate_script(*options), "--concurrency", "8", "--output", str(tmp_path / "parts")]
-    folder = tmp_path / "parts" / "fp8" / "arithmetic"
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dc_trl", "evaluate", *parts[1:]], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
-        )
-    try:
-        end = time.monotonic() + 120
-        while not list(folder.glob("*.parquet")):
+def test_a_killed_evaluation_is_continued(tmp_path, script):
+    options = ["--engine", "replica:bf16", "--samples", "4", "--limit", "25", "--max_tokens", "48"]
+    command = [*evaluate_script(*options), "--concurrency", "4", "--output"]
+    folders = [tmp_path / name / "bf16" for name in ("whole", "parts")]
+    assert "arithmetic avg@4" in script([*command, str(tmp_path / "whole")])
+    words = [sys.executable, "-m", "dc_trl", *command[0].split()[1:], *command[1:], str(tmp_path / "parts")]
+    with open(tmp_path / "log", "w") as log, subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log) as process:
+        while not list(folders[1].glob("arithmetic/*.parquet")):
             assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
-            assert time.monotonic() < end
-            time.sleep(0.05)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    kept = stored(folder)
-    assert 0 < len(kept) < 200
-    before = requests_served(fp8_server.url)
-    script(parts)
-    asked = requests_served(fp8_server.url) - before
-    # Those in flight when it was killed may have ended at the server meanwhile.
-    assert 200 - len(kept) - 8 <= asked <= 200 - len(kept) + 8
-    rows = stored(folder)
-    assert len(rows) == 200
+            time.sleep(0.02)
+        process.kill()
+    kept = stored(folders[1] / "arithmetic")
+    assert 0 < len(kept) < 100
+    script([*command, str(tmp_path / "parts")])
+    whole, rows = (stored(folder / "arithmetic") for folder in folders)
+    assert len(rows) == 100
     assert {key: rows[key] for key in kept} == kept
-    one, other = (Evaluation.load(tmp_path / name / "fp8" / RESULTS_FILE) for name in ("whole", "parts"))
-    # The same seeds: batches of another size round differently in bfloat16, which tips a choice now and then.
-    same = [
-        row["completion"] == rows[key]["completion"]
-        for key, row in stored(folder.parents[2] / "whole" / "fp8" / "arithmetic").items()
-    ]
-    assert sum(same) / len(same) > 0.9
-    assert one.average.value == pytest.approx(other.average.value, abs=0.02)
-
-    folders = [str(tmp_path / name / "fp8") for name in ("whole", "parts")]
-    assert "not shown to differ" in script(["dc-trl evaluate", "--compare", *folders])
+    # The same seeds: batches of other sequences round differently in bfloat16, which tips a choice now and then.
+    assert sum(row["completion"] == rows[key]["completion"] for key, row in whole.items()) > 85
+    assert "not shown to differ" in script(["dc-trl evaluate", "--compare", *map(str, folders)])
 
 
 @requires_vllm
@@ -424,34 +384,19 @@ def test_samples_of_a_server_are_known_by_what_it_discloses(fp8_server, tmp_path
     assert stored(tmp_path / "fp8" / "arithmetic") == before
 
 
-# Has a server load weights, and is killed 0.03 s later; it never says that they are loaded.
-LOAD_AND_DIE = """
-import os, sys, threading, time
-from dc_trl.serving.client import ServerClient
-
-client = ServerClient(sys.argv[1])
-ask = client._collective_rpc
-
-def die(method, **kwargs):
-    if "weights_path" in kwargs:
-        threading.Timer(0.03, lambda: os.kill(os.getpid(), 9)).start()
-        ask(method, **kwargs)
-        time.sleep(60)
-    return ask(method, **kwargs)
-
-client._collective_rpc = die
-client.load_checkpoint(sys.argv[2], "cut-off")
-"""
-
-
 @requires_vllm
-@pytest.mark.long
-def test_weights_whose_load_was_cut_off_are_not_taken_for_the_old_ones(fp8_server, tmp_path, script):
+def test_weights_whose_load_was_cut_off_are_not_taken_for_the_old_ones(fp8_server, tmp_path, script, monkeypatch):
     client = ServerClient(fp8_server.url)
     root = httpx.get(f"{fp8_server.url}/v1/models", timeout=30).json()["data"][0]["root"]
-    client.load_checkpoint(root, "default")
-    done = subprocess.run([sys.executable, "-c", LOAD_AND_DIE, fp8_server.url, root], cwd=ROOT, timeout=120)
-    assert done.returncode == -signal.SIGKILL
+
+    def dies(method, **kwargs):
+        raise InterruptionError
+
+    monkeypatch.setattr(client, "_collective_rpc", dies)
+    with pytest.raises(InterruptionError):
+        client.load_checkpoint(root, "cut-off")
+    monkeypatch.undo()
+    monkeypatch.chdir(ROOT)
     try:
         assert client.weight_version() == "loading-cut-off"
         options = ["--engine", fp8_server.url, "--scheme", "fp8", "--limit", "2", "--output", str(tmp_path)]
@@ -513,15 +458,12 @@ def test_the_script_by_the_replica_writes_table_and_card(tmp_path, script):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--benchmarks", "amc24"], "benchmark='amc24' is unknown: choose one of 'aime24'"),
         (["--benchmark_files", "amc23=x.jsonl"], "benchmark_files='amc23=x.jsonl' is invalid: write NAME=FILE"),
         (["--temperature", "-1"], "temperature=-1.0 is invalid: use a finite number, at least 0"),
         (["--engine", "http://127.0.0.1:9"], "no connection to vLLM at http://127.0.0.1:9"),
         (["--model", "nowhere/at/all"], "nowhere/at/all"),
-        (["--compare", "nowhere", "nowhere"], "compare='nowhere' does not exist"),
         (["--chat_template_kwargs", '{"tokenize": false}'], "tokenize is set by the script"),
         (["--card", "docs"], "card='docs' cannot be written (Is a directory)"),
-        (["--output", "README.md"], "output='README.md' cannot be a directory"),
     ],
 )
 def test_what_the_script_refuses(tmp_path, script, options, words):
@@ -561,19 +503,6 @@ def test_two_evaluations_are_compared_on_their_common_benchmarks():
         compare(first, made_evaluation("fp8", {"math500": [1.0]}))
     with pytest.raises(ValueError, match="other problems of 'amc23': 2 and 3, 2 of them in both"):
         compare(first, made_evaluation("fp8", {"amc23": [1.0, 1.0, 1.0]}))
-
-
-def test_a_difference_without_a_p_value_is_not_called_one():
-    first = made_evaluation("bf16", {"aime24": [0.25] * 30, "amc23": [0.25]})
-    second = made_evaluation("fp8", {"aime24": [0.5] * 30, "amc23": [0.75]})
-    rows = comparison_table(first, second, compare(first, second))[1]
-    assert rows == [
-        ["aime24", "25.0", "50.0", "+25.0 ± 0.0", "–", "–", "not shown to differ"],
-        ["amc23", "25.0", "75.0", "+50.0", "–", "–", "not shown to differ"],
-        ["average", "25.0", "62.5", "+37.5", "–", "–", "not shown to differ"],
-    ]
-    intervals = [row[3] for row in evaluation_details([second])[1]]
-    assert intervals == ["50.0 – 50.0", "–"]
 
 
 def test_answers_whose_grading_fails_are_counted_and_shown(replica, tokenizer, tmp_path, capsys):
@@ -617,54 +546,39 @@ def test_results_join_those_that_a_card_has(tmp_path):
     assert eval_results([first])[0].dataset_type == "math-ai/aime24"
 
 
-@pytest.mark.parametrize(
-    ("metadata", "words"),
-    [("a: [", "has metadata that cannot be read"), ("model-index: 5", "has metadata")],
-)
-def test_a_card_that_cannot_be_read_is_refused_at_once(tmp_path, metadata, words):
-    card = tmp_path / "README.md"
-    card.write_text(f"---\n{metadata}\n---\n# Mine\n")
-    with pytest.raises(ValueError, match=f"README.md {words}"):
-        require_card(card)
-    assert "# Mine" in card.read_text()
-
-
-def test_asking_whether_a_card_can_be_written_leaves_it(tmp_path):
-    card = tmp_path / "README.md"
+def test_a_card_is_asked_for_before_anything_is_measured(tmp_path):
+    card, new = tmp_path / "README.md", tmp_path / "new" / "README.md"
+    for text in ("---\na: [\n---\n# Mine\n", "---\nmodel-index: 5\n---\n# Mine\n"):
+        card.write_text(text)
+        with pytest.raises(ValueError, match=r"README\.md has metadata"):
+            require_card(card)
+        assert card.read_text() == text
     card.write_text("---\nlicense: mit\n---\n# Mine\n")
     require_card(card)
+    require_card(new)
     assert card.read_text() == "---\nlicense: mit\n---\n# Mine\n"
-    require_card(tmp_path / "new" / "README.md")
-    assert not list((tmp_path / "new").iterdir())
+    assert not list(new.parent.iterdir())
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("content", [b"[]", b"\xff\x00"])
 def test_settings_of_samples_that_cannot_be_read_are_named(tmp_path, content):
     (tmp_path / "settings.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"settings\.json (is no JSON|is not JSON|is no text)"):
+=======
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "settings.json").write_bytes(b"[]")
+    with pytest.raises(ValueError, match=r"settings\.json holds no JSON"):
+>>>>>>> h4
         SampleStore(tmp_path, {"model": "m"})
-
-
-def test_samples_that_cannot_be_read_are_named(tmp_path):
-    SampleStore(tmp_path, {"model": "m"}).close()
-    (tmp_path / "part-000001.parquet").write_bytes(b"cut short")
+    SampleStore(tmp_path / "samples", {"model": "m"}).close()
+    (tmp_path / "samples" / "part-000001.parquet").write_bytes(b"cut short")
     with pytest.raises(ValueError, match=r"part-000001\.parquet holds no samples .*remove it"):
-        SampleStore(tmp_path, {"model": "m"})
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda tree: {},
-        lambda tree: tree | {"average": tree["average"] | {"low": None}},
-        lambda tree: tree | {"results": {"aime24": 5}},
-    ],
-)
-def test_results_that_are_mistyped_are_named(tmp_path, change):
-    samples = {("a", 0): Sample("a", 0, 1, "x", 1, False, "1", True)}
+        SampleStore(tmp_path / "samples", {"model": "m"})
     path = tmp_path / RESULTS_FILE
-    Evaluation.of("m", "fp8", {}, [benchmark_result("aime24", ["a"], 1, samples)]).save(path)
-    assert Evaluation.load(path).average.value == 1.0
-    path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    with pytest.raises(ValueError, match=r"results\.json holds no results of an evaluation"):
-        Evaluation.load(path)
+    made_evaluation("fp8", {"aime24": [1.0]}).save(path)
+    tree = json.loads(path.read_text())
+    for change in ({}, tree | {"average": tree["average"] | {"low": None}}, tree | {"results": {"aime24": 5}}):
+        path.write_text(json.dumps(change))
+        with pytest.raises(ValueError, match=r"results\.json holds no results of an evaluation"):
+            Evaluation.load(path)

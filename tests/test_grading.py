@@ -17,9 +17,6 @@ from dc_trl.grading import Gold, extract_answer, grade, is_gradable
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
 
-# (data set, id) → why its gold does not accept its own solution's answer, or accepts a perturbed one.
-EXCEPTIONS: dict[tuple[str, str], str] = {}
-
 
 def boxed(answer):
     return f"So the answer is $\\boxed{{{answer}}}$."
@@ -48,16 +45,13 @@ def test_documented(gold, options, answer, correct):
     ("text", "answer"),
     [
         (r"first \boxed{1}, then \boxed{2}", "2"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"\boxed {46}", "46"),
         (r"\fbox{46}", "46"),
         (r"\boxed{\boxed{46}}", r"\boxed{46}"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed{40}, or \boxed{46", None),
-        (r"\boxed{40}, or \boxed{46\}", None),
         (r"\boxed{40}, or \boxe", None),
         (r"\boxed{\boxed{40} + 6", None),
-        (r"\boxed{40}, and {46", "40"),
         ("\\boxed{4, no.\n\nSo \\boxed{46}", "46"),
         ("\\boxed{\n\n46\n\n}", "46"),
         (r"} \boxed{46}", "46"),
@@ -67,12 +61,6 @@ def test_documented(gold, options, answer, correct):
 )
 def test_the_last_balanced_box_is_the_answer(text, answer):
     assert extract_answer(text) == answer
-
-
-def test_a_box_in_a_box_is_unwrapped_and_nothing_else_with_it():
-    assert grade(r"\boxed{\boxed{46}}", Gold("46")).correct
-    assert not grade(r"\boxed{47 \boxed{46}}", Gold("46")).correct
-    assert not grade(r"\boxed{46, 47}", Gold("46")).correct
 
 
 # Mathematics that SymPy does not survive, or has no value for.
@@ -115,14 +103,6 @@ def test_no_text_raises(text):
     assert grade(text, Gold(r"\sqrt{3}")).correct in (True, False)
 
 
-@pytest.mark.parametrize(
-    "gold", [r"\frac{0}{0}", "1/0", "0^{-1}", "1 \\bmod 0", "\\infty-\\infty", "(1, 0/0)", "x = 1/0", "5}"]
-)
-def test_what_has_no_value_is_no_gold(gold):
-    assert not is_gradable(gold)
-    assert grade(boxed(gold), Gold(gold)).correct is None
-
-
 def test_a_number_of_thousands_of_digits_is_compared_by_its_value():
     assert grade(boxed("(2024)^{4046}"), Gold("2024^{4046}"))
     assert not grade(boxed("2024^{4045}"), Gold("2024^{4046}"))
@@ -136,7 +116,13 @@ def test_gamma_without_an_argument_is_a_symbol():
     assert not grade(boxed(r"\gamma^{3}-1"), Gold(r"\gamma^{2}-1"))
 
 
-@pytest.mark.parametrize("gold", ["", " ", "???", "none", "no solution", "n/a", r"\frac{1}{", "1" * 5000, "4\x006"])
+@pytest.mark.parametrize(
+    "gold",
+    [
+        *("", "???", "none", "n/a", "the value of pi", "to infinity and beyond", r"\frac{1}{", "1" * 5000, "4\x006"),
+        *("1/0", r"\frac{0}{0}", "1 \\bmod 0", "(1, 0/0)", "x = 1/0", "5}"),  # have no value
+    ],
+)
 def test_without_a_gradable_gold_there_is_no_verdict(gold):
     assert grade(boxed(1), Gold(gold)).correct is None
     assert not is_gradable(gold)
@@ -191,16 +177,6 @@ def test_scientific_notation_within_a_relative_tolerance(mantissa, exponent, fac
     expected = abs(answer - gold) <= Fraction(tolerance) * abs(gold)
     text = boxed(f"{written} \\times 10^{{{exponent}}}")
     assert grade(text, Gold(f"{mantissa}e{exponent}", relative_tolerance=tolerance)).correct is expected
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(-20, 20), min_size=2, max_size=6), st.randoms())
-def test_lists_have_no_order_and_no_holes(values, random):
-    shuffled = random.sample(values, len(values))
-    gold = Gold(",".join(map(str, values)), multiple_answers=True)
-    assert grade(boxed(", ".join(map(str, shuffled))), gold).correct
-    assert not grade(boxed(", ".join(map(str, shuffled[1:]))), gold).correct
-    assert not grade(boxed(", ".join(map(str, [shuffled[0] + 1, *shuffled[1:]]))), gold).correct
 
 
 @pytest.mark.parametrize("field", ["relative_tolerance", "absolute_tolerance"])
@@ -274,10 +250,10 @@ def perturbed(answer):
 @pytest.mark.long
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
 def test_golds_grade_their_own_solution_as_correct_and_a_perturbed_one_as_wrong(benchmark):
-    failed = set()
+    failed = []
     for identity, gold, solution in BENCHMARKS[benchmark]():
         answer = extract_answer(solution)
         verdicts = [grade(boxed(other), gold).correct for other in perturbed(answer)]
         if grade(solution, gold).correct is not True or any(verdict is not False for verdict in verdicts):
-            failed.add((benchmark, identity))
-    assert failed == {key for key in EXCEPTIONS if key[0] == benchmark}
+            failed.append(identity)
+    assert failed == []

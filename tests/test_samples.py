@@ -1,11 +1,9 @@
 """The files that an evaluation keeps its samples in, over interruptions."""
 
-import json
-
 import pyarrow.parquet as pq
 import pytest
 
-from dc_trl.evaluation.samples import SETTINGS_FILE, Sample, SampleStore
+from dc_trl.evaluation.samples import Sample, SampleStore
 
 
 SETTINGS = {"model": "m", "temperature": 0.7, "seed": 0}
@@ -70,22 +68,6 @@ def test_a_kill_between_a_merged_file_and_its_parts_loses_and_doubles_nothing(tm
     again.close()
     assert len(SampleStore(tmp_path, SETTINGS).samples) == 4
     assert not list(tmp_path.glob(".*"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (SETTINGS | {"temperature": 1.0}, r"temperature=1\.0: .* were drawn with temperature=0\.7.*another output"),
-        ({"model": "m", "temperature": 0.7}, "seed=None: .* were drawn with seed=0"),
-        (SETTINGS | {"top_p": 0.9}, r"top_p=0\.9: .* were drawn with top_p=None"),
-    ],
-)
-def test_samples_of_other_settings_are_not_mixed(tmp_path, settings, words):
-    SampleStore(tmp_path, SETTINGS).close()
-    with pytest.raises(ValueError, match=words):
-        SampleStore(tmp_path, settings)
-    assert json.loads((tmp_path / SETTINGS_FILE).read_text()) == SETTINGS
-    SampleStore(tmp_path, SETTINGS).close()
 
 
 def test_two_evaluations_do_not_write_into_one_folder(tmp_path):

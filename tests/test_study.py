@@ -25,13 +25,15 @@ from tables import comparison_table, controls_of, lines_of_sweeps, setting_of
 from dc_trl import DCGRPOTrainer
 from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.data.arithmetic import arithmetic_dataset
-from dc_trl.data.sorting import LONG, SHORT, sorting_problems
 from dc_trl.files import read_yaml
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.tables import markdown_table
 from dc_trl.training.arguments import RunArguments
 
-from .helpers import ROOT, TINY_MODEL, make_config
+from .helpers import ROOT, TINY_MODEL, load_script, make_config
+
+
+sorting = load_script("sorting")
 
 
 # --- what is more than noise
@@ -419,10 +421,10 @@ def test_a_sampler_that_follows_is_put_back(lagging):
 # --- the second task
 
 
-@pytest.mark.parametrize("lengths", [SHORT, LONG])
+@pytest.mark.parametrize("lengths", [sorting.SHORT, sorting.LONG])
 def test_digits_are_sorted_step_by_step(lengths):
-    problems = sorting_problems(200, 3, "train", lengths)
-    assert problems == sorting_problems(200, 3, "train", lengths)
+    problems = sorting.sorting_problems(200, 3, "train", lengths)
+    assert problems == sorting.sorting_problems(200, 3, "train", lengths)
     for problem in problems:
         digits = problem.question.removeprefix("sort ")
         assert lengths[0] <= len(digits) <= lengths[1]

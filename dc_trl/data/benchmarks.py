@@ -2,16 +2,15 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 
 from datasets import Dataset
-from pyarrow import ArrowException
 
 from ..grading import extract_answer, gold_answer
+from ..grading.text import split
 from ..settings.paths import require_data_file
 from ..settings.ranges import require_choice
 from .arithmetic import arithmetic_problems
-from .schema import FEATURES, MathProblem, require_grading, to_dataset
+from .schema import MathProblem, require_grading, to_dataset
 from .sources import Row, Source, field_of, own_id
 
 
@@ -83,17 +82,9 @@ def _gsm8k(row: Row) -> MathProblem:
     return MathProblem(field_of(row, "question"), (gold_answer(field_of(row, "answer")) or "").replace(",", ""))
 
 
-def _arithmetic(row: Row) -> MathProblem:
-    return MathProblem(field_of(row, "question"), field_of(row, "answer"))
-
-
 def holds_several(answer: str) -> bool:
     """Return whether an answer is a list: it has a comma outside all brackets, and between no thousands (`58,500`)."""
-    text = re.sub(r"(?<=\d),(?:\\!\s*)?(?=\d{3}(?!\d))", "", answer)
-    text = text.replace(r"\{", "(").replace(r"\}", ")")
-    while (shorter := re.sub(r"[(\[{][^()\[\]{}]*[)\]}]", "", text)) != text:
-        text = shorter
-    return "," in text
+    return bool(split(re.sub(r"(?<=\d),(?:\\!\s*)?(?=\d{3}(?!\d))", "", answer), ",")[1])
 
 
 # Every revision was read in several public repositories that pin the same commit; none was checked on the Hub itself.
@@ -117,7 +108,7 @@ BENCHMARKS: dict[str, Source] = {
     ),
     "gsm8k": Source("openai/gsm8k", "main", "test", "740312add88f781978c0658806c59bc2815b9866", _gsm8k),
     # Held-out problems of dc_trl.data.arithmetic; the tiny model was taught on the bare question.
-    "arithmetic": Source("", None, "held_out", "", _arithmetic, instruction=None),
+    "arithmetic": Source("", None, "held_out", "", lambda row: MathProblem(**row), instruction=None),
 }
 
 # Training problems are cleaned of these.
@@ -165,22 +156,17 @@ def load_benchmark(name: str, file: str | None = None) -> Dataset:
     Raises:
         ValueError: no such benchmark or file, a field is missing, or a problem has no gold answer.
     """
-    source = require_benchmark(name)
-    if not source.hub_id and file is not None:
-        raise ValueError(f"file={file!r}: the benchmark {name!r} is made on the spot, leave the file out.")
-    try:
-        if source.hub_id:
-            rows = source.read(file)
-        else:
-            rows = Dataset.from_list([asdict(problem) for problem in arithmetic_problems(1024, 0, "held_out")])
-        if set(FEATURES) <= set(rows.column_names):
-            benchmark = rows.select_columns(list(FEATURES)).cast(FEATURES)
-        else:
-            benchmark = to_dataset(name, [source.problem(number, row) for number, row in enumerate(rows)])
-    except (ValueError, ArrowException, TypeError) as error:
-        raise ValueError(f"benchmark {name!r}: {error}") from error
+    source, where = require_benchmark(name), f"benchmark {name!r}"
+    if source.hub_id:
+        benchmark, _ = source.load(name, where, file)
+    elif file is None:
+        benchmark = to_dataset(
+            name, [MathProblem(each.question, each.answer) for each in arithmetic_problems(1024, 0, "held_out")]
+        )
+    else:
+        raise ValueError(f"file={file!r}: the {where} is made on the spot, leave the file out.")
     for row in benchmark:
         if not row["problem"].strip() or not row["answer"]:
-            raise ValueError(f"benchmark {name!r}: {row['id']} has no problem or no gold answer: check the fields.")
-        require_grading(row, f"benchmark {name!r}: {row['id']}")
+            raise ValueError(f"{where}: {row['id']} has no problem or no gold answer: check the fields.")
+        require_grading(row, f"{where}: {row['id']}")
     return benchmark

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -76,18 +76,15 @@ class Report:
 
     def print(self) -> None:
         """Print the report as two tables."""
-        lines = {"rows": self.rows, "LaTeX commands restored": self.restored}
-        if self.repeats:
-            lines = {"repeated, collapsed on loading": self.repeats} | lines
+        lines = {"repeated, collapsed on loading": self.repeats} if self.repeats else {}
+        lines |= {"rows": self.rows, "LaTeX commands restored": self.restored}
         lines |= {f"left out: {reason}": count for reason, count in self.counts.items()} | {"kept": self.kept}
         print_table(("rows", ""), [(label, f"{count:,}") for label, count in lines.items()], "Cleaning")
         if self.benchmarks:
             head = ("benchmark", "problems", "found exactly", "share an n-gram", "rows left out")
-            counts = [
-                (name, *(f"{count:,}" for count in asdict(overlap).values()))
-                for name, overlap in self.benchmarks.items()
-            ]
-            print_table(head, counts, "Overlap with benchmarks")
+            found = {name: asdict(overlap).values() for name, overlap in self.benchmarks.items()}
+            rows = [(name, *(f"{count:,}" for count in counts)) for name, counts in found.items()]
+            print_table(head, rows, "Overlap with benchmarks")
 
     def save(self, path: Path | str) -> None:
         """Write the counts and options as JSON; `save_dropped` writes the rows."""
@@ -129,24 +126,27 @@ def clean(
     missing = set(FEATURES) - set(rows.column_names)
     if missing:
         raise ValueError(f"rows lack the columns {', '.join(sorted(missing))}: load them with dc_trl.data's loaders.")
-    records, restored = _repaired(rows)
-    overlaps = find_overlaps([record["problem"] for record in records], benchmarks, ngram, common)
     left: dict[int, _Row] = {}
+    restored = 0
+    for number, row in enumerate(rows):
+        texts = {column: restore_commands(row[column]) for column in ("problem", "answer")}
+        restored += texts != {column: row[column] for column in texts}
+        left[number] = row | {column: plain_whitespace(text).strip() for column, text in texts.items()}
+    overlaps = find_overlaps([row["problem"] for row in left.values()], benchmarks, ngram, common)
     dropped: dict[int, Dropped] = {}
-    for number, (record, overlap) in enumerate(zip(records, overlaps, strict=True)):
-        if (fault := _fault(record, overlap, language)) is None:
-            left[number] = record
-        else:
-            dropped[number] = Dropped(record["id"], *fault)
-    for reason, find in (
-        ("exact duplicate", lambda rows: _repeats(rows, lambda row: (row["problem"], row["answer"]))),
-        ("conflicting answers", _conflicts),
-        ("normalised duplicate", lambda rows: _repeats(rows, lambda row: problem_key(row["problem"]))),
-    ):
-        for number, detail in find(left).items():
-            dropped[number] = Dropped(left.pop(number)["id"], reason, detail)
+
+    def drop(faults: Mapping[int, tuple[str, str]]) -> None:
+        for number, fault in faults.items():
+            dropped[number] = Dropped(left.pop(number)["id"], *fault)
+
+    faults = {number: _fault(left[number], overlap, language) for number, overlap in enumerate(overlaps)}
+    drop({number: fault for number, fault in faults.items() if fault is not None})
+    drop(_repeats(left, "exact duplicate", {number: (row["problem"], row["answer"]) for number, row in left.items()}))
+    keys = {number: problem_key(row["problem"]) for number, row in left.items()}
+    drop(_conflicts(left, keys))
+    drop(_repeats(left, "normalised duplicate", keys))
     report = Report(
-        rows=len(records),
+        rows=len(rows),
         kept=len(left),
         restored=restored,
         dropped=[dropped[number] for number in sorted(dropped)],
@@ -154,16 +154,6 @@ def clean(
         options={"language": language, "ngram": ngram, "common": common},
     )
     return Dataset.from_list(list(left.values()), features=FEATURES), report
-
-
-def _repaired(rows: Dataset) -> tuple[list[_Row], int]:
-    """Return the rows with LaTeX commands restored and plain white space, and how many had a command to restore."""
-    records, restored = [], 0
-    for row in rows:
-        texts = {column: restore_commands(row[column]) for column in ("problem", "answer")}
-        restored += any(texts[column] != row[column] for column in texts)
-        records.append(row | {column: plain_whitespace(text).strip() for column, text in texts.items()})
-    return records, restored
 
 
 def _fault(row: _Row, overlap: Overlap | None, language: Language) -> tuple[str, str] | None:
@@ -183,31 +173,25 @@ def _fault(row: _Row, overlap: Overlap | None, language: Language) -> tuple[str,
     return None
 
 
-def _repeats(rows: Mapping[int, _Row], key: Callable[[_Row], Any]) -> dict[int, str]:
+def _repeats(rows: Mapping[int, _Row], reason: str, keys: Mapping[int, Any]) -> dict[int, tuple[str, str]]:
     """Return the rows whose key an earlier row has, each with that row's id."""
-    return {number: rows[first]["id"] for first, *others in _groups(rows, key) for number in others}
+    first: dict[Any, int] = {}
+    earlier = {number: first.setdefault(keys[number], number) for number in rows}
+    return {number: (reason, rows[other]["id"]) for number, other in earlier.items() if other != number}
 
 
-def _conflicts(rows: Mapping[int, _Row]) -> dict[int, str]:
+def _conflicts(rows: Mapping[int, _Row], keys: Mapping[int, str]) -> dict[int, tuple[str, str]]:
     """Return the rows of problems that have several answers, each with these answers."""
-    found: dict[int, str] = {}
-    for numbers in _groups(rows, lambda row: problem_key(row["problem"])):
-        answers = {"".join(rows[number]["answer"].split()) for number in numbers}
-        if len(answers) > 1:
-            found |= dict.fromkeys(numbers, " | ".join(sorted(answers)))
-    return found
-
-
-def _groups(rows: Mapping[int, _Row], key: Callable[[_Row], Any]) -> list[list[int]]:
-    groups = defaultdict(list)
+    answers: dict[str, set[str]] = defaultdict(set)
     for number, row in rows.items():
-        groups[key(row)].append(number)
-    return list(groups.values())
+        answers[keys[number]].add("".join(row["answer"].split()))
+    found = {number: sorted(answers[keys[number]]) for number in rows}
+    return {number: ("conflicting answers", " | ".join(each)) for number, each in found.items() if len(each) > 1}
 
 
 def _count_overlap(benchmark: Dataset, overlaps: list[Overlap | None]) -> BenchmarkOverlap:
     ids = set(benchmark["id"])
     found = [overlap for overlap in overlaps if overlap is not None and not ids.isdisjoint(overlap.ids)]
     exact = {problem for overlap in found if overlap.kind == "exact" for problem in overlap.ids} & ids
-    ngram = {problem for overlap in found if overlap.kind == "n-gram" for problem in overlap.ids} & ids
-    return BenchmarkOverlap(problems=len(ids), exact=len(exact), ngram=len(ngram - exact), rows=len(found))
+    ngram = {problem for overlap in found for problem in overlap.ids} & ids - exact
+    return BenchmarkOverlap(problems=len(ids), exact=len(exact), ngram=len(ngram), rows=len(found))

@@ -4,11 +4,10 @@ import re
 from dataclasses import replace
 
 from datasets import Dataset
-from pyarrow import ArrowException
 
 from ..grading import GRADING_COLUMNS, gold_answer
-from .prompts import nested, require_columns, text_of_prompt
-from .schema import FEATURES, MathProblem, require_grading, to_dataset
+from .prompts import nested, text_of_prompt
+from .schema import MathProblem, require_grading
 from .sources import Row, Source, field_of, own_id
 
 
@@ -72,18 +71,6 @@ def load_dapo(
         )
 
     columns = {"prompt_column": prompt_column or "prompt", "answer_column": answer_column or "answer"}
-    try:
-        rows, source = DAPO.read(file), DAPO
-        if prompt_column is not None or answer_column is not None:
-            require_columns(rows, columns)
-            source = replace(DAPO, convert=of_columns)
-        elif set(FEATURES) <= set(rows.column_names):
-            return rows.select_columns(list(FEATURES)).cast(FEATURES), 0
-        distinct: dict[MathProblem | int, MathProblem] = {}
-        for number, row in enumerate(rows):
-            problem = source.problem(number, row)
-            # Without ids a repeated row is a duplicate like any other.
-            distinct.setdefault(number if problem.own_id is None else problem, problem)
-    except (ValueError, ArrowException, TypeError) as error:
-        raise ValueError(f"{file or 'dapo'}: {error}") from error
-    return to_dataset("dapo", list(distinct.values())), len(rows) - len(distinct)
+    if prompt_column is None and answer_column is None:
+        return DAPO.load("dapo", file or "dapo", file, distinct=True)
+    return replace(DAPO, convert=of_columns).load("dapo", file or "dapo", file, columns, distinct=True)

@@ -1,14 +1,15 @@
 """Where a data set comes from, and how one row of it becomes a problem."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
+from pyarrow import ArrowException
 
 from ..settings.paths import require_data_file
-from .prompts import load_rows
-from .schema import MathProblem
+from .prompts import load_rows, require_columns
+from .schema import FEATURES, MathProblem, to_dataset
 from .templates import BOXED_INSTRUCTION
 
 
@@ -40,12 +41,38 @@ class Source:
     def __str__(self) -> str:
         return f"{self.hub_id}@{self.revision}" if self.hub_id else "made on the spot"
 
-    def read(self, file: str | None) -> Dataset:
-        """Load the rows as they are on the Hub, or in a local JSON, JSONL, Parquet or CSV file.
+    def load(
+        self, name: str, where: str, file: str | None, columns: Mapping[str, str] | None = None, distinct: bool = False
+    ) -> tuple[Dataset, int]:
+        """Load the problems from the Hub or a local file, with the columns of `FEATURES` and in their order.
+
+        Args:
+            name, where: begin the problems' ids, and the message of an error.
+            file: JSON, JSONL, Parquet or CSV; its fields are those of the Hub, or the columns of `FEATURES`.
+            columns: those that `convert` reads instead, by the options that name them.
+            distinct: leave a row out that repeats another one's id and content.
+
+        Returns:
+            (the problems, how many rows were left out).
 
         Raises:
-            ValueError: they cannot be loaded.
+            ValueError: the rows cannot be loaded, or a field is missing or holds something else than at the source.
         """
+        try:
+            rows = self._rows(file)
+            if columns is not None:
+                require_columns(rows, columns)
+            elif set(FEATURES) <= set(rows.column_names):
+                return rows.select_columns(list(FEATURES)).cast(FEATURES), 0
+            problems = [self._problem(number, row) for number, row in enumerate(rows)]
+            if distinct:  # without ids a repeated row is a duplicate like any other, for cleaning to find
+                keyed = {number if each.own_id is None else each: each for number, each in enumerate(problems)}
+                problems = list(keyed.values())
+            return to_dataset(name, problems), len(rows) - len(problems)
+        except (ValueError, ArrowException, TypeError) as error:
+            raise ValueError(f"{where}: {error}") from error
+
+    def _rows(self, file: str | None) -> Dataset:
         if file is not None:
             require_data_file(file, "file")
             return load_rows(file, field="file")
@@ -54,12 +81,7 @@ class Source:
         except ValueError as error:
             raise ValueError(f"{error} Without a network, give a local file.") from error
 
-    def problem(self, number: int, row: Row) -> MathProblem:
-        """Make a problem of a row.
-
-        Raises:
-            ValueError: a field is missing or holds something else than at the source; the message names the row.
-        """
+    def _problem(self, number: int, row: Row) -> MathProblem:
         try:
             return self.convert(row)
         except (ValueError, TypeError, LookupError, AttributeError) as error:

@@ -47,9 +47,7 @@ def plain_whitespace(text: str) -> str:
 
 def has_control_characters(text: str) -> bool:
     """Whether text holds a control character other than a line feed, or the sign of a lost character (U+FFFD)."""
-    return any(
-        character != "\n" and (character == "\ufffd" or unicodedata.category(character) == "Cc") for character in text
-    )
+    return re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\ufffd]", text) is not None
 
 
 def is_english(text: str) -> bool:
@@ -64,19 +62,13 @@ def alphanumeric(text: str) -> str:
 
 def problem_key(text: str) -> str:
     """`alphanumeric` with what tells two problems apart: operators, relations, and the separators between digits."""
-    folded = re.sub(r"(?<=\d)[\s,.]+(?=\d)", ",", _fold(text).replace("\u2212", "-"))
-    return "".join(
-        character
-        for position, character in enumerate(folded)
-        if character.isalnum()
-        or character in "-*/^!%"
-        or (character != "~" and unicodedata.category(character) == "Sm")
-        or (
-            character == ","
-            and folded[position - 1 : position].isdigit()
-            and folded[position + 1 : position + 2].isdigit()
-        )
-    )
+    parts = re.split(r"(?<=\d)[\s,.]+(?=\d)", _fold(text).replace("\u2212", "-"))
+    return ",".join("".join(filter(_tells_apart, part)) for part in parts)
+
+
+def _tells_apart(character: str) -> bool:
+    is_operator = character in "-*/^!%" or (character != "~" and unicodedata.category(character) == "Sm")
+    return is_operator or character.isalnum()
 
 
 def words(text: str) -> list[str]:

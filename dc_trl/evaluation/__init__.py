@@ -1,6 +1,6 @@
 """Evaluation of a policy on benchmarks as it is deployed: avg@k, pass@k and maj@k."""
 
-from .evaluate import RESULTS_FILE, Benchmark, EvaluationSettings, evaluate, tokenize_prompts
+from .evaluate import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 
 
-__all__ = ["RESULTS_FILE", "Benchmark", "EvaluationSettings", "evaluate", "tokenize_prompts"]
+__all__ = ["RESULTS_FILE", "Benchmark", "evaluate", "tokenize_prompts"]

@@ -73,19 +73,6 @@ class Benchmark:
         return {row["id"]: Gold(**{field.name: row[field.name] for field in fields(Gold)}) for row in self.rows}
 
 
-@dataclass(frozen=True)
-class EvaluationSettings:
-    """How benchmarks are answered: the keywords of `evaluate`."""
-
-    sampling: Sampling = Sampling()  # noqa: RUF009 (immutable); defaults are DC-GRPO's evaluation (arXiv 2606.08779)
-    seed: int = 0  # of the samples
-    # Further things that the samples depend on; an `output_dir` that was begun with others is refused.
-    settings: Mapping[str, Any] | None = None
-    chat_template_kwargs: Mapping[str, Any] | None = None  # `{"enable_thinking": False}` for example
-    grading_processes: int | None = None  # workers that grade; None: one for each core
-    progress: bool = True  # whether to show a bar
-
-
 def evaluate(
     model: str,
     scheme: str,
@@ -93,7 +80,13 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase,
     benchmarks: Sequence[Benchmark],
     output_dir: str | os.PathLike[str],
-    **settings: Any,
+    *,
+    sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
+    seed: int = 0,
+    settings: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    grading_processes: int | None = None,
+    progress: bool = True,
 ) -> Evaluation:
     """Sample k answers to each problem, grade them, and compute avg@k, pass@k and maj@k with their errors.
 
@@ -107,36 +100,44 @@ def evaluate(
         tokenizer: of the model; with a chat template problems become user messages.
         benchmarks: the problems, and how often each is answered.
         output_dir: directory for the samples and `results.json`.
-        **settings: fields of `EvaluationSettings`, which describes them.
+        sampling: length, temperature and top-p; the defaults are DC-GRPO's evaluation (arXiv 2606.08779).
+        seed: of the samples.
+        settings: further things that the samples depend on; an `output_dir` that was begun with others is refused.
+        chat_template_kwargs: `{"enable_thinking": False}` for example.
+        grading_processes: workers that grade; None: one for each core.
+        progress: whether to show a bar.
 
     Raises:
-        TypeError: there is no such setting; the message names it.
         ValueError: a prompt leaves no room for an answer, or `output_dir` holds samples with other settings.
         ServerError: the engine failed repeatedly. The samples so far are kept.
     """
-    how = EvaluationSettings(**settings)
     output_dir = Path(output_dir)
-    record = {"model": model, "scheme": scheme, **how.sampling._asdict(), "seed": how.seed, **(how.settings or {})}
-    golds = {benchmark.name: benchmark.golds() for benchmark in benchmarks}
+    record = {"model": model, "scheme": scheme, **sampling._asdict(), "seed": seed, **(settings or {})}
     stores: dict[str, SampleStore] = {}
+    golds: dict[str, dict[str, Gold]] = {}
     missing: list[_Missing] = []
     with ExitStack() as stack:
         for benchmark in benchmarks:
-            prompts = tokenize_prompts(benchmark, tokenizer, how.chat_template_kwargs or {})
-            _require_room(benchmark, prompts, engine.max_length)
-            limits = [min(how.sampling.max_tokens, engine.max_length - len(ids)) for ids in prompts.values()]
-            asked = json.dumps([prompts, limits, [astuple(gold) for gold in golds[benchmark.name].values()]])
+            name = benchmark.name
+            prompts = tokenize_prompts(benchmark, tokenizer, chat_template_kwargs or {})
+            _require_room(name, prompts, engine.max_length)
+            golds[name] = benchmark.golds()
+            limits = [min(sampling.max_tokens, engine.max_length - len(ids)) for ids in prompts.values()]
+            asked = json.dumps([prompts, limits, [astuple(gold) for gold in golds[name].values()]])
             digest = hashlib.sha256(asked.encode()).hexdigest()[:16]
-            store = SampleStore(output_dir / benchmark.name, record | {"problems": digest})
+            stores[name] = store = SampleStore(output_dir / name, record | {"problems": digest})
             stack.callback(store.close)
-            stores[benchmark.name] = store
-            missing += _missing_samples(benchmark, prompts, store, how.seed)
-        grader = stack.enter_context(Grader(how.grading_processes))
+            missing += [
+                _Missing(name, problem, number, Request(ids, sample_seed(seed, problem, number)))
+                for problem, ids in prompts.items()
+                for number in range(benchmark.samples)
+                if (problem, number) not in store.samples
+            ]
+        grader = stack.enter_context(Grader(grading_processes))
         grader.start()  # before sampling, because the workers' imports would delay an engine on the same cores
         keeper = stack.enter_context(_Keeper(stores, golds, grader))
-        requests = [sample.request for sample in missing]
-        with tqdm(total=len(missing), unit="sample", desc=f"{model} {scheme}", disable=not how.progress) as bar:
-            for position, completion in engine.sample(requests, how.sampling):
+        with tqdm(total=len(missing), unit="sample", desc=f"{model} {scheme}", disable=not progress) as bar:
+            for position, completion in engine.sample([sample.request for sample in missing], sampling):
                 keeper.put(missing[position], completion)
                 bar.update()
     results = [
@@ -156,13 +157,13 @@ def tokenize_prompts(
     return dict(zip(benchmark.rows["id"], tokenize(prompts, tokenizer, **chat_template_kwargs), strict=True))
 
 
-def _require_room(benchmark: Benchmark, prompts: Mapping[str, list[int]], max_length: int) -> None:
+def _require_room(benchmark: str, prompts: Mapping[str, list[int]], max_length: int) -> None:
     long = [problem for problem, ids in prompts.items() if len(ids) >= max_length]
     if long:
         raise ValueError(
-            f"benchmark {benchmark.name!r}: {len(long)} prompts, {long[0]!r} the first, have as many tokens as the "
-            f"engine takes for prompt and answer, {max_length}: raise max_model_len if the model allows it, or leave "
-            "the benchmark out."
+            f"benchmark {benchmark!r}: {len(long)} prompts, {long[0]!r} the first, have as many tokens as the engine "
+            f"takes for prompt and answer, {max_length}: raise max_model_len if the model allows it, or leave the "
+            "benchmark out."
         )
 
 
@@ -171,18 +172,6 @@ class _Missing(NamedTuple):
     problem: str
     number: int  # of the sample
     request: Request
-
-
-def _missing_samples(
-    benchmark: Benchmark, prompts: Mapping[str, list[int]], store: SampleStore, seed: int
-) -> list[_Missing]:
-    """Return the samples that are not on disk yet."""
-    return [
-        _Missing(benchmark.name, problem, number, Request(ids, sample_seed(seed, problem, number)))
-        for problem, ids in prompts.items()
-        for number in range(benchmark.samples)
-        if (problem, number) not in store.samples
-    ]
 
 
 class _Keeper:
@@ -210,23 +199,17 @@ class _Keeper:
         self._finished.put((sample, completion))
 
     def _run(self) -> None:
-        while not self._closing.wait(_GATHER_SECONDS):
-            self._keep()
-        self._keep()
-
-    def _keep(self) -> None:
-        batch = []
-        while not self._finished.empty():
-            batch.append(self._finished.get())
-        verdicts = self._grader.grade(
-            [completion.text for _, completion in batch],
-            [self._golds[sample.benchmark][sample.problem] for sample, _ in batch],
-        )
-        by_benchmark: dict[str, list[Sample]] = {}
-        for (sample, completion), verdict in zip(batch, verdicts, strict=True):
-            seed, (text, tokens, truncated) = sample.request.seed, completion
-            by_benchmark.setdefault(sample.benchmark, []).append(
-                Sample(sample.problem, sample.number, seed, text, tokens, truncated, verdict.answer, verdict.correct)
-            )
-        for name, samples in by_benchmark.items():
-            self._stores[name].add(samples)
+        is_last = False
+        while not is_last:
+            is_last = self._closing.wait(_GATHER_SECONDS)
+            batch = [self._finished.get() for _ in range(self._finished.qsize())]
+            golds = [self._golds[sample.benchmark][sample.problem] for sample, _ in batch]
+            verdicts = self._grader.grade([completion.text for _, completion in batch], golds)
+            new: dict[str, list[Sample]] = {}
+            for (sample, completion), verdict in zip(batch, verdicts, strict=True):
+                row = Sample(
+                    sample.problem, sample.number, sample.request.seed, *completion, verdict.answer, verdict.correct
+                )
+                new.setdefault(sample.benchmark, []).append(row)
+            for name, samples in new.items():
+                self._stores[name].add(samples)

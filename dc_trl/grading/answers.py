@@ -2,11 +2,11 @@ r"""The verdict: lists, sets, intervals and matrices part by part, numbers as nu
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from .expressions import equal, has_value, parse_expression, printed, same_relation, within
 from .literals import Literal, parse_literal, parse_unit
@@ -15,8 +15,6 @@ from .text import clean, extract_answer, gold_answer, is_reasonable, squash
 
 
 logger = logging.getLogger("dc_trl.grading")
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def is_gradable(gold: Gold | str) -> bool:
 
     False of prose, of broken LaTeX, and of what has no value, as `\frac{0}{0}`. Every other gold accepts its own text.
     """
-    return isinstance(_attempt(_parse_gold, gold if isinstance(gold, Gold) else Gold(gold)), _ParsedGold)
+    return _parse_gold(gold if isinstance(gold, Gold) else Gold(gold)) is not None
 
 
 def grade(text: str, gold: Gold) -> Verdict:
@@ -105,27 +103,14 @@ def grade(text: str, gold: Gold) -> Verdict:
 
 def try_to_grade(answer: str | None, gold: Gold) -> Verdict | str:
     """Verdict on what a box holds (None: there is no box), or the exception that the comparison raised, as text."""
-    parsed = _attempt(_parse_gold, gold)
-    if not isinstance(parsed, _ParsedGold):
+    if (parsed := _parse_gold(gold)) is None:
         return Verdict(None, answer)
-    verdict = _attempt(_grade, answer, parsed, gold)
-    if isinstance(verdict, Verdict):
-        return verdict
-    return f"{type(verdict).__name__}: {' '.join(str(verdict).split())}"
-
-
-def _attempt(function: Callable[..., _T], *arguments: Any) -> _T | Exception:
-    """What a function returns, or raises on mathematics without meaning: what SymPy raises is no closed list.
-
-    Raises:
-        MemoryError: it is no property of the text alone.
-    """
     try:
-        return function(*arguments)
-    except MemoryError:
+        return _grade(answer, parsed, gold)
+    except MemoryError:  # it is no property of the text alone
         raise
     except Exception as error:
-        return error
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 class _ParsedGold(NamedTuple):
@@ -150,21 +135,27 @@ def _grade(answer: str | None, parsed: _ParsedGold, gold: Gold) -> Verdict:
 
 @lru_cache(maxsize=256)
 def _parse_gold(gold: Gold) -> _ParsedGold | None:
+    """A gold answer's parts, None where it cannot be graded."""
     text = gold_answer(gold.answer) or ""
     answer = extract_answer(text) or text
     # What cannot stand in a box, as `5}`, could not be answered by its own text.
     if not is_reasonable(answer) or not clean(answer) or extract_answer(f"\\boxed{{{answer}}}") != answer:
         return None
     cleaned = clean(answer)
-    node = parse(last_value(cleaned), gold.multiple_answers)
-    if not _is_gradable_node(node):
+    try:
+        node = parse(last_value(cleaned), gold.multiple_answers)
+        if not _is_gradable_node(node):
+            return None
+    except MemoryError:
+        raise
+    except Exception:  # what SymPy raises on mathematics without meaning is no closed list
         return None
     plain = all(parse_literal(text) is not None for text in _texts(node))
     return _ParsedGold(node, frozenset({gold.answer.strip(), text, answer}), cleaned, plain)
 
 
 def _texts(node: Node) -> list[str]:
-    """Of its scalars and relations."""
+    """The texts of this node's scalars and relations."""
     if node.kind in ("scalar", "relation"):
         return [node.text]
     return [text for part in node.parts for text in _texts(part)]

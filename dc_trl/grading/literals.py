@@ -1,7 +1,6 @@
 r"""Numbers with nothing left to compute: `-3`, `1,000`, `0.5`, `\frac{1}{2}`, `8.7e8`, `90^\circ`."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -11,7 +10,7 @@ MAX_EXPONENT = 400
 _DECIMAL = r"(?:(?:[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)|\d+)(?:\.\d*)?|\.\d+)"
 _SIGNED = rf"[+-]?\s*{_DECIMAL}"
 _EXPONENT = r"\^\s*(?:\{\s*([+-]?\s*\d+)\s*\}|([+-]?\d+))"
-_ARGUMENT = rf"(?:\{{\s*({_SIGNED})\s*\}}|(\d))"
+_ARGUMENT = rf"(\{{\s*{_SIGNED}\s*\}}|\d)"
 _FRACTION = rf"(?:\\frac\s*{_ARGUMENT}\s*{_ARGUMENT}|({_DECIMAL})\s*/\s*({_DECIMAL}))"
 _SIGN = re.compile(r"\s*([+-]?)\s*(?:\\usd\s*([+-]?)\s*)?")
 
@@ -23,20 +22,20 @@ _UNIT = re.compile(
 _DEGREE = re.compile(r"\s?\^\\circ\s?(?:\\(?:text|mathrm)\s*\{\s*([A-Za-z]*)\s*\}|([CF]))?")
 _BASE = re.compile(r"\s?_\s?(?:\{\s?(\d+)\s?\}|(\d))")
 # A unit is made of these words, or ends in a plural: `12 apples`. Everything else says something about the number.
+# Names that mean the same unit are joined by `=`; the first is the spelling that is compared.
 _UNITS = """
-    aa amp ampere angstrom atm au aud bar bit byte c cad cal calorie candela carat cc celsius cent centimeter
-    centimetre child children cl cm coulomb cu cubic cup d day db decade deg degree dime dl dm dollar eur euro
-    ev f fahrenheit farad feet fluid foot fps franc ft g gal gallon gb gbp gev gj gpa gram gw h hectare henry
-    hertz hl hour hpa hr hz in inch inche j joule k kelvin kev kg khz kilogram kilometer kilometre kj km kn
-    knot kohm kpa kph kv kw kwh l lb light liter litre lumen lux ly m ma man mb mbar men meter metre mev mg
-    mhz mi mile millimeter millimetre min minute mj ml mm mmol mol mole month mpa mph ms mu mv mw n newton
-    nickel night nm ohm omega ounce oz pa pascal pc pct pence penny people percent percentage person peso pint
-    point pound ppm psi pt quart rad radian rev revolution rpm rs rupee s sec second solar sq square sr
-    steradian tesla tev ton tonne torr turn unit usd v volt w watt way wb weber week wk woman women yard yd
-    year yen yr yuan µ å μ ω
+    degree=deg dollar=usd %=percent=pct=percentage m=meter=metre cm=centimeter=centimetre mm=millimeter=millimetre
+    km=kilometer=kilometre inch=inche=in foot=feet=ft second=sec=s minute=min hour=hr=h g=gram kg=kilogram aa amp
+    ampere angstrom atm au aud bar bit byte c cad cal calorie candela carat cc celsius cent child children cl
+    coulomb cu cubic cup d day db decade dime dl dm eur euro=€ ev f fahrenheit farad fluid fps franc gal gallon gb gbp
+    gev gj gpa gw hectare henry hertz hl hpa hz j joule k kelvin kev khz kj kn knot kohm kpa kph kv kw kwh l lb
+    light liter litre lumen lux ly ma man mb mbar men mev mg mhz mi mile mj ml mmol mol mole month mpa mph ms mu mv
+    mw n newton nickel night nm ohm omega ounce oz pa pascal pc pence penny people person peso pint point pound=£ ppm
+    psi pt quart rad radian rev revolution rpm rs rupee solar sq square sr steradian tesla tev ton tonne torr turn
+    unit v volt w watt way wb weber week wk woman women yard yd year yen=¥ yr yuan µ å μ ω
 """
 _BESIDE_UNITS = "per ordered different distinct possible integer real complex prime unique"
-_UNIT_WORDS = frozenset(f"{_UNITS} {_BESIDE_UNITS}".split())
+_UNIT_NAMES = {name: names.split("=")[0] for names in f"{_UNITS} {_BESIDE_UNITS}".split() for name in names.split("=")}
 # What ends in s and is no unit: words that say something, and names of fractions and powers of ten.
 _OTHER_WORDS = """
     afterwards always besides does equals exceeds fails gives guess has hers its less makes means minus others
@@ -45,27 +44,6 @@ _OTHER_WORDS = """
     tens tenths thirds thousands thousandths trillions
 """
 _NO_PLURALS = frozenset(_OTHER_WORDS.split())
-_CURRENCIES = {"€": "euro", "£": "pound", "¥": "yen"}
-_UNIT_NAMES = {
-    name: names[0]
-    for names in (
-        ("degree", "deg"),
-        ("dollar", "usd"),
-        ("%", "percent", "pct", "percentage"),
-        ("m", "meter", "metre"),
-        ("cm", "centimeter", "centimetre"),
-        ("mm", "millimeter", "millimetre"),
-        ("km", "kilometer", "kilometre"),
-        ("inch", "inche", "in"),
-        ("foot", "feet", "ft"),
-        ("second", "sec", "s"),
-        ("minute", "min"),
-        ("hour", "hr", "h"),
-        ("g", "gram"),
-        ("kg", "kilogram"),
-    )
-    for name in names
-}
 
 
 @dataclass(frozen=True)
@@ -96,9 +74,9 @@ def parse_literal(text: str) -> Literal | None:
     if prefix[1] and prefix[2]:
         return None
     body = text[prefix.end() :]
-    for form, read in _FORMS:
+    for form, kind in _FORMS:
         if (match := form.match(body)) and (unit := parse_unit(body[match.end() :])) is not None:
-            literal = read(match)
+            literal = _read(kind, [group for group in match.groups() if group])
             if literal is None:
                 return None
             value = -literal.value if "-" in (prefix[1], prefix[2]) else literal.value
@@ -119,91 +97,60 @@ def parse_unit(text: str) -> str | None:
         return f"degree{match[1] or match[2] or ''}".lower().removesuffix("s")
     # A bare word that is no known unit needs a space: `2ab` is a product, as `2*ab` is.
     bare = re.match(r"[A-Za-z]*", text)
-    if bare and bare[0] and _singular(bare[0].lower()) not in _UNIT_WORDS:
+    if bare and bare[0] and _singular(bare[0].lower()) not in _UNIT_NAMES:
         return None
     if re.match(r"/|\*|\\cdot", stripped) or not _UNIT.fullmatch(text) or re.search(r"\d{2}|[=+?!]", text):
         return None
     plain = re.sub(r"\\(?:text|mathrm|operatorname|rm|cdot)(?![a-zA-Z])|[{}~*]", " ", text)
     parts = re.findall(r"[^\W\d_]+|[€£¥]|\^\s*-?\d|/|%", re.sub(r"(?<=[a-z])\.", " ", plain.lower()))
-    words = [_CURRENCIES.get(part, part) for part in parts]
-    if not _is_unit([word for word in words if word.isalpha()]):
+    if not _is_unit([word for word in parts if word.isalpha()]):
         return None
-    name = " ".join(_UNIT_NAMES.get(_singular(word), _singular(word)) for word in words).replace("^ ", "^")
+    name = " ".join(_UNIT_NAMES.get(_singular(word), _singular(word)) for word in parts).replace("^ ", "^")
     return re.sub(r"^(?:(sq|square)|cu|cubic) (\S+)$", lambda match: f"{match[2]} ^{2 if match[1] else 3}", name)
 
 
 def _is_unit(words: list[str]) -> bool:
     """Whether words are a unit: `square cm`, `miles per hour`, `apples`; not `and a half`, `is wrong` or `million`."""
-    if all(_singular(word) in _UNIT_WORDS for word in words):
+    if all(_singular(word) in _UNIT_NAMES for word in words):
         return True
     noun = words[-1]
     is_plural = len(noun) > 3 and noun.endswith("s") and not noun.endswith("ss") and noun not in _NO_PLURALS
-    return is_plural and all(_singular(word) in _UNIT_WORDS for word in words[:-1])
+    return is_plural and all(_singular(word) in _UNIT_NAMES for word in words[:-1])
 
 
 def _singular(word: str) -> str:
     return word.removesuffix("s") or "s"
 
 
-def _number(text: str) -> Fraction:
-    return Fraction(text.replace(",", "").replace(" ", "").removesuffix("."))
-
-
-def _has_leading_zeros(text: str) -> bool:
-    return re.match(r"[+-]?\s*0\d", text) is not None
-
-
-def _read_fraction(match: re.Match[str], first: int = 1) -> Literal | None:
-    groups = match.groups()[first - 1 :]
-    numerator, denominator = (
-        next(g for g in pair if g) for pair in (groups[0:2] + groups[4:5], groups[2:4] + groups[5:6])
-    )
-    top, bottom = _number(numerator), _number(denominator)
-    if bottom == 0:
+def _read(kind: str, parts: list[str]) -> Literal | None:
+    """The number that a text of this kind spells with these parts: digits, or a numerator that may be in braces."""
+    parts = [re.sub(r"[{},\s]", "", part) for part in parts]
+    numbers = [Fraction(part.removesuffix(".")) for part in parts]
+    misspelled = any(re.match(r"[+-]?0\d", part) for part in parts[: -1 if kind == "scientific" else None])
+    if kind == "decimal":
+        return Literal(numbers[0], finished=not misspelled, misspelled=misspelled, decimal=True)
+    if kind == "scientific":
+        *mantissa, exponent = numbers  # `10^8` has none, and so is not finished
+        if abs(exponent) > MAX_EXPONENT:
+            return None
+        finished = bool(mantissa) and 1 <= mantissa[0] < 10 and not misspelled
+        return Literal((mantissa or [Fraction(1)])[0] * Fraction(10) ** int(exponent), "", finished, True, misspelled)
+    *whole, top, bottom = numbers
+    if bottom == 0 or (whole and not 0 < top / bottom < 1):
         return None
     value = top / bottom
-    lowest = abs(top) == abs(value.numerator) and abs(bottom) == value.denominator > 1
-    misspelled = not lowest or _has_leading_zeros(numerator) or _has_leading_zeros(denominator)
-    return Literal(value, finished=not misspelled, misspelled=misspelled)
-
-
-def _read_mixed(match: re.Match[str]) -> Literal | None:
-    fraction = _read_fraction(match, first=2)
-    if fraction is None or not 0 < fraction.value < 1:
-        return None
-    misspelled = fraction.misspelled or _has_leading_zeros(match[1])
-    return Literal(int(match[1]) + fraction.value, finished=not misspelled, misspelled=misspelled)
-
-
-def _read_scientific(match: re.Match[str]) -> Literal | None:
-    exponent = int(next(group for group in match.groups()[1:] if group).replace(" ", ""))
-    if abs(exponent) > MAX_EXPONENT:
-        return None
-    mantissa = _number(match[1])
-    misspelled = _has_leading_zeros(match[1])
-    return Literal(mantissa * Fraction(10) ** exponent, "", not misspelled and 1 <= mantissa < 10, True, misspelled)
-
-
-def _read_power_of_ten(match: re.Match[str]) -> Literal | None:
-    exponent = int((match[1] or match[2]).replace(" ", ""))
-    if abs(exponent) > MAX_EXPONENT:
-        return None
-    return Literal(Fraction(10) ** exponent, finished=False, scientific=True)
-
-
-def _read_decimal(match: re.Match[str]) -> Literal:
-    misspelled = _has_leading_zeros(match[0])
-    return Literal(_number(match[0]), finished=not misspelled, misspelled=misspelled, decimal=True)
+    misspelled |= abs(top) != abs(value.numerator) or not abs(bottom) == value.denominator > 1
+    return Literal(sum(whole, value), finished=not misspelled, misspelled=misspelled)
 
 
 # ASCII: 𝟒 is a digit too, but in no answer that means to be read.
-_FORMS: list[tuple[re.Pattern[str], Callable[[re.Match[str]], Literal | None]]] = [
-    (re.compile(form, re.ASCII), read)
-    for form, read in {
-        rf"(\d+)(?:\s*(?=\\frac)|\s+){_FRACTION}": _read_mixed,
-        _FRACTION: _read_fraction,
-        rf"({_DECIMAL})\s*(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*|x)\s*10\s*{_EXPONENT})": _read_scientific,
-        rf"10\s*{_EXPONENT}": _read_power_of_ten,
-        _DECIMAL: _read_decimal,
+_FORMS = [
+    (re.compile(form, re.ASCII), kind)
+    for form, kind in {
+        rf"(\d+)(?:\s*(?=\\frac)|\s+){_FRACTION}": "fraction",
+        _FRACTION: "fraction",
+        rf"({_DECIMAL})\s*(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*|x)\s*10\s*{_EXPONENT})": "scientific",
+        rf"10\s*{_EXPONENT}": "scientific",
+        rf"({_DECIMAL})": "decimal",
     }.items()
 ]

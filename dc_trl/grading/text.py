@@ -18,15 +18,16 @@ _CUT_COMMAND = re.compile(r"\\(?:bo(?:xe?d?)?|fb(?:ox?)?)\s*\Z")  # a text that 
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _DIGITS = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
 
-# What else writes the same thing. `\\` separates the rows of a matrix and starts a command only outside of one.
-_THOUSANDS = re.compile(r"(?<=\d)(?:(?:\{\s*,\s*\}|\\[,;:!]\s*|\\ |[\u2009\u202f~])(?=\d{3}(?!\d))|,\\!\s*(?=\d))")
-_ESCAPED_TWICE = re.compile(r"\\\\(?=[A-Za-z])")
-_SPACE = re.compile(r"(\\\\)|\\!\s*|\\[,;: ]|\\q?quad(?![a-zA-Z])|~")
-_DELIMITER = re.compile(r"(\\\\)|\\[()\[\]]|(?<!\\)\$")
-_LAYOUT = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![a-zA-Z])\.?")
+# Other spellings of the same, in the order in which they go. `\\` separates the rows of a matrix, and stays.
+_ROWS = r"(?<!\\)((?:\\\\)*)"
 _SPELLINGS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in {
+        r"(?<=\d)(?:(?:\{\s*,\s*\}|\\[,;:!]\s*|\\ |[\u2009\u202f~])(?=\d{3}(?!\d))|,\\!\s*(?=\d))": "",  # thousands
+        _ROWS + r"\\!\s*": r"\1",
+        _ROWS + r"\\(?:[,;: ]|q?quad(?![a-zA-Z]))|~": r"\1 ",
+        _ROWS + r"\\[()\[\]]|(?<!\\)\$": r"\1",
+        r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![a-zA-Z])\.?": "",
         r"\\[dtc]frac(?![a-zA-Z])": r"\\frac",
         r"\\(?:text(?:bf|it|rm|normal|sf|tt|up|sc)|[mh]box)(?![a-zA-Z])": r"\\text",
         r"\\(?:leq(?:slant|q)?|le)(?![a-zA-Z])|<=|[≤⩽]": r"\\le ",
@@ -150,11 +151,8 @@ def is_balanced(tokens: Iterable[str]) -> bool:
 
 def clean(latex: str) -> str:
     r"""One spelling: no layout, spacing, math delimiters or thousands separators that are certain (`1{,}000`)."""
-    text = latex if "\\begin" in latex else _ESCAPED_TWICE.sub(r"\\", latex)
-    text = _THOUSANDS.sub("", text)
-    text = _SPACE.sub(lambda match: match[1] or ("" if match[0].startswith("\\!") else " "), text)
-    text = _DELIMITER.sub(lambda match: match[1] or "", text)
-    text = _LAYOUT.sub("", text)
+    # A command that is escaped twice looks like a row's end, which only a matrix has.
+    text = latex if "\\begin" in latex else re.sub(r"\\\\(?=[A-Za-z])", r"\\", latex)
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
     text = _SUPERSCRIPT.sub(_raised, text.translate(_VULGAR))

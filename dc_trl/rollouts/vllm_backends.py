@@ -56,6 +56,10 @@ class Generation(VLLMGeneration):
         if self.mode == "colocate":
             self._end_engine()
 
+    def gathered(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's weights one by one, gathered and merged by TRL. Every process must iterate to the end."""
+        return self._iter_named_params()
+
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         """Generate as TRL does; where the kept tokens are known, each log-probability is a `KeptLogProb`."""
         prompt_ids, completion_ids, logprobs, token_ids = super().generate(*args, **kwargs)
@@ -144,7 +148,7 @@ class _DeployedGeneration(Generation):
 
     def _write(self) -> None:
         """Write the present weights on the processes that write; all take part in gathering, and raise its errors."""
-        tensors = deployed_tensors(self.accelerator, self.model, self._iter_named_params)
+        tensors = deployed_tensors(self.accelerator, self.model, self.gathered)
         failure = None
         try:
             if self._writes:

@@ -362,7 +362,7 @@ class SamplingTrainer(HookedTrainer):
 
         Every process must iterate to the end.
         """
-        gathered_by_trl = self.vllm_generation._iter_named_params if self.use_vllm else None
+        gathered_by_trl = self.vllm_generation.gathered if self.use_vllm else None
         return deployed_tensors(self.accelerator, self.model, gathered_by_trl)
 
     @property
