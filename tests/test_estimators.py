@@ -20,15 +20,6 @@ def test_pass_at_k_is_the_mean_over_all_draws_of_k_samples(correct, data):
     assert pass_at_k(len(correct), sum(correct), k) == pytest.approx(expected)
 
 
-<<<<<<< HEAD
-=======
-def test_pass_at_k_by_hand():
-    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)  # 3 of the 6 pairs hold the right one
-    assert pass_at_k(32, 0, 32) == 0.0
-    assert pass_at_k(32, 1, 32) == 1.0
-
-
->>>>>>> h4
 @pytest.mark.parametrize(("samples", "correct", "k"), [(4, 1, 0), (4, 1, 5), (4, 5, 1)])
 def test_pass_at_k_refuses(samples, correct, k):
     with pytest.raises(ValueError, match="is invalid with 4 samples: use"):
