@@ -26,6 +26,7 @@ from . import attention
 from .fake_quantize import (
     ActivationQuantizer,
     fake_quantize_weight,
+    quantize_gated,
     quantized_product,
     straight_through,
     weight_numbers,
@@ -82,9 +83,8 @@ class DeployedForward:
         self._compute = compute
         self._weight_args = quantization.weights if weights else None
         args = quantization.input_activations if activations else None
-        self._quantizer = None if args is None else ActivationQuantizer(args)
+        self._quantizer = None if args is None else ActivationQuantizer(args, shared_dtype=torch.bfloat16)
         self._cache: dict[tuple[int, ...], tuple[list[tuple[int, int]], Tensor, Tensor | None]] = {}
-        self._last_quantized: tuple[Tensor, Tensor, Tensor] | None = None  # activations, their numbers, their scales
         self._within_policy = False  # whether the whole policy runs forward, and not its backbone alone
 
         quantized = set() if quantization.weights is None else set(quantized_weights(architecture))
@@ -166,15 +166,13 @@ class DeployedForward:
         if layer.multiplies_numbers:
             self._multiply_numbers(layer)
         if quantizes and not isinstance(layer.module, nn.Linear):
-            experts: Any = layer.module
-            gate = experts._apply_gate
             assert self._quantizer is not None
-            quantize = self._quantizer.fake_quantize
-            experts._apply_gate = lambda both: quantize(gate(both)) if forward.enabled else gate(both)
+            quantize_gated(layer.module, self._quantizer, lambda: forward.enabled)
 
     def _multiply_numbers(self, layer: "_Layer") -> None:
         """Make a layer multiply quantized numbers and scale the sums, as engines do."""
-        forward = self
+        forward, quantizer = self, self._quantizer
+        assert quantizer is not None
         linear: Any = layer.module
         own = linear.forward
 
@@ -182,20 +180,11 @@ class DeployedForward:
         def product(activations: Tensor) -> Tensor:
             if not forward.enabled:
                 return own(activations)
-            numbers, scale = forward._numbers(activations)
             assert layer.weight_scale is not None
-            return quantized_product(activations, numbers, scale, linear.weight, layer.weight_scale, linear.bias)
+            numbers = quantizer.shared(activations)
+            return quantized_product(activations, *numbers, linear.weight, layer.weight_scale, linear.bias)
 
         linear.forward = product
-
-    @torch.no_grad()
-    def _numbers(self, activations: Tensor) -> tuple[Tensor, Tensor]:
-        """Return numbers in bfloat16 and scales of activations, computed once for layers that read the same tensor."""
-        assert self._quantizer is not None
-        if self._last_quantized is None or self._last_quantized[0] is not activations:
-            numbers, scale = self._quantizer.quantize(activations)
-            self._last_quantized = activations, numbers.to(torch.bfloat16), scale
-        return self._last_quantized[1:]
 
     def _hook_policy(self, base: PreTrainedModel) -> None:
         """Register hooks of the whole policy and its backbone.
@@ -277,7 +266,6 @@ class DeployedForward:
 
     def _reset(self) -> None:
         """Free the activations that are kept for the next layer."""
-        self._last_quantized = None
         if self._quantizer is not None:
             self._quantizer.reset()
 
