@@ -159,6 +159,7 @@ ALLOWED = {
     "rollouts/background.py": "within a checkpoint that is being made",
     "rollouts/replica.py": "within a checkpoint that is being made",
     "grading/worker.py": "/dev/null, and the pipe of the pool",
+    "quantization/checkpoint_files.py": "in a folder that was just made",
     "hub/local_paths.py": "in a folder of this user alone, made by mkdtemp",
 }
 

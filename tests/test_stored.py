@@ -46,8 +46,9 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "bf16"])
-def test_a_weight_with_special_numbers_is_what_compressed_tensors_makes_of_it(scheme):
+def test_a_weight_with_special_numbers_is_what_compressed_tensors_makes_of_it(scheme, monkeypatch):
     """Rows of zeros, zeros of both signs, subnormal numbers, the largest ones; blocks that stand out of the weight."""
+    monkeypatch.setattr("dc_trl.quantization.fake_quantize._PIECE", 2**16)  # in several pieces
     weight = torch.randn(300, 384) * torch.rand(300, 1) ** 20
     weight[::7] = 0.0
     weight[3, :11] = torch.tensor([-0.0, 1e-45, -1e-42, 3e-39, -1e-38, 5e-36, 1e-20, -1e-12, 448.0, 3e38, -3.4e38])
