@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .config import DCGRPOConfig
     from .constraint.discrepancy import token_discrepancy
     from .constraint.lagrangian import LagrangeMultiplier
-    from .constraint.statistics import mismatch_metrics
+    from .constraint.mismatch import mismatch_metrics
     from .evaluation import evaluate
     from .grading.rewards import math_reward
     from .trainer import DCGRPOTrainer
@@ -38,7 +38,7 @@ _MODULES = {
     "calibrate": "calibration",
     "evaluate": "evaluation",
     "math_reward": "grading.rewards",
-    "mismatch_metrics": "constraint.statistics",
+    "mismatch_metrics": "constraint.mismatch",
     "token_discrepancy": "constraint.discrepancy",
 }
 __all__ = [

@@ -20,7 +20,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from dc_trl.async_grpo import AsyncDCGRPOConfig, AsyncDCGRPOTrainer
 from dc_trl.async_grpo.rows import Trajectories
-from dc_trl.constraint.statistics import mismatch_metrics
+from dc_trl.constraint.mismatch import mismatch_metrics
 from dc_trl.serving.errors import ServerError
 
 from .helpers import logged, make_model, make_prompts, make_tokenizer

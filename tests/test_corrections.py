@@ -16,9 +16,10 @@ from dc_trl.constraint.corrections import (
     token_mask,
     tv_mask,
 )
+from dc_trl.constraint.lagrangian import LagrangeMultiplier
 from dc_trl.constraint.ratios import ratio_counts, ratio_quantiles
 from dc_trl.constraint.settings import ConstraintSettings
-from dc_trl.constraint.statistics import BatchStatistics
+from dc_trl.constraint.statistics import BatchStatistics, batch_metrics
 from dc_trl.sampled_tokens import SampledTokens
 
 from .helpers import Rollouts, assert_finite, distinct_characters, logged, make_config, make_model, make_prompts
@@ -155,16 +156,18 @@ def test_masked_tokens_leave_the_batch_discrepancy_and_the_penalty():
     report = ranks[0].reduce(lambda local: torch.cat([local, *of_others]))
     assert report.tokens == 5
     assert report.mean_discrepancy == pytest.approx((0.4 / 2 + 0.29 / 2) / 2)
-    assert report.metrics()["mean_all"] == pytest.approx((1.0 / 3 + 0.29 / 2) / 2)
-    assert report.metrics()["probs_diff_max"] == pytest.approx(0.6)  # of all scored tokens
-    assert report.mean_penalty(2.0) == pytest.approx(2 * 0.69 / 5)
-    assert report.penalized_fraction == pytest.approx(4 / 5)
+    metrics = batch_metrics(report, LagrangeMultiplier(init=0.5))
+    assert metrics["discrepancy/mean_all"] == pytest.approx((1.0 / 3 + 0.29 / 2) / 2)
+    assert metrics["discrepancy/probs_diff_max"] == pytest.approx(0.6)  # of all scored tokens
+    assert metrics["lagrangian/penalty_mean"] == pytest.approx(0.5 * 0.69 / 5)
+    assert metrics["lagrangian/penalized_fraction"] == pytest.approx(4 / 5)
     expected = {"masked_fraction": 1 / 5, "weight_mean": (0.25 + 1.25 + 1.8 + 0.9) / 5}
     ratios = {"ratio_min": 0.25, "ratio_p01": 0.25, "ratio_p50": 1.25, "ratio_p99": 4, "ratio_max": 4}
-    assert report.correction_metrics() == pytest.approx(expected | ratios, rel=0.01)
+    found = {name.partition("/")[2]: value for name, value in metrics.items() if name.startswith("correction/")}
+    assert found == pytest.approx(expected | ratios, rel=0.01)
     by_token = ranks[2].reduce(lambda local: local)
     assert by_token.mean_discrepancy == pytest.approx(0.69 / 4)
-    assert by_token.metrics()["mean_all"] == pytest.approx(1.29 / 5)
+    assert batch_metrics(by_token, None)["discrepancy/mean_all"] == pytest.approx(1.29 / 5)
 
 
 def test_a_batch_that_is_masked_whole_has_no_mean():
@@ -172,8 +175,9 @@ def test_a_batch_that_is_masked_whole_has_no_mean():
     statistics.add(TOKENS, None, geometric_mask(TOKENS))
     report = statistics.reduce(lambda local: local)
     assert report.mean_discrepancy is None
-    assert "mean" not in report.metrics()
-    assert report.correction_metrics()["masked_fraction"] == 1
+    metrics = batch_metrics(report, None)
+    assert "discrepancy/mean" not in metrics
+    assert metrics["correction/masked_fraction"] == 1
 
 
 # --- against TRL's own

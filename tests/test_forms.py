@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.constraint.forms import PROBABILITY_FLOOR, Constrained, form_of, through_advantages, two_sided
+from dc_trl.constraint.lagrangian import LagrangeMultiplier
 from dc_trl.constraint.settings import ConstraintSettings
-from dc_trl.constraint.statistics import BatchStatistics
+from dc_trl.constraint.statistics import BatchStatistics, batch_metrics
 from dc_trl.sampled_tokens import SampledTokens
 
 from .helpers import ROOT, Rollouts, distinct_characters, logged, make_config, make_model, make_prompts
@@ -191,9 +192,10 @@ def test_statistics_of_micro_batches_and_processes_are_those_of_the_whole():
     report = ranks[0].reduce(lambda local: torch.cat([local, *of_others]))
     assert report.tokens == 10
     assert report.mean_discrepancy == pytest.approx((0.1 / 2 + 0.75 / 3) / 2)
-    assert report.mean_penalty(0.5) == pytest.approx(0.5 * 2 * 0.75 / 10)
-    assert report.penalized_fraction == pytest.approx(4 / 10)
-    assert report.metrics()["probs_diff_max"] == pytest.approx(0.5)
+    metrics = batch_metrics(report, LagrangeMultiplier(init=0.5))
+    assert metrics["lagrangian/penalty_mean"] == pytest.approx(0.5 * 2 * 0.75 / 10)
+    assert metrics["lagrangian/penalized_fraction"] == pytest.approx(4 / 10)
+    assert metrics["discrepancy/probs_diff_max"] == pytest.approx(0.5)
     assert ranks[0].reduce(lambda local: local) is None  # it was all taken
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dc_trl import LagrangeMultiplier
-from dc_trl.constraint.lagrangian import AUTO_BATCHES, proposed_tolerance, student_quantile
+from dc_trl.constraint.tolerance import AUTO_BATCHES, proposed_tolerance, student_quantile
 
 
 def test_recursion_by_hand():

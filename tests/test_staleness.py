@@ -12,9 +12,9 @@ from transformers import TrainerCallback
 
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
-from dc_trl.constraint.lagrangian import AUTO_BATCHES
 from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.thresholds import drift_warning
+from dc_trl.constraint.tolerance import AUTO_BATCHES
 from dc_trl.resuming.checkpoints import checkpoint_defect
 from dc_trl.resuming.manifest import write_manifest
 from dc_trl.rollouts.replica import Replica
