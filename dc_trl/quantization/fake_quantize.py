@@ -207,21 +207,21 @@ def scaled_product(
     first would round each of them to bfloat16, and the next layers' activations would round to other numbers.
 
     Args:
-        numbers: quantized activations, as numbers of the format, shape (..., in_features), float32.
+        numbers: quantized activations, as numbers of the format, shape (..., in_features), float32 or bfloat16, which
+            holds the numbers of FP8 and INT8 exactly, and which GPUs multiply with sums in float32.
         scale: scale of each token, shape (..., 1), float32.
-        weight: numbers of the format, shape (out_features, in_features); float32, or on a GPU bfloat16, which holds
-            the numbers of FP8 and INT8 exactly and is multiplied there with sums in float32.
+        weight: numbers of the format, shape (out_features, in_features), float32 or bfloat16.
         weight_scale: scale of each output channel, shape (out_features,), float32.
         bias: shape (out_features,), or None.
 
     Returns:
         Shape (..., out_features), float32.
     """
-    if weight.dtype == torch.bfloat16:
+    if weight.device.type == "cuda":
         rows = numbers.to(torch.bfloat16).flatten(0, -2)
         sums = torch.mm(rows, weight.t(), out_dtype=torch.float32).unflatten(0, numbers.shape[:-1])
     else:
-        sums = nn.functional.linear(numbers, weight)
+        sums = nn.functional.linear(numbers.float(), weight.float())
     product = sums * scale * weight_scale
     return product if bias is None else product + bias
 
@@ -238,11 +238,7 @@ class _QuantizedProduct(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(numbers, scale, weight, weight_scale)
-        if weight.device.type == "cuda":
-            product = scaled_product(numbers, scale, weight, weight_scale, bias)
-        else:
-            product = scaled_product(numbers.float(), scale, weight.float(), weight_scale, bias)
-        return product.to(activations.dtype)
+        return scaled_product(numbers, scale, weight, weight_scale, bias).to(activations.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
