@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .config import DCGRPOConfig as DCGRPOConfig
     from .constraint.discrepancy import token_discrepancy as token_discrepancy
     from .constraint.lagrangian import LagrangeMultiplier as LagrangeMultiplier
-    from .constraint.statistics import mismatch_metrics as mismatch_metrics
+    from .constraint.mismatch import mismatch_metrics as mismatch_metrics
     from .evaluation import evaluate as evaluate
     from .grading.rewards import math_reward as math_reward
     from .trainer import DCGRPOTrainer as DCGRPOTrainer
@@ -39,7 +39,7 @@ _MODULES = {
     "calibrate": "calibration",
     "evaluate": "evaluation",
     "math_reward": "grading.rewards",
-    "mismatch_metrics": "constraint.statistics",
+    "mismatch_metrics": "constraint.mismatch",
     "token_discrepancy": "constraint.discrepancy",
 }
 __all__ = [*_MODULES]

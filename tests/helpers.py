@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file
 from transformers import (
     AutoTokenizer,
     PreTrainedTokenizerBase,
@@ -191,6 +192,13 @@ def load_script(name: str) -> ModuleType:
 def program(name: str) -> SimpleNamespace:
     """`dc-trl NAME` with the words of `sys.argv`, in this process."""
     return SimpleNamespace(main=lambda: call(name))
+
+
+def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    return {
+        name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
 
 
 def logged(trainer: Any, name: str) -> list[float]:

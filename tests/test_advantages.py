@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from dc_trl import DCGRPOTrainer
 from dc_trl.constraint.advantages import leave_one_out_advantages, total_rewards, zero_std_groups
 
-from .helpers import Rollouts, logged, make_config, make_experts, make_model, make_prompts
+from .helpers import Rollouts, logged, make_experts, make_model, make_prompts, make_trainer
 
 
 NAN = math.nan
@@ -59,18 +58,9 @@ def first_character(completions, **kwargs):
 
 
 def train(tmp_path, tokenizer, reward, rollouts=None, model=None, peft_config=None, **fields):
-    config = make_config(
-        tmp_path, **{"max_steps": 1, "per_device_train_batch_size": 16, "learning_rate": 0.0} | fields
-    )
-    trainer = DCGRPOTrainer(
-        model or make_model(),
-        reward,
-        config,
-        train_dataset=make_prompts(),
-        processing_class=tokenizer,
-        rollout_func=rollouts or Rollouts(),
-        peft_config=peft_config,
-    )
+    fields = {"max_steps": 1, "per_device_train_batch_size": 16, "learning_rate": 0.0} | fields
+    fields |= {"rollout_func": rollouts or Rollouts(), "peft_config": peft_config}
+    trainer = make_trainer(tmp_path, model, reward, **fields)
     trainer.train()
     return trainer
 
@@ -116,13 +106,12 @@ def test_rloo_advantages_are_those_that_are_shown_and_evaluated(tmp_path, tokeni
     assert by_hand != 0
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "bnpo"])
-@pytest.mark.parametrize("constraint", ["none", "static"])
+@pytest.mark.parametrize(("loss_type", "constraint"), [("grpo", "static"), ("dr_grpo", "none"), ("dapo", "static")])
 def test_dropped_groups_leave_a_batch_of_the_others(tmp_path, tokenizer, seen_by_the_loss, loss_type, constraint):
     compare_with_the_kept_alone(tmp_path, tokenizer, seen_by_the_loss, loss_type=loss_type, constraint=constraint)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "sapo", "luspo", "dapo"])
+@pytest.mark.parametrize("loss_type", ["grpo", "luspo"])
 def test_entropy_bonus_and_kl_of_the_kept_are_as_in_a_batch_of_their_own(
     tmp_path, tokenizer, seen_by_the_loss, loss_type
 ):
@@ -171,20 +160,9 @@ def compare_with_the_kept_alone(tmp_path, tokenizer, seen_by_the_loss, peft_conf
             return output
 
     prompts = make_prompts(4).filter(lambda row: int(row["prompt"].split("+")[0]) % 2 == 1)
-    config = make_config(
-        tmp_path / "b", max_steps=1, per_device_train_batch_size=8, learning_rate=0.0, **fields, **shuffle
-    )
+    fields |= shuffle | {"train_dataset": prompts, "per_device_train_batch_size": 8}
     torch.manual_seed(0)
-    alone = DCGRPOTrainer(
-        make_model(),
-        rewards,
-        config,
-        train_dataset=prompts,
-        processing_class=tokenizer,
-        rollout_func=Kept(),
-        peft_config=peft_config,
-    )
-    alone.train()
+    alone = train(tmp_path / "b", tokenizer, rewards, Kept(), peft_config=peft_config, **fields)
     assert len(calls) == 1
     assert logged(dropped, "loss") == pytest.approx(logged(alone, "loss"), abs=1e-6)
     assert logged(dropped, "grad_norm") == pytest.approx(logged(alone, "grad_norm"), rel=1e-4)
@@ -224,12 +202,3 @@ def test_the_auxiliary_loss_of_a_router_keeps_its_size(tmp_path, tokenizer):
     trainer = train(tmp_path, tokenizer, one_differs, model=make_experts(), **fields)
     assert logged(trainer, "aux_loss")[0] > 0.1
     assert logged(trainer, "loss")[0] == pytest.approx(0.1 * logged(trainer, "aux_loss")[0], rel=1e-4)
-
-
-def test_the_penalty_alone_would_have_moved_it(tmp_path, tokenizer):
-    def same(completions, **kwargs):
-        return [1.0] * len(completions)
-
-    trainer = train(tmp_path, tokenizer, same, learning_rate=1e-2)
-    pairs = zip(trainer.model.parameters(), make_model().parameters(), strict=True)
-    assert any(not torch.equal(trained, initial) for trained, initial in pairs)

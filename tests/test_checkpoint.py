@@ -5,13 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
-from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -24,7 +22,7 @@ from dc_trl.quantization.schemes import SCHEMES
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.rollouts.replica import Replica
 
-from .helpers import ROOT, TINY_MODEL, make_experts, make_model, make_tokenizer
+from .helpers import ROOT, TINY_MODEL, make_experts, make_model, make_tokenizer, tensors_in
 
 
 QUANTIZED = [scheme for scheme in SCHEMES if scheme != "bf16"]
@@ -52,10 +50,6 @@ def python(code: str, **kwargs) -> subprocess.Popen:
 
 def write(model, scheme, directory, **kwargs):
     return CheckpointWriter(model, scheme, make_tokenizer(), **kwargs).write(policy_tensors(model), directory)
-
-
-def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
 def largest_error(scheme: str, weight: torch.Tensor) -> torch.Tensor:
@@ -94,13 +88,9 @@ def test_transformers_loads_every_scheme_within_the_error_of_its_format(tmp_path
             assert torch.equal(weights[name], expected.to(torch.bfloat16).float()), name
 
 
-def test_bf16_is_the_policy_rounded_under_the_names_of_published_checkpoints(tmp_path):
-    model = make_model(32)
-    write(model, "bf16", tmp_path / "checkpoint")
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "published")
-    written, published = tensors_in(tmp_path / "checkpoint"), tensors_in(tmp_path / "published")
-    assert written.keys() == published.keys()
-    assert all(torch.equal(written[name], published[name]) for name in published)
+def test_bf16_is_a_plain_checkpoint(tmp_path):
+    """Its tensors, and those of experts, are compared with the libraries' in test_stored.py."""
+    write(make_model(32), "bf16", tmp_path / "checkpoint")
     config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["dtype"] == "bfloat16"
@@ -125,11 +115,8 @@ def test_adapters_are_merged(tmp_path):
 
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 ADAPTED_EMBEDDINGS = {
-    "adapted embedding": {"target_modules": [EMBEDDING]},
     "adapted head": {"target_modules": [HEAD]},
     "saved embedding": {"target_modules": ["q_proj"], "modules_to_save": [EMBEDDING]},
-    "saved head": {"target_modules": ["q_proj"], "modules_to_save": [HEAD]},
-    "both adapted": {"target_modules": [EMBEDDING, HEAD]},
     "one saved, one adapted": {"target_modules": [HEAD], "modules_to_save": [EMBEDDING]},
     "adapted as one": {"target_modules": [EMBEDDING], "ensure_weight_tying": True},
 }
@@ -186,16 +173,6 @@ def test_tied_embeddings_that_an_adapter_parts_are_deployed_as_the_policy_comput
         assert ("lm_head.weight" in tensors_in(tmp_path / scheme)) == parted
 
 
-def test_the_parted_matrices_follow_the_policy():
-    policy = adapted("saved embedding")
-    replica = Replica(policy, "bf16")
-    with torch.no_grad():
-        policy.get_base_model().get_input_embeddings().weight.neg_()
-    replica.sync(policy)
-    gap = (token_probabilities(replica.model) - token_probabilities(policy)).abs().max()
-    assert gap < 0.02
-
-
 def test_a_model_whose_checkpoint_parts_what_its_configuration_ties_is_deployed_parted(tmp_path):
     make_model(64, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -206,15 +183,6 @@ def test_a_model_whose_checkpoint_parts_what_its_configuration_ties_is_deployed_
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.float32)
     for model in (exported, Replica(policy, "bf16").model):
         assert (token_probabilities(model) - own).abs().max() < 0.03
-
-
-def test_experts_are_written_one_by_one_as_published(tmp_path):
-    model = make_experts()
-    write(model, "bf16", tmp_path / "checkpoint")
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "published")
-    written, published = tensors_in(tmp_path / "checkpoint"), tensors_in(tmp_path / "published")
-    assert written.keys() == published.keys()
-    assert all(torch.equal(written[name], published[name]) for name in published)
 
 
 def test_quantized_experts_have_a_scale_each_and_their_router_has_none(tmp_path):
@@ -243,7 +211,7 @@ def test_quantized_experts_have_a_scale_each_and_their_router_has_none(tmp_path)
 
 
 # For experts in INT8 and in blocks of FP8 transformers 5.17 has no conversion, and says so.
-@pytest.mark.parametrize("scheme", ["fp8", "int4", "int4_g32"])
+@pytest.mark.parametrize("scheme", ["fp8", "int4"])
 def test_transformers_loads_quantized_experts(tmp_path, scheme):
     model = make_experts()
     write(model, scheme, tmp_path / "checkpoint")
@@ -255,7 +223,7 @@ def test_transformers_loads_quantized_experts(tmp_path, scheme):
             continue
         for mine, of in zip(loaded.get_parameter(name).float(), expected.detach(), strict=True):
             error, size = (mine - of).abs(), of.abs()
-            limit = largest_error("int4_g32" if scheme == "int4" else scheme, of)
+            limit = largest_error("int4_g32" if scheme == "int4" else scheme, of)  # 64 columns are no 128
             assert (error <= limit + 2**-8 * size).all(), name  # they arrive as bfloat16 numbers
             assert error.max() > 1e-4, name
 
@@ -311,11 +279,10 @@ def test_weights_that_fsdp_has_sharded_are_gathered(tmp_path):
         torch.testing.assert_close(torch.load(tmp_path / f"kept_{process}.pt"), expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "fp8"])
-def test_shards_hold_together_what_one_file_holds(tmp_path, scheme):
+def test_shards_hold_together_what_one_file_holds(tmp_path):
     model = make_model(64)
-    write(model, scheme, tmp_path / "whole")
-    write(model, scheme, tmp_path / "sharded", max_shard_bytes=30_000)
+    write(model, "fp8", tmp_path / "whole")
+    write(model, "fp8", tmp_path / "sharded", max_shard_bytes=30_000)
     files = sorted(file.name for file in (tmp_path / "sharded").glob("*.safetensors"))
     count = len(files)
     assert count > 2
@@ -353,7 +320,7 @@ print(size, highest() - start)
 """
     # The allocator gives back what is freed, so that what is measured is what is held.
     process = python(code, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"})
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=280)
     assert output, errors[-2000:]
     size, peak = map(int, output.split())
     assert size > 600e6
@@ -405,7 +372,7 @@ def slowly():
     for number, item in enumerate(policy_tensors(model)):
         if number == 10:
             print("half", flush=True)
-            time.sleep(60)
+            time.sleep(3600)  # until it is killed
         yield item
 writer(model, max_shard_bytes=10_000).write(slowly(), {str(checkpoint)!r})
 """

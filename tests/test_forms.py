@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dc_trl import DCGRPOTrainer
 from dc_trl.constraint.forms import PROBABILITY_FLOOR, Constrained, form_of, through_advantages, two_sided
+from dc_trl.constraint.lagrangian import LagrangeMultiplier
 from dc_trl.constraint.settings import ConstraintSettings
-from dc_trl.constraint.statistics import BatchStatistics
+from dc_trl.constraint.statistics import BatchStatistics, batch_metrics
 from dc_trl.sampled_tokens import SampledTokens
 
-from .helpers import ROOT, Rollouts, distinct_characters, logged, make_config, make_model, make_prompts
+from .helpers import ROOT, Rollouts, logged, make_config, make_model, make_trainer
 
 
 TRAIN = torch.tensor([[0.5, 0.2, 0.9], [0.25, 0.75, 0.5]]).log()
@@ -31,13 +31,6 @@ def test_the_papers_form_by_hand():
     torch.testing.assert_close(made.penalty, penalty)
     torch.testing.assert_close(made.advantages, torch.tensor([[0.8, 1.0, 1.0], [-1.5, -2.0, -1.0]]))
     assert made.loss is None
-
-
-def test_level_and_margin_by_hand():
-    made = form_of(ConstraintSettings(constraint="static", discrepancy_level="sequence", discrepancy_margin=0.1))(
-        TOKENS, 1.0
-    )
-    torch.testing.assert_close(made.penalty, torch.tensor([[0.0, 0.0, 0.0], [0.25, 0.25, 0.25]]))
 
 
 MEASURES = ["prob_diff", "prob_ratio", "log_prob"]
@@ -91,21 +84,7 @@ def _update(logits, q, weight):
     return policy.grad
 
 
-@given(logits=LOGITS, engine=LOGITS)
-def test_the_log_ratio_of_the_engines_tokens_is_half_the_expected_square(logits, engine):
-    """In expectation over q: -λ ∇ ½ E_q[(log π/q)²]. Where each token has the weight π/q besides: -λ ∇KL(π ‖ q)."""
-    p, q = logits.softmax(0), engine.softmax(0)
-    squares = lambda at: (q * (at.log_softmax(0) - q.log()).square()).sum() / 2  # noqa: E731
-    divergence = lambda at: (at.softmax(0) * (at.log_softmax(0) - q.log())).sum()  # noqa: E731
-    for weight, objective in ((q, squares), (q * (p / q), divergence)):
-        step = 1e-5
-        slope = [
-            (objective(logits + step * e) - objective(logits - step * e)) / (2 * step) for e in torch.eye(5).double()
-        ]
-        assert (_update(logits, q, weight) + 2 * torch.stack(slope)).abs().max() < 1e-6
-
-
-@pytest.mark.parametrize(("shift", "kl", "difference"), [(0.08, 0.003, 0.1), (0.26, 0.03, 0.3), (1.0, 0.4, 0.9)])
+@pytest.mark.parametrize(("shift", "kl", "difference"), [(0.08, 0.003, 0.1), (1.0, 0.4, 0.9)])
 def test_the_log_ratio_is_the_kls_gradient_near_the_engine_alone(shift, kl, difference):
     """docs/which_one.md has these figures: medians of 200 random softmaxes of 50 tokens."""
     generator = torch.Generator().manual_seed(0)
@@ -142,16 +121,6 @@ def test_the_coefficients_by_hand():
     assert penalty("quadratic", "prob_ratio") == pytest.approx([0.25 / 0.4, -0.5 / 0.5], abs=1e-6)
     assert penalty("quadratic", "log_prob") == pytest.approx([math.log(1.25) / 0.5, -math.log(2) / 0.25], abs=1e-6)
     assert penalty("log_ratio", "prob_diff") == pytest.approx([math.log(1.25), -math.log(2)], abs=1e-6)
-
-
-def test_rounding_has_no_sign():
-    """Engines that agree to the rounding of float32 leave every form's advantages as they are."""
-    infer = TRAIN + 4e-6 * torch.tensor([[1.0, -1.0, 1.0], [-1.0, 1.0, -1.0]])
-    for name in OBJECTIVES:
-        for measure in MEASURES:
-            form = form_of(ConstraintSettings(constraint="static", constraint_form=name, discrepancy_measure=measure))
-            made = form(TOKENS._replace(infer_logps=infer), 1.0)
-            torch.testing.assert_close(made.advantages, ADVANTAGES.unsqueeze(1).expand(2, 3), rtol=0, atol=5e-5)
 
 
 def test_level_and_margin_of_a_signed_form():
@@ -191,9 +160,10 @@ def test_statistics_of_micro_batches_and_processes_are_those_of_the_whole():
     report = ranks[0].reduce(lambda local: torch.cat([local, *of_others]))
     assert report.tokens == 10
     assert report.mean_discrepancy == pytest.approx((0.1 / 2 + 0.75 / 3) / 2)
-    assert report.mean_penalty(0.5) == pytest.approx(0.5 * 2 * 0.75 / 10)
-    assert report.penalized_fraction == pytest.approx(4 / 10)
-    assert report.metrics()["probs_diff_max"] == pytest.approx(0.5)
+    metrics = batch_metrics(report, LagrangeMultiplier(init=0.5))
+    assert metrics["lagrangian/penalty_mean"] == pytest.approx(0.5 * 2 * 0.75 / 10)
+    assert metrics["lagrangian/penalized_fraction"] == pytest.approx(4 / 10)
+    assert metrics["discrepancy/probs_diff_max"] == pytest.approx(0.5)
     assert ranks[0].reduce(lambda local: local) is None  # it was all taken
 
 
@@ -205,24 +175,12 @@ def _squared_log_ratio(tokens, multiplier):
 
 
 @pytest.mark.parametrize("steps_per_generation", [2, 4])  # with 4 the weights move within a generation batch
-def test_a_term_of_the_loss_reaches_the_weights(tmp_path, tokenizer, steps_per_generation):
+def test_a_term_of_the_loss_reaches_the_weights(tmp_path, steps_per_generation):
     def trained(form):
         """Losses and inputs of the first optimizer step, and the trainer."""
-        trainer = DCGRPOTrainer(
-            make_model(),
-            distinct_characters,
-            make_config(
-                tmp_path / "run",
-                constraint="static",
-                lambda_init=0.5,
-                gradient_accumulation_steps=2,
-                steps_per_generation=steps_per_generation,
-                max_steps=1,
-            ),
-            train_dataset=make_prompts(),
-            processing_class=tokenizer,
-            rollout_func=Rollouts(),
-        )
+        steps = {"gradient_accumulation_steps": 2, "steps_per_generation": steps_per_generation, "max_steps": 1}
+        settings = {"constraint": "static", "lambda_init": 0.5, "rollout_func": Rollouts()}
+        trainer = make_trainer(tmp_path / "run", **settings, **steps)
         trainer.form = form
         seen = []
         compute_loss = trainer._compute_loss
@@ -274,30 +232,14 @@ def own_form(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "my_form", raising=False)
 
 
-def test_the_form_of_the_page_trains(own_form, tmp_path, tokenizer):
-    config = make_config(
-        tmp_path / "run", constraint="static", constraint_form="my_form:complete", lambda_init=0.5, max_steps=1
-    )
-    seen = []
-
-    class Seen(DCGRPOTrainer):
-        def _compute_loss(self, model, inputs):
-            loss = super()._compute_loss(model, inputs)
-            seen.append(inputs)
-            return loss
-
-    trainer = Seen(
-        make_model(),
-        distinct_characters,
-        config,
-        train_dataset=make_prompts(),
-        processing_class=tokenizer,
-        rollout_func=Rollouts(),
-    )
+def test_the_form_of_the_page_trains(own_form, tmp_path, seen_by_the_loss):
+    settings = {"constraint": "static", "constraint_form": "my_form:complete", "lambda_init": 0.5, "max_steps": 1}
+    trainer = make_trainer(tmp_path / "run", rollout_func=Rollouts(), **settings)
     trainer.train()
-    train = _log_probabilities(make_model(), seen[0])
-    infer = seen[0]["sampling_per_token_logps"]
-    mask = seen[0]["completion_mask"].bool()
+    (inputs,) = seen_by_the_loss
+    train = _log_probabilities(make_model(), inputs)
+    infer = inputs["sampling_per_token_logps"]
+    mask = inputs["completion_mask"].bool()
     gap = train.exp() - infer.exp()
     expected = (gap.abs() + gap.sign() * train.exp())[mask].mean().item()
     assert logged(trainer, "lagrangian/penalty_mean")[0] == pytest.approx(0.5 * expected, rel=1e-3)

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import dataclasses
 import itertools
 import json
 import os
@@ -24,12 +23,11 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from dc_trl import DCGRPOTrainer
 from dc_trl.command.serve import make_parser
 from dc_trl.files import read_yaml
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.rollouts.vllm_backends import ServerGeneration
-from dc_trl.training.arguments import ARGUMENTS, RunArguments
+from dc_trl.training.arguments import RunArguments
 
 from .helpers import (
     ROOT,
@@ -37,9 +35,9 @@ from .helpers import (
     Rollouts,
     distinct_characters,
     logged,
-    make_config,
     make_model,
     make_prompts,
+    make_trainer,
 )
 
 
@@ -153,10 +151,12 @@ def test_a_function_as_a_tool_and_a_template_that_trl_knows(workplace):
     tokenizer = AutoTokenizer.from_pretrained("dc_trl/assets/tiny_qwen3")
     tokenizer.chat_template = Path(trl.__file__).with_name("chat_templates").joinpath("qwen3.jinja").read_text()
     prompts = make_prompts(8).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    trainer = DCGRPOTrainer(
+    trainer = make_trainer(
+        workplace / "run",
         make_model(max_position_embeddings=2048),
         lambda completions, **kwargs: distinct_characters([turns[-1]["content"] for turns in completions]),
-        make_config(workplace / "run", deployment_scheme="bf16", max_steps=1),
+        deployment_scheme="bf16",
+        max_steps=1,
         train_dataset=prompts,
         processing_class=tokenizer,
         tools=[names["calculate"]],
@@ -230,19 +230,6 @@ def test_an_adapter_of_a_packed_base_that_is_no_sum_is_refused(options):
         list(policy_tensors(policy))
 
 
-def test_a_packed_base_has_no_straight_through_forward():
-    pytest.importorskip("bitsandbytes")
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    from dc_trl.quantization.deployed_forward import DeployedForward
-
-    quantization = BitsAndBytesConfig(load_in_4bit=True)
-    base = AutoModelForCausalLM.from_pretrained(TINY_MODEL, quantization_config=quantization)
-    policy = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match=r"peft_config adapts .*bnb\.Linear4bit"):
-        DeployedForward(policy, "fp8")
-
-
 def test_packed_weights_are_not_streamed():
     """A parameter of a class that is named as bitsandbytes' stands for it: no device is asked anything."""
 
@@ -269,12 +256,6 @@ def test_packed_weights_are_not_streamed():
 # --- several rewards
 
 
-def my_rewards():
-    names = {}
-    exec(blocks("rewards.md", "python")[0], names)
-    return names["brevity"], names["shows_its_work"]
-
-
 def table(name, first):
     """Rows of the table of a page whose head begins with this cell, as lists of cells."""
     lines = (DOCS / name).read_text().partition(f"| {first} |")[2].splitlines()[2:]
@@ -283,14 +264,8 @@ def table(name, first):
 
 def train_on(tmp_path, tokenizer, rewards, **settings):
     """One generation batch of four completions of one prompt, scored by these functions."""
-    trainer = DCGRPOTrainer(
-        make_model(),
-        rewards,
-        make_config(tmp_path, max_steps=1, learning_rate=0.0, **settings),
-        train_dataset=make_prompts(1),
-        processing_class=tokenizer,
-        rollout_func=Rollouts(),
-    )
+    fixed = {"max_steps": 1, "learning_rate": 0.0, "train_dataset": make_prompts(1), "rollout_func": Rollouts()}
+    trainer = make_trainer(tmp_path, reward=rewards, **fixed, **settings)
     trainer.train()
     return trainer
 
@@ -314,33 +289,6 @@ def test_the_advantages_of_two_rewards(tmp_path, tokenizer, aggregation, column)
     assert logged(trainer, "reward") == pytest.approx([statistics.fmean(sums)])
     assert logged(trainer, "reward_std") == pytest.approx([statistics.stdev(sums)], rel=1e-3)
     assert logged(trainer, "rewards/brevity/mean") == pytest.approx([-0.25])
-
-
-def test_a_completion_without_any_reward(tmp_path, tokenizer, seen_by_the_loss):
-    """Advantage 0, no part in the mean of its group; its tokens are in δ̄ and pay the penalty."""
-
-    def first(completions, **kwargs):
-        return [1.0, 0.0, None, None]
-
-    def second(completions, **kwargs):
-        return [None, 2.0, 4.0, None]
-
-    settings = {"scale_rewards": "none", "constraint": "static", "length_aware_batches": False}
-    trainer = train_on(tmp_path, tokenizer, [first, second], **settings)
-    assert list(trainer._logs["advantages"]) == pytest.approx([1 - 7 / 3, 2 - 7 / 3, 4 - 7 / 3, 0])
-    (inputs,) = seen_by_the_loss
-    (row,) = (inputs["trajectory_advantages"] == 0).nonzero()[0]
-    scored = inputs["completion_mask"][row].bool()
-    assert (inputs["advantages"][row][scored] < 0).all()
-
-
-def test_the_reward_functions_of_the_page():
-    brevity, shows_its_work = my_rewards()
-    turns = [[{"role": "assistant", "content": text}] for text in ("3+5=8;\\boxed{8}", "\\boxed{84}", "9;\\boxed{84}")]
-    logs = {}
-    assert brevity(turns) == [-0.15, -0.1, -0.12]
-    assert shows_its_work(turns, answer=["8", "84", "84"], log_metric=logs.__setitem__) == [None, 0.0, 1.0]
-    assert logs == {"shows_its_work/applies": 2 / 3}
 
 
 # --- the commands
@@ -447,16 +395,11 @@ def commands_of(file):
 
 
 @pytest.mark.parametrize("file", SBATCH_FILES, ids=lambda file: file.stem)
-def test_a_slurm_file_parses(file):
-    subprocess.run(["bash", "-n", file], check=True, timeout=20)
+def test_the_commands_of_a_slurm_file_are_read_by_the_programs(file, monkeypatch, tmp_path):
+    subprocess.run(["bash", "-n", file], check=True, timeout=60)
     lines = file.read_text().splitlines()
-    assert lines[0] == "#!/bin/bash"
     last = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH"))
     assert all(line.startswith("#") for line in lines[: last + 1])  # sbatch stops reading at the first command
-
-
-@pytest.mark.parametrize("file", SBATCH_FILES, ids=lambda file: file.stem)
-def test_the_commands_of_a_slurm_file_are_read_by_the_programs(file, monkeypatch, tmp_path):
     directives = dict(re.findall(r"^#SBATCH --([\w-]+)=(.+)$", file.read_text(), re.MULTILINE))
     nodes, gpus = int(directives["nodes"]), int(directives["gpus-per-node"])
     serving, training = sorted(commands_of(file), reverse=True)
@@ -531,9 +474,3 @@ def test_the_container_file_holds_what_its_installation_needs(tmp_path):
     (command,) = (words for name, words in parts if name == "CMD")
     assert (tmp_path / command[0]).is_file()
     assert RunArguments.parse(["--config", str(tmp_path / command[2])]).trainer.use_cpu
-
-
-def test_settings_in_yaml_exist():
-    (block,) = blocks("lora.md", "yaml")
-    known = {field.name for kind in ARGUMENTS for field in dataclasses.fields(kind)}
-    assert yaml.safe_load(block).keys() <= known

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dc_trl import LagrangeMultiplier
-from dc_trl.constraint.lagrangian import AUTO_BATCHES, proposed_tolerance, student_quantile
+from dc_trl.constraint.tolerance import AUTO_BATCHES, proposed_tolerance, student_quantile
 
 
 def test_recursion_by_hand():
@@ -42,32 +42,18 @@ def test_proposed_tolerance_by_hand():
         proposed_tolerance([1.0])
 
 
-@pytest.mark.parametrize(("freedom", "expected"), [(1, 12.706205), (2, 4.302653), (9, 2.262157), (1999, 1.961152)])
-def test_student_quantile_of_a_table(freedom, expected):
-    assert student_quantile(freedom) == pytest.approx(expected, abs=1e-6)
-
-
 def test_student_quantile_is_scipys():
     freedoms = [*range(1, 300), *range(300, 10_000, 97), 9_999]
     found = [student_quantile(freedom) for freedom in freedoms]
     np.testing.assert_allclose(found, scipy.stats.t.ppf(0.975, freedoms), rtol=1e-10)
 
 
-@pytest.mark.parametrize("batches", [2, 5, AUTO_BATCHES])
-def test_one_healthy_batch_in_forty_is_above_the_tolerance(batches):
+def test_one_healthy_batch_in_forty_is_above_the_tolerance():
     """Normally distributed δ̄, 8,000 runs: 2.5 % ± 0.17 %. Mean plus 1.96 deviations of ten batches: 4.7 %."""
     rng = np.random.default_rng(0)
-    runs = rng.normal(0.002, 0.0003, (8_000, batches + 1))
+    runs = rng.normal(0.002, 0.0003, (8_000, AUTO_BATCHES + 1))
     above = np.mean([run[-1] > proposed_tolerance(run[:-1].tolist()) for run in runs])
     assert 0.019 < above < 0.031
-
-
-def test_a_skewed_discrepancy_is_above_the_tolerance_as_often_as_is_said():
-    rng = np.random.default_rng(0)
-    for scatter, said in ((0.1, 0.033), (0.2, 0.041), (0.6, 0.064)):
-        runs = rng.lognormal(-6, scatter, (8_000, AUTO_BATCHES + 1))
-        above = np.mean([run[-1] > proposed_tolerance(run[:-1].tolist()) for run in runs])
-        assert above == pytest.approx(said, abs=0.007)
 
 
 def test_automatic_tolerance():
@@ -99,27 +85,13 @@ def test_a_given_tolerance_stays_whatever_a_state_says():
     assert automatic.tolerance is None
 
 
-@given(st.lists(st.floats(0, 1), min_size=2, max_size=12))
-def test_proposed_tolerance_is_above_the_mean(batches):
-    assert proposed_tolerance(batches) >= np.mean(batches) - 1e-12
-
-
-def test_defaults_are_the_dense_recipe():
-    multiplier = LagrangeMultiplier()
-    assert (multiplier.value, multiplier.lr, multiplier.tolerance) == (0.1, 1.0, 0.0037)
-    assert (multiplier.minimum, multiplier.maximum) == (0.0, 1.0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"tolerance": -0.1}, "tolerance=-0.1"),
         ({"lr": math.nan}, "lr=nan"),
-        ({"minimum": -1.0}, "minimum=-1.0"),
-        ({"maximum": math.inf}, "maximum=inf"),
         ({"minimum": 0.5, "maximum": 0.2, "init": 0.3}, "minimum=0.5 is above maximum=0.2"),
         ({"init": 2.0}, r"init=2.0 lies outside \[0.0, 1.0\]"),
-        ({"window": 0}, "window=0"),
         ({"window": 1.5}, "window=1.5"),
     ],
 )

@@ -159,7 +159,7 @@ ALLOWED = {
     "rollouts/background.py": "within a checkpoint that is being made",
     "rollouts/replica.py": "within a checkpoint that is being made",
     "grading/worker.py": "/dev/null, and the pipe of the pool",
-    "quantization/tensor_file.py": "O_EXCL, in a folder that was just made",
+    "quantization/checkpoint_files.py": "in a folder that was just made",
     "hub/local_paths.py": "in a folder of this user alone, made by mkdtemp",
 }
 

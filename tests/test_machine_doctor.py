@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dc_trl.command.doctor import main, make_parser
+from dc_trl.command.doctor import main
 from dc_trl.doctor import run, smoke
 from dc_trl.doctor.block import block, bottom_line, facts, publishable
 from dc_trl.doctor.run import (
@@ -238,7 +238,6 @@ def test_what_there_is_no_time_for_is_left_out(at_root):
     ("words", "message"),
     [
         ("--minutes 0", "minutes=0"),
-        ("--device cuda:x", "device='cuda:x'"),
         ("--log there", "log='there' exists already"),
         ("--log new.log --json there", "json='there' exists already"),
     ],
@@ -249,17 +248,6 @@ def test_what_is_wrong_on_the_command_line_is_said_at_once(words, message, tmp_p
     with pytest.raises(SystemExit, match=re.escape(message)):
         main(words.split())
     assert Path("there").read_text() == "mine"
-
-
-def test_the_commands_of_the_page_are_understood():
-    page = (ROOT / "docs" / "doctor.md").read_text()
-    commands = re.findall(r"^dc-trl doctor ?(.*)$", page, re.MULTILINE)
-    assert len(commands) == 5
-    for command in commands:
-        make_parser().parse_args(command.split())
-    for check in plan_checks(SCHEMES):
-        kind = check.name.partition(":")[0]
-        assert re.search(rf"^\| `{kind}(:SCHEME)?` \|", page, re.MULTILINE), kind
 
 
 # --- the whole
@@ -300,7 +288,7 @@ def test_a_model_that_is_not_there_fails_and_the_machine_is_described(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_it_leaves_nothing_behind_when_it_is_stopped(tmp_path, how, monkeypatch):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -309,11 +297,13 @@ def test_it_leaves_nothing_behind_when_it_is_stopped(tmp_path, how, monkeypatch)
     for line in process.stdout:
         if line.startswith("device: passed"):  # the next check is under way
             break
-    time.sleep(0.5)
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert family
+    family: list[psutil.Process] = []
+    while not family:
+        assert process.poll() is None
+        time.sleep(0.1)
+        family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(how)
-    shown, _ = process.communicate(timeout=60)
+    shown, _ = process.communicate(timeout=200)
     wait_until_gone(family)
     assert not list(temporary.iterdir())
     if how == signal.SIGINT:

@@ -9,16 +9,13 @@ import pytest
 import torch
 from accelerate.utils import calculate_maximum_sizes
 from transformers import LlamaConfig, LlamaForCausalLM
-from trl import TrlParser
 
-from dc_trl import DCGRPOConfig
 from dc_trl.command import plan as plan_command
 from dc_trl.planning.architecture import architecture_of, load_architecture
 from dc_trl.planning.layouts import Problem, layouts, reasons, remedies
-from dc_trl.planning.memory import PRECISIONS, Engine, MicroBatch, trainer_memory
+from dc_trl.planning.memory import PRECISIONS, MicroBatch, trainer_memory
 from dc_trl.planning.work import Work, work_of_config
 from dc_trl.quantization.schemes import SCHEMES
-from dc_trl.training.arguments import ARGUMENTS
 
 from . import planning_measured as measured
 from .helpers import ROOT, TINY_MODEL, TWO_PROCESSES, make_experts, make_model
@@ -121,13 +118,6 @@ def test_fsdp2_holds_accumulated_gradients_whole(tmp_path):
     assert held["reduced"] == pytest.approx(4 * count / 2, rel=0.01)  # a float32 shard, and padding
 
 
-def test_tensor_parallel_beyond_the_heads_repeats_the_cache(known):
-    one, four, eight = (Engine(known["qwen3_30b_a3b"], "fp8", 80e9, size) for size in (1, 4, 8))
-    assert one.token_bytes == 2 * 48 * 4 * 128 * 2  # keys and values, layers, 4 heads of 128 numbers, BF16
-    assert four.token_bytes == one.token_bytes / 4 == eight.token_bytes
-    assert not eight.fits(10**6) or eight.cache_tokens >= 10**6
-
-
 # --- layouts
 
 
@@ -165,17 +155,6 @@ def test_a_batch_or_an_engine_that_does_not_fit_is_the_reason(known):
     assert "171 completions" in reasons(odd)[0]
     large = Problem(known["qwen3_235b_a22b"], Work(scheme="bf16"), "h100", 4)
     assert "leave a cache of 0 tokens, below one sequence of 10,240" in reasons(large)[-1]
-
-
-def test_the_settings_of_a_layout_exist(known, tmp_path):
-    (layout,) = layouts(problem := Problem(known["qwen3_8b"], Work(), "h100", 8))
-    options = {option for action in TrlParser(ARGUMENTS)._actions for option in action.option_strings}
-    numbers = plan_command.numbers_of(problem, layout)
-    assert {f"--{name}" for name in numbers if name.startswith(("per_device", "gradient_acc", "steps_per"))} <= options
-    value = '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'  # what the page gives for sync_each_batch
-    assert value in (ROOT / "docs" / "planning.md").read_text()
-    config = DCGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, accelerator_config=value)
-    assert config.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": True}
 
 
 # --- configurations and the command

@@ -23,7 +23,7 @@ from transformers import (
 
 import dc_trl.rollouts.replica
 from dc_trl import DCGRPOTrainer
-from dc_trl.constraint.statistics import mismatch_metrics
+from dc_trl.constraint.mismatch import mismatch_metrics
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.routing import OWN_CHOICE, RoutesRecorder, RoutingReplay, Turn, batch_routes, expert_scores
 from dc_trl.serving.answers import require_rollout

@@ -12,9 +12,9 @@ from transformers import TrainerCallback
 
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
-from dc_trl.constraint.lagrangian import AUTO_BATCHES
 from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.thresholds import drift_warning
+from dc_trl.constraint.tolerance import AUTO_BATCHES
 from dc_trl.resuming.checkpoints import checkpoint_defect
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.sync_schedule import SyncSchedule
@@ -22,12 +22,8 @@ from dc_trl.rollouts.sync_schedule import SyncSchedule
 from . import helpers
 from .helpers import (
     Rollouts,
-    distinct_characters,
     logged,
-    make_config,
-    make_model,
     make_prompts,
-    make_tokenizer,
     untimed_rows,
 )
 
@@ -115,7 +111,7 @@ def ages(means, tolerance, most):
     return found
 
 
-@pytest.mark.parametrize("constraint", ["none", "static", "lagrangian"])
+@pytest.mark.parametrize("constraint", ["none", "lagrangian"])
 def test_new_weights_come_when_the_discrepancy_has_passed_its_tolerance(tmp_path, constraint):
     lagging = make_trainer(tmp_path / "lagging", constraint=constraint)
     lagging.train()
@@ -275,19 +271,15 @@ def test_the_warning_far_from_the_sampler_by_hand():
         for correction in ("none", "token_truncate", "icepop"):
             assert warning_of(None, correction, 0.01, may_lag) is None
             assert (warning_of(None, correction, 0.0123, may_lag) is not None) == may_lag
-        for form in ("injected",):  # with a lag it pushes away from the sampler
-            message = warning_of(form, "none", 0.0123, may_lag)
-            for words in (f"constraint_form='{form}'", "discrepancy/k3_kl=0.0123", "constraint='none'"):
-                assert words in message
-            assert ("weight_sync_steps" in message) == ("signed form" in message) == may_lag
+        message = warning_of("injected", "none", 0.0123, may_lag)  # with a lag it pushes away from the sampler
+        assert message.startswith("constraint_form='injected' meets discrepancy/k3_kl=0.0123")
+        assert ("weight_sync_steps" in message) == ("signed form" in message) == may_lag
     # A two-sided form does not see the lag: the run is GRPO's. In step it does what it is for.
     for form, method in ((None, "constraint='none'"), ("two_sided_kl", "constraint_form='two_sided_kl'")):
         message = warning_of(form, "none", 0.0123, may_lag=True)
         assert message.startswith(
             f"{method} meets discrepancy/k3_kl=0.0123, above 0.01, with a sampler whose weights may lag"
         )
-        for remedy in ("weight_sync_steps", "constraint_form='log_ratio'", "rollout_correction='ppo_clip'"):
-            assert remedy in message
         assert warning_of(form, "none", 5.0, may_lag=False) is None
     # A loss that clips the ratio to the sampler has one of the remedies.
     assert drift_warning(ConstraintSettings(), 0.0123, may_lag=True, clips=True) is None
@@ -310,21 +302,12 @@ def test_the_warning_far_from_the_sampler_by_hand():
     ("options", "warnings"),
     [
         ({"constraint": "static"}, 1),
-        ({"constraint": "static", "constraint_form": "log_ratio"}, 1),
         ({"constraint": "none", "rollout_correction": "ppo_clip"}, 1),
-        ({"constraint": "none"}, 0),
         ({"constraint": "none", "rollout_correction": "token_truncate"}, 0),
     ],
 )
 def test_a_run_is_warned_once(tmp_path, caplog, options, warnings):
-    trainer = DCGRPOTrainer(
-        make_model(),
-        distinct_characters,
-        make_config(tmp_path, **options),
-        train_dataset=make_prompts(),
-        processing_class=make_tokenizer(),
-        rollout_func=Rollouts(),  # random log-probabilities
-    )
+    trainer = helpers.make_trainer(tmp_path, rollout_func=Rollouts(), **options)  # random log-probabilities
     trainer.train()
     assert min(logged(trainer, "discrepancy/k3_kl")) > 0.01
     assert sum("meets discrepancy/k3_kl" in record.message for record in caplog.records) == warnings

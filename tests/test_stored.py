@@ -1,4 +1,4 @@
-"""The bytes of a checkpoint, which are those of PyTorch, compressed-tensors and safetensors; and files that stay."""
+"""The bytes of a checkpoint, which are those of compressed-tensors and safetensors; and files that stay."""
 
 import errno
 import os
@@ -10,54 +10,15 @@ from accelerate import Accelerator
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationStrategy
 from compressed_tensors.quantization.utils import calculate_qparams
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from dc_trl.quantization.checkpoint import CheckpointWriter
-from dc_trl.quantization.float8 import encode_float8
+from dc_trl.quantization.fake_quantize import compressed_weight
 from dc_trl.quantization.schemes import SCHEMES, resolve_scheme
-from dc_trl.quantization.stored import StoredWeights
-from dc_trl.quantization.tensor_file import Spec, TensorFile
 from dc_trl.quantization.tensors import frozen_tensors, policy_tensors
 
-from .helpers import make_experts, make_model, make_tokenizer
-
-
-def encoded(values: torch.Tensor) -> torch.Tensor:
-    scratch = torch.empty(2, *values.shape, dtype=torch.int32)
-    return encode_float8(values.clone(), *scratch, torch.empty(values.shape, dtype=torch.uint8))
-
-
-def cast(values: torch.Tensor) -> torch.Tensor:
-    return values.to(torch.float8_e4m3fn).view(torch.uint8)
-
-
-def test_every_bfloat16_number_gets_the_byte_of_pytorchs_cast():
-    numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).float()
-    finite = numbers[numbers.isfinite()]
-    assert len(finite) == 2**16 - 2 * 2**7
-    within = finite.clamp(-448, 448)  # as compressed-tensors does before its cast
-    assert torch.equal(encoded(within), cast(within))
-    assert len(set(encoded(within).tolist())) == 254  # all of the format but its NaNs
-    for count in (1, 7, 33):  # shorter than a processor's vectors, or no multiple of them
-        assert torch.equal(encoded(within[100 : 100 + count]), cast(within[100 : 100 + count]))
-
-
-def test_numbers_next_to_and_between_those_of_the_format_go_where_pytorch_sends_them():
-    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    halves = (codes[1:] + codes[:-1]) / 2  # ties
-    exact = torch.cat([codes, halves, -codes, -halves])
-    near = [exact, exact.nextafter(torch.tensor(torch.inf)), exact.nextafter(torch.tensor(-torch.inf))]
-    values = torch.cat(near).clamp(-448, 448)
-    assert torch.equal(encoded(values), cast(values))
-
-
-@given(st.lists(st.floats(-448, 448, width=32), min_size=1, max_size=100))
-def test_every_float32_number_gets_the_byte_of_pytorchs_cast(numbers):
-    values = torch.tensor(numbers)
-    assert torch.equal(encoded(values), cast(values))
+from .helpers import make_experts, make_model, make_tokenizer, tensors_in
 
 
 def whole(weight: torch.Tensor, scheme) -> dict[str, torch.Tensor]:
@@ -79,100 +40,22 @@ def whole(weight: torch.Tensor, scheme) -> dict[str, torch.Tensor]:
     return BaseCompressor.get_value_from_registry(scheme.format.value).compress(state, scheme)
 
 
-def in_pieces(weight: torch.Tensor, scheme) -> dict[str, torch.Tensor]:
-    storage = StoredWeights(scheme)
-    pieces: dict[str, list[torch.Tensor]] = {}
-    for name, piece in storage.quantize(weight):
-        pieces.setdefault(name, []).append(piece.clone().reshape(-1).view(torch.uint8))
-    plan = storage.quantized(weight.shape)
-    assert plan.keys() == pieces.keys()
-    return {name: torch.cat(pieces[name]).view(plan[name].dtype).view(plan[name].shape) for name in plan}
-
-
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     same = one.dtype == other.dtype and one.shape == other.shape
     return same and torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
 
 
-# Weights as they are, and what arithmetic trips over: zeros of both signs, rows of zeros, subnormal numbers, numbers
-# that vanish beside others, the largest ones, NaN and infinity.
-SPECIAL = [0.0, -0.0, 1e-45, -1e-42, 3e-39, -1e-38, 5e-36, 1e-20, -1e-12, 448.0, 3e38, -3.4e38]
-NUMBERS = st.one_of(st.floats(-1, 1, width=32), st.sampled_from(SPECIAL))
-WILD = st.one_of(NUMBERS, st.sampled_from([float("nan"), float("inf"), float("-inf")]))
-
-
-@settings(max_examples=60)
-@given(
-    scheme=st.sampled_from([name for name in SCHEMES if name != "bf16"]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    numbers=st.lists(NUMBERS, min_size=1, max_size=300),
-    seed=st.integers(0, 2**31),
-)
-def test_pieces_are_what_compressed_tensors_makes_of_the_whole(scheme, dtype, numbers, seed):
-    generator = torch.Generator().manual_seed(seed)
-    rows = int(torch.randint(1, 300, (), generator=generator))
-    weight = torch.randn(rows, 256, generator=generator) * torch.rand(rows, 1, generator=generator) ** 20
-    places = torch.randint(0, weight.numel(), (len(numbers),), generator=generator)
-    weight.view(-1)[places] = torch.tensor(numbers)
-    weight[:: 3 + seed % 7] *= 0.0
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "bf16"])
+def test_a_weight_with_special_numbers_is_what_compressed_tensors_makes_of_it(scheme, monkeypatch):
+    """Rows of zeros, zeros of both signs, subnormal numbers, the largest ones; blocks that stand out of the weight."""
+    monkeypatch.setattr("dc_trl.quantization.fake_quantize._PIECE", 2**16)  # in several pieces
+    weight = torch.randn(300, 384) * torch.rand(300, 1) ** 20
+    weight[::7] = 0.0
+    weight[3, :11] = torch.tensor([-0.0, 1e-45, -1e-42, 3e-39, -1e-38, 5e-36, 1e-20, -1e-12, 448.0, 3e38, -3.4e38])
     resolved = resolve_scheme(scheme, make_model(256))
-    expected, found = whole(weight.to(dtype), resolved), in_pieces(weight.to(dtype), resolved)
+    expected, found = whole(weight, resolved), compressed_weight(weight, resolved)
     assert found.keys() == expected.keys()
     assert all(same_bytes(found[name], expected[name]) for name in expected)
-
-
-@settings(max_examples=40)
-@given(scheme=st.sampled_from(["fp8", "fp8_block"]), numbers=st.lists(WILD, min_size=1, max_size=20))
-def test_what_is_not_finite_stays_so(scheme, numbers):
-    weight = torch.randn(384, 256)
-    weight[5, 3 : 3 + len(numbers)] = torch.tensor(numbers)
-    resolved = resolve_scheme(scheme, make_model(256))
-    expected, found = whole(weight, resolved), in_pieces(weight, resolved)
-    for name in expected:  # NaN has a sign and a payload, which nobody reads
-        one, other = expected[name].float(), found[name].float()
-        assert torch.equal(one.isnan(), other.isnan())
-        assert torch.equal(one.nan_to_num(), other.nan_to_num())
-
-
-def test_a_large_weight_in_several_pieces_is_the_same(monkeypatch):
-    weight = torch.randn(700, 1024) * 0.02
-    for scheme in ("fp8", "fp8_block", "int8", "int4"):
-        resolved = resolve_scheme(scheme, make_model(256))
-        expected = whole(weight, resolved)
-        monkeypatch.setattr("dc_trl.quantization.float8._NUMBERS", 2**17)
-        monkeypatch.setattr("dc_trl.quantization.stored._NUMBERS", 2**17)
-        found = in_pieces(weight, resolved)
-        assert all(same_bytes(found[name], expected[name]) for name in expected)
-
-
-DTYPES = [torch.int64, torch.float32, torch.int32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.uint8]
-NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8)
-SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
-
-
-@settings(max_examples=50)
-@given(specs=st.dictionaries(NAMES, st.tuples(st.sampled_from(DTYPES), SHAPES), min_size=1, max_size=8))
-def test_a_file_is_byte_for_byte_what_safetensors_writes(tmp_path_factory, specs):
-    folder = tmp_path_factory.mktemp("file")
-    specs.pop("__metadata__", None)
-    tensors = {name: torch.randn(shape).mul(9).to(dtype) for name, (dtype, shape) in specs.items()}
-    with TensorFile(folder / "ours", {name: Spec(*spec) for name, spec in specs.items()}) as file:
-        for name, tensor in reversed(tensors.items()):
-            for piece in tensor.reshape(-1).split(2):
-                file.append(name, piece)
-    save_file(tensors, folder / "theirs", metadata={"format": "pt"})
-    assert (folder / "ours").read_bytes() == (folder / "theirs").read_bytes()
-    assert file.size == (folder / "ours").stat().st_size
-
-
-def test_a_file_takes_all_of_each_tensor_and_no_more(tmp_path):
-    spec = {"a": Spec(torch.float32, (4,))}
-    with pytest.raises(ValueError, match="lacks values of a"), TensorFile(tmp_path / "short", spec) as file:
-        file.append("a", torch.zeros(3))
-    file = TensorFile(tmp_path / "long", spec)
-    file.append("a", torch.zeros(3))
-    with pytest.raises(ValueError, match="'a' has 4 bytes left, and 8 came"):
-        file.append("a", torch.zeros(2))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -242,10 +125,6 @@ class Folder:
         found = tensors_in(checkpoint)
         assert found.keys() == expected.keys()
         assert all(same_bytes(found[name], expected[name]) for name in expected)
-
-
-def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
 @pytest.mark.parametrize(("scheme", "options"), [("bf16", {}), ("fp8", {"modules_to_save": ["norm"]}), ("int4", {})])

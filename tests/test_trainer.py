@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer, LambdaLoggingCallback, mismatch_metrics
-from dc_trl.constraint.lagrangian import AUTO_BATCHES
+from dc_trl.constraint.tolerance import AUTO_BATCHES
 from dc_trl.records.runs import read_history
 
 from . import helpers

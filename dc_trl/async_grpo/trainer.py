@@ -44,7 +44,6 @@ from ..serving.errors import ServerError
 from ..settings.distribution import sharding_of
 from ..settings.reward_functions import checked_reward
 from .config import AsyncDCGRPOConfig
-from .rows import Trajectories
 from .worker import CheckedRolloutWorker
 
 
@@ -297,3 +296,29 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
                 f"{checkpoint} holds no {STATE_FILE} (AsyncDCGRPOTrainer did not save it): lambda starts at "
                 f"lambda_init={self.args.lambda_init}."
             )
+
+
+class Trajectories:
+    """Converts between the values of M tokens in a packed row and a matrix of B trajectories of at most T tokens.
+
+    Args:
+        segment_id: number of each token's trajectory, shape (M,), ascending from 0.
+    """
+
+    def __init__(self, segment_id: Tensor):
+        counts = torch.bincount(segment_id)
+        self._row = segment_id
+        self._column = (
+            torch.arange(len(segment_id), device=segment_id.device) - (counts.cumsum(0) - counts)[segment_id]
+        )
+        self._shape = (len(counts), int(counts.max()))
+
+    def matrix(self, values: Tensor) -> Tensor:
+        """Return values of the tokens, shape (M,), as a matrix (B, T) with zeros after the end of each trajectory."""
+        matrix = values.new_zeros(self._shape)
+        matrix[self._row, self._column] = values
+        return matrix
+
+    def flat(self, matrix: Tensor) -> Tensor:
+        """Return a matrix of shape (B, T) as values of the tokens, shape (M,); the inverse of `matrix`."""
+        return matrix[self._row, self._column]

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..constraint.discrepancy import token_discrepancy
-from ..constraint.lagrangian import tolerance_deviations
+from ..constraint.mismatch import combine_sums, mismatch_from_sums, mismatch_sums
 from ..constraint.settings import Measure, Reduction
-from ..constraint.statistics import combine_sums, mismatch_from_sums, mismatch_sums
+from ..constraint.tolerance import tolerance_deviations
 from ..records.estimators import Difference, Estimate, bootstrap_p_value
 from .result import GRID, EngineMismatch, Tolerance
 from .rollouts import EngineSample, Rollout, sampled_logps

@@ -1,4 +1,4 @@
-"""Measures of the discrepancy of a token between two engines, and the paper's penalty.
+"""Measures of the discrepancy of a token between two engines, the paper's penalty, and the sums of a batch's mean.
 
 These are pure tensor functions; `dc_trl.sampled_tokens` defines their arguments.
 """
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..sampled_tokens import bounded_log_ratio, detached, trajectory_mean
 from ..settings.ranges import require_choice
-from .settings import Level, Measure
+from .settings import Level, Measure, Reduction
 
 
 def token_discrepancy(train_logps: Tensor, infer_logps: Tensor, measure: Measure = "prob_diff") -> Tensor:
@@ -71,3 +71,28 @@ def discrepancy_penalty(
     if level == "sequence":
         delta, penalty = (trajectory_mean(value, scored).unsqueeze(-1).expand_as(value) for value in (delta, penalty))
     return penalty.where(scored & (delta > margin), 0.0)
+
+
+def accumulator(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which sums are taken; Apple's MPS has no float64."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def discrepancy_sums(delta: Tensor, scored: Tensor, reduction: Reduction = "sequence") -> dict[str, Tensor]:
+    """Return numerator and denominator of the batch discrepancy δ̄ (arXiv 2606.08779, eq. 11).
+
+    Args:
+        delta: δ of each token, shape (B, T).
+        scored: which tokens count, boolean, shape (B, T).
+        reduction: ``"sequence"``: mean over trajectories of their token means; ``"token"``: mean over all tokens.
+
+    Returns:
+        "discrepancy_sum" and "discrepancy_count", scalars. A trajectory without a scored token counts nowhere.
+    """
+    require_choice("batch_reduction", reduction, Reduction)
+    delta = delta.to(accumulator(delta))
+    if reduction == "sequence":
+        total, count = trajectory_mean(delta, scored).sum(), scored.any(-1).sum()
+    else:
+        total, count = delta.where(scored, 0.0).sum(), scored.sum()
+    return {"discrepancy_sum": total, "discrepancy_count": count.to(total.dtype)}

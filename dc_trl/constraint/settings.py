@@ -57,7 +57,7 @@ class ConstraintSettings:
         "Tolerance ε in units of the measure, at least 0: λ grows while the batch discrepancy δ̄ is above it and "
         'shrinks while δ̄ is below. With "auto", λ rests for the first ten generation batches; ε is then the mean of '
         "their δ̄ plus 2.37 standard deviations, which one healthy batch in forty exceeds "
-        "(dc_trl.constraint.lagrangian.proposed_tolerance), and is logged as lagrangian/tolerance.",
+        "(dc_trl.constraint.tolerance.proposed_tolerance), and is logged as lagrangian/tolerance.",
     )
     discrepancy_margin: Annotated[float, AT_LEAST_0] = setting(
         0.0, "Tokens whose δ is at or below this margin are not penalised."

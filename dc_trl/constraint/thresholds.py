@@ -56,44 +56,39 @@ def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool, clips:
         return None  # we have no runs of it
     # The two-sided forms read neither the sampler nor its lag; in two bits in step they did no harm.
     form = settings.constraint_form if constrained and settings.constraint_form not in TWO_SIDED else None
-    pushes = form in PUSHES
-    pulls = not pushes and (form is not None or clips or settings.rollout_correction == "ppo_clip")
-    if not pushes and pulls == may_lag:  # a pull repaired the runs with a lag; those in step needed none
-        return None
-    far = FAR if not pulls else PULLS_HARM_IN_STEP if form is not None else CLIP_COSTS_IN_STEP
-    if not k3 > far:
-        return None
-    meets = f"meets discrepancy/k3_kl={k3:.3g}, above {far:g}"
-    if pushes:
-        remedy = "Use constraint='none', or a deployment_scheme of higher precision; see docs/study.md."
-        if may_lag:
-            remedy = (
-                "Use a signed form, a smaller weight_sync_steps, a deployment_scheme of higher precision, or "
-                "constraint='none'; see docs/staleness.md."
-            )
-        return (
-            f"constraint_form={form!r} {meets}: it pushes down tokens that differ, and with λ 0.1 or more most of our "
-            f"runs with such a mismatch ended without reward. {remedy}"
+    named = f"constraint_form={settings.constraint_form!r}" if constrained else "constraint='none'"
+    if form in PUSHES:
+        far, signed = FAR, "a signed form, a smaller weight_sync_steps, " if may_lag else ""
+        finding = (
+            ": it pushes down tokens that differ, and with λ 0.1 or more most of our runs with such a mismatch ended "
+            f"without reward. Use {signed}a deployment_scheme of higher precision, or constraint='none'; see "
+            f"docs/{'staleness' if may_lag else 'study'}.md."
         )
-    if not pulls:
-        method = f"constraint_form={settings.constraint_form!r}" if constrained else "constraint='none'"
-        return (
-            f"{method} {meets}, with a sampler whose weights may lag: in our runs with such a mismatch GRPO lost 8 "
-            "points of accuracy or more. Truncations and masks recovered a part of it, two-sided forms nothing. Use a "
-            "smaller weight_sync_steps, constraint='static' with constraint_form='log_ratio' and lambda_init=0.5, or "
+    elif form is not None or clips or settings.rollout_correction == "ppo_clip":  # a pull towards the sampler
+        if may_lag:
+            return None  # it repaired the runs with a lag
+        if form is None:
+            far, named = CLIP_COSTS_IN_STEP, f"rollout_correction={settings.rollout_correction!r}"
+            harm = "PPO's clip cost 4 points of accuracy in int4, and much of it, or all, in int3 and int2"
+        else:
+            far = PULLS_HARM_IN_STEP
+            harm = "the log ratio and the quadratic form lost most of the accuracy in int3 and int2"
+        finding = (
+            f", with a sampler that has the present weights and follows the policy. In our runs {harm}. Use "
+            "train_through_quantization, a deployment_scheme of higher precision, or neither constraint nor "
+            "correction; see docs/study.md."
+        )
+    else:  # plain GRPO
+        if not may_lag:
+            return None  # runs in step needed no remedy
+        far = FAR
+        finding = (
+            ", with a sampler whose weights may lag: in our runs with such a mismatch GRPO lost 8 points of accuracy "
+            "or more. Truncations and masks recovered a part of it, two-sided forms nothing. Use a smaller "
+            "weight_sync_steps, constraint='static' with constraint_form='log_ratio' and lambda_init=0.5, or "
             "rollout_correction='ppo_clip'; see docs/staleness.md."
         )
-    if form is None:
-        pull = f"rollout_correction={settings.rollout_correction!r}"
-        harm = "PPO's clip cost 4 points of accuracy in int4, and much of it, or all, in int3 and int2"
-    else:
-        pull = f"constraint_form={form!r}"
-        harm = "the log ratio and the quadratic form lost most of the accuracy in int3 and int2"
-    return (
-        f"{pull} {meets}, with a sampler that has the present weights and follows the policy. In our runs {harm}. Use "
-        "train_through_quantization, a deployment_scheme of higher precision, or neither constraint nor correction; "
-        "see docs/study.md."
-    )
+    return f"{named} meets discrepancy/k3_kl={k3:.3g}, above {far:g}{finding}" if k3 > far else None
 
 
 def lag_warning(settings: ConstraintSettings, lag: str) -> str | None:

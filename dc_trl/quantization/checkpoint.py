@@ -4,8 +4,7 @@ import ctypes
 import os
 import time
 import uuid
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
@@ -24,12 +23,11 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..files import locked_folder, replace_folder_link, write_text
-from .file_plan import KeptFiles, plan_files
+from ..files import locked_folder, replace_folder_link
+from .checkpoint_files import KeptFiles, ShardWriter, name_files
+from .fake_quantize import compressed_weight
 from .policy import base_model, empty_copy
 from .schemes import quantized_weights, require_served_scheme, resolve_scheme
-from .stored import StoredWeights
-from .tensor_file import Spec, TensorFile
 from .tensors import policy_tensors
 
 
@@ -51,7 +49,7 @@ class CheckpointWriter:
 
     The directory holds a compressed-tensors checkpoint (`bf16`: a plain one) under the tensor names of the model's own
     published checkpoints, with configuration and tokenizer: `vllm serve DIR` and `from_pretrained(DIR)` load it
-    unchanged. Tensors are quantized and written one by one, some rows at a time; none is held.
+    unchanged. Tensors are quantized one by one, and held until they fill a file.
 
     Args:
         policy: transformers causal language model, or a PEFT model around one; only its architecture is read.
@@ -88,20 +86,22 @@ class CheckpointWriter:
         self._quantization = resolve_scheme(scheme, self._model)
         self._quantized = set(quantized_weights(self._model)) if self._quantization.weights is not None else set()
         self._check_published_layout()
-        self._storage = StoredWeights(self._quantization)
         # A tensor that several modules share has one name here, as in published checkpoints.
         persistent = self._model.state_dict().keys()
         names: dict[str, Tensor] = dict(self._model.named_parameters())
         names |= {name: buffer for name, buffer in self._model.named_buffers() if name in persistent}
         self._names = names.keys()
-        self._stored = {name: self._plan(name, tensor) for name, tensor in names.items()}
-        # The store with files of frozen weights, and the stamps of these weights.
-        self._held: tuple[Path | None, dict[str, Hashable]] | None = None
+        self._kept: KeptFiles | None = None
 
     @property
-    def size(self) -> int:
-        """Size of a checkpoint's tensors, in bytes."""
-        return sum(spec.size for tensors in self._stored.values() for spec in tensors.values())
+    def size(self) -> float:
+        """Size of a checkpoint's tensors in bytes, nearly: the scales of blocks are left out."""
+        size = 2.0 * self._model.num_parameters()
+        args = self._quantization.weights
+        for name in self._quantized:
+            weight = self._model.get_parameter(name)
+            size += weight.numel() * (args.num_bits / 8 - 2 + 4 / (args.group_size or weight.shape[-1]))
+        return size
 
     def _check_published_layout(self) -> None:
         """Refuse to quantize experts that the model's published checkpoints hold in one tensor."""
@@ -169,64 +169,48 @@ class CheckpointWriter:
         frozen: dict[str, Hashable],
         store: Path | None,
     ) -> WriteCost:
-        plan, index = plan_files(self._stored, frozen, self._max_shard_bytes)
-        for name, text in index.items():
-            write_text(directory / name, text)
-        kept = None if store is None else KeptFiles(store, [file.name for file in plan if file.frozen])
-        reused = kept is not None and self._held == (store, frozen)
-        bytes_reused = kept.bring(directory) if kept is not None and reused else 0
-        with ExitStack() as stack:
-            files: dict[str, TensorFile] = {}
-            for file in plan:
-                if not (reused and file.frozen):
-                    opened = stack.enter_context(TensorFile(directory / file.name, file.tensors))
-                    files |= dict.fromkeys(file.tensors, opened)
-            seconds = self._write_values(tensors, files, frozen if reused else ())
-        if kept is not None and not reused:
-            self._held = None  # in case keeping fails
-            self._held = (store, frozen) if kept.keep(directory) else None
-        return WriteCost(0, bytes_reused, **seconds)
-
-    def _write_values(
-        self, tensors: Iterable[tuple[str, Tensor]], files: Mapping[str, TensorFile], left_out: Container[str]
-    ) -> dict[str, float]:
-        """Write the values of all files; return the seconds that gathering, quantizing and writing took."""
         seconds = dict.fromkeys(("gather_seconds", "quantize_seconds", "write_seconds"), 0.0)
+        reused = self._kept if self._kept is not None and self._kept.hold(store, frozen) else None
+        trained, untrained = (ShardWriter(directory / kind, self._max_shard_bytes) for kind in ("trained", "frozen"))
         missing = set(self._names)
         for name, tensor in _timed(tensors, seconds, "gather_seconds"):
             if name not in missing:
                 continue
             missing.remove(name)
-            if name in left_out:
+            if reused is not None and name in frozen:
                 continue
-            for part, piece in _timed(self._pieces(name, tensor), seconds, "quantize_seconds"):
-                start = time.perf_counter()
-                files[part].append(part, piece)
-                seconds["write_seconds"] += time.perf_counter() - start
+            start = time.perf_counter()
+            stored = self._stored(name, tensor)
+            quantized = time.perf_counter()
+            for part, value in stored.items():
+                (untrained if name in frozen else trained).add(part, value)
+            seconds["quantize_seconds"] += quantized - start
+            seconds["write_seconds"] += time.perf_counter() - quantized
         if missing:
             listed = ", ".join(sorted(missing)[:3])
             raise KeyError(f"{len(missing)} weights of the policy are missing, {listed} among them")
-        return seconds
+        start = time.perf_counter()
+        changing = trained.close()
+        staying = untrained.close() if reused is None else reused.bring(directory)
+        named = name_files(directory, [*changing, *staying])
+        if reused is None and store is not None:
+            self._kept = None  # in case keeping fails
+            self._kept = KeptFiles.keep(store, frozen, named[len(changing) :])
+        seconds["write_seconds"] += time.perf_counter() - start
+        bytes_reused = 0 if reused is None else sum(file.path.stat().st_size for file in named[len(changing) :])
+        return WriteCost(0, bytes_reused, **seconds)
 
-    def _pieces(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the checkpoint's tensors of a weight, piece by piece, on the CPU; see `StoredWeights`."""
-        for key, value in self._published(name, tensor):
-            if name not in self._quantized:
-                yield from ((key, piece) for piece in self._storage.round(value))
-                continue
-            layer = key.removesuffix("weight")
-            yield from ((layer + part, piece) for part, piece in self._storage.quantize(value))
-
-    def _plan(self, name: str, tensor: Tensor) -> dict[str, Spec]:
-        """Return the specifications of the tensors that represent a weight, which may be on the meta device."""
-        plan: dict[str, Spec] = {}
+    def _stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the checkpoint's tensors of a weight by name, on the CPU, none of which shares memory with it."""
+        stored: dict[str, Tensor] = {}
         for key, value in self._published(name, tensor):
             if name in self._quantized:
                 layer = key.removesuffix("weight")
-                plan |= {layer + part: spec for part, spec in self._storage.quantized(value.shape).items()}
+                parts = compressed_weight(value, self._quantization)
+                stored |= {layer + part: each for part, each in parts.items()}
             else:
-                plan[key] = self._storage.plain(value)
-        return plan
+                stored[key] = value.to(torch.bfloat16 if value.is_floating_point() else value.dtype, copy=True)
+        return {key: value.contiguous().cpu() for key, value in stored.items()}
 
     def _published(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         """Return a weight by the names of the model's published checkpoints, with fused experts one by one.

@@ -8,16 +8,13 @@ as if ∂Q/∂W = 1: the straight-through estimator (arXiv 1308.3432). QaRL (arX
 import functools
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from peft import PeftModel
-from peft.tuners.lora import Embedding, Linear, ParamWrapper
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -26,10 +23,12 @@ from . import attention
 from .fake_quantize import (
     ActivationQuantizer,
     fake_quantize_weight,
+    quantize_gated,
     quantized_product,
     straight_through,
     weight_numbers,
 )
+from .layers import Layer, adapter_deltas, adapter_tensors, layers_of, own_parameters
 from .policy import base_model, empty_copy
 from .rounding import round_as_vllm
 from .schemes import fused_experts, quantized_linears, quantized_weights, resolve_scheme
@@ -82,19 +81,21 @@ class DeployedForward:
         self._compute = compute
         self._weight_args = quantization.weights if weights else None
         args = quantization.input_activations if activations else None
-        self._quantizer = None if args is None else ActivationQuantizer(args)
+        self._quantizer = None if args is None else ActivationQuantizer(args, shared_dtype=torch.bfloat16)
         self._cache: dict[tuple[int, ...], tuple[list[tuple[int, int]], Tensor, Tensor | None]] = {}
-        self._last_quantized: tuple[Tensor, Tensor, Tensor] | None = None  # activations, their numbers, their scales
         self._within_policy = False  # whether the whole policy runs forward, and not its backbone alone
 
         quantized = set() if quantization.weights is None else set(quantized_weights(architecture))
         quantized_layers = {*quantized_linears(architecture), *fused_experts(architecture)}
         require_merged_form(policy)
         layers = [
-            _Layer(
-                name, module, merged if adapters else (), {key for key in _own(module) if f"{name}.{key}" in quantized}
+            Layer(
+                name,
+                module,
+                merged if adapters else (),
+                {key for key in own_parameters(module) if f"{name}.{key}" in quantized},
             )
-            for name, module, merged in _layers(base, "")
+            for name, module, merged in layers_of(base, "")
         ]
         _warn_of_dropout(layers)
         by_token = args is not None and args.group_size is None
@@ -147,7 +148,7 @@ class DeployedForward:
     # Hooks are functions and not bound methods: merging an adapter copies its layer, which would copy this object and
     # with it the policy.
 
-    def _hook(self, layer: "_Layer", quantizes: bool) -> None:
+    def _hook(self, layer: Layer, quantizes: bool) -> None:
         forward = self
 
         def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -166,15 +167,13 @@ class DeployedForward:
         if layer.multiplies_numbers:
             self._multiply_numbers(layer)
         if quantizes and not isinstance(layer.module, nn.Linear):
-            experts: Any = layer.module
-            gate = experts._apply_gate
             assert self._quantizer is not None
-            quantize = self._quantizer.fake_quantize
-            experts._apply_gate = lambda both: quantize(gate(both)) if forward.enabled else gate(both)
+            quantize_gated(layer.module, self._quantizer, lambda: forward.enabled)
 
-    def _multiply_numbers(self, layer: "_Layer") -> None:
+    def _multiply_numbers(self, layer: Layer) -> None:
         """Make a layer multiply quantized numbers and scale the sums, as engines do."""
-        forward = self
+        forward, quantizer = self, self._quantizer
+        assert quantizer is not None
         linear: Any = layer.module
         own = linear.forward
 
@@ -182,20 +181,11 @@ class DeployedForward:
         def product(activations: Tensor) -> Tensor:
             if not forward.enabled:
                 return own(activations)
-            numbers, scale = forward._numbers(activations)
             assert layer.weight_scale is not None
-            return quantized_product(activations, numbers, scale, linear.weight, layer.weight_scale, linear.bias)
+            numbers = quantizer.shared(activations)
+            return quantized_product(activations, *numbers, linear.weight, layer.weight_scale, linear.bias)
 
         linear.forward = product
-
-    @torch.no_grad()
-    def _numbers(self, activations: Tensor) -> tuple[Tensor, Tensor]:
-        """Return numbers in bfloat16 and scales of activations, computed once for layers that read the same tensor."""
-        assert self._quantizer is not None
-        if self._last_quantized is None or self._last_quantized[0] is not activations:
-            numbers, scale = self._quantizer.quantize(activations)
-            self._last_quantized = activations, numbers.to(torch.bfloat16), scale
-        return self._last_quantized[1:]
 
     def _hook_policy(self, base: PreTrainedModel) -> None:
         """Register hooks of the whole policy and its backbone.
@@ -277,18 +267,19 @@ class DeployedForward:
 
     def _reset(self) -> None:
         """Free the activations that are kept for the next layer."""
-        self._last_quantized = None
         if self._quantizer is not None:
             self._quantizer.reset()
 
-    def _place(self, layer: "_Layer") -> None:
+    def _place(self, layer: Layer) -> None:
         if (self._weights or self._compute or layer.adapters) and not layer.placed:
-            layer.place({key: self._deployed(layer, key, master) for key, master in _own(layer.module).items()})
+            layer.place(
+                {key: self._deployed(layer, key, master) for key, master in own_parameters(layer.module).items()}
+            )
 
-    def _deployed(self, layer: "_Layer", key: str, master: Tensor) -> Tensor:
+    def _deployed(self, layer: Layer, key: str, master: Tensor) -> Tensor:
         """Return the tensor that a module computes with in place of a parameter, of the same shape."""
         adapters = list(layer.adapters_of(key))
-        tensors = [master, *(tensor for adapter in adapters for tensor in _tensors(adapter))]
+        tensors = [master, *(tensor for adapter in adapters for tensor in adapter_tensors(adapter))]
         needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         state = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
         found = self._cache.get(identity := tuple(map(id, tensors)))
@@ -296,7 +287,7 @@ class DeployedForward:
         deltas: list[Tensor] = []
         if needed or value is None:
             with torch.autocast(master.device.type, enabled=False):  # as in merging
-                deltas = [delta for adapter in adapters for delta in _deltas(adapter)]
+                deltas = [delta for adapter in adapters for delta in adapter_deltas(adapter)]
         if value is None:
             # Outside of inference mode: the value is cached, and a later forward may need gradients.
             with torch.inference_mode(False), torch.no_grad():
@@ -323,44 +314,6 @@ class DeployedForward:
         return value if self._compute else value.to(weight.dtype)
 
 
-class _Layer:
-    """A module that has parameters, the adapters around it, and the names of the parameters that are quantized."""
-
-    def __init__(self, name: str, module: nn.Module, adapters: tuple[Any, ...], quantized: set[str]):
-        self.name = name
-        self.module = module
-        self.adapters = adapters
-        self.quantized = quantized
-        self.multiplies_numbers = False  # whether the placed weight holds numbers of the format, with `weight_scale`
-        self.weight_scale: Tensor | None = None
-        self._masters: dict[str, nn.Parameter] = {}
-
-    @property
-    def placed(self) -> bool:
-        """Whether the module holds the deployed parameters now."""
-        return bool(self._masters)
-
-    def place(self, deployed: dict[str, Tensor]) -> None:
-        self._masters = _own(self.module)
-        self._set(deployed)
-
-    def take_back(self) -> None:
-        self._set(self._masters)
-        self._masters = {}
-
-    def _set(self, tensors: Mapping[str, Tensor]) -> None:
-        for key, tensor in tensors.items():
-            delattr(self.module, key)  # a module refuses a plain tensor in the place of a parameter
-            setattr(self.module, key, tensor)
-
-    def adapters_of(self, key: str) -> Iterator[Any]:
-        """Yield the active adapters of a parameter: those of a whole layer adapt its weight, others name theirs."""
-        for adapter in self.adapters:
-            adapted = adapter.parameter_name if isinstance(adapter, ParamWrapper) else "weight"
-            if adapted == key and not adapter.disable_adapters and not adapter.merged:
-                yield adapter
-
-
 def _with_positions(options: dict[str, Any]) -> dict[str, Any]:
     """Return a model's arguments with positions counted from each prompt's first token, as engines count them.
 
@@ -372,62 +325,9 @@ def _with_positions(options: dict[str, Any]) -> dict[str, Any]:
     return options | {"position_ids": (mask.long().cumsum(1) - 1).masked_fill(mask == 0, 0)}
 
 
-def _own(module: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(module.named_parameters(recurse=False))
-
-
-def _layers(module: nn.Module, name: str, adapters: tuple[Any, ...] = ()) -> Iterator[tuple[str, nn.Module, tuple]]:
-    """Yield each module that has parameters: its name in the base architecture, the module, and adapters around it.
-
-    A module that PEFT trains a copy of is yielded together with each copy, under one name.
-    """
-    if isinstance(module, BaseTunerLayer):
-        _require_sum(module, name)
-        yield from _layers(module.base_layer, name, (*adapters, module))
-    elif isinstance(module, ModulesToSaveWrapper):
-        for copy in (module.original_module, *module.modules_to_save.values()):
-            yield from _layers(copy, name)
-    else:
-        if _own(module):
-            yield name, module, adapters
-        for key, child in module.named_children():
-            yield from _layers(child, f"{name}.{key}" if name else key)
-
-
-def _require_sum(adapter: BaseTunerLayer, name: str) -> None:
-    """Raise ValueError unless the merged weight is W + ΔW, with a ΔW that PEFT computes with its gradient."""
-    sum_of_two = isinstance(adapter, (Linear, Embedding, ParamWrapper))
-    if not sum_of_two or adapter.lora_variant or any(adapter.lora_bias.values()):
-        raise ValueError(
-            f"peft_config adapts {name!r} by {type(adapter).__module__}.{type(adapter).__name__}, whose merged weight "
-            "train_through_quantization=True cannot train through: use LoRA without variants (use_dora and the like) "
-            "and without lora_bias, or train_through_quantization=False."
-        )
-
-
-def _tensors(adapter: Any) -> Iterator[Tensor]:
-    """Yield the parameters of a layer's active adapters."""
-    for parts in (adapter.lora_A, adapter.lora_B, adapter.lora_embedding_A, adapter.lora_embedding_B):
-        for name in adapter.active_adapters:
-            if name in parts:
-                yield from parts[name].parameters() if isinstance(parts, nn.ModuleDict) else (parts[name],)
-
-
-def _deltas(adapter: Any) -> Iterator[Tensor]:
-    """Yield ΔW of each active adapter of a layer, in the order in which merging adds them to W."""
-    for name in adapter.active_adapters:
-        if name in adapter.lora_A or name in adapter.lora_embedding_A:
-            yield adapter.get_delta_weight(name)
-
-
-def _warn_of_dropout(layers: list[_Layer]) -> None:
-    dropping = {
-        adapter
-        for layer in layers
-        for adapter in layer.adapters
-        for part in adapter.lora_dropout.values()
-        if isinstance(part, nn.Dropout) and part.p > 0
-    }
+def _warn_of_dropout(layers: list[Layer]) -> None:
+    adapters = {adapter for layer in layers for adapter in layer.adapters}
+    dropping = [each for each in adapters if any(getattr(part, "p", 0) > 0 for part in each.lora_dropout.values())]
     if dropping:
         warnings.warn(
             f"lora_dropout of {len(dropping)} adapted layers has no effect with train_through_quantization=True: the "

@@ -5,7 +5,7 @@ import argparse
 import torch
 from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from dc_trl.constraint.statistics import mismatch_metrics
+from dc_trl.constraint.mismatch import mismatch_metrics
 from dc_trl.records.tables import print_table
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.routing import RoutesRecorder, RoutingReplay, Turn, batch_routes
