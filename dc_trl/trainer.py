@@ -29,7 +29,6 @@ from .constraint.advantages import leave_one_out_advantages, total_rewards, zero
 from .constraint.corrections import correction_of
 from .constraint.forms import Constrained, form_of
 from .constraint.lagrangian import LagrangeMultiplier
-from .constraint.settings import TWO_SIDED
 from .constraint.statistics import BatchStatistics, batch_metrics
 from .constraint.thresholds import drift_warning
 from .records.clock import timed
@@ -38,7 +37,7 @@ from .records.verdict import NOT_MEASURED, first_batch
 from .rollouts.buffer import with_nonempty_completions
 from .sampled_tokens import SampledTokens
 from .settings.distribution import sharding_of
-from .settings.micro_batches import MEAN_OVER_COMPLETIONS
+from .settings.micro_batches import MEAN_OVER_COMPLETIONS, TWO_SIDED
 from .trainers.run import RunTrainer
 from .trainers.samples import SampleRecordCallback, sampled
 

@@ -38,7 +38,6 @@ from trl import GRPOConfig, GRPOTrainer
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.constraint.corrections import CORRECTIONS
 from dc_trl.constraint.forms import COEFFICIENTS
-from dc_trl.constraint.settings import TWO_SIDED
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.grading import Gold, Grader, grade
 from dc_trl.quantization.schemes import RESEARCH_BITS, SCHEMES
@@ -46,6 +45,7 @@ from dc_trl.records.clock import PartsClock
 from dc_trl.records.tables import print_table
 from dc_trl.rollouts.replica import Replica
 from dc_trl.settings.command_line import OptionParser
+from dc_trl.settings.micro_batches import TWO_SIDED
 
 
 # Where log π_train comes from, see dc_trl/trainer.py: the loss's own forward, or TRL's old log-probs.

@@ -29,9 +29,10 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from ..sampled_tokens import SampledTokens, bounded_log_ratio
+from ..settings.micro_batches import TWO_SIDED
 from .custom import resolve
 from .discrepancy import discrepancy_penalty, signed_discrepancy, token_discrepancy
-from .settings import TWO_SIDED, ConstraintSettings, Measure
+from .settings import ConstraintSettings, Measure
 
 
 # Least probability that anything is divided by: 1/q and 1/π of rare tokens have no bound, and one such token would

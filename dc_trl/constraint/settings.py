@@ -12,8 +12,6 @@ Measure = Literal["prob_diff", "prob_ratio", "log_prob"]
 Level = Literal["token", "sequence"]
 Reduction = Literal["sequence", "token"]
 Constraint = Literal["none", "static", "lagrangian"]
-# Forms that compare the policy with its quantized self, in the loss.
-TWO_SIDED = ("two_sided_kl", "two_sided_l1")
 # Forms that push down each sampled token that differs, whichever engine gives it the larger probability.
 PUSHES = ("injected",)
 if TYPE_CHECKING:

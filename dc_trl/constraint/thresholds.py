@@ -4,8 +4,9 @@ All are findings of docs/study.md, whose models are tiny. docs/which_one.md says
 warnings of a run, its verdict and the advice of a calibration use these constants.
 """
 
+from ..settings.micro_batches import TWO_SIDED
 from .custom import is_custom
-from .settings import PUSHES, TWO_SIDED, ConstraintSettings
+from .settings import PUSHES, ConstraintSettings
 
 
 # With a sampler in step, which differs only by its number format, no remedy helped below this (FP8, INT4, INT3).

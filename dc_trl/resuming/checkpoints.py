@@ -58,7 +58,6 @@ def on_main_process(action: Callable[[], Result]) -> Result:
 def resumable_checkpoint(
     wanted: str | PathLike[str] | bool | None,
     output_dir: str | PathLike[str],
-    save_on_each_node: bool = False,
     hashes: bool = True,
 ) -> str | None:
     """Return the directory of the checkpoint that `resume_from_checkpoint` selects, or None.
@@ -68,8 +67,6 @@ def resumable_checkpoint(
             names the newer ones that are skipped). "auto" means the same, but selects none if none is complete;
             incomplete checkpoints are then renamed. `None`, `False` and "false" select none.
         output_dir: output directory of the run.
-        save_on_each_node: as in `TrainingArguments`; makes no difference, since a manifest lists only files that its
-            machine can see.
         hashes: whether files are read and compared with the hashes of the checkpoint's manifest.
 
     Raises:

@@ -125,9 +125,7 @@ class RunTrainer(SamplingTrainer):
         """Lock the output directory, and return the checkpoint from which to resume."""
         args = self.args
         stack.enter_context(lock_output(args.output_dir))
-        return resumable_checkpoint(
-            resume_from_checkpoint, args.output_dir, args.save_on_each_node, args.checkpoint_hashes
-        )
+        return resumable_checkpoint(resume_from_checkpoint, args.output_dir, args.checkpoint_hashes)
 
     def _train_and_export(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> Any:
         self.exports_at_end = self.args.exports_deployment

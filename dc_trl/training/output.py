@@ -49,9 +49,7 @@ def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
     """
     output_dir = Path(args.output_dir)
     stack.enter_context(lock_output(output_dir))
-    checkpoint = resumable_checkpoint(
-        args.resume_from_checkpoint, output_dir, args.save_on_each_node, args.checkpoint_hashes
-    )
+    checkpoint = resumable_checkpoint(args.resume_from_checkpoint, output_dir, args.checkpoint_hashes)
     if checkpoint is None:
         _require_no_run(output_dir, anew=str(args.resume_from_checkpoint).lower() == NEWEST_OR_NONE)
     else:  # damaged records are refused before the model is loaded
