@@ -28,7 +28,7 @@ from .helpers import distinct_characters, make_config, make_model, make_prompts,
 
 
 URL, FOLDER = sys.argv[1:] if __name__ == "__main__" else ("", "")
-LIMIT = 10  # ddp_timeout, seconds
+LIMIT = 20  # ddp_timeout, seconds: a tenth of it is left when a request is given up
 
 
 def server_config(**options: Any):

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import time
 
 import pytest
 
@@ -101,6 +100,27 @@ def test_a_first_request_that_keeps_breaking_ends_the_run(tmp_path):
             make_trainer(server.url, tmp_path, vllm_max_retries=1)
 
 
+def test_a_server_that_is_restarted_while_it_gets_weights_gets_them_again(tmp_path, caplog):
+    """It names its weights twice, before and after it loads them: the third name is of the second load."""
+    named = 0
+
+    def restart(server, path):
+        nonlocal named
+        named += path == "/update_weight_version"
+        if path == "/update_weight_version" and named == 3:
+            server.failures, server.version = {path: 1}, "default"
+            server.asked.clear()
+
+    with stub_server() as server:
+        server.completes = lambda body: completions(body["prompt"] * body["n"], [[30, 31, 1]] * body["n"], None)
+        server.before = restart
+        trainer = make_trainer(server.url, tmp_path, max_steps=2)
+        trainer.train()
+    assert "broke during /update_weight_version" in caplog.text
+    assert "/collective_rpc" in server.asked[: server.asked.index("/v1/completions")]
+    assert server.version == trainer.vllm_generation.weight_version
+
+
 def test_one_process_has_no_limit_but_that_of_each_request(tmp_path):
     config = make_config(tmp_path, use_vllm=True, vllm_mode="server", vllm_request_timeout=7200.0, ddp_timeout=60)
     assert config.vllm_time_limit == float("inf")
@@ -124,7 +144,6 @@ def test_a_server_that_does_not_fit_is_refused_before_the_model_is_loaded(tmp_pa
         options = {"vllm_server_base_url": server.url, "deployment_scheme": "bf16"} | options
         waits = {"vllm_server_timeout": 0.5, "vllm_max_retries": 0}
         config = make_config(tmp_path, use_vllm=True, vllm_mode="server", **waits | options)
-        begin = time.monotonic()
         with pytest.raises(ServerError) as error:
             DCGRPOTrainer(
                 str(tmp_path / "model"),
@@ -133,7 +152,6 @@ def test_a_server_that_does_not_fit_is_refused_before_the_model_is_loaded(tmp_pa
                 train_dataset=make_prompts(),
                 processing_class=make_tokenizer(),
             )
-    assert time.monotonic() - begin < 5
     assert all(word in str(error.value) for word in words), error.value
     assert config.use_vllm
 

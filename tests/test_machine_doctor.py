@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dc_trl.command.doctor import main, make_parser
+from dc_trl.command.doctor import main
 from dc_trl.doctor import run, smoke
 from dc_trl.doctor.block import block, bottom_line, facts, publishable
 from dc_trl.doctor.run import (
@@ -128,6 +129,12 @@ def test_the_block_says_what_works_what_failed_and_what_was_left_out():
 # --- what it tries
 
 
+@pytest.fixture(autouse=True)
+def here(monkeypatch, tmp_path):
+    """The folder of what a check leaves behind in this process."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
 def test_the_names_are_those_of_the_schemes():
     assert SERVED_SCHEMES == SCHEMES
     assert set(REPLICA_SCHEMES) == set(RESEARCH_BITS)
@@ -215,10 +222,10 @@ def test_what_raises_or_crashes_is_reported_and_the_rest_goes_on(at_root):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["hangs", "hangs_deaf"])
-def test_what_hangs_is_ended_with_all_that_it_started(at_root, name, monkeypatch):
+def test_what_hangs_is_ended_with_all_that_it_started(at_root, monkeypatch):
+    """Also where it does not hear SIGTERM."""
     monkeypatch.setattr(run, "_GRACE", 3.0)
-    results = list(run_checks([*checks_of(name, seconds=20.0), *checks_of("passes")], at_root, 300))
+    results = list(run_checks([*checks_of("hangs_deaf", seconds=20.0), *checks_of("passes")], at_root, 300))
     assert [result.status for result in results] == ["failed", "passed"]
     assert results[0].reason == "it had not ended after 20 s"
     assert results[0].found == {"start": 9.0}
@@ -249,17 +256,6 @@ def test_what_is_wrong_on_the_command_line_is_said_at_once(words, message, tmp_p
     with pytest.raises(SystemExit, match=re.escape(message)):
         main(words.split())
     assert Path("there").read_text() == "mine"
-
-
-def test_the_commands_of_the_page_are_understood():
-    page = (ROOT / "docs" / "doctor.md").read_text()
-    commands = re.findall(r"^dc-trl doctor ?(.*)$", page, re.MULTILINE)
-    assert len(commands) == 5
-    for command in commands:
-        make_parser().parse_args(command.split())
-    for check in plan_checks(SCHEMES):
-        kind = check.name.partition(":")[0]
-        assert re.search(rf"^\| `{kind}(:SCHEME)?` \|", page, re.MULTILINE), kind
 
 
 # --- the whole
@@ -300,7 +296,7 @@ def test_a_model_that_is_not_there_fails_and_the_machine_is_described(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_it_leaves_nothing_behind_when_it_is_stopped(tmp_path, how, monkeypatch):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -309,12 +305,13 @@ def test_it_leaves_nothing_behind_when_it_is_stopped(tmp_path, how, monkeypatch)
     for line in process.stdout:
         if line.startswith("device: passed"):  # the next check is under way
             break
-    time.sleep(0.5)
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert family
+    end = time.monotonic() + 120
+    while not (family := psutil.Process(process.pid).children(recursive=True)):
+        assert time.monotonic() < end
+        time.sleep(0.1)
     process.send_signal(how)
-    shown, _ = process.communicate(timeout=60)
-    wait_until_gone(family)
+    shown, _ = process.communicate(timeout=200)
+    wait_until_gone(family, 120)
     assert not list(temporary.iterdir())
     if how == signal.SIGINT:
         assert process.returncode == 130
@@ -325,11 +322,12 @@ def test_it_leaves_nothing_behind_when_it_is_stopped(tmp_path, how, monkeypatch)
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @requires_vllm
-def test_a_real_server(at_root):
+def test_a_real_server(at_root, tmp_path, monkeypatch):
     """vLLM is more exact than the format, and has the new weights after the first step."""
-    setup = Setup(str(TINY_MODEL), "cpu", at_root.log)
-    results = {result.name: result for result in run_checks(plan_checks(["fp8"]), setup, 840)}
-    assert [result.status for result in results.values()] == ["passed"] * 3, results
-    server, replica = (results[f"{kind}:fp8"].found for kind in ("server", "step"))
+    (check,) = (check for check in plan_checks(["int8"]) if check.name == "server:int8")
+    (result,) = run_checks([replace(check, after=None)], Setup(str(TINY_MODEL), "cpu", at_root.log), 840)
+    assert result.status == "passed", result
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    server, replica = result.found, found_by(smoke.step, "int8")
     for name in ("δ̄", "after new weights"):
         assert float(replica[name]) / 4 < float(server[name]) < 4 * float(replica[name])

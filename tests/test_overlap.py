@@ -1,11 +1,8 @@
 """Sampling beside training: which batch is sampled when, by which weights, and what is left of it after a kill."""
 
 import json
-import shutil
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
@@ -25,7 +22,7 @@ from dc_trl.serving.errors import ServerError
 from . import helpers
 from .helpers import (
     ROOT,
-    TIMED,
+    TINY_MODEL,
     TWO_PROCESSES,
     at_server,
     load_script,
@@ -33,6 +30,7 @@ from .helpers import (
     make_config,
     make_model,
     make_prompts,
+    untimed,
     untimed_rows,
 )
 from .vllm_server import requires_vllm
@@ -324,48 +322,36 @@ def test_what_was_sampled_is_read_as_it_was_written(tmp_path):
     assert read.seconds == rollout.seconds
 
 
-def run(processes, **options):
-    """Metrics of a run in processes of its own, which all agree on λ; None where it was killed."""
-    command = TWO_PROCESSES if processes == 2 else [sys.executable]
-    options = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "deployment_scheme": "bf16"} | options
-    options |= {"rollout_overlap": True, "per_device_train_batch_size": 8 // processes, "lambda_lr": 0.5}
-    done = subprocess.run(
-        [*command, "-m", "tests.worker", json.dumps(options)], cwd=ROOT, capture_output=True, text=True, timeout=280
-    )
-    if "kill_at" in options:
-        assert done.returncode != 0
-        return None
-    assert done.returncode == 0, done.stderr[-3000:]
-    logs = json.loads(Path(options["output_dir"], "logs.json").read_text())
-    assert logs["kind"] == ("DistributedType.MULTI_CPU" if processes == 2 else "DistributedType.NO")
-    assert len(set(logs["lambda"])) == 1
-    return {
-        row["step"]: {name: value for name, value in row.items() if not TIMED.match(name)}
-        for row in logs["rows"]
-        if "loss" in row
-    }
-
-
 @requires_vllm
 @pytest.mark.long
-@pytest.mark.timeout(900)
-def test_two_processes_killed_and_resumed_by_two_and_by_one(tmp_path):
+def test_two_processes_resumed_by_two_and_by_one(tmp_path):
+    fields = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "deployment_scheme": "bf16", "lambda_lr": 0.5}
+    fields |= {"rollout_overlap": True}
+    names = ("whole", "resumed")
+    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
     with standing_in(shortest=1, seconds=0.05) as server:
-        whole = run(2, output_dir=str(tmp_path / "whole"), server=server.url)
+        runs = [fields | {"output_dir": str(tmp_path / name), "per_device_train_batch_size": 4} for name in names]
+        runs[1]["resume_from_checkpoint"] = checkpoint
+        words = [json.dumps(run | {"server": server.url}) for run in runs]
+        done = subprocess.run(
+            [*TWO_PROCESSES, "-m", "tests.worker", *words], cwd=ROOT, capture_output=True, text=True, timeout=280
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
         # A batch is two prompts, each of them a request: beside it is neither another batch nor a load.
         assert all(request.others < (2 if request in rollouts(server) else 1) for request in server.asked)
-        run(2, output_dir=str(tmp_path / "killed"), server=server.url, kill_at=3)
-        shutil.copytree(tmp_path / "killed", tmp_path / "one")
-        resumed, by_one = (
-            run(count, output_dir=str(tmp_path / name), server=server.url, resume_from_checkpoint="true")
-            for name, count in (("killed", 2), ("one", 1))
-        )
-    assert [row["sync/age"] for row in whole.values()] == [0, 1, 1, 1, 1]
+        policy = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+        fields |= at_server(server.url) | {"per_device_train_batch_size": 8}
+        by_one = helpers.make_trainer(tmp_path / "one", policy, **fields)
+        by_one.train(resume_from_checkpoint=checkpoint)
+    logs = [json.loads((tmp_path / name / "logs.json").read_text()) for name in names]
+    assert all(log["kind"] == "DistributedType.MULTI_CPU" and len(set(log["lambda"])) == 1 for log in logs)
+    whole, resumed = (untimed(log["rows"]) for log in logs)
+    assert [row["sync/age"] for row in whole] == [0, 1, 1, 1, 1]
     assert resumed == whole
     # One process takes up the batch of both. What it samples later follows from weights with other roundings.
     of_one, of_two = (
-        {name: value for name, value in run[3].items() if not name.startswith("batching/")}  # padding of each process
-        for run in (by_one, whole)
+        {name: value for name, value in rows[2].items() if not name.startswith("batching/")}  # padding of each process
+        for rows in (untimed(by_one.state.log_history), whole)
     )
     assert of_one == pytest.approx(of_two, rel=1e-4, abs=1e-6)
 
