@@ -128,10 +128,6 @@ def test_code(workplace):
     assert "probs_diff_mean" in run([sys.executable, "-c", code[1]], workplace)
 
 
-def test_the_readme_is_short():
-    assert len(README.splitlines()) <= 150
-
-
 def test_make_targets():
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"(?:^|`)make (?:[A-Z]+=\S* )*([a-z-]+)", BOTH, re.MULTILINE))
