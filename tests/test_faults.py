@@ -165,6 +165,9 @@ def test_an_address_that_is_none_is_refused_with_the_field(tmp_path, url):
 def test_a_full_disk_of_the_weights_is_named_with_what_they_take(tmp_path, monkeypatch):
     """The file system's own word, at the first byte of the weights of the second step."""
     (tmp_path / "sync").mkdir()
+    left = tmp_path / "run" / "checkpoint-1"  # of a run that was left: not what this one has reached
+    left.mkdir(parents=True)
+    (left / "trainer_state.json").write_text("{}")
     with stub_server() as server:
         server.completes = lambda body: completions(body["prompt"] * body["n"], [[30, 31, 1]] * body["n"], None)
         trainer = make_trainer(
@@ -182,6 +185,10 @@ def test_a_full_disk_of_the_weights_is_named_with_what_they_take(tmp_path, monke
         monkeypatch.setattr(CheckpointWriter, "write", full)
         with pytest.raises(ServerError) as error:
             trainer.train()
+        monkeypatch.undo()
+        resumed = make_trainer(server.url, tmp_path / "run", max_steps=2)
+        resumed.train(resume_from_checkpoint=str(left))
+    assert resumed.state.global_step == 2
     said = str(error.value)
     for word in (
         f"weight_sync_dir='{tmp_path / 'sync'}'",
@@ -191,4 +198,3 @@ def test_a_full_disk_of_the_weights_is_named_with_what_they_take(tmp_path, monke
     ):
         assert word in said
     assert "when the server is up again" not in said
-    assert (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").is_file()

@@ -296,7 +296,7 @@ def lagging(tmp_path_factory, tokenizer):
     )
     trainer.train()
     trainer.model.eval()
-    rows = list(arithmetic_dataset(16, 1, "train"))
+    rows = list(arithmetic_dataset(8, 1, "train"))
     batch = sampled_batch(trainer, rows, by_policy=False, completions=4)
     contexts = sampled_batch(trainer, rows, by_policy=True, completions=2)
     return trainer, batch, contexts
@@ -304,10 +304,10 @@ def lagging(tmp_path_factory, tokenizer):
 
 def test_a_batch_is_what_the_sampler_gave(lagging):
     trainer, batch, contexts = lagging
-    assert batch.ids.shape == batch.attended.shape == (64, batch.scored.shape[1] + 1)
+    assert batch.ids.shape == batch.attended.shape == (32, batch.scored.shape[1] + 1)
     assert (batch.infer_logps[~batch.scored] == 0).all()
-    groups = batch.rewards.view(16, 4)
-    assert torch.allclose(batch.advantages.view(16, 4).mean(1), torch.zeros(16), atol=1e-5)
+    groups = batch.rewards.view(8, 4)
+    assert torch.allclose(batch.advantages.view(8, 4).mean(1), torch.zeros(8), atol=1e-5)
     assert set(groups.flatten().tolist()) <= {0.0, 1.0}
     # The sampler's own forward over the whole completion gives the log-probabilities that it sampled with.
     with torch.no_grad():

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -21,11 +20,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
-from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback, LambdaLoggingCallback
-from dc_trl.callbacks.summary import BeforeAndAfter, summarize
+from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback
 from dc_trl.data.arithmetic import arithmetic_dataset
-from dc_trl.records.runs import Run, read_history, read_summary
-from dc_trl.report.tables import summary_table
+from dc_trl.records.runs import read_history
 from dc_trl.serving.errors import ServerError
 from dc_trl.serving.server import VLLMServer
 
@@ -41,7 +38,6 @@ from .helpers import (
     make_model,
     make_prompts,
     make_tokenizer,
-    untimed_rows,
 )
 from .vllm_server import complete, litter, requires_vllm, serving, shared_memory, wait_until_gone
 
@@ -85,15 +81,12 @@ def test_every_step_samples_with_the_present_weights(fp8_server, tmp_path):
         assert stale > 3 * present
 
 
-def test_an_adapter_reaches_the_server_with_most_files_written_once(fp8_server, tmp_path, capsys):
+def test_an_adapter_reaches_the_server_with_most_files_written_once(fp8_server, tmp_path):
     """Of vLLM's fused layers (q, k and v; gate and up) one part each is adapted: they are read from two files."""
     policy = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
     adapter = LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
     model = get_peft_model(policy, adapter)
     trainer = make_trainer(fp8_server.url, tmp_path, model, max_steps=4, learning_rate=1e-2)
-    run = BeforeAndAfter(trainer)
-    for callback in (LambdaLoggingCallback(), run):  # the second reads what the first wrote
-        trainer.add_callback(callback)
     trainer.train()
     written, reused = (logged(trainer, f"sync/bytes_{what}") for what in ("written", "reused"))
     assert reused[0] == 0
@@ -111,21 +104,11 @@ def test_an_adapter_reaches_the_server_with_most_files_written_once(fp8_server, 
     exported = load_file(tmp_path / "deployment" / "model.safetensors")
     assert served.keys() == exported.keys()
     assert all(torch.equal(served[name].view(torch.uint8), exported[name].view(torch.uint8)) for name in exported)
-    capsys.readouterr()
-    summarize(trainer, run)
-    told = json.loads((tmp_path / "summary.json").read_text())["weight_sync"]
-    assert told["count"] == 5
-    assert told["bytes_written"] == sum(written) + written[1]
-    assert f"{told['bytes_written'] / 5e6:,.1f} + {told['bytes_reused'] / 5e6:,.1f}" in capsys.readouterr().out
-    report = dict(summary_table(Run("run", [{"step": 4}], summary=read_summary(tmp_path)))[1])
-    assert report["weight syncs through a checkpoint"] == "5"
 
 
-def test_truncated_sampling_is_corrected_by_what_the_server_names(fp8_server, tmp_path, seen_by_the_loss):
+def test_truncated_sampling_is_corrected_by_what_the_server_names(fp8_server, tmp_path):
     trainer = make_trainer(fp8_server.url, tmp_path, max_steps=2, top_k=6, top_p=0.9, temperature=1.5)
     trainer.train()
-    counts = seen_by_the_loss[0]["kept_counts"]
-    assert 1 < counts.max() <= 7  # the sampled token may share the sixth place with one that is named
     assert max(logged(trainer, "discrepancy/log_ppl_abs_diff")) < 0.05
     assert max(logged(trainer, "discrepancy/mean")) < 0.03  # at this temperature the policy is unsure
     # Beside it, the same server's whole distribution after each prompt, truncated by hand.
@@ -141,7 +124,6 @@ def test_truncated_sampling_is_corrected_by_what_the_server_names(fp8_server, tm
         probs = torch.tensor([value for value, _ in whole[:6]]).softmax(0)
         size = int((probs.cumsum(0) - probs < 0.9).sum())
         kept = {token for _, token in whole[:size]}
-        assert set(value.kept.tolist()) == kept
         assert token in kept
         expected = (probs[:size] / probs[:size].sum()).log()[[token for _, token in whole[:size]].index(token)]
         assert value == pytest.approx(expected.item(), abs=1e-4)
@@ -241,35 +223,6 @@ def test_a_killed_run_leaves_no_weights_and_comes_to_the_same_ones_when_it_is_re
     assert digest(tmp_path / "killed", str(tmp_path / "killed" / "checkpoint-2")) == first
     untrained = hashlib.sha256((tmp_path / "first" / "checkpoint-2" / "model.safetensors").read_bytes()).hexdigest()
     assert untrained != first
-
-
-@pytest.mark.long
-def test_the_next_batch_is_sampled_beside_training_and_comes_back_after_a_kill(fp8_server, tmp_path):
-    # The server draws the same numbers for each request, so that two runs can be compared.
-    options = {"rollout_overlap": True, "learning_rate": 1e-3, "generation_kwargs": {"seed": 3}, "max_steps": 5}
-    whole = make_trainer(fp8_server.url, tmp_path / "whole", save_strategy="steps", save_steps=1, **options)
-    client, sampled_by = whole.vllm_generation.vllm_client, []
-    generate = client.generate
-
-    def spy(**request):
-        output = generate(**request)
-        sampled_by.append((threading.current_thread().name, client.weight_version().rpartition("-")[2]))
-        return output
-
-    client.generate = spy
-    whole.train()
-    ahead = "dc_trl-rollout-ahead"
-    assert sampled_by == [("MainThread", "1"), *((ahead, version) for version in "1234")]
-    assert logged(whole, "sync/age") == [0, 1, 1, 1, 1]
-    resumed = make_trainer(fp8_server.url, tmp_path / "resumed", **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    assert untimed_rows(resumed, 2) == untimed_rows(whole, 2)
-    # The lag is in δ: the same run in step differs from its sampler by the format alone.
-    in_step = make_trainer(fp8_server.url, tmp_path / "in_step", **options | {"rollout_overlap": False})
-    in_step.train()
-    lagging, present = logged(whole, "discrepancy/mean"), logged(in_step, "discrepancy/mean")
-    assert lagging[0] == pytest.approx(present[0])  # the same samples, shuffled in another order, and the same step
-    assert lagging[1] > 3 * present[1]
 
 
 @pytest.mark.long
@@ -381,29 +334,6 @@ def test_a_prompt_that_the_server_cannot_take_names_the_reason(fp8_server, tmp_p
         trainer.vllm_generation.generate([[20] * 300], None, 1)
 
 
-class FullDisk:
-    """Another program that takes whatever room there is on a disk, and holds what lies there open.
-
-    A file that is open keeps its room when it is removed, so no order of events lets anything be written.
-    """
-
-    def __init__(self, folder):
-        self._folder = folder
-        self._ballast = folder / "ballast"
-        self._held = ExitStack()
-
-    def fill(self):
-        for path in [path for path in self._folder.rglob("*") if path.is_file()]:
-            self._held.enter_context(path.open("rb"))
-        with open(self._ballast, "wb", buffering=0) as file, suppress(OSError):
-            while True:
-                file.write(bytes(4096))
-
-    def free(self):
-        self._held.close()
-        self._ballast.unlink()
-
-
 class At(TrainerCallback):
     """Does something at the end of a step."""
 
@@ -413,24 +343,6 @@ class At(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self._step:
             self._action()
-
-
-def test_a_full_disk_ends_the_run_with_a_checkpoint_that_resumes(fp8_server, small_disk, tmp_path):
-    options = {"weight_sync_dir": str(small_disk), "vllm_max_retries": 1, "max_steps": 4}
-    trainer = make_trainer(fp8_server.url, tmp_path, **options)
-    full = FullDisk(small_disk)
-    left = tmp_path / "checkpoint-2"  # of a run that was left: not what this one has reached
-    left.mkdir()
-    (left / "trainer_state.json").write_text("{}")
-    trainer.add_callback(At(2, full.fill))
-    try:
-        with pytest.raises(ServerError, match=r"No space left.*resume_from_checkpoint=.*checkpoint-2"):
-            trainer.train()
-    finally:
-        full.free()
-    resumed = make_trainer(fp8_server.url, tmp_path, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert resumed.state.global_step == 4
 
 
 def test_a_directory_for_weights_that_is_not_there_is_refused(fp8_server, tmp_path):
