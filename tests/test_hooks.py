@@ -256,21 +256,6 @@ def test_the_hooks_are_as_they_were(library):
 def test_a_hook_that_moves_is_noticed():
     assert shape("trl.GRPOTrainer._no_such_hook") == "gone"
     assert shape("trl.no_such_module.hook") == "gone"
-    assert shape(f"{__name__}.source_tree") == "(thing)"
-    assert shape(f"{__name__}.Example.method") == "(self, one, *two, **three)"
-    assert shape(f"{__name__}.Example._set") == "= 1 or = {'a': []}"
-    assert shape(f"{__name__}.Example._set_later") == "= 2"
-    assert shape(f"{__name__}.Example") == "class"
-
-
-class Example:
-    def __init__(self, full: bool = False):
-        self._set = 1
-        if full:
-            self._set: object = {"a": []}
-
-    def method(self, one, *two, **three):
-        self._set_later = 2
 
 
 # --- where the code leans on one ------------------------------------------------------------------------------------
