@@ -311,7 +311,7 @@ def test_it_leaves_nothing_behind_when_it_is_stopped(tmp_path, how, monkeypatch)
         time.sleep(0.1)
     process.send_signal(how)
     shown, _ = process.communicate(timeout=200)
-    wait_until_gone(family, 120)
+    wait_until_gone(family)
     assert not list(temporary.iterdir())
     if how == signal.SIGINT:
         assert process.returncode == 130

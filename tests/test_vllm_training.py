@@ -518,7 +518,7 @@ def test_a_server_that_stays_away_ends_the_run_in_time_with_a_checkpoint_that_re
         trainer.train()
     assert time.monotonic() - killed[0] < 100
     own_server.stop()
-    wait_until_gone(gone[0], 120)
+    wait_until_gone(gone[0])
     checkpoint = tmp_path / "checkpoint-2"
     assert (checkpoint / "deployment" / "model.safetensors").is_file()
 
@@ -603,7 +603,7 @@ def test_the_runs_own_server_is_started_again_and_nothing_is_left_of_it(tmp_path
     finally:
         process.kill()
         process.wait()
-    wait_until_gone(family, 120)
+    wait_until_gone(family)
     assert litter(short_tmp) == []
     assert not any(path.exists() for path in shared)
     assert list(weights.iterdir()) == []

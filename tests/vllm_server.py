@@ -50,7 +50,7 @@ class Serve:
     def output(self) -> str:
         return self.output_path.read_text()
 
-    def wait(self, pattern: str, timeout: float = 180) -> re.Match:
+    def wait(self, pattern: str, timeout: float = 280) -> re.Match:
         """The first match of a pattern in the output, once it is there."""
         end = time.monotonic() + timeout
         while True:
@@ -69,7 +69,7 @@ class Serve:
 
     def end(self) -> None:
         self.process.terminate()
-        self.process.wait(60)
+        self.process.wait(120)
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
-def wait_until_gone(processes: list[psutil.Process], timeout: float = 30) -> None:
+def wait_until_gone(processes: list[psutil.Process], timeout: float = 120) -> None:
     end = time.monotonic() + timeout
     while left := alive(processes):
         assert time.monotonic() < end, left
