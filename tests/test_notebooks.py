@@ -39,7 +39,7 @@ SMALLER = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=requires_vllm if n in NEEDS_VLLM else ()) for n in SMALLER])
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_it_runs(tmp_path, name):
     kept = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
     text = nbformat.writes(kept)
