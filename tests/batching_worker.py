@@ -25,10 +25,7 @@ def only_there(call, completions, logprobs):
 
 
 CASES = {
-    "grpo": {},
     "across passes": {"steps_per_generation": 6, "num_iterations": 2, "max_steps": 5},
-    "dapo": {"loss_type": "dapo", "steps_per_generation": 8},
-    "budget": {"steps_per_generation": 8, "max_tokens_per_micro_batch": 150},
     "dapo, budget": {"loss_type": "dapo", "max_tokens_per_micro_batch": 150},
     "bnpo": {"loss_type": "bnpo"},
 }
@@ -36,7 +33,6 @@ CASES = {
 OURS = {
     "empty completions": {"steps_per_generation": 8},
     "constraint": {"constraint": "lagrangian", "steps_per_generation": 8},
-    "corrected": {"rollout_correction": "token_truncate", "loss_type": "vespo", "steps_per_generation": 8},
     "dropped groups": {"drop_zero_std_groups": True, "steps_per_generation": 8, "max_tokens_per_micro_batch": 150},
 }
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from dc_trl import DCGRPOTrainer
 
-from .helpers import Rollouts, make_config, make_experts, make_model, make_prompts, make_tokenizer
+from .helpers import Rollouts, make_config, make_experts, make_model, make_prompts, make_tokenizer, make_trainer
 
 
 ALIKE = 97  # first token of completions with one reward
@@ -103,7 +103,6 @@ RUNS: dict[str, tuple[dict, tuple]] = {
     "a rank without a token": ({"mask_truncated_completions": True}, (truncate, LAST)),
     "a rank without a group": ({"drop_zero_std_groups": True}, (make_alike, LAST)),
     "two-sided KL": (TWO_SIDED | {"constraint_form": "two_sided_kl"}, ()),
-    "two-sided L1": (TWO_SIDED | {"constraint_form": "two_sided_l1"}, ()),
     "experts": ({}, ()),
     "through the deployed forward": ({"train_through_quantization": True}, ()),
     "streams": ({}, ()),
@@ -179,6 +178,20 @@ def train(folder: Path, name: str, options: argparse.Namespace) -> dict:
     return logs
 
 
+# Runs that the replica samples for: a whole one, and one that goes on from its checkpoint.
+SAMPLED = {"whole": None, "resumed": "whole/checkpoint-2"}
+
+
+def sample(folder: Path, name: str) -> dict:
+    fields = {"deployment_scheme": "fp8", "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lambda_lr": 5.0}
+    fields |= {"per_device_train_batch_size": GLOBAL // int(os.environ["WORLD_SIZE"])}
+    trainer = make_trainer(folder / name, make_model(64), **fields)
+    trainer.train(resume_from_checkpoint=str(folder / SAMPLED[name]) if SAMPLED[name] else None)
+    names = ("step", "loss", "grad_norm", "discrepancy/mean", "lagrangian/lambda")
+    rows = [{name: row[name] for name in names} for row in trainer.state.log_history if "loss" in row]
+    return {"kind": trainer.accelerator.distributed_type.value, "rows": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -189,7 +202,10 @@ def main() -> None:
     parser.add_argument("--scheme", default="fp8")
     options = parser.parse_args()
     options.folder.mkdir(exist_ok=True)
-    logs = {name: train(options.folder, name, options) for name in options.names}
+    logs = {
+        name: sample(options.folder, name) if name in SAMPLED else train(options.folder, name, options)
+        for name in options.names
+    }
     if int(os.environ.get("RANK", "0")) == 0:
         (options.folder / "logs.json").write_text(json.dumps(logs))
     time.sleep(1)  # see scripts/train.py: gloo's thread lets go of the last gather

@@ -210,13 +210,17 @@ def logged(trainer: Any, name: str) -> list[float]:
 TIMED = re.compile(r"step_time|time/|num_tokens|epoch|overlap/|sync/(?!age|count)")
 
 
-def untimed_rows(trainer: Any, after: int = 0) -> list[dict[str, Any]]:
-    """What a trainer logged of the steps after this one, but for what is `TIMED`."""
+def untimed(log: list[dict[str, Any]], after: int = 0) -> list[dict[str, Any]]:
+    """Return what a log has of the steps after this one, but for what is `TIMED`."""
     return [
         {name: value for name, value in row.items() if not TIMED.match(name)}
-        for row in trainer.state.log_history
+        for row in log
         if "loss" in row and row["step"] > after
     ]
+
+
+def untimed_rows(trainer: Any, after: int = 0) -> list[dict[str, Any]]:
+    return untimed(trainer.state.log_history, after)
 
 
 def assert_finite(trainer: Any) -> None:

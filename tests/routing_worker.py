@@ -1,6 +1,7 @@
 """Routing replay in two processes: `-m tests.routing_worker FOLDER`. Each writes what it saw into the folder."""
 
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -11,10 +12,9 @@ from accelerate.utils import broadcast_object_list
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
-from dc_trl import DCGRPOTrainer
-from dc_trl.rollouts.routing import RoutingReplay
+from dc_trl.rollouts.routing import OWN_CHOICE, RoutingReplay
 
-from .helpers import distinct_characters, logged, make_config, make_experts, make_prompts, make_tokenizer
+from .helpers import at_server, logged, make_experts, make_prompts, make_trainer
 from .stub_server import completions, stub_server
 
 
@@ -50,29 +50,26 @@ def train(folder: Path, routing_replay: bool) -> dict[str, list[float]]:
     """Under DDP, with micro-batches and chunks of them, and log π_train of before the optimizer steps."""
     fields = {"per_device_train_batch_size": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 1}
     fields |= {"gradient_checkpointing": True, "ddp_find_unused_parameters": True, "max_steps": 2}
-    config = make_config(
-        folder, deployment_scheme="fp8", routing_replay=routing_replay, learning_rate=0.0, constraint="none", **fields
-    )
-    trainer = DCGRPOTrainer(
-        make_experts(), distinct_characters, config, train_dataset=make_prompts(), processing_class=make_tokenizer()
-    )
+    fields |= {"deployment_scheme": "fp8", "learning_rate": 0.0, "constraint": "none"}
+    trainer = make_trainer(folder, make_experts(), routing_replay=routing_replay, **fields)
     trainer.train()
     assert trainer.accelerator.num_processes == 2
     names = ("discrepancy/k3_kl", "routing/flipped_fraction", "routing/replayed_fraction", "num_tokens")
     return {name: logged(trainer, name) for name in names}
 
 
-class Checked(DCGRPOTrainer):
-    """Each completion begins with its number."""
-
-    routes: torch.Tensor
-    checked = 0
-
-    def _compute_loss(self, model, inputs):
-        for row, ids in zip(inputs["routed_experts"], inputs["completion_ids"], strict=True):
-            assert torch.equal(row[:-1], self.routes[ids[0] - 40])
-            self.checked += 1
-        return super()._compute_loss(model, inputs)
+def mean_gap_at(routes: torch.Tensor, prompts: list[list[int]], tokens: list[list[int]]) -> float:
+    """Return δ̄ of completions to which a `stub_server` gives −1 a token, with a policy at given experts."""
+    policy = make_experts().eval()
+    replay = RoutingReplay(policy)
+    replay.start(routes)
+    ids, completions = (
+        torch.tensor(rows) for rows in ([[*p, *t] for p, t in zip(prompts, tokens, strict=True)], tokens)
+    )
+    with torch.no_grad():
+        logits = policy(input_ids=ids).logits[:, len(prompts[0]) - 1 : -1]
+    probs = logits.softmax(-1).gather(2, completions.unsqueeze(2))
+    return (probs - math.exp(-1)).abs().mean().item()
 
 
 def served(accelerator, folder: Path) -> None:
@@ -89,19 +86,15 @@ def served(accelerator, folder: Path) -> None:
 
         server.completes = completes
         url = broadcast_object_list([server.url])[0]
-        options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 10.0}
-        config = make_config(folder, routing_replay=True, deployment_scheme="bf16", max_steps=1, **options)
-        trainer = Checked(
-            make_experts(),
-            distinct_characters,
-            config,
-            train_dataset=make_prompts(8),
-            processing_class=make_tokenizer(),
-        )
-        trainer.routes = routes
+        options = at_server(url) | {"routing_replay": True, "max_steps": 1}
+        trainer = make_trainer(folder, make_experts(), train_dataset=make_prompts(8), **options)
         trainer.train()
-        assert trainer.checked == 4
         accelerator.wait_for_everyone()  # the server is the main process's
+        if accelerator.is_main_process:
+            given = torch.cat([routes, torch.full((8, 1, 2, 2), OWN_CHOICE)], 1).to(torch.int16)
+            prompts = [body["prompt"][0] for body in server.bodies for _ in range(4)]
+            gap = mean_gap_at(given, prompts, tokens)
+            assert abs(logged(trainer, "discrepancy/mean")[0] / gap - 1) < 1e-4
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 import itertools
 import random
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -209,19 +208,6 @@ def test_slices_are_joined_in_order():
         assert torch.equal(joined[name], value) if isinstance(value, torch.Tensor) else joined[name] == value
 
 
-def test_a_longest_row_is_found_without_sorting_the_mask():
-    """A subclass may mask tokens in the middle: what lies before the last one is read."""
-    batch = batch_of([Length(2, 5)], prompt_width=4, width=8)
-    batch["completion_mask"][0, 1:3] = 0
-    assert lengths_of(batch).tolist() == [[2, 5]]
-
-
 def test_rows_that_must_stay_in_order_do():
     lengths = [Length(1, length) for length in (3, 9, 1, 5, 2, 8)]
     assert micro_batches(lengths, 2, rows=2, exchange=False, in_order=True) == [[[0, 1], [3, 4]], [[2], [5]]]
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_rows_of_one_length_stay_in_their_order(rows):
-    lengths = [Length(3, 7)] * 6
-    assert [row for (forward,) in micro_batches(lengths, rows=rows) for row in forward] == list(range(6))

@@ -18,6 +18,7 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    TrainerCallback,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from trl import GRPOConfig, GRPOTrainer
@@ -65,19 +66,15 @@ def make_prompts() -> Dataset:
     return Dataset.from_dict({"prompt": ["1" * rng.randint(1, 25) + "=" for _ in range(16)]})
 
 
-class Gradients:
-    """Of each optimizer step, before it is clipped."""
+class Gradients(TrainerCallback):
+    """Of each optimizer step."""
 
-    def __init__(self, trainer):
+    def __init__(self):
         self.steps: list[dict[str, torch.Tensor]] = []
-        clip = trainer._clip_grad_norm
 
-        def keep(model):
-            named = trainer.accelerator.unwrap_model(model).named_parameters()
-            self.steps.append({name: value.grad.clone() for name, value in named if value.grad is not None})
-            return clip(model)
-
-        trainer._clip_grad_norm = keep
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        named = model.named_parameters()
+        self.steps.append({name: value.grad.clone() for name, value in named if value.grad is not None})
 
 
 class Run(NamedTuple):
@@ -97,7 +94,7 @@ def train(kind, config, rollouts=None, model=None, reward=distinct_characters, r
     )
     if scheme:
         Shortened(trainer)
-    gradients = Gradients(trainer)
+    trainer.add_callback(gradients := Gradients())
     widths = []
     for policy in filter(None, (trainer.model, trainer.ref_model)):
         policy.get_input_embeddings().register_forward_hook(lambda _, ids, __: widths.append(tuple(ids[0].shape)))
@@ -137,6 +134,7 @@ def configs(tmp_path, **options):
         "max_steps": 3,
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 4,
+        "max_grad_norm": 1e9,  # gradients are compared as they are
     } | options
     ours = make_config(tmp_path, **options)
     options.pop("max_tokens_per_micro_batch", None)
@@ -163,19 +161,20 @@ LOSSES = {
 
 
 CASES = [
-    *((steps, "grpo") for steps in STEPS),
-    *(("two steps", loss) for loss in LOSSES if loss != "grpo"),
+    *((steps, "grpo", 120) for steps in STEPS),
+    *(("two steps", loss, 120) for loss in LOSSES if loss != "grpo"),
+    ("across passes", "grpo", None),
+    ("two steps", "dapo", None),
 ]
 
 
-@pytest.mark.parametrize("budget", [pytest.param(None, marks=pytest.mark.long), 120])
-@pytest.mark.parametrize(("steps", "loss"), CASES)
+@pytest.mark.parametrize(("steps", "loss", "budget"), CASES)
 def test_gradients_are_trls(tmp_path, steps, loss, budget):
     options = STEPS[steps] | LOSSES[loss]
     ours, theirs = configs(tmp_path, max_tokens_per_micro_batch=budget, **options)
     found, expected = (
         train(kind, config, Spread(never_ended="mask_truncated_completions" in options))
-        for kind, config in ((DCGRPOTrainer, ours), (GRPOTrainer, theirs))
+        for kind, config in zip(KINDS, (ours, theirs), strict=True)
     )
     assert_same_steps(found, expected)
     assert tokens(found) < (0.9 if steps == "across batches" else 0.8) * tokens(expected)
@@ -188,7 +187,6 @@ def test_gradients_are_trls(tmp_path, steps, loss, budget):
 MEANS = {
     "bnpo": {"loss_type": "bnpo"},
     "high entropy": {"top_entropy_quantile": 0.5},
-    "entropy bonus": {"entropy_coef": 0.05},
     "adaptive bonus": {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 1.0},
 }
 
@@ -380,12 +378,11 @@ def image_prompts() -> Dataset:
     return Dataset.from_list(rows)
 
 
-@pytest.mark.parametrize("budget", [None, 150])
-def test_images_go_with_their_completions(tmp_path, budget):
+def test_images_go_with_their_completions(tmp_path):
     runs = []
     for kind, config in zip(KINDS, configs(tmp_path, steps_per_generation=8, max_steps=2), strict=True):
         if kind is DCGRPOTrainer:
-            config.max_tokens_per_micro_batch = budget
+            config.max_tokens_per_micro_batch = 150
         model, processor = make_llava()
         options = {"model": model, "processing_class": processor, "train_dataset": image_prompts()}
         options["reward"] = lambda completions, **kwargs: [len(set(text[0]["content"])) / 10 for text in completions]
@@ -397,12 +394,12 @@ def test_images_go_with_their_completions(tmp_path, budget):
 # --- a run that is stopped within a generation batch
 
 
-@pytest.mark.parametrize("budget", [None, 120])
-def test_a_run_resumed_within_a_generation_batch_is_the_same(tmp_path, budget):
+def test_a_run_resumed_within_a_generation_batch_is_the_same(tmp_path):
     options = {"max_steps": 4, "steps_per_generation": 8, "gradient_accumulation_steps": 4, "save_strategy": "steps"}
-    config, _ = configs(tmp_path, max_tokens_per_micro_batch=budget, save_steps=1, **options)
+    options |= {"max_tokens_per_micro_batch": 120}
+    config, _ = configs(tmp_path, save_steps=1, **options)
     whole = train(DCGRPOTrainer, config)
-    config, _ = configs(tmp_path / "resumed", max_tokens_per_micro_batch=budget, **options)
+    config, _ = configs(tmp_path / "resumed", **options)
     rollouts = Spread()
     rollouts.calls = 1  # the first batch is in the checkpoint
     resumed = train(DCGRPOTrainer, config, rollouts, resume_from=str(tmp_path / "checkpoint-1"))
@@ -420,7 +417,7 @@ def test_two_processes_read_alike_and_take_the_same_steps(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
-    assert len(found) == 10
+    assert len(found) == 6
     for name, case in found.items():
         assert case["kind"] == "DistributedType.MULTI_CPU"
         assert max(case["gaps"]) < 2e-5, (name, case)
@@ -431,17 +428,7 @@ def test_two_processes_read_alike_and_take_the_same_steps(tmp_path):
             assert max(ours) < 1.1 * min(ours), (name, case)
 
 
-# --- what is refused and what is logged
-
-
-def test_what_contradicts_a_budget(tmp_path):
-    for options, words in (
-        ({"length_aware_batches": False}, "length_aware_batches=False"),
-        ({"loss_type": "bnpo"}, "loss_type='bnpo'"),
-        ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch=0 is invalid"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            make_config(tmp_path, **{"max_tokens_per_micro_batch": 100} | options)
+# --- what is logged
 
 
 def test_means_over_tokens_are_those_of_one_micro_batch(tmp_path):

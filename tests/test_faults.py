@@ -85,12 +85,12 @@ def make_trainer(url, output_dir, **options):
     return helpers.make_trainer(output_dir, make_model(64), **at_server(url) | options)
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/collective_rpc"])
-def test_a_first_request_that_breaks_is_sent_again(tmp_path, path):
+def test_first_requests_that_break_are_sent_again(tmp_path):
+    paths = ("/v1/models", "/server_info", "/collective_rpc")
     with stub_server() as server:
-        server.failures = {path: 1}
+        server.failures = dict.fromkeys(paths, 1)
         assert make_trainer(server.url, tmp_path).vllm_generation.vllm_client.model == "stub"
-        assert server.failures == {path: 0}
+        assert server.failures == dict.fromkeys(paths, 0)
 
 
 def test_a_first_request_that_keeps_breaking_ends_the_run(tmp_path):
@@ -98,6 +98,32 @@ def test_a_first_request_that_keeps_breaking_ends_the_run(tmp_path):
         server.failures = {"/server_info": 100}
         with pytest.raises(ServerError, match=r"broke during /server_info.*tried 2 times: vllm_max_retries"):
             make_trainer(server.url, tmp_path, vllm_max_retries=1)
+
+
+def test_a_server_that_is_restarted_while_it_gets_weights_gets_them_again(tmp_path, caplog):
+    """It names its weights twice, before and after it loads them: the third name is of the second load."""
+    named = 0
+
+    def restart(server, path):
+        nonlocal named
+        named += path == "/update_weight_version"
+        if path == "/update_weight_version" and named == 3:
+            server.failures, server.version = {path: 1}, "default"
+            server.asked.clear()
+
+    with stub_server() as server:
+        server.completes = lambda body: completions(body["prompt"] * body["n"], [[30, 31, 1]] * body["n"], None)
+        server.before = restart
+        trainer = make_trainer(server.url, tmp_path, max_steps=2)
+        trainer.train()
+    assert "broke during /update_weight_version" in caplog.text
+    assert "/collective_rpc" in server.asked[: server.asked.index("/v1/completions")]
+    assert server.version == trainer.vllm_generation.weight_version
+
+
+def test_one_process_has_no_limit_but_that_of_each_request(tmp_path):
+    config = make_config(tmp_path, use_vllm=True, vllm_mode="server", vllm_request_timeout=7200.0, ddp_timeout=60)
+    assert config.vllm_time_limit == float("inf")
 
 
 @pytest.mark.parametrize(
@@ -142,6 +168,9 @@ def test_an_address_that_is_none_is_refused_with_the_field(tmp_path, url):
 def test_a_full_disk_of_the_weights_is_named_with_what_they_take(tmp_path, monkeypatch):
     """The file system's own word, at the first byte of the weights of the second step."""
     (tmp_path / "sync").mkdir()
+    left = tmp_path / "run" / "checkpoint-1"  # of a run that was left: not what this one has reached
+    left.mkdir(parents=True)
+    (left / "trainer_state.json").write_text("{}")
     with stub_server() as server:
         server.completes = lambda body: completions(body["prompt"] * body["n"], [[30, 31, 1]] * body["n"], None)
         trainer = make_trainer(
@@ -159,6 +188,10 @@ def test_a_full_disk_of_the_weights_is_named_with_what_they_take(tmp_path, monke
         monkeypatch.setattr(CheckpointWriter, "write", full)
         with pytest.raises(ServerError) as error:
             trainer.train()
+        monkeypatch.undo()
+        resumed = make_trainer(server.url, tmp_path / "run", max_steps=2)
+        resumed.train(resume_from_checkpoint=str(left))
+    assert resumed.state.global_step == 2
     said = str(error.value)
     for word in (
         f"weight_sync_dir='{tmp_path / 'sync'}'",
@@ -168,4 +201,3 @@ def test_a_full_disk_of_the_weights_is_named_with_what_they_take(tmp_path, monke
     ):
         assert word in said
     assert "when the server is up again" not in said
-    assert (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").is_file()

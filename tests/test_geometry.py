@@ -80,7 +80,7 @@ def test_log_probs_reply_is_stationary_on_the_concave_branch():
 
 @measures
 @sides
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_penalised_maximum_is_the_global_one(seed, measure, one_sided):
     q, advantages, rng = draw_problem(seed)
     beta = 10 ** rng.uniform(-1.5, 1.5)
@@ -98,7 +98,7 @@ def test_penalised_maximum_is_the_global_one(seed, measure, one_sided):
 
 @measures
 @sides
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_budgeted_maximum_is_the_global_one(seed, measure, one_sided):
     q, advantages, rng = draw_problem(seed, largest=4)
     largest = min(cost(np.eye(len(q))[advantages.argmax()], q, measure, one_sided), 6)
@@ -121,7 +121,7 @@ def test_interior_policies_are_the_closed_forms(measure):
 
 
 @sides
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("share", [0.1, 0.99])
 def test_a_budget_that_an_action_of_little_probability_spends(share, one_sided):
     """By hand: the others' ratios are 27 at most, so that the best one's spends the budget to thirteen digits."""
     q = np.exp(np.append(np.zeros(27), -16.0))
@@ -211,23 +211,12 @@ def test_limits(measure, one_sided):
     np.testing.assert_array_equal(policy, q)
 
 
-@pytest.mark.parametrize("measure", ["prob_diff", "prob_ratio"])
-@sides
-def test_a_slack_budget_has_no_price(measure, one_sided):
-    policy, beta = budgeted_policy([0.5, 0.5], [1.0, 0.0], 10, measure, one_sided)
-    assert beta == 0
-    np.testing.assert_allclose(policy, [1, 0], atol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"infer_probs": [0.5, 0.6]}, "infer_probs=.* is no distribution"),
-        ({"infer_probs": [-0.5, 1.5]}, "infer_probs=.* is no distribution"),
-        ({"infer_probs": [math.nan, 1.0]}, "infer_probs=.* is no distribution"),
         ({"infer_probs": []}, "infer_probs has shape"),
         ({"infer_probs": [0.0, 1.0], "measure": "log_prob"}, "leave such actions out"),
-        ({"infer_probs": [0.0, 1.0], "measure": "prob_ratio"}, "leave such actions out"),
         ({"advantages": [1.0]}, "pass one number for each action"),
         ({"advantages": [1.0, math.inf]}, "advantages=.* are not finite"),
         ({"measure": "kl"}, "measure='kl' is unknown: choose one of 'prob_diff', 'prob_ratio', 'log_prob'"),
@@ -252,7 +241,7 @@ def test_a_negative_price_or_budget_is_refused(value):
 
 
 @sides
-@pytest.mark.parametrize("budget", [0.1, 0.3, 0.5, 0.8])
+@pytest.mark.parametrize("budget", [0.1, 0.8])
 def test_probability_difference_is_sparsest_and_seeks_the_tail(one_sided, budget):
     found = outcomes(one_sided, budget)
     difference, log, ratio = found["prob_diff"], found["log_prob"], found["prob_ratio"]

@@ -7,8 +7,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -41,6 +39,7 @@ from .helpers import (
     make_model,
     make_prompts,
 )
+from .routing_worker import mean_gap_at
 from .stub_server import completions, stub_server
 from .vllm_server import requires_vllm
 
@@ -85,27 +84,6 @@ def test_weights_by_hand():
     assert expert_scores(logits, experts, True, torch.bfloat16).dtype == torch.bfloat16
 
 
-@given(st.lists(st.floats(-3, 3), min_size=6, max_size=6), st.permutations(range(6)), st.booleans())
-def test_the_gradient_of_weights_is_that_of_finite_differences(values, order, normalised):
-    """Of Σ c_i w_i; in closed form for normalised ones, which are a softmax over the experts alone."""
-    logits = torch.tensor([values], requires_grad=True)
-    experts, costs = torch.tensor([order[:3]]), torch.tensor([0.3, -0.7, 1.1])
-
-    def objective(at):
-        return (expert_scores(at, experts, normalised, torch.float32) * costs).sum()
-
-    objective(logits).backward()
-    for index in range(6):
-        step = torch.zeros(1, 6)
-        step[0, index] = 1e-2
-        difference = (objective(logits + step) - objective(logits - step)).item() / 2e-2
-        assert logits.grad[0, index].item() == pytest.approx(difference, abs=2e-4)
-    if normalised:
-        torch.testing.assert_close(
-            expert_scores(logits, experts, True, torch.float32), logits.gather(1, experts).softmax(-1)
-        )
-
-
 # --- a forward pass at given experts
 
 
@@ -136,8 +114,9 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((family, torch.float32) for family in FAMILIES), ("qwen3", torch.bfloat16)]
+)
 def test_replaying_its_own_choice_is_the_plain_forward_bit_for_bit(family, dtype):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES[family]).to(dtype)
@@ -299,10 +278,9 @@ def generate(replica, recorder, length=16):
     return completion_ids, logps, recorder.routes(PROMPTS, completion_ids)
 
 
-@pytest.mark.parametrize("chunk", [128, 3])
-def test_the_replica_says_what_it_chose(monkeypatch, chunk):
+def test_the_replica_says_what_it_chose(monkeypatch):
     """Against one forward pass over each sequence, without padding. Float32 leaves no choice to rounding."""
-    monkeypatch.setattr(dc_trl.rollouts.replica, "_PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(dc_trl.rollouts.replica, "_PREFILL_CHUNK", 3)
     torch.manual_seed(0)
     replica = Replica(make_experts(), "bf16")
     replica.model.float()
@@ -339,11 +317,10 @@ def test_routes_are_padded_as_tokens_are():
     assert padded[:, :, 0, 0].tolist() == [[-1, 0, 1, 2, 3, -1, -1, -1], [-1, -1, -1, 0, 1, -1, -1, -1]]
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("scheme", ["bf16", "fp8"])
-def test_replay_removes_flips_and_most_of_the_mismatch(scheme, seed):
-    torch.manual_seed(seed)
-    policy = make_experts(seed=seed)
+def test_replay_removes_flips_and_most_of_the_mismatch(scheme):
+    torch.manual_seed(0)
+    policy = make_experts()
     replica = Replica(policy, scheme)
     completion_ids, logps, routes = generate(replica, RoutesRecorder(replica.model), length=32)
     replay = RoutingReplay(policy)
@@ -514,12 +491,12 @@ def test_the_routes_of_a_server_are_replayed(tmp_path, there):
             with pytest.raises(ServerError, match=r"did not return the experts that routing_replay=True replays"):
                 trainer.train()
             return
-        seen = []
-        start = trainer.replay.start
-        trainer.replay.start = lambda given, mask: (seen.append(given.clone()), start(given, mask))
         trainer.train()
-    assert torch.equal(seen[0][:, :11].sort(0).values, torch.tensor(routes.astype(np.int16)).sort(0).values)
-    assert (seen[0][:, 11] == OWN_CHOICE).all()
+    given = torch.cat([torch.tensor(routes.astype(np.int16)), torch.full((4, 1, 2, 2), OWN_CHOICE)], 1)
+    gap = mean_gap_at(given, server.bodies[0]["prompt"] * 4, tokens)
+    assert logged(trainer, "discrepancy/mean") == pytest.approx([gap], rel=1e-4)
+    own = mean_gap_at(torch.full_like(given, OWN_CHOICE), server.bodies[0]["prompt"] * 4, tokens)
+    assert own != pytest.approx(gap, rel=1e-3)
     assert logged(trainer, "routing/replayed_fraction") == pytest.approx([11 / 12])
 
 

@@ -13,9 +13,9 @@ from itertools import combinations
 import pytest
 import torch
 import yaml
-from comparisons import holm, paired_t_test, unpaired_t_test
-from figures import draw_mismatch, draw_sweep, kind_of
-from first_order import first_order, sampled_batch
+from comparisons import holm, paired_t_test
+from figures import draw_mismatch, draw_sweep
+from first_order import DIRECTIONS, first_order, sampled_batch
 from hypothesis import given
 from hypothesis import strategies as st
 from lines import line_of, merged, read_lines, write_lines
@@ -23,7 +23,6 @@ from sweeps import SWEEPS, cell_name, load_study
 from tables import comparison_table, controls_of, lines_of_sweeps, setting_of
 
 from dc_trl import DCGRPOTrainer
-from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.files import read_yaml
 from dc_trl.grading.rewards import arithmetic_reward
@@ -165,12 +164,6 @@ def test_parts_of_a_run_in_which_nothing_was_measured():
     assert line_of(without, summary, {}, 0).end("reward") is None
 
 
-def test_a_reward_that_never_is_a_half():
-    whole, summary = a_run()
-    history = [row | ({"reward": 0.3} if "reward" in row else {}) for row in whole]
-    assert line_of(history, summary, {}, 0).steps_to_half is None
-
-
 def test_lines_are_read_as_they_were_written(tmp_path):
     lines = [line_of(*a_run(), {"weight_sync_steps": k}, seed) for k in (8, 1) for seed in (1, 0)]
     write_lines(tmp_path / "lines.jsonl", lines)
@@ -232,12 +225,6 @@ def test_two_studies_of_a_sweep_are_compared_by_welch(study_folder):
     assert rows[0] == ["GRPO", "2", "40.0 ± 10.0", "0", "–", "–", "–"]
 
 
-def test_welch_needs_two_values_of_each_and_some_spread():
-    assert unpaired_t_test([0.5], [0.25, 0.25]) == (0.25, None, None)
-    assert unpaired_t_test([0.5, 0.5], [0.25, 0.25]) == (0.25, 0.0, None)
-    assert unpaired_t_test([0.5, 0.5], [0.5, 0.5]) == (0.0, 0.0, 1.0)
-
-
 def test_runs_that_are_missing_are_said_to_be(study_folder):
     study = load_study(study_folder, ["first"])
     lines = [line for line in lines_of(study, lambda name, seed: 0.5) if "rollout" not in line.key[0]]
@@ -245,19 +232,6 @@ def test_runs_that_are_missing_are_said_to_be(study_folder):
     assert found.comparisons() == {}
     _, rows = found.table()
     assert rows[1][:3] == ["TIS", "0", "–"]
-
-
-def test_a_run_whose_cell_only_makes_mismatch_is_grpo_and_every_other_has_a_kind_of_its_own():
-    makes_mismatch = {"weight_sync_steps", "deployment_scheme", "steps_per_generation"}
-    study = load_study()
-    kinds = set()
-    for sweep in study.sweeps:
-        for variant in sweep.variants:
-            line = line_of(*a_run((0.5,) * 4), study.cell(sweep, variant), 0)
-            acts = line.cell.keys() - setting_of(line).keys() - makes_mismatch
-            assert (kind_of(line) == "GRPO") == (not acts), variant
-            kinds.add(kind_of(line))
-    assert {"routing replay", "length decay", "log_ratio + length decay", "two_sided_kl"} <= kinds
 
 
 def test_a_runs_control_is_grpo_in_step_in_the_same_setting():
@@ -291,12 +265,6 @@ def test_a_variant_is_compared_with_grpo_in_step_seed_by_seed(study_folder):
     assert {dict(zip(head, row, strict=True))["to GRPO in step"] for row in alone.table()[1]} == {"–"}
 
 
-def test_a_control_is_not_compared_with_itself(study_folder):
-    (found,) = lines_of_sweeps(load_study(study_folder, ["second"]), [line_of(*a_run(), {}, seed) for seed in (0, 3)])
-    in_step, _ = found.sweep.variants
-    assert found.against_control(in_step) is None
-
-
 def test_figures_of_some_runs_and_of_none(study_folder, tmp_path):
     study = load_study(study_folder, ["first"])
     lines = lines_of(study, lambda name, seed: 0.5)
@@ -305,23 +273,6 @@ def test_figures_of_some_runs_and_of_none(study_folder, tmp_path):
         draw_sweep(found, 24, tmp_path / f"sweep{number}.png")
         draw_mismatch(some, tmp_path / f"mismatch{number}.png")
         assert (tmp_path / f"mismatch{number}.png").stat().st_size > 5000
-
-
-def test_a_grid_of_two_numbers_is_drawn_over_them(study_folder, tmp_path):
-    text = "grid: {learning_rate: [1e-4, 3e-4], weight_sync_steps: [1, 2, 8]}\nseeds: [0, 1]\n"
-    (study_folder / "third.yaml").write_text(text)
-    first, third = load_study(study_folder, ["first", "third"]).sweeps
-    assert third.axes == ("learning_rate", "weight_sync_steps")
-    assert first.axes == ()
-    study = load_study(study_folder, ["third"])
-    texts = []
-    for some in (lines_of(study, lambda name, seed: 0.5), []):
-        (found,) = lines_of_sweeps(study, some)
-        draw_sweep(found, 24, tmp_path / "grid.svg")
-        texts.append(re.findall("<!-- (.*?) -->", (tmp_path / "grid.svg").read_text()))  # matplotlib's, of each text
-    drawn, empty = texts
-    assert {"1", "2", "8", "weight_sync_steps", "learning_rate 1e-4", "learning_rate 3e-4"} <= set(drawn)
-    assert not any("learning_rate" in text for text in empty)
 
 
 # --- where each form pushes
@@ -347,7 +298,7 @@ def lagging(tmp_path_factory, tokenizer):
     )
     trainer.train()
     trainer.model.eval()
-    rows = list(arithmetic_dataset(16, 1, "train"))
+    rows = list(arithmetic_dataset(8, 1, "train"))
     batch = sampled_batch(trainer, rows, by_policy=False, completions=4)
     contexts = sampled_batch(trainer, rows, by_policy=True, completions=2)
     return trainer, batch, contexts
@@ -355,10 +306,10 @@ def lagging(tmp_path_factory, tokenizer):
 
 def test_a_batch_is_what_the_sampler_gave(lagging):
     trainer, batch, contexts = lagging
-    assert batch.ids.shape == batch.attended.shape == (64, batch.scored.shape[1] + 1)
+    assert batch.ids.shape == batch.attended.shape == (32, batch.scored.shape[1] + 1)
     assert (batch.infer_logps[~batch.scored] == 0).all()
-    groups = batch.rewards.view(16, 4)
-    assert torch.allclose(batch.advantages.view(16, 4).mean(1), torch.zeros(16), atol=1e-5)
+    groups = batch.rewards.view(8, 4)
+    assert torch.allclose(batch.advantages.view(8, 4).mean(1), torch.zeros(8), atol=1e-5)
     assert set(groups.flatten().tolist()) <= {0.0, 1.0}
     # The sampler's own forward over the whole completion gives the log-probabilities that it sampled with.
     with torch.no_grad():
@@ -370,7 +321,12 @@ def test_a_batch_is_what_the_sampler_gave(lagging):
     assert (lengths <= 24).all()
 
 
-def test_changes_along_a_form_are_those_of_autograd(lagging):
+@pytest.fixture
+def one_direction(monkeypatch):
+    monkeypatch.setattr("first_order.DIRECTIONS", {"log_ratio": DIRECTIONS["log_ratio"]})
+
+
+def test_changes_along_a_form_are_those_of_autograd(lagging, one_direction):
     """The derivative of KL(π ‖ q) along the step, by autograd at the start, is what the small step finds."""
     trainer, batch, contexts = lagging
     before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
@@ -410,7 +366,7 @@ def test_changes_along_a_form_are_those_of_autograd(lagging):
     assert found["log_ratio"][1] < 0
 
 
-def test_a_sampler_that_follows_is_put_back(lagging):
+def test_a_sampler_that_follows_is_put_back(lagging, one_direction):
     trainer, batch, contexts = lagging
     before = {name: tensor.clone() for name, tensor in trainer.replica.model.state_dict().items()}
     first_order(trainer, batch, contexts, follows=True)
@@ -442,18 +398,6 @@ def test_digits_are_sorted_step_by_step(lengths):
 # --- the registered study
 
 
-def test_the_papers_constraint_in_the_study_is_the_default():
-    """docs/study.md says so: the λ_0, ε and η_λ of the paper's 8B recipe are those of DCGRPOConfig."""
-    study = load_study()
-    default = ConstraintSettings()
-    for name in ("headline", "moderate", "in_step"):
-        (sweep,) = (sweep for sweep in study.sweeps if sweep.name == name)
-        (paper,) = (variant for variant in sweep.variants if variant.name == "DC-GRPO")
-        fields = {name: value for name, value in paper.fields.items() if name != "constraint"}
-        assert fields == {name: getattr(default, name) for name in fields}
-        assert sweep.settings(paper)["constraint"] == "lagrangian"
-
-
 def test_every_run_has_a_folder_that_can_be_made(tmp_path):
     jobs = load_study().jobs(tmp_path)
     folders = {job.folder for job in jobs}
@@ -463,12 +407,18 @@ def test_every_run_has_a_folder_that_can_be_made(tmp_path):
 
 
 def test_every_cell_is_a_configuration(tmp_path):
+    """One for each set of names and choices: cells that differ in numbers alone are alike to what refuses them."""
+    cells = {}
     for sweep in load_study().sweeps:
         assert len(sweep.seeds) >= (3 if sweep.name == "server" else 5)
         for variant in sweep.variants:
-            config = tmp_path / "config.yaml"
-            config.write_text(yaml.safe_dump(sweep.configuration(variant) | {"use_cpu": True}))  # where tests run
-            RunArguments.parse(["--config", str(config)])  # refuses what contradicts itself
+            cell = sweep.configuration(variant) | {"use_cpu": True}  # where tests run
+            cells[str(sorted((name, re.sub(r"[\d.e-]+", "", str(value))) for name, value in cell.items()))] = cell
+    assert len(cells) > 10
+    for cell in cells.values():
+        config = tmp_path / "config.yaml"
+        config.write_text(yaml.safe_dump(cell))
+        RunArguments.parse(["--config", str(config)])  # refuses what contradicts itself
 
 
 def test_the_page_is_what_its_raw_lines_say():
@@ -496,19 +446,7 @@ def test_the_page_is_what_its_raw_lines_say():
 
 
 @pytest.mark.long
-def test_tables_and_figures_are_made_of_lines_by_one_command(tmp_path):
-    words = [sys.executable, "scripts/study/show.py", "docs/study_again.jsonl", "--output", str(tmp_path)]
-    words += ["--only", "headline", "--against", "docs/study.jsonl"]
-    made = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr
-    page = (ROOT / "docs" / "study.md").read_text()
-    _, compared = (tmp_path / "tables.md").read_text().split("## headline, compared\n\n")
-    assert f"<!-- headline, compared -->\n\n{compared.strip()}\n" in page
-    assert (tmp_path / "headline.png").stat().st_size > 10_000
-    assert (tmp_path / "mismatch.png").stat().st_size > 10_000
-
-
-@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_killed_study_goes_on_and_measures_both_policies(tmp_path):
     folder = tmp_path / "study"
     folder.mkdir()
@@ -533,7 +471,7 @@ def test_a_killed_study_goes_on_and_measures_both_policies(tmp_path):
             break
     first.send_signal(signal.SIGKILL)
     first.wait()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while True:  # the job that was running ends first, and holds the folder until then
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
         if "is in use by another study" not in done.stderr or time.monotonic() > deadline:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -21,11 +20,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
-from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback, LambdaLoggingCallback
-from dc_trl.callbacks.summary import BeforeAndAfter, summarize
+from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback
 from dc_trl.data.arithmetic import arithmetic_dataset
-from dc_trl.records.runs import Run, read_summary
-from dc_trl.report.tables import summary_table
 from dc_trl.serving.errors import ServerError
 from dc_trl.serving.server import VLLMServer
 
@@ -38,11 +34,9 @@ from .helpers import (
     distinct_characters,
     logged,
     make_config,
-    make_experts,
     make_model,
     make_prompts,
     make_tokenizer,
-    untimed_rows,
 )
 from .vllm_server import complete, litter, requires_vllm, serving, shared_memory, wait_until_gone
 
@@ -86,15 +80,12 @@ def test_every_step_samples_with_the_present_weights(fp8_server, tmp_path):
         assert stale > 3 * present
 
 
-def test_an_adapter_reaches_the_server_with_most_files_written_once(fp8_server, tmp_path, capsys):
+def test_an_adapter_reaches_the_server_with_most_files_written_once(fp8_server, tmp_path):
     """Of vLLM's fused layers (q, k and v; gate and up) one part each is adapted: they are read from two files."""
     policy = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
     adapter = LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
     model = get_peft_model(policy, adapter)
     trainer = make_trainer(fp8_server.url, tmp_path, model, max_steps=4, learning_rate=1e-2)
-    run = BeforeAndAfter(trainer)
-    for callback in (LambdaLoggingCallback(), run):  # the second reads what the first wrote
-        trainer.add_callback(callback)
     trainer.train()
     written, reused = (logged(trainer, f"sync/bytes_{what}") for what in ("written", "reused"))
     assert reused[0] == 0
@@ -112,21 +103,11 @@ def test_an_adapter_reaches_the_server_with_most_files_written_once(fp8_server, 
     exported = load_file(tmp_path / "deployment" / "model.safetensors")
     assert served.keys() == exported.keys()
     assert all(torch.equal(served[name].view(torch.uint8), exported[name].view(torch.uint8)) for name in exported)
-    capsys.readouterr()
-    summarize(trainer, run)
-    told = json.loads((tmp_path / "summary.json").read_text())["weight_sync"]
-    assert told["count"] == 5
-    assert told["bytes_written"] == sum(written) + written[1]
-    assert f"{told['bytes_written'] / 5e6:,.1f} + {told['bytes_reused'] / 5e6:,.1f}" in capsys.readouterr().out
-    report = dict(summary_table(Run("run", [{"step": 4}], summary=read_summary(tmp_path)))[1])
-    assert report["weight syncs through a checkpoint"] == "5"
 
 
-def test_truncated_sampling_is_corrected_by_what_the_server_names(fp8_server, tmp_path, seen_by_the_loss):
+def test_truncated_sampling_is_corrected_by_what_the_server_names(fp8_server, tmp_path):
     trainer = make_trainer(fp8_server.url, tmp_path, max_steps=2, top_k=6, top_p=0.9, temperature=1.5)
     trainer.train()
-    counts = seen_by_the_loss[0]["kept_counts"]
-    assert 1 < counts.max() <= 7  # the sampled token may share the sixth place with one that is named
     assert max(logged(trainer, "discrepancy/log_ppl_abs_diff")) < 0.05
     assert max(logged(trainer, "discrepancy/mean")) < 0.03  # at this temperature the policy is unsure
     # Beside it, the same server's whole distribution after each prompt, truncated by hand.
@@ -142,7 +123,6 @@ def test_truncated_sampling_is_corrected_by_what_the_server_names(fp8_server, tm
         probs = torch.tensor([value for value, _ in whole[:6]]).softmax(0)
         size = int((probs.cumsum(0) - probs < 0.9).sum())
         kept = {token for _, token in whole[:size]}
-        assert set(value.kept.tolist()) == kept
         assert token in kept
         expected = (probs[:size] / probs[:size].sum()).log()[[token for _, token in whole[:size]].index(token)]
         assert value == pytest.approx(expected.item(), abs=1e-4)
@@ -217,53 +197,31 @@ def test_weights_that_lag_come_back_after_an_evaluation_and_after_a_kill(fp8_ser
 
 
 @pytest.mark.long
-def test_the_same_run_comes_to_the_same_weights_also_when_it_is_killed_and_resumed(fp8_server, tmp_path):
+def test_a_killed_run_leaves_no_weights_and_comes_to_the_same_ones_when_it_is_resumed(fp8_server, tmp_path):
     options = {"max_steps": 4, "per_device_train_batch_size": 16, "learning_rate": 1e-3, "max_completion_length": 24}
     options |= {"save_strategy": "steps", "save_steps": 2}
+    killed = options | {"output_dir": str(tmp_path / "killed"), "kill_at": 3, "server": fp8_server.url}
+    done = subprocess.run([sys.executable, "-m", "tests.worker", json.dumps(killed)], cwd=ROOT, timeout=280)
+    assert done.returncode == -signal.SIGKILL
+    left = sync_folder(tmp_path / "killed")
+    assert left.parent == Path("/dev/shm")
+    wait_for(lambda: not left.exists())  # no other run is needed
+
+    # Where the machine lost its power there is nobody to do it: the next run does.
+    left.mkdir()
 
     def digest(output_dir, checkpoint=None):
         trainer = make_trainer(fp8_server.url, output_dir, **options)
         trainer.train(resume_from_checkpoint=checkpoint)
+        assert trainer.vllm_generation.checkpoint.is_dir()
         trainer.save_model(str(output_dir / "end"))
         return hashlib.sha256((output_dir / "end" / "model.safetensors").read_bytes()).hexdigest()
 
-    killed = options | {"output_dir": str(tmp_path / "killed"), "kill_at": 3, "server": fp8_server.url}
-    done = subprocess.run([sys.executable, "-m", "tests.worker", json.dumps(killed)], cwd=ROOT, timeout=240)
-    assert done.returncode == -signal.SIGKILL
     first = digest(tmp_path / "first")
-    assert digest(tmp_path / "second") == first
+    assert not left.exists()
     assert digest(tmp_path / "killed", str(tmp_path / "killed" / "checkpoint-2")) == first
     untrained = hashlib.sha256((tmp_path / "first" / "checkpoint-2" / "model.safetensors").read_bytes()).hexdigest()
     assert untrained != first
-
-
-@pytest.mark.long
-def test_the_next_batch_is_sampled_beside_training_and_comes_back_after_a_kill(fp8_server, tmp_path):
-    # The server draws the same numbers for each request, so that two runs can be compared.
-    options = {"rollout_overlap": True, "learning_rate": 1e-3, "generation_kwargs": {"seed": 3}, "max_steps": 5}
-    whole = make_trainer(fp8_server.url, tmp_path / "whole", save_strategy="steps", save_steps=1, **options)
-    client, sampled_by = whole.vllm_generation.vllm_client, []
-    generate = client.generate
-
-    def spy(**request):
-        output = generate(**request)
-        sampled_by.append((threading.current_thread().name, client.weight_version().rpartition("-")[2]))
-        return output
-
-    client.generate = spy
-    whole.train()
-    ahead = "dc_trl-rollout-ahead"
-    assert sampled_by == [("MainThread", "1"), *((ahead, version) for version in "1234")]
-    assert logged(whole, "sync/age") == [0, 1, 1, 1, 1]
-    resumed = make_trainer(fp8_server.url, tmp_path / "resumed", **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    assert untimed_rows(resumed, 2) == untimed_rows(whole, 2)
-    # The lag is in δ: the same run in step differs from its sampler by the format alone.
-    in_step = make_trainer(fp8_server.url, tmp_path / "in_step", **options | {"rollout_overlap": False})
-    in_step.train()
-    lagging, present = logged(whole, "discrepancy/mean"), logged(in_step, "discrepancy/mean")
-    assert lagging[0] == pytest.approx(present[0])  # the same samples, shuffled in another order, and the same step
-    assert lagging[1] > 3 * present[1]
 
 
 @pytest.mark.long
@@ -297,12 +255,10 @@ def test_what_samples_is_what_ships(fp8_server, tmp_path):
     ("overrides", "model", "words"),
     [
         ({"deployment_scheme": "int4"}, {}, ["deployment_scheme='int4'", "CompressedTensorsW8A8Fp8"]),
-        ({"deployment_scheme": None}, {}, ["deployment_scheme=None", "dc-trl serve --scheme bf16"]),
         ({"max_completion_length": 400}, {}, ["--max-model-len 401"]),
         ({}, {"num_hidden_layers": 3}, ["4 layers", "3"]),
-        ({}, {"vocab_size": 300}, ["262", "300"]),
     ],
-    ids=["scheme", "no-scheme", "length", "layers", "vocabulary"],
+    ids=["scheme", "length", "layers"],
 )
 def test_a_server_that_does_not_fit_is_refused_when_the_trainer_is_built(
     fp8_server, tmp_path, overrides, model, words
@@ -377,29 +333,6 @@ def test_a_prompt_that_the_server_cannot_take_names_the_reason(fp8_server, tmp_p
         trainer.vllm_generation.generate([[20] * 300], None, 1)
 
 
-class FullDisk:
-    """Another program that takes whatever room there is on a disk, and holds what lies there open.
-
-    A file that is open keeps its room when it is removed, so no order of events lets anything be written.
-    """
-
-    def __init__(self, folder):
-        self._folder = folder
-        self._ballast = folder / "ballast"
-        self._held = ExitStack()
-
-    def fill(self):
-        for path in [path for path in self._folder.rglob("*") if path.is_file()]:
-            self._held.enter_context(path.open("rb"))
-        with open(self._ballast, "wb", buffering=0) as file, suppress(OSError):
-            while True:
-                file.write(bytes(4096))
-
-    def free(self):
-        self._held.close()
-        self._ballast.unlink()
-
-
 class At(TrainerCallback):
     """Does something at the end of a step."""
 
@@ -411,56 +344,21 @@ class At(TrainerCallback):
             self._action()
 
 
-def test_a_full_disk_ends_the_run_with_a_checkpoint_that_resumes(fp8_server, small_disk, tmp_path):
-    options = {"weight_sync_dir": str(small_disk), "vllm_max_retries": 1, "max_steps": 4}
-    trainer = make_trainer(fp8_server.url, tmp_path, **options)
-    full = FullDisk(small_disk)
-    left = tmp_path / "checkpoint-2"  # of a run that was left: not what this one has reached
-    left.mkdir()
-    (left / "trainer_state.json").write_text("{}")
-    trainer.add_callback(At(2, full.fill))
-    try:
-        with pytest.raises(ServerError, match=r"No space left.*resume_from_checkpoint=.*checkpoint-2"):
-            trainer.train()
-    finally:
-        full.free()
-    resumed = make_trainer(fp8_server.url, tmp_path, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert resumed.state.global_step == 4
-
-
 def test_a_directory_for_weights_that_is_not_there_is_refused(fp8_server, tmp_path):
     with pytest.raises(ServerError, match=r"weight_sync_dir=.*nowhere.* is no directory"):
         make_trainer(fp8_server.url, tmp_path, weight_sync_dir=str(tmp_path / "nowhere"))
 
 
+def wait_for(condition, seconds=120.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
 def sync_folder(output_dir):
     """Where a run of tests/worker.py had its weights for the server."""
     return Path((output_dir / "sync_folder.txt").read_text())
-
-
-@pytest.mark.long
-def test_what_a_killed_run_leaves_in_shared_memory_is_removed(fp8_server, tmp_path):
-    options = {"output_dir": str(tmp_path / "killed"), "kill_at": 1, "server": fp8_server.url}
-    done = subprocess.run([sys.executable, "-m", "tests.worker", json.dumps(options)], cwd=ROOT, timeout=240)
-    assert done.returncode == -signal.SIGKILL
-    left = sync_folder(tmp_path / "killed")
-    assert left.parent == Path("/dev/shm")
-    end = time.monotonic() + 30
-    while left.exists():  # no other run is needed
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    # Where the machine lost its power there is nobody to do it: the next run does.
-    left.mkdir()
-    trainer = make_trainer(fp8_server.url, tmp_path / "next")
-    trainer.vllm_generation.sync_weights()
-    assert not left.exists()
-    living = trainer.vllm_generation.checkpoint
-    assert living.is_dir()
-    options = {"output_dir": str(tmp_path / "ended"), "max_steps": 2, "server": fp8_server.url}
-    subprocess.run([sys.executable, "-m", "tests.worker", json.dumps(options)], cwd=ROOT, timeout=240, check=True)
-    assert not sync_folder(tmp_path / "ended").exists()  # a run that ends leaves nothing
-    assert living.is_dir()  # and leaves the living one alone
 
 
 @pytest.mark.long
@@ -484,6 +382,7 @@ def test_two_processes_train_on_one_server(fp8_server, tmp_path):
     assert logs["kind"] == "DistributedType.MULTI_CPU"
     assert len(set(logs["lambda"])) == 1
     assert all(0 < row["discrepancy/mean"] < 0.05 for row in logs["rows"] if "discrepancy/mean" in row)
+    assert not sync_folder(tmp_path / "two").exists()
 
 
 # --- faults of the server: killed, restarted, stopped, by its pid ---------------------------------------------------
@@ -537,7 +436,7 @@ def in_next_rollout(trainer, server, action):
     engine = engine_processes(server)[1:]
 
     def act():
-        time.sleep(0.2)  # the request is at the server
+        time.sleep(2)  # the request is at the server, which cannot answer it meanwhile
         action(engine)
 
     def send(*args, **kwargs):
@@ -587,25 +486,6 @@ def test_a_server_killed_in_a_rollout_and_restarted_gets_the_weights_again(own_s
 
 
 @pytest.mark.long
-def test_a_server_killed_during_a_sync_and_restarted_gets_the_weights_again(own_server, tmp_path, caplog):
-    trainer = faulty_trainer(own_server, tmp_path)
-    client = trainer.vllm_generation.vllm_client
-    name_weights = client.name_weights
-
-    def die_before_the_weights_are_named(version):
-        client.name_weights = name_weights
-        kill(own_server)
-        threading.Thread(target=own_server.start).start()
-        name_weights(version)
-
-    trainer.add_callback(At(2, lambda: setattr(client, "name_weights", die_before_the_weights_are_named)))
-    trainer.train()
-    assert trainer.state.global_step == 4
-    assert "broke during /update_weight_version" in caplog.text
-    assert client.weight_version() == trainer.vllm_generation.weight_version
-
-
-@pytest.mark.long
 def test_a_server_that_hangs_is_given_up_in_time_and_used_again_when_it_goes_on(own_server, tmp_path, caplog):
     trainer = faulty_trainer(own_server, tmp_path, vllm_request_timeout=8.0)
     threads = []
@@ -613,9 +493,11 @@ def test_a_server_that_hangs_is_given_up_in_time_and_used_again_when_it_goes_on(
     def hang(engine):
         server = psutil.Process(own_server.pid)
         server.suspend()
-        time.sleep(15)
-        for process in (*engine, server):
-            process.resume()
+        try:
+            wait_for(lambda: "vllm_request_timeout=8 s" in caplog.text)
+        finally:
+            for process in (*engine, server):
+                process.resume()
 
     trainer.add_callback(At(2, lambda: threads.append(in_next_rollout(trainer, own_server, hang))))
     trainer.train()
@@ -629,12 +511,11 @@ def test_a_server_that_stays_away_ends_the_run_in_time_with_a_checkpoint_that_re
     options = {"vllm_server_timeout": 5.0, "vllm_max_retries": 1, "lambda_lr": 50.0}
     trainer = faulty_trainer(own_server, tmp_path, **options)
     trainer.add_callback(DeploymentCheckpointCallback(trainer))
-    gone = []
-    trainer.add_callback(At(2, lambda: gone.append(kill(own_server))))
-    begin = time.monotonic()
+    gone, killed = [], []
+    trainer.add_callback(At(2, lambda: (killed.append(time.monotonic()), gone.append(kill(own_server)))))
     with pytest.raises(ServerError, match=r"after 5 s.*tried 2 times.*resume_from_checkpoint=.*checkpoint-2"):
         trainer.train()
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - killed[0] < 100
     own_server.stop()
     wait_until_gone(gone[0])
     checkpoint = tmp_path / "checkpoint-2"
@@ -667,30 +548,18 @@ def test_a_server_killed_while_it_samples_ahead_gets_the_weights_of_that_batch_a
         trainer.vllm_generation.wait()
         versions.append(client.weight_version())
 
-    def at_next_rollout(what):
+    def at_next_rollout():
         # The batch that is ahead already: on a busy machine its requests may leave after the step that it runs beside.
         trainer.vllm_generation.wait()
-        threads.append(in_next_rollout(trainer, own_server, what))
+        threads.append(in_next_rollout(trainer, own_server, restart))
 
-    trainer.add_callback(At(1, lambda: at_next_rollout(restart)))
+    trainer.add_callback(At(1, at_next_rollout))
     trainer.add_callback(At(2, note))
     trainer.train()
     threads[0].join()
     assert "broke during /v1/completions" in caplog.text
     assert [version.rpartition("-")[2] for version in versions] == ["2"]  # not those that it was restarted with
     assert logged(trainer, "sync/age") == [0, 1, 1, 1]
-
-    # Lost for good, the run is saved when it comes to the batch, after the step that trained meanwhile.
-    options |= {"vllm_server_timeout": 3.0, "vllm_max_retries": 0}
-    trainer = faulty_trainer(own_server, tmp_path / "lost", **options)
-    trainer.add_callback(At(1, lambda: at_next_rollout(lambda _: kill(own_server))))
-    with pytest.raises(ServerError, match=r"/v1/completions.*resume_from_checkpoint=.*checkpoint-2'"):
-        trainer.train()
-    threads[1].join()
-    own_server.start()
-    resumed = faulty_trainer(own_server, tmp_path / "lost", **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "lost" / "checkpoint-2"))
-    assert logged(resumed, "sync/age") == [0, 1, 1, 1]  # asked for again, with the weights of its turn
 
 
 def test_a_server_on_another_machine_needs_a_directory_that_both_see(tmp_path):
@@ -699,41 +568,37 @@ def test_a_server_on_another_machine_needs_a_directory_that_both_see(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("killed", ["server", "run"])
-def test_the_runs_own_server_is_started_again_and_nothing_is_left_of_it(tmp_path, short_tmp, killed):
-    """The whole script: its server is killed at work, and is started again; or the run is killed."""
-    output = tmp_path / "output"
-    command = [sys.executable, "scripts/train.py", "--config", "configs/quickstart_vllm_fp8.yaml", "--max_steps", "6"]
-    command += ["--output_dir", str(tmp_path / "run"), "--eval_size", "0"]
-    command += ["--deployment_scheme", "fp8" if killed == "run" else "bf16"]
-    weights = tmp_path / "weights"
+@pytest.mark.timeout(900)
+def test_the_runs_own_server_is_started_again_and_nothing_is_left_of_it(tmp_path, short_tmp):
+    """The whole script: its server is killed at work and is started again, and then the run is killed."""
+    output, weights = tmp_path / "output", tmp_path / "weights"
     weights.mkdir()
-    command += ["--weight_sync_dir", str(weights)]
+    command = [sys.executable, "scripts/train.py", "--config", "configs/quickstart_vllm_fp8.yaml"]
+    command += ["--output_dir", str(tmp_path / "run"), "--eval_size", "0", "--weight_sync_dir", str(weights)]
+    command += ["--per_device_train_batch_size", "16"]
+    history = tmp_path / "run" / "history.jsonl"
     with open(output, "w") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {"TMPDIR": str(short_tmp)}
         )
+
+    def steps():
+        assert process.poll() is None, output.read_text()[-3000:]
+        return len(history.read_text().splitlines()) if history.exists() else 0
+
     try:
-        end = time.monotonic() + 200
-        history = tmp_path / "run" / "history.jsonl"
-        while not history.exists():  # the first step is done
-            assert process.poll() is None, output.read_text()[-3000:]
-            assert time.monotonic() < end
-            time.sleep(0.2)
+        wait_for(steps, 400)
         family = psutil.Process(process.pid).children(recursive=True)
         (server,) = [child for child in family if "vllm.entrypoints.cli.main" in child.cmdline()[1:3]]
+        server.kill()
+        wait_for(lambda: steps() and output.read_text().count("vLLM is up at") == 2, 400)
+        before = steps()
+        wait_for(lambda: steps() > before + 1, 400)  # one step may have had its samples already
+        assert "vLLM ended by itself" in output.read_text()
+        family += psutil.Process(process.pid).children(recursive=True)
         shared = shared_memory(family)
         assert shared
         assert list(weights.iterdir())
-        if killed == "run":
-            process.kill()
-        else:
-            server.kill()
-            assert process.wait(200) == 0, output.read_text()[-3000:]
-            text = output.read_text()
-            assert "vLLM ended by itself" in text
-            assert text.count("vLLM is up at") == 2
-            assert len(history.read_text().splitlines()) >= 6
     finally:
         process.kill()
         process.wait()
@@ -747,32 +612,16 @@ def test_the_runs_own_server_is_started_again_and_nothing_is_left_of_it(tmp_path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("scheme", ["bf16", "int8", "int4"])
-def test_other_schemes_reload_in_place(tmp_path, scheme):
-    with serving(tmp_path, "--scheme", scheme, "--max_model_len", "256") as server:
+def test_another_scheme_reloads_in_place(tmp_path):
+    """int4; int8 is the doctor's, bf16 the servers' that are killed."""
+    with serving(tmp_path, "--scheme", "int4", "--max_model_len", "256") as server:
         url = server.url()
-        trainer = make_trainer(url, tmp_path, deployment_scheme=scheme, max_steps=4, learning_rate=3e-3)
+        trainer = make_trainer(url, tmp_path, deployment_scheme="int4", max_steps=2, learning_rate=1e-2)
         trainer.train()
         trainer.vllm_generation.sync_weights()
         served = complete(url, PROMPTS, max_tokens=16)
         untrained = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
-        assert 3 * mean_gap(served, trainer.model, scheme) < mean_gap(served, untrained, scheme)
-
-
-@pytest.mark.long
-def test_experts_reload_in_place(tmp_path):
-    """In bf16, the only format in which vLLM's CPU engine runs a mixture of experts."""
-    model, other = make_experts(), make_experts(seed=1)
-    folder = tmp_path / "model"
-    other.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    with serving(tmp_path, "--scheme", "bf16", "--max_model_len", "256", model=str(folder)) as server:
-        url = server.url()
-        trainer = make_trainer(url, tmp_path, model=model, deployment_scheme="bf16")
-        for _ in range(2):  # the first reload makes the kernels whose weights the second one has to reach
-            trainer.vllm_generation.sync_weights()
-        served = complete(url, PROMPTS, max_tokens=16)
-    assert 10 * mean_gap(served, model, "bf16") < mean_gap(served, other, "bf16")
+        assert 3 * mean_gap(served, trainer.model, "int4") < mean_gap(served, untrained, "int4")
 
 
 @pytest.mark.long
@@ -801,6 +650,7 @@ def test_a_colocated_run_of_the_command_ends_without_a_word_of_vllms_exit_hook(t
     config = yaml.safe_load((ROOT / "configs" / "quickstart_vllm_fp8.yaml").read_text())
     del config["serve"]
     options = {"vllm_mode": "colocate", "vllm_max_model_length": 256, "max_steps": 2, "eval_size": 0}
+    options["per_device_train_batch_size"] = 16
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config | options | {"output_dir": str(tmp_path / "run")}))
     done = subprocess.run(

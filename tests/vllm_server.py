@@ -50,7 +50,7 @@ class Serve:
     def output(self) -> str:
         return self.output_path.read_text()
 
-    def wait(self, pattern: str, timeout: float = 180) -> re.Match:
+    def wait(self, pattern: str, timeout: float = 280) -> re.Match:
         """The first match of a pattern in the output, once it is there."""
         end = time.monotonic() + timeout
         while True:

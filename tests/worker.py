@@ -1,4 +1,4 @@
-"""A training run in a process of its own: `python -m tests.worker '{"output_dir": …, …}'`.
+"""Training runs in a process of its own: `python -m tests.worker '{"output_dir": …, …}' …`, one after the other.
 
 Options beside those of DCGRPOConfig: `rollouts` (known rollouts instead of the replica), `kill_at` (the step after
 which the process kills itself, as a power cut would; `kill_rank` says which of several does), `kill_in_save` (the
@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -44,8 +45,7 @@ class KilledInSave(DCGRPOTrainer):
         super()._save_optimizer_and_scheduler(output_dir)
 
 
-def main() -> None:
-    options = json.loads(sys.argv[1])
+def train(options: dict[str, Any]) -> DCGRPOTrainer:
     kill_at, rollouts = options.pop("kill_at", None), options.pop("rollouts", False)
     kill_rank = options.pop("kill_rank", None)
     kill_in_save = options.pop("kill_in_save", None)
@@ -96,6 +96,12 @@ def main() -> None:
         if colocate is not None:
             logs["gaps"] = sampled_by.gaps
         Path(config.output_dir, "logs.json").write_text(json.dumps(logs))
+    return trainer
+
+
+def main() -> None:
+    for options in sys.argv[1:]:
+        trainer = train(json.loads(options))
     # See scripts/train.py: gloo's thread lets go of the last gather.
     time.sleep(1)
     trainer.accelerator.end_training()
