@@ -441,7 +441,7 @@ def test_the_hidden_share_is_what_training_had_no_need_to_wait_for(tmp_path, cap
     assert min(hidden[1:]) > 0.5
     assert min(logged(trainer, "overlap/sampling_seconds")) >= 0.5
     waited = logged(trainer, "overlap/waiting_seconds")
-    assert trainer.waiting_seconds == pytest.approx(sum(waited))
+    assert trainer.sampler.waiting_seconds == pytest.approx(sum(waited))
     assert sum(waited[1:]) <= sum(logged(trainer, "time/waiting"))
     summary = json.loads((tmp_path / "summary.json").read_text())
     sampling, waiting = summary["sampling_seconds"], summary["waiting_seconds"]
