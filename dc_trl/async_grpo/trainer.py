@@ -185,7 +185,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """Write README.md into the output directory from this package's template instead of TRL's."""
         if self.is_world_process_zero():
-            tags = [tags] if isinstance(tags, str) else tags or ()
+            tags = (*self._tag_names, *([tags] if isinstance(tags, str) else tags or ()))
             write_run_card(self, None, model_name, dataset_name, tags)
 
     # --- the loss of a micro-batch ----------------------------------------------------------------------------------

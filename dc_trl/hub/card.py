@@ -66,7 +66,7 @@ def write_run_card(
         deployment_id: repository of the deployment checkpoint, if it has one of its own.
         model_name: name in the title; by default that of the output directory.
         dataset_name: training data: a Hub id, a path or a name.
-        tags: tags besides those of the trainer.
+        tags: tags of the model.
 
     Raises:
         ValueError: the summary or the history of the run cannot be read; the message names the file.
@@ -96,7 +96,7 @@ def write_run_card(
         library_name="transformers",
         model_name=model_name or folder.absolute().name,
         pipeline_tag="text-generation",
-        tags=sorted({"generated_from_trainer", *trainer.tag_names, *tags, *shown}),
+        tags=sorted({"generated_from_trainer", *tags, *shown}),
         eval_results=with_results(earlier.eval_results, results) or None,
         **{name: earlier.get(name) for name in _KEPT_METADATA},
     )

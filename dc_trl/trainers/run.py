@@ -291,7 +291,7 @@ class RunTrainer(SamplingTrainer):
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """Write README.md into the output directory, from our own template and not TRL's."""
         if self.is_world_process_zero():
-            tags = [tags] if isinstance(tags, str) else tags or ()
+            tags = (*self.tag_names, *([tags] if isinstance(tags, str) else tags or ()))
             write_run_card(self, self._hub.second_repository(self.hub_model_id), model_name, dataset_name, tags)
 
 
