@@ -7,7 +7,7 @@ import time
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -240,18 +240,9 @@ class ServerGeneration(_DeployedGeneration):
                 self._connect()
 
     def _choose_weight_sync(self) -> str:
-        # NCCL needs CUDA, refuses two ranks on one GPU, and streams the trained weights, not the deployed ones. The
-        # stream of TRL's client goes to one server; with several, all would wait for one that is lost.
-        shares_gpu = is_local(self._urls[0]) and torch.cuda.device_count() == 1
-        quantized = self.deployment_scheme not in (None, "bf16")
-        no_stream = (
-            self.accelerator.device.type != "cuda"
-            or shares_gpu
-            or quantized
-            or len(self._urls) > 1
-            or is_packed(self.model)
-        )
-        return "checkpoint" if no_stream else "nccl"
+        shares_gpu = is_local(self._urls[0]) and torch.cuda.device_count() == 1  # NCCL refuses two ranks on one GPU
+        by_file = needs_checkpoint(self.deployment_scheme, self._urls, self.accelerator.device)
+        return "checkpoint" if by_file or shares_gpu or is_packed(self.model) else "nccl"
 
     def _connect(self) -> None:
         """Connect to the servers, and check that they fit the policy."""
@@ -407,6 +398,15 @@ class ColocateGeneration(_DeployedGeneration):
     def _load(self) -> None:
         self.llm.collective_rpc(self._reload, kwargs={"weights_path": str(self.checkpoint)})
         self.llm.reset_prefix_cache()
+
+
+def needs_checkpoint(scheme: str | None, urls: Sequence[str], device: torch.device) -> bool:
+    """Return whether weights reach servers only as a checkpoint, whatever the policy is.
+
+    NCCL needs CUDA, and streams the trained weights, not the deployed ones. The stream of TRL's client goes to one
+    server; with several, all would wait for one that is lost.
+    """
+    return scheme not in (None, "bf16") or len(urls) > 1 or device.type != "cuda"
 
 
 def agree(value: Any) -> Any:

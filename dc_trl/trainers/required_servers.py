@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import torch
 from accelerate import PartialState
 from accelerate.logging import get_logger
 from transformers import AutoConfig, PretrainedConfig
@@ -43,7 +42,7 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
     Raises:
         ServerError: a server is refused; the message names it, the reason and the option to change.
     """
-    from ..rollouts.vllm_backends import raised_together
+    from ..rollouts.vllm_backends import needs_checkpoint, raised_together
     from ..serving.client import ServerClient
     from ..serving.connection import Deadline, Patience
     from ..serving.errors import ServerError
@@ -54,8 +53,8 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
     urls = args.vllm_server_base_urls or [one]
     weight_sync: str = args.weight_sync
     if weight_sync == "auto":
-        quantized = args.deployment_scheme not in (None, "bf16")
-        weight_sync = "checkpoint" if quantized or len(urls) > 1 or not torch.cuda.is_available() else "none"
+        # What else decides, the policy and its device, is not known yet.
+        weight_sync = "checkpoint" if needs_checkpoint(args.deployment_scheme, urls, args.device) else "none"
     seconds = min(60.0, args.vllm_request_timeout or math.inf)
     patience = Patience(seconds, args.vllm_server_timeout, args.vllm_max_retries, args.vllm_time_limit, "vllm_")
     deadline = Deadline(args.vllm_time_limit)
