@@ -84,6 +84,11 @@ def gpt2_model():
     return GPT2LMHeadModel(GPT2Config(**sizes, eos_token_id=1, bos_token_id=1))
 
 
+def ending_with(model, eos_token_id):
+    model.generation_config.eos_token_id = eos_token_id
+    return model
+
+
 def tokenizer_with(**changes):
     tokenizer = plain_tokenizer()
     for name, value in changes.items():
@@ -573,6 +578,10 @@ WARNED = {
         "with max_completion_length=8 more than the 8 of the model",
     ),
     "another tokenizer": ({"model": lambda: make_model(vocab_size=1000)}, "may belong to another model"),
+    "an end beyond the embedding": (
+        {"model": lambda: ending_with(make_model(), [1, 262])},
+        "generation_config.eos_token_id=[1, 262] of the model names a token beyond the 262 rows",
+    ),
     "weights of 0": ({"settings": {"reward_weights": [0.0]}}, "nothing is learned"),
     "a weight drawn at random, perhaps by the user": (
         lambda t: {"model": checkpoint_without("model.norm.weight", t)},

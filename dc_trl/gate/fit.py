@@ -130,6 +130,12 @@ def limits_of(
         )
     elif len(tokenizer) < _LEAST_SHARE * tokens:
         logger.warning(f"{sizes}: it may belong to another model, so that its token ids would have other meanings.")
+    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if any(end >= tokens for end in ([ends] if isinstance(ends, int) else ends or [])):
+        logger.warning(
+            f"generation_config.eos_token_id={ends!r} of {named} names a token beyond the {tokens} rows of its input "
+            "embedding, which it never samples: correct generation_config.json."
+        )
     # A model without a limit, or with another name for it, does not have this attribute.
     context, origin = getattr(config, "max_position_embeddings", None), "max_position_embeddings"
     if not isinstance(context, int) or context <= 0:
