@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent
 
 
 def description(readme: str, address: str | None) -> str:
-    """A README for a place that has none of the repository's files.
+    """Return a README for a place that has none of the repository's files.
 
     Args:
         readme: Markdown whose links and images name files of the repository.

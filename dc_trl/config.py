@@ -228,7 +228,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         return own | (self.generation_kwargs or {})
 
     def _fill_in(self) -> None:
-        """Gives the fields that are left open the values of the recipe, or else TRL's."""
+        """Give the fields that are left open the values of the recipe, or else TRL's."""
         open_correction = self.vllm_importance_sampling_correction is None
         for name, value in RECIPES[self.recipe].items():
             if getattr(self, name) is None:

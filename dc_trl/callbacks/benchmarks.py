@@ -58,7 +58,7 @@ def greedy_accuracy(
 
 
 def _shares(trainer: DCGRPOTrainer, size: int, batch_size: int, label: str) -> Iterator[tuple[list[int], int]]:
-    """This process's rows, batch by batch, and how many of each batch count; a bar says how far they are.
+    """Yield the rows of this process batch by batch, with the number of rows that count; a bar shows the progress.
 
     All processes have to ask for equally many rows at once, so the last batches are filled up with rows that do not
     count.

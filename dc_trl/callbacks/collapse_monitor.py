@@ -258,7 +258,7 @@ class CollapseMonitor:
         return min([lagging, *(each.sound_until for _, _, each in self._detectors if each.in_doubt)])
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> list[Alarm]:
-        """Takes the metrics that the trainer logged at an optimizer step; returns the signals that ring.
+        """Take the metrics that the trainer logged at an optimizer step; return the signals that ring.
 
         Metrics that are of no interest are ignored, and so are logs without any other (evaluations, summaries).
         """

@@ -1,4 +1,4 @@
-"""What a run shows of itself while it trains."""
+"""Shows the metrics of a run while it trains."""
 
 from transformers import ProgressCallback
 

@@ -111,7 +111,7 @@ class BeforeAndAfter(TrainerCallback):
 
 
 def reward_weights(trainer: DCGRPOTrainer) -> dict[str, float]:
-    """The weight of each reward function by its name; functions of one name get a number."""
+    """Return the weight of each reward function by its name; functions with the same name get a number."""
     weights: dict[str, float] = {}
     for name, weight in zip(trainer.reward_func_names, trainer.reward_weights.tolist(), strict=True):
         number, key = 1, name
@@ -123,7 +123,7 @@ def reward_weights(trainer: DCGRPOTrainer) -> dict[str, float]:
 
 
 def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
-    """Prints what the run amounts to and the summary table, and saves the table beside the model."""
+    """Print the run's verdict and the summary table, and save the table beside the model."""
     before, after = run.before, run.after
     args, multiplier = trainer.args, trainer.lagrange_multiplier
     engine = args.deployment_scheme or ("vLLM" if args.use_vllm else "model.generate")

@@ -26,7 +26,7 @@ class Problem:
 
 
 def sample_problem(rng: random.Random) -> Problem:
-    """A problem drawn from ``rng``: sum or difference of two-digit numbers (one half), or a product with one digit."""
+    """Draw a problem from ``rng``: sum or difference of two-digit numbers (half), or product with a digit."""
     operator = rng.choice("+-**")
     if operator == "*":
         first, second = rng.randrange(1, 100), rng.randrange(2, 10)
@@ -58,7 +58,7 @@ def _worked(first: int, operator: str, second: int) -> Problem:
 
 
 def is_held_out(question: str) -> bool:
-    """Whether a problem belongs to the fifth of all problems that is never trained on; stable across versions.
+    """Return whether a problem belongs to the fifth of all problems that is never trained on; stable across versions.
 
     23+45 and 45+23 are on the same side, or the one would teach the other.
     """

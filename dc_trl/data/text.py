@@ -46,12 +46,12 @@ def plain_whitespace(text: str) -> str:
 
 
 def has_control_characters(text: str) -> bool:
-    """Whether text holds a control character other than a line feed, or the sign of a lost character (U+FFFD)."""
+    """Return whether text has a control character other than a line feed, or the sign of a lost one (U+FFFD)."""
     return re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\ufffd]", text) is not None
 
 
 def is_english(text: str) -> bool:
-    """Whether all letters are Latin, Greek or mathematical. Tells scripts apart, not languages: French passes."""
+    """Return whether all letters are Latin, Greek or mathematical. This tells scripts apart and not languages."""
     return not _OTHER_SCRIPTS.search(text)
 
 

@@ -1,4 +1,4 @@
-"""What is checked, and how: each check in a process of its own with a limit, all of them within a time."""
+"""Runs the checks: each in its own process with a time limit, and all of them within a total time."""
 
 import json
 import os
@@ -72,7 +72,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a check: its name, how it ended after how many seconds, why, and what it found until then."""
+    """Result of a check: its name, how it ended after how many seconds, why, and what it had found by then."""
 
     name: str
     status: Literal["passed", "failed", "left out"]

@@ -135,7 +135,7 @@ def _grade(answer: str | None, parsed: _ParsedGold, gold: Gold) -> Verdict:
 
 @lru_cache(maxsize=256)
 def _parse_gold(gold: Gold) -> _ParsedGold | None:
-    """A gold answer's parts, None where it cannot be graded."""
+    """Return the parts of a gold answer; None if it cannot be graded."""
     text = gold_answer(gold.answer) or ""
     answer = extract_answer(text) or text
     # What cannot stand in a box, as `5}`, could not be answered by its own text.
@@ -155,7 +155,7 @@ def _parse_gold(gold: Gold) -> _ParsedGold | None:
 
 
 def _texts(node: Node) -> list[str]:
-    """The texts of this node's scalars and relations."""
+    """Return the texts of this node's scalars and relations."""
     if node.kind in ("scalar", "relation"):
         return [node.text]
     return [text for part in node.parts for text in _texts(part)]

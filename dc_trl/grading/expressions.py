@@ -56,7 +56,7 @@ _DERIVATIVE = re.compile(rf"\\frac\s*\{{\s*d[^A-Za-z\\]*(?:\^[^A-Za-z]*)?\s*\\?[
 
 @lru_cache(maxsize=256)
 def parse_expression(text: str) -> Basic | MatrixBase | None:
-    """The unevaluated expression, None where math-verify cannot read it."""
+    """Return the unevaluated expression; None if math-verify cannot read it."""
     text = _DERIVATIVE.sub(lambda match: f"\\Psi_{{{re.sub(r'[^A-Za-z0-9]', '', match[0][5:])}}}", text)
     for pattern, replacement in _NAMES:
         text = pattern.sub(replacement, text)
@@ -143,7 +143,7 @@ def exact(expression: Basic | MatrixBase) -> Basic | MatrixBase:
 
 
 def number(text: str) -> float | None:
-    """The value of a real constant, None for everything else."""
+    """Return the value of a real constant; None for everything else."""
     expression = parse_expression(text)
     if not isinstance(expression, sympy.Expr) or not expression.is_number or is_immense(expression):
         return None

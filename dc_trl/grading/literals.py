@@ -68,7 +68,7 @@ class Literal:
 
 
 def parse_literal(text: str) -> Literal | None:
-    r"""The number that a cleaned text is, None for everything else, such as `40+6`, `2^{10}`, `5 million` or `x`."""
+    r"""Return the number that a cleaned text is; None for all else, such as `40+6`, `2^{10}`, `5 million` or `x`."""
     prefix = _SIGN.match(text)
     assert prefix is not None  # all of it is optional
     if prefix[1] and prefix[2]:
@@ -110,7 +110,7 @@ def parse_unit(text: str) -> str | None:
 
 
 def _is_unit(words: list[str]) -> bool:
-    """Whether words are a unit: `square cm`, `miles per hour`, `apples`; not `and a half`, `is wrong` or `million`."""
+    """Return whether words are a unit: `square cm`, `miles per hour`; not `and a half`, `is wrong` or `million`."""
     if all(_singular(word) in _UNIT_NAMES for word in words):
         return True
     noun = words[-1]
@@ -123,7 +123,7 @@ def _singular(word: str) -> str:
 
 
 def _read(kind: str, parts: list[str]) -> Literal | None:
-    """The number that a text of this kind spells with these parts: digits, or a numerator that may be in braces."""
+    """Return the number that a text of this kind spells with these parts: digits, or a numerator perhaps in braces."""
     parts = [re.sub(r"[{},\s]", "", part) for part in parts]
     numbers = [Fraction(part.removesuffix(".")) for part in parts]
     misspelled = any(re.match(r"[+-]?0\d", part) for part in parts[: -1 if kind == "scientific" else None])

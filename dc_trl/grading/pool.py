@@ -69,7 +69,7 @@ class _Worker:
         self._is_ready = False
 
     def wait_until_ready(self) -> None:
-        """Raises a RuntimeError where the process does not come up."""
+        """Raise a RuntimeError if the process does not start."""
         if self._is_ready:
             return
         try:
@@ -84,7 +84,7 @@ class _Worker:
         self._is_ready = True
 
     def grade(self, job: _Job) -> Verdict | _Failure:
-        """The verdict on an answer. Where there is none for lack of time or memory, or by a crash, the worker ends."""
+        """Return the verdict on an answer. If time or memory runs out, or the worker crashes, the worker ends."""
         self.wait_until_ready()
         with suppress(BrokenPipeError):  # it has ended, as reading will tell
             self._stdin.write(json.dumps([job[0], astuple(job[1])]).encode() + b"\n")
@@ -169,7 +169,7 @@ class Grader:
         self.close()
 
     def start(self) -> None:
-        """Starts the workers and waits until they are ready; `grade` starts them as it needs them.
+        """Start the workers and wait until they are ready; `grade` starts them as it needs them.
 
         Raises:
             RuntimeError: a worker cannot start.
@@ -179,7 +179,7 @@ class Grader:
                 worker.wait_until_ready()
 
     def close(self) -> None:
-        """Ends the workers. Grading again starts new ones."""
+        """End the workers. Grading again starts new ones."""
         with self._lock:
             self._stop()
 
@@ -210,7 +210,7 @@ class Grader:
         ]
 
     def _worker(self, number: int, workers: dict[int, _Worker]) -> _Worker:
-        """The worker of a thread.
+        """Return the worker of a thread.
 
         Raises:
             _StoppedError: `_stop` has ended these workers, and no new one may take the place of one that it ended.
@@ -254,7 +254,7 @@ class Grader:
         return replies
 
     def _count(self, job: _Job, failure: _Failure) -> Verdict:
-        """The verdict on an answer that could not be graded: wrong."""
+        """Return the verdict on an answer that could not be graded: wrong."""
         reason, error = failure
         answer, gold = job[0][:_SHOWN], job[1].answer[:_SHOWN]
         if reason != "error":

@@ -54,7 +54,7 @@ class Node:
 
 
 def parse(text: str, several: bool = False) -> Node:
-    """The parts of a cleaned text; `several` where commas separate answers, never thousands."""
+    """Return the parts of a cleaned text; `several` if commas separate answers, never thousands."""
     text = text.strip()
     if parse_literal(text) is not None and not (several and "," in text):
         return Node("scalar", text=text)
@@ -181,7 +181,7 @@ def _parse_equation(sides: list[str], signs: list[str], text: str) -> Node:
 
 
 def _is_name(text: str, value: str) -> bool:
-    """Whether `text = value` names a value: `x`, `f(x)`, `(x, y)`, and `m+n` where the value is a number but 0."""
+    """Return whether `text = value` names a value: `x`, `f(x)`, `(x, y)`, and `m+n` if it is a number but 0."""
     if _NAME.fullmatch(text) or _NAMES.fullmatch(text):
         return True
     is_number = not re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", value)) and re.search("[1-9]", value)
@@ -189,7 +189,7 @@ def _is_name(text: str, value: str) -> bool:
 
 
 def _parse_inequality(sides: list[str], signs: list[str]) -> Node | None:
-    """The interval that `2 < x`, `3 < x \\le 4` or `|x| < 3` is; signs are `<` and `\\le`."""
+    """Return the interval that `2 < x`, `3 < x \\le 4` or `|x| < 3` is; signs are `<` and `\\le`."""
     if len(signs) > 2:
         return None
     if len(signs) == 2:

@@ -1,4 +1,4 @@
-"""What a plan has to know of a model: its matrices and its attention, read from its configuration alone."""
+"""Reads what a plan has to know about a model, its matrices and attention, from the configuration alone."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a run amounts to, in a few sentences: after its first generation batch, and at its end.
+"""The verdict on a run in a few sentences: after its first generation batch, and at its end.
 
 A run that has ended need not have learned anything. These sentences are in the warning after the first batch, above
 the table of `dc-trl train`, and at the head of a report.
@@ -65,7 +65,7 @@ def first_batch(
 
 
 class Verdict(NamedTuple):
-    """What a run amounts to."""
+    """Verdict on a run."""
 
     lines: list[str]  # sentences, the most important first
     worth_serving: bool  # whether its policy may be better than the one that it began with, as far as is known

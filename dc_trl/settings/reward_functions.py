@@ -59,7 +59,7 @@ def reward_name(reward: Callable[..., Any]) -> str:
 
 
 def is_async(reward: Callable[..., Any]) -> bool:
-    """Whether a reward function returns a coroutine, as TRL sees it."""
+    """Return whether a reward function returns a coroutine, as TRL sees it."""
     while isinstance(reward, functools.partial):
         reward = reward.func
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
