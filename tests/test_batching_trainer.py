@@ -408,6 +408,16 @@ def test_a_run_resumed_within_a_generation_batch_is_the_same(tmp_path):
         assert all(torch.equal(one[name], other[name]) for name in other)
 
 
+def test_a_run_that_does_not_group_leaves_the_rest_of_a_grouped_batch(tmp_path, caplog):
+    options = {"max_steps": 2, "steps_per_generation": 8, "gradient_accumulation_steps": 4, "save_strategy": "steps"}
+    config, _ = configs(tmp_path, save_steps=1, max_tokens_per_micro_batch=120, **options)
+    train(DCGRPOTrainer, config)
+    config, _ = configs(tmp_path / "resumed", length_aware_batches=False, **options)
+    train(DCGRPOTrainer, config, rollouts := Spread(), resume_from=str(tmp_path / "checkpoint-1"))
+    assert "other steps_per_generation, num_iterations, length_aware_batches" in caplog.text
+    assert rollouts.calls == 1
+
+
 # --- several processes
 
 

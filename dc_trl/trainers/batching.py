@@ -39,6 +39,11 @@ _TOKEN_MEANS = {
 }
 
 
+def is_regrouped(slices: list[dict[str, Any]]) -> bool:
+    """Return whether only `LengthAwareBatches.loss` computes the loss of these slices of a generation batch."""
+    return any(_ROWS in slice_ for slice_ in slices)
+
+
 class LengthAwareBatches:
     """Forms the micro-batches of a trainer so that its forwards read little padding.
 

@@ -21,6 +21,7 @@ from ..files import read_object, replace_folder_link, write_text
 from ..resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE
 from ..resuming.manifest import write_manifest
 from ..rollouts.buffer import load_rollouts, save_rollouts
+from .batching import is_regrouped
 from .sampling import SamplingTrainer
 from .whole_step import WeightsMove, WholeStep, random_state, set_random_state
 
@@ -224,19 +225,23 @@ class Checkpoints:
             trainer.micro_batches_per_generation,
             trainer.accelerator.num_processes,
         )
-        within_batch = done > 0 and as_before
-        trainer.load_iteration_state(state, within_batch)
+        slices = None
+        if done > 0 and as_before:
+            slices = load_rollouts(self._rollouts_in(checkpoint), trainer.accelerator.device)
+            if trainer.batches is None and is_regrouped(slices):
+                slices = None
+        trainer.load_iteration_state(state, within_batch=slices is not None)
         if state.get("evaluating") and trainer.eval_dataset is not None:  # older checkpoints do not have the key
             trainer.args.eval_on_start = True  # transformers reads it next
             self._left_in = checkpoint
         trainer.sampler.load(checkpoint, state)
-        if within_batch:
-            trainer.generation_batch = load_rollouts(self._rollouts_in(checkpoint), trainer.accelerator.device)
-            trainer.micro_batches_done = done
+        if slices is not None:
+            trainer.generation_batch, trainer.micro_batches_done = slices, done
         elif done > 0:
             logger.warning(
                 f"{checkpoint} was saved within a generation batch by a run with other steps_per_generation, "
-                "num_iterations or number of processes: the rest of that batch is discarded, and a new one generated."
+                "num_iterations, length_aware_batches or number of processes: the rest of that batch is discarded, "
+                "and a new one generated."
             )
 
     def load_random_state(self, checkpoint: str | None, load: Callable[[str | None], None]) -> None:
