@@ -37,10 +37,9 @@ from trl.extras.profiling import profiling_context
 from .files import read_object
 from .quantization.policy import unwrapped
 from .records.clock import PartsClock, timed
+from .records.runs import TRAINER_STATE_FILE
 from .records.time_parts import EVALUATION, OTHER, PREFIX
 
-
-TRAINER_STATE_FILE = "trainer_state.json"  # the file of a checkpoint that transformers writes last
 
 # Several processes on a CPU: transformers loads the optimizer to accelerate's "cpu:0", unknown to torch.load.
 torch.serialization.register_package(
@@ -132,6 +131,11 @@ class HookedTrainer(GRPOTrainer):
     def tag_names(self) -> list[str]:
         """Tags of the model on the Hub."""
         return self._tag_names
+
+    def scored_models(self) -> list[Any]:
+        """Return the models that score tokens, the policy and any reference model of its own, without wrappers."""
+        models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
+        return [unwrapped(self.accelerator, model) for model in models]
 
     def skip_weight_sync(self) -> None:
         """Keep TRL from loading weights into vLLM at this step, because the engine has those that should sample."""

@@ -413,6 +413,17 @@ def test_a_resumed_run_goes_on_with_the_same_experts(tmp_path):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("replayed", [False, True])
+def test_replay_may_be_switched_within_a_generation_batch(tmp_path, replayed):
+    """The rest of the batch is trained on without replay, whether it has routes or not."""
+    fields = {"save_strategy": "steps", "save_steps": 1, "num_iterations": 2, "learning_rate": 1e-3}
+    make_trainer(tmp_path, max_steps=1, routing_replay=replayed, **fields).train()
+    resumed = make_trainer(tmp_path, max_steps=3, routing_replay=not replayed, **fields)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    steps = [row["step"] for row in resumed.state.log_history if "routing/replayed_fraction" in row]
+    assert steps == ([1] if replayed else [3])
+
+
 @pytest.mark.long
 def test_two_processes(tmp_path):
     """DDP, and FSDP2 with recomputed layers against the whole model."""

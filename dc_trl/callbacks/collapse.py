@@ -9,7 +9,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig
-from ..resuming.checkpoints import TRAINER_STATE_FILE, numbered_folders
+from ..records.runs import TRAINER_STATE_FILE
+from ..resuming.checkpoints import numbered_folders
 from ..trainer import DCGRPOTrainer
 from .collapse_monitor import Alarm, CollapseMonitor
 

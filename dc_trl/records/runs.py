@@ -22,6 +22,7 @@ SETTINGS_FILE = "settings.json"
 BASELINE_FILE = "before.json"  # the deployed policy before the first step, as `dc-trl train` measures it
 SUMMARY_FILE = "summary.json"  # the deployed policy after the last step, and what the run cost
 DEPLOYMENT_FOLDER = "deployment"  # the policy as it is served
+TRAINER_STATE_FILE = "trainer_state.json"  # of a checkpoint: the file that transformers writes last
 
 
 class Series(NamedTuple):

@@ -16,11 +16,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..files import set_aside
+from ..records.runs import TRAINER_STATE_FILE
 from ..settings.paths import NEWEST_CHECKPOINT, NEWEST_OR_NONE, NO_CHECKPOINT
 from .manifest import MANIFEST_FILE, files_of, manifest_defect
 
 
-TRAINER_STATE_FILE = "trainer_state.json"  # the file that transformers writes last
 STATE_FILE = "dc_grpo_state.json"
 SAMPLER_FOLDER = "sampler"  # the sampler's weights if they lag behind the trained ones
 ROLLOUTS_FILE = "rollouts_rank{rank}.safetensors"

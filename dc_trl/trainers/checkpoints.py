@@ -19,6 +19,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from ..files import read_object, replace_folder_link, write_text
 from ..resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE
+from ..resuming.interruption import stop_if_asked
 from ..resuming.manifest import write_manifest
 from ..rollouts.buffer import load_rollouts, save_rollouts
 from .batching import is_regrouped
@@ -39,7 +40,6 @@ class Checkpoints:
         trainer: trainer of the run.
 
     Attributes:
-        evaluating: whether an evaluation is running. It is recorded in checkpoints, to repeat one that was cut short.
         saved_at: step of the last checkpoint that the present training saved or resumed from; None if there is none.
     """
 
@@ -52,7 +52,7 @@ class Checkpoints:
         self._forget()
 
     def _forget(self) -> None:
-        self.evaluating = False
+        self._evaluating = False  # recorded in checkpoints, to repeat an evaluation that was cut short
         self.saved_at: int | None = None
         self._left_in: str | None = None  # a checkpoint whose evaluation was cut short and is repeated
         self._made_again: dict[str, Any] | None = None  # random state after that evaluation, until the next step ends
@@ -151,7 +151,7 @@ class Checkpoints:
             state = trainer.iteration_state() if self._state_to_save is None else self._state_to_save
             of_run = {
                 "manifest": True,
-                "evaluating": self.evaluating,
+                "evaluating": self._evaluating,
                 **sampling,
                 "micro_batches_done": done,
                 "micro_batches_per_iteration": trainer.micro_batches_per_generation,
@@ -255,10 +255,12 @@ class Checkpoints:
     @contextmanager
     def evaluation(self, load: Callable[[str | None], None]) -> Iterator[None]:
         """Note that the block evaluates; an evaluation that is repeated gets the random numbers of its checkpoint."""
+        self._evaluating = True
+        stop_if_asked(self._trainer)  # before the first batch, which may take minutes
         if self._left_in is not None:
             load(self._left_in)
         yield
-        self.evaluating = False  # not after an error: the checkpoint that follows has an evaluation to repeat
+        self._evaluating = False  # not after an error: the checkpoint that follows has an evaluation to repeat
         if self._left_in is not None:
             self._left_in, self._made_again = None, random_state()
 

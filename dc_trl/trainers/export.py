@@ -13,8 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..files import set_aside
 from ..quantization.policy import unwrapped
 from ..quantization.tensors import require_merged_form
-from ..records.runs import DEPLOYMENT_FOLDER
-from ..resuming.checkpoints import TRAINER_STATE_FILE
+from ..records.runs import DEPLOYMENT_FOLDER, TRAINER_STATE_FILE
 from ..settings.paths import serve_line
 from .sampling import SamplingTrainer
 

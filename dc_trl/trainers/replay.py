@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..quantization.policy import unwrapped
 from ..rollouts.padding_free import Packing
 from ..rollouts.routing import RoutesRecorder, RoutingReplay, Turn, batch_routes, routes_of_vllm
 from ..trl_hooks import Completions, HookedTrainer
@@ -30,8 +29,7 @@ class Replay:
 
     def __init__(self, trainer: HookedTrainer, engine: Any, packed: bool):
         self._trainer, self._engine, self._packed = trainer, engine, packed
-        models = [trainer.model] if trainer.ref_model is None else [trainer.model, trainer.ref_model]
-        self._replays = [RoutingReplay(unwrapped(trainer.accelerator, model)) for model in models]
+        self._replays = [RoutingReplay(model) for model in trainer.scored_models()]
         self._recorder = None if trainer.use_vllm else RoutesRecorder(engine.model)
         self._turns: list[Turn] = []  # those that the engine sampled for the present batch
 

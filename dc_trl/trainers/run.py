@@ -17,8 +17,8 @@ from ..config import DCGRPOConfig
 from ..files import lock_output, read_object, write_bytes, written_beside
 from ..hub.card import CARD_FILE, write_run_card
 from ..hub.push import HubClient, without_token
-from ..records.runs import DEPLOYMENT_FOLDER
-from ..resuming.checkpoints import TRAINER_STATE_FILE, on_main_process, resumable_checkpoint
+from ..records.runs import DEPLOYMENT_FOLDER, TRAINER_STATE_FILE
+from ..resuming.checkpoints import on_main_process, resumable_checkpoint
 from ..resuming.interruption import BEGIN_AGAIN, RunInterrupted, resume_command, stop_if_asked
 from ..serving.errors import ServerError
 from .checkpoints import Checkpoints
@@ -168,8 +168,6 @@ class RunTrainer(SamplingTrainer):
             self.batches.start_again()
 
     def evaluate(self, *args, **kwargs):
-        self.checkpoints.evaluating = True
-        stop_if_asked(self)  # before the first batch, which may take minutes
         with self.checkpoints.evaluation(super().load_random_state):
             return super().evaluate(*args, **kwargs)
 

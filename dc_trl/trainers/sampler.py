@@ -274,8 +274,7 @@ class OverlappedSampler(Sampler):
 
     def _begun_with(self) -> int:
         """Count a generation batch that the server samples now, and return the step whose weights it uses."""
-        step = self._trainer.state.global_step
-        return step - self._schedule.sampled(step)
+        return self._trainer.state.global_step - super()._age()
 
     def _age(self):
         return self._trainer.state.global_step - self._sampler_step

@@ -79,8 +79,7 @@ class SamplingTrainer(HookedTrainer):
         self._gate.require_fit(self)
         require_as_asked(args, self.accelerator)
         if args.padding_free:
-            models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
-            self.padding_free = prepared([unwrapped(self.accelerator, model) for model in models], self.accelerator)
+            self.padding_free = prepared(self.scored_models(), self.accelerator)
         self._truncated = args.truncated_sampling  # whether the log-probabilities are those among the kept tokens
         self.sampler = self._build_sampler(use_vllm)
         if args.train_through_quantization and args.deployment_scheme is not None:
@@ -219,28 +218,28 @@ class SamplingTrainer(HookedTrainer):
         **options: Any,
     ) -> Scores:
         """Score tokens as `score_tokens` does, with the experts and among the tokens that the engine chose."""
-        if choices.routes is not None:
-            assert self.replay is not None
+        if self.replay is not None and choices.routes is not None:
             self.replay.start(choices.routes, attention_mask)
-        policy = base_model(unwrapped(self.accelerator, model))
-        padded = None
+        computing, padded = model, None
         if self.padding_free is not None:
-            model, padded = self.padding_free.around(model), self.padding_free.padded
-        score = partial(super().score_tokens, model, input_ids, attention_mask, logits_to_keep, batch_size, **options)
+            computing, padded = self.padding_free.around(model), self.padding_free.padded
+        tokens = (input_ids, attention_mask, logits_to_keep, batch_size)
+        score = partial(super().score_tokens, computing, *tokens, **options)
         if choices.kept is None:
             return score()
+        policy = base_model(unwrapped(self.accelerator, model))
         completion_ids, in_float32 = input_ids[:, -logits_to_keep:], self.args.cast_lm_head_to_fp32
         with KeptHead(policy, choices.kept, completion_ids, self.temperature, in_float32, padded) as head:
             logps, entropies, aux_loss = score()
         return head.log_probs(logps), entropies, aux_loss
 
     def policy_loss(self, model, inputs):
-        self._choices = Choices.of(inputs)
+        choices = self._choices = Choices.of(inputs)
         try:
             loss = super().policy_loss(model, inputs)
         finally:
             self._choices = NO_CHOICES
-        if self.replay is not None:
+        if self.replay is not None and choices.routes is not None:  # a resumed batch may have none
             self.replay.log(inputs)
             if not torch.is_grad_enabled():
                 self.replay.stop()
