@@ -213,6 +213,13 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         return self.export_run and self.deployment_scheme in SCHEMES
 
     @property
+    def as_deployed_for(self) -> str | None:
+        """The setting, with its value, for which the policy computes as it is deployed; None where it never does."""
+        if self.train_through_quantization:
+            return "train_through_quantization=True"
+        return None if self.split_by is None else f"{self.split_by}={self.split!r}"
+
+    @property
     def truncated_sampling(self) -> bool:
         """Whether top-p, top-k or min-p cut off what is sampled, and are corrected for as the engines are compared."""
         return self.compared_by is not None and truncates(self._sampling)

@@ -8,7 +8,7 @@ ignored.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from torch import Tensor
 
 # exp(2 · 20) is far from overflow. The bound is verl's, so that its χ² values can be compared with ours.
 LOG_RATIO_BOUND = 20.0
+
+
+# Part of the difference between the engines that a remedy acts on.
+Target = Literal["all", "lag"]
 
 
 class SampledTokens(NamedTuple):
@@ -27,17 +31,40 @@ class SampledTokens(NamedTuple):
         infer_logps: log π_inf(y_t) of the same tokens after temperature, shape (B, T), nats.
         scored: which tokens count, boolean, shape (B, T).
         advantages: Â of each trajectory, shape (B,), or of each token, shape (B, T).
+        deployed_logps: log π_Q(y_t) of the trainer's weights as they are deployed, shape (B, T), nats, without a
+            gradient; None where the discrepancy is not split.
     """
 
     train_logps: Tensor
     infer_logps: Tensor
     scored: Tensor
     advantages: Tensor
+    deployed_logps: Tensor | None = None
 
     @classmethod
-    def of(cls, train_logps: Tensor, infer_logps: Tensor, mask: Tensor, advantages: Tensor) -> SampledTokens:
+    def of(
+        cls,
+        train_logps: Tensor,
+        infer_logps: Tensor,
+        mask: Tensor,
+        advantages: Tensor,
+        deployed_logps: Tensor | None = None,
+    ) -> SampledTokens:
         """Return the tokens with `scored` from a mask of shape (B, T), nonzero at the tokens that enter the loss."""
-        return cls(train_logps, infer_logps, scored_tokens(mask, train_logps, infer_logps), advantages)
+        engines = [logps for logps in (train_logps, infer_logps, deployed_logps) if logps is not None]
+        return cls(train_logps, infer_logps, scored_tokens(mask, *engines), advantages, deployed_logps)
+
+    def of_target(self, target: Target) -> SampledTokens:
+        """Return the tokens as a remedy for a part of the difference compares them.
+
+        log π_train − log π_inf = (log π_train − log π_Q) + (log π_Q − log π_inf): the first term is the part of the
+        number format, the second one that of the sampler's lag and of the kernels. For ``"lag"``, log π_Q takes the
+        place of log π_train; for ``"all"``, the tokens are these.
+        """
+        if target == "all":
+            return self
+        assert self.deployed_logps is not None  # settings with this target split the discrepancy
+        return self._replace(train_logps=self.deployed_logps)
 
     @property
     def token_advantages(self) -> Tensor:

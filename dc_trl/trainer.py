@@ -58,7 +58,8 @@ if TYPE_CHECKING:
     )
     from trl import GRPOTrainer
 
-    # Imported only where a form compares the policy with its quantized self: compressed-tensors takes 0.15 s.
+    # Imported only where the policy is compared with its quantized self: compressed-tensors takes 0.15 s.
+    from .quantization.deployed_forward import DeployedForward
     from .quantization.two_sided import TwoSidedDivergence
     from .settings.reward_functions import RewardFunction
 
@@ -177,9 +178,7 @@ class DCGRPOTrainer(RunTrainer):
         self.lagrange_multiplier = LagrangeMultiplier.of(args)
         self._warned_of_drift = False
         self._seen_first_batch = False  # in the present call of `train`
-        self._statistics = {
-            mode: BatchStatistics(args.batch_reduction, args.discrepancy_measure) for mode in ("train", "eval")
-        }
+        self._statistics = {mode: BatchStatistics.of(args) for mode in ("train", "eval")}
         # δ̄ of the present generation batch, from its measurement to the update of λ at the batch's end.
         self._mean_discrepancy: float | None = None
         # Rewards of the completions that were scored last, of all processes, shape (N, functions), NaN where there is
@@ -188,6 +187,10 @@ class DCGRPOTrainer(RunTrainer):
         self._loss: _Loss | None = None  # the loss that is being computed
         self._evaluation_set = ""  # name of the evaluation set in use, if there are several
         self._two_sided: TwoSidedDivergence | None = None
+        # The policy's deployed forward, inactive, where something compares the policy with its quantized self.
+        self._quantized_self: DeployedForward | None = None
+        # log π_Q of the batch that is being scored; None until TRL has scored it with the weights that sample.
+        self._deployed_logps: Tensor | None = None
         self.samples: list[Sample] = []
         super().__init__(
             model,
@@ -208,13 +211,22 @@ class DCGRPOTrainer(RunTrainer):
         self.add_callback(SampleRecordCallback(self))
         if not args.use_vllm and args.deployment_scheme is None and rollout_func is None:
             logger.warning(f"The mismatch will not be measured: {NOT_MEASURED}")
-        if args.constraint != "none" and args.constraint_form in TWO_SIDED:
+        two_sided = args.constraint != "none" and args.constraint_form in TWO_SIDED
+        if (two_sided or args.split_by is not None) and self.deployed_forward is None:
+            assert args.deployment_scheme is not None
+            self._quantized_self = self.build_deployed_forward(args.deployment_scheme)
+        if two_sided:
             from .quantization.two_sided import TwoSidedDivergence
 
-            deployed = self.build_deployed_forward(self.args.deployment_scheme)
-            kind = self.args.constraint_form.removeprefix("two_sided_")
+            assert self._quantized_self is not None
             padded = None if self.padding_free is None else self.padding_free.padded
-            self._two_sided = TwoSidedDivergence(self.model, deployed, kind, self.temperature, padded)
+            self._two_sided = TwoSidedDivergence(
+                self.model,
+                self._quantized_self,
+                args.constraint_form.removeprefix("two_sided_"),  # type: ignore[arg-type]
+                self.temperature,
+                padded,
+            )
 
     @staticmethod
     def _check_arguments(args: DCGRPOConfig, rollout_func: Any) -> None:
@@ -254,6 +266,7 @@ class DCGRPOTrainer(RunTrainer):
     # --- rollouts and their advantages ------------------------------------------------------------------------------
 
     def sample_and_score(self, inputs):
+        self._deployed_logps = None
         batch = super().sample_and_score(inputs)
         rewards = total_rewards(self._rewards_per_func, self.reward_weights)
         self._compare_rewards(batch, rewards)
@@ -269,7 +282,7 @@ class DCGRPOTrainer(RunTrainer):
                 f"returned none (logprobs=None): return them from rollout_func, or set {needy}='none'."
             )
         if measured and "old_per_token_logps" in batch:
-            self._constrain(batch, batch["old_per_token_logps"])
+            self._constrain(batch, batch["old_per_token_logps"], self._deployed_logps)
             if self.model.training:
                 self.wait_for_device("logps")
                 self._report("train")
@@ -333,14 +346,15 @@ class DCGRPOTrainer(RunTrainer):
     # --- the constraint on a micro-batch ----------------------------------------------------------------------------
 
     @timed("metrics")
-    def _constrain(self, batch: dict[str, Any], train_logps: Tensor) -> None:
+    def _constrain(self, batch: dict[str, Any], train_logps: Tensor, deployed_logps: Tensor | None) -> None:
         """Measure a batch, penalise its advantages, and count its tokens.
 
         Args:
             batch: batch with the advantages of trajectories, which are replaced by those of tokens.
             train_logps: log π_train at the weights that sampled, shape (B, T), nats; see `Form`.
+            deployed_logps: log π_Q at the same weights, shape (B, T), nats; None if the discrepancy is not split.
         """
-        tokens = _tokens_of(batch, train_logps, batch["advantages"])
+        tokens = _tokens_of(batch, train_logps, batch["advantages"], deployed_logps)
         constrained = self._apply_form(tokens)
         if constrained is not None:
             batch["trajectory_advantages"] = batch["advantages"]
@@ -357,7 +371,7 @@ class DCGRPOTrainer(RunTrainer):
     def _apply_form(self, tokens: SampledTokens) -> Constrained | None:
         if self.form is None:
             return None
-        constrained = self.form(tokens, self.lagrange_multiplier.value)
+        constrained = self.form(tokens.of_target(self.args.constraint_target), self.lagrange_multiplier.value)
         if self._loss is not None:
             self._loss.term = constrained.loss
         return constrained
@@ -367,7 +381,7 @@ class DCGRPOTrainer(RunTrainer):
         """Weigh the advantages of a batch by the correction; return the weights, shape (B, T)."""
         if self.correction is None:
             return None
-        weights = self.correction(tokens)
+        weights = self.correction(tokens.of_target(self.args.rollout_correction_target))
         if self.loss_type == "vespo":
             batch["importance_sampling_ratio"] = weights  # VESPO includes them in its ratio of a trajectory
         else:
@@ -415,7 +429,24 @@ class DCGRPOTrainer(RunTrainer):
             self._constrain_in_loss(inputs, outputs[0])
             if "kept_weight" in inputs:
                 inputs["advantages"] = inputs["advantages"] * inputs["kept_weight"]
+        elif self.scores_when_sampled and self._deployed_logps is None:  # before any reference model's
+            self._deployed_logps = self._as_deployed(outputs[0], partial(self._train_logps, model, *args, **kwargs))
         return outputs
+
+    @timed("constraint")
+    def _as_deployed(self, train_logps: Tensor, forward: Callable[[], Tensor]) -> Tensor | None:
+        """Return log π_Q, the log-probabilities of the present weights as they are deployed; None if nothing splits.
+
+        Args:
+            train_logps: log π_train of the same tokens, shape (B, T), nats.
+            forward: computes `train_logps` again.
+        """
+        if self.args.split_by is None:
+            return None
+        if self._quantized_self is None:  # the policy trains through the deployed forward
+            return train_logps.detach()
+        with torch.no_grad(), self._quantized_self.active():
+            return forward()
 
     def _train_logps(self, model, *args, **kwargs) -> Tensor:
         return super().score_tokens(model, *args, **kwargs)[0]
@@ -424,8 +455,10 @@ class DCGRPOTrainer(RunTrainer):
         if "sampling_per_token_logps" not in inputs:
             return
         if "old_per_token_logps" not in inputs:
-            self._constrain(inputs, train_logps)
-        elif self.form is not None:  # advantages were penalised before; a term of the loss needs this gradient
+            assert self._loss is not None
+            assert self._loss.forward is not None
+            self._constrain(inputs, train_logps, self._as_deployed(train_logps, self._loss.forward))
+        elif self._two_sided is not None:  # a term of the loss needs this gradient
             self._apply_form(_tokens_of(inputs, train_logps, inputs["trajectory_advantages"]))
 
     def get_gamma_weights(self, advantages, **kwargs):
@@ -469,7 +502,7 @@ class DCGRPOTrainer(RunTrainer):
                 "batch."
             )
             return
-        mean = report.mean_discrepancy
+        mean = report.constrained_discrepancy
         if mean is None:
             logger.warning(
                 f"rollout_correction={self.args.rollout_correction!r} has masked every token: this batch is skipped, "
@@ -480,7 +513,7 @@ class DCGRPOTrainer(RunTrainer):
             self.add_metric(name, metric, mode)
         if mode == "train":
             self._mean_discrepancy = mean
-            self._watch_lag(mean, metrics["discrepancy/k3_kl"])
+            self._watch_lag(mean, metrics["discrepancy/lag_k3_kl" if self.args.acts_on_lag else "discrepancy/k3_kl"])
 
     def _watch_lag(self, mean_discrepancy: float | None, k3: float) -> None:
         """Request new weights if δ̄ exceeds ε, and warn once if the method fails with such a mismatch."""
@@ -550,8 +583,11 @@ class _Loss:
     term: Tensor | None = None
 
 
-def _tokens_of(batch: dict[str, Any], train_logps: Tensor, advantages: Tensor) -> SampledTokens:
-    return SampledTokens.of(train_logps, batch["sampling_per_token_logps"], _loss_mask(batch), advantages)
+def _tokens_of(
+    batch: dict[str, Any], train_logps: Tensor, advantages: Tensor, deployed_logps: Tensor | None = None
+) -> SampledTokens:
+    infer_logps = batch["sampling_per_token_logps"]
+    return SampledTokens.of(train_logps, infer_logps, _loss_mask(batch), advantages, deployed_logps)
 
 
 def _loss_mask(batch: dict[str, Any]) -> Tensor:

@@ -128,6 +128,12 @@ class HookedTrainer(GRPOTrainer):
         return self._tokenizer
 
     @property
+    def scores_when_sampled(self) -> bool:
+        """Whether TRL scores a generation batch as it is sampled (`old_per_token_logps`), first with the policy."""
+        aligned = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
+        return not aligned or (self.use_vllm and self.args.vllm_importance_sampling_correction)
+
+    @property
     def tag_names(self) -> list[str]:
         """Tags of the model on the Hub."""
         return self._tag_names

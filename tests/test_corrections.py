@@ -147,7 +147,7 @@ def test_masked_tokens_leave_the_batch_discrepancy_and_the_penalty():
     ranks = [BatchStatistics(reduction) for reduction in ("sequence", "sequence", "token")]
     for row, statistics in enumerate(ranks[:2]):
         rows = slice(row, row + 1)
-        part = SampledTokens(*(values[rows] for values in TOKENS))
+        part = SampledTokens(*(values[rows] for values in TOKENS[:4]))
         statistics.add(part, penalty[rows], weights[rows])
     ranks[2].add(TOKENS, penalty, weights)
     of_others: list[torch.Tensor] = []

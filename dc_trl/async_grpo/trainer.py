@@ -139,7 +139,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         self.form = form_of(args)
         self.correction = correction_of(args)
         self.lagrange_multiplier = LagrangeMultiplier.of(args)
-        self._statistics = BatchStatistics(args.batch_reduction, args.discrepancy_measure)
+        self._statistics = BatchStatistics.of(args)
         self._warned_of_drift = False
         super().__init__(
             model,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from ..sampled_tokens import Target
 from ..settings.command_line import unknown_field
 from ..settings.fields import setting
 from ..settings.ranges import AT_LEAST_0, COUNT, Range, require_number
@@ -40,6 +41,19 @@ class ConstraintSettings:
         'divergence. "two_sided_kl" and "two_sided_l1": a term of the loss between the policy and its quantized '
         "self, with gradients through both; they need deployment_scheme and take one more forward and backward pass. "
         '"module:function": a function of your own, see docs/own_form.md.',
+    )
+    constraint_target: Target = setting(
+        "all",
+        'Which part of the difference between the engines the constraint acts on, and moves λ by. "all": '
+        'log π_train − log π_inf. "lag": log π_Q − log π_inf, where π_Q are the same weights through the deployed '
+        "forward: the lag of the sampler and the kernels, without the number format; see discrepancy_split.",
+    )
+    discrepancy_split: bool = setting(
+        False,
+        "Measure the two parts of the difference between the engines on their own, as discrepancy/format_* and "
+        "discrepancy/lag_*. This takes one more forward without a gradient, through the deployed forward of "
+        "deployment_scheme; with train_through_quantization the format's part is 0 and costs nothing. "
+        'constraint_target="lag" and rollout_correction_target="lag" split too.',
     )
     discrepancy_measure: Measure = setting(
         "prob_diff",
@@ -95,6 +109,10 @@ class ConstraintSettings:
         'Lower bound of the correction, at most 1. If it is not set: 0, for "geometric_mask" 0.99, for "icepop" 0.5, '
         'for "ppo_clip" 0.76. "tv_mask" has no lower bound.',
     )
+    rollout_correction_target: Target = setting(
+        "all",
+        'Which ratio the correction takes: "all" is r = π_train/π_inf, "lag" is π_Q/π_inf, see constraint_target.',
+    )
     deployment_scheme: str | None = setting(
         None,
         "Number format that the policy is deployed in, and therefore sampled in: "
@@ -119,6 +137,25 @@ class ConstraintSettings:
         distribution.
         """
         return next((name for name in ("constraint", "rollout_correction") if getattr(self, name) != "none"), None)
+
+    @property
+    def split_by(self) -> str | None:
+        """The field that makes the trainer split the discrepancy into format and lag; None where nothing does."""
+        if self.constraint != "none" and self.constraint_target == "lag":
+            return "constraint_target"
+        if self.rollout_correction != "none" and self.rollout_correction_target == "lag":
+            return "rollout_correction_target"
+        return "discrepancy_split" if self.discrepancy_split else None
+
+    @property
+    def acts_on_lag(self) -> bool:
+        """Whether the constraint, or else the correction, acts on the lag's part of the discrepancy alone."""
+        return self.split_by not in (None, "discrepancy_split")
+
+    @property
+    def split(self) -> Any:
+        """The value of `split_by`; None where nothing splits."""
+        return None if self.split_by is None else getattr(self, self.split_by)
 
     @property
     def comparison(self) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from ..sampled_tokens import SampledTokens
+from ..sampled_tokens import SampledTokens, Target
 from ..settings.ranges import require_choice
 from .discrepancy import discrepancy_sums, token_discrepancy
 from .mismatch import combine_sums, mismatch_from_sums, mismatch_sums
 from .ratios import ratio_counts, ratio_quantiles
-from .settings import Measure, Reduction
+from .settings import ConstraintSettings, Measure, Reduction
 
 
 if TYPE_CHECKING:
@@ -21,19 +21,44 @@ if TYPE_CHECKING:
     from .lagrangian import LagrangeMultiplier
 
 
+# Metrics of a part of the discrepancy, beside its mean: `discrepancy/lag_k3_kl` and so on.
+PART_METRICS = ("k3_kl", "ess")
+PARTS = ("format", "lag")
+
+
 class BatchStatistics:
     """Statistics of a generation batch, or of an evaluation: `add` its micro-batches, then `reduce` all processes.
 
     Args:
         reduction: how the batch discrepancy δ̄ is averaged, see `discrepancy_sums`.
         measure: measure of δ, see `token_discrepancy`.
+        target: part of the discrepancy that moves λ.
+        correction_target: part of the discrepancy that a correction takes the ratio of.
     """
 
-    def __init__(self, reduction: Reduction = "sequence", measure: Measure = "prob_diff"):
+    def __init__(
+        self,
+        reduction: Reduction = "sequence",
+        measure: Measure = "prob_diff",
+        target: Target = "all",
+        correction_target: Target = "all",
+    ):
         require_choice("batch_reduction", reduction, Reduction)
         self._reduction: Reduction = reduction
         self._measure: Measure = measure
+        self._target: Target = target
+        self._correction_target: Target = correction_target
         self._sums: dict[str, Tensor] = {}
+
+    @classmethod
+    def of(cls, settings: ConstraintSettings) -> Self:
+        """Return empty statistics of a run with these settings."""
+        return cls(
+            settings.batch_reduction,
+            settings.discrepancy_measure,
+            settings.constraint_target,
+            settings.rollout_correction_target,
+        )
 
     @torch.no_grad()
     def add(self, tokens: SampledTokens, penalty: Tensor | None = None, weights: Tensor | None = None) -> None:
@@ -45,10 +70,16 @@ class BatchStatistics:
             weights: weights of a correction, shape (B, T); None without one. Tokens with a weight of 0 do not count in
                 δ̄.
         """
-        train_logps, infer_logps, scored, _ = tokens
+        train_logps, infer_logps, scored, _, deployed_logps = tokens
         delta = token_discrepancy(train_logps, infer_logps, self._measure)
         kept = scored if weights is None else scored & (weights > 0)
         sums = mismatch_sums(train_logps, infer_logps, scored) | discrepancy_sums(delta, kept, self._reduction)
+        if deployed_logps is not None:
+            engines = {"format": (train_logps, deployed_logps), "lag": (deployed_logps, infer_logps)}
+            for part, (first, second) in engines.items():
+                delta_of_part = token_discrepancy(first, second, self._measure)
+                found = mismatch_sums(first, second, scored) | discrepancy_sums(delta_of_part, kept, self._reduction)
+                sums |= {f"{part}_{name}": value for name, value in found.items()}
         dtype = sums["tokens"].dtype
         if penalty is not None:
             penalty = penalty.where(kept, 0.0)
@@ -58,7 +89,7 @@ class BatchStatistics:
             sums |= {f"all_{name}": value for name, value in discrepancy_sums(delta, scored, self._reduction).items()}
             sums["masked"] = sums["tokens"] - kept.sum()
             sums["weights"] = weights.where(scored, 0.0).sum(dtype=dtype)
-            sums["ratios"] = ratio_counts(tokens.log_ratio, scored, dtype)
+            sums["ratios"] = ratio_counts(tokens.of_target(self._correction_target).log_ratio, scored, dtype)
         self._sums = combine_sums([self._sums, sums])
 
     def reduce(self, gather: Callable[[Tensor], Tensor]) -> MismatchReport | None:
@@ -76,7 +107,7 @@ class BatchStatistics:
         ranks = gather(torch.cat([value.reshape(-1) for value in local.values()]).unsqueeze(0)).cpu()
         sums = combine_sums(dict(zip(local, values.split(sizes), strict=True)) for values in ranks)
         ratios = sums.pop("ratios", None)
-        return MismatchReport({name: value.item() for name, value in sums.items()}, ratios)
+        return MismatchReport({name: value.item() for name, value in sums.items()}, ratios, self._target)
 
     def clear(self) -> None:
         """Discard what was added."""
@@ -90,10 +121,12 @@ class MismatchReport(NamedTuple):
         sums: results of `mismatch_sums` and `discrepancy_sums`; also "penalty" and "penalized" where there is a
             constraint, and the sums of a correction where there is one.
         ratios: sum of `ratio_counts`; None without a correction.
+        target: part of the discrepancy that λ is moved by.
     """
 
     sums: Mapping[str, float]
     ratios: Tensor | None
+    target: Target = "all"
 
     @property
     def tokens(self) -> int:
@@ -103,8 +136,31 @@ class MismatchReport(NamedTuple):
     @property
     def mean_discrepancy(self) -> float | None:
         """The batch discrepancy δ̄ (arXiv 2606.08779, eq. 11); None where a correction has masked every token."""
-        count = self.sums["discrepancy_count"]
-        return self.sums["discrepancy_sum"] / count if count else None
+        return self._mean("")
+
+    @property
+    def constrained_discrepancy(self) -> float | None:
+        """The mean that λ is moved by: δ̄, or with `constraint_target="lag"` the mean of its part; None as above."""
+        return self._mean("lag_" if self.target == "lag" else "")
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Metrics of the parts of the discrepancy, by part and name; empty where it is not split."""
+        metrics: dict[str, float] = {}
+        for part in PARTS:
+            prefix = f"{part}_"
+            sums = {name.removeprefix(prefix): v for name, v in self.sums.items() if name.startswith(prefix)}
+            if not sums:
+                continue
+            if (mean := self._mean(prefix)) is not None:
+                metrics[f"{prefix}mean"] = mean
+            found = mismatch_from_sums(sums)
+            metrics |= {f"{prefix}{name}": found[name] for name in PART_METRICS}
+        return metrics
+
+    def _mean(self, prefix: str) -> float | None:
+        count = self.sums[f"{prefix}discrepancy_count"]
+        return self.sums[f"{prefix}discrepancy_sum"] / count if count else None
 
 
 def batch_metrics(report: MismatchReport, multiplier: LagrangeMultiplier | None) -> dict[str, float]:
@@ -118,6 +174,7 @@ def batch_metrics(report: MismatchReport, multiplier: LagrangeMultiplier | None)
     metrics = {f"discrepancy/{name}": value for name, value in mismatch_from_sums(sums).items()}
     if mean is not None:
         metrics["discrepancy/mean"] = mean
+    metrics |= {f"discrepancy/{name}": value for name, value in report.parts.items()}
     if report.ratios is not None:
         metrics["discrepancy/mean_all"] = sums["all_discrepancy_sum"] / sums["all_discrepancy_count"]
         metrics["correction/masked_fraction"] = sums["masked"] / sums["tokens"]
@@ -128,8 +185,8 @@ def batch_metrics(report: MismatchReport, multiplier: LagrangeMultiplier | None)
     metrics["lagrangian/lambda"] = multiplier.value
     if multiplier.tolerance is not None:
         metrics["lagrangian/tolerance"] = multiplier.tolerance
-        if mean is not None:
-            metrics["lagrangian/violation"] = mean - multiplier.tolerance
+        if (constrained := report.constrained_discrepancy) is not None:
+            metrics["lagrangian/violation"] = constrained - multiplier.tolerance
     if "penalty" in sums:
         metrics["lagrangian/penalty_mean"] = multiplier.value * sums["penalty"] / sums["tokens"]
         metrics["lagrangian/penalized_fraction"] = sums["penalized"] / sums["tokens"]

@@ -56,9 +56,6 @@ class DeployedForward:
         adapters: whether to compute with LoRA adapters merged; otherwise they compute beside their layers, as usual in
             training.
 
-    Attributes:
-        enabled (`bool`): whether the policy computes in this way now; initially False. See `active`.
-
     Raises:
         ValueError: the scheme is unknown or does not fit the model, or there are adapters other than LoRA.
     """
@@ -75,7 +72,7 @@ class DeployedForward:
     ):
         base, architecture = base_model(policy), empty_copy(policy)
         quantization = resolve_scheme(scheme, architecture)
-        self.enabled = False
+        self._enabled = False
         self._policy = policy
         self._weights = weights
         self._compute = compute
@@ -115,10 +112,27 @@ class DeployedForward:
         self._recompute_as_computed(base)
         if compute:
             round_as_vllm(base, lambda: self.enabled)
-        if compute and base.device.type == "cpu":
-            base.set_attn_implementation(attention.NAME)
-        if self._quantizer is not None and fused_experts(architecture):
-            base.set_experts_implementation("grouped_mm")  # "eager" does not call `_apply_gate`
+        self._base = base
+        attention_kinds = (base.config._attn_implementation, attention.NAME)
+        self._attention = attention_kinds if compute and base.device.type == "cpu" else None
+        # "eager" does not call `_apply_gate`
+        expert_kinds = (base.config._experts_implementation, "grouped_mm")
+        self._experts = expert_kinds if self._quantizer is not None and fused_experts(architecture) else None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the policy computes as the deployed policy does now; initially False."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, on: bool) -> None:
+        if on == self._enabled:
+            return
+        self._enabled = on
+        if self._attention is not None:
+            self._base.set_attn_implementation(self._attention[on])
+        if self._experts is not None:
+            self._base.set_experts_implementation(self._experts[on])
 
     @contextmanager
     def active(self, on: bool = True) -> Iterator[None]:

@@ -36,6 +36,8 @@ NO_EFFECT = (
     NoEffect(
         "discrepancy_margin constraint_form", {"constraint": ["none"]}, "choose constraint='static' or 'lagrangian'"
     ),
+    NoEffect("constraint_target", {"constraint": ["none"]}, "choose constraint='static' or 'lagrangian'"),
+    NoEffect("rollout_correction_target", {"rollout_correction": ["none"]}, "choose a correction"),
     NoEffect("discrepancy_margin discrepancy_level", {"constraint_form": TWO_SIDED}, "choose another constraint_form"),
     NoEffect("dual_window", {"constraint": ["none", "static"]}, "choose constraint='lagrangian'"),
     NoEffect("train_through_quantization", {"deployment_scheme": [None]}, "set deployment_scheme (for example 'fp8')"),
@@ -161,13 +163,22 @@ RULES_OF_THE_CONSTRAINT_ALONE = (
         "constraint_form={c.constraint_form!r} compares the policy with its quantized self, and deployment_scheme is "
         "not set: set deployment_scheme (for example 'fp8') or choose constraint_form='log_ratio'.",
     ),
+    Rule(
+        lambda c: c.constraint_form in TWO_SIDED and c.constraint != "none" and c.constraint_target == "lag",
+        "constraint_target='lag' leaves the number format out, and constraint_form={c.constraint_form!r} acts on it "
+        "alone: choose constraint_form='log_ratio' or 'quadratic', or constraint_target='all'.",
+    ),
+    Rule(
+        lambda c: c.split_by is not None and c.deployment_scheme is None,
+        "{c.split_by}={c.split!r} separates the number format's part of the discrepancy, and deployment_scheme is not "
+        "set: set deployment_scheme to the format in which the engine samples (for example 'fp8').",
+    ),
 )
 
 RULES = (
     Rule(
-        lambda c: c.train_through_quantization and c.fp16,
-        "fp16=True contradicts train_through_quantization=True, which computes in bfloat16 as engines do: set "
-        "bf16=True or train_through_quantization=False.",
+        lambda c: c.as_deployed_for is not None and c.fp16,
+        "fp16=True contradicts {c.as_deployed_for}, which computes in bfloat16 as engines do: set bf16=True.",
     ),
     Rule(
         lambda c: c.fp16 and c.device.type == "cpu",
@@ -280,14 +291,14 @@ RULES = (
         "train_through_quantization=True makes them one: set one of the two.",
     ),
     Rule(
-        lambda c: c.train_through_quantization and c.cast_lm_head_to_fp32,
-        "cast_lm_head_to_fp32=True contradicts train_through_quantization=True: the deployed policy has its output "
-        "head in bfloat16. Set one of the two.",
+        lambda c: c.as_deployed_for is not None and c.cast_lm_head_to_fp32,
+        "cast_lm_head_to_fp32=True contradicts {c.as_deployed_for}: the deployed policy has its output head in "
+        "bfloat16. Set one of the two.",
     ),
     Rule(
-        lambda c: c.train_through_quantization and c.torch_compile,
-        "torch_compile=True contradicts train_through_quantization=True, whose hooks on every layer it would not "
-        "see: set one of the two.",
+        lambda c: c.as_deployed_for is not None and c.torch_compile,
+        "torch_compile=True contradicts {c.as_deployed_for}, whose hooks on every layer it would not see: set one of "
+        "the two.",
     ),
     Rule(
         lambda c: c.train_through_quantization and bool((c.gradient_checkpointing_kwargs or {}).get("use_reentrant")),

@@ -83,7 +83,8 @@ class SamplingTrainer(HookedTrainer):
         self._truncated = args.truncated_sampling  # whether the log-probabilities are those among the kept tokens
         self.sampler = self._build_sampler(use_vllm)
         if args.train_through_quantization and args.deployment_scheme is not None:
-            self.deployed_forward = self._align_forward(args.deployment_scheme)
+            self.deployed_forward = self.build_deployed_forward(args.deployment_scheme)
+            self.deployed_forward.enabled = True
         packed = self.padding_free is not None
         if args.routing_replay:
             from .replay import Replay
@@ -104,26 +105,25 @@ class SamplingTrainer(HookedTrainer):
             self.replica = build_replica(self, self.args.deployment_scheme)
         return Sampler(self, self.replica)
 
-    def _align_forward(self, scheme: str) -> DeployedForward:
+    def build_deployed_forward(self, scheme: str) -> DeployedForward:
+        """Return the policy's deployed forward, inactive, which follows the optimizer's steps.
+
+        Raises:
+            ValueError: parameters are sharded in a way that never gathers them whole.
+        """
+        from ..quantization.deployed_forward import DeployedForward
+
         sharding = self.accelerator.distributed_type
         if sharding == DistributedType.DEEPSPEED or (
             sharding == DistributedType.FSDP and not self.accelerator.is_fsdp2
         ):
             raise ValueError(
-                f"train_through_quantization=True reads whole parameters, which {sharding.value} does not give: "
-                "launch with FSDP2 (fsdp_version: 2) or without sharding, or set train_through_quantization=False."
+                f"{self.args.as_deployed_for} reads whole parameters, which {sharding.value} does not give: launch "
+                "with FSDP2 (fsdp_version: 2) or without sharding, or leave it out."
             )
         if sharding == DistributedType.FSDP:
             # The forward quantizes gathered parameters, which must arrive unrounded; it sets its own precision.
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
-        forward = self.build_deployed_forward(scheme)
-        forward.enabled = True
-        return forward
-
-    def build_deployed_forward(self, scheme: str) -> DeployedForward:
-        """Return the policy's deployed forward, inactive, which follows the optimizer's steps."""
-        from ..quantization.deployed_forward import DeployedForward
-
         forward = DeployedForward(self.model, scheme)
         self.add_callback(_ParametersMove(forward))
         return forward
