@@ -185,7 +185,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(900)
 def test_a_new_field_is_one_edit(tmp_path):
     """In help, parser, refusals, defaults and the table of settings; and where the cache folder is a file."""
     ignored = shutil.ignore_patterns("__pycache__")
@@ -266,7 +266,7 @@ def test_the_trainer_finds_the_shipped_model_from_anywhere(tmp_path, monkeypatch
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(900)
 def test_accelerate_starts_the_program_in_two_processes(tmp_path):
     words = ["--config", "quickstart", "--max_steps", "1", "--eval_size", "0", "--per_device_train_batch_size", "8"]
     command = [*TWO_PROCESSES, "-m", "dc_trl", "train", *words, "--output_dir", str(tmp_path), "--save_strategy", "no"]
@@ -314,7 +314,7 @@ def installed(tmp_path_factory):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(900)
 def test_the_wheel_trains_evaluates_and_reports_from_an_empty_directory(installed, tmp_path):
     where = installed("python", "-c", "import dc_trl; print(dc_trl.__file__)", cwd=tmp_path).strip()
     assert Path(where).parent == installed.folder

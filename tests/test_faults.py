@@ -24,7 +24,7 @@ from .stub_server import completions, stub_server
 from .vllm_server import requires_vllm
 
 
-pytestmark = [requires_vllm, pytest.mark.timeout(1500)]
+pytestmark = [requires_vllm, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

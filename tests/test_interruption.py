@@ -19,8 +19,8 @@ from .helpers import DEFAULT_SIGINT, ROOT, TWO_PROCESSES, load_script
 
 
 # Processes that import torch and TRL, or train, on a machine that may have other work.
-LIMIT = 600
-pytestmark = [pytest.mark.long, pytest.mark.timeout(3 * LIMIT)]
+LIMIT = 300
+pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * LIMIT)]
 
 OPTIONS = {
     "config": "configs/quickstart.yaml",
@@ -247,9 +247,9 @@ def clock():
 interruption.time = SimpleNamespace(monotonic=clock)
 with interruption.StopSignals() as signals:
     signals.on_train_begin(TrainingArguments(output_dir=sys.argv[1]), TrainerState(global_step=3), None)
-    if (child := os.fork()) == 0:
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)  # by the child, which has left its signals to the parent by now
         time.sleep(3600)
-    print(child, flush=True)
     mutex = ctypes.create_string_buffer(128)
     ctypes.CDLL(None).pthread_mutex_lock(mutex)
     ctypes.CDLL(None).pthread_mutex_lock(mutex)
@@ -268,7 +268,7 @@ def test_a_second_signal_ends_a_process_that_is_stuck(tmp_path):
         assert "SIGINT: the run ends after this step" in line
         child.send_signal(signal.SIGINT)  # as from a terminal: it is for the parent
         process.send_signal(signal.SIGTERM)  # what a launcher passes on at the same time is no second one
-        while (tmp_path / "reads").read_text() != "xx":
+        while len((tmp_path / "reads").read_text()) < 2:
             assert process.poll() is None
             time.sleep(0.01)
         child.terminate()  # as a pool ends its workers
@@ -281,10 +281,10 @@ def test_a_second_signal_ends_a_process_that_is_stuck(tmp_path):
         ) in process.stderr.read()
         assert child.wait(LIMIT) is None or not child.is_running()
     finally:
+        if child.is_running():
+            child.kill()  # it holds the pipes open that are read to their end
         process.kill()
         process.communicate()
-        if child.is_running():
-            child.kill()
 
 
 def test_the_launcher_passes_slurms_warning_on_where_it_is_told_to(tmp_path, monkeypatch):

@@ -71,7 +71,7 @@ def run(command, folder):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(900)
 def test_commands(workplace):
     assert len(COMMANDS) == 6
     for number, command in enumerate(command for command in COMMANDS if not needs_vllm(command)):
@@ -86,7 +86,7 @@ def test_commands(workplace):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(900)
 @requires_vllm
 def test_the_command_that_starts_a_vllm_server(workplace):
     (command,) = filter(needs_vllm, COMMANDS)
@@ -105,7 +105,7 @@ def test_the_command_that_starts_a_vllm_server(workplace):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(900)
 @requires_vllm
 def test_the_evaluation(workplace):
     output = run([*the_command("evaluate"), "--limit", "32"], workplace)
@@ -115,7 +115,7 @@ def test_the_evaluation(workplace):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(900)
 @requires_vllm
 def test_the_calibration(workplace):
     output = run([*the_command("calibrate"), "--prompts", "16", "--samples", "2"], workplace)
@@ -125,7 +125,7 @@ def test_the_calibration(workplace):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(900)
 def test_code(workplace):
     code = blocks("python")
     assert len(code) == 2

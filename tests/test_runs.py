@@ -13,7 +13,7 @@ from .helpers import ROOT, TWO_PROCESSES
 
 
 # Several processes, each of which takes half a minute of an idle machine, and minutes of a busy one.
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 STEPS = {
     "aligned": {"steps_per_generation": 2, "gradient_accumulation_steps": 2},
     "reused": {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "num_iterations": 2},

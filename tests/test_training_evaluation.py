@@ -86,7 +86,7 @@ def test_sampled_answers_differ_and_cut_off_ones_are_counted(tmp_path, temperatu
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(900)
 def test_two_processes_evaluate_as_one(tmp_path):
     benchmark = Benchmark.load("arithmetic", samples=1, limit=11)
     expected = greedy_reference(tmp_path / "reference", benchmark)
