@@ -9,7 +9,7 @@ from trl import GRPOConfig
 
 from .constraint.corrections import correction_of
 from .constraint.forms import coefficient_of
-from .constraint.settings import Constraint, ConstraintSettings, read_tolerance
+from .constraint.settings import Constraint, ConstraintSettings, read_correction, read_tolerance
 from .constraint.thresholds import lag_warning
 from .files import parse_object
 from .quantization.schemes import SCHEMES, require_scheme, require_served_scheme
@@ -245,7 +245,9 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             self.vllm_importance_sampling_correction = self.use_vllm and nothing_of_ours
 
     def _check_values(self) -> None:
+        self.rollout_correction = read_correction(self.rollout_correction)
         require_fields(self)
+        self.fill_in_multiplier()
         coefficient_of(self)  # refuses a form, and correction_of a correction, that does not exist
         correction_of(self)
         self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)

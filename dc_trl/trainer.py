@@ -458,7 +458,7 @@ class DCGRPOTrainer(RunTrainer):
             assert self._loss is not None
             assert self._loss.forward is not None
             self._constrain(inputs, train_logps, self._as_deployed(train_logps, self._loss.forward))
-        elif self._two_sided is not None:  # a term of the loss needs this gradient
+        elif self.form is not None and self.args.constraint_target == "all":  # a term of the loss needs this gradient
             self._apply_form(_tokens_of(inputs, train_logps, inputs["trajectory_advantages"]))
 
     def get_gamma_weights(self, advantages, **kwargs):

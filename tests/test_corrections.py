@@ -57,6 +57,10 @@ TOKENS = SampledTokens(TRAIN, INFER, SCORED, ADVANTAGES)
         # Â > 0 masks what is above, Â < 0 what is below.
         ("ppo_clip", {}, [[0, 0.25, 0, 1], [1.8, 0.9, 1, 1]]),
         ("ppo_clip", {"lower": 0.95, "upper": 1.3}, [[0, 0.25, 1.25, 1], [1.8, 0, 1, 1]]),
+        # Odds ratios 16, 0.167, 1.5 and 2.74, 0.82. At q = 0.2 one of 2 is r = 5/3, at q = 0.3 it is r = 20/13.
+        ("odds_truncate", {}, [[5 / 3, 0.25, 1.25, 1], [20 / 13, 0.9, 1, 1]]),
+        # At q = 0.4 an odds ratio of 0.5 is r = 5/8.
+        ("odds_truncate", {"lower": 0.5, "upper": math.inf}, [[4, 0.625, 1.25, 1], [1.8, 0.9, 1, 1]]),
     ],
 )
 def test_weights_by_hand(name, bounds, expected):
@@ -119,6 +123,41 @@ def test_engines_that_agree_have_weights_of_one(row, mode, advantage):
     everywhere = torch.ones(1, len(row)).bool()
     weights = CORRECTIONS[mode](SampledTokens(logps, logps.clone(), everywhere, torch.tensor([advantage])))
     assert (weights == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        # Each trajectory's geometric mean, 1.077 and 1.273, keeps the first one.
+        ("token_truncate, geometric_mask(0.9, 1.1)", [[2, 0.25, 1.25, 1], [0] * 4]),
+        (["token_truncate(0.5, 3)", "geometric_mask(0.9, 1.5)"], [[3, 0.5, 1.25, 1], [1.8, 0.9, 1, 1]]),
+        (["odds_truncate", "icepop", "tv_mask(0.04)"], [[0, 0, 0, 1], [20 / 13, 0, 1, 1]]),
+        # The weights are the first one's: r counts once.
+        (["icepop", "ppo_clip(0.95, 1.3)"], [[0, 0, 1.25, 1], [1.8, 0, 1, 1]]),
+    ],
+)
+def test_several_corrections_by_hand(tmp_path, value, expected):
+    made = correction_of(make_config(tmp_path, constraint="none", deployment_scheme="fp8", rollout_correction=value))
+    torch.testing.assert_close(made(TOKENS), torch.tensor(expected, dtype=torch.float32), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rollout_correction": ["geometric_mask", "token_truncate"]}, "token_truncate masks no token"),
+        ({"rollout_correction": "icepop, icepop"}, "names a correction twice"),
+        ({"rollout_correction": "icepop, none"}, "'none' is unknown"),
+        ({"rollout_correction": "icepop, tv_mask(0.2, 0.3, 0.4)"}, "at most two bounds"),
+        ({"rollout_correction": "icepop, geometric_mask(a)"}, "at most two bounds"),
+        ({"rollout_correction": "icepop, geometric_mask(1.1, 1.2)"}, "shut out engines that agree: include 1"),
+        ({"rollout_correction": ["token_truncate", "icepop"], "rollout_correction_max": 3.0}, "leave it out"),
+        ({"rollout_correction": ["token_mask", "tv_mask"], "loss_type": "vespo"}, "loss_type='vespo'"),
+        ({"rollout_correction": ["sequence_mask", "tv_mask"], "importance_sampling_level": "sequence"}, "weighs each"),
+    ],
+)
+def test_corrections_that_do_not_combine_are_refused(tmp_path, fields, words):
+    with pytest.raises(ValueError, match=words):
+        make_config(tmp_path, constraint="none", deployment_scheme="fp8", **fields)
 
 
 # --- statistics

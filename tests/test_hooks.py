@@ -154,6 +154,7 @@ HOOKS: dict[str, str] = {
     "transformers.trainer_utils.PREFIX_CHECKPOINT_DIR": "str",
     "transformers.utils.output_capturing.OutputRecorder": "class",
     "transformers.PreTrainedConfig._attn_implementation": "property",
+    "transformers.PreTrainedConfig._experts_implementation": "property",
     "transformers.PreTrainedModel._is_hf_initialized": "= True",
     "transformers.PreTrainedModel._is_stateful": "bool",
     "transformers.PreTrainedModel._keys_to_ignore_on_load_missing": "NoneType",

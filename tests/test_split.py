@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from dc_trl import DCGRPOConfig
-from dc_trl.async_grpo import AsyncDCGRPOConfig
 from dc_trl.constraint.statistics import BatchStatistics, batch_metrics
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.quantization.deployed_forward import DeployedForward
@@ -192,8 +191,3 @@ def test_dual_ascent_follows_the_part_that_is_constrained(tmp_path):
 def test_what_cannot_be_split_is_refused(tmp_path, options, words):
     with pytest.raises(ValueError, match=words):
         DCGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **options)
-
-
-def test_the_asynchronous_trainer_refuses_to_split(tmp_path):
-    with pytest.raises(ValueError, match="constraint_target='lag' .* AsyncDCGRPOTrainer"):
-        AsyncDCGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, constraint="static", constraint_target="lag")

@@ -7,7 +7,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from ..constraint.corrections import correction_of
 from ..constraint.forms import coefficient_of
-from ..constraint.settings import ConstraintSettings, read_tolerance
+from ..constraint.settings import ConstraintSettings, read_correction, read_tolerance
 from ..constraint.thresholds import lag_warning
 from ..rollouts.neutral_sampling import restrictions
 from ..settings.contradictions import RULES_OF_THE_CONSTRAINT_ALONE, Rule, require, require_effect
@@ -33,7 +33,7 @@ RULES = (
         "started (vllm serve --quantization ...). Leave it out.",
     ),
     Rule(
-        lambda c: c.rollout_correction.endswith("_truncate"),
+        lambda c: any(name.endswith("_truncate") for name in c.correction_names),
         "rollout_correction={c.rollout_correction!r} bounds the ratio to the sampler, which AsyncGRPO's loss contains "
         "and clips by epsilon: use a mask ('token_mask', 'sequence_mask', 'geometric_mask', 'icepop', "
         "'tv_mask', 'ppo_clip') or 'none'.",
@@ -58,7 +58,9 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        self.rollout_correction = read_correction(self.rollout_correction)
         require_fields(self, of=ConstraintSettings)
+        self.fill_in_multiplier()
         coefficient_of(self)  # refuses a form, and correction_of a correction, that does not exist
         correction_of(self)
         self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)

@@ -15,6 +15,7 @@ gradient and does not count in δ̄. With r = π_train/π_inf of a token, taken 
                       direction of its advantage
 ``ppo_clip``          r, or 0 where it has passed a bound in the direction    PPO, arXiv 1707.06347, eq. 7, with the
                       of its advantage                                        sampler as the old policy
+``odds_truncate``     r, with the odds ratio within [lower, upper]            log-odds cap, arXiv 2609.32444
 ===================== ======================================================= ========================================
 
 Each function takes the `SampledTokens`, whose advantages the weights will multiply, and the bounds ``lower`` and
@@ -23,17 +24,21 @@ input is float64), detached. Ratios are clamped to e^±20, and a token that is n
 agree, all weights are 1.
 
 A user's own function has the signature of `token_truncate` and is named `module:function`.
+
+Several corrections combine: the first one gives the weights, and each other one sets those of the tokens to 0 to which
+it gives 0 itself. ``["token_truncate", "geometric_mask(0.99, 1.01)"]`` is TIS on the trajectories that the mask keeps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ..sampled_tokens import LOG_RATIO_BOUND, SampledTokens, trajectory_mean
 from .custom import resolve
-from .settings import ConstraintSettings
+from .settings import ConstraintSettings, parts_of
 
 
 # Upper bound of r where a mask looks at one direction only, as in the code of DPPO's authors: where a rare token has
@@ -125,18 +130,73 @@ def ppo_clip(tokens: SampledTokens, lower: float = 0.76, upper: float = 1.24) ->
     return ratio.clamp(max=ONE_SIDED_BOUND).masked_fill(masked, 0.0)
 
 
-_ALL = (token_truncate, token_mask, sequence_truncate, sequence_mask, geometric_mask, icepop, tv_mask, ppo_clip)
+def odds_truncate(tokens: SampledTokens, lower: float = 0.0, upper: float = 2.0) -> Tensor:
+    """Return r, clipped where the odds ratio π(1 − q)/(q(1 − π)) passes a bound (after arXiv 2609.32444).
+
+    The odds ratio is C where r = 1/(q + (1 − q)/C), with q = π_inf. So a token of which the sampler was sure is held
+    near 1, and a rare one near C. That the weight remains the ratio, and C = 2, are our reading of the abstract.
+    """
+    _, infer = tokens.detached_logps
+    q = infer.where(tokens.scored, 0.0).exp()
+    most = 1 / (q + (1 - q) / upper)
+    # 0/0 where q = 1 and the bound is 0, or 0 in this precision: such a token has no odds, and stays at 1.
+    least = 1 / (q + ((1 - q) / lower).nan_to_num(0.0, posinf=torch.inf)) if lower > 0 else torch.zeros_like(q)
+    return _bounded_exp(tokens.log_ratio).clamp(min=least, max=most)
+
+
+_ALL = (
+    token_truncate,
+    token_mask,
+    sequence_truncate,
+    sequence_mask,
+    geometric_mask,
+    icepop,
+    tv_mask,
+    ppo_clip,
+    odds_truncate,
+)
 CORRECTIONS: dict[str, Callable[..., Tensor]] = {function.__name__: function for function in _ALL}
+_TRUNCATIONS = ("token_truncate", "sequence_truncate", "odds_truncate")  # which give no token the weight 0
 
 
 def correction_of(settings: ConstraintSettings) -> Correction | None:
     """Return the correction that the settings ask for; None for `rollout_correction="none"`.
 
     Raises:
-        ValueError: `rollout_correction` does not name a correction; see `resolve`.
+        ValueError: `rollout_correction` does not name a correction (see `resolve`), or several that do not combine.
     """
-    if settings.rollout_correction == "none":
+    names = settings.correction_names
+    if not names:
         return None
-    bounds = {"lower": settings.rollout_correction_min, "upper": settings.rollout_correction_max}
-    given = {name: bound for name, bound in bounds.items() if bound is not None}
-    return partial(resolve("rollout_correction", settings.rollout_correction, CORRECTIONS, **given), **given)
+    if len(names) == 1:
+        bounds = {"lower": settings.rollout_correction_min, "upper": settings.rollout_correction_max}
+        return _bounded(settings.rollout_correction, {name: b for name, b in bounds.items() if b is not None})
+    return _combined(settings)
+
+
+def _bounded(name: str, bounds: Mapping[str, float]) -> Correction:
+    return partial(resolve("rollout_correction", name, CORRECTIONS, **bounds), **bounds)
+
+
+def _combined(settings: ConstraintSettings) -> Correction:
+    said = f"rollout_correction={settings.rollout_correction!r}"
+    for field in ("rollout_correction_min", "rollout_correction_max"):
+        if (bound := getattr(settings, field)) is not None:
+            raise ValueError(
+                f"{field}={bound!r} does not say which of {said} it bounds: leave it out, and write bounds behind a "
+                "name, as in 'token_truncate(0, 2)'."
+            )
+    if len(set(settings.correction_names)) < len(settings.correction_names):
+        raise ValueError(f"{said} names a correction twice: name each once.")
+    for name in settings.correction_names[1:]:
+        if name in _TRUNCATIONS:
+            raise ValueError(f"{said}: {name} masks no token, so only the first correction can be it: put it first.")
+    first, *masks = (_bounded(part.name, part.bounds(said)) for part in parts_of(settings.rollout_correction))
+
+    def correction(tokens: SampledTokens) -> Tensor:
+        weights = first(tokens)
+        for mask in masks:
+            weights = weights.where(mask(tokens) > 0, 0.0)
+        return weights
+
+    return correction

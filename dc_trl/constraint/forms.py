@@ -82,8 +82,8 @@ def injected(tokens: SampledTokens, measure: Measure) -> Tensor:
 def quadratic(tokens: SampledTokens, measure: Measure) -> Tensor:
     """Return D·∂D/∂π: the score function's coefficient in the gradient of ½ Σ_a D(a)² (arXiv 2606.08779, appendix B).
 
-    It is π − q for the difference, (π/q − 1)/q for the ratio and log(π/q)/π for the logarithm. The divisors are at
-    least 1e-3, and log π/q is clamped to ±20.
+    It is π − q for the difference, (π/q − 1)/q for the ratio and log(π/q)/π for the logarithm and its square. The
+    divisors are at least 1e-3, and log π/q is clamped to ±20.
     """
     gap = signed_discrepancy(tokens.train_logps, tokens.infer_logps, measure)
     train, infer = tokens.detached_logps

@@ -1,7 +1,8 @@
 """The settings of the constraint and of the correction, which both trainers have. This module needs no TRL."""
 
+import re
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from ..sampled_tokens import Target
 from ..settings.command_line import unknown_field
@@ -9,12 +10,24 @@ from ..settings.fields import setting
 from ..settings.ranges import AT_LEAST_0, COUNT, Range, require_number
 
 
-Measure = Literal["prob_diff", "prob_ratio", "log_prob"]
+Measure = Literal["prob_diff", "prob_ratio", "log_prob", "squared_log_ratio"]
+DualAscent = Literal["paper", "auto", "pid"]
 Level = Literal["token", "sequence"]
 Reduction = Literal["sequence", "token"]
 Constraint = Literal["none", "static", "lagrangian"]
 # Forms that push down each sampled token that differs, whichever engine gives it the larger probability.
 PUSHES = ("injected",)
+# λ_0 and λ_max by form. λ_0 of the injected form is the paper's, the others are those of docs/study.md; all λ_max are
+# ours.
+DEFAULT_MULTIPLIERS = {
+    "injected": (0.1, 1.0),
+    "quadratic": (2.0, 8.0),
+    "log_ratio": (0.5, 2.0),
+    "two_sided_kl": (0.5, 2.0),
+    "two_sided_l1": (0.5, 2.0),
+}
+# Of the quadratic form with a measure whose coefficient divides by a probability.
+DEFAULT_OF_DIVIDED = (0.05, 0.2)
 if TYPE_CHECKING:
     Tolerance = float | Literal["auto"]
 else:
@@ -57,18 +70,20 @@ class ConstraintSettings:
     )
     discrepancy_measure: Measure = setting(
         "prob_diff",
-        'Discrepancy δ of a token (eq. 2): "prob_diff" is |π_train − π_inf|, "prob_ratio" is |π_train/π_inf − 1|, and '
-        '"log_prob" is |log π_train − log π_inf|.',
+        'Discrepancy δ of a token (eq. 2): "prob_diff" is |π_train − π_inf|, "prob_ratio" is |π_train/π_inf − 1|, '
+        '"log_prob" is |log π_train − log π_inf|, and "squared_log_ratio" is ½ (log π_train − log π_inf)², whose '
+        'gradient by sampled tokens is that of constraint_form="log_ratio": λ then prices what the loss descends.',
     )
     discrepancy_level: Level = setting(
         "token",
         'With "token" every token is penalised by its own δ, with "sequence" by the mean δ of its trajectory.',
     )
     discrepancy_tolerance: Tolerance = setting(
-        0.0037,
+        None,
         "Tolerance ε in units of the measure, at least 0: λ grows while the batch discrepancy δ̄ is above it and "
-        'shrinks while δ̄ is below. With "auto", λ rests for the first ten generation batches; ε is then the mean of '
-        "their δ̄ plus 2.37 standard deviations, which one healthy batch in forty exceeds "
+        "shrinks while δ̄ is below. If it is not set: 0.0037 (arXiv 2606.08779, 8B) for the difference of "
+        'probabilities, "auto" for the other measures. With "auto", λ rests for the first ten generation batches; ε '
+        "is then the mean of their δ̄ plus 2.37 standard deviations, which one healthy batch in forty exceeds "
         "(dc_trl.constraint.tolerance.proposed_tolerance), and is logged as lagrangian/tolerance.",
     )
     discrepancy_margin: Annotated[float, AT_LEAST_0] = setting(
@@ -82,11 +97,35 @@ class ConstraintSettings:
     dual_window: Annotated[int, COUNT] = setting(
         1, "Number of generation batches that δ̄ is averaged over before it moves λ."
     )
-    lambda_init: Annotated[float, AT_LEAST_0] = setting(0.1, "Initial λ, between lambda_min and lambda_max.")
-    lambda_lr: Annotated[float, AT_LEAST_0] = setting(1.0, "Step size η_λ of the dual ascent.")
+    dual: DualAscent = setting(
+        "paper",
+        'How constraint="lagrangian" moves λ. "paper" adds η_λ (δ̄ − ε) (arXiv 2606.08779, eq. 11). "auto" adds '
+        "η_λ (δ̄/ε − 1), at most η_λ: the relative violation, which has no unit, so one η_λ suits every measure. "
+        '"pid" sums the same violations, and adds lambda_kp times the present one and lambda_kd times its rise (PID '
+        "Lagrangian, arXiv 2007.03964).",
+    )
+    lambda_init: Annotated[float, AT_LEAST_0] = setting(
+        None,
+        "Initial λ, between lambda_min and lambda_max. If it is not set: 0.1 (arXiv 2606.08779, 8B) for the injected "
+        "form, and what docs/study.md found best for the others: 0.5 for the log ratio and the two-sided forms, 2 for "
+        "the quadratic form, or 0.05 where it divides by a probability.",
+    )
+    lambda_lr: Annotated[float, AT_LEAST_0] = setting(
+        None,
+        'Step size η_λ of the dual ascent. If it is not set: 1 with dual="paper" (arXiv 2606.08779), otherwise a '
+        "tenth of the form's own lambda_init.",
+    )
     lambda_min: Annotated[float, AT_LEAST_0] = setting(0.0, "Lower bound of λ.")
     lambda_max: Annotated[float, AT_LEAST_0] = setting(
-        1.0, "Upper bound of λ. The paper does not state one; the default is ours."
+        None,
+        "Upper bound of λ. The paper does not state one. If it is not set: 1 for the injected form, otherwise four "
+        "times the form's own lambda_init.",
+    )
+    lambda_kp: Annotated[float, AT_LEAST_0] = setting(
+        None, "Weight of the present violation in a PID multiplier. If it is not set: lambda_lr."
+    )
+    lambda_kd: Annotated[float, AT_LEAST_0] = setting(
+        None, "Weight of a rise of the violation in a PID multiplier. If it is not set: lambda_lr."
     )
     rollout_correction: str = setting(
         "none",
@@ -95,8 +134,11 @@ class ConstraintSettings:
         '"sequence_truncate" and "sequence_mask" do the same with the product of a trajectory\'s r. '
         '"geometric_mask" masks trajectories whose geometric mean of r is outside the bounds. "icepop" is '
         '"token_mask" with two bounds. "tv_mask" (DPPO) takes r, and 0 where π_train − π_inf has passed the bound in '
-        'the direction of the advantage. "ppo_clip" is PPO\'s clip with the sampler as the old policy. "none" weights '
-        "nothing. Masked tokens do not count in δ̄. See dc_trl.constraint.corrections for the papers.",
+        'the direction of the advantage. "ppo_clip" is PPO\'s clip with the sampler as the old policy. '
+        '"odds_truncate" clips r where the ratio of odds passes a bound. "none" weights nothing. Several in a list, '
+        "or behind commas, combine: the first one weighs, and the others mask, with their bounds in parentheses: "
+        "[token_truncate, geometric_mask(0.99, 1.01)]. Masked tokens do not count in δ̄. See "
+        "dc_trl.constraint.corrections for the papers.",
     )
     rollout_correction_max: Annotated[float | None, Range(above=0, infinite=True)] = setting(
         None,
@@ -130,6 +172,31 @@ class ConstraintSettings:
         return super().__new__(cls)
 
     @property
+    def correction_names(self) -> tuple[str, ...]:
+        """Names of the corrections that `rollout_correction` combines; empty for "none"."""
+        return (
+            () if self.rollout_correction == "none" else tuple(each.name for each in parts_of(self.rollout_correction))
+        )
+
+    def fill_in_multiplier(self) -> None:
+        """Give the fields of λ that are left open (None) the defaults of their form, measure and dual ascent."""
+        init, maximum = DEFAULT_MULTIPLIERS.get(self.constraint_form, DEFAULT_MULTIPLIERS["injected"])
+        if self.constraint_form == "quadratic" and self.discrepancy_measure != "prob_diff":
+            init, maximum = DEFAULT_OF_DIVIDED
+        rate = 1.0 if self.dual == "paper" else init / 10
+        defaults: dict[str, Any] = {
+            "discrepancy_tolerance": 0.0037 if self.discrepancy_measure == "prob_diff" else "auto",
+            "lambda_init": init,
+            "lambda_max": maximum,
+            "lambda_lr": rate,
+        }
+        if self.dual == "pid":
+            defaults |= dict.fromkeys(("lambda_kp", "lambda_kd"), rate if self.lambda_lr is None else self.lambda_lr)
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+    @property
     def compared_by(self) -> str | None:
         """The field that makes the trainer act on the difference of the engines; None where nothing does.
 
@@ -161,6 +228,62 @@ class ConstraintSettings:
     def comparison(self) -> str:
         """`compared_by` with its value, for messages; empty where it is None."""
         return "" if self.compared_by is None else f"{self.compared_by}={getattr(self, self.compared_by)!r}"
+
+
+class CorrectionPart(NamedTuple):
+    """One of several corrections that combine.
+
+    Args:
+        name: name of a correction, or `module:function`.
+        numbers: its lower and upper bound, its upper bound alone, or nothing for the default bounds.
+    """
+
+    name: str
+    numbers: tuple[float, ...]
+
+    def bounds(self, said: str) -> dict[str, float]:
+        """Return the bounds by name; `said` is the setting with its value, for messages.
+
+        Raises:
+            ValueError: the bounds leave out what engines that agree have.
+        """
+        bounds = dict(zip(("lower", "upper")[-len(self.numbers) :], self.numbers, strict=True)) if self.numbers else {}
+        lower, upper = bounds.get("lower", 0.0), bounds.get("upper", 1.0)
+        agree = 0.0 if self.name == "tv_mask" else 1.0  # the difference, or the ratio, of engines that agree
+        if not lower <= agree <= upper:
+            raise ValueError(f"{said}: the bounds of {self.name} shut out engines that agree: include {agree:g}.")
+        return bounds
+
+
+_PART = re.compile(r"\s*([\w.:]+)\s*(?:\(([^()]*)\))?\s*(?:,|$)")
+
+
+def parts_of(correction: str) -> list[CorrectionPart]:
+    """Return the corrections that a value of `rollout_correction` combines, in their order.
+
+    Raises:
+        ValueError: it is not a list of names, each with at most two bounds.
+    """
+    parts, end = [], 0
+    while end < len(correction):
+        found = _PART.match(correction, end)
+        try:
+            numbers = tuple(float(number) for number in (found[2] or "").split(",") if number) if found else ()
+        except ValueError:
+            found = None
+        if found is None or len(numbers) > 2:
+            raise ValueError(
+                f"rollout_correction={correction!r} is invalid: use a name, or several behind commas, each with at "
+                "most two bounds in parentheses: 'token_truncate, geometric_mask(0.99, 1.01)'."
+            )
+        parts.append(CorrectionPart(found[1], numbers))
+        end = found.end()
+    return parts
+
+
+def read_correction(value: Any) -> Any:
+    """Return `rollout_correction` as text: a list of corrections becomes their names behind commas."""
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
 def read_tolerance(value: Any) -> float | Literal["auto"]:

@@ -65,7 +65,7 @@ def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool, clips:
             f"without reward. Use {signed}a deployment_scheme of higher precision, or constraint='none'; see "
             f"docs/{'staleness' if may_lag else 'study'}.md."
         )
-    elif form is not None or clips or settings.rollout_correction == "ppo_clip":  # a pull towards the sampler
+    elif form is not None or clips or "ppo_clip" in settings.correction_names:  # a pull towards the sampler
         if may_lag:
             return None  # it repaired the runs with a lag
         if form is None:

@@ -39,7 +39,8 @@ NO_EFFECT = (
     NoEffect("constraint_target", {"constraint": ["none"]}, "choose constraint='static' or 'lagrangian'"),
     NoEffect("rollout_correction_target", {"rollout_correction": ["none"]}, "choose a correction"),
     NoEffect("discrepancy_margin discrepancy_level", {"constraint_form": TWO_SIDED}, "choose another constraint_form"),
-    NoEffect("dual_window", {"constraint": ["none", "static"]}, "choose constraint='lagrangian'"),
+    NoEffect("lambda_kp lambda_kd", {"dual": ["paper", "auto"]}, "set dual='pid'"),
+    NoEffect("dual dual_window", {"constraint": ["none", "static"]}, "choose constraint='lagrangian'"),
     NoEffect("train_through_quantization", {"deployment_scheme": [None]}, "set deployment_scheme (for example 'fp8')"),
     NoEffect(
         "vllm_importance_sampling_correction weight_sync weight_sync_dir", {"use_vllm": [False]}, "set use_vllm=True"
@@ -119,7 +120,7 @@ def require(config: Any, *tables: Sequence[Rule]) -> None:
 # may have one of.
 _LOSSES_BY_TOKEN = ("cispo", "vespo")
 # Corrections that give all tokens of a trajectory one weight, or none.
-_CORRECTIONS_OF_TRAJECTORIES = ("none", "sequence_truncate", "sequence_mask", "geometric_mask")
+_CORRECTIONS_OF_TRAJECTORIES = {"sequence_truncate", "sequence_mask", "geometric_mask"}
 
 
 def _budget_rule(name: str, applies: Callable[[Any], bool]) -> Rule:
@@ -140,6 +141,11 @@ RULES_OF_THE_CONSTRAINT_ALONE = (
         lambda c: not c.lambda_min <= c.lambda_init <= c.lambda_max,
         "lambda_init={c.lambda_init!r} lies outside [lambda_min, lambda_max] = [{c.lambda_min!r}, {c.lambda_max!r}]: "
         "choose a value within the bounds or widen them.",
+    ),
+    Rule(
+        lambda c: c.dual != "paper" and c.discrepancy_tolerance == 0,
+        "dual={c.dual!r} moves λ by the relative violation δ̄/ε − 1, which discrepancy_tolerance=0 does not have: set "
+        "a number above 0 or 'auto'.",
     ),
     Rule(
         lambda c: c.rollout_correction == "tv_mask" and (c.rollout_correction_max or 0) >= 1,
@@ -210,9 +216,7 @@ RULES = (
         "rollout_correction={c.rollout_correction!r}: set one of the two.",
     ),
     Rule(
-        lambda c: (
-            c.loss_type == "vespo" and c.rollout_correction not in ("none", "token_truncate", "token_mask", "icepop")
-        ),
+        lambda c: c.loss_type == "vespo" and not {*c.correction_names} <= {"token_truncate", "token_mask", "icepop"},
         "rollout_correction={c.rollout_correction!r} weighs a trajectory or goes by the advantage, and "
         "loss_type='vespo' takes a ratio of each token: set rollout_correction='token_truncate', 'token_mask' or "
         "'icepop'.",
@@ -220,7 +224,7 @@ RULES = (
     Rule(
         lambda c: (
             c.importance_sampling_level == "sequence"
-            and c.rollout_correction not in _CORRECTIONS_OF_TRAJECTORIES
+            and not {*c.correction_names} <= _CORRECTIONS_OF_TRAJECTORIES
             and c.loss_type not in _LOSSES_BY_TOKEN
         ),
         "rollout_correction={c.rollout_correction!r} weighs each token by itself, and importance_sampling_level="
