@@ -12,7 +12,7 @@ import yaml
 from trl import GRPOConfig
 
 from dc_trl import DCGRPOConfig
-from dc_trl.constraint.corrections import CORRECTIONS, correction_of
+from dc_trl.constraint.corrections import CORRECTIONS, correction_of, correction_of
 from dc_trl.sampled_tokens import SampledTokens
 from dc_trl.settings.fields import choices_of
 
@@ -188,6 +188,28 @@ def test_k2_and_k3_are_two_bounds_of_r():
     weights = ours("token_mask", [ratios], lower=low, upper=high)[0]
     assert [weight > 0 for weight in weights.tolist()] == kept
     assert kept == [False, False, True, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("preset", "level"), [("decoupled_geo_rs_token_tis", "token"), ("decoupled_geo_rs_seq_tis", "seq")]
+)
+def test_a_preset_of_two_is_the_product_of_verls_weight_and_mask(tmp_path, preset, level):
+    """verl multiplies the truncated weights (threshold 2) with a mask by the geometric mean (0.999 to 1.001)."""
+    (value,) = (
+        re.search("rollout_correction: ([^`]+)`", cells[1])[1] for cells in rows("Presets") if preset in cells[0]
+    )
+    ratios = [[1.0, 1.0], [4.0, 0.25], [1.0005, 1.0005], [1.002, 1.002], [2.5, 2.5]]
+    expected = []
+    for row in ratios:
+        product = math.prod(row)
+        kept = 0.999 <= math.sqrt(product) <= 1.001
+        expected.append([kept * min(ratio if level == "token" else product, 2.0) for ratio in row])
+    settings = DCGRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, rollout_correction=value
+    )
+    train = torch.tensor(ratios, dtype=torch.float64).log()
+    tokens = SampledTokens(train, torch.zeros_like(train), torch.ones_like(train).bool(), torch.ones(len(ratios)))
+    torch.testing.assert_close(correction_of(settings)(tokens), torch.tensor(expected, dtype=torch.float64))
 
 
 def _root(threshold, outside, inside):
