@@ -12,7 +12,7 @@ import yaml
 from trl import GRPOConfig
 
 from dc_trl import DCGRPOConfig
-from dc_trl.constraint.corrections import CORRECTIONS, correction_of, correction_of
+from dc_trl.constraint.corrections import CORRECTIONS, correction_of
 from dc_trl.sampled_tokens import SampledTokens
 from dc_trl.settings.fields import choices_of
 
@@ -193,7 +193,7 @@ def test_k2_and_k3_are_two_bounds_of_r():
 @pytest.mark.parametrize(
     ("preset", "level"), [("decoupled_geo_rs_token_tis", "token"), ("decoupled_geo_rs_seq_tis", "seq")]
 )
-def test_a_preset_of_two_is_the_product_of_verls_weight_and_mask(tmp_path, preset, level):
+def test_a_preset_of_two_is_the_product_of_verls_weight_and_mask(tmp_path, level):
     """verl multiplies the truncated weights (threshold 2) with a mask by the geometric mean (0.999 to 1.001)."""
     (value,) = (
         re.search("rollout_correction: ([^`]+)`", cells[1])[1] for cells in rows("Presets") if preset in cells[0]
