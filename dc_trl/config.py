@@ -83,6 +83,13 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         "weights (straight-through). What is left of δ is the gap between the kernels, see docs/aligned.md. The "
         "reference model of beta computes so with an adapter only, where it is the policy.",
     )
+    score_centering: bool = setting(
+        False,
+        "Take the mean of the score ∇ log π_train(v) over the sampler's distribution away from the score of each "
+        "sampled token, with the weights of rollout_correction where there are some (arXiv 2609.20807): what the "
+        "gradient drifts by where the engines differ, whatever the rewards are. It reads the replica's whole "
+        "vocabulary, in one more forward without a gradient, and logs discrepancy/drift_tv and drift_l2.",
+    )
     routing_replay: bool = setting(
         False,
         "In a mixture of experts, the trainer's forward takes the experts that the engine chose for each token, with "
@@ -222,7 +229,12 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     @property
     def truncated_sampling(self) -> bool:
         """Whether top-p, top-k or min-p cut off what is sampled, and are corrected for as the engines are compared."""
-        return self.compared_by is not None and truncates(self._sampling)
+        return self.compared_by is not None and self.truncates_sampling
+
+    @property
+    def truncates_sampling(self) -> bool:
+        """Whether top-p, top-k or min-p cut off what is sampled."""
+        return truncates(self._sampling)
 
     @property
     def named_tokens(self) -> int:

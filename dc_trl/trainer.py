@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     # Imported only where the policy is compared with its quantized self: compressed-tensors takes 0.15 s.
     from .quantization.deployed_forward import DeployedForward
     from .quantization.two_sided import TwoSidedDivergence
+    from .rollouts.score_centering import ScoreCentering
     from .settings.reward_functions import RewardFunction
 
     Reward: TypeAlias = str | PreTrainedModel | RewardFunction
@@ -208,6 +209,7 @@ class DCGRPOTrainer(RunTrainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
+        self._centering = self._build_centering() if args.score_centering else None
         self.add_callback(SampleRecordCallback(self))
         if not args.use_vllm and args.deployment_scheme is None and rollout_func is None:
             logger.warning(f"The mismatch will not be measured: {NOT_MEASURED}")
@@ -228,6 +230,13 @@ class DCGRPOTrainer(RunTrainer):
                 padded,
             )
 
+    def _build_centering(self) -> ScoreCentering:
+        from .rollouts.score_centering import ScoreCentering
+
+        assert self.replica is not None
+        padded = None if self.padding_free is None else self.padding_free.padded
+        return ScoreCentering(self.model, self.replica, self.temperature, self.correction, padded)
+
     @staticmethod
     def _check_arguments(args: DCGRPOConfig, rollout_func: Any) -> None:
         if not isinstance(args, DCGRPOConfig):
@@ -239,6 +248,11 @@ class DCGRPOTrainer(RunTrainer):
             )
         scheme, needy = args.deployment_scheme, args.compared_by
         sharding = sharding_of(args)
+        if sharding.kind is not None and args.score_centering:
+            raise ValueError(
+                f"score_centering=True reads whole parameters of the output head, which {sharding} divides: launch "
+                "without sharding (DDP), or set score_centering=False."
+            )
         if sharding.kind is not None and args.constraint_form in TWO_SIDED:
             raise ValueError(
                 f"constraint_form={args.constraint_form!r} takes gradients of its own, which {sharding} rules out: "
@@ -382,7 +396,10 @@ class DCGRPOTrainer(RunTrainer):
         if self.correction is None:
             return None
         weights = self.correction(tokens.of_target(self.args.rollout_correction_target))
-        if self.loss_type == "vespo":
+        if self._centering is not None:
+            assert self._loss is not None  # these settings score a batch within the loss alone
+            self._loss.weights = weights
+        elif self.loss_type == "vespo":
             batch["importance_sampling_ratio"] = weights  # VESPO includes them in its ratio of a trajectory
         else:
             batch["advantages"] = weights * tokens.token_advantages
@@ -427,11 +444,35 @@ class DCGRPOTrainer(RunTrainer):
             self._loss.train_logps = outputs[0]
             inputs = self._loss.inputs
             self._constrain_in_loss(inputs, outputs[0])
+            if self._centering is not None:
+                outputs = (self._centred(outputs[0], *args), *outputs[1:])
             if "kept_weight" in inputs:
                 inputs["advantages"] = inputs["advantages"] * inputs["kept_weight"]
         elif self.scores_when_sampled and self._deployed_logps is None:  # before any reference model's
             self._deployed_logps = self._as_deployed(outputs[0], partial(self._train_logps, model, *args, **kwargs))
         return outputs
+
+    @timed("constraint")
+    def _centred(self, train_logps: Tensor, input_ids: Tensor, attention_mask: Tensor, *args: Any) -> Tensor:
+        """Return log π_train with the centred score as its gradient; the values stay.
+
+        A loss that multiplies the gradient w·s of a token by its advantage then has w·s − E_q[w·s] in its place, with
+        its own clip and mean. The weights w of a correction are here, and not in the advantages, because the mean is
+        taken away from tokens of weight 0 too.
+        """
+        assert self._centering is not None
+        assert self._loss is not None
+        inputs, weights = self._loss.inputs, self._loss.weights
+        advantages = inputs["advantages"]
+        centre = self._centering(input_ids, attention_mask, train_logps.shape[1], advantages)
+        scored = _loss_mask(inputs).bool()
+        sums = torch.cat([centre.drift[scored].sum(0), scored.sum().unsqueeze(0)]).unsqueeze(0)
+        variation, norm, count = self.accelerator.gather(sums).sum(0).tolist()
+        if count:
+            self.add_metric("discrepancy/drift_tv", variation / count)
+            self.add_metric("discrepancy/drift_l2", norm / count)
+        score = train_logps if weights is None else weights.to(train_logps.dtype) * train_logps
+        return train_logps.detach() + _gradient_alone(score) - _gradient_alone(centre.score)
 
     @timed("constraint")
     def _as_deployed(self, train_logps: Tensor, forward: Callable[[], Tensor]) -> Tensor | None:
@@ -575,12 +616,19 @@ class _Loss:
         train_logps: log π_train of the loss's own forward, shape (B, T), nats, with a gradient.
         forward: computes `train_logps` again.
         term: term that the form of the constraint adds to the loss with the weight λ.
+        weights: weights of a correction, shape (B, T), where the score is centred.
     """
 
     inputs: dict[str, Any]
     train_logps: Tensor | None = None
     forward: Callable[[], Tensor] | None = None
     term: Tensor | None = None
+    weights: Tensor | None = None
+
+
+def _gradient_alone(values: Tensor) -> Tensor:
+    """Return zeros with the gradient of `values`."""
+    return values - values.detach()
 
 
 def _tokens_of(

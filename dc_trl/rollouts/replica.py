@@ -164,6 +164,15 @@ class Replica:
         for name, tensor in self._own_tensors().items():
             tensor.copy_(tensors[name])
 
+    @torch.no_grad()
+    def read(self, input_ids: Tensor, attention_mask: Tensor) -> None:
+        """Read whole rows at once, shape (batch, length), as `generate` would read them token by token."""
+        positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)  # counted from the prompt's first token, as there
+        options = {"position_ids": positions, "use_cache": False, "logits_to_keep": 1}
+        self.model(input_ids=input_ids, attention_mask=attention_mask, **options)
+        if self._activations is not None:
+            self._activations.reset()
+
     @torch.inference_mode()
     def generate(
         self,

@@ -120,6 +120,7 @@ def require(config: Any, *tables: Sequence[Rule]) -> None:
 # may have one of.
 _LOSSES_BY_TOKEN = ("cispo", "vespo")
 # Corrections that give all tokens of a trajectory one weight, or none.
+_CORRECTIONS_OF_TOKENS = {"token_truncate", "token_mask", "icepop", "tv_mask", "ppo_clip", "odds_truncate"}
 _CORRECTIONS_OF_TRAJECTORIES = {"sequence_truncate", "sequence_mask", "geometric_mask"}
 
 
@@ -189,6 +190,44 @@ RULES = (
     Rule(
         lambda c: c.fp16 and c.device.type == "cpu",
         "fp16=True has no effect on a CPU, where accelerate computes in float32: train on a GPU or set fp16=False.",
+    ),
+    Rule(
+        lambda c: c.score_centering and (c.use_vllm or c.deployment_scheme is None),
+        "score_centering=True reads the whole distribution of the in-process replica, which use_vllm={c.use_vllm!r} "
+        "with deployment_scheme={c.deployment_scheme!r} does not have: set deployment_scheme (for example 'fp8') and "
+        "use_vllm=False.",
+    ),
+    Rule(
+        lambda c: c.score_centering and c.importance_sampling_level == "sequence",
+        "score_centering=True centres the score of each token, and importance_sampling_level='sequence' has one ratio "
+        "for a trajectory: set importance_sampling_level='token' or score_centering=False.",
+    ),
+    Rule(
+        lambda c: c.score_centering and c.beta != 0.0,
+        "beta={c.beta!r} takes the gradient of a KL term from the log-probabilities that score_centering=True "
+        "centres: set beta=0 or score_centering=False.",
+    ),
+    Rule(
+        lambda c: c.score_centering and c.gradient_accumulation_steps % (c.steps_per_generation * c.num_iterations),
+        "score_centering=True needs the weights that sampled until a generation batch is used up, and "
+        "steps_per_generation={c.steps_per_generation!r} with num_iterations={c.num_iterations!r} reaches over "
+        "several optimizer steps: set steps_per_generation to gradient_accumulation_steps and num_iterations=1.",
+    ),
+    Rule(
+        lambda c: c.score_centering and bool({*c.correction_names} - _CORRECTIONS_OF_TOKENS),
+        "score_centering=True takes the mean over what might have been sampled, which "
+        "rollout_correction={c.rollout_correction!r} does not weigh token by token: set 'token_truncate', "
+        "'token_mask', 'icepop', 'tv_mask', 'ppo_clip', 'odds_truncate' or 'none'.",
+    ),
+    Rule(
+        lambda c: c.score_centering and (c.rollout_correction_target == "lag" or c.truncates_sampling),
+        "score_centering=True compares the policy with the sampler over the whole vocabulary: set "
+        "rollout_correction_target='all', top_p=1.0, top_k=0 and min_p=None.",
+    ),
+    Rule(
+        lambda c: c.score_centering and c.loss_type == "vespo" and c.rollout_correction != "none",
+        "loss_type='vespo' has the weights of rollout_correction={c.rollout_correction!r} in its ratio of a "
+        "trajectory, which score_centering=True does not centre: set rollout_correction='none' or another loss_type.",
     ),
     Rule(
         lambda c: c.advantage_estimator == "rloo" and c.scale_rewards == "batch",
