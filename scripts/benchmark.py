@@ -157,6 +157,8 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     **{f"rollout_correction={name}": {"rollout_correction": name} for name in CORRECTIONS},
     "train_through_quantization": {"train_through_quantization": True},
+    "discrepancy_split": {"discrepancy_split": True},
+    "score_centering": {"score_centering": True},
 }
 
 
@@ -174,7 +176,7 @@ class ReplayedReplica:
 
 
 def overhead_of_methods(args: argparse.Namespace) -> None:
-    """Each form of the constraint, each correction and the deployed forward over GRPO, in one optimizer step."""
+    """What `METHODS` switches on, each over GRPO, in one optimizer step."""
     with tempfile.TemporaryDirectory() as output_dir:
         of_step = {"deployment_scheme": "fp8", "gradient_accumulation_steps": 2, "max_steps": 1, "replay": False}
         trainers = {}
