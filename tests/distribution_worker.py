@@ -105,6 +105,7 @@ RUNS: dict[str, tuple[dict, tuple]] = {
     "two-sided KL": (TWO_SIDED | {"constraint_form": "two_sided_kl"}, ()),
     "experts": ({}, ()),
     "through the deployed forward": ({"train_through_quantization": True}, ()),
+    "the lag's part": ({"constraint_target": "lag", "constraint_form": "log_ratio", "lambda_init": 0.1}, ()),
     "streams": ({}, ()),
     "rollouts": ({"deployment_scheme": None}, ()),  # the one that DeepSpeed's ZeRO-3 can make
 }

@@ -95,11 +95,11 @@ def test_two_processes_compute_what_one_does(one, two, launcher, name):
     assert double["kind"] == ("DEEPSPEED" if launcher.startswith("ZeRO") else launcher)
     assert double["lambda"][0] == double["lambda"][1]
     # bfloat16 products tip numbers of a quantized forward into the next one.
-    rough = {"two-sided KL": 5e-2, "through the deployed forward": 0.1}
+    rough = {"two-sided KL": 5e-2, "through the deployed forward": 0.1, "the lag's part": 0.1}
     tolerance = rough.get(name, 1e-4)
     assert double["lambda"][0] == pytest.approx(single["lambda"][0], rel=tolerance)
     metrics = [metric for metric in single["rows"][0] if metric.startswith("discrepancy/")]
-    assert len(metrics) == 13
+    assert len(metrics) == (19 if name == "the lag's part" else 13)
     # Which completions share a mini-batch differs with the number of processes; the weights stand still there.
     trained = () if name == "mini-batches" else ("loss", "grad_norm", "reward")
     for expected, found in zip(single["rows"], double["rows"], strict=True):
