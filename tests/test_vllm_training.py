@@ -625,10 +625,9 @@ def test_another_scheme_reloads_in_place(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("scheme", ["fp8", "bf16"])
-def test_colocated_vllm_reloads_the_scheme(tmp_path, scheme):
+def test_colocated_vllm_reloads_the_scheme(tmp_path):
     """In a process of its own: vLLM takes over the process that it is in."""
-    options = {"output_dir": str(tmp_path), "colocate": scheme, "max_steps": 3, "learning_rate": 3e-3}
+    options = {"output_dir": str(tmp_path), "colocate": "fp8", "max_steps": 3, "learning_rate": 3e-3}
     done = subprocess.run(
         [sys.executable, "-m", "tests.worker", json.dumps(options)],
         cwd=ROOT,
