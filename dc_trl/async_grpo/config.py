@@ -23,14 +23,9 @@ RULES = (
         "constraint_form='log_ratio', 'quadratic' or 'injected'.",
     ),
     Rule(
-        lambda c: c.split_by is not None,
-        "{c.split_by}={c.split!r} needs the policy's deployed forward, which AsyncDCGRPOTrainer does not have: leave "
-        "it out, or use DCGRPOTrainer.",
-    ),
-    Rule(
-        lambda c: c.deployment_scheme is not None,
+        lambda c: c.deployment_scheme is not None and c.split_by is None,
         "deployment_scheme={c.deployment_scheme!r} has no effect: AsyncGRPO's server keeps the format in which it was "
-        "started (vllm serve --quantization ...). Leave it out.",
+        "started (vllm serve --quantization ...). Leave it out, or set discrepancy_split=True, which reads it.",
     ),
     Rule(
         lambda c: any(name.endswith("_truncate") for name in c.correction_names),

@@ -37,6 +37,7 @@ from ..gate.fit import limits_of
 from ..gate.policy import require_trainable, require_whole
 from ..gate.start import require_startable
 from ..hub.card import write_run_card
+from ..quantization.deployed_forward import DeployedForward, ParametersMove
 from ..quantization.policy import base_model
 from ..resuming.checkpoints import STATE_FILE
 from ..sampled_tokens import SampledTokens, bounded_log_ratio
@@ -123,6 +124,11 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             args = AsyncDCGRPOConfig(f"{model.split('/')[-1]}-AsyncDC-GRPO")
         if not isinstance(args, AsyncDCGRPOConfig):
             raise TypeError(f"args is a {type(args).__name__}: AsyncDCGRPOTrainer needs an AsyncDCGRPOConfig.")
+        if args.split_by is not None and (sharding := sharding_of(args)).kind is not None:
+            raise ValueError(
+                f"{args.split_by}={args.split!r} reads whole parameters, which {sharding} divides: launch without "
+                "sharding (DDP), or leave it out."
+            )
         require_startable(
             model=model,
             reward_funcs=reward_funcs,
@@ -159,6 +165,11 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         require_trainable(self.model, self.optimizer, args.learning_rate)
         policy = base_model(self.model)
         limits_of(policy, self.processing_class, "the model", args.max_completion_length)
+        self._quantized_self: DeployedForward | None = None
+        if args.split_by is not None and args.deployment_scheme is not None:
+            # TRL's attention keeps the samples of a row apart.
+            self._quantized_self = DeployedForward(self.model, args.deployment_scheme, replicas_attention=False)
+            self.add_callback(ParametersMove(self._quantized_self))
         if isinstance(self.rollout_worker, AsyncRolloutWorker) and rollout_worker is None:  # on the main process
             vocabulary = self.accelerator.unwrap_model(self.model).config.get_text_config().vocab_size
             self.rollout_worker = CheckedRolloutWorker.like(self.rollout_worker, vocabulary)
@@ -194,17 +205,32 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         inputs = dict(inputs)
         if self.correction is not None:  # masking needs the loss's gradient with respect to the advantages
             inputs["advantages"] = inputs["advantages"].detach().requires_grad_()
-        outputs: list[Any] = []
-        hook = model.register_forward_hook(lambda module, args, output: outputs.append(output))
+        calls: list[tuple[Any, ...]] = []
+        hook = model.register_forward_hook(lambda module, *call: calls.append(call), with_kwargs=True)
         try:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
             hook.remove()
         selected = inputs["token_index"] >= 0
-        train_logps = outputs[0].log_probs.flatten()[inputs["token_index"][selected]]
-        return self._constrain(loss, inputs, selected, train_logps)
 
-    def _constrain(self, loss: Tensor, inputs: dict[str, Any], selected: Tensor, train_logps: Tensor) -> Tensor:
+        def of_tokens(output: Any) -> Tensor:
+            return output.log_probs.flatten()[inputs["token_index"][selected]]
+
+        args, kwargs, output = calls[0]
+        deployed_logps = None
+        if self._quantized_self is not None:
+            with torch.no_grad(), self._quantized_self.active():
+                deployed_logps = of_tokens(model(*args, **kwargs))
+        return self._constrain(loss, inputs, selected, of_tokens(output), deployed_logps)
+
+    def _constrain(
+        self,
+        loss: Tensor,
+        inputs: dict[str, Any],
+        selected: Tensor,
+        train_logps: Tensor,
+        deployed_logps: Tensor | None,
+    ) -> Tensor:
         """Measure a micro-batch, and add the constraint and the mask to its loss.
 
         Args:
@@ -212,6 +238,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             inputs: inputs of the loss, one row of tokens.
             selected: boolean; marks the positions in `inputs` of the M tokens that are trained on.
             train_logps: log π_train of these tokens, shape (M,), with a gradient.
+            deployed_logps: log π_Q of the same weights as they are deployed; None where the discrepancy is not split.
         """
         infer_logps = inputs["old_log_probs"][selected]
         trajectories = Trajectories(inputs["segment_id"][selected])
@@ -221,15 +248,16 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             mask=trajectories.matrix(torch.ones_like(infer_logps)),
             # All tokens of a trajectory share its advantage.
             advantages=trajectories.matrix(inputs["advantages"][selected].detach())[:, 0],
+            deployed_logps=None if deployed_logps is None else trajectories.matrix(deployed_logps),
         )
         penalty = weights = None
         multiplier = self.lagrange_multiplier.value
         if self.form is not None:
-            constrained = self.form(tokens, multiplier)
+            constrained = self.form(tokens.of_target(self.args.constraint_target), multiplier)
             tokens, penalty = tokens._replace(advantages=constrained.advantages), constrained.penalty
         ratio = bounded_log_ratio(train_logps, infer_logps).exp()
         if self.correction is not None:
-            kept = self.correction(tokens) > 0
+            kept = self.correction(tokens.of_target(self.args.rollout_correction_target)) > 0
             loss = self._without(loss, inputs["advantages"], selected, ~trajectories.flat(kept))
             weights = trajectories.matrix(ratio.detach()).where(kept, 0.0)
         self._statistics.add(tokens, penalty, weights)
@@ -266,12 +294,13 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         metrics = batch_metrics(report, None if self.form is None else self.lagrange_multiplier)
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
-        warning = drift_warning(self.args, metrics["discrepancy/k3_kl"], may_lag=True, clips=True)
+        k3 = metrics["discrepancy/lag_k3_kl" if self.args.acts_on_lag else "discrepancy/k3_kl"]
+        warning = drift_warning(self.args, k3, may_lag=True, clips=True)
         if warning is not None and not self._warned_of_drift:
             self._warned_of_drift = True
             logger.warning(warning)
-        if self.args.constraint == "lagrangian" and report.mean_discrepancy is not None:
-            self.lagrange_multiplier.update(report.mean_discrepancy)
+        if self.args.constraint == "lagrangian" and report.constrained_discrepancy is not None:
+            self.lagrange_multiplier.update(report.constrained_discrepancy)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 
 from . import attention
 from .fake_quantize import (
@@ -53,6 +53,8 @@ class DeployedForward:
         activations: whether to compute with the deployed activations, where the scheme quantizes them.
         compute: whether to compute in bfloat16 without autocast, with positions counted as engines count them, and on
             a CPU with the arithmetic of the replica's attention, whose memory grows with the square of the length.
+        replicas_attention: whether to take the replica's attention on a CPU; without it, the policy keeps its own, as
+            it must where that keeps the sequences of a row apart.
         adapters: whether to compute with LoRA adapters merged; otherwise they compute beside their layers, as usual in
             training.
 
@@ -68,6 +70,7 @@ class DeployedForward:
         weights: bool = True,
         activations: bool = True,
         compute: bool = True,
+        replicas_attention: bool = True,
         adapters: bool = True,
     ):
         base, architecture = base_model(policy), empty_copy(policy)
@@ -114,7 +117,8 @@ class DeployedForward:
             round_as_vllm(base, lambda: self.enabled)
         self._base = base
         attention_kinds = (base.config._attn_implementation, attention.NAME)
-        self._attention = attention_kinds if compute and base.device.type == "cpu" else None
+        replaced = compute and replicas_attention and base.device.type == "cpu"
+        self._attention = attention_kinds if replaced else None
         # "eager" does not call `_apply_gate`
         expert_kinds = (base.config._experts_implementation, "grouped_mm")
         self._experts = expert_kinds if self._quantizer is not None and fused_experts(architecture) else None
@@ -348,3 +352,13 @@ def _warn_of_dropout(layers: list[Layer]) -> None:
             "deployed weight contains the adapter. Set lora_dropout=0.",
             stacklevel=3,
         )
+
+
+class ParametersMove(TrainerCallback):
+    """Reports optimizer steps to a `DeployedForward`, since PyTorch does not see the writes of fused optimizers."""
+
+    def __init__(self, forward: DeployedForward):
+        self._forward = forward
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self._forward.forget()

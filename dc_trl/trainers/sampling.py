@@ -16,7 +16,7 @@ import torch
 from accelerate import DistributedType
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import GenerationConfig, TrainerCallback
+from transformers import GenerationConfig
 
 from ..config import DCGRPOConfig
 from ..constraint.advantages import total_rewards
@@ -111,7 +111,7 @@ class SamplingTrainer(HookedTrainer):
         Raises:
             ValueError: parameters are sharded in a way that never gathers them whole.
         """
-        from ..quantization.deployed_forward import DeployedForward
+        from ..quantization.deployed_forward import DeployedForward, ParametersMove
 
         sharding = self.accelerator.distributed_type
         if sharding == DistributedType.DEEPSPEED or (
@@ -125,7 +125,7 @@ class SamplingTrainer(HookedTrainer):
             # The forward quantizes gathered parameters, which must arrive unrounded; it sets its own precision.
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
         forward = DeployedForward(self.model, scheme)
-        self.add_callback(_ParametersMove(forward))
+        self.add_callback(ParametersMove(forward))
         return forward
 
     @property
@@ -368,16 +368,6 @@ class SamplingTrainer(HookedTrainer):
     def weight_syncs(self) -> tuple[int, int]:
         """The number of weight syncs in training, and the number of syncs that a lag saved."""
         return self.sampler.syncs
-
-
-class _ParametersMove(TrainerCallback):
-    """Reports optimizer steps to a `DeployedForward`, since PyTorch does not see the writes of fused optimizers."""
-
-    def __init__(self, forward: DeployedForward):
-        self._forward = forward
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        self._forward.forget()
 
 
 def _no_log(*args: Any) -> None:
