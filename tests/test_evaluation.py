@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.calibration.rollouts import require_engines
-from dc_trl.data.schema import MathProblem, to_dataset
+from dc_trl.data.sources import MathProblem, to_dataset
 from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from dc_trl.evaluation.card import eval_results, require_card, write_eval_results
 from dc_trl.evaluation.results import Evaluation, benchmark_result, compare
@@ -458,11 +458,11 @@ def test_the_script_by_the_replica_writes_table_and_card(tmp_path, script):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--benchmark_files", "amc23=x.jsonl"], "benchmark_files='amc23=x.jsonl' is invalid: write NAME=FILE"),
+        (["--benchmarks", "amc23=x.jsonl"], "benchmarks='x.jsonl' does not exist"),
         (["--temperature", "-1"], "temperature=-1.0 is invalid: use a finite number, at least 0"),
         (["--engine", "http://127.0.0.1:9"], "no connection to vLLM at http://127.0.0.1:9"),
         (["--model", "nowhere/at/all"], "nowhere/at/all"),
-        (["--chat_template_kwargs", '{"tokenize": false}'], "tokenize is set by the script"),
+        (["--chat_template_kwargs", "false"], "chat_template_kwargs"),
         (["--card", "docs"], "card='docs' cannot be written (Is a directory)"),
     ],
 )

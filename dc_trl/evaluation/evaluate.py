@@ -16,11 +16,12 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ..data.benchmarks import load_benchmark, require_benchmark
+from ..data.benchmarks import BENCHMARKS, load_benchmark, parse_benchmark
 from ..data.prompts import make_prompt, tokenize
 from ..data.templates import BOXED_INSTRUCTION
 from ..grading import Gold, Grader
 from ..rollouts.sampling import Completion, Engine, Request, Sampling, sample_seed
+from ..settings.ranges import COUNT, require_number
 from .results import Evaluation, benchmark_result
 from .samples import Sample, SampleStore
 
@@ -34,39 +35,30 @@ class Benchmark:
     """Problems that are answered `samples` times each, with `instruction` in the prompt (None: the bare problem)."""
 
     name: str
-    rows: Dataset  # columns of dc_trl.data.schema.FEATURES
+    rows: Dataset  # columns of dc_trl.data.sources.FEATURES
     samples: int
     instruction: str | None = BOXED_INSTRUCTION
 
     @classmethod
-    def load(
-        cls, name: str, *, file: str | None = None, samples: int | None = None, limit: int | None = None
-    ) -> "Benchmark":
-        """Load a benchmark by name.
+    def load(cls, word: str, *, samples: int | None = None, limit: int | None = None) -> "Benchmark":
+        """Load a benchmark.
 
         Args:
-            name: key of `dc_trl.data.benchmarks.BENCHMARKS`.
-            file: local JSONL or Parquet file to read in place of the Hub.
+            word: NAME, a key of `dc_trl.data.benchmarks.BENCHMARKS`, or NAME=FILE to read a local file.
             samples: k; by default that of the papers (32 or 4).
             limit: keeps only so many of the first problems.
 
         Raises:
             ValueError: no such benchmark or file, or samples or limit below 1.
         """
-        source = require_benchmark(name)
+        name, file = parse_benchmark(word)
         for field, value in (("samples", samples), ("limit", limit)):
-            if value is not None and value < 1:
-                raise ValueError(f"{field}={value} is invalid: use a whole number, at least 1.")
+            if value is not None:
+                require_number(field, value, COUNT)
         rows = load_benchmark(name, file)
         if limit is not None:
             rows = rows.select(range(min(limit, len(rows))))
-        return cls(name, rows, samples or source.samples, source.instruction)
-
-    @classmethod
-    def parse(cls, word: str, **options: Any) -> "Benchmark":
-        """Load a benchmark named NAME or NAME=FILE; see `load` for the `options` and the errors."""
-        name, _, file = word.partition("=")
-        return cls.load(name, file=file or None, **options)
+        return cls(name, rows, samples or BENCHMARKS[name].samples, BENCHMARKS[name].instruction)
 
     def golds(self) -> dict[str, Gold]:
         """Return the gold answers by the problems' ids."""
