@@ -26,7 +26,6 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
-from dc_trl.evaluation.card import write_eval_results
 from dc_trl.hub.card import address_card, quoted
 from dc_trl.hub.local_paths import shared_text
 from dc_trl.hub.push import push_command, push_run, run_files
@@ -44,7 +43,6 @@ from .helpers import (
     program,
 )
 from .hub_server import READ_TOKEN, TOKEN, USER, Repository, serve_hub
-from .test_evaluation import made_evaluation
 
 
 MODEL = {"config.json", "generation_config.json", "model.safetensors"}
@@ -295,9 +293,8 @@ def test_the_model_card(hub, tmp_path, monkeypatch):
         "lambda": 0.375,
     }
     (folder / "summary.json").write_text(json.dumps(summary))
-    # A card of the user's own, with an evaluation in it.
+    # A card of the user's own.
     (folder / "README.md").write_text("---\nlicense: mit\nlanguage: en\n---\n\n# Mine\n\nDo not lose this.\n")
-    write_eval_results(folder / "README.md", [made_evaluation("fp8", {"aime24": [0.25, 0.75]})])
     mine = (folder / "README.md").read_text()
     trainer.push_to_hub(dataset_name="openai/gsm8k")
 
@@ -316,7 +313,6 @@ def test_the_model_card(hub, tmp_path, monkeypatch):
         "| `discrepancy_tolerance` | 0.0037 |",
         "| `deployment_scheme` | fp8 |",
         "vllm serve a-model/deployment",
-        "| aime24 | avg@4, fp8 | 50 |",
         'model="tester/a-model"',
     ):
         assert part in text, part
@@ -332,7 +328,6 @@ def test_the_model_card(hub, tmp_path, monkeypatch):
     assert "licence" not in metadata_load(folder / "README.md")
     results = {(result.dataset_name, result.metric_name): result.metric_value for result in data.eval_results}
     assert results["openai/gsm8k, held out", "mean reward of greedy completions, fp8"] == 0.75
-    assert results["aime24", "avg@4, fp8"] == 50.0
 
     # A second push renews the card in place; one that was edited is kept.
     hub.forget_traffic()

@@ -15,10 +15,9 @@ from pathlib import Path
 
 from ..data.benchmarks import BENCHMARKS
 from ..evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
-from ..evaluation.card import require_card, write_eval_results
 from ..evaluation.engines import EvaluatedModel, choose_engines, start_engine
 from ..evaluation.results import Evaluation
-from ..evaluation.table import TABLE_FILE, print_comparison, write_tables
+from ..evaluation.table import print_comparison, print_evaluations
 from ..files import make_folder, parse_object
 from ..quantization.schemes import SCHEMES
 from ..rollouts.engines import ENGINE_HELP
@@ -77,7 +76,6 @@ def make_parser() -> OptionParser:
 
     output = parser.add_argument_group("the results")
     output.add_argument("--output", type=Path, help="directory for samples and results (default: runs/evaluation)")
-    output.add_argument("--card", type=Path, help="model card (README.md) to write the eval_results into")
     output.add_argument(
         "--compare",
         nargs=2,
@@ -95,8 +93,6 @@ def run(args: argparse.Namespace) -> None:
     require_numbers(args, RANGES)
     sampling = Sampling(args.max_tokens, args.temperature, args.top_p)
     template_kwargs = parse_object("chat_template_kwargs", args.chat_template_kwargs)
-    if args.card is not None:
-        require_card(args.card)
     config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
     model = EvaluatedModel(args.model, args.revision, config, tokenizer)
     engines = choose_engines(model, args.engine, args.scheme)
@@ -131,11 +127,8 @@ def run(args: argparse.Namespace) -> None:
                 chat_template_kwargs=template_kwargs,
             )
         evaluations.append(evaluation)
-    write_tables(evaluations, output)
-    print(f"Samples, {RESULTS_FILE} and {TABLE_FILE} are in {output}")
-    if args.card is not None:
-        write_eval_results(args.card, evaluations)
-        print(f"eval_results written into {args.card}")
+    print_evaluations(evaluations)
+    print(f"Samples and {RESULTS_FILE} are in {output}")
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -4,10 +4,9 @@ import hashlib
 import json
 import os
 import queue
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +26,6 @@ from .samples import Sample, SampleStore
 
 
 RESULTS_FILE = "results.json"
-_GATHER_SECONDS = 0.5  # samples that finish within this time go into one file
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def evaluate(
 ) -> Evaluation:
     """Sample k answers to each problem, grade them, and compute avg@k, pass@k and maj@k with their errors.
 
-    Every sample is on disk within a second of its end (`output_dir/BENCHMARK/*.parquet`). A further call with the same
+    Every sample is stored once it is graded (`output_dir/BENCHMARK/samples.jsonl`). A further call with the same
     arguments samples only what is missing. Each sample has its own seed, made of `seed`, the problem's id and the
     sample's number.
 
@@ -127,10 +125,10 @@ def evaluate(
             ]
         grader = stack.enter_context(Grader(grading_processes))
         grader.start()  # before sampling, because the workers' imports would delay an engine on the same cores
-        keeper = stack.enter_context(_Keeper(stores, golds, grader))
+        keep = stack.enter_context(_keeper(stores, golds, grader))
         with tqdm(total=len(missing), unit="sample", desc=f"{model} {scheme}", disable=not progress) as bar:
             for position, completion in engine.sample([sample.request for sample in missing], sampling):
-                keeper.put(missing[position], completion)
+                keep(missing[position], completion)
                 bar.update()
     results = [
         benchmark_result(benchmark.name, benchmark.rows["id"], benchmark.samples, stores[benchmark.name].samples)
@@ -166,42 +164,34 @@ class _Missing(NamedTuple):
     request: Request
 
 
-class _Keeper:
-    """Grades and stores samples in a thread, so that sampling does not wait. A context manager."""
+@contextmanager
+def _keeper(
+    stores: Mapping[str, SampleStore], golds: Mapping[str, Mapping[str, Gold]], grader: Grader
+) -> Iterator[Callable[[_Missing, Completion], None]]:
+    """Yield a function that takes samples; a thread grades and stores them, so that sampling does not wait."""
+    finished: queue.SimpleQueue[tuple[_Missing, Completion] | None] = queue.SimpleQueue()  # None is the end
 
-    def __init__(self, stores: Mapping[str, SampleStore], golds: Mapping[str, Mapping[str, Gold]], grader: Grader):
-        self._stores, self._golds, self._grader = stores, golds, grader
-        self._finished: queue.SimpleQueue[tuple[_Missing, Completion]] = queue.SimpleQueue()
-        self._closing = threading.Event()
-        self._thread = ThreadPoolExecutor(1, "dc_trl-keeper")
-
-    def __enter__(self) -> "_Keeper":
-        self._running = self._thread.submit(self._run)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        """When this returns, all samples are stored."""
-        self._closing.set()
-        self._thread.shutdown()
-        self._running.result()
-
-    def put(self, sample: _Missing, completion: Completion) -> None:
-        if self._running.done():
-            self._running.result()  # raises what went wrong
-        self._finished.put((sample, completion))
-
-    def _run(self) -> None:
+    def keep() -> None:
         is_last = False
         while not is_last:
-            is_last = self._closing.wait(_GATHER_SECONDS)
-            batch = [self._finished.get() for _ in range(self._finished.qsize())]
-            golds = [self._golds[sample.benchmark][sample.problem] for sample, _ in batch]
-            verdicts = self._grader.grade([completion.text for _, completion in batch], golds)
-            new: dict[str, list[Sample]] = {}
+            items = [finished.get(), *(finished.get() for _ in range(finished.qsize()))]
+            is_last = items[-1] is None
+            batch = [item for item in items if item is not None]
+            texts = [completion.text for _, completion in batch]
+            verdicts = grader.grade(texts, [golds[sample.benchmark][sample.problem] for sample, _ in batch])
             for (sample, completion), verdict in zip(batch, verdicts, strict=True):
-                row = Sample(
-                    sample.problem, sample.number, sample.request.seed, *completion, verdict.answer, verdict.correct
-                )
-                new.setdefault(sample.benchmark, []).append(row)
-            for name, samples in new.items():
-                self._stores[name].add(samples)
+                key = (sample.problem, sample.number, sample.request.seed)
+                stores[sample.benchmark].add(Sample(*key, *completion, verdict.answer, verdict.correct))
+
+    def put(sample: _Missing, completion: Completion) -> None:
+        if running.done():
+            running.result()  # raises what went wrong
+        finished.put((sample, completion))
+
+    with ThreadPoolExecutor(1, "dc_trl-keeper") as thread:
+        running = thread.submit(keep)
+        try:
+            yield put
+        finally:
+            finished.put(None)
+            running.result()

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..records.estimators import (
@@ -44,7 +43,7 @@ class Evaluation(NamedTuple):
     settings: dict[str, Any]
     results: dict[str, BenchmarkResult]
     average: Estimate  # of avg@k over the benchmarks
-    grading_failures: Mapping[str, int] = MappingProxyType({})  # older results have none
+    grading_failures: Mapping[str, int]
 
     @classmethod
     def of(
@@ -53,7 +52,7 @@ class Evaluation(NamedTuple):
         scheme: str,
         settings: dict[str, Any],
         results: Sequence[BenchmarkResult],
-        grading_failures: Mapping[str, int] = MappingProxyType({}),
+        grading_failures: Mapping[str, int],
     ) -> "Evaluation":
         """Make an evaluation with the average over its results."""
         average = macro_estimate([list(result.per_problem.values()) for result in results])
