@@ -212,18 +212,3 @@ def test_what_grading_cannot_use_is_refused_with_its_row(tokenizer, column, valu
     rows = [{"prompt": "1+1?", "answer": "2", column: None}, {"prompt": "1+2?", "answer": "3", column: value}]
     with pytest.raises(ValueError, match=rf"{column}={value!r} is invalid: use "):
         load_prompts(Dataset.from_list(rows), tokenizer)
-
-
-@requires_shared_data
-@pytest.mark.parametrize(
-    ("name", "prompt", "answer", "kept"),
-    [
-        ("gsm8k_test", "question", "answer", 1319),
-        ("amc23", "question", "answer", 40),
-        ("math500", "problem", "answer", 490),
-    ],
-)
-def test_real_rows(tokenizer, name, prompt, answer, kept):
-    rows = load_rows(str(SHARED_DATA / f"{name}.jsonl"))
-    prompts, counts = load_prompts(rows, tokenizer, prompt, answer)
-    assert counts["kept"] == len(prompts) >= kept

@@ -21,7 +21,7 @@ from dc_trl.evaluation.results import Evaluation, benchmark_result, compare
 from dc_trl.evaluation.samples import Sample, SampleStore
 from dc_trl.evaluation.table import comparison_table, evaluation_details, evaluation_table, print_evaluations
 from dc_trl.grading.rewards import arithmetic_reward
-from dc_trl.records.estimators import mean_estimate
+from dc_trl.records.estimators import macro_estimate, mean_estimate
 from dc_trl.rollouts.end_tokens import end_tokens
 from dc_trl.rollouts.engines import EngineSpec
 from dc_trl.rollouts.replica import Replica
@@ -446,15 +446,16 @@ def test_what_the_script_refuses(tmp_path, script, options, words):
 
 
 def made_evaluation(scheme, values):
-    results = []
+    results = {}
     for name, means in values.items():
         samples = {
             (f"{name}/{row}", number): Sample(f"{name}/{row}", number, 0, "", 5, False, "1", number < 4 * mean)
             for row, mean in enumerate(means)
             for number in range(4)
         }
-        results.append(benchmark_result(name, [f"{name}/{row}" for row in range(len(means))], 4, samples))
-    return Evaluation.of("m|1", scheme, {}, results, {})
+        results[name] = benchmark_result(name, [f"{name}/{row}" for row in range(len(means))], 4, samples)
+    average = macro_estimate([list(result.per_problem.values()) for result in results.values()])
+    return Evaluation("m|1", scheme, {}, results, average, {})
 
 
 def test_two_evaluations_are_compared_on_their_common_benchmarks():

@@ -19,6 +19,7 @@ from ..data.benchmarks import BENCHMARKS, load_benchmark, parse_benchmark
 from ..data.prompts import make_prompt, tokenize
 from ..data.templates import BOXED_INSTRUCTION
 from ..grading import Gold, Grader
+from ..records.estimators import macro_estimate
 from ..rollouts.sampling import Completion, Engine, Request, Sampling, sample_seed
 from ..settings.ranges import COUNT, require_number
 from .results import Evaluation, benchmark_result
@@ -130,11 +131,12 @@ def evaluate(
             for position, completion in engine.sample([sample.request for sample in missing], sampling):
                 keep(missing[position], completion)
                 bar.update()
-    results = [
-        benchmark_result(benchmark.name, benchmark.rows["id"], benchmark.samples, stores[benchmark.name].samples)
-        for benchmark in benchmarks
-    ]
-    evaluation = Evaluation.of(model, scheme, record, results, grader.failures)
+    results = {
+        each.name: benchmark_result(each.name, each.rows["id"], each.samples, stores[each.name].samples)
+        for each in benchmarks
+    }
+    average = macro_estimate([list(result.per_problem.values()) for result in results.values()])
+    evaluation = Evaluation(model, scheme, record, results, average, dict(grader.failures))
     evaluation.save(output_dir / RESULTS_FILE)
     return evaluation
 
