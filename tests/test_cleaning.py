@@ -215,7 +215,7 @@ def test_the_script_reads_other_columns(prepare, tmp_path, tokenizer):
         kept = load_rows(str(output / "train.parquet"))
         assert kept.features == FEATURES
         assert [(row["problem"], row["answer"], row["absolute_tolerance"]) for row in kept] == expected
-    with pytest.raises(SystemExit, match=r"error: .*answer_column='gold' is missing: .* but 'question', 'answer'"):
+    with pytest.raises(SystemExit, match=r"error: .*answer_column='gold' is missing: .* have 'question', 'answer'"):
         prepare("--file", file, "--prompt_column", "question", "--answer_column", "gold")
     with pytest.raises(SystemExit, match=r"error: .*prompt_column='prompt' is missing"):
         prepare("--file", file, "--answer_column", "answer")

@@ -151,7 +151,7 @@ def nested(row: Mapping[str, Any], column: str, field: str) -> Any:
             return None
         if not isinstance(value, dict) or key not in value:
             there = ", ".join(map(repr, value)) if isinstance(value, dict) else f"{value!r}"
-            raise ValueError(f"{field}={column!r} is missing: there is no {key!r} in a row, but {there}.")
+            raise ValueError(f"{field}={column!r} is missing: set it to a column of the rows, which have {there}.")
         value = value[key]
     return value
 
