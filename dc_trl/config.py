@@ -24,7 +24,7 @@ from .settings.recipes import RECIPES, Recipe
 
 logger = get_logger(__name__)
 
-HubDeployment = Literal["subfolder", "repository", "none"]
+HubDeployment = Literal["subfolder", "none"]
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]
 
 # vLLM's own bound on the tokens that it names, which TRL leaves as it is where it builds the engine.
@@ -153,8 +153,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     )
     hub_deployment: HubDeployment = setting(
         "subfolder",
-        'Where a push puts the deployment checkpoint: "subfolder" is deployment/ of hub_model_id, "repository" is a '
-        'second repository named {hub_model_id}-{deployment_scheme}, and "none" pushes none.',
+        'Where a push puts the deployment checkpoint: "subfolder" is deployment/ of hub_model_id, and "none" pushes '
+        "none.",
     )
     hub_base_model_id: str | None = setting(
         None,

@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from dc_trl.data.benchmarks import BENCHMARKS, MINERVA_RELATIVE_TOLERANCE, PUBLISHED, holds_several, load_benchmark
 from dc_trl.data.dapo import DAPO, load_dapo, remove_template
-from dc_trl.data.schema import FEATURES
+from dc_trl.data.sources import FEATURES
 from dc_trl.data.templates import chat_prompt
 from dc_trl.grading import is_gradable
 
@@ -58,14 +58,14 @@ def olympiad(final_answer, **fields):
         (
             "aime24",
             {"id": 3, "problem": "P?", "solution": r"\boxed{25}", "url": ""},
-            {"id": "aime24/3", "answer": "025"},
+            {"id": "aime24/0", "answer": "025"},
         ),
         ("aime24", {"id": 3, "problem": "P?", "solution": r"so \boxed{7}", "answer": "025"}, {"answer": "025"}),
-        ("amc23", {"id": 1, "question": "Q?", "answer": 27.0}, {"id": "amc23/1", "problem": "Q?", "answer": "27"}),
+        ("amc23", {"id": 1, "question": "Q?", "answer": 27.0}, {"id": "amc23/0", "problem": "Q?", "answer": "27"}),
         (
             "math500",
             {"problem": "P?", "answer": r"\frac{1}{2}", "unique_id": "test/algebra/1.json"},
-            {"id": "math500/test/algebra/1.json", "answer": r"\frac{1}{2}", "multiple_answers": False},
+            {"id": "math500/0", "answer": r"\frac{1}{2}", "multiple_answers": False},
         ),
         ("math500", {"problem": "P?", "answer": "3, 5"}, {"multiple_answers": True}),
         (
@@ -76,7 +76,7 @@ def olympiad(final_answer, **fields):
         (
             "minerva",
             {"problem": "Q?", "solution": r"x=\boxed{\frac{a}{b}} m", "idx": 4, "type": ""},
-            {"id": "minerva/4", "answer": r"\frac{a}{b}", "relative_tolerance": 0.0},
+            {"id": "minerva/0", "answer": r"\frac{a}{b}", "relative_tolerance": 0.0},
         ),
         (
             "minerva",
@@ -99,19 +99,6 @@ def test_rows_of_every_benchmark(write, name, row, expected):
     assert benchmark.features == FEATURES
     assert benchmark[0] | expected == benchmark[0]
     assert load_benchmark(name, write(row, name="rows.parquet"))[0] == benchmark[0]
-
-
-def test_a_loaded_data_set_loads_again_unchanged(write, tmp_path):
-    benchmark = load_benchmark(
-        "olympiadbench", write(olympiad(["1,2"], is_multiple_answer=True, unit="m", error="0.1"))
-    )
-    benchmark.to_parquet(tmp_path / "again.parquet")
-    assert load_benchmark("olympiadbench", str(tmp_path / "again.parquet")).to_list() == benchmark.to_list()
-
-
-def test_ids_that_repeat_are_replaced_by_numbers(write):
-    file = write({"id": 5, "question": "A?", "answer": 1}, {"id": 5, "question": "B?", "answer": 2})
-    assert load_benchmark("amc23", file)["id"] == ["amc23/0", "amc23/1"]
 
 
 def test_the_documentation_says_the_same():
@@ -193,18 +180,16 @@ def test_the_hubs_template_is_removed():
 
 def test_repeated_rows_of_dapo_are_collapsed(write):
     row = dapo_row(TEMPLATE.replace("{}", "1+1?"), "2", "a-1")
-    rows, repeats = load_dapo(write(*[row] * 100, dapo_row("2+2?", "4", "b-2"), dapo_row("2+2?", "5", "b-2"), row))
-    assert repeats == 100
+    rows = load_dapo(write(*[row] * 100, dapo_row("2+2?", "4", "b-2"), dapo_row("2+2?", "5", "b-2"), row))
     assert rows["problem"] == ["1+1?", "2+2?", "2+2?"]
     assert rows["answer"] == ["2", "4", "5"]
     assert len(set(rows["id"])) == 3
 
 
 def test_dapo_accepts_flat_rows_and_leaves_missing_answers_to_cleaning(write):
-    rows, repeats = load_dapo(write({"problem": "P?", "answer": 4}, {"problem": "P?", "answer": None}))
+    rows = load_dapo(write({"problem": "P?", "answer": 4}, {"problem": "P?", "answer": None}))
     assert rows["answer"] == ["4", ""]
-    assert repeats == 0
-    with pytest.raises(ValueError, match=r"rows\.jsonl: a row holds none of the fields 'prompt', 'problem': it has q"):
+    with pytest.raises(ValueError, match=r"a row holds none of the fields 'prompt', 'problem': it has q"):
         load_dapo(write({"q": "P?"}))
 
 
@@ -236,11 +221,3 @@ def test_real_minerva_golds():
     rewritten = [row["id"] for row, text in zip(benchmark, solutions, strict=True) if row["answer"] not in text]
     assert rewritten == ["minerva/5", "minerva/38", "minerva/49"]
     assert all(is_gradable(row["answer"]) for row in benchmark if row["id"] in rewritten)
-
-
-@requires_shared_data
-def test_real_dapo_rows():
-    rows, repeats = load_dapo(str(SHARED_DATA / "dapo_math_17k.jsonl"))
-    assert (len(rows), repeats) == (17917, 0)
-    assert len(set(rows["id"])) == 17917
-    assert len(set(rows["problem"])) == 17290

@@ -6,20 +6,10 @@ import math
 import datasets
 import pytest
 from datasets import Dataset
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dc_trl.data.arithmetic import Problem, arithmetic_dataset, arithmetic_problems, is_held_out
 from dc_trl.data.prompts import describe_counts, gold_answer, load_prompts, load_rows
-from dc_trl.data.schema import MathProblem, to_dataset
-from dc_trl.data.text import (
-    alphanumeric,
-    has_control_characters,
-    is_english,
-    plain_whitespace,
-    problem_key,
-    restore_commands,
-)
+from dc_trl.data.sources import MathProblem, to_dataset
 from dc_trl.grading import GRADING_COLUMNS
 from dc_trl.training.problems import DataArguments, load_data
 
@@ -174,11 +164,13 @@ def test_what_grading_needs_is_carried_along(tokenizer):
 
 def test_missing_columns_are_named(tokenizer, rows):
     data = Dataset.from_list(rows)
-    with pytest.raises(ValueError, match=r"prompt_column='prompt' is missing: .* one of 'q', 'a\.gold'\."):
+    with pytest.raises(
+        ValueError, match="prompt_column='prompt' is missing: set it to a column of the rows, which have 'q', 'a'"
+    ):
         load_prompts(data, tokenizer)
     with pytest.raises(ValueError, match="answer_column='answer' is missing"):
         load_prompts(data, tokenizer, "q")
-    with pytest.raises(ValueError, match=r"answer_column='a\.silver' is missing in a row: there is no 'silver'"):
+    with pytest.raises(ValueError, match=r"answer_column='a\.silver' is missing: .* which have 'gold'"):
         load_prompts(data, tokenizer, "q", "a.silver")
     with pytest.raises(ValueError, match="none of the 6 rows can be used"):
         load_prompts(data, tokenizer, "q", "a.gold", max_prompt_length=1)
@@ -200,7 +192,7 @@ def test_missing_columns_are_named(tokenizer, rows):
 def test_files_that_cannot_be_read(tmp_path, name, content, words):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"dataset_name='.*{name}'.*{words}"):
+    with pytest.raises(ValueError, match=f"{name}.*{words}"):
         load_rows(str(tmp_path / name))
 
 
@@ -220,68 +212,5 @@ def test_prompts_of_mixed_types_cost_their_rows_only(tmp_path, tokenizer, other)
 )
 def test_what_grading_cannot_use_is_refused_with_its_row(tokenizer, column, value):
     rows = [{"prompt": "1+1?", "answer": "2", column: None}, {"prompt": "1+2?", "answer": "3", column: value}]
-    with pytest.raises(ValueError, match=rf"row 1: {column}={value!r} is invalid: use "):
+    with pytest.raises(ValueError, match=rf"{column}={value!r} is invalid: use "):
         load_prompts(Dataset.from_list(rows), tokenizer)
-
-
-@requires_shared_data
-@pytest.mark.parametrize(
-    ("name", "prompt", "answer", "kept"),
-    [
-        ("gsm8k_test", "question", "answer", 1319),
-        ("amc23", "question", "answer", 40),
-        ("math500", "problem", "answer", 490),
-    ],
-)
-def test_real_rows(tokenizer, name, prompt, answer, kept):
-    rows = load_rows(str(SHARED_DATA / f"{name}.jsonl"))
-    prompts, counts = load_prompts(rows, tokenizer, prompt, answer)
-    assert counts["kept"] == len(prompts) >= kept
-
-
-TEXT = st.text(st.characters(exclude_categories=["Cs"]))
-
-
-@settings(deadline=None)
-@given(st.text("abXY09é漢 "), st.text(" .,;:!?$(){}[]\\_\n\"'", min_size=1), st.data())
-def test_case_spaces_and_punctuation_do_not_matter(text, punctuation, data):
-    position = data.draw(st.integers(0, len(text)))
-    changed = text[:position] + punctuation + text[position:]
-    assert alphanumeric(changed.swapcase()) == alphanumeric(text)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "same"),
-    [
-        ("Find $x$, if  $x + 1 = 2$.", r"find \(x\) if \(x+1=2\)", True),
-        ("$m+n$", "$m-n$", False),
-        ("$x = 1.5$", "$x = 15$", False),
-        ("the digits 1, 2", "the digits 12", False),
-        ("1,000 apples", "1 000 apples", True),
-        ("$−3$", "$-3$", True),
-        ("$a~b$", "$a b$", True),
-    ],
-)
-def test_what_tells_two_problems_apart(first, second, same):
-    assert (problem_key(first) == problem_key(second)) is same
-
-
-@pytest.mark.parametrize("command", ["frac", "beta", "neq"])
-def test_commands_that_json_has_eaten_are_restored(command):
-    source = rf"Let $\{command}" + "{x}$."
-    eaten = json.loads(f'"{source}"')
-    assert has_control_characters(eaten) or "\n" in eaten
-    assert restore_commands(eaten) == source
-
-
-@pytest.mark.parametrize("text", ["Given:\nu = 1", "a\tan answer", "the \ffirst shop"])
-def test_words_after_a_line_or_tab_are_no_commands(text):
-    assert restore_commands(text) == text
-
-
-def test_whitespace_control_characters_and_letters():
-    assert plain_whitespace("a\tb\r\nc\rd") == "a b\nc\nd"
-    assert not has_control_characters("a\nb é 漢")
-    assert all(has_control_characters(f"a{character}b") for character in "\t\f\x00\x88\ufffd")
-    assert is_english("Let $α ∈ ℝ$ be naïve: $x ≤ 𝑦$")
-    assert not any(map(is_english, ("设 $x=1$", "Пусть $x=1$", "ある $x$", "모든 $x$")))

@@ -1,6 +1,5 @@
 """Evaluations by the replica and by a real vLLM server: what they sample, keep, continue and conclude."""
 
-import hashlib
 import json
 import shutil
 import subprocess
@@ -10,23 +9,19 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
-import pyarrow.parquet as pq
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.calibration.rollouts import require_engines
-from dc_trl.data.schema import MathProblem, to_dataset
+from dc_trl.data.sources import MathProblem, to_dataset
 from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
-from dc_trl.evaluation.card import eval_results, require_card, write_eval_results
 from dc_trl.evaluation.results import Evaluation, benchmark_result, compare
 from dc_trl.evaluation.samples import Sample, SampleStore
-from dc_trl.evaluation.table import comparison_table, evaluation_details, evaluation_table, write_tables
+from dc_trl.evaluation.table import comparison_table, evaluation_details, evaluation_table, print_evaluations
 from dc_trl.grading.rewards import arithmetic_reward
-from dc_trl.records.estimators import mean_estimate
-from dc_trl.records.tables import markdown_table
+from dc_trl.records.estimators import macro_estimate, mean_estimate
 from dc_trl.rollouts.end_tokens import end_tokens
 from dc_trl.rollouts.engines import EngineSpec
 from dc_trl.rollouts.replica import Replica
@@ -63,8 +58,8 @@ def run(engine, output, benchmarks, **options):
 
 
 def stored(folder):
-    """All rows of the sample files in a folder, by problem and number of the sample."""
-    rows = [row for file in folder.glob("*.parquet") for row in pq.read_table(file).to_pylist()]
+    """All rows of the sample file in a folder, by problem and number of the sample."""
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     keys = Counter((row["id"], row["sample"]) for row in rows)
     assert set(keys.values()) == {1}
     return {(row["id"], row["sample"]): row for row in rows}
@@ -328,7 +323,7 @@ def test_a_killed_evaluation_is_continued(tmp_path, script):
     assert "arithmetic avg@4" in script([*command, str(tmp_path / "whole")])
     words = [sys.executable, "-m", "dc_trl", *command[0].split()[1:], *command[1:], str(tmp_path / "parts")]
     with open(tmp_path / "log", "w") as log, subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log) as process:
-        while not list(folders[1].glob("arithmetic/*.parquet")):
+        while not list(folders[1].glob("arithmetic/samples.jsonl")):
             assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
             time.sleep(0.02)
         process.kill()
@@ -349,35 +344,21 @@ def test_samples_of_a_server_are_known_by_what_it_discloses(fp8_server, tmp_path
     options = ["--engine", fp8_server.url, "--scheme", "fp8", "--samples", "1", "--limit", "4", "--max_tokens", "8"]
     command = [*evaluate_script(*options), "--output", str(tmp_path)]
 
-    client.name_weights("default")  # as if nobody had loaded others
-    assert "holds Disclosed(name=" in script([*command[:-1], str(tmp_path / "files")])
-    settings = json.loads((tmp_path / "files" / "fp8" / "arithmetic" / "settings.json").read_text())
-    root = Path(httpx.get(f"{fp8_server.url}/v1/models", timeout=30).json()["data"][0]["root"])
-    lines = [
-        f"{name} {hashlib.sha256((root / name).read_bytes()).hexdigest()}\n"
-        for name in ("config.json", "model.safetensors")
-    ]
-    assert settings["weights"] == {
-        "served": str(TINY_MODEL),
-        "weight_version": "default",
-        "sha256": hashlib.sha256("".join(lines).encode()).hexdigest(),
-    }
-
-    # Weights that came later: neither the server's files nor the model's tell what they are.
     client.name_weights("run-7")
-    script(command)
+    assert "holds Disclosed(name=" in script(command)
     before = stored(tmp_path / "fp8" / "arithmetic")
     assert len(before) == 4
-    settings = json.loads((tmp_path / "fp8" / RESULTS_FILE).read_text())["settings"]
-    assert settings["weights"] == {
-        "served": str(TINY_MODEL),
-        "weight_version": "run-7",
+    root = Path(httpx.get(f"{fp8_server.url}/v1/models", timeout=30).json()["data"][0]["root"])
+    weights = json.loads((tmp_path / "fp8" / RESULTS_FILE).read_text())["settings"]["weights"]
+    assert weights.pop("files").startswith(f"model.safetensors: {(root / 'model.safetensors').stat().st_size} bytes")
+    assert weights == {
         "url": fp8_server.url,
+        "name": str(TINY_MODEL),
         "root": str(root),
+        "weight_version": "run-7",
         "revision": None,
         "quantization": "compressed-tensors",
     }
-    assert "model.safetensors" not in json.dumps(settings)
     client.name_weights("run-8")
     with pytest.raises(SystemExit, match=r"^error: weights=.*run-8.*holds samples that were drawn with .*run-7"):
         script([*command, "--samples", "2"])
@@ -435,35 +416,23 @@ def test_weights_that_change_while_they_are_sampled_from_are_an_error(fp8_server
         list(samples)
 
 
-def test_the_script_by_the_replica_writes_table_and_card(tmp_path, script):
-    card = tmp_path / "README.md"
-    card.write_text("---\nlicense: mit\ntags:\n- mine\n---\n\n# My model\n\nText that stays.\n")
+def test_the_script_by_the_replica_compares_two_schemes(tmp_path, script):
     options = ["--engine", "replica:bf16", "replica:int4", "--samples", "2", "--limit", "32"]
-    command = evaluate_script(*options, "--max_tokens", "48", "--output", str(tmp_path / "out"), "--card", str(card))
-    output = script(command)
-    assert "int4" in output
-    assert "second is" in output  # two schemes are compared at once
-    markdown = (tmp_path / "out" / "results.md").read_text()
-    evaluations = [Evaluation.load(tmp_path / "out" / scheme / RESULTS_FILE) for scheme in ("bf16", "int4")]
-    assert markdown.startswith(markdown_table(*evaluation_table(evaluations)))
-    loaded = ModelCard.load(card)
-    assert "Text that stays." in loaded.text
-    assert loaded.data.license == "mit"
-    assert loaded.data.tags == ["mine"]
-    shown = {result.metric_name: result.metric_value for result in loaded.data.eval_results}
-    assert shown["avg@2, int4"] == round(100 * evaluations[1].average.value, 2)
-    assert len(shown) == 6
+    output = script(evaluate_script(*options, "--max_tokens", "48", "--output", str(tmp_path)))
+    assert "second is" in output
+    for scheme in ("bf16", "int4"):
+        cells = evaluation_table([Evaluation.load(tmp_path / scheme / RESULTS_FILE)])[1][0]
+        assert all(cell in output for cell in cells)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--benchmark_files", "amc23=x.jsonl"], "benchmark_files='amc23=x.jsonl' is invalid: write NAME=FILE"),
+        (["--benchmarks", "amc23=x.jsonl"], "benchmarks='x.jsonl' does not exist"),
         (["--temperature", "-1"], "temperature=-1.0 is invalid: use a finite number, at least 0"),
         (["--engine", "http://127.0.0.1:9"], "no connection to vLLM at http://127.0.0.1:9"),
         (["--model", "nowhere/at/all"], "nowhere/at/all"),
-        (["--chat_template_kwargs", '{"tokenize": false}'], "tokenize is set by the script"),
-        (["--card", "docs"], "card='docs' cannot be written (Is a directory)"),
+        (["--chat_template_kwargs", "false"], "chat_template_kwargs"),
     ],
 )
 def test_what_the_script_refuses(tmp_path, script, options, words):
@@ -477,15 +446,16 @@ def test_what_the_script_refuses(tmp_path, script, options, words):
 
 
 def made_evaluation(scheme, values):
-    results = []
+    results = {}
     for name, means in values.items():
         samples = {
             (f"{name}/{row}", number): Sample(f"{name}/{row}", number, 0, "", 5, False, "1", number < 4 * mean)
             for row, mean in enumerate(means)
             for number in range(4)
         }
-        results.append(benchmark_result(name, [f"{name}/{row}" for row in range(len(means))], 4, samples))
-    return Evaluation.of("m|1", scheme, {}, results)
+        results[name] = benchmark_result(name, [f"{name}/{row}" for row in range(len(means))], 4, samples)
+    average = macro_estimate([list(result.per_problem.values()) for result in results.values()])
+    return Evaluation("m|1", scheme, {}, results, average, {})
 
 
 def test_two_evaluations_are_compared_on_their_common_benchmarks():
@@ -516,10 +486,8 @@ def test_answers_whose_grading_fails_are_counted_and_shown(replica, tokenizer, t
     assert evaluation.grading_failures == {"error": boxes}
     assert boxes > 0
     assert Evaluation.load(tmp_path / RESULTS_FILE) == evaluation
-    write_tables([evaluation], tmp_path)
-    line = f"fp8: {boxes} answers count as wrong because grading failed (error {boxes})"
-    assert line in capsys.readouterr().out
-    assert line in (tmp_path / "results.md").read_text()
+    print_evaluations([evaluation])
+    assert f"fp8: {boxes} answers count as wrong because grading failed (error {boxes})" in capsys.readouterr().out
 
 
 def test_tables_have_a_column_for_each_benchmark():
@@ -530,34 +498,7 @@ def test_tables_have_a_column_for_each_benchmark():
         ["m|1", "bf16", "50.0 ± 25.0", "–", "50.0 ± 25.0"],
         ["m|1", "fp8", "–", "100.0 ± 0.0", "100.0 ± 0.0"],
     ]
-    assert "| m\\|1 | bf16 | 50.0 ± 25.0 |" in markdown_table(head, rows)
     assert evaluation_details(evaluations)[1][0][:2] == ["bf16", "aime24, k = 4"]
-
-
-def test_results_join_those_that_a_card_has(tmp_path):
-    card = tmp_path / "README.md"
-    first = made_evaluation("bf16", {"aime24": [0.25, 0.75]})
-    write_eval_results(card, [first])
-    write_eval_results(card, [made_evaluation("fp8", {"aime24": [0.5, 0.75]})])
-    write_eval_results(card, [first])
-    loaded = ModelCard.load(card)
-    names = sorted(result.metric_name for result in loaded.data.eval_results)
-    assert names == sorted(f"{metric}@4, {scheme}" for metric in ("avg", "pass", "maj") for scheme in ("bf16", "fp8"))
-    assert eval_results([first])[0].dataset_type == "math-ai/aime24"
-
-
-def test_a_card_is_asked_for_before_anything_is_measured(tmp_path):
-    card, new = tmp_path / "README.md", tmp_path / "new" / "README.md"
-    for text in ("---\na: [\n---\n# Mine\n", "---\nmodel-index: 5\n---\n# Mine\n"):
-        card.write_text(text)
-        with pytest.raises(ValueError, match=r"README\.md has metadata"):
-            require_card(card)
-        assert card.read_text() == text
-    card.write_text("---\nlicense: mit\n---\n# Mine\n")
-    require_card(card)
-    require_card(new)
-    assert card.read_text() == "---\nlicense: mit\n---\n# Mine\n"
-    assert not list(new.parent.iterdir())
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
@@ -565,8 +506,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"settings\.json (holds|is) no JSON"):
         SampleStore(tmp_path, {"model": "m"})
     SampleStore(tmp_path / "samples", {"model": "m"}).close()
-    (tmp_path / "samples" / "part-000001.parquet").write_bytes(b"cut short")
-    with pytest.raises(ValueError, match=r"part-000001\.parquet holds no samples .*remove it"):
+    (tmp_path / "samples" / "samples.jsonl").write_text("[5]\n")
+    with pytest.raises(ValueError, match=r"samples\.jsonl holds no samples .*remove it"):
         SampleStore(tmp_path / "samples", {"model": "m"})
     path = tmp_path / RESULTS_FILE
     made_evaluation("fp8", {"aime24": [1.0]}).save(path)

@@ -164,7 +164,7 @@ def test_a_reward_is_a_percentage_only_where_each_is_0_or_1(tmp_path, tokenizer,
             words = "zero_or_one + 0.5·below_zero"
             assert f"greedy reward ({words}), " in printed
             assert rows["reward functions"] == words
-            write_run_card(trainer, None, None, None, [])
+            write_run_card(trainer, None, None, [])
             assert f"{greedy:.3f} ±" in (folder / "README.md").read_text()
 
 

@@ -1,6 +1,7 @@
-"""The files that an evaluation keeps its samples in, over interruptions."""
+"""The file that an evaluation keeps its samples in, over interruptions."""
 
-import pyarrow.parquet as pq
+import json
+
 import pytest
 
 from dc_trl.evaluation.samples import Sample, SampleStore
@@ -9,65 +10,26 @@ from dc_trl.evaluation.samples import Sample, SampleStore
 SETTINGS = {"model": "m", "temperature": 0.7, "seed": 0}
 
 
-def make_sample(problem, number, **overrides):
-    values = {
-        "seed": 7,
-        "completion": "\\boxed{1}\0 é",
-        "tokens": 3,
-        "truncated": False,
-        "answer": "1",
-        "correct": True,
-    }
-    return Sample(problem, number, **values | overrides)
+def make_sample(problem, number, answer="1", correct=True):
+    return Sample(problem, number, 7, "\\boxed{1}\0 é\u2028\ud800", 3, False, answer, correct)
 
 
-def rows_on_disk(folder):
-    return [
-        tuple(row.values()) for file in sorted(folder.glob("*.parquet")) for row in pq.read_table(file).to_pylist()
-    ]
-
-
-def test_samples_come_back_as_they_were(tmp_path):
-    samples = [make_sample("a", 0), make_sample("a", 1, answer=None, correct=False), make_sample("b", 0, correct=None)]
+def test_samples_come_back_as_they_were_without_one_that_was_cut_short(tmp_path):
+    samples = [make_sample("a", 0), make_sample("a", 1, None, False), make_sample("b", 0, correct=None)]
     store = SampleStore(tmp_path / "new" / "store", SETTINGS)
-    store.add(samples[:2])
-    store.add([])
-    store.add(samples[2:])
-    assert rows_on_disk(store.folder) == samples  # each is on disk once `add` returns
+    file = store.folder / "samples.jsonl"
+    for written, sample in enumerate(samples):
+        store.add(sample)
+        lines = file.read_text().splitlines()
+        assert [tuple(json.loads(line).values()) for line in lines] == samples[: written + 1]
     store.close()
+    whole = file.read_bytes()
+    file.write_bytes(whole + whole[:40])
     again = SampleStore(store.folder, SETTINGS)
-    assert again.samples == {(sample.id, sample.sample): sample for sample in samples}
+    assert list(again.samples.values()) == samples
+    again.add(make_sample("c", 0))
     again.close()
-
-
-def test_many_small_files_become_few(tmp_path):
-    store = SampleStore(tmp_path, SETTINGS)
-    samples = [make_sample("a", number) for number in range(150)]
-    for sample in samples:
-        store.add([sample])
-    assert len(list(tmp_path.glob("*.parquet"))) < 70
-    store.close()
-    assert len(list(tmp_path.glob("*.parquet"))) <= 3
-    assert sorted(rows_on_disk(tmp_path)) == sorted(samples)
-    SampleStore(tmp_path, SETTINGS).close()
-
-
-def test_a_kill_between_a_merged_file_and_its_parts_loses_and_doubles_nothing(tmp_path):
-    store = SampleStore(tmp_path, SETTINGS)
-    samples = [make_sample("a", number) for number in range(3)]
-    for sample in samples:
-        store.add([sample])
-    parts = {file.name: file.read_bytes() for file in tmp_path.glob("part-*")}
-    store.close()
-    for name, content in parts.items():  # as if the process had died before it removed them
-        (tmp_path / name).write_bytes(content)
-    (tmp_path / ".part-000009.parquet.tmp").write_bytes(b"half a file")
-    again = SampleStore(tmp_path, SETTINGS)
-    assert sorted(again.samples.values()) == samples
-    again.add([make_sample("a", 3)])
-    again.close()
-    assert len(SampleStore(tmp_path, SETTINGS).samples) == 4
-    assert not list(tmp_path.glob(".*"))
+    assert len(SampleStore(store.folder, SETTINGS).samples) == 4
 
 
 def test_two_evaluations_do_not_write_into_one_folder(tmp_path):

@@ -197,7 +197,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         """Write README.md into the output directory from this package's template instead of TRL's."""
         if self.is_world_process_zero():
             tags = (*self._tag_names, *([tags] if isinstance(tags, str) else tags or ()))
-            write_run_card(self, None, model_name, dataset_name, tags)
+            write_run_card(self, model_name, dataset_name, tags)
 
     # --- the loss of a micro-batch ----------------------------------------------------------------------------------
 

@@ -25,8 +25,7 @@ from ..calibration.page import PAGE_FILE, print_calibration, write_report
 from ..calibration.result import CALIBRATION_FILE
 from ..calibration.rollouts import require_engines
 from ..data.benchmarks import BENCHMARKS
-from ..data.prompts import parse_template_kwargs
-from ..files import make_folder
+from ..files import make_folder, parse_object
 from ..rollouts.engines import ENGINE_HELP, EngineSpec
 from ..serving.errors import ServerError
 from ..settings.command_line import (
@@ -136,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
         split=args.split,
         serve_options=args.serve_options,
         bf16=bf16,
-        chat_template_kwargs=parse_template_kwargs(args.chat_template_kwargs),
+        chat_template_kwargs=parse_object("chat_template_kwargs", args.chat_template_kwargs),
         log_dir=args.output,
         settings={
             "revision": args.revision,

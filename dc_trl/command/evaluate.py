@@ -13,14 +13,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..data.benchmarks import BENCHMARKS, benchmark_files
-from ..data.prompts import parse_template_kwargs
+from ..data.benchmarks import BENCHMARKS
 from ..evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
-from ..evaluation.card import require_card, write_eval_results
 from ..evaluation.engines import EvaluatedModel, choose_engines, start_engine
 from ..evaluation.results import Evaluation
-from ..evaluation.table import TABLE_FILE, print_comparison, write_tables
-from ..files import make_folder
+from ..evaluation.table import print_comparison, print_evaluations
+from ..files import make_folder, parse_object
 from ..quantization.schemes import SCHEMES
 from ..rollouts.engines import ENGINE_HELP
 from ..rollouts.sampling import Sampling
@@ -53,10 +51,11 @@ def make_parser() -> OptionParser:
 
     problems = parser.add_argument_group("the problems")
     problems.add_argument(
-        "--benchmarks", nargs="+", default=["all"], help=f"all ({', '.join(ALL)}), or of: {', '.join(BENCHMARKS)}"
-    )
-    problems.add_argument(
-        "--benchmark_files", nargs="+", default=[], metavar="NAME=FILE", help="local files in place of the Hub"
+        "--benchmarks",
+        nargs="+",
+        default=["all"],
+        metavar="NAME[=FILE]",
+        help=f"all ({', '.join(ALL)}), or of: {', '.join(BENCHMARKS)}; from the Hub or a local file",
     )
     problems.add_argument("--samples", type=int, help="k, samples a problem (default: the paper's, by benchmark)")
     problems.add_argument("--limit", type=int, help="only the first problems of each benchmark")
@@ -77,7 +76,6 @@ def make_parser() -> OptionParser:
 
     output = parser.add_argument_group("the results")
     output.add_argument("--output", type=Path, help="directory for samples and results (default: runs/evaluation)")
-    output.add_argument("--card", type=Path, help="model card (README.md) to write the eval_results into")
     output.add_argument(
         "--compare",
         nargs=2,
@@ -88,25 +86,18 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def load_benchmarks(args: argparse.Namespace) -> list[Benchmark]:
-    names = list(dict.fromkeys(name for word in args.benchmarks for name in (ALL if word == "all" else [word])))
-    files = benchmark_files(args.benchmark_files, names)
-    return [Benchmark.load(name, file=files.get(name), samples=args.samples, limit=args.limit) for name in names]
-
-
 def run(args: argparse.Namespace) -> None:
     # Wrong options are refused before an engine is started.
     if args.model is None:
         raise ValueError("model is not set: give --model with a Hub id or a directory, or --compare.")
     require_numbers(args, RANGES)
     sampling = Sampling(args.max_tokens, args.temperature, args.top_p)
-    template_kwargs = parse_template_kwargs(args.chat_template_kwargs)
-    if args.card is not None:
-        require_card(args.card)
+    template_kwargs = parse_object("chat_template_kwargs", args.chat_template_kwargs)
     config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
     model = EvaluatedModel(args.model, args.revision, config, tokenizer)
     engines = choose_engines(model, args.engine, args.scheme)
-    benchmarks = load_benchmarks(args)
+    words = dict.fromkeys(word for each in args.benchmarks for word in (ALL if each == "all" else [each]))
+    benchmarks = [Benchmark.load(word, samples=args.samples, limit=args.limit) for word in words]
     output: Path = args.output or Path("runs", "evaluation")
     make_folder("output", output)
     prompts = [ids for b in benchmarks for ids in tokenize_prompts(b, tokenizer, template_kwargs).values()]
@@ -136,11 +127,8 @@ def run(args: argparse.Namespace) -> None:
                 chat_template_kwargs=template_kwargs,
             )
         evaluations.append(evaluation)
-    write_tables(evaluations, output)
-    print(f"Samples, {RESULTS_FILE} and {TABLE_FILE} are in {output}")
-    if args.card is not None:
-        write_eval_results(args.card, evaluations)
-        print(f"eval_results written into {args.card}")
+    print_evaluations(evaluations)
+    print(f"Samples and {RESULTS_FILE} are in {output}")
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -7,22 +7,21 @@ Train on the result: `dc-trl train --dataset_name data/dapo/train.parquet --prom
 """
 
 import argparse
+import json
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
 
-from ..data.benchmarks import BENCHMARKS, PUBLISHED, benchmark_files, load_benchmark, require_benchmark
-from ..data.cleaning import Language, Report, clean
-from ..data.contamination import require_ngram
+from ..data.benchmarks import BENCHMARKS, PUBLISHED, load_benchmark, parse_benchmark
+from ..data.cleaning import Report, clean
 from ..data.dapo import DAPO, load_dapo
-from ..files import make_folder
+from ..files import make_folder, write_text
 from ..settings.command_line import OptionParser, refused_in_one_line
 
 
-TRAIN_FILE, REPORT_FILE, DROPPED_FILE = "train.parquet", "report.json", "dropped.jsonl"
+TRAIN_FILE, REPORT_FILE = "train.parquet", "report.json"
 
 
 def make_parser() -> OptionParser:
@@ -36,54 +35,22 @@ def make_parser() -> OptionParser:
         "--benchmarks",
         nargs="*",
         default=PUBLISHED,
-        metavar="NAME",
-        help=f"benchmarks whose problems are removed; without this option all: {' '.join(PUBLISHED)}",
-    )
-    parser.add_argument(
-        "--benchmark_files",
-        nargs="*",
-        default=[],
-        metavar="NAME=FILE",
-        help="local files of benchmarks, in place of the Hub",
-    )
-    parser.add_argument(
-        "--language",
-        choices=get_args(Language),
-        default="any",
-        help="'en' leaves out problems with letters other than Latin and Greek ones",
-    )
-    parser.add_argument("--ngram", type=int, default=13, help="words in a row that count as overlap, at least 4")
-    parser.add_argument(
-        "--common",
-        type=int,
-        default=10,
-        help="training problems that may share an n-gram before it is a turn of phrase and counts for nothing",
+        metavar="NAME[=FILE]",
+        help=f"benchmarks whose problems are removed, from the Hub or a local file (default: {' '.join(PUBLISHED)})",
     )
     return parser
 
 
-def require_new(output: Path) -> None:
-    """Refuse an output that holds something, and make the directory above it."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"output={str(output)!r} already exists: choose another directory, or remove it first.")
-    make_folder("output", output.parent)
-
-
 def prepare(arguments: argparse.Namespace, folder: Path) -> Report:
     """Write all files into a folder. Everything that can be wrong with the input is found before rows are read."""
-    for name in arguments.benchmarks:
-        require_benchmark(name)
-    files = benchmark_files(arguments.benchmark_files, arguments.benchmarks)
-    require_ngram(arguments.ngram, arguments.common)
-    rows, repeats = load_dapo(arguments.file, arguments.prompt_column, arguments.answer_column)
-    benchmarks = {name: load_benchmark(name, files.get(name)) for name in arguments.benchmarks}
-    kept, report = clean(rows, benchmarks, arguments.language, arguments.ngram, arguments.common)
+    files = dict(map(parse_benchmark, arguments.benchmarks))
+    rows = load_dapo(arguments.file, arguments.prompt_column, arguments.answer_column)
+    kept, report = clean(rows, {name: load_benchmark(name, file) for name, file in files.items()})
     sources = {arguments.dataset: arguments.file or str(DAPO)}
-    sources |= {name: files.get(name) or str(BENCHMARKS[name]) for name in benchmarks}
-    report = replace(report, repeats=repeats, options=report.options | {"sources": sources})
+    sources |= {name: file or str(BENCHMARKS[name]) for name, file in files.items()}
     kept.to_parquet(folder / TRAIN_FILE)
-    report.save(folder / REPORT_FILE)
-    report.save_dropped(folder / DROPPED_FILE)
+    content = {"sources": sources, "counts": report.counts, **asdict(report)}
+    write_text(folder / REPORT_FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     return report
 
 
@@ -91,7 +58,9 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = make_parser().parse_args(words)
     output = arguments.output.absolute()
     with refused_in_one_line():
-        require_new(output)
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise ValueError(f"output={str(output)!r} already exists: choose another directory, or remove it first.")
+        make_folder("output", output.parent)
         # Beside the output, which then appears at once and whole, or not at all.
         with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
             result = Path(folder, output.name)
@@ -99,4 +68,4 @@ def main(words: Sequence[str] | None = None) -> None:
             report = prepare(arguments, result)
             os.replace(result, output)
     report.print()
-    print(f"{TRAIN_FILE}, {REPORT_FILE} and {DROPPED_FILE} are in {arguments.output}")
+    print(f"{TRAIN_FILE} and {REPORT_FILE} are in {arguments.output}")

@@ -22,10 +22,9 @@ def make_parser() -> OptionParser:
         "--deployment",
         choices=get_args(HubDeployment),
         default="subfolder",
-        help="where the deployment checkpoint goes: deployment/, a second repository named by --scheme, or nowhere",
+        help="where the deployment checkpoint goes: deployment/, or nowhere",
     )
-    parser.add_argument("--scheme", help="deployment scheme of the run, for a second repository")
-    parser.add_argument("--private", action="store_true", default=None, help="make new repositories private")
+    parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     parser.add_argument("--revision", help="branch, made where it is missing")
     parser.add_argument("--base_model", help="Hub id of an adapter's base, where the run loaded it from a directory")
     return parser
@@ -33,7 +32,7 @@ def make_parser() -> OptionParser:
 
 def main(words: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(words)
-    options = {"deployment": args.deployment, "scheme": args.scheme, "private": args.private}
+    options = {"deployment": args.deployment, "private": args.private}
     with refused_in_one_line():
         commit = push_run(args.run, args.repo_id, revision=args.revision, base_model=args.base_model, **options)
     print(f"Pushed: {commit}")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from datasets import Dataset
 
-from ..settings.ranges import require_choice
+from ..settings.ranges import COUNT, require_choice, require_number
 from .templates import chat_prompt
 
 
@@ -82,8 +82,7 @@ def arithmetic_problems(size: int, seed: int, split: Split) -> list[Problem]:
         ValueError: unknown split, or a size that is not available.
     """
     require_choice("split", split, Split)
-    if size < 1:
-        raise ValueError(f"size={size} is invalid: use a number of problems, at least 1.")
+    require_number("size", size, COUNT)
     rng = random.Random(seed)
     problems: list[Problem] = []
     if split == "train":

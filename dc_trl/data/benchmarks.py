@@ -1,7 +1,6 @@
 """The math benchmarks, each from the Hub or from a local file, in one schema."""
 
 import re
-from collections.abc import Iterable, Sequence
 
 from datasets import Dataset
 
@@ -10,8 +9,7 @@ from ..grading.text import split
 from ..settings.paths import require_data_file
 from ..settings.ranges import require_choice
 from .arithmetic import arithmetic_problems
-from .schema import MathProblem, require_grading, to_dataset
-from .sources import Row, Source, field_of, own_id
+from .sources import MathProblem, Row, Source, field_of, to_dataset
 
 
 # Qwen2.5-Math's grader (evaluation/grader.py: isclose(…, rel_tol=1e-4)), with which most published figures were made.
@@ -37,17 +35,17 @@ def _answer_or_box(row: Row) -> str:
 def _aime(row: Row) -> MathProblem:
     # The Hub's 2024 rows hold the answer in the solution's box. The contest writes three digits, models both.
     answer = _answer_or_box(row)
-    return MathProblem(_problem(row), answer.zfill(3) if answer.isdecimal() else answer, own_id(row, "id"))
+    return MathProblem(_problem(row), answer.zfill(3) if answer.isdecimal() else answer)
 
 
 def _amc(row: Row) -> MathProblem:
     answer = gold_answer(field_of(row, "answer")) or ""  # 27.0 there
-    return MathProblem(field_of(row, "question", "problem"), answer, own_id(row, "id"))
+    return MathProblem(field_of(row, "question", "problem"), answer)
 
 
 def _math500(row: Row) -> MathProblem:
     answer = gold_answer(field_of(row, "answer")) or ""
-    return MathProblem(_problem(row), answer, own_id(row, "unique_id"), holds_several(answer))
+    return MathProblem(_problem(row), answer, holds_several(answer))
 
 
 def _minerva(row: Row) -> MathProblem:
@@ -56,7 +54,6 @@ def _minerva(row: Row) -> MathProblem:
     return MathProblem(
         problem=_problem(row),
         answer=answer,
-        own_id=own_id(row, "idx"),
         multiple_answers=holds_several(answer),
         relative_tolerance=MINERVA_RELATIVE_TOLERANCE if _NUMBER.fullmatch(answer) else 0.0,
     )
@@ -70,7 +67,6 @@ def _olympiadbench(row: Row) -> MathProblem:
     return MathProblem(
         problem=f"{context}\n\n{question}" if context else question,
         answer=", ".join(answers).replace("$", "").strip(),
-        own_id=own_id(row, "id"),
         multiple_answers=bool(row.get("is_multiple_answer")) or len(answers) > 1,
         unit=row.get("unit") or None,
         absolute_tolerance=max(tolerances),
@@ -115,58 +111,37 @@ BENCHMARKS: dict[str, Source] = {
 PUBLISHED = tuple(name for name, source in BENCHMARKS.items() if source.hub_id)
 
 
-def require_benchmark(name: str) -> Source:
-    """Return the source of a benchmark.
-
-    Raises:
-        ValueError: there is no such benchmark.
-    """
-    require_choice("benchmark", name, BENCHMARKS)
-    return BENCHMARKS[name]
-
-
-def benchmark_files(words: Iterable[str], names: Sequence[str]) -> dict[str, str]:
-    """Return the files that `--benchmark_files NAME=FILE ...` gives, by the benchmark.
-
-    Args:
-        words: of the option.
-        names: benchmarks that are read.
-
-    Raises:
-        ValueError: a word has another form, names another benchmark, or its file cannot be read.
-    """
-    files = {}
-    for word in words:
-        name, equals, file = word.partition("=")
-        if not equals or name not in names:
-            raise ValueError(f"benchmark_files={word!r} is invalid: write NAME=FILE, NAME one of {', '.join(names)}.")
-        require_data_file(file, "benchmark_files")
-        files[name] = file
-    return files
-
-
 def load_benchmark(name: str, file: str | None = None) -> Dataset:
-    """Load a benchmark with the columns of `dc_trl.data.schema.FEATURES`, in its own order.
+    """Load a benchmark with the columns of `dc_trl.data.sources.FEATURES`, in its own order.
 
     Args:
         name: key of `BENCHMARKS`.
-        file: local JSON, JSONL, Parquet or CSV file in place of the Hub; the Hub's field names, Qwen2.5-Math's, or
-            the columns of `FEATURES`.
+        file: local JSON, JSONL, Parquet or CSV file in place of the Hub; the Hub's field names, or Qwen2.5-Math's.
 
     Raises:
         ValueError: no such benchmark or file, a field is missing, or a problem has no gold answer.
     """
-    source, where = require_benchmark(name), f"benchmark {name!r}"
-    if source.hub_id:
-        benchmark, _ = source.load(name, where, file)
-    elif file is None:
-        benchmark = to_dataset(
-            name, [MathProblem(each.question, each.answer) for each in arithmetic_problems(1024, 0, "held_out")]
-        )
+    require_choice("benchmark", name, BENCHMARKS)
+    if not BENCHMARKS[name].hub_id:
+        if file is not None:
+            raise ValueError(f"file={file!r}: the benchmark {name!r} is made on the spot, leave the file out.")
+        problems = [MathProblem(each.question, each.answer) for each in arithmetic_problems(1024, 0, "held_out")]
     else:
-        raise ValueError(f"file={file!r}: the {where} is made on the spot, leave the file out.")
+        try:
+            problems = BENCHMARKS[name].problems(file)
+        except ValueError as error:
+            raise ValueError(f"benchmark {name!r}: {error}") from error
+    benchmark = to_dataset(name, problems)
     for row in benchmark:
         if not row["problem"].strip() or not row["answer"]:
-            raise ValueError(f"{where}: {row['id']} has no problem or no gold answer: check the fields.")
-        require_grading(row, f"{where}: {row['id']}")
+            raise ValueError(f"benchmark {name!r}: {row['id']} has no problem or no gold answer: check the fields.")
     return benchmark
+
+
+def parse_benchmark(word: str) -> tuple[str, str | None]:
+    """Return the name of a benchmark and its local file, None for the Hub, from `NAME` or `NAME=FILE`."""
+    name, _, file = word.partition("=")
+    require_choice("benchmark", name, BENCHMARKS)
+    if file:
+        require_data_file(file, "benchmarks")
+    return name, file or None

@@ -1,14 +1,13 @@
-"""Finds training problems that are benchmark problems, word for word or in part."""
+"""Find training problems that are benchmark problems, word for word or in part, and keys of equal problems."""
 
+import re
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from datasets import Dataset
-
-from ..settings.ranges import COUNT, Range, require_number
-from .text import alphanumeric, words
 
 
 # Shorter problems are found by exact overlap only: three words in a row are no evidence.
@@ -29,27 +28,23 @@ def find_overlaps(
 ) -> list[Overlap | None]:
     """Return the overlap of each training problem with the benchmarks, None where there is none.
 
-    *Exact*: equal but for case, spaces and punctuation. *n-gram*: ``ngram`` words in a row are shared; of a benchmark
-    problem with fewer words, all of them. An n-gram in more than ``common`` different training problems is a turn of
-    phrase ("where m and n are relatively prime positive integers, find m + n") and does not count. The rule and its
-    values, 13 words and 10 documents, are GPT-3's (arXiv 2005.14165, appendix C).
+    *Exact*: the two have one `problem_key`. *n-gram*: ``ngram`` words in a row are shared; of a benchmark problem with
+    fewer words, all of them. An n-gram in more than ``common`` different training problems is a turn of phrase ("where
+    m and n are relatively prime positive integers, find m + n") and does not count. The rule and its values, 13 words
+    and 10 documents, are GPT-3's (arXiv 2005.14165, appendix C).
 
     Args:
         problems: texts of the training problems.
         benchmarks: data sets with columns `id` and `problem`.
         ngram: words in a row, at least 4.
         common: training problems that may share an n-gram before it is a turn of phrase, at least 1.
-
-    Raises:
-        ValueError: ``ngram`` or ``common`` is out of range.
     """
-    require_ngram(ngram, common)
     exact: dict[str, list[str]] = defaultdict(list)  # ids of benchmark problems, by the key of the whole problem
     known: dict[str, set[str]] = defaultdict(set)  # the same ids, by the word sequences that a problem holds
     short: set[str] = set()  # whole problems with fewer words than an n-gram
     for benchmark in benchmarks.values():
         for problem_id, problem in zip(benchmark["id"], benchmark["problem"], strict=True):
-            exact[alphanumeric(problem)].append(problem_id)
+            exact[problem_key(problem)].append(problem_id)
             sequence = words(problem)
             grams = _grams(sequence, ngram)
             if FEWEST_WORDS <= len(sequence) < ngram:
@@ -57,7 +52,7 @@ def find_overlaps(
                 short |= grams
             for gram in grams:
                 known[gram].add(problem_id)
-    keys = [alphanumeric(problem) for problem in problems]
+    keys = [problem_key(problem) for problem in problems]
     shared = [_shared_phrases(words(problem), ngram, known, short) for problem in problems]
     # Copies of one problem make no turn of phrase: only the first of them counts.
     distinct = dict(zip(reversed(keys), reversed(shared), strict=True))
@@ -76,10 +71,28 @@ def find_overlaps(
     return overlaps
 
 
-def require_ngram(ngram: int, common: int) -> None:
-    """Raise the ValueError that `find_overlaps` would raise."""
-    require_number("ngram", ngram, Range(least=FEWEST_WORDS, whole=True))
-    require_number("common", common, COUNT)
+def problem_key(text: str) -> str:
+    """Return a key that is equal for texts that differ in case, spaces and punctuation alone.
+
+    What tells two problems apart stays: operators, relations, and the separators between digits.
+    """
+    parts = re.split(r"(?<=\d)[\s,.]+(?=\d)", _fold(text).replace("\u2212", "-"))
+    return ",".join("".join(filter(_tells_apart, part)) for part in parts)
+
+
+def words(text: str) -> list[str]:
+    """Return words and numbers in order, case folded; LaTeX commands count by their names."""
+    return re.findall(r"[^\W_]+", _fold(text))
+
+
+def _tells_apart(character: str) -> bool:
+    is_operator = character in "-*/^!%" or (character != "~" and unicodedata.category(character) == "Sm")
+    return is_operator or character.isalnum()
+
+
+def _fold(text: str) -> str:
+    # Case folding can undo the normal form, so once more.
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
 
 
 def _shared_phrases(sequence: list[str], ngram: int, known: Mapping[str, set[str]], short: set[str]) -> set[str]:

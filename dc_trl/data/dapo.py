@@ -6,9 +6,8 @@ from dataclasses import replace
 from datasets import Dataset
 
 from ..grading import GRADING_COLUMNS, gold_answer
-from .prompts import nested, text_of_prompt
-from .schema import MathProblem, require_grading
-from .sources import Row, Source, field_of, own_id
+from .prompts import nested, require_grading, text_of_prompt
+from .sources import MathProblem, Row, Source, field_of, to_dataset
 
 
 # What the Hub's rows put around a problem. It asks for another form of answer than our prompts do.
@@ -33,7 +32,6 @@ def _dapo(row: Row) -> MathProblem:
         problem=remove_template(text),
         # A row without a gold answer is for cleaning to leave out, and to count.
         answer=gold_answer((row.get("reward_model") or row).get("ground_truth", row.get("answer"))) or "",
-        own_id=own_id(row.get("extra_info") or row, "index"),
     )
 
 
@@ -41,12 +39,10 @@ def _dapo(row: Row) -> MathProblem:
 DAPO = Source("BytedTsinghua-SIA/DAPO-Math-17k", None, "train", "65877096c24ffa7abc4e4fa5edb95cf3413a5674", _dapo)
 
 
-def load_dapo(
-    file: str | None = None, prompt_column: str | None = None, answer_column: str | None = None
-) -> tuple[Dataset, int]:
-    """Load DAPO-Math-17K with the columns of `dc_trl.data.schema.FEATURES`, uncleaned, in its own order.
+def load_dapo(file: str | None = None, prompt_column: str | None = None, answer_column: str | None = None) -> Dataset:
+    """Load DAPO-Math-17K with the columns of `dc_trl.data.sources.FEATURES`, uncleaned, in its own order.
 
-    The Hub's file holds each row about 100 times: rows that repeat another one's id, problem and answer are left out.
+    The Hub's file holds each row about 100 times: of equal rows one is taken.
 
     Args:
         file: local JSON, JSONL, Parquet or CSV file in place of the Hub.
@@ -55,22 +51,17 @@ def load_dapo(
         answer_column: number, or text with the gold answer, of which only what follows `####` counts. `answer` if only
             the other column is given.
 
-    Returns:
-        (the problems, the number of repeated rows that were left out).
-
     Raises:
         ValueError: the file cannot be loaded, or a field is missing.
     """
 
     def of_columns(row: Row) -> MathProblem:
-        require_grading(row, "its columns")
+        require_grading(row)
         return MathProblem(
-            problem=remove_template(text_of_prompt(nested(row, columns["prompt_column"], "prompt_column"))),
-            answer=gold_answer(nested(row, columns["answer_column"], "answer_column")) or "",
+            problem=remove_template(text_of_prompt(nested(row, prompt_column or "prompt", "prompt_column"))),
+            answer=gold_answer(nested(row, answer_column or "answer", "answer_column")) or "",
             **{column: row[column] for column in GRADING_COLUMNS if row.get(column) is not None},
         )
 
-    columns = {"prompt_column": prompt_column or "prompt", "answer_column": answer_column or "answer"}
-    if prompt_column is None and answer_column is None:
-        return DAPO.load("dapo", file or "dapo", file, distinct=True)
-    return replace(DAPO, convert=of_columns).load("dapo", file or "dapo", file, columns, distinct=True)
+    source = replace(DAPO, convert=of_columns) if prompt_column or answer_column else DAPO
+    return to_dataset("dapo", dict.fromkeys(source.problems(file)))

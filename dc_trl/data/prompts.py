@@ -10,10 +10,10 @@ from datasets.exceptions import DatasetsError
 from pyarrow import ArrowException
 from transformers import PreTrainedTokenizerBase
 
-from ..files import parse_object
+from ..files import read_text
 from ..grading import GRADING_COLUMNS, gold_answer, is_gradable
 from ..settings.paths import READERS, is_data_file, require_data_file
-from .schema import require_grading
+from ..settings.ranges import AT_LEAST_0
 from .templates import base_prompt, chat_prompt
 
 
@@ -43,8 +43,10 @@ def load_rows(
     if is_data_file(name):
         require_data_file(name, field)
         path = Path(name).expanduser()
-        if path.suffix != ".parquet":
-            _require_rows_of_text(path, f"{field}={name!r}")
+        # datasets guesses other encodings, and ends the process on the JSON text `null`.
+        text = read_text(path) if path.suffix != ".parquet" else ""
+        if READERS[path.suffix] == "json" and not text.lstrip("\ufeff \t\r\n").startswith(("{", "[")):
+            raise ValueError(f"{field}={name!r} holds no JSON objects: write one for each row.")
         source, options = READERS[path.suffix], {"data_files": str(path), "split": "train"}
     else:
         source, options = name, {"name": config, "split": split, "revision": revision}
@@ -59,22 +61,6 @@ def load_rows(
     if isinstance(rows, DatasetDict) or len(rows) == 0:
         raise ValueError(f"{field}={name!r} holds no rows in split {split!r}: choose another dataset_split.")
     return rows
-
-
-def _require_rows_of_text(path: Path, named: str) -> None:
-    """Refuse what the readers of JSON and CSV crash on, such as `null`, and encodings that they would guess."""
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            blocks = iter(lambda: file.read(1 << 20), "")
-            first = next((block.lstrip()[:1] for block in blocks if not block.isspace()), "")
-            for _ in blocks:
-                pass
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{named} is no text in UTF-8 ({error.reason}): convert it, or name the right file."
-        ) from error
-    if path.suffix != ".csv" and first not in ("{", "["):
-        raise ValueError(f"{named} holds no JSON objects: write one for each row.")
 
 
 def load_prompts(
@@ -102,12 +88,11 @@ def load_prompts(
     Raises:
         ValueError: a column is missing, a grading column holds what grading cannot use, or no row is left.
     """
-    require_columns(rows, {"prompt_column": prompt_column, "answer_column": answer_column})
     counts = Counter(rows=len(rows), kept=0)
     grading = [column for column in GRADING_COLUMNS if column in rows.column_names]
     kept: list[dict[str, Any]] = []
-    for number, row in enumerate(rows):
-        require_grading(row, f"row {number}")
+    for row in rows:
+        require_grading(row)
         question = text_of_prompt(nested(row, prompt_column, "prompt_column"))
         answer = gold_answer(nested(row, answer_column, "answer_column"))
         prompt = make_prompt(question, tokenizer, instruction)
@@ -134,12 +119,18 @@ def load_prompts(
     return Dataset.from_list(kept, features=Features(features)), dict(counts)
 
 
-def require_columns(rows: Dataset, columns: Mapping[str, str]) -> None:
-    """Refuse a column (by the option that names it) that the rows do not have."""
-    for option, column in columns.items():
-        if column.split(".")[0] not in rows.column_names:
-            known = ", ".join(map(repr, rows.flatten().column_names))
-            raise ValueError(f"{option}={column!r} is missing: set it to a column of the data set, one of {known}.")
+def require_grading(row: Mapping[str, Any]) -> None:
+    """Refuse a row whose columns of `GRADING_COLUMNS` hold what grading cannot use.
+
+    Raises:
+        ValueError: names the column, its value and what it may be.
+    """
+    for column, kind, words in (("multiple_answers", bool, "true or false"), ("unit", str, "text")):
+        if row.get(column) is not None and not isinstance(row[column], kind):
+            raise ValueError(f"{column}={row[column]!r} is invalid: use {words}, or rename the column.")
+    for column in ("relative_tolerance", "absolute_tolerance"):
+        if row.get(column) is not None and not AT_LEAST_0.allows(row[column]):
+            raise ValueError(f"{column}={row[column]!r} is invalid: use {AT_LEAST_0}, or rename the column.")
 
 
 def describe_counts(counts: dict[str, int]) -> str:
@@ -159,7 +150,8 @@ def nested(row: Mapping[str, Any], column: str, field: str) -> Any:
         if value is None:
             return None
         if not isinstance(value, dict) or key not in value:
-            raise ValueError(f"{field}={column!r} is missing in a row: there is no {key!r} there.")
+            there = ", ".join(map(repr, value)) if isinstance(value, dict) else f"{value!r}"
+            raise ValueError(f"{field}={column!r} is missing: set it to a column of the rows, which have {there}.")
         value = value[key]
     return value
 
@@ -177,19 +169,6 @@ def make_prompt(problem: str, tokenizer: PreTrainedTokenizerBase, instruction: s
     """Make a conversation where the tokenizer has a chat template, else the text that a base model continues."""
     template = base_prompt if tokenizer.chat_template is None else chat_prompt
     return template(problem, instruction)
-
-
-def parse_template_kwargs(text: str) -> Mapping[str, Any]:
-    """Read what `--chat_template_kwargs` hands to the chat template, from JSON.
-
-    Raises:
-        ValueError: it is no JSON object, or names what is not the template's.
-    """
-    kwargs = parse_object("chat_template_kwargs", text)
-    for name in ("conversation", "add_generation_prompt", "tokenize", "return_dict", "return_tensors"):
-        if name in kwargs:
-            raise ValueError(f"chat_template_kwargs={text!r}: {name} is set by the script, leave it out.")
-    return kwargs
 
 
 def tokenize(

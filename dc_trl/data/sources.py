@@ -1,19 +1,46 @@
-"""Where a data set comes from, and how one row of it becomes a problem."""
+"""The columns of every loaded data set, where one comes from, and how a row of it becomes a problem."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from datasets import Dataset
-from pyarrow import ArrowException
+from datasets import Dataset, Features, Value
 
-from ..settings.paths import require_data_file
-from .prompts import load_rows, require_columns
-from .schema import FEATURES, MathProblem, to_dataset
+from .prompts import load_rows
 from .templates import BOXED_INSTRUCTION
 
 
-Row = dict[str, Any]
+Row = Mapping[str, Any]
+
+FEATURES = Features(
+    {
+        "id": Value("string"),  # unique: the source, a slash, and the row's number
+        "problem": Value("string"),
+        "answer": Value("string"),
+        "multiple_answers": Value("bool"),  # the answer holds several, separated by commas
+        "unit": Value("string"),  # of the answer; null where it has none
+        "relative_tolerance": Value("float64"),  # 0.0: exact
+        "absolute_tolerance": Value("float64"),  # 0.0: exact
+    }
+)
+
+
+@dataclass(frozen=True)
+class MathProblem:
+    """A row before it has a place in a data set; fields as in `FEATURES`."""
+
+    problem: str
+    answer: str
+    multiple_answers: bool = False
+    unit: str | None = None
+    relative_tolerance: float = 0.0
+    absolute_tolerance: float = 0.0
+
+
+def to_dataset(source: str, problems: Iterable[MathProblem]) -> Dataset:
+    """Make a data set with the columns of `FEATURES`; the rows are numbered."""
+    rows = [{"id": f"{source}/{number}", **asdict(problem)} for number, problem in enumerate(problems)]
+    return Dataset.from_list(rows, features=FEATURES)
 
 
 @dataclass(frozen=True)
@@ -41,51 +68,27 @@ class Source:
     def __str__(self) -> str:
         return f"{self.hub_id}@{self.revision}" if self.hub_id else "made on the spot"
 
-    def load(
-        self, name: str, where: str, file: str | None, columns: Mapping[str, str] | None = None, distinct: bool = False
-    ) -> tuple[Dataset, int]:
-        """Load the problems from the Hub or a local file, with the columns of `FEATURES` and in their order.
-
-        Args:
-            name, where: begin the problems' ids, and the message of an error.
-            file: JSON, JSONL, Parquet or CSV; its fields are those of the Hub, or the columns of `FEATURES`.
-            columns: those that `convert` reads instead, by the options that name them.
-            distinct: leave a row out that repeats another one's id and content.
-
-        Returns:
-            (the problems, how many rows were left out).
+    def problems(self, file: str | None = None) -> list[MathProblem]:
+        """Load the problems from the Hub, or from a local file with the Hub's fields, in their order.
 
         Raises:
             ValueError: the rows cannot be loaded, or a field is missing or holds something else than at the source.
         """
-        try:
-            rows = self._rows(file)
-            if columns is not None:
-                require_columns(rows, columns)
-            elif set(FEATURES) <= set(rows.column_names):
-                return rows.select_columns(list(FEATURES)).cast(FEATURES), 0
-            problems = [self._problem(number, row) for number, row in enumerate(rows)]
-            if distinct:  # without ids a repeated row is a duplicate like any other, for cleaning to find
-                keyed = {number if each.own_id is None else each: each for number, each in enumerate(problems)}
-                problems = list(keyed.values())
-            return to_dataset(name, problems), len(rows) - len(problems)
-        except (ValueError, ArrowException, TypeError) as error:
-            raise ValueError(f"{where}: {error}") from error
-
-    def _rows(self, file: str | None) -> Dataset:
         if file is not None:
-            require_data_file(file, "file")
-            return load_rows(file, field="file")
-        try:
-            return load_rows(self.hub_id, self.config, self.split, self.revision)
-        except ValueError as error:
-            raise ValueError(f"{error} Without a network, give a local file.") from error
+            rows = load_rows(file, field="file")
+        else:
+            try:
+                rows = load_rows(self.hub_id, self.config, self.split, self.revision)
+            except ValueError as error:
+                raise ValueError(f"{error} Without a network, give a local file.") from error
+        return [self._problem(number, row) for number, row in enumerate(rows)]
 
     def _problem(self, number: int, row: Row) -> MathProblem:
         try:
             return self.convert(row)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise ValueError(f"{str(error).rstrip('.')} (row {number}, read as one of {self}).") from error
+            place = f"row {number} of {self.hub_id}, or of a file like it"
+            raise ValueError(f"{str(error).rstrip('.')} ({place}).") from error
 
 
 def field_of(row: Row, *names: str) -> Any:
@@ -98,8 +101,3 @@ def field_of(row: Row, *names: str) -> Any:
         if row.get(name) is not None:
             return row[name]
     raise ValueError(f"a row holds none of the fields {', '.join(map(repr, names))}: it has {', '.join(row)}.")
-
-
-def own_id(row: Row, name: str) -> str | None:
-    """Return the row's own id as text, None where it has none."""
-    return None if row.get(name) is None else str(row[name])

@@ -1,6 +1,5 @@
 """The engines of an evaluation: chosen on a command line, started, and identified by their weights."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +19,6 @@ from ..settings.command_line import say
 
 # Stands for the scheme of a checkpoint that is quantized already, and evaluated as it is.
 AS_IT_IS = "as-is"
-# Files that vLLM reads weights from.
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 class EvaluatedModel(NamedTuple):
@@ -131,31 +128,16 @@ def require_served(url: str, disclosed: Disclosed, model: str, scheme: str | Non
 
 
 def served_weights(url: str, disclosed: Disclosed) -> dict[str, str | None]:
-    """Return what identifies the weights of a running server, as far as it can be known.
-
-    Where the server holds the files that it was started with, and they are on this machine, that is a digest of them;
-    otherwise its address and what it discloses.
-    """
-    known = {"served": disclosed.name, "weight_version": disclosed.weight_version}
-    root = Path(disclosed.root)
-    files = sorted(file for pattern in _WEIGHTS for file in root.glob(pattern)) if is_local(url) else []
-    if files and disclosed.weight_version in (None, "default"):
-        digest = hashlib.sha256()
-        for file in [root / "config.json", *files]:
-            with open(file, "rb") as content:
-                digest.update(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
-        return known | {"sha256": digest.hexdigest()}
-    return known | {
-        "url": url,
-        "root": disclosed.root,
-        "revision": disclosed.revision,
-        "quantization": disclosed.quantization,
-    }
+    """Return what identifies the weights of a running server: what it discloses, and the files on this machine."""
+    return {"url": url, **disclosed._asdict(), "files": file_stamps(disclosed.root) if is_local(url) else None}
 
 
 def fingerprint(model: EvaluatedModel) -> str:
     """Return what identifies the weights of a model: its revision, or size and time of the files."""
-    if not Path(model.name).is_dir():
-        return model.revision
-    files = sorted(Path(model.name).glob("*.safetensors"))
+    return file_stamps(model.name) or model.revision
+
+
+def file_stamps(folder: str) -> str:
+    """Return names, sizes and times of the weights in a folder; "" if there are none."""
+    files = sorted(Path(folder).glob("*.safetensors"))
     return ", ".join(f"{file.name}: {file.stat().st_size} bytes, {file.stat().st_mtime_ns}" for file in files)

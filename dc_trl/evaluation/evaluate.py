@@ -4,10 +4,9 @@ import hashlib
 import json
 import os
 import queue
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,17 +15,18 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ..data.benchmarks import load_benchmark, require_benchmark
+from ..data.benchmarks import BENCHMARKS, load_benchmark, parse_benchmark
 from ..data.prompts import make_prompt, tokenize
 from ..data.templates import BOXED_INSTRUCTION
 from ..grading import Gold, Grader
+from ..records.estimators import macro_estimate
 from ..rollouts.sampling import Completion, Engine, Request, Sampling, sample_seed
+from ..settings.ranges import COUNT, require_number
 from .results import Evaluation, benchmark_result
 from .samples import Sample, SampleStore
 
 
 RESULTS_FILE = "results.json"
-_GATHER_SECONDS = 0.5  # samples that finish within this time go into one file
 
 
 @dataclass(frozen=True)
@@ -34,39 +34,30 @@ class Benchmark:
     """Problems that are answered `samples` times each, with `instruction` in the prompt (None: the bare problem)."""
 
     name: str
-    rows: Dataset  # columns of dc_trl.data.schema.FEATURES
+    rows: Dataset  # columns of dc_trl.data.sources.FEATURES
     samples: int
     instruction: str | None = BOXED_INSTRUCTION
 
     @classmethod
-    def load(
-        cls, name: str, *, file: str | None = None, samples: int | None = None, limit: int | None = None
-    ) -> "Benchmark":
-        """Load a benchmark by name.
+    def load(cls, word: str, *, samples: int | None = None, limit: int | None = None) -> "Benchmark":
+        """Load a benchmark.
 
         Args:
-            name: key of `dc_trl.data.benchmarks.BENCHMARKS`.
-            file: local JSONL or Parquet file to read in place of the Hub.
+            word: NAME, a key of `dc_trl.data.benchmarks.BENCHMARKS`, or NAME=FILE to read a local file.
             samples: k; by default that of the papers (32 or 4).
             limit: keeps only so many of the first problems.
 
         Raises:
             ValueError: no such benchmark or file, or samples or limit below 1.
         """
-        source = require_benchmark(name)
+        name, file = parse_benchmark(word)
         for field, value in (("samples", samples), ("limit", limit)):
-            if value is not None and value < 1:
-                raise ValueError(f"{field}={value} is invalid: use a whole number, at least 1.")
+            if value is not None:
+                require_number(field, value, COUNT)
         rows = load_benchmark(name, file)
         if limit is not None:
             rows = rows.select(range(min(limit, len(rows))))
-        return cls(name, rows, samples or source.samples, source.instruction)
-
-    @classmethod
-    def parse(cls, word: str, **options: Any) -> "Benchmark":
-        """Load a benchmark named NAME or NAME=FILE; see `load` for the `options` and the errors."""
-        name, _, file = word.partition("=")
-        return cls.load(name, file=file or None, **options)
+        return cls(name, rows, samples or BENCHMARKS[name].samples, BENCHMARKS[name].instruction)
 
     def golds(self) -> dict[str, Gold]:
         """Return the gold answers by the problems' ids."""
@@ -90,7 +81,7 @@ def evaluate(
 ) -> Evaluation:
     """Sample k answers to each problem, grade them, and compute avg@k, pass@k and maj@k with their errors.
 
-    Every sample is on disk within a second of its end (`output_dir/BENCHMARK/*.parquet`). A further call with the same
+    Every sample is stored once it is graded (`output_dir/BENCHMARK/samples.jsonl`). A further call with the same
     arguments samples only what is missing. Each sample has its own seed, made of `seed`, the problem's id and the
     sample's number.
 
@@ -135,16 +126,17 @@ def evaluate(
             ]
         grader = stack.enter_context(Grader(grading_processes))
         grader.start()  # before sampling, because the workers' imports would delay an engine on the same cores
-        keeper = stack.enter_context(_Keeper(stores, golds, grader))
+        keep = stack.enter_context(_keeper(stores, golds, grader))
         with tqdm(total=len(missing), unit="sample", desc=f"{model} {scheme}", disable=not progress) as bar:
             for position, completion in engine.sample([sample.request for sample in missing], sampling):
-                keeper.put(missing[position], completion)
+                keep(missing[position], completion)
                 bar.update()
-    results = [
-        benchmark_result(benchmark.name, benchmark.rows["id"], benchmark.samples, stores[benchmark.name].samples)
-        for benchmark in benchmarks
-    ]
-    evaluation = Evaluation.of(model, scheme, record, results, grader.failures)
+    results = {
+        each.name: benchmark_result(each.name, each.rows["id"], each.samples, stores[each.name].samples)
+        for each in benchmarks
+    }
+    average = macro_estimate([list(result.per_problem.values()) for result in results.values()])
+    evaluation = Evaluation(model, scheme, record, results, average, dict(grader.failures))
     evaluation.save(output_dir / RESULTS_FILE)
     return evaluation
 
@@ -174,42 +166,34 @@ class _Missing(NamedTuple):
     request: Request
 
 
-class _Keeper:
-    """Grades and stores samples in a thread, so that sampling does not wait. A context manager."""
+@contextmanager
+def _keeper(
+    stores: Mapping[str, SampleStore], golds: Mapping[str, Mapping[str, Gold]], grader: Grader
+) -> Iterator[Callable[[_Missing, Completion], None]]:
+    """Yield a function that takes samples; a thread grades and stores them, so that sampling does not wait."""
+    finished: queue.SimpleQueue[tuple[_Missing, Completion] | None] = queue.SimpleQueue()  # None is the end
 
-    def __init__(self, stores: Mapping[str, SampleStore], golds: Mapping[str, Mapping[str, Gold]], grader: Grader):
-        self._stores, self._golds, self._grader = stores, golds, grader
-        self._finished: queue.SimpleQueue[tuple[_Missing, Completion]] = queue.SimpleQueue()
-        self._closing = threading.Event()
-        self._thread = ThreadPoolExecutor(1, "dc_trl-keeper")
-
-    def __enter__(self) -> "_Keeper":
-        self._running = self._thread.submit(self._run)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        """When this returns, all samples are stored."""
-        self._closing.set()
-        self._thread.shutdown()
-        self._running.result()
-
-    def put(self, sample: _Missing, completion: Completion) -> None:
-        if self._running.done():
-            self._running.result()  # raises what went wrong
-        self._finished.put((sample, completion))
-
-    def _run(self) -> None:
+    def keep() -> None:
         is_last = False
         while not is_last:
-            is_last = self._closing.wait(_GATHER_SECONDS)
-            batch = [self._finished.get() for _ in range(self._finished.qsize())]
-            golds = [self._golds[sample.benchmark][sample.problem] for sample, _ in batch]
-            verdicts = self._grader.grade([completion.text for _, completion in batch], golds)
-            new: dict[str, list[Sample]] = {}
+            items = [finished.get(), *(finished.get() for _ in range(finished.qsize()))]
+            is_last = items[-1] is None
+            batch = [item for item in items if item is not None]
+            texts = [completion.text for _, completion in batch]
+            verdicts = grader.grade(texts, [golds[sample.benchmark][sample.problem] for sample, _ in batch])
             for (sample, completion), verdict in zip(batch, verdicts, strict=True):
-                row = Sample(
-                    sample.problem, sample.number, sample.request.seed, *completion, verdict.answer, verdict.correct
-                )
-                new.setdefault(sample.benchmark, []).append(row)
-            for name, samples in new.items():
-                self._stores[name].add(samples)
+                key = (sample.problem, sample.number, sample.request.seed)
+                stores[sample.benchmark].add(Sample(*key, *completion, verdict.answer, verdict.correct))
+
+    def put(sample: _Missing, completion: Completion) -> None:
+        if running.done():
+            running.result()  # raises what went wrong
+        finished.put((sample, completion))
+
+    with ThreadPoolExecutor(1, "dc_trl-keeper") as thread:
+        running = thread.submit(keep)
+        try:
+            yield put
+        finally:
+            finished.put(None)
+            running.result()

@@ -2,13 +2,11 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..records.estimators import (
     Difference,
     Estimate,
-    macro_estimate,
     majority_at_k,
     mean_estimate,
     paired_difference,
@@ -44,21 +42,7 @@ class Evaluation(NamedTuple):
     settings: dict[str, Any]
     results: dict[str, BenchmarkResult]
     average: Estimate  # of avg@k over the benchmarks
-    grading_failures: Mapping[str, int] = MappingProxyType({})  # older results have none
-
-    @classmethod
-    def of(
-        cls,
-        model: str,
-        scheme: str,
-        settings: dict[str, Any],
-        results: Sequence[BenchmarkResult],
-        grading_failures: Mapping[str, int] = MappingProxyType({}),
-    ) -> "Evaluation":
-        """Make an evaluation with the average over its results."""
-        average = macro_estimate([list(result.per_problem.values()) for result in results])
-        by_name = {result.benchmark: result for result in results}
-        return cls(model, scheme, settings, by_name, average, dict(grading_failures))
+    grading_failures: Mapping[str, int]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the evaluation as JSON."""

@@ -1,37 +1,29 @@
-"""The tables of evaluations, for the terminal and for `results.md`."""
+"""The tables of evaluations, for the terminal."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from ..files import write_text
 from ..records.estimators import Difference
-from ..records.tables import TableRows, markdown_table, percent, print_table, verdict, with_error
+from ..records.tables import TableRows, percent, print_table, verdict, with_error
 from .results import Evaluation, compare
 
 
-TABLE_FILE = "results.md"
-
-
-def write_tables(evaluations: Sequence[Evaluation], output: Path) -> None:
-    """Print the tables of evaluations and write them as Markdown; of two evaluations also their comparison."""
-    table, details = evaluation_table(evaluations), evaluation_details(evaluations)
-    print_table(*table, title="avg@k, percent ± standard error over problems")
-    print_table(*details)
-    text = markdown_table(*table) + "\n" + markdown_table(*details)
-    for line in filter(None, map(failures_line, evaluations)):
-        print(line)
-        text += f"\n{line}\n"
+def print_evaluations(evaluations: Sequence[Evaluation]) -> None:
+    """Print the tables of evaluations; of two evaluations also their comparison."""
+    print_table(*evaluation_table(evaluations), title="avg@k, percent ± standard error over problems")
+    print_table(*evaluation_details(evaluations))
+    for evaluation in evaluations:
+        if failures := evaluation.grading_failures:
+            reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(failures.items()))
+            wrong = f"{sum(failures.values())} answers count as wrong because grading failed"
+            print(f"{evaluation.scheme}: {wrong} ({reasons})")
     if len(evaluations) == 2:
-        text += "\n" + print_comparison(*evaluations)
-    write_text(output / TABLE_FILE, text)
+        print_comparison(*evaluations)
 
 
-def print_comparison(first: Evaluation, second: Evaluation) -> str:
-    """Print how the second evaluation differs from the first, and return that as Markdown."""
-    table = comparison_table(first, second, compare(first, second))
+def print_comparison(first: Evaluation, second: Evaluation) -> None:
+    """Print how the second evaluation differs from the first."""
     title = f"{second.model} {second.scheme} against {first.model} {first.scheme}, percentage points"
-    print_table(*table, title=title)
-    return f"{title}\n\n{markdown_table(*table)}"
+    print_table(*comparison_table(first, second, compare(first, second)), title=title)
 
 
 def evaluation_table(evaluations: Sequence[Evaluation]) -> TableRows:
@@ -67,15 +59,6 @@ def evaluation_details(evaluations: Sequence[Evaluation]) -> TableRows:
                 ]
             )
     return head, rows
-
-
-def failures_line(evaluation: Evaluation) -> str:
-    """Say how many answers count as wrong because grading them failed, and why; "" where none did."""
-    if not evaluation.grading_failures:
-        return ""
-    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(evaluation.grading_failures.items()))
-    total = sum(evaluation.grading_failures.values())
-    return f"{evaluation.scheme}: {total} answers count as wrong because grading failed ({reasons})"
 
 
 def comparison_table(first: Evaluation, second: Evaluation, differences: dict[str, Difference]) -> TableRows:

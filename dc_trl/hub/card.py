@@ -3,7 +3,7 @@
 import hashlib
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from importlib.metadata import version
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from transformers import Trainer
 from transformers.utils import logging
@@ -53,17 +53,14 @@ def load_card(path: Path) -> ModelCard:
         raise ValueError(f"{path} has metadata that cannot be read ({reason}): repair the card.") from error
 
 
-def write_run_card(
-    trainer: Trainer, deployment_id: str | None, model_name: str | None, dataset_name: str | None, tags: Iterable[str]
-) -> None:
+def write_run_card(trainer: Trainer, model_name: str | None, dataset_name: str | None, tags: Iterable[str]) -> None:
     """Write the card of a run into its output directory, from the files of the run.
 
-    A card that a user wrote or edited is kept as README.1.md, and so on. Evaluation results, license and language of
-    the earlier card stay.
+    A card that a user wrote or edited is kept as README.1.md, and so on. License and language of the earlier card
+    stay, and evaluation results in its metadata.
 
     Args:
         trainer: trainer of the run; [`address_card`] later writes its repository if it is not known yet.
-        deployment_id: repository of the deployment checkpoint, if it has one of its own.
         model_name: name in the title; by default that of the output directory.
         dataset_name: training data: a Hub id, a path or a name.
         tags: tags of the model.
@@ -88,7 +85,6 @@ def write_run_card(
     shown = [] if dashboard is None else [f"trackio:{dashboard}"]  # by this tag, the Hub shows it
     summary = runs.read_summary(folder)
     measured = _measured(folder, args, summary)
-    results = _held_out_results(summary.get("after", {}), dataset_name, args.deployment_scheme)
     earlier = _set_card_aside(folder / CARD_FILE)
     data = ModelCardData(
         base_model=base_model if base_model and not is_directory(base_model) else None,
@@ -97,7 +93,7 @@ def write_run_card(
         model_name=model_name or folder.absolute().name,
         pipeline_tag="text-generation",
         tags=sorted({"generated_from_trainer", *tags, *shown}),
-        eval_results=with_results(earlier.eval_results, results) or None,
+        eval_results=earlier.eval_results,
         **{name: earlier.get(name) for name in _KEPT_METADATA},
     )
     rendered = _render(
@@ -113,7 +109,7 @@ def write_run_card(
         settings=constraint_settings(args),
         summary=summary,
         measured=measured,
-        serving=_serving(folder, repo_id, deployment_id),
+        deployed=(folder / runs.DEPLOYMENT_FOLDER / "config.json").is_file(),
         names=runs,
         files={path.name for path in folder.iterdir()},
         trackers=trackers,
@@ -123,42 +119,27 @@ def write_run_card(
     write_text(folder / CARD_FILE, str(card))
 
 
-def address_card(path: Path, repo_id: str, deployment_id: str | None, base_model: str | None = None) -> None:
-    """Write the repositories of model, deployment checkpoint and base into the card of a run.
+def address_card(path: Path, repo_id: str, base_model: str | None = None) -> None:
+    """Write the repositories of the model and of its base into the card of a run.
 
     Args:
         path: the card.
-        repo_id, deployment_id: see [`write_run_card`].
+        repo_id: repository of the model, where the card does not know it yet.
         base_model: Hub id of the base; by default the card's own stays.
     """
     card = load_card(path)
     if base_model is not None:
         card.data["base_model"] = base_model
     ours = card.text == _signed(card.text)
-    for name in (UNKNOWN_REPOSITORY, repo_id):
-        if serving := _serving(path.parent, name, None):
-            card.text = card.text.replace(serving, _serving(path.parent, repo_id, deployment_id))
     card.text = card.text.replace(UNKNOWN_REPOSITORY, repo_id)
     if ours:
         card.text = _signed(card.text)
     write_text(path, str(card))
 
 
-def deployment_card(repo_id: str, model_id: str, scheme: str) -> ModelCard:
-    """Return the card of a repository that holds the deployment checkpoint of the model in `model_id`."""
-    return ModelCard(_render("deployment_card.md.jinja", repo_id=repo_id, model_id=model_id, scheme=scheme))
-
-
 def hub_dataset(name: str | None) -> str | None:
     """Return the name if it can be that of a data set on the Hub (OWNER/NAME and no existing path), or None."""
     return name if name and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).exists() else None
-
-
-def with_results(known: Sequence[EvalResult] | None, new: Sequence[EvalResult]) -> list[EvalResult]:
-    """Return results in which new ones replace those of the same metric, data set and scheme."""
-    replaced = {(result.unique_identifier, result.metric_name) for result in new}
-    kept = [result for result in known or () if (result.unique_identifier, result.metric_name) not in replaced]
-    return [*kept, *new]
 
 
 def constraint_settings(args: Any) -> dict[str, Any]:
@@ -194,13 +175,6 @@ def _render(template: str, **facts: Any) -> str:
     return environment.get_template(template).render(facts)
 
 
-def _serving(folder: Path, repo_id: str, deployment_id: str | None) -> str:
-    """Return Markdown that says how to serve the deployment checkpoint; an empty text if there is none."""
-    if deployment_id is None and not (folder / runs.DEPLOYMENT_FOLDER / "config.json").is_file():
-        return ""
-    return _render("serving.md.jinja", repo_id=repo_id, deployment_id=deployment_id, folder=runs.DEPLOYMENT_FOLDER)
-
-
 def _measured(folder: Path, args: Any, summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Return reward, discrepancy and λ at two named times, from the summary, or else from the history."""
     if summary:
@@ -211,27 +185,6 @@ def _measured(folder: Path, args: Any, summary: Mapping[str, Any]) -> list[tuple
     names = {"reward": "reward", "discrepancy": "discrepancy/mean", "lambda": "lagrangian/lambda"}
     ends = [rows[0], rows[-1]] if rows else []
     return [(f"step {row['step']}", {name: row.get(key) for name, key in names.items()}) for row in ends]
-
-
-def _held_out_results(after: Mapping[str, Any], dataset_name: str | None, scheme: str | None) -> list[EvalResult]:
-    if dataset_name is None or after.get("greedy") is None:
-        return []
-    kinds = {
-        "greedy": ("reward", "mean reward of greedy completions"),
-        "discrepancy": ("discrepancy", "mean discrepancy"),
-    }
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=dataset_name,
-            dataset_name=f"{dataset_name}, held out",
-            metric_type=kind,
-            metric_name=f"{label}, {scheme}" if scheme else label,
-            metric_value=float(f"{after[key]:.4g}"),
-        )
-        for key, (kind, label) in kinds.items()
-        if after.get(key) is not None
-    ]
 
 
 def _set_card_aside(path: Path) -> ModelCardData:

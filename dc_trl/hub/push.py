@@ -1,4 +1,4 @@
-"""Pushes a run to the Hub: which files to which repositories, and what an error of the Hub means.
+"""Pushes a run to the Hub: which files, and what an error of the Hub means.
 
 transformers pushes whatever lies in the output directory except checkpoints: logs, pickles, and files of the user.
 [`HubClient`] takes the place of its client and sends the files that [`run_files`] lists by name. None of them is a
@@ -23,10 +23,9 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig, HubDeployment
-from ..files import write_text
 from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, SUMMARY_FILE
 from ..version import __version__
-from .card import CARD_FILE, address_card, deployment_card, load_card
+from .card import CARD_FILE, address_card, load_card
 from .local_paths import local_base, shared_text
 
 
@@ -72,28 +71,20 @@ class HubClient:
 
     Args:
         api: client of the Hub, with a token that may write. Its jobs in the background run one after the other.
-        deployment: where the deployment checkpoint goes: `"subfolder"` `deployment/`, a second `"repository"` (named
-            by the scheme), or `"none"`.
-        scheme: deployment scheme; needed for a second repository.
+        deployment: where the deployment checkpoint goes: `"subfolder"` `deployment/`, or `"none"`.
         revision: branch to push to, which is created if it is missing; by default the main one.
         base_model: Hub id of the model that an adapter adapts, if it was loaded from a directory.
     """
 
     api: HfApi
     deployment: HubDeployment
-    scheme: str | None
     revision: str | None
     base_model: str | None = None
 
     @classmethod
     def of(cls, args: DCGRPOConfig) -> "HubClient":
         """Return the client that the settings of a run describe."""
-        api, base_model = hub_api(args.hub_token), args.hub_base_model_id
-        return cls(api, args.hub_deployment, args.deployment_scheme, args.hub_revision, base_model)
-
-    def second_repository(self, repo_id: str | None) -> str | None:
-        """Return the repository of the deployment checkpoint; None if it has none of its own or has no name yet."""
-        return f"{repo_id}-{self.scheme}" if repo_id is not None and self.deployment == "repository" else None
+        return cls(hub_api(args.hub_token), args.hub_deployment, args.hub_revision, args.hub_base_model_id)
 
     @contextmanager
     def pushing(self, args: TrainingArguments, deployment: bool = True) -> Iterator[None]:
@@ -115,7 +106,7 @@ class HubClient:
     def create_repo(
         self, repo_id: str, *, token: str | None = None, private: bool | None = None, exist_ok: bool = True
     ) -> RepoUrl:
-        """Create missing repositories and the missing branch of a run, and check that they accept a push.
+        """Create the missing repository and branch of a run, and check that it accepts a push.
 
         Raises:
             HubError: there is no token, or it may not write there, or the Hub cannot be reached.
@@ -126,8 +117,6 @@ class HubClient:
             self.api.auth_check(url.repo_id, token=token, write=True)
             if self.revision is not None:
                 self.api.create_branch(url.repo_id, branch=self.revision, token=token, exist_ok=True)
-        if (second := self.second_repository(url.repo_id)) is not None:
-            replace(self, deployment="none").create_repo(second, token=token, private=private)
         return url
 
     def upload_folder(
@@ -189,24 +178,13 @@ class HubClient:
                     added[prefix + name] = folder / name if text is None else text.encode()
                 there = self.api.list_repo_files(repo_id, revision=revision, token=token)
                 old = [name for name in filter_repo_objects(there, allow_patterns=replaced) if name not in added]
-                commit = self.api.create_commit(
+                return self.api.create_commit(
                     repo_id,
                     [*map(CommitOperationDelete, old), *(CommitOperationAdd(*each) for each in added.items())],
                     commit_message=commit_message,
                     revision=revision,
                     token=token,
                 )
-            if (second := self.second_repository(repo_id)) is not None:
-                served = folder / DEPLOYMENT_FOLDER
-                write_text(served / CARD_FILE, str(deployment_card(second, repo_id, str(self.scheme))))
-                replace(self, deployment="none").upload_folder(
-                    repo_id=second,
-                    folder_path=served,
-                    commit_message=commit_message,
-                    revision=revision,
-                    token=token,
-                )
-            return commit
 
         if not run_as_future:
             return send()
@@ -225,7 +203,6 @@ def push_run(
     repo_id: str,
     *,
     deployment: HubDeployment = "subfolder",
-    scheme: str | None = None,
     private: bool | None = None,
     revision: str | None = None,
     base_model: str | None = None,
@@ -236,29 +213,24 @@ def push_run(
     Args:
         folder: output directory of the run.
         repo_id: repository, which is created if it is missing.
-        deployment, scheme, revision, base_model: see [`HubClient`].
-        private: whether new repositories are private; by default as the account has it.
+        deployment, revision, base_model: see [`HubClient`].
+        private: whether a new repository is private; by default as the account has it.
         token: see [`hub_api`]; it must have write access.
 
     Returns:
         The address of the commit.
 
     Raises:
-        ValueError: `folder` holds no model, or no deployment checkpoint for a second repository.
+        ValueError: `folder` holds no model.
         HubError: the Hub refused or could not be reached.
     """
     folder = Path(folder)
     if not (folder / CARD_FILE).is_file() or not any(file.endswith(".safetensors") for file in run_files(folder)):
         raise ValueError(f"{str(folder)!r} holds no model with its {CARD_FILE}: give the output directory of a run.")
     load_card(folder / CARD_FILE)  # before anything is created on the Hub
-    if deployment == "repository" and (scheme is None or not (folder / DEPLOYMENT_FOLDER).is_dir()):
-        raise ValueError(
-            f"hub_deployment='repository' pushes {str(folder / DEPLOYMENT_FOLDER)!r} to a second repository that is "
-            f"named by deployment_scheme={scheme!r}: give both, or hub_deployment='subfolder'."
-        )
-    client = HubClient(hub_api(token), deployment, scheme, revision, base_model)
+    client = HubClient(hub_api(token), deployment, revision, base_model)
     repo_id = client.create_repo(repo_id, private=private).repo_id
-    address_card(folder / CARD_FILE, repo_id, client.second_repository(repo_id), base_model)
+    address_card(folder / CARD_FILE, repo_id, base_model)
     commit = client.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Push of a finished run")
     assert isinstance(commit, CommitInfo)
     return commit.commit_url
@@ -266,8 +238,7 @@ def push_run(
 
 def push_command(args: DCGRPOConfig, repo_id: str) -> str:
     """Return the command that pushes a run of these settings later, by [`push_run`]."""
-    values = {"--scheme": args.deployment_scheme, "--revision": args.hub_revision}
-    values["--base_model"] = args.hub_base_model_id
+    values = {"--revision": args.hub_revision, "--base_model": args.hub_base_model_id}
     words = ["--deployment", args.hub_deployment, *(["--private"] if args.hub_private_repo else [])]
     words += [word for name, value in values.items() if value is not None for word in (name, value)]
     return shlex.join(["dc-trl", "push", args.output_dir, "--repo_id", repo_id, *words])

@@ -309,11 +309,6 @@ RULES = (
     ),
     *(_budget_rule(name, applies) for name, applies in MEANS_OF_MICRO_BATCHES.items()),
     Rule(
-        lambda c: c.hub_deployment == "repository" and c.deployment_scheme is None,
-        "hub_deployment='repository' names the second repository by deployment_scheme, which is not set: set "
-        "deployment_scheme (for example 'bf16') or hub_deployment='subfolder'.",
-    ),
-    Rule(
         lambda c: c.deployment_scheme is not None and c.use_transformers_continuous_batching and not c.use_vllm,
         "deployment_scheme={c.deployment_scheme!r} samples from the in-process replica and contradicts "
         "use_transformers_continuous_batching=True: set one of the two.",

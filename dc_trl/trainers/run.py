@@ -290,7 +290,7 @@ class RunTrainer(SamplingTrainer):
         """Write README.md into the output directory, from our own template and not TRL's."""
         if self.is_world_process_zero():
             tags = (*self.tag_names, *([tags] if isinstance(tags, str) else tags or ()))
-            write_run_card(self, self._hub.second_repository(self.hub_model_id), model_name, dataset_name, tags)
+            write_run_card(self, model_name, dataset_name, tags)
 
 
 def _keeps_history(callback: Any) -> bool:

@@ -67,7 +67,7 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     PartialState().print(line)
     with PartialState().local_main_process_first():  # only one process of a machine downloads
         samples, limit = data.eval_benchmark_samples, data.eval_benchmark_limit
-        benchmarks = [Benchmark.parse(word, samples=samples, limit=limit) for word in data.eval_benchmarks]
+        benchmarks = [Benchmark.load(word, samples=samples, limit=limit) for word in data.eval_benchmarks]
     if data.eval_greedy and args.eval_strategy == "no":
         raise ValueError(
             "eval_greedy=True measures at evaluations, and eval_strategy='no' has none: set eval_strategy='steps'."

@@ -87,7 +87,7 @@ def load_data(
     if data.dataset_name == "dapo":
         with PartialState().local_main_process_first():  # only one process of a machine downloads
             benchmarks = {name: load_benchmark(name) for name in PUBLISHED}
-            rows, _ = load_dapo()
+            rows = load_dapo()
         rows, report = clean(rows, benchmarks)
         if PartialState().is_main_process:
             report.print()
@@ -123,7 +123,7 @@ def draw_prompts(
         benchmark: "NAME" or "NAME=FILE", used in place of the data set.
     """
     if benchmark is not None:
-        source = Benchmark.parse(benchmark)
+        source = Benchmark.load(benchmark)
         every = [make_prompt(problem, tokenizer, source.instruction) for problem in source.rows["problem"]]
         if data.max_prompt_length is not None:
             every = [prompt for prompt in every if prompt_length(prompt, tokenizer) <= data.max_prompt_length]
