@@ -152,7 +152,7 @@ def test_writers_replace_or_refuse(tmp_path, kind):
 
 # Calls that open a file for writing by its name, beside those of files.py; each in a folder that was just made.
 ALLOWED = {
-    "report/html.py": "a figure into memory",
+    "report/run_report.py": "a figure into memory",
     "report/figures.py": "a figure into memory",
     "rollouts/buffer.py": "within a checkpoint that is being made",
     "rollouts/background.py": "within a checkpoint that is being made",

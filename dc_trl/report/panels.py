@@ -64,15 +64,19 @@ class Panel(NamedTuple):
 
 def panels_of(run: Run) -> list[Panel]:
     """Return the panels for which the run has a value, in the order of the page."""
-    benchmarks = [_benchmark_panel(*found.groups()) for found in benchmark_metrics(run)]
+    benchmarks = [
+        _evaluation_panel(label, f"{label}, answered by the deployed policy:", metric)
+        for label, metric in benchmark_metrics(run).items()
+    ]
     panels = [REWARD, _GREEDY, _HELD_OUT, *benchmarks, DISCREPANCY, MULTIPLIER, *_MISMATCH, *_COURSE_OF_TRAINING]
     return [panel for panel in panels if run.series(panel.metric).steps]
 
 
-def benchmark_metrics(run: Run) -> list[re.Match[str]]:
-    """Return matches of the names `eval_BENCHMARK/avg@k` in the history, in order, with both parts as groups."""
+def benchmark_metrics(run: Run) -> dict[str, str]:
+    """Return the metrics `eval_BENCHMARK/avg@k` of the history by "BENCHMARK avg@k", in order."""
     names = sorted({name for row in run.history for name in row})
-    return [found for name in names if (found := re.fullmatch(r"eval_(.+)/(avg@\d+)", name))]
+    found = [re.fullmatch(r"eval_(.+)/(avg@\d+)", name) for name in names]
+    return {" ".join(match.groups()): match[0] for match in found if match is not None}
 
 
 def plot_run(history: Sequence[Mapping[str, Any]], path: str | Path, title: str = "") -> None:
@@ -88,14 +92,13 @@ def plot_run(history: Sequence[Mapping[str, Any]], path: str | Path, title: str 
     run = Run("", history)
     decays = any(name.startswith("length_decay/") for row in history for name in row)
     panels = [REWARD, DISCREPANCY, MULTIPLIER, *((_LENGTH, _LEARNING_RATE) if decays else ())]
+    panels = [panel for panel in panels if panel is REWARD or run.series(panel.metric).steps]
     figure, all_axes = new_figure(len(panels), width=7.2, height=2.0, share_x=True)
     if title:
         figure.suptitle(title, fontsize=11, color=INK).set_parse_math(False)
     for panel, axes in zip(panels, all_axes, strict=True):
         panel.draw_into(axes, run)
         axes.set_ylabel(panel.label)
-    if not run.series(MULTIPLIER.metric).steps:
-        all_axes[2].text(0.5, 0.5, "no constraint", transform=all_axes[2].transAxes, ha="center", color=MUTED)
     all_axes[-1].set_xlabel("optimizer step")
     figure.align_ylabels()
     save_figure(figure, path)
@@ -166,11 +169,6 @@ def _evaluation_panel(label: str, caption: str, metric: str) -> Panel:
         axes.errorbar(*series, bars, color=INK, linewidth=1.6, marker="o", markersize=5, capsize=3)
 
     return Panel(_OUTCOME, label, f"{caption} ± standard error over problems.", metric, draw)
-
-
-def _benchmark_panel(benchmark: str, average: str) -> Panel:
-    caption = f"{benchmark}, answered by the deployed policy: {average}"
-    return _evaluation_panel(f"{benchmark} {average}", caption, f"eval_{benchmark}/{average}")
 
 
 REWARD = Panel(_OUTCOME, "mean reward", "Mean reward of the rollouts.", "reward")

@@ -1,17 +1,43 @@
-"""The report of one run: a self-contained page."""
+"""The report of one run: an HTML page without scripts, requests and fonts from elsewhere."""
 
+import base64
+import io
+import re
 from collections import defaultdict
 from os import PathLike
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..files import make_folder, write_text
 from ..records.runs import Run, read_run
 from ..records.samples import three_moments
 from ..records.verdict import verdict_of
 from ..version import __version__
-from .html import image_source, page_html
 from .panels import panels_of
 from .tables import facts_table, outcome_table, settings_table, time_table
+
+
+_DPI = 220  # sharp in print
+
+
+def _valid(value: Any) -> Any:
+    """Replace control characters, which HTML does not allow even where they are escaped."""
+    if not isinstance(value, str):
+        return value
+    return type(value)(re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", value))
+
+
+_TEMPLATES = Environment(
+    loader=PackageLoader("dc_trl.report"),
+    autoescape=True,
+    finalize=_valid,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
 
 
 def write_report(run_dir: str | PathLike[str], path: str | PathLike[str], title: str | None = None) -> Path:
@@ -34,7 +60,7 @@ def write_report(run_dir: str | PathLike[str], path: str | PathLike[str], title:
     if page_path.suffix != ".html":
         raise ValueError(f"output='{page_path}' is no page: give a file whose name ends in .html.")
     run = read_run(run_dir)
-    page = page_html(
+    page = _TEMPLATES.get_template("page.html").render(
         title=title or f"Run {run.name}",
         subtitle=f"dc_trl {__version__}",
         verdict=" ".join(verdict_of(run).lines),
@@ -54,6 +80,10 @@ def _sections(run: Run) -> dict[str, list[dict[str, str]]]:
     for panel in panels_of(run):
         left_out = run.not_finite(panel.metric)
         note = f" Not drawn because NaN or infinite: {left_out} values." if left_out else ""
-        figure = {"source": image_source(panel.figure(run)), "alt": panel.text(run), "caption": panel.caption + note}
+        file = io.BytesIO()
+        # Without a background: in dark mode the browser inverts its lightness and keeps its hues.
+        panel.figure(run).savefig(file, format="png", dpi=_DPI, transparent=True)
+        source = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        figure = {"source": source, "alt": panel.text(run), "caption": panel.caption + note}
         sections[panel.section].append(figure)
     return sections

@@ -57,12 +57,15 @@ def start_facts(starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 def outcome_table(run: Run) -> Table:
     """Return what the run measured first and last. Rewards and benchmarks have the units of the figures."""
     held_out = "eval_discrepancy/mean"
-    metrics = [("greedy reward", GREEDY), ("sampled reward", "eval_reward")]
-    metrics += [(" ".join(found.groups()), found[0]) for found in benchmark_metrics(run)]
-    metrics.append(("discrepancy δ̄", held_out if run.series(held_out).steps else "discrepancy/mean"))
-    metrics.append(("multiplier λ", "lagrangian/lambda"))
+    metrics = {
+        "greedy reward": GREEDY,
+        "sampled reward": "eval_reward",
+        **benchmark_metrics(run),
+        "discrepancy δ̄": held_out if run.series(held_out).steps else "discrepancy/mean",
+        "multiplier λ": "lagrangian/lambda",
+    }
     rows = []
-    for label, metric in metrics:
+    for label, metric in metrics.items():
         series, errors = run.series(metric), run.series(f"{metric}_se").by_step()
         values = [_measured(value, errors.get(step)) for step, value in zip(*series, strict=True)]
         if values:
