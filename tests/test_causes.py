@@ -20,6 +20,7 @@ from dc_trl.calibration.rollouts import sample_rollouts
 from dc_trl.calibration.settings import CalibrationSettings
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.records.estimators import Estimate
+from dc_trl.records.results import read_result
 from dc_trl.rollouts.engines import EngineSpec
 from dc_trl.serving.fit import schemes_of
 
@@ -192,7 +193,7 @@ def script(monkeypatch, tmp_path):
         monkeypatch.chdir(ROOT)
         monkeypatch.setattr(sys, "argv", ["calibrate.py", *command.split(), *words])
         module.main()
-        return Calibration.load(tmp_path / "out" / "calibration.json").engines
+        return read_result(Calibration, tmp_path / "out" / "calibration.json", "calibration").engines
 
     return run
 
@@ -207,6 +208,6 @@ def test_script_splits_and_fails_above_a_bound(script, tmp_path, capsys):
         script("--engine", "replica:fp8", "--no_split", "--fail_above", "1e-6")
     delta = engine.estimates["discrepancy"].value
     assert stop.value.code.startswith(f"failed: δ̄ is above --fail_above 1e-06 for replica:fp8: {delta:.3g} [")
-    assert Calibration.load(tmp_path / "out" / "calibration.json").engines[0].diagnosis is None
+    assert read_result(Calibration, tmp_path / "out" / "calibration.json", "calibration").engines[0].diagnosis is None
     with pytest.raises(SystemExit, match="fail_above=-1"):
         script("--engine", "replica:fp8", "--fail_above", "-1")

@@ -4,7 +4,7 @@ import os
 from typing import Any, NamedTuple
 
 from ..records.estimators import Estimate
-from ..records.results import read_result, write_result
+from ..records.results import write_result
 
 
 CALIBRATION_FILE = "calibration.json"
@@ -85,12 +85,3 @@ class Calibration(NamedTuple):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the calibration as JSON; numbers that are not finite become null."""
         write_result(self, path, indent=1)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Calibration":
-        """Read what `save` wrote, also in an earlier version; null becomes NaN.
-
-        Raises:
-            ValueError: there is no such file, or it holds no calibration.
-        """
-        return read_result(cls, path, "calibration", null_is_nan=True)
