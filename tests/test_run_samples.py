@@ -17,6 +17,7 @@ from dc_trl.hub.push import run_files
 from dc_trl.records.runs import read_run
 from dc_trl.records.samples import (
     MOST_MOMENTS,
+    Moment,
     Sample,
     SampleRecord,
     choose_samples,
@@ -92,6 +93,13 @@ def test_a_resumed_record_drops_what_is_made_again(tmp_path):
         (2, "before"),
         (3, "after"),
     ]
+
+
+def test_the_file_of_an_earlier_version_is_read(tmp_path):
+    sample = {"which": "first", "prompt": "p", "completion": "c", "reward": 0.5}
+    moments = [{"log": 0, "step": 3, "samples": [sample]}]  # it counted the logs
+    (tmp_path / "completions.json").write_text(json.dumps({"moments": moments}))
+    assert read_samples(tmp_path) == [Moment(3, [Sample("first", "p", "c", 0.5)])]
 
 
 def test_messages_and_long_texts_are_readable():
