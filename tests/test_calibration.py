@@ -14,12 +14,12 @@ import torch
 from trl import GRPOTrainer
 
 from dc_trl.calibration import Calibration, calibrate, mismatch
-from dc_trl.calibration.figures import label
-from dc_trl.calibration.mismatch import batch_tolerance, compare_engines, measure_engine
-from dc_trl.calibration.page import difference_table, report_page
+from dc_trl.calibration.mismatch import batch_tolerance, measure_engine
+from dc_trl.calibration.result import label
 from dc_trl.calibration.rollouts import EngineSample, Rollout, sample_rollouts
 from dc_trl.calibration.scoring import train_logps
 from dc_trl.calibration.settings import CalibrationSettings
+from dc_trl.records.results import read_result
 from dc_trl.rollouts.engines import EngineSpec
 from dc_trl.rollouts.replica import Replica
 from dc_trl.training.problems import DataArguments, draw_prompts
@@ -79,7 +79,7 @@ def test_counts_and_means_are_those_of_plain_loops(measured):
     assert result.estimates["k3_kl"].value == pytest.approx(
         statistics.fmean(math.exp(a - b) - (a - b) - 1 for *_, a, b in tokens), rel=1e-5
     )
-    for name in ("kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff"):
+    for name in ("k3_kl", "log_ppl_abs_diff"):
         assert result.estimates[name].value == pytest.approx(result.metrics[name], rel=1e-9), name
     assert result.maximum == max(delta)
     assert result.percentiles["90"] == pytest.approx(statistics.quantiles(delta, n=10, method="inclusive")[-1])
@@ -109,48 +109,12 @@ def test_token_reduction_and_other_measures():
         assert result.estimates["discrepancy"].value == pytest.approx(statistics.fmean(delta)), name
 
 
-def test_identical_engines_have_no_discrepancy_and_differ_by_nothing():
+def test_identical_engines_have_no_discrepancy():
     rollouts, _ = random_rollouts()
     train = [torch.tensor(rollout.logps, dtype=torch.float64) for rollout in rollouts]
     result = measure("fp8", rollouts, train)
     assert result.maximum == 0 == result.tolerance.value == result.tolerance.high
     assert result.metrics["ess"] == 1
-    difference = compare_engines(result, result)
-    assert (difference.value, difference.low, difference.high, difference.p_value) == (0, 0, 0, 1)
-
-
-def test_difference_of_engines_is_paired_by_prompt():
-    """Prompts that differ a lot from one another do not hide a small difference that all of them have."""
-    small, large = [], []
-    for prompt in range(40):
-        level = 0.001 * 1.1**prompt
-        for engine, factor in ((small, 1.0), (large, 1.1)):
-            engine.append((Rollout(prompt, [50] * 2, [math.log(0.5)] * 2, False), math.log(0.5 - factor * level)))
-    first, second = (
-        measure(name, [r for r, _ in rows], [torch.full((2,), a) for _, a in rows], 40)
-        for name, rows in (("bf16", small), ("fp8", large))
-    )
-    assert first.estimates["discrepancy"].high > second.estimates["discrepancy"].low
-    difference = compare_engines(first, second)
-    assert difference.value == pytest.approx(0.1 * first.estimates["discrepancy"].value, rel=1e-3)
-    assert difference.low > 0
-    assert difference.p_value < 0.05
-    assert compare_engines(second, first).value == pytest.approx(-difference.value)
-
-
-def test_engines_that_differ_by_the_same_on_every_prompt_have_no_p_value(tmp_path):
-    rollouts = [Rollout(prompt, [50], [math.log(0.5)], False) for prompt in range(4)]
-    first, second = (
-        measure(name, rollouts, [torch.tensor([math.log(p)])] * 4) for name, p in (("bf16", 0.49), ("fp8", 0.45))
-    )
-    difference = compare_engines(first, second)
-    assert difference.value == pytest.approx(0.04, rel=1e-6)
-    assert difference.p_value is None
-    calibration = Calibration({"model": "m"}, [first, second], {"fp8": difference})
-    assert difference_table(calibration)[1] == [["vLLM fp8", "+0.04", "–", "–", "not shown to differ"]]
-    calibration.save(tmp_path / "a.json")
-    assert json.loads((tmp_path / "a.json").read_text())["differences"]["fp8"]["p_value"] is None
-    assert Calibration.load(tmp_path / "a.json").differences == {"fp8": difference}
 
 
 def test_tolerance_by_hand():
@@ -186,22 +150,6 @@ def test_interval_of_the_tolerance_is_the_rule_applied_to_resampled_prompts(monk
     tolerances = [proposed(numerators[draw], denominators[draw]) for draw in draws]
     assert [found.low, found.high] == pytest.approx(np.quantile(tolerances, [0.025, 0.975]).tolist())
     assert found.value == pytest.approx(proposed(numerators, denominators))
-
-
-@pytest.mark.parametrize(("prompts", "batch_prompts"), [(8, 8), (64, 16)])
-def test_one_healthy_batch_in_forty_is_above_the_tolerance(monkeypatch, prompts, batch_prompts):
-    """Of calibrations with few prompts too: 1,500 of them, each with the next batch of its run; 2.5 % ± 0.4 %.
-
-    Mean plus 1.96 deviations of the drawn batches: 12 % and 4.4 %.
-    """
-    monkeypatch.setattr(mismatch, "RESAMPLES", 2)
-    monkeypatch.setattr(mismatch, "BATCHES", 300)
-    rng = np.random.default_rng(0)
-    above = 0
-    for seed in range(1500):
-        tolerance = batch_tolerance(rng.normal(0.002, 0.0005, prompts), np.ones(prompts), batch_prompts, seed)
-        above += rng.normal(0.002, 0.0005, batch_prompts).mean() > tolerance.value
-    assert 0.010 < above / 1500 < 0.040
 
 
 def test_too_few_prompts_with_log_probabilities():
@@ -300,24 +248,19 @@ def test_wrong_arguments_are_refused(tokenizer, changed, message):
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
-def test_saved_and_loaded_it_is_the_same(measured, tmp_path):
-    result = measured[2]
-    calibration = Calibration({"model": "m", "versions": {"torch": "2"}}, [result], {})
-    calibration.save(tmp_path / "a.json")
+def test_saved_it_is_valid_json(measured, tmp_path):
+    result = measured[2]._replace(maximum=math.nan)
+    Calibration({"model": "m"}, [result]).save(tmp_path / "a.json")
     text = (tmp_path / "a.json").read_text()
     assert "NaN" not in text
-    loaded = Calibration.load(tmp_path / "a.json")
-    loaded.save(tmp_path / "b.json")
-    assert (tmp_path / "b.json").read_text() == text
-    assert loaded == calibration
-    tree = json.loads(text)
-    tree["engines"][0]["histogram"] = [1, 2]  # as earlier versions wrote
-    (tmp_path / "b.json").write_text(json.dumps(tree))
-    assert Calibration.load(tmp_path / "b.json") == calibration
-    for wrong in ("{}", "nothing", '{"settings": {}, "engines": [{}], "differences": {}}'):
-        (tmp_path / "c.json").write_text(wrong)
-        with pytest.raises(ValueError, match="holds no calibration"):
-            Calibration.load(tmp_path / "c.json")
+    (engine,) = json.loads(text)["engines"]
+    assert engine["maximum"] is None
+    assert engine["estimates"]["delta"]["value"] == result.estimates["delta"].value
+
+
+def saved(output):
+    """The calibration in a directory."""
+    return read_result(Calibration, output / "calibration.json", "calibration")
 
 
 @pytest.fixture
@@ -335,11 +278,11 @@ def script(monkeypatch):
     return run
 
 
-def test_script_writes_a_page_that_needs_nothing_else(script, tmp_path, capsys):
+def test_script_prints_and_keeps_what_it_measured(script, tmp_path, capsys):
     output = tmp_path / "out"
     script("--engine", "replica:fp8", "replica:bf16", output=output)
     shown = capsys.readouterr().out
-    calibration = Calibration.load(output / "calibration.json")
+    calibration = saved(output)
     for engine in calibration.engines:
         assert engine.tolerance.config_line in shown
         assert label(engine.engine) in shown
@@ -347,25 +290,15 @@ def test_script_writes_a_page_that_needs_nothing_else(script, tmp_path, capsys):
     fp8, bf16 = calibration.engines
     assert bf16.metrics["k3_kl"] < fp8.metrics["k3_kl"]
     assert bf16.estimates["discrepancy"].value < fp8.estimates["discrepancy"].value
-    assert calibration.differences["replica:bf16"].value < 0
-    assert "t·√(1 + 64/8) standard deviations" in shown
-    assert "Student's t with 7 degrees of freedom" in shown
     assert calibration.settings["prompts_from"] == "arithmetic"
-    page = (output / "report.html").read_text()
-    assert page == report_page(calibration).html()
-    sources = re.findall(r"""(?:src|href)\s*=\s*["']([^"']*)""", page)
-    assert len(sources) == 3
-    assert all(source.startswith("data:image/") for source in sources)
-    assert not re.search(r"https?://|@import|<script|url\(", re.sub(r'src="data:[^"]*"', "", page))
-    for name in ("probabilities", "split"):
-        assert (output / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert (output / "probabilities.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit) as stop:
         script("--engine", "replica:fp8", output=output)
     assert "holds a calibration already" in stop.value.code
     assert "--overwrite" in stop.value.code
-    assert (output / "report.html").read_text() == page
+    assert saved(output) == calibration
     script("--engine", "replica:int8", "--overwrite", output=output)
-    assert [engine.engine for engine in Calibration.load(output / "calibration.json").engines] == ["replica:int8"]
+    assert [engine.engine for engine in saved(output).engines] == ["replica:int8"]
 
 
 def test_prompts_are_drawn_from_files_and_benchmarks(tmp_path, tokenizer, capsys):
@@ -390,9 +323,7 @@ def test_prompts_are_drawn_from_files_and_benchmarks(tmp_path, tokenizer, capsys
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompts": 1}, "prompts=1"),
         ({"dataset_name": "missing.jsonl"}, "missing.jsonl"),
-        ({"temperature": 0}, "temperature=0.0"),
         ({"model": "no/such/model"}, "no/such/model"),
         ({"device": "nope"}, "device='nope' cannot be used"),
         ({"chat_template_kwargs": "[1]"}, "chat_template_kwargs='[1]' is no JSON object"),
@@ -410,7 +341,7 @@ def test_script_refuses_wrong_input(script, tmp_path, options, message):
 @requires_vllm
 def test_script_measures_a_running_fp8_server(script, tmp_path, fp8_server, capsys):
     script("--engine", fp8_server.url, "replica:bf16", output=tmp_path / "out", prompts=16)
-    server, replica = Calibration.load(tmp_path / "out" / "calibration.json").engines
+    server, replica = saved(tmp_path / "out").engines
     assert server.engine == fp8_server.url
     assert "Fp8" in server.precision
     assert (server.completions, server.unscored) == (32, 0)
@@ -425,7 +356,7 @@ def test_script_measures_a_running_fp8_server(script, tmp_path, fp8_server, caps
     assert server.diagnosis.scheme in ("fp8", "fp8_block")
     assert split.unexplained.value > 0.5 * split.whole.value
     script("--engine", fp8_server.url, "--overwrite", output=tmp_path / "out", prompts=16, train_dtype="mixed")
-    (server,) = Calibration.load(tmp_path / "out" / "calibration.json").engines
+    (server,) = saved(tmp_path / "out").engines
     split = server.diagnosis.split
     assert server.diagnosis.scheme == "fp8"
     assert split.unexplained.value < 0.2 * split.whole.value

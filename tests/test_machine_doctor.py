@@ -1,6 +1,5 @@
 """dc-trl doctor: what fails, hangs or is missing does not stop the rest, and the block holds nothing private."""
 
-import json
 import os
 import re
 import signal
@@ -8,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -21,14 +19,12 @@ from dc_trl.doctor import run, smoke
 from dc_trl.doctor.block import block, bottom_line, facts, publishable
 from dc_trl.doctor.run import (
     DEFAULT_SCHEMES,
-    NO_VLLM,
     REPLICA_SCHEMES,
     SERVED_SCHEMES,
     Check,
     LeftOut,
     Result,
     Setup,
-    one_gpu,
     plan_checks,
     run_checks,
 )
@@ -112,12 +108,12 @@ def test_the_block_says_what_works_what_failed_and_what_was_left_out():
         Result("device", "passed", 3.0),
         Result("step:fp8", "passed", 3.0),
         Result("server:fp8", "failed", 41.5, "ServerError: no kernel", {"vLLM": "0.31.0"}),
-        Result("server:int8", "left out", reason=NO_VLLM),
+        Result("server:int8", "left out", reason="no time was left"),
     ]
     shown = block(results, facts(), "runs/doctor.log")
     assert re.search(r"^packages: dc_trl .*torch \d", shown, re.MULTILINE)
     assert re.search(r"^server:fp8 +failed +41\.5 +ServerError: no kernel; vLLM 0\.31\.0$", shown, re.MULTILINE)
-    assert re.search(rf"^server:int8 +left out +0\.0 +{re.escape(NO_VLLM)}$", shown, re.MULTILINE)
+    assert re.search(r"^server:int8 +left out +0\.0 +no time was left$", shown, re.MULTILINE)
     assert bottom_line(results) in shown
     assert bottom_line(results) == (
         "bottom line: trains with the replica in fp8; trains with a vLLM server in no scheme; failed: server:fp8"
@@ -173,20 +169,6 @@ def test_a_scheme_that_the_shapes_do_not_allow_is_left_out(tmp_path, tokenizer):
         found_by(smoke.step, "fp8_block", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("asked", "visible", "seen"),
-    [("cuda:1", "4,7", ("cuda", "7")), ("cuda:1", None, ("cuda", "1")), (None, "GPU-a,GPU-b", (None, "GPU-a"))],
-)
-def test_of_several_gpus_a_training_sees_one(monkeypatch, asked, visible, seen):
-    """Else transformers trains on all of them, by torch's DataParallel."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    setup, variables = one_gpu(Setup("m", asked, "log"))
-    assert (setup.device, variables["CUDA_VISIBLE_DEVICES"]) == seen
-    assert one_gpu(Setup("m", "cpu", "log")) == (Setup("m", "cpu", "log"), {})
-
-
 # --- what goes wrong
 
 
@@ -206,14 +188,12 @@ def at_root(monkeypatch, tmp_path):
 
 
 def test_what_raises_or_crashes_is_reported_and_the_rest_goes_on(at_root):
-    later = Check("later", "tests.doctor_probes:passes", 60, after="raises")
-    results = list(run_checks([*checks_of("raises", "is_killed", "exits"), later, *checks_of("passes")], at_root, 300))
-    assert [result.status for result in results] == ["failed", "failed", "failed", "left out", "passed"]
-    assert [result.reason for result in results[:4]] == [
+    results = list(run_checks(checks_of("raises", "is_killed", "exits", "passes"), at_root, 300))
+    assert [result.status for result in results] == ["failed", "failed", "failed", "passed"]
+    assert [result.reason for result in results[:3]] == [
         "LookupError: no kernel\nfor this, key=abcdefgh12345678",
         "its process was ended by SIGKILL",
         "its process was ended by exit code 3",
-        "it needs 'raises', which did not pass",
     ]
     assert [result.found for result in results[:3]] == [{"litter": "made"}, {"start": 8.0}, {}]
     log = Path(at_root.log).read_text()
@@ -246,7 +226,6 @@ def test_what_there_is_no_time_for_is_left_out(at_root):
     [
         ("--minutes 0", "minutes=0"),
         ("--log there", "log='there' exists already"),
-        ("--log new.log --json there", "json='there' exists already"),
     ],
 )
 def test_what_is_wrong_on_the_command_line_is_said_at_once(words, message, tmp_path, monkeypatch):
@@ -262,7 +241,7 @@ def test_what_is_wrong_on_the_command_line_is_said_at_once(words, message, tmp_p
 
 def doctor(folder, *words, python=sys.executable):
     """The script as a user starts it, in an empty directory."""
-    command = [python, "-m", "dc_trl", "doctor", "--log", "doctor.log", "--json", "doctor.json"]
+    command = [python, "-m", "dc_trl", "doctor", "--log", "doctor.log"]
     return subprocess.Popen(
         [*DEFAULT_SIGINT, *command, *words],
         cwd=folder,
@@ -273,23 +252,19 @@ def doctor(folder, *words, python=sys.executable):
     )
 
 
-def results_in(folder):
-    found = json.loads((folder / "doctor.json").read_text())["results"]
-    return {result["name"]: result for result in found}
+def statuses_in(shown):
+    """How each check ended, as the block says it."""
+    lines = re.finditer(r"^(\S+) +(passed|failed|left out)  ", shown.partition("```text")[2], re.MULTILINE)
+    return {line[1]: line[2] for line in lines}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_model_that_is_not_there_fails_and_the_machine_is_described(tmp_path):
-    process = doctor(tmp_path, "--model", "nowhere/at_all", "--schemes", "fp8", "int3")
+    process = doctor(tmp_path, "--model", "nowhere/at_all", "--schemes", "fp8", "int3", "--no_servers")
     shown, _ = process.communicate(timeout=500)
     assert process.returncode == 1
-    statuses = {name: result["status"] for name, result in results_in(tmp_path).items()}
-    assert statuses == {
-        "device": "passed",
-        **dict.fromkeys(("step:fp8", "step:int3"), "failed"),
-        **dict.fromkeys(("server:fp8", "server:int3"), "left out"),
-    }
+    assert statuses_in(shown) == {"device": "passed", "step:fp8": "failed", "step:int3": "failed"}
     assert "Traceback" in (tmp_path / "doctor.log").read_text()
     assert str(Path.home()) not in shown.partition("```text")[2]
 
@@ -316,7 +291,7 @@ def test_it_leaves_nothing_behind_when_it_is_stopped(tmp_path, how, monkeypatch)
     if how == signal.SIGINT:
         assert process.returncode == 130
         assert "stopped by Ctrl-C" in shown
-        assert results_in(tmp_path)["device"]["status"] == "passed"
+        assert statuses_in(shown)["device"] == "passed"
 
 
 @pytest.mark.long
@@ -325,7 +300,7 @@ def test_it_leaves_nothing_behind_when_it_is_stopped(tmp_path, how, monkeypatch)
 def test_a_real_server(at_root, tmp_path, monkeypatch):
     """vLLM is more exact than the format, and has the new weights after the first step."""
     (check,) = (check for check in plan_checks(["int8"]) if check.name == "server:int8")
-    (result,) = run_checks([replace(check, after=None)], Setup(str(TINY_MODEL), "cpu", at_root.log), 840)
+    (result,) = run_checks([check], Setup(str(TINY_MODEL), "cpu", at_root.log), 840)
     assert result.status == "passed", result
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     server, replica = result.found, found_by(smoke.step, "int8")

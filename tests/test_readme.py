@@ -121,7 +121,7 @@ def test_the_calibration(workplace):
     output = run([*the_command("calibrate"), "--prompts", "16", "--samples", "2"], workplace)
     assert "proposed ε" in output
     names = {path.name for path in (workplace / "runs" / "calibration").iterdir()}
-    assert names >= {"calibration.json", "report.html"}
+    assert names >= {"calibration.json", "probabilities.png"}
 
 
 @pytest.mark.long

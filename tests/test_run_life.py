@@ -18,7 +18,7 @@ from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 from dc_trl.hub.card import write_run_card
 from dc_trl.records.runs import read_run
 from dc_trl.records.tables import weighted_sum
-from dc_trl.report.tables import summary_table
+from dc_trl.report.tables import facts_table, outcome_table
 from dc_trl.resuming.manifest import write_manifest
 from dc_trl.trainers import progress
 from dc_trl.training.arguments import RunArguments
@@ -158,12 +158,12 @@ def test_a_reward_is_a_percentage_only_where_each_is_0_or_1(tmp_path, tokenizer,
         greedy = summary["after"]["greedy"]
         assert (f"{100 * greedy:.1f} ±" in printed) == share
         assert (f"{greedy:.3f} ±" in printed) != share
-        rows = dict(row for row in summary_table(read_run(folder))[1])
-        assert not rows["greedy reward after"].endswith(" %")  # the report has one unit for all rewards
+        measured = {row[0]: row[1:] for row in outcome_table(read_run(folder)).rows}
+        assert measured["greedy reward"][1].startswith(f"{greedy:.3f} ±")  # the report has one unit for all rewards
         if name == "mixed":
             words = "zero_or_one + 0.5·below_zero"
             assert f"greedy reward ({words}), " in printed
-            assert rows["reward functions"] == words
+            assert ["reward functions", words] in facts_table(read_run(folder)).rows
             write_run_card(trainer, None, None, [])
             assert f"{greedy:.3f} ±" in (folder / "README.md").read_text()
 

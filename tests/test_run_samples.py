@@ -17,6 +17,7 @@ from dc_trl.hub.push import run_files
 from dc_trl.records.runs import read_run
 from dc_trl.records.samples import (
     MOST_MOMENTS,
+    Moment,
     Sample,
     SampleRecord,
     choose_samples,
@@ -25,12 +26,13 @@ from dc_trl.records.samples import (
     shortened,
     three_moments,
 )
-from dc_trl.records.started import read_starts, start_facts
+from dc_trl.records.started import read_starts
 from dc_trl.report import write_report
+from dc_trl.report.tables import start_facts
 
 from . import helpers
 from .helpers import Rollouts, distinct_characters, make_prompts
-from .test_html import Reader, require_self_contained
+from .html_reader import Reader, require_self_contained
 from .test_report import make_run, row_of
 
 
@@ -42,7 +44,7 @@ def make_trainer(folder, **options):
     ("rewards", "expected"),
     [
         ([0.5, 1.0, 0.0], {"first": "a", "best": "b", "worst": "c"}),
-        ([1.0, 0.0, 1.0], {"first": "a", "best": "c", "worst": "b"}),  # of two that are best, the one not shown yet
+        ([1.0, 0.0, 1.0], {"first, best": "a", "worst": "b"}),
         ([2.0, 0.5, 1.0], {"first, best": "a", "worst": "b"}),
         ([math.nan, 0.5, 0.75], {"first": "a", "best": "c", "worst": "b"}),
         ([math.nan] * 3, {"first": "a"}),
@@ -93,6 +95,13 @@ def test_a_resumed_record_drops_what_is_made_again(tmp_path):
     ]
 
 
+def test_the_file_of_an_earlier_version_is_read(tmp_path):
+    sample = {"which": "first", "prompt": "p", "completion": "c", "reward": 0.5}
+    moments = [{"log": 0, "step": 3, "samples": [sample]}]  # it counted the logs
+    (tmp_path / "completions.json").write_text(json.dumps({"moments": moments}))
+    assert read_samples(tmp_path) == [Moment(3, [Sample("first", "p", "c", 0.5)])]
+
+
 def test_messages_and_long_texts_are_readable():
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     messages = [
@@ -100,7 +109,13 @@ def test_messages_and_long_texts_are_readable():
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "3"},
     ]
-    assert readable(messages) == ('user: [image]What?\nassistant: {"name": "add", "arguments": {"a": 1}}\ntool: 3')
+    assert readable(messages[2:]) == "tool: 3"
+    user, assistant, _ = readable(messages).splitlines()
+    assert json.loads(user.removeprefix("user: "))["content"] == [
+        {"type": "image", "image": "(object)"},
+        {"type": "text", "text": "What?"},
+    ]
+    assert json.loads(assistant.removeprefix("assistant: "))["tool_calls"] == [call]
     assert readable("as it is") == shortened("as it is") == "as it is"
     text = shortened("a" * 3000 + "b" * 3000)
     assert text.startswith("a" * 2000 + "\n")
@@ -157,12 +172,11 @@ def test_a_run_says_when_and_on_what_it_was_started(tmp_path):
 
 def test_facts_of_starts():
     old = {"date": "2026-01-02T23:30:00-01:00", "step": 0, "device": "A100", "processes": 8, "versions": {"trl": "1"}}
-    new = {"date": "2026-01-04T05:06:07+00:00", "step": 40, "device": "H100", "processes": 1, "versions": {"trl": "1"}}
-    assert start_facts([old]) == {"started": "2026-01-03 00:30 UTC", "hardware": "8 × A100", "trl version": "1"}
-    facts = start_facts([old, new, new | {"step": 50}])
-    assert facts["resumed"] == "2026-01-04 05:06 UTC, step 40\n2026-01-04 05:06 UTC, step 50"
-    assert facts["hardware"] == "8 × A100\nthen H100"
-    assert facts["trl version"] == "1"
+    new = {"date": "2026-01-04T05:06:07+00:00", "step": 40, "device": "H100", "processes": 1, "versions": {}}
+    assert start_facts([old, new]) == {
+        "started": "2026-01-03 00:30 UTC, 8 × A100, trl 1",
+        "resumed at step 40": "2026-01-04 05:06 UTC, H100",
+    }
     assert start_facts([]) == {}
 
 

@@ -55,5 +55,3 @@ def test_greedy_completions_are_measured_in_between_where_that_is_asked_for(tmp_
         greedy = run.series("eval_greedy_reward").by_step()
         assert list(greedy) == ([0, 1, 2] if between else [0, 2])
         assert (greedy[0], greedy[2]) == (summary["before"]["greedy"], summary["after"]["greedy"])
-        # The report draws what was measured, each once.
-        assert [step for step, found in run.evaluations() if "greedy" in found] == list(greedy)

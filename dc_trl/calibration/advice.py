@@ -1,6 +1,6 @@
 """What to do about a discrepancy, by where it comes from."""
 
-from ..constraint.thresholds import LAG_COSTS, NO_REMEDY_IN_STEP, PULLS_HARM_IN_STEP
+from ..constraint.thresholds import NO_REMEDY_IN_STEP, PULLS_HARM_IN_STEP
 from ..records.estimators import Estimate
 from .result import Split
 
@@ -16,13 +16,10 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
         split: δ̄ by its causes.
         kl: KL(π_inf ‖ π_train) of the engine, in nats.
     """
-    lags = "staleness" in split.shares
-    small = LAG_COSTS if lags else NO_REMEDY_IN_STEP
-    if kl.high < small:
+    if kl.high < NO_REMEDY_IN_STEP:
         return [
             f"Nothing is needed: KL(π_inf ‖ π_train) is {kl.value:.1e} nats, at most {kl.high:.1e}, and below "
-            f"{small:g}, up to which no remedy was shown to help our tiny models{' with a lag' if lags else ''}; see "
-            "docs/which_one.md."
+            f"{NO_REMEDY_IN_STEP:g}, up to which no remedy was shown to help our tiny models; see docs/which_one.md."
         ]
     shares = {cause: share.value for cause, share in split.shares.items()}
     parts = {
@@ -30,22 +27,13 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
             sum(shares.get(cause, 0.0) for cause in _ALIGNED),
             "train_through_quantization: true. The training forward is then the deployed one, without this part.",
         ),
-        "routing": (
-            shares.get("routing", 0.0),
-            "routing_replay: true. The trainer then takes the experts that the engine chose.",
-        ),
-        "staleness": (
-            shares.get("staleness", 0.0),
-            "a smaller weight_sync_steps. Where the lag has to stay: constraint: static with constraint_form: "
-            "log_ratio and lambda_init: 0.5, or rollout_correction: ppo_clip. In our runs with a lag these repaired "
-            "the reward, and the injected form made it worse; see docs/study.md.",
-        ),
-        "what no switch removes (kernels, decoding with a KV cache)": (
-            split.unexplained.value + shares.get("decoding", 0.0),
+        "not explained (kernels, a KV cache, the routing of experts)": (
+            split.unexplained.value,
             "if the engine is a server, check first that its checkpoint has these weights, in this dtype. "
-            "Then only measure it, with constraint: none. In our runs with a sampler that does not lag, no constraint "
-            f"and no correction was seen to help, and above a KL of {PULLS_HARM_IN_STEP:g} nats pulls to it lost most "
-            "of the reward; see docs/study.md.",
+            "For a mixture of experts, set routing_replay: true, which takes the engine's experts. Then only measure "
+            "it, with constraint: none. In our runs with a sampler that does not lag, no constraint and no correction "
+            f"was seen to help, and above a KL of {PULLS_HARM_IN_STEP:g} nats pulls to it lost most of the reward; "
+            "see docs/study.md.",
         ),
     }
     ordered = sorted(parts.items(), key=lambda part: -part[1][0])

@@ -26,8 +26,6 @@ from torch import Tensor, nn
 from ..quantization.deployed_forward import DeployedForward
 from ..quantization.policy import base_model, empty_copy
 from ..quantization.schemes import resolve_scheme
-from ..rollouts.replica import Replica
-from ..rollouts.routing import RoutingReplay
 from .advice import recommend
 from .mismatch import Array, Ratio, ScoredTokens, ratio_estimate
 from .result import Diagnosis, EngineMismatch, Split
@@ -38,46 +36,31 @@ from .settings import CalibrationSettings
 
 Causes: TypeAlias = frozenset[str]
 
-# How each cause is removed.
-REMOVALS = {
-    "weights": "the scheme's weights, rounded to bfloat16 numbers",
-    "activations": "the scheme's activations",
-    "precision": "bfloat16 without autocast, with the engine's attention arithmetic and positions",
-    "adapter": "LoRA adapters merged into the weights",
-    "routing": "the experts that the engine chose",
-    "staleness": "the weights that the engine runs",
-    "decoding": "the engine's log-probabilities from one pass, not from its KV cache token by token",
-}
-
 
 class Case(NamedTuple):
-    """What a diagnosis needs: the sampled tokens, the model that is trained, and the one that the engine runs."""
+    """What a diagnosis needs: the sampled tokens, and the model that is trained."""
 
     sample: EngineSample
     policy: Policy
-    sampler: Policy  # the policy itself, or one with older weights
     prompts: Sequence[list[int]]  # token ids
     settings: CalibrationSettings
 
     def score(self, scheme: str, removed: Causes) -> list[Tensor]:
         """Return log π_train of each rollout's tokens where causes are removed, each of shape (tokens,)."""
-        view = view_of(self.sampler if "staleness" in removed else self.policy)
-        replay = RoutingReplay(view) if "routing" in removed else None
+        view = view_of(self.policy)
         arguments = {"weights": "weights", "activations": "activations", "compute": "precision", "adapters": "adapter"}
         deployed = DeployedForward(view, scheme, **{name: cause in removed for name, cause in arguments.items()})
         with deployed.active():
-            return train_logps(view, self.prompts, self.sample.rollouts, self.settings, replay=replay)
+            return train_logps(view, self.prompts, self.sample.rollouts, self.settings)
 
     def causes(self, scheme: str) -> list[str]:
-        """Return the causes that scoring passes can remove."""
-        quantization, rollouts = resolve_scheme(scheme, empty_copy(self.policy)), self.sample.rollouts
+        """Return the causes that are there: weights, activations, arithmetic of another precision, adapters."""
+        quantization = resolve_scheme(scheme, empty_copy(self.policy))
         present = {
             "weights": quantization.weights is not None or base_model(self.policy).dtype != torch.bfloat16,
             "activations": quantization.input_activations is not None,
             "precision": True,
             "adapter": isinstance(self.policy, PeftModel),
-            "routing": all(rollout.routes is not None for rollout in rollouts if rollout.ids),
-            "staleness": self.sampler is not self.policy,
         }
         return [cause for cause, there in present.items() if there]
 
@@ -114,27 +97,15 @@ def diagnose(case: Case, train: Sequence[Tensor], found: EngineMismatch) -> Diag
     causes = case.causes(scheme)
     case.settings.report(f"{case.sample.engine}: {2 ** len(causes)} scoring passes split δ̄ into its causes")
     passes = {removed: case.score(scheme, removed) if removed else list(train) for removed in subsets(causes)}
-    targets: dict[Causes, list[Tensor]] = {frozenset(): sampled_logps(case.sample.rollouts)}
-    if case.sample.engine.startswith("replica:"):
-        targets[frozenset({"decoding"})] = _in_one_pass(case, scheme)
-        causes.append("decoding")
+    infer = sampled_logps(case.sample.rollouts)
     # A token counts where every pass gave it a finite log-probability, so that all means are over the same tokens.
-    gaps = [torch.stack(values).sum(0) * 0 for values in zip(*passes.values(), *targets.values(), strict=True)]
+    gaps = [torch.stack(values).sum(0) * 0 for values in zip(*passes.values(), strict=True)]
     left = {
-        removed | target: case.discrepancy([a + gap for a, gap in zip(scored, gaps, strict=True)], infer)
+        removed: case.discrepancy([a + gap for a, gap in zip(scored, gaps, strict=True)], infer)
         for removed, scored in passes.items()
-        for target, infer in targets.items()
     }
     split = split_discrepancy(left, causes, case.settings.seed)
     return Diagnosis(scheme, split, recommend(split, found.estimates["k3_kl"]))
-
-
-def _in_one_pass(case: Case, scheme: str) -> list[Tensor]:
-    """Return log π_inf of the replica's weights, each of shape (tokens,), scored as whole sequences."""
-    replica = Replica(case.sampler, scheme)
-    replay = RoutingReplay(replica.model) if "routing" in case.causes(scheme) else None
-    prompts, rollouts = case.prompts, case.sample.rollouts
-    return train_logps(replica.model, prompts, rollouts, case.settings, as_engine=True, replay=replay)
 
 
 def view_of(policy: Policy) -> Policy:
@@ -175,10 +146,8 @@ def split_discrepancy(left: Mapping[Causes, Ratio], causes: Sequence[str], seed:
             weight = 1 / (len(causes) * comb(len(causes) - 1, len(others)))
             terms += [weight * left[others][0], -weight * left[others | {cause}][0]]
         shares[cause] = ratio_estimate(np.sum(terms, axis=0), denominators, seed)
-    estimates = {removed: ratio_estimate(*left[removed], seed) for removed in subsets(causes)}
     return Split(
-        whole=estimates[frozenset()],
+        whole=ratio_estimate(*left[frozenset()], seed),
         shares=shares,
-        unexplained=estimates[frozenset(causes)],
-        left={" + ".join(filter(removed.__contains__, causes)): value for removed, value in estimates.items()},
+        unexplained=ratio_estimate(*left[frozenset(causes)], seed),
     )

@@ -7,10 +7,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt, tokenize
-from ..quantization.tensors import policy_tensors
 from ..rollouts.engines import EngineSpec
 from .causes import Case, diagnose
-from .mismatch import compare_engines, measure_engine
+from .mismatch import measure_engine
 from .result import Calibration, EngineMismatch
 from .rollouts import EngineSample, Policy, require_engines, sample_rollouts
 from .scoring import train_logps
@@ -22,7 +21,6 @@ def calibrate(
     tokenizer: PreTrainedTokenizerBase,
     engines: Sequence[str],
     prompts: Sequence[Prompt],
-    sampler: Policy | None = None,
     **settings: Any,
 ) -> Calibration:
     """Measure how far engines are from the model that is trained, and propose the tolerance ε.
@@ -38,11 +36,10 @@ def calibrate(
         engines: `"fp8"` (any scheme) starts a vLLM server with the model's present weights and ends it,
             `"replica:fp8"` is the replica in this process, a URL a vLLM server that runs the model already.
         prompts: texts, or conversations that the chat template is applied to; at least two.
-        sampler: a model with older weights, which the engines run in the policy's place; it measures staleness.
         **settings: fields of `dc_trl.calibration.CalibrationSettings`, which describes them.
 
     Returns:
-        What was measured; `dc_trl.calibration.page` makes tables, figures and a page of it.
+        What was measured; `dc_trl.calibration.tables` prints it.
 
     Raises:
         TypeError: there is no such setting; the message names it.
@@ -56,13 +53,9 @@ def calibrate(
     specs = list(dict.fromkeys(EngineSpec.parse(word) for word in engines))
     if not specs:
         raise ValueError("engines is empty: give at least one, 'fp8' for example.")
-    if sampler is not None:
-        _require_same_architecture(model, sampler)
-    require_engines(specs, (sampler or model).config)
+    require_engines(specs, model.config)
     ids = tokenize(prompts, tokenizer, **(how.chat_template_kwargs or {}))
-    samples = _sample(specs, model, sampler or model, tokenizer, ids, how)
-    measured = [_measure(Case(sample, model, sampler or model, ids, how)) for sample in samples]
-    differences = {other.engine: compare_engines(measured[0], other, how.seed) for other in measured[1:]}
+    measured = [_measure(Case(sample, model, ids, how)) for sample in _sample(specs, model, tokenizer, ids, how)]
     names = ("samples", "max_tokens", "temperature", "measure", "reduction", "batch_prompts", "seed")
     record = {
         "model": model.name_or_path,
@@ -73,9 +66,8 @@ def calibrate(
         **{name: getattr(how, name) for name in names},
         "versions": {name: version(name) for name in ("torch", "transformers", "trl")},
         **(how.settings or {}),
-        **({} if sampler is None else {"sampler": sampler.name_or_path}),
     }
-    return Calibration(record, measured, differences)
+    return Calibration(record, measured)
 
 
 def _measure(case: Case) -> EngineMismatch:
@@ -87,33 +79,20 @@ def _measure(case: Case) -> EngineMismatch:
         return found._replace(notes=[*found.notes, f"δ̄ is not split into its causes: {error}"])
 
 
-def _require_same_architecture(model: Policy, sampler: Policy) -> None:
-    """Refuse a sampler whose tensors have other names or shapes than the model's."""
-    shapes = [{name: tuple(tensor.shape) for name, tensor in policy_tensors(each)} for each in (model, sampler)]
-    if shapes[0] != shapes[1]:
-        name = min(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
-        raise ValueError(
-            f"sampler={sampler.name_or_path!r} is no older version of {model.name_or_path}: {name} has shape "
-            f"{shapes[1].get(name)} there and {shapes[0].get(name)} in the model. Give a checkpoint of the same run."
-        )
-
-
 def _sample(
     specs: Sequence[EngineSpec],
     model: Policy,
-    sampler: Policy,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[list[int]],
     settings: CalibrationSettings,
 ) -> list[EngineSample]:
-    """Sample with each engine. Afterwards both models are on their device."""
+    """Sample with each engine. Afterwards the model is on its device."""
     sampled = {}
     # Servers come first: where there is one GPU, they need it for themselves.
     for spec in sorted(specs, key=lambda spec: spec.kind == "replica"):
         if spec.kind == "replica" and settings.device is not None:
-            sampler.to(settings.device)
-        sampled[spec] = sample_rollouts(spec, sampler, tokenizer, prompts, settings)
+            model.to(settings.device)
+        sampled[spec] = sample_rollouts(spec, model, tokenizer, prompts, settings)
     if settings.device is not None:
         model.to(settings.device)
-        sampler.to(settings.device)
     return [sampled[spec] for spec in specs]

@@ -19,7 +19,7 @@ from ..constraint.discrepancy import token_discrepancy
 from ..constraint.mismatch import combine_sums, mismatch_from_sums, mismatch_sums
 from ..constraint.settings import Measure, Reduction
 from ..constraint.tolerance import tolerance_deviations
-from ..records.estimators import Difference, Estimate, bootstrap_p_value
+from ..records.estimators import Estimate
 from .result import GRID, EngineMismatch, Tolerance
 from .rollouts import EngineSample, Rollout, sampled_logps
 from .settings import CalibrationSettings
@@ -70,15 +70,15 @@ class ScoredTokens:
         """Return by prompt the sum of the tokens' values, and their number."""
         return self._by_prompt(values, self.prompt_of[self.trajectory])
 
-    def mean_of_trajectories(self, values: Array, absolute: bool = False) -> Ratio:
-        """Return by prompt the sum over rollouts of the means of their tokens' values, and the number of rollouts.
+    def mean_of_trajectories(self, values: Array) -> Ratio:
+        """Return by prompt the sum over rollouts of |mean of their tokens' values|, and the number of rollouts.
 
-        Rollouts without a scored token do not count. With `absolute`, the absolute values of the means are summed.
+        Rollouts without a scored token do not count.
         """
         counts = np.bincount(self.trajectory, minlength=len(self.prompt_of))
         alive = counts > 0
         means = np.bincount(self.trajectory, values, len(counts))[alive] / counts[alive]
-        return self._by_prompt(np.abs(means) if absolute else means, self.prompt_of[alive])
+        return self._by_prompt(np.abs(means), self.prompt_of[alive])
 
     def batch_discrepancy(self, reduction: Reduction) -> Ratio:
         """Return δ̄ by prompt."""
@@ -105,10 +105,8 @@ def measure_engine(
     ratios = {
         "discrepancy": tokens.batch_discrepancy(settings.reduction),
         "delta": tokens.mean_of_tokens(tokens.delta),
-        "kl": tokens.mean_of_tokens(-d),
         "k3_kl": tokens.mean_of_tokens(np.expm1(d) - d),
-        "log_ppl_diff": tokens.mean_of_trajectories(-d),
-        "log_ppl_abs_diff": tokens.mean_of_trajectories(-d, absolute=True),
+        "log_ppl_abs_diff": tokens.mean_of_trajectories(d),
     }
     numerators, denominators = ratios["discrepancy"]
     if (there := int((denominators > 0).sum())) < 2:
@@ -132,7 +130,6 @@ def measure_engine(
         joint=_joint(np.exp(tokens.infer), np.exp(tokens.train)),
         metrics=_metrics(train, infer),
         tolerance=batch_tolerance(numerators, denominators, settings.batch_prompts, seed),
-        per_prompt=np.stack([numerators, denominators], axis=1).tolist(),
         notes=[],
     )
     return result._replace(notes=_notes(result, settings.batch_prompts))
@@ -167,50 +164,19 @@ def batch_tolerance(numerators: Array, denominators: Array, batch_prompts: int, 
     return Tolerance(mean + deviations * spread, float(low), float(high), mean, spread)
 
 
-def compare_engines(first: EngineMismatch, second: EngineMismatch, seed: int = 0) -> Difference:
-    """Return δ̄ of the second engine minus that of the first, measured on the same prompts.
-
-    The p-value is two-sided, for "there is no difference", by the paired bootstrap of
-    `dc_trl.records.estimators.paired_difference`; None where all prompts differ by the same.
-    """
-    values, draws, residuals, there = [], [], [], np.zeros(first.prompts, dtype=bool)
-    for engine in (first, second):
-        numerators, denominators = np.array(engine.per_prompt).T
-        there |= denominators > 0
-        value, drawn = _resampled_ratio(numerators, denominators, seed)
-        values.append(value)
-        draws.append(drawn)
-        residuals.append((numerators - value * denominators) / denominators.sum())
-    value, differences = values[1] - values[0], draws[1] - draws[0]
-    differences = differences[np.isfinite(differences)]  # a resample may hold no prompt with scored tokens
-    low, high = np.quantile(differences, [0.025, 0.975])
-    error = _clustered_error(residuals[1] - residuals[0])
-    p_value = bootstrap_p_value(value, error, differences, [int(there.sum())])
-    return Difference(value, error, float(low), float(high), p_value, first.prompts)
-
-
-def _clustered_error(residuals: Array) -> float:
-    """Return the standard error of a sum of independent residuals, one for each prompt."""
-    return math.sqrt(len(residuals) / (len(residuals) - 1) * float((residuals**2).sum()))
-
-
-def _resampled_ratio(numerators: Array, denominators: Array, seed: int) -> tuple[float, Array]:
-    """Return Σ numerators / Σ denominators, and the same ratio for resampled prompts."""
-    size = len(numerators)
-    counts = np.random.default_rng(seed).multinomial(size, [1 / size] * size, RESAMPLES).astype(float)
-    with np.errstate(invalid="ignore"):
-        return float(numerators.sum() / denominators.sum()), (counts @ numerators) / (counts @ denominators)
-
-
 def ratio_estimate(numerators: Array, denominators: Array, seed: int) -> Estimate:
     """Return Σ numerators / Σ denominators, each of shape (prompts,), with its errors.
 
     Two estimates with one seed draw the same prompts.
     """
-    value, draws = _resampled_ratio(numerators, denominators, seed)
-    low, high = np.nanquantile(draws, [0.025, 0.975])
-    error = _clustered_error((numerators - value * denominators) / denominators.sum())
-    return Estimate(value, error, float(low), float(high), len(numerators))
+    size = len(numerators)
+    counts = np.random.default_rng(seed).multinomial(size, [1 / size] * size, RESAMPLES).astype(float)
+    value = float(numerators.sum() / denominators.sum())
+    with np.errstate(invalid="ignore"):  # a resample may hold no prompt with scored tokens
+        low, high = np.nanquantile((counts @ numerators) / (counts @ denominators), [0.025, 0.975])
+    residuals = (numerators - value * denominators) / denominators.sum()
+    error = math.sqrt(size / (size - 1) * float((residuals**2).sum()))
+    return Estimate(value, error, float(low), float(high), size)
 
 
 def _metrics(train: Sequence[Tensor], infer: Sequence[Tensor]) -> dict[str, float]:

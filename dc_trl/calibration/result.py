@@ -3,12 +3,19 @@
 import os
 from typing import Any, NamedTuple
 
-from ..records.estimators import Difference, Estimate
-from ..records.results import read_result, write_result
+from ..records.estimators import Estimate
+from ..records.results import write_result
 
 
 CALIBRATION_FILE = "calibration.json"
 GRID = 100  # cells along each axis of the picture of both probabilities
+
+
+def label(engine: str) -> str:
+    """Return an engine's name for readers: `vLLM fp8`, `replica fp8`, or the host of a URL."""
+    if "://" in engine:
+        return engine.split("://", 1)[1]
+    return engine.replace("replica:", "replica ") if engine.startswith("replica:") else f"vLLM {engine}"
 
 
 class Tolerance(NamedTuple):
@@ -33,23 +40,15 @@ class Split(NamedTuple):
         whole: δ̄.
         shares: by cause, the part of δ̄ that goes away with it, on average over all orders of removal.
         unexplained: δ̄ where all causes are removed. It and the shares add up to the whole.
-        left: δ̄ where the named causes are removed, joined by " + "; "" where none is.
     """
 
     whole: Estimate
     shares: dict[str, Estimate]
     unexplained: Estimate
-    left: dict[str, Estimate]
 
 
 class Diagnosis(NamedTuple):
-    """Where an engine's δ̄ comes from.
-
-    Attributes:
-        scheme: the scheme that the engine was taken to be in.
-        split: of δ̄.
-        advice: what to do, and why.
-    """
+    """Where an engine's δ̄ comes from: the scheme that it was taken to be in, the causes, and what to do about them."""
 
     scheme: str
     split: Split
@@ -73,27 +72,16 @@ class EngineMismatch(NamedTuple):
     joint: list[list[int]]  # [cell of π_inf, cell of π_train, tokens] on a grid of `GRID` × `GRID`
     metrics: dict[str, float]  # of `mismatch_metrics`
     tolerance: Tolerance
-    per_prompt: list[list[float]]  # numerator and denominator of δ̄, for each prompt
     notes: list[str]  # what a reader should know before relying on the numbers
     diagnosis: Diagnosis | None = None  # where the engine's scheme is known, and the split was asked for
 
 
 class Calibration(NamedTuple):
-    """One or more engines measured on the same prompts. `differences` are of δ̄, each engine's minus the first's."""
+    """One or more engines measured on the same prompts."""
 
     settings: dict[str, Any]
     engines: list[EngineMismatch]
-    differences: dict[str, Difference]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the calibration as JSON; numbers that are not finite become null."""
         write_result(self, path, indent=1)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Calibration":
-        """Read what `save` wrote, also in an earlier version; null becomes NaN, except for a p-value.
-
-        Raises:
-            ValueError: there is no such file, or it holds no calibration.
-        """
-        return read_result(cls, path, "calibration", null_is_nan=True)

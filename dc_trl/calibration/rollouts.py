@@ -1,7 +1,7 @@
 """Completions with their log-probabilities from any engine: a vLLM server, started or running, or the replica."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -12,12 +12,10 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..quantization.checkpoint import CheckpointWriter
-from ..quantization.schemes import fused_experts
 from ..quantization.tensors import policy_tensors
 from ..rollouts.end_tokens import end_tokens, pad_token
 from ..rollouts.engines import EngineSpec
 from ..rollouts.replica import Replica
-from ..rollouts.routing import RoutesRecorder
 from ..serving.answers import Bounds
 from ..serving.client import ServerClient, require_loaded
 from ..serving.connection import Patience
@@ -41,7 +39,6 @@ class Rollout(NamedTuple):
     ids: list[int]
     logps: list[float]
     truncated: bool  # by the limit of tokens
-    routes: Tensor | None = None  # experts that the engine chose: int16, shape (prompt and completion − 1, layers, k)
 
 
 def sampled_logps(rollouts: Sequence[Rollout]) -> list[Tensor]:
@@ -115,10 +112,6 @@ def _from_replica(
     limit = replica.model.config.get_text_config().max_position_embeddings
     order = [number for number in range(len(prompts)) for _ in range(settings.samples)]
     rollouts: list[Rollout] = []
-    recorder = None
-    if settings.split and fused_experts(replica.model):
-        with suppress(ValueError):  # routers of a kind that cannot be replayed
-            recorder = RoutesRecorder(replica.model)
     bar = tqdm(total=len(order), unit="completion", desc="sampling", disable=not settings.progress)
     # The caller may be about to train, so its random state is left as it was.
     with bar, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -134,11 +127,9 @@ def _from_replica(
                 pad_token_id=pad_token(tokenizer, ends),
                 eos_token_id=ends,
             )
-            with nullcontext() if recorder is None else recorder.recording(len(batch)):
-                completions, logps = replica.generate(asked, config, settings.temperature)
-            routes = [None] * len(batch) if recorder is None else recorder.routes(asked, completions)
-            for number, ids, values, chosen in zip(batch, completions, logps, routes, strict=True):
-                rollouts.append(Rollout(number, ids, values, ids[-1] not in ends, chosen))
+            completions, logps = replica.generate(asked, config, settings.temperature)
+            for number, ids, values in zip(batch, completions, logps, strict=True):
+                rollouts.append(Rollout(number, ids, values, ids[-1] not in ends))
             bar.update(len(batch))
     return rollouts
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from trl.trainer.utils import add_fused_lm_head, pad
 
-from ..rollouts.routing import OWN_CHOICE, RoutingReplay
 from .rollouts import Policy, Rollout
 from .settings import CalibrationSettings
 
@@ -19,9 +18,6 @@ def train_logps(
     prompts: Sequence[list[int]],
     rollouts: Sequence[Rollout],
     settings: CalibrationSettings,
-    *,
-    as_engine: bool = False,
-    replay: RoutingReplay | None = None,
 ) -> list[Tensor]:
     """Return log π_train of each rollout's tokens, as TRL's trainer computes it.
 
@@ -34,8 +30,6 @@ def train_logps(
         policy: in its training precision.
         prompts, rollouts: token ids, and completions of them.
         settings: for temperature, autocast, and tokens of a forward.
-        as_engine: computes without autocast, with positions that count from each prompt's first token.
-        replay: makes the policy take the experts that the engine chose.
 
     Returns:
         A float32 tensor of shape (tokens,) for each rollout, on the CPU.
@@ -52,7 +46,7 @@ def train_logps(
         with tqdm(total=total, unit="token", desc="scoring", disable=not settings.progress) as bar:
             for batch in _batches(order, prompts, rollouts, settings.batch_tokens):
                 chosen = [rollouts[i] for i in batch]
-                scored = _forward(policy, prompts, chosen, settings, as_engine, replay)
+                scored = _forward(policy, prompts, chosen, settings)
                 for i, values in zip(batch, scored, strict=True):
                     logps[i] = values
                     bar.update(len(values))
@@ -86,8 +80,6 @@ def _forward(
     prompts: Sequence[list[int]],
     rollouts: Sequence[Rollout],
     settings: CalibrationSettings,
-    as_engine: bool,
-    replay: RoutingReplay | None,
 ) -> list[Tensor]:
     """Score rollouts in one batch as TRL lays it out: prompts padded on the left, completions on the right."""
     device = policy.device
@@ -102,23 +94,7 @@ def _forward(
         "attention_mask": attention_mask,
         "labels": torch.cat([torch.full_like(prompt_ids, -100), pad(after, -100)], dim=1),
     }
-    if as_engine:  # positions of each token in its own sequence
-        inputs["position_ids"] = (attention_mask.cumsum(1) - 1).clamp(min=0)
-    if replay is not None:
-        replay.start(_routes(rollouts, attention_mask).to(device))
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.bf16 and not as_engine):
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.bf16):
         output = policy(**{name: tensor.to(device) for name, tensor in inputs.items()}, fused_lm_head=True)
-    if replay is not None:
-        replay.stop()
     values = output.log_probs[:, -completion_ids.shape[1] :].float().cpu()
     return [values[row, : len(rollout.ids)].clone() for row, rollout in enumerate(rollouts)]
-
-
-def _routes(rollouts: Sequence[Rollout], attention_mask: Tensor) -> Tensor:
-    """Return the experts that the engine chose, shape (rollouts, tokens, layers, k)."""
-    known = [rollout.routes for rollout in rollouts if rollout.routes is not None]
-    routes = known[0].new_full((*attention_mask.shape, *known[0].shape[1:]), OWN_CHOICE)
-    for row, chosen in enumerate(known):
-        first = int(attention_mask[row].argmax())
-        routes[row, first : first + len(chosen)] = chosen
-    return routes

@@ -20,7 +20,7 @@ from ..records.runs import (
     run_ended,
 )
 from ..records.tables import print_table, weighted_sum, with_error
-from ..records.time_parts import sync_facts, time_cells
+from ..records.time_parts import time_cells
 from ..records.verdict import rewards_of, verdict_of
 from ..settings.paths import serve_line
 from ..trainer import DCGRPOTrainer
@@ -160,7 +160,6 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
         facts["tolerance ε, found by the run"] = f"{multiplier.tolerance:.4g}"
     if args.weight_sync_steps > 1:
         facts["weight syncs, and those that were saved"] = f"{syncs} + {saved}"
-    facts |= sync_facts(cost)
     if args.rollout_overlap and trainer.sampler.sampling_seconds > 0:
         hidden = 1 - trainer.sampler.waiting_seconds / trainer.sampler.sampling_seconds
         facts["sampling that training hid"] = f"{hidden:.0%} of {trainer.sampler.sampling_seconds:.0f} s"

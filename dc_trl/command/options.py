@@ -30,7 +30,6 @@ _MANY = 6  # choices that are listed in the help's text and not in the option's 
 _PATHS = {
     "model": require_model_path,
     "model_name_or_path": require_model_path,
-    "sampler_model": require_model_path,
     "run": require_path,
 }
 

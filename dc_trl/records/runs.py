@@ -22,6 +22,7 @@ SETTINGS_FILE = "settings.json"
 BASELINE_FILE = "before.json"  # the deployed policy before the first step, as `dc-trl train` measures it
 SUMMARY_FILE = "summary.json"  # the deployed policy after the last step, and what the run cost
 DEPLOYMENT_FOLDER = "deployment"  # the policy as it is served
+GREEDY = "eval_greedy_reward"  # metric of the deployed policy's greedy answers to held-out problems
 TRAINER_STATE_FILE = "trainer_state.json"  # of a checkpoint: the file that transformers writes last
 
 
@@ -44,11 +45,8 @@ class Run:
         name: of the directory.
         history: rows of `history.jsonl`, each with its `step`.
         settings: settings that differ from the defaults.
-        before: the deployed policy on held-out problems: `greedy`, `greedy_se`, `problems`, `reward`, `discrepancy`,
-            and `greedy_is_share` where a single reward function gave each problem 0 or 1. `greedy` and `reward` are
-            means of the weighted sum of all reward functions.
-        summary: `after` (as `before`), `rewards` (the functions' weights by name), `steps`, `seconds`, `tokens`,
-            `engine`, …; empty when the run did not finish.
+        summary: `rewards` (the functions' weights by name), `seconds`, `tokens`, `engine`, …; empty when the run did
+            not finish.
         starts: when and on what the run was started; see `records.started`.
         moments: completions that the run kept.
     """
@@ -56,7 +54,6 @@ class Run:
     name: str
     history: Sequence[Mapping[str, Any]]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    before: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
     starts: Sequence[Mapping[str, Any]] = ()
     moments: Sequence[Moment] = ()
@@ -75,30 +72,13 @@ class Run:
         return next(reversed(self.series(metric).values), None)
 
     def seconds_of_parts(self) -> dict[str, float]:
-        """Return the seconds of each part of the work, see `records.time_parts`.
-
-        They come from the summary; of a run that has none, from what its history has logged so far.
-        """
-        if "seconds_of_parts" in self.summary:
-            return dict(self.summary["seconds_of_parts"])
+        """Return the seconds of each part of the work that the history has logged, see `records.time_parts`."""
         return {part: sum(values) for part in PARTS if (values := self.series(f"{PREFIX}{part}").values)}
 
     def not_finite(self, metric: str) -> int:
         """Return how many rows have the metric as NaN or infinity."""
         values = [row.get(metric) for row in self.history]
         return sum(isinstance(value, float) and not math.isfinite(value) for value in values)
-
-    def evaluations(self) -> list[tuple[int, Mapping[str, Any]]]:
-        """Return steps and measurements of the deployed policy: before training, at evaluations, and at the end."""
-        after = [(self.summary["steps"], self.summary["after"])] if "after" in self.summary else []
-        end = after[0][0] if after else math.inf
-        errors = self.series("eval_greedy_reward_se").by_step()
-        between = [
-            (step, {"greedy": value, "greedy_se": errors.get(step)})
-            for step, value in self.series("eval_greedy_reward").by_step().items()
-            if 0 < step < end
-        ]
-        return [(0, self.before), *between, *after]
 
     def setting(self, name: str) -> Any:
         """Return the recorded setting, or else the default; None where that is not known."""
@@ -157,13 +137,11 @@ def read_run(directory: str | PathLike[str]) -> Run:
     history = read_history(path)
     if not history:
         raise ValueError(f"{path} is empty: wait until the run has logged its first step (logging_steps).")
-    summary = read_summary(folder)
     return Run(
         folder.resolve().name,
         history,
         read_object(settings) if settings.is_file() else {},
-        summary.get("before") or read_baseline(folder),
-        summary,
+        read_summary(folder),
         read_starts(folder),
         read_samples(folder),
     )
@@ -182,7 +160,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     for name, kind in (("steps", int), ("after", dict)):
         if not isinstance(summary.get(name), kind):
             raise ValueError(f"{path}: {name}={summary.get(name)!r} is not valid: repair or remove the file.")
-    for name in ("before", "after", "seconds_of_parts"):
+    for name in ("before", "after"):
         _require_numbers(path, summary.get(name, {}))
     return summary
 

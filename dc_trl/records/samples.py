@@ -27,9 +27,8 @@ class Sample(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Completions of the generation batch in use at an optimizer step; `log` counts the logs of the run."""
+    """Completions of the generation batch in use at an optimizer step."""
 
-    log: int
     step: int
     samples: list[Sample]
 
@@ -41,45 +40,39 @@ class _Kept(NamedTuple):
 
 
 def choose_samples(prompts: Sequence[Any], completions: Sequence[Any], rewards: Sequence[float]) -> list[Sample]:
-    """Return the first completion of a batch, and those with the highest and the lowest reward.
-
-    Of several with the same reward it takes the first that is not chosen yet. A completion is returned only once.
+    """Return the first completion of a batch, and those with the highest and the lowest reward, each only once.
 
     Args:
         prompts, completions: texts, or lists of messages.
         rewards: one for each completion, NaN where there is none.
     """
-    chosen = {0: "first"} if len(rewards) else {}
     rated = [i for i, reward in enumerate(rewards) if not math.isnan(reward)]
-    for which, sign in (("best", 1), ("worst", -1)):
+    chosen: dict[int, list[str]] = {0: ["first"]} if len(rewards) else {}
+    for which, choose in (("best", max), ("worst", min)):
         if rated:
-            most = max(sign * rewards[i] for i in rated)
-            those = [i for i in rated if sign * rewards[i] == most]
-            index = next((i for i in those if i not in chosen), those[0])
-            chosen[index] = f"{chosen[index]}, {which}" if index in chosen else which
+            chosen.setdefault(choose(rated, key=lambda i: rewards[i]), []).append(which)
     samples = []
-    for i, which in chosen.items():
+    for i, names in chosen.items():
         prompt, completion = (shortened(readable(texts[i])) for texts in (prompts, completions))
-        samples.append(Sample(which, prompt, completion, None if math.isnan(rewards[i]) else float(rewards[i])))
+        samples.append(Sample(", ".join(names), prompt, completion, None if math.isnan(rewards[i]) else rewards[i]))
     return samples
 
 
 def readable(text: Any) -> str:
-    """Return a prompt or a completion as text: messages as their roles and contents, images as a word."""
-    if isinstance(text, str):
-        return text
+    """Return a prompt or a completion as text: messages as their roles and contents, what is no text as JSON."""
     if not isinstance(text, list):
-        return json.dumps(text, ensure_ascii=False, default=str)
+        return text if isinstance(text, str) else _json(text)
     lines = []
     for message in text:
-        parts = message.get("content") or ""
-        if not isinstance(parts, str):
-            parts = "".join(str(part.get("text", f"[{part.get('type', 'part')}]")) for part in parts)
-        calls = [
-            json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls") or ()
-        ]
-        lines.append(f"{message.get('role', 'message')}: " + "\n".join(filter(None, [parts, *calls])))
+        rest = {name: value for name, value in message.items() if name != "role"}
+        only_text = list(rest) == ["content"] and isinstance(rest["content"], str)
+        lines.append(f"{message.get('role', 'message')}: {rest['content'] if only_text else _json(rest)}")
     return "\n".join(lines)
+
+
+def _json(value: Any) -> str:
+    # An image is named by its type.
+    return json.dumps(value, ensure_ascii=False, default=lambda item: f"({type(item).__name__})")
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
@@ -93,8 +86,7 @@ def shortened(text: str, longest: int = LONGEST) -> str:
 class SampleRecord:
     """Keeps completions of at most `MOST_MOMENTS` moments, spread over a run of unknown length.
 
-    At first it keeps each moment. When there are too many, it drops every second one, and from then on keeps only
-    every second one, and so on. It always keeps the latest moment.
+    It always keeps the first moment and the latest. Of the others it drops those that are nearest to their neighbours.
 
     Args:
         folder: output directory of the run.
@@ -104,19 +96,13 @@ class SampleRecord:
     def __init__(self, folder: Path, step: int = 0):
         self._path = folder / SAMPLES_FILE
         self._moments = [moment for moment in read_samples(folder) if moment.step <= step] if step > 0 else []
-        # The distance between kept logs; in a resumed run the second row shows it.
-        self._stride = max(1, self._moments[1].log) if len(self._moments) > 2 else 1
 
     def add(self, step: int, samples: Sequence[Sample]) -> None:
         """Write the completions of a step into the file."""
-        last = self._moments[-1] if self._moments else None
-        if last is not None and last.log % self._stride:
-            self._moments.pop()
-        latest = Moment(0 if last is None else last.log + 1, step, list(samples))
-        self._moments.append(latest)
+        self._moments.append(Moment(step, list(samples)))
         while len(self._moments) > MOST_MOMENTS:
-            self._stride *= 2
-            self._moments = [moment for moment in self._moments if moment.log % self._stride == 0 or moment is latest]
+            steps = [moment.step for moment in self._moments]
+            del self._moments[min(range(1, len(steps) - 1), key=lambda i: steps[i + 1] - steps[i - 1])]
         write_result(_Kept(self._moments), self._path, indent=1)
 
 
@@ -131,9 +117,6 @@ def read_samples(folder: Path) -> list[Moment]:
 
 
 def three_moments(moments: Sequence[Moment]) -> list[Moment]:
-    """Return the first moment, the one nearest to the middle of the steps, and the last."""
-    if not moments:
-        return []
-    first, last = moments[0], moments[-1]
-    middle = min(moments, key=lambda moment: abs(2 * moment.step - first.step - last.step))
-    return [moment for moment in moments if moment in (first, middle, last)]
+    """Return the first moment, the middle one, and the last."""
+    last = len(moments) - 1
+    return [moments[i] for i in sorted({0, last // 2, last})] if moments else []

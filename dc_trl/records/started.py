@@ -4,10 +4,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ def record_start(folder: Path, step: int, device: str, processes: int) -> None:
         "step": step,
         "device": device,
         "processes": processes,
-        "versions": {name: found for name in _LIBRARIES if (found := _version(name))},
+        "versions": {name: found for name in _LIBRARIES if (found := installed_version(name))},
     }
     starts = [*read_starts(folder), start] if step > 0 else [start]
     write_text(folder / STARTS_FILE, json.dumps(starts, indent=2, ensure_ascii=False) + "\n")
@@ -60,44 +58,18 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
 
 
 def cpu_name() -> str:
-    """Return the processor's name and the number of cores that this process may use."""
-    cores = usable_cores()
-    return f"{processor_name()}, {cores} {'core' if cores == 1 else 'cores'}"
-
-
-def processor_name() -> str:
-    """Return the model of the processor."""
+    """Return the processor's model and the number of cores that this process may use."""
     path = Path("/proc/cpuinfo")  # this file names the model, where there is one
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(models, platform.processor() or platform.machine())
+    model = next(models, platform.processor() or platform.machine())
+    # On systems other than Linux, all cores that there are.
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return f"{model}, {cores} {'core' if cores == 1 else 'cores'}"
 
 
-def usable_cores() -> int:
-    """Return how many cores this process may use; on systems other than Linux, how many there are."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def start_facts(starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Say when a run was started and resumed, on what, and with which versions; {} where that is not known."""
-    if not starts:
-        return {}
-    dates = [f"{datetime.fromisoformat(start['date']).astimezone(UTC):%Y-%m-%d %H:%M} UTC" for start in starts]
-    facts = {"started": dates[0]}
-    if len(starts) > 1:
-        resumed = zip(dates[1:], starts[1:], strict=True)
-        facts["resumed"] = "\n".join(f"{date}, step {start['step']}" for date, start in resumed)
-    counts = [f"{start['processes']} × " if start["processes"] > 1 else "" for start in starts]
-    devices = [f"{count}{start['device']}" for count, start in zip(counts, starts, strict=True)]
-    facts["hardware"] = "\nthen ".join(device for device, _ in groupby(devices))
-    for name in _LIBRARIES:
-        found = [str(start["versions"][name]) for start in starts if name in start["versions"]]
-        if found:
-            facts[f"{name} version"] = ", then ".join(each for each, _ in groupby(found))
-    return facts
-
-
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """Return the version of a package; None where it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Where the time of a run went: its parts, in the order of a step, and the cost of its weight syncs, for readers."""
+"""Where the time of a run went: its parts, in the order of a step."""
 
 from collections.abc import Mapping
 
@@ -39,22 +39,4 @@ def time_cells(seconds: Mapping[str, float], tokens: float | None) -> dict[str, 
         label: (f"{of_part:,.1f}", f"{of_part / total:.1%}", f"{tokens / of_part:,.0f}" if tokens else "–")
         for label, of_part in spent.items()
         if total
-    }
-
-
-def sync_facts(cost: Mapping[str, float]) -> dict[str, str]:
-    """Return the mean bytes and seconds of one synchronization of weights, by their labels.
-
-    Args:
-        cost: sums over a run, as `summary.json` has them under `weight_sync`: `count`, `bytes_written`,
-            `bytes_reused`, and the seconds of each stage. Empty where no checkpoint was written.
-    """
-    if not cost:
-        return {}
-    stages, count = ("gather", "quantize", "write", "reload"), cost["count"]
-    written, reused = (f"{cost[name] / count / 1e6:,.1f}" for name in ("bytes_written", "bytes_reused"))
-    return {
-        "weight syncs through a checkpoint": f"{count:,.0f}",
-        "MB of each, written + kept from before": f"{written} + {reused}",
-        f"seconds of each: {', '.join(stages)}": " + ".join(f"{cost[f'{s}_seconds'] / count:.3f}" for s in stages),
     }

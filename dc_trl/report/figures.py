@@ -1,10 +1,10 @@
-"""The look of a figure: colours, line styles, axes, the smoothed curve."""
+"""The look of a figure: colours, axes, the smoothed curve."""
 
 import io
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -14,37 +14,7 @@ from ..files import write_bytes
 
 
 INK, MUTED, ACCENT = "#1f3b5c", "#9aa7b4", "#c8553d"
-# Neighbours differ in lightness too, and every pair for readers who see no red or no green.
-SERIES = (INK, ACCENT, "#e0a458", "#2a9d8f", "#a23b87", "#6f8fd8", "#6b6b6b")
-# Solid, dashed, dotted, dash-dotted, long dashes, dash-dot-dotted: what tells lines apart in grey print.
-LineStyle = Literal["-"] | tuple[float, tuple[float, ...]]
-LINE_STYLES: tuple[LineStyle, ...] = (
-    "-",
-    (0, (4, 1.5)),
-    (0, (1, 1)),
-    (0, (5, 1.2, 1, 1.2)),
-    (0, (9, 2)),
-    (0, (4, 1, 1, 1, 1, 1)),
-)
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-
 PANEL_WIDTH = 4.8  # inches: text stays readable where a phone shows it 360 px wide
-
-
-class Style(NamedTuple):
-    """How one series is drawn: in colour and, for grey print, by line and marker."""
-
-    colour: str
-    line: LineStyle
-    marker: str
-
-
-def series_style(index: int) -> Style:
-    """Return the style of the series of this number, from 0 on.
-
-    Colours repeat after 7 series, pairs of colour and line after 42, pairs of colour and marker after 56.
-    """
-    return Style(SERIES[index % len(SERIES)], LINE_STYLES[index % len(LINE_STYLES)], MARKERS[index % len(MARKERS)])
 
 
 def new_figure(

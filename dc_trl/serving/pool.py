@@ -13,7 +13,6 @@ from .connection import Deadline, Patience, persist, wait_until_one_is_up
 from .errors import ServerError, ServerUnavailableError
 from .pooled_server import Fits, PooledServer
 from .shared_batch import SLOW, SharedBatch
-from .spread import ExpectedLengths
 
 
 T = TypeVar("T")
@@ -24,9 +23,8 @@ _SLOW_LOAD_SECONDS = 30.0  # allowance beyond SLOW times the loading time of the
 class ServerPool(RolloutClient):
     """Client of several vLLM servers that sample one policy and hold the same version of its weights.
 
-    Each prompt of a rollout is a separate request for all of its completions. The prompts are divided among the
-    servers by their expected numbers of tokens (`spread`, `ExpectedLengths`). Each prompt has its own seed, so that
-    every server, and every new try, samples the same completions. A server that takes prompts holds the present
+    Each prompt of a rollout is a separate request for all of its completions, and has its own seed, so that every
+    server, and every new try, samples the same completions. A server that takes prompts holds the present
     version of the weights before and after each of them.
 
     A server that fails is lost: its prompts go to the others, and it is asked again before each rollout and
@@ -62,7 +60,6 @@ class ServerPool(RolloutClient):
     ):
         super().__init__()
         self._patience, self._report = patience, report
-        self._lengths = ExpectedLengths()
 
         def meet(url: str) -> PooledServer:
             client = ServerClient(
@@ -174,20 +171,16 @@ class ServerPool(RolloutClient):
         return self._take_choices(self._complete(kwargs["json"]))
 
     def _complete(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        prompts, n, longest = body["prompt"], body["n"], body["max_tokens"]
         requests = self.seeds.requests(body)
         self.seeds.forget()
-        costs = [self._lengths.cost(prompt, n, longest) for prompt in prompts]
-        batch = SharedBatch(requests, costs, n, self.weights, lose=self.lose, report=self._report)
+        batch = SharedBatch(requests, body["n"], self.weights, lose=self.lose, report=self._report)
         deadline = Deadline(self._patience.time_limit)
 
         def go_on(first: bool) -> None:
             in_coroutine(batch.run(self._prepare_servers(deadline), deadline))
 
         self._persist(go_on, deadline)
-        answers = [answer["choices"] for answer in batch.answers if answer is not None]
-        self._lengths.learn(prompts, [[len(choice["token_ids"]) for choice in answer] for answer in answers])
-        return [choice for answer in answers for choice in answer]
+        return [choice for answer in batch.answers if answer is not None for choice in answer["choices"]]
 
     def image_features(self, *args: Any, **kwargs: Any) -> list[dict[str, Any] | None]:
         """Refuse images, which only a single server can read.

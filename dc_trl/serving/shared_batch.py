@@ -10,7 +10,6 @@ from .client import Weights
 from .connection import Deadline
 from .errors import ServerUnavailableError
 from .pooled_server import PooledServer
-from .spread import spread
 
 
 SLOW = 2.0  # a server is slow after this many times the time of half of the servers
@@ -20,14 +19,14 @@ _SLOW_SECONDS = 10.0  # and at least this many seconds later, since a batch may 
 class SharedBatch:
     """Requests, one for each prompt, and the servers' answers to them.
 
-    `spread` assigns prompts to the servers, at most as many as a server runs at once. If a server fails, its prompts
-    go to the others. A server is slow once it takes more than twice as long as half of the servers took for all of
-    their prompts, and 10 seconds longer. Its prompts are then also given to idle servers, and the first answer counts.
-    Each prompt has one seed, so both answers are the same, and neither rule prefers short completions.
+    Each prompt goes to the server with the fewest of them, and no server gets more than it runs at once. If a server
+    fails, its prompts go to the others. A server is slow once it takes more than twice as long as half of the servers
+    took for all of their prompts, and 10 seconds longer. Its prompts are then also given to idle servers, and the
+    first answer counts. Each prompt has one seed, so both answers are the same, and neither rule prefers short
+    completions.
 
     Args:
         requests: bodies for /v1/completions, each with one prompt and a seed.
-        costs: expected number of tokens of each request.
         completions: number of completions that each request asks for.
         weights: weights that a server must hold before and after each answer; None to accept any.
         lose: function that marks a failed server as lost.
@@ -40,7 +39,6 @@ class SharedBatch:
     def __init__(
         self,
         requests: Sequence[dict[str, Any]],
-        costs: Sequence[float],
         completions: int,
         weights: Weights | None,
         *,
@@ -48,7 +46,7 @@ class SharedBatch:
         report: Callable[[str], None],
     ):
         self.answers: list[dict[str, Any] | None] = [None] * len(requests)
-        self._requests, self._costs, self._completions = requests, costs, completions
+        self._requests, self._completions = requests, completions
         self._weights, self._lose, self._report = weights, lose, report
 
     async def run(self, servers: Sequence[PooledServer], deadline: Deadline) -> None:
@@ -90,15 +88,11 @@ class SharedBatch:
     def _assign(self, shares: list["_Share"]) -> None:
         """Assign the prompts that no server works on."""
         assigned = {prompt for share in shares for prompt in share.prompts}
-        waiting = [prompt for prompt, answer in enumerate(self.answers) if answer is None and prompt not in assigned]
-        chosen = spread(
-            [self._costs[prompt] for prompt in waiting],
-            [sum(self._costs[prompt] for prompt in share.prompts) for share in shares],
-            [share.server.sequences // self._completions + 1 - len(share.tasks) for share in shares],
-        )
-        for prompt, number in zip(waiting, chosen, strict=True):
-            if number is not None:
-                share = shares[number]
+        for prompt, answer in enumerate(self.answers):
+            # One prompt more than it runs waits at each server for the next place.
+            free = [share for share in shares if len(share.tasks) <= share.server.sequences // self._completions]
+            if answer is None and prompt not in assigned and free:
+                share = min(free, key=lambda share: len(share.tasks))
                 share.tasks[asyncio.create_task(self._answer(share, prompt))] = prompt
 
     async def _answer(self, share: "_Share", prompt: int) -> dict[str, Any]:

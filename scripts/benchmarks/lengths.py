@@ -27,7 +27,7 @@ from trl import GRPOConfig, GRPOTrainer
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.records.tables import markdown_table, print_table
-from dc_trl.report.figures import new_figure, series_style
+from dc_trl.report.figures import new_figure
 
 from .steps import peak, reset_peak, resident, synchronize
 
@@ -250,10 +250,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     }
     figure, all_axes = new_figure(len(value), len(sigmas), width=3.2 * len(sigmas), height=2.4)
     for axes, ((label, of_row), sigma) in zip(all_axes, product(value.items(), sigmas), strict=True):
-        for index, arm in enumerate(ARMS):
+        for arm in ARMS:
             points = [(row["micro_batch"], of_row(row)) for row in rows if (row["arm"], row["sigma"]) == (arm, sigma)]
-            colour, line, marker = series_style(index)
-            axes.plot(*zip(*points, strict=True), color=colour, linestyle=line, marker=marker, markersize=4, label=arm)
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=arm)
         axes.set_xscale("log", base=2)
         axes.set_xticks(micro_batches, map(str, micro_batches))
         axes.minorticks_off()

@@ -2,8 +2,8 @@
 
 python scripts/benchmarks/several_servers.py
 
-Each row is the same batch with the same seeds: by one server alone, by all of them, by all of them again once the
-lengths are known, while one is killed in its middle, without it, and when it has been started again.
+Each row is the same batch with the same seeds: by one server alone, by all of them, while one is killed in its
+middle, without it, and when it has been started again.
 """
 
 import argparse
@@ -130,8 +130,7 @@ def main() -> None:
         table.sample("server 1 alone", by_one=True)  # the first requests warm an engine up
         table.rows.clear()
         table.sample("server 1 alone", by_one=True)
-        table.sample("all servers")
-        seconds = table.sample("all servers, once more")
+        seconds = table.sample("all servers")
         killing = kill_in(seconds / 2, servers[-1])
         table.sample(f"server {args.servers} killed in the middle")
         killing.join()

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Literal, NamedTuple
 
 from comparisons import Mean, mean_over_seeds
 from lines import PRIMARY, WINDOWS, Line
@@ -13,8 +14,22 @@ from matplotlib.ticker import NullFormatter
 from sweeps import Variant, as_number, show
 from tables import SweepLines, control_of, controls_of
 
-from dc_trl.report.figures import MUTED, PANEL_WIDTH, new_figure, save_figure, series_style
+from dc_trl.report.figures import MUTED, PANEL_WIDTH, new_figure, save_figure
 
+
+# Neighbours differ in lightness too, and every pair for readers who see no red or no green.
+SERIES = ("#1f3b5c", "#c8553d", "#e0a458", "#2a9d8f", "#a23b87", "#6f8fd8", "#6b6b6b")
+# Solid, dashed, dotted, dash-dotted, long dashes, dash-dot-dotted: what tells lines apart in grey print.
+LineStyle = Literal["-"] | tuple[float, tuple[float, ...]]
+LINE_STYLES: tuple[LineStyle, ...] = (
+    "-",
+    (0, (4, 1.5)),
+    (0, (1, 1)),
+    (0, (5, 1.2, 1, 1.2)),
+    (0, (9, 2)),
+    (0, (4, 1, 1, 1, 1, 1)),
+)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 ACCURACY = "greedy accuracy as deployed, %"
 GAIN = "points above GRPO in step"
@@ -27,6 +42,22 @@ SWITCHES = {
     "routing_replay": "routing replay",
     "length_decay": "length decay",
 }
+
+
+class Style(NamedTuple):
+    """How one series is drawn: in colour and, for grey print, by line and marker."""
+
+    colour: str
+    line: LineStyle
+    marker: str
+
+
+def series_style(index: int) -> Style:
+    """Return the style of the series of this number, from 0 on.
+
+    Colours repeat after 7 series, pairs of colour and line after 42, pairs of colour and marker after 56.
+    """
+    return Style(SERIES[index % len(SERIES)], LINE_STYLES[index % len(LINE_STYLES)], MARKERS[index % len(MARKERS)])
 
 
 def draw_sweep(found: SweepLines, steps: int, path: Path) -> None:

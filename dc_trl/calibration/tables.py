@@ -1,0 +1,81 @@
+"""A calibration for its readers: tables in the terminal."""
+
+from collections.abc import Callable
+
+from ..records.estimators import Estimate
+from ..records.tables import TableRows, print_table
+from .result import Calibration, Diagnosis, EngineMismatch, Tolerance, label
+
+
+MEASURES = {
+    "prob_diff": "|π_train − π_inf|",
+    "prob_ratio": "|π_train / π_inf − 1|",
+    "log_prob": "|log π_train − log π_inf|",
+}
+_SHOWN = ("50", "90", "99", "99.9")
+
+
+def summary_table(calibration: Calibration) -> TableRows:
+    """Return the engines side by side, a column for each; brackets hold 95 % intervals over prompts."""
+    rows: list[tuple[str, Callable[[EngineMismatch], str]]] = [
+        ("proposed ε", lambda e: _interval(e.tolerance)),
+        ("δ̄ of a batch", lambda e: _interval(e.estimates["discrepancy"])),
+        ("mean δ of a token", lambda e: _interval(e.estimates["delta"])),
+        ("δ: 50 / 90 / 99 / 99.9 %", lambda e: " / ".join(f"{e.percentiles[p]:.2g}" for p in _SHOWN)),
+        ("largest δ", lambda e: f"{e.maximum:.3g}"),
+        ("KL(π_inf ‖ π_train), k3, nats", lambda e: _interval(e.estimates["k3_kl"])),
+        ("|log ppl difference|", lambda e: _interval(e.estimates["log_ppl_abs_diff"])),
+        ("Pearson of probabilities", lambda e: f"{e.metrics['probs_pearson']:.6f}"),
+        ("effective sample size of token weights", lambda e: f"{e.metrics['ess']:.1%}"),
+        ("tokens (without log-prob)", lambda e: f"{e.tokens:,} ({e.unscored:,})"),
+        (
+            "completions cut off / empty",
+            lambda e: f"{e.truncated / e.completions:.1%} / {e.empty / e.completions:.1%}",
+        ),
+    ]
+    head = ["", *(label(engine.engine) for engine in calibration.engines)]
+    return head, [[name, *(cell(engine) for engine in calibration.engines)] for name, cell in rows]
+
+
+def split_table(diagnosis: Diagnosis) -> TableRows:
+    """Return the shares of δ̄ with their 95 % intervals."""
+    split = diagnosis.split
+
+    def row(name: str, share: Estimate) -> list[str]:
+        part = f"{share.value / split.whole.value:.0%}" if split.whole.value else "–"
+        return [name, f"{share.value:.2e}", f"[{share.low:.2e}, {share.high:.2e}]", part]
+
+    rows = [row(cause, share) for cause, share in split.shares.items()]
+    rows += [row("unexplained", split.unexplained), row("δ̄", split.whole)]
+    return ["cause", "share", "95 %", "of δ̄"], rows
+
+
+def print_calibration(calibration: Calibration) -> None:
+    """Print the tables, the advice, the notes and the lines for the configuration to the terminal."""
+    print_table(
+        *summary_table(calibration), f"{_trained(calibration)}, δ = {MEASURES[calibration.settings['measure']]}"
+    )
+    for engine in calibration.engines:
+        if engine.diagnosis is not None:
+            print_table(*split_table(engine.diagnosis), f"{label(engine.engine)}: where δ̄ comes from")
+    print("How ε follows from δ̄: docs/calibration.md, the rule for ε.")
+    for engine in calibration.engines:
+        for advice in engine.diagnosis.advice if engine.diagnosis is not None else []:
+            print(f"ADVICE, {label(engine.engine)}: {advice}")
+        for note in engine.notes:
+            print(f"NOTE, {label(engine.engine)}: {note}")
+    prompts = calibration.settings["prompts"]
+    for engine in calibration.engines:
+        print(f"{engine.tolerance.config_line}  # {label(engine.engine)}, measured on {prompts} prompts")
+
+
+def _interval(estimate: Estimate | Tolerance) -> str:
+    return f"{estimate.value:#.3g}\n[{estimate.low:#.3g}, {estimate.high:#.3g}]"
+
+
+def _trained(calibration: Calibration) -> str:
+    """Name the model and its training precision."""
+    settings = calibration.settings
+    autocast = settings["bf16_autocast"] and settings["weights_dtype"] != "bfloat16"
+    precision = settings["weights_dtype"] + (" under bfloat16 autocast" if autocast else "")
+    return f"{settings['model']}, trained in {precision}"
