@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from trl import RLOOConfig, RLOOTrainer
 
-from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl import DCGRPOTrainer, HistoryCallback
 from dc_trl.callbacks.collapse import CollapseAlarmCallback
 from dc_trl.callbacks.collapse_monitor import SIGNALS, CollapseMonitor
 from dc_trl.records.runs import read_history
@@ -198,7 +198,7 @@ def make_trainer(output_dir, kind=DCGRPOTrainer, reward=None, **overrides):
         args=config,
         train_dataset=make_prompts(64),
         processing_class=make_tokenizer(),
-        callbacks=[LambdaLoggingCallback()],
+        callbacks=[HistoryCallback()],
     )
 
 

@@ -69,6 +69,12 @@ def test_the_python_reference_lists_every_public_name():
     assert sorted(listed) == [name for name in dc_trl.__all__ if name != "__version__"]
 
 
+def test_an_earlier_name_goes_on_working():
+    with pytest.warns(DeprecationWarning, match="LambdaLoggingCallback is called HistoryCallback now"):
+        from dc_trl import LambdaLoggingCallback
+    assert LambdaLoggingCallback is dc_trl.HistoryCallback
+
+
 def test_what_the_code_map_names_exists():
     named = re.findall(r"`([\w/]+\.py)`(?:: (`\w+`(?:, `\w+`)*))?", page("code_map.md"))
     assert len(named) > 10

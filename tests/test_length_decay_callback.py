@@ -9,7 +9,7 @@ from PIL import Image
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from dc_trl import DCGRPOTrainer, LambdaLoggingCallback, LengthDecayCallback, LengthDecaySchedule
+from dc_trl import DCGRPOTrainer, HistoryCallback, LengthDecayCallback, LengthDecaySchedule
 from dc_trl.records.runs import read_history
 from dc_trl.training.run import release_processes
 
@@ -38,7 +38,7 @@ def ranked(completions, **kwargs):
 
 
 def make_trainer(output_dir, kind=DCGRPOTrainer, curve=None, model=None, **options):
-    callbacks = [LambdaLoggingCallback()] if curve is None else [Lengths(curve), LambdaLoggingCallback()]
+    callbacks = [HistoryCallback()] if curve is None else [Lengths(curve), HistoryCallback()]
     # One epoch: in a second one TRL shuffles differently after a resume.
     options = {"max_steps": 4, "max_completion_length": 2, "train_dataset": make_prompts(64)} | options
     options |= {"deployment_scheme": "bf16", "callbacks": callbacks}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl import DCGRPOTrainer, HistoryCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 from dc_trl.resuming.checkpoints import checkpoint_defect
 from dc_trl.rollouts.background import BackgroundRollout
@@ -430,7 +430,7 @@ def test_a_training_that_stops_early_leaves_nothing_to_the_next(tmp_path):
 def test_the_hidden_share_is_what_training_had_no_need_to_wait_for(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")  # so that no line of the summary is broken
     with standing_in(seconds=0.5) as server:
-        trainer = make_trainer(server.url, tmp_path, Ready(server), LambdaLoggingCallback(), max_steps=4)
+        trainer = make_trainer(server.url, tmp_path, Ready(server), HistoryCallback(), max_steps=4)
         trainer.eval_dataset = None
         trainer.add_callback(run := BeforeAndAfter(trainer))
         trainer.train()

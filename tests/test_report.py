@@ -9,7 +9,7 @@ import pytest
 from peft import LoraConfig
 from trl import GRPOConfig
 
-from dc_trl import DCGRPOConfig, LambdaLoggingCallback
+from dc_trl import DCGRPOConfig, HistoryCallback
 from dc_trl.command import report as report_command
 from dc_trl.records.runs import read_history, read_run
 from dc_trl.records.settings import changed_settings
@@ -267,7 +267,7 @@ SECRETS = {
 
 def test_a_trainer_leaves_what_a_report_needs_and_no_secret(tmp_path):
     peft = LoraConfig(r=3, target_modules=["q_proj", "v_proj"])
-    callback = LambdaLoggingCallback({"dataset_name": "mine"})
+    callback = HistoryCallback({"dataset_name": "mine"})
     options = {"rollout_func": Rollouts(), "callbacks": [callback]}
     run = tmp_path / "run"
     trainer = make_trainer(

@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from dc_trl import DeploymentCheckpointCallback, LambdaLoggingCallback
+from dc_trl import DeploymentCheckpointCallback, HistoryCallback
 from dc_trl.resuming.checkpoints import checkpoint_defect, resumable_checkpoint
 from dc_trl.resuming.interruption import RunInterrupted, StopSignals
 from dc_trl.resuming.manifest import write_manifest
@@ -203,7 +203,7 @@ class LostInEvaluation(TrainerCallback):
 def test_a_lost_server_leaves_a_checkpoint(tmp_path, lost):
     step = 0 if lost == "before the first log" else 1
     trainer = evaluated(make_trainer(tmp_path, rollouts=LostServer(5 if step else 0), save_steps=500, max_steps=2))
-    trainer.add_callback(LambdaLoggingCallback())
+    trainer.add_callback(HistoryCallback())
     if step:
         trainer.add_callback(LostInEvaluation())
     with pytest.raises(ServerError, match=rf"^the server is gone\. The run is saved: .*checkpoint-{step}' when the"):

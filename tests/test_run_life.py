@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from transformers import ProgressCallback
 from transformers.utils import logging as transformers_logging
 
-from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl import DCGRPOTrainer, HistoryCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 from dc_trl.hub.card import write_run_card
 from dc_trl.records.runs import read_run
@@ -132,7 +132,7 @@ def trained(folder, tokenizer, rewards, resume=None, steps=2, bars=True, **field
         train_dataset=make_prompts(2),
         eval_dataset=make_prompts(8),
         processing_class=tokenizer,
-        callbacks=[LambdaLoggingCallback(), *([ProgressCallback()] if bars else [])],
+        callbacks=[HistoryCallback(), *([ProgressCallback()] if bars else [])],
     )
     run = BeforeAndAfter(trainer)
     trainer.add_callback(run)

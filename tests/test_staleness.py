@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl import DCGRPOTrainer, HistoryCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.thresholds import drift_warning
@@ -246,7 +246,7 @@ def test_a_run_that_goes_on_in_another_scheme_gets_present_weights(tmp_path):
 def test_the_summary_tells_the_syncs_that_were_saved(tmp_path, capsys):
     trainer = make_trainer(tmp_path, max_steps=6)
     trainer.eval_dataset = None
-    trainer.add_callback(LambdaLoggingCallback())
+    trainer.add_callback(HistoryCallback())
     trainer.add_callback(run := BeforeAndAfter(trainer))
     trainer.train()
     summarize(trainer, run)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dc_trl import LambdaLoggingCallback
+from dc_trl import HistoryCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 from dc_trl.records.runs import read_run
 
@@ -16,7 +16,7 @@ def trained(output_dir, held_out=8, between=False, **fields):
         output_dir,
         train_dataset=make_prompts(2),  # an epoch of two steps, as scripts/train.py sizes it
         eval_dataset=make_prompts(held_out),
-        callbacks=[LambdaLoggingCallback()],
+        callbacks=[HistoryCallback()],
         **{"deployment_scheme": "fp8", "max_steps": 2, "save_strategy": "steps", "save_steps": 2} | fields,
     )
     run = BeforeAndAfter(trainer, between)

@@ -20,7 +20,7 @@ from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import require_numbers
 from ..settings.reward_functions import require_callable
 from ..trainer import DCGRPOTrainer
-from ..trainers.history import LambdaLoggingCallback
+from ..trainers.history import HistoryCallback
 from ..trainers.required_servers import require_servers
 from .adapter import AdapterArguments, adapter_of, load_adapted
 from .arguments import RunArguments
@@ -107,7 +107,7 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     settings = changed_settings(data) | changed_settings(server) | changed_settings(watch) | changed_settings(adapter)
     trainer = DCGRPOTrainer(
         model=model.model_name_or_path if trained is None else _adapted(adapter, model, args),
-        callbacks=[LambdaLoggingCallback(settings)],
+        callbacks=[HistoryCallback(settings)],
         quantization_config=quantization_config if trained is None else None,
         peft_config=peft_config if trained is None else None,
         **arguments_of_both,
