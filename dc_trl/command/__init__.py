@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from ..settings.command_line import OptionParser, left_while_loading
-from ..settings.generated import kept_description
+from ..settings.command_line import OptionParser, left_while_loading, refused_in_one_line
+from ..settings.generated import description_of
 from ..version import __version__
 from .options import require_options
 
@@ -34,13 +34,10 @@ _VERSIONS = {"TRL": "trl", "transformers": "transformers", "vLLM": "vllm", "torc
 def call(name: str, words: Sequence[str] | None = None) -> None:
     """Run a sub-command with its options, by default those of the process; end the program where it does."""
     given = sys.argv[1:] if words is None else list(words)
-    if (description := kept_description(name)) is None:
-        with left_while_loading():  # torch and TRL take seconds, and are needed next in any case
-            from .describe import describe
-
-            description = describe(name)
+    with left_while_loading(), refused_in_one_line():
+        description = description_of(name)
     require_options(name, given, description)
-    with left_while_loading():
+    with left_while_loading():  # torch and TRL take seconds
         command = import_module(f".{COMMANDS[name][0]}", __name__)
     outcome = command.main(given)
     if outcome is not None:
