@@ -2,7 +2,6 @@
 
 import logging
 import math
-import shutil
 
 import pytest
 from hypothesis import example, given
@@ -238,9 +237,8 @@ def test_a_multiplier_at_its_bound(tmp_path):
     assert [(alarm.signal, alarm.step) for alarm in callback.alarms] == [("lambda", 7)]  # 6 logs at 1
 
 
-def test_a_stop_keeps_the_last_good_checkpoint(tmp_path, caplog):
-    """Rotation deletes it, and the alarm keeps it."""
-    options = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 2, "max_steps": 20}
+def test_a_stop_names_the_last_good_checkpoint(tmp_path, caplog):
+    options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 20}
     trainer = make_trainer(tmp_path, **options)
     callback = add_alarm(trainer, stop=True)
     with caplog.at_level(logging.WARNING):
@@ -249,8 +247,6 @@ def test_a_stop_keeps_the_last_good_checkpoint(tmp_path, caplog):
     assert callback.stopped is callback.alarms[0]
     assert callback.stopped.sound_until == 7
     # Step 9 was sampled by the weights after step 8. 6 is the newest checkpoint from before the trouble.
-    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
-    assert names == ["checkpoint-12", "checkpoint-6"]
     assert callback.last_good == str(tmp_path / "checkpoint-6")
     assert f"resume_from_checkpoint={callback.last_good!r}" in caplog.text
     assert marks(trainer.state.log_history) == [(12, "collapse/reward")]
@@ -261,9 +257,6 @@ def test_a_stop_keeps_the_last_good_checkpoint(tmp_path, caplog):
     assert (again.state.global_step, alarm.stopped) == (20, None)
     # Its own λ and optimizer go on, as from the checkpoint itself: the first 6 rows are the first run's.
     assert logged(again, "lagrangian/lambda")[:6] == logged(trainer, "lagrangian/lambda")[:6]
-    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
-    assert len(names) == 2
-    assert "checkpoint-20" in names
 
 
 @pytest.mark.long
@@ -283,20 +276,6 @@ def test_a_resumed_run_does_not_warn_again(tmp_path):
         assert resumed.state.global_step == (12 if expected else 20)
 
 
-@pytest.mark.long
-def test_checkpoints_of_a_run_that_was_left_are_not_trusted(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 5, "max_steps": 20}
-    left = make_trainer(tmp_path, reward=failing_after(99), **options | {"max_steps": 5})
-    left.train()
-    shutil.copytree(tmp_path / "checkpoint-5", tmp_path / "checkpoint-11")
-    again = make_trainer(tmp_path, reward=failing_after(8), **options)
-    callback = add_alarm(again, stop=True)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
-    # Its batches 1 to 8 are steps 6 to 13, and all was well until step 12. It saved at 10 itself.
-    assert callback.stopped.sound_until == 12
-    assert callback.last_good == str(tmp_path / "checkpoint-10")
-
-
 def test_no_checkpoint_from_before(tmp_path, caplog):
     trainer = make_trainer(tmp_path)
     callback = add_alarm(trainer, stop=True)
@@ -307,14 +286,6 @@ def test_no_checkpoint_from_before(tmp_path, caplog):
     assert "no checkpoint from before the trouble" in caplog.text
 
 
-def test_contradictions_are_refused(tmp_path):
+def test_a_trainer_that_logs_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="logging_strategy='no'"):
         CollapseAlarmCallback(make_trainer(tmp_path, logging_strategy="no"))
-    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=2, save_total_limit=2)
-    add_alarm(trainer, stop=True, window=5)
-    with pytest.raises(ValueError, match=r"save_total_limit=2 with save_steps=2 .* at least 4, or raise save_steps"):
-        trainer.train()
-    trainer = make_trainer(tmp_path)
-    trainer.args.load_best_model_at_end = True
-    with pytest.raises(ValueError, match="load_best_model_at_end=True"):
-        add_alarm(trainer, stop=True)

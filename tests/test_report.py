@@ -171,7 +171,6 @@ def test_bounds_surge_and_halvings_are_drawn_where_they_are(tmp_path):
     events = {
         "length_decay/surge_step": lambda step: 15 if step == 19 else None,
         "length_decay/period": lambda step: 27 if step == 19 else None,
-        "length_decay/halvings": lambda step: step // 27 or None if step % 27 == 0 else None,
     }
     rows = make_rows(60, **events, **{"lagrangian/lambda": lambda step: min(0.3, 0.01 * step)})
     run = read_run(make_run(tmp_path / "run", rows=rows, settings={"lambda_max": 0.3}))
