@@ -167,7 +167,7 @@ def test_benchmarks_have_panels_and_rows_of_their_own(tmp_path):
     assert row_of(reader, "math 500 ü avg@4 after") == ["0.500 ± 0.020"]
 
 
-def test_bounds_surge_and_halvings_are_drawn_where_they_are(tmp_path):
+def test_bounds_and_surge_are_drawn_where_they_are(tmp_path):
     events = {
         "length_decay/surge_step": lambda step: 15 if step == 19 else None,
         "length_decay/period": lambda step: 27 if step == 19 else None,
@@ -181,7 +181,7 @@ def test_bounds_surge_and_halvings_are_drawn_where_they_are(tmp_path):
         return [x[0] for x in (list(line.get_xdata()) for line in lines) if len(x) == 2 and x[0] == x[1]]
 
     assert verticals("completions/mean_length") == [15]
-    assert verticals("learning_rate") == [27, 54, 15]
+    assert verticals("learning_rate") == [15]
     assert figures["completions/mean_length"].axes[0].get_title("right") == "surge at step 15, halved every 27 steps"
     axes = figures["lagrangian/lambda"].axes[0]
     assert axes.get_title("right") == "bounds 0 and 0.3"

@@ -84,10 +84,8 @@ class CollapseAlarmCallback(TrainerCallback):
                 if isinstance(self._trainer, DCGRPOTrainer):
                     self._trainer.exports_at_end = False  # nobody should serve what has collapsed
                 if state.is_world_process_zero:
-                    # Another signal may have been in doubt for longer.
-                    sound_until = min(alarm.sound_until, self._monitor.sound_until)
                     saved = numbered_folders(self._trainer.args.output_dir, PREFIX_CHECKPOINT_DIR)
-                    good = [step for step in saved if step < sound_until]
+                    good = [step for step in saved if step < alarm.sound_until]
                     way_back = "no checkpoint from before the trouble is there to go back to."
                     if good:
                         self.last_good = str(saved[max(good)])

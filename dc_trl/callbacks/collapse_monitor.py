@@ -74,12 +74,10 @@ class _MedianDetector:
     It is in doubt from half-way to the threshold on; after 10 windows there, that level is the run's normal one.
 
     Attributes:
-        in_doubt: whether something may have been wrong since `sound_until`.
         sound_until: step of the log until which all was well.
     """
 
     def __init__(self, window: int, length: int | None = None):
-        self.in_doubt = False
         self.sound_until = 0
         self._window = window
         self._length = length or window
@@ -96,8 +94,8 @@ class _MedianDetector:
         levels, severity = self._judge([value for _, value in self._recent], leaving)
         self._half_way = self._half_way + 1 if severity >= 0.5 else 0
         self._beyond = self._beyond + 1 if severity >= 1 else 0
-        self.in_doubt = self._beyond > 0 or 0 < self._half_way <= 10 * self._window
-        if not self.in_doubt:
+        in_doubt = self._beyond > 0 or 0 < self._half_way <= 10 * self._window
+        if not in_doubt:
             self.sound_until = self._recent[0][0]
         return levels if self._beyond == self._length else None
 
@@ -227,8 +225,6 @@ class CollapseMonitor:
     ):
         require_number("window", window, Range(least=3, whole=True))
         require_number("reward_drop", reward_drop, SHARE)
-        self.window = window
-        self._steps: deque[int] = deque(maxlen=window)
         self._rung: set[str] = set()
         most = math.inf if lambda_max is None else lambda_max
         # A log of several steps holds the mean of λ, which is rounded.
@@ -248,26 +244,15 @@ class CollapseMonitor:
             ("no_signal", "frac_reward_zero_std", without_spread),
         ]
 
-    @property
-    def sound_until(self) -> int:
-        """Step of a log until which nothing is known or suspected to be wrong; weights from before it are good.
-
-        It lags ``window`` logs behind, and stands still while a detector is in doubt.
-        """
-        lagging = self._steps[0] if len(self._steps) == self.window else 0
-        return min([lagging, *(each.sound_until for _, _, each in self._detectors if each.in_doubt)])
-
     def update(self, step: int, metrics: Mapping[str, Any]) -> list[Alarm]:
         """Take the metrics that the trainer logged at an optimizer step; return the signals that ring.
 
-        Metrics that are of no interest are ignored, and so are logs without any other (evaluations, summaries).
+        Metrics that are of no interest are ignored.
         """
-        watched = [each for each in self._detectors if metrics.get(each[1]) is not None]
-        if not watched:
-            return []
-        self._steps.append(step)
         alarms = []
-        for signal, metric, detector in watched:
+        for signal, metric, detector in self._detectors:
+            if metrics.get(metric) is None:
+                continue
             value = float(metrics[metric])
             if not math.isfinite(value) and not isinstance(detector, _Streak):
                 continue  # no level; only a streak may wait for such numbers

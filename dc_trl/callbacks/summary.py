@@ -129,7 +129,6 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     engine = args.deployment_scheme or ("vLLM" if args.use_vllm else "model.generate")
     if args.use_vllm and args.deployment_scheme:
         engine = f"vLLM, {engine}"
-    syncs, saved = trainer.weight_syncs
     cost = dict(trainer.vllm_generation.syncs) if args.use_vllm else {}
     weights, tokens = reward_weights(trainer), trainer.state.num_input_tokens_seen
     seconds = trainer.parts_clock.seconds()
@@ -158,12 +157,7 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     facts: dict[str, str] = {}
     if args.discrepancy_tolerance == "auto" and multiplier.tolerance is not None:
         facts["tolerance ε, found by the run"] = f"{multiplier.tolerance:.4g}"
-    if args.weight_sync_steps > 1:
-        facts["weight syncs, and those that were saved"] = f"{syncs} + {saved}"
     facts |= sync_facts(cost)
-    if args.rollout_overlap and trainer.sampler.sampling_seconds > 0:
-        hidden = 1 - trainer.sampler.waiting_seconds / trainer.sampler.sampling_seconds
-        facts["sampling that training hid"] = f"{hidden:.0%} of {trainer.sampler.sampling_seconds:.0f} s"
     facts |= {"tokens sampled and read": f"{tokens:,}", "training seconds": f"{trainer.training_seconds:.0f}"}
     rows += ((label, "", text) for label, text in facts.items())
 
@@ -176,18 +170,13 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     summary = {
         "engine": engine,
         "constraint": args.constraint,
-        "seed": args.seed,
         "rewards": weights,
         "steps": trainer.state.global_step,
         "before": before,
         "after": after,
         "lambda": multiplier.value,
         "tolerance": multiplier.tolerance,
-        "weight_syncs": syncs,
-        "weight_syncs_saved": saved,
         "weight_sync": cost,
-        "sampling_seconds": trainer.sampler.sampling_seconds if args.rollout_overlap else None,
-        "waiting_seconds": trainer.sampler.waiting_seconds if args.rollout_overlap else None,
         "tokens": tokens,
         "seconds": trainer.training_seconds,
         "seconds_of_parts": seconds,
