@@ -333,9 +333,8 @@ def test_a_state_that_no_run_has_is_refused(sealed, change, words):
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(sealed):
-    for name in ("checkpoint-2", "last-good-10"):
-        other = shutil.copytree(sealed, sealed.with_name(name))
-        assert "trainer_state.json of step 1" in checkpoint_defect(other)
+    other = shutil.copytree(sealed, sealed.with_name("checkpoint-2"))
+    assert "trainer_state.json of step 1" in checkpoint_defect(other)
     assert checkpoint_defect(shutil.copytree(sealed, sealed.with_name("best"))) is None
 
 

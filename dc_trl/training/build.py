@@ -24,7 +24,7 @@ from ..trainers.history import HistoryCallback
 from ..trainers.required_servers import require_servers
 from .adapter import AdapterArguments, adapter_of, load_adapted
 from .arguments import RunArguments
-from .output import open_output, require_space
+from .output import open_output
 from .own_server import require_servable, start_server
 from .problems import load_data
 from .watch import add_callbacks
@@ -116,8 +116,6 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
         temperature, batch_size = data.eval_benchmark_temperature, args.per_device_eval_batch_size
         trainer.add_callback(BenchmarkCallback(trainer, benchmarks, temperature, batch_size))
     alarm = add_callbacks(trainer, watch)
-    if trainer.accelerator.is_main_process:
-        require_space(trainer)
     return trainer, alarm
 
 
