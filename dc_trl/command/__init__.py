@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from ..settings.command_line import OptionParser, left_while_loading, refused_in_one_line
+from ..settings.command_line import OptionParser, refused_in_one_line
 from ..settings.generated import description_of
 from ..version import __version__
 from .options import require_options
@@ -34,12 +34,10 @@ _VERSIONS = {"TRL": "trl", "transformers": "transformers", "vLLM": "vllm", "torc
 def call(name: str, words: Sequence[str] | None = None) -> None:
     """Run a sub-command with its options, by default those of the process; end the program where it does."""
     given = sys.argv[1:] if words is None else list(words)
-    with left_while_loading(), refused_in_one_line():
+    with refused_in_one_line():
         description = description_of(name)
     require_options(name, given, description)
-    with left_while_loading():  # torch and TRL take seconds
-        command = import_module(f".{COMMANDS[name][0]}", __name__)
-    outcome = command.main(given)
+    outcome = import_module(f".{COMMANDS[name][0]}", __name__).main(given)
     if outcome is not None:
         sys.exit(outcome)
 
