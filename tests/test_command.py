@@ -8,7 +8,6 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import fields
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from dc_trl import DCGRPOTrainer
+from dc_trl import DCGRPOTrainer, __version__
 from dc_trl.command import COMMANDS, main
 from dc_trl.command.describe import describe
 from dc_trl.evaluation.results import Evaluation
@@ -117,14 +116,8 @@ def test_an_unknown_command_gets_the_nearest_name(word, name, capsys):
     assert f"error: {word!r} is no command: did you mean {name}?" in capsys.readouterr().err
 
 
-def test_the_versions_are_those_that_are_installed(tmp_path):
-    _, shown, _ = watched(["--version"], tmp_path)
-    lines = dict(line.split(" ", 1) for line in shown.splitlines())
-    assert lines["TRL"] == version("trl")
-    assert lines["torch"] == version("torch")
-    assert list(lines) == ["dc_trl", "TRL", "transformers", "vLLM", "torch"]
-    # An interpreter that has YAML and nothing else.
-    (tmp_path / "yaml").symlink_to(Path(yaml.__file__).parent)
+def test_the_version_needs_no_library(tmp_path):
+    (tmp_path / "yaml").symlink_to(Path(yaml.__file__).parent)  # an interpreter that has YAML and nothing else
     done = subprocess.run(
         [sys.executable, "-S", "-m", "dc_trl", "--version"],
         env={"PYTHONPATH": f"{ROOT}:{tmp_path}"},
@@ -132,9 +125,7 @@ def test_the_versions_are_those_that_are_installed(tmp_path):
         text=True,
         check=True,
     )
-    assert done.stdout.splitlines()[1:] == [
-        f"{name} not installed" for name in ("TRL", "transformers", "vLLM", "torch")
-    ]
+    assert done.stdout == f"dc_trl {__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -332,7 +323,7 @@ def installed(tmp_path_factory):
 def test_the_wheel_trains_evaluates_and_reports_from_an_empty_directory(installed, tmp_path):
     where = installed("python", "-c", "import dc_trl; print(dc_trl.__file__)", cwd=tmp_path).strip()
     assert Path(where).parent == installed.folder
-    assert f"TRL {version('trl')}" in installed("dc-trl", "--version", cwd=tmp_path)
+    assert installed("dc-trl", "--version", cwd=tmp_path) == f"dc_trl {__version__}\n"
     words = "train --config quickstart --max_steps 10 --eval_size 64"
     shown = installed("dc-trl", *words.split(), cwd=tmp_path)
     assert "64 held-out problems" in shown

@@ -20,13 +20,12 @@ _SMALLEST = sys.float_info.min
 
 # What a signal means, and what to try first; docs/collapse.md says more.
 SIGNALS = {
-    "reward": "The policy loses what it had learned. Go back with a lower or decaying learning_rate (length_decay).",
+    "reward": "The policy loses what it had learned. Go back with a lower or decaying learning_rate (length_decay). "
+    "If the mismatch fell too, the penalty outweighs the reward: lower lambda_max.",
     "grad_norm": "A few extreme tokens or an overflow make the update. Lower learning_rate or max_grad_norm; with "
     "fp16, set bf16=true.",
     "mismatch": "The engine that samples and the policy that trains drift apart. Check that new weights reach the "
     "engine (weight_sync), lower weight_sync_steps, or raise the precision of deployment_scheme.",
-    "degenerate": "The policy has lost its reward and the mismatch with it: the penalty outweighs the reward. Go back "
-    "with a lower lambda_max (lambda_init, if it is static), or constraint=none.",
     "entropy_low": "The policy has become deterministic. Raise epsilon_high or temperature, or lower learning_rate.",
     "entropy_high": "The policy falls into noise. Go back with a lower learning_rate, and lower a large lambda_max.",
     "lambda": "The discrepancy stays above discrepancy_tolerance whatever the penalty. Raise discrepancy_tolerance to "
@@ -118,7 +117,6 @@ class _RewardDrop(_MedianDetector):
         self._first: float | None = None
         self._best = -math.inf
         self._differences: deque[float] = deque(maxlen=100)
-        self.severity = 0.0  # the last one
 
     def _judge(self, values: list[float], leaving: float | None) -> tuple[_Levels, float]:
         median = statistics.median(values)
@@ -129,8 +127,7 @@ class _RewardDrop(_MedianDetector):
         # The median of |difference| of two normal values is 0.6745 · √2 standard deviations; a trend hardly moves it.
         noise = statistics.median(self._differences) / (0.6745 * math.sqrt(2))
         drop = max(self._share * max(self._best - self._first, abs(self._best)), 4 * noise)
-        self.severity = (self._best - median) / drop if drop > 0 else 0.0
-        return (median, self._best, self._best - drop), self.severity
+        return (median, self._best, self._best - drop), (self._best - median) / drop if drop > 0 else 0.0
 
 
 class _LevelChange(_MedianDetector):
@@ -141,14 +138,12 @@ class _LevelChange(_MedianDetector):
 
     Args:
         bound: the threshold is at least this far, whatever the level.
-        reward: with it, the change counts only while the reward is down too.
     """
 
-    def __init__(self, window: int, factor: float, bound: float, reward: _RewardDrop | None = None):
+    def __init__(self, window: int, factor: float, bound: float):
         super().__init__(window)
         self._factor = factor
         self._bound = bound
-        self._reward = reward
         self._early: float | None = None
         self._past: list[float] = []  # sorted; zeros (no gradient, no measurement) say nothing about a level
 
@@ -170,8 +165,6 @@ class _LevelChange(_MedianDetector):
             severity = 1.0 if self._factor < 1 else 0.0
         else:
             severity = math.log(median / reference) / math.log(threshold / reference)
-        if self._reward is not None:
-            severity = min(severity, self._reward.severity)
         return (median, reference, threshold), severity
 
 
@@ -209,7 +202,7 @@ class CollapseMonitor:
     """
 
     GRAD_NORM_RISE = 10.0  # factors of a metric's own level
-    MISMATCH_RISE, MISMATCH_FALL = 5.0, 0.1
+    MISMATCH_RISE = 5.0
     ENTROPY_RISE, ENTROPY_FALL = 3.0, 0.1
     ENTROPY_HIGH, ENTROPY_LOW = 1.0, 0.02  # nats per token
     NO_SPREAD = 0.99  # share of the groups
@@ -231,12 +224,10 @@ class CollapseMonitor:
         pinned = _Streak(2 * window, lambda value: value >= most * (1 - 1e-9), most)
         without_spread = _Streak(2 * window, lambda share: share >= self.NO_SPREAD, self.NO_SPREAD)
         overflow = _Streak(window if fp16 else 1, lambda norm: not math.isfinite(norm), math.inf)
-        reward = _RewardDrop(window, reward_drop)
         self._detectors: list[tuple[str, str, _MedianDetector]] = [
-            ("reward", "reward", reward),
+            ("reward", "reward", _RewardDrop(window, reward_drop)),
             ("grad_norm", "grad_norm", _LevelChange(window, self.GRAD_NORM_RISE, max_grad_norm)),
             *(("mismatch", metric, _LevelChange(window, self.MISMATCH_RISE, 0.0)) for metric in self.MISMATCH),
-            ("degenerate", self.MISMATCH[0], _LevelChange(window, self.MISMATCH_FALL, math.inf, reward)),
             ("entropy_low", "entropy", _LevelChange(window, self.ENTROPY_FALL, self.ENTROPY_LOW)),
             ("entropy_high", "entropy", _LevelChange(window, self.ENTROPY_RISE, self.ENTROPY_HIGH)),
             ("grad_norm", "grad_norm", overflow),
