@@ -55,7 +55,7 @@ NO_EFFECT = (
     Rule("vllm_server_base_urls rollout_overlap", {"vllm_mode": ["colocate"]}, _SERVER),
     Rule("max_tokens_per_micro_batch", {"length_aware_batches": [False]}, "set length_aware_batches=True"),
     Rule("serve_devices serve_options", {"serve": [None]}, "set serve='auto'"),
-    Rule("length_decay_period length_decay_floor", {"length_decay": [False]}, "set length_decay=True"),
+    Rule("length_decay_period", {"length_decay": [False]}, "set length_decay=True"),
     Rule("eval_benchmarks eval_greedy", {"eval_size": [0]}, "set eval_size"),
 )
 
