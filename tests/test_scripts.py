@@ -161,8 +161,6 @@ def test_lora(launch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"model_name_or_path": "./nothing"}, ["model_name_or_path='./nothing'", "does not exist"]),
-        ({"model_name_or_path": "tests"}, ["model_name_or_path='tests'", "no model"]),
         ({"model_name_or_path": "nobody/nothing-at-all"}, ["nobody/nothing-at-all"]),
         ({"rewards": "nonsense"}, ["rewards='nonsense'", "'math'"]),
         ({"eval_size": 99999}, ["size=99999", "at most"]),
@@ -182,13 +180,8 @@ def test_lora(launch):
             {"serve": "auto", "use_vllm": "true", "vllm_mode": "server", "vllm_max_model_length": -5},
             ["vllm_max_model_length=-5 is invalid"],
         ),
-        ({"eval_benchmarks": "arithmetic"}, ["eval_benchmarks=['arithmetic']", "eval_size=0", "set eval_size"]),
         ({"eval_greedy": "true", "eval_size": 16}, ["eval_greedy=True measures at evaluations", "eval_strategy='no'"]),
         ({"eval_benchmarks": "aime", "eval_size": 16}, ["benchmark='aime'", "'aime24'"]),
-        (
-            {"eval_benchmarks": "arithmetic", "eval_size": 16, "eval_benchmark_samples": 0},
-            ["samples=0", "at least 1"],
-        ),
         ({"num_generations_eval": 3, "eval_size": 6}, ["per_device_eval_batch_size=16", "num_generations_eval=3"]),
         ({"use_peft": "true", "lora_r": 0}, ["lora_r=0"]),
         ({"config": "dc_trl/assets/tiny_qwen3/model.safetensors"}, ["model.safetensors is no text"]),
@@ -199,25 +192,6 @@ def test_refused_before_training(launch, tmp_path, capsys, options, words):
     for word in words:
         assert word in message
     assert not list((tmp_path / "run").glob("*")), "a refused run leaves nothing that looks like one"
-
-
-@pytest.mark.parametrize(
-    ("settings", "tokenizer", "words"),
-    [
-        ("{}", "tokenizer*", "cannot be loaded: "),
-        (None, "", "holds no tokenizer: save one there"),
-    ],
-    ids=["type", "tokenizer"],
-)
-def test_a_model_that_lacks_something(launch, tmp_path, settings, tokenizer, words):
-    model = tmp_path / "model"
-    model.mkdir()
-    for path in [TINY_MODEL / "model.safetensors", *(TINY_MODEL.glob(tokenizer) if tokenizer else [])]:
-        shutil.copy(path, model)
-    (model / "config.json").write_text(settings or (TINY_MODEL / "config.json").read_text())
-    message = refusal(launch, model_name_or_path=str(model))
-    assert words in message
-    assert str(model) in message
 
 
 def test_a_tokenizer_without_chat_template_trains_on_plain_prompts(launch, tmp_path):
@@ -237,12 +211,15 @@ def test_a_tokenizer_without_chat_template_trains_on_plain_prompts(launch, tmp_p
         ("tokenizer.json", b"{}", "cannot be loaded: one of its files holds something else"),
         ("config.json", b"<html>", "config.json is not JSON"),
         ("chat_template.jinja", b"{% if", "cannot be loaded: unexpected"),
+        ("config.json", b"{}", "cannot be loaded: "),
+        ("tokenizer*", None, "holds no tokenizer: save one there"),
     ],
 )
-def test_a_model_with_a_broken_file(tmp_path, file, content, words):
+def test_a_model_with_a_broken_or_missing_file(tmp_path, file, content, words):
     model = tmp_path / "model"
     shutil.copytree(TINY_MODEL, model)
-    (model / file).write_bytes(content)
+    for path in model.glob(file):
+        path.unlink() if content is None else path.write_bytes(content)
     with pytest.raises(ValueError, match="model") as refused:
         load_config_and_tokenizer(str(model))
     assert words in str(refused.value)

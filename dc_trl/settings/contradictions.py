@@ -176,12 +176,6 @@ CONTRADICTIONS = (
         ["batch", "normalize_then_sum"],
     ),
     Rule(
-        "vllm_importance_sampling_mode",
-        {"loss_type": ["vespo"], "vllm_importance_sampling_correction": [True]},
-        "VESPO takes a ratio of each token; set 'token_truncate' or 'token_mask'",
-        ["sequence_truncate", "sequence_mask"],
-    ),
-    Rule(
         "rollout_correction",
         {"loss_type": ["vespo"]},
         "VESPO takes a ratio of each token; set 'token_truncate', 'token_mask' or 'icepop'",
