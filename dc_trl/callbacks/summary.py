@@ -79,12 +79,10 @@ class BeforeAndAfter(TrainerCallback):
             rewards = greedy_rewards(trainer, trainer.eval_dataset, None, args.per_device_eval_batch_size)
             if rewards:
                 greedy = mean_estimate(rewards)
-                single = sum(weight != 0 for weight in reward_weights(trainer).values()) == 1
                 measured |= {
                     "greedy": greedy.value,
                     "greedy_se": greedy.standard_error,
                     "problems": greedy.problems,
-                    "greedy_is_share": single and set(rewards) <= {0.0, 1.0},
                 }
             logged = {"eval_greedy_reward": measured.get("greedy"), "eval_greedy_reward_se": measured.get("greedy_se")}
             trainer.log({name: value for name, value in logged.items() if value is not None})
@@ -138,10 +136,7 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     of = f" ({weighted_sum(weights)})" if len(weights) > 1 else ""
     rows: list[Sequence[str]] = []
     if "greedy" in before and "greedy" in after:
-        # In percent where it is a share of problems.
-        shares = before.get("greedy_is_share") and after.get("greedy_is_share")
-        factor, decimals, unit = (100, 1, " %") if shares else (1, 3, "")
-        both = (with_error(m["greedy"], m["greedy_se"], factor, decimals) + unit for m in (before, after))
+        both = (with_error(measured["greedy"], measured["greedy_se"], 1, 3) for measured in (before, after))
         rows.append((f"greedy reward{of}, {before['problems']} held-out problems", *both))
     for label, key, form in (
         (f"sampled reward{of}, held out", "reward", ".3f"),

@@ -44,9 +44,8 @@ class Run:
         name: of the directory.
         history: rows of `history.jsonl`, each with its `step`.
         settings: settings that differ from the defaults.
-        before: the deployed policy on held-out problems: `greedy`, `greedy_se`, `problems`, `reward`, `discrepancy`,
-            and `greedy_is_share` where a single reward function gave each problem 0 or 1. `greedy` and `reward` are
-            means of the weighted sum of all reward functions.
+        before: the deployed policy on held-out problems: `greedy`, `greedy_se`, `problems`, `reward`, `discrepancy`.
+            `greedy` and `reward` are means of the weighted sum of all reward functions.
         summary: `after` (as `before`), `rewards` (the functions' weights by name), `steps`, `seconds`, `tokens`,
             `engine`, …; empty when the run did not finish.
         starts: when and on what the run was started; see `records.started`.
