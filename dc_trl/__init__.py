@@ -1,5 +1,6 @@
 """DC-GRPO on TRL: measure, constrain and deploy under the training-inference discrepancy."""
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from .evaluation import evaluate as evaluate
     from .grading.rewards import math_reward as math_reward
     from .trainer import DCGRPOTrainer as DCGRPOTrainer
-    from .trainers.history import LambdaLoggingCallback as LambdaLoggingCallback
+    from .trainers.history import HistoryCallback as HistoryCallback
     from .version import __version__ as __version__
 
 # Where each public name lives. They are imported when they are used: TRL takes seconds, and a vLLM worker that reloads
@@ -30,8 +31,8 @@ _MODULES = {
     "DCGRPOConfig": "config",
     "DCGRPOTrainer": "trainer",
     "DeploymentCheckpointCallback": "callbacks.deployment",
+    "HistoryCallback": "trainers.history",
     "LagrangeMultiplier": "constraint.lagrangian",
-    "LambdaLoggingCallback": "trainers.history",
     "LengthDecayCallback": "callbacks.length_decay",
     "LengthDecaySchedule": "callbacks.lr_schedule",
     "SurgeDetector": "callbacks.lr_schedule",
@@ -43,9 +44,14 @@ _MODULES = {
     "token_discrepancy": "constraint.discrepancy",
 }
 __all__ = [*_MODULES]
+# Names of earlier releases, with what they are called now.
+_RENAMED = {"LambdaLoggingCallback": "HistoryCallback"}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        warnings.warn(f"{name} is called {_RENAMED[name]} now.", DeprecationWarning, stacklevel=2)
+        name = _RENAMED[name]
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_MODULES[name]}", __name__), name)

@@ -355,10 +355,13 @@ def test_a_step_whose_every_token_is_masked_teaches_nothing(make_trainer):
     ("fields", "message"),
     [
         ({"constraint_form": "two_sided_kl", "deployment_scheme": "fp8"}, "constraint_form='two_sided_kl'"),
-        ({"deployment_scheme": "fp8"}, "deployment_scheme='fp8' has no effect"),
-        ({"constraint": "static", "constraint_target": "lag"}, "constraint_target='lag' .* set deployment_scheme"),
+        ({"deployment_scheme": "fp8"}, "deployment_scheme='fp8' contradicts AsyncGRPO"),
+        (
+            {"constraint": "static", "constraint_target": "lag"},
+            "constraint_target='lag' contradicts .* set deploy",
+        ),
         ({"rollout_correction": "token_truncate"}, "rollout_correction='token_truncate'"),
-        ({"lambda_init": 2.5}, "lambda_init=2.5 lies outside"),
+        ({"lambda_init": 2.5}, "lambda_init=2.5 contradicts"),
         ({"constraint": "none", "constraint_form": "injected"}, "constraint_form='injected' has no effect"),
         ({"constraint": "static", "top_p": 0.9}, "top_p=0.9 makes the engine sample"),
     ],

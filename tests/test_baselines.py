@@ -85,4 +85,3 @@ def test_length_decay_in_one_switch(tmp_path):
         trainer, _ = build_trainer(parts, stack)
         trainer.train()
     assert logged(trainer, "learning_rate") == pytest.approx([1e-4, 0.5e-4, 0.5e-4])
-    assert logged(trainer, "length_decay/halvings") == [1, 2]

@@ -2,14 +2,13 @@
 
 import logging
 import math
-import shutil
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from trl import RLOOConfig, RLOOTrainer
 
-from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl import DCGRPOTrainer, HistoryCallback
 from dc_trl.callbacks.collapse import CollapseAlarmCallback
 from dc_trl.callbacks.collapse_monitor import SIGNALS, CollapseMonitor
 from dc_trl.records.runs import read_history
@@ -77,21 +76,7 @@ def test_mismatch_by_hand():
     for metric in CollapseMonitor.MISMATCH:
         assert rung(curve(metric, [1e-3] * 20 + [4.9e-3] * 20)) == []
         assert rung(curve(metric, [1e-3] * 20 + [5.1e-3] * 20)) == [("mismatch", 27, 5.1e-3, 5e-3, 18)]
-
-
-def test_a_mismatch_that_falls_with_the_reward_by_hand():
-    fallen = curve("discrepancy/mean", [1e-3] * 20 + [0.9e-4] * 20)
-    rewards = [0.8] * 20 + [0.39] * 20  # alarm at 0.8 - 0.5 * 0.8 = 0.4
-    both = [row | {"reward": reward} for row, reward in zip(fallen, rewards, strict=True)]
-    assert rung(fallen) == []  # a policy that becomes sure has less of it
-    expected = [("reward", 27, 0.39, 0.4, 18), ("degenerate", 27, 0.9e-4, 1e-4, 18)]
-    assert rung(both, reward_drop=0.5) == expected
-    for row in both[20:]:
-        row["discrepancy/mean"] = 1.1e-4
-    assert rung(both, reward_drop=0.5) == expected[:1]
-    for row, reward in zip(both, [0.8] * 20 + [0.41] * 20, strict=True):
-        row |= {"reward": reward, "discrepancy/mean": min(row["discrepancy/mean"], 1e-3 if reward > 0.5 else 0.0)}
-    assert rung(both, reward_drop=0.5) == []
+        assert rung(curve(metric, [1e-3] * 20 + [0.9e-4] * 20)) == []  # a policy that becomes sure has less of it
 
 
 def test_entropy_by_hand():
@@ -198,7 +183,7 @@ def make_trainer(output_dir, kind=DCGRPOTrainer, reward=None, **overrides):
         args=config,
         train_dataset=make_prompts(64),
         processing_class=make_tokenizer(),
-        callbacks=[LambdaLoggingCallback()],
+        callbacks=[HistoryCallback()],
     )
 
 
@@ -238,9 +223,8 @@ def test_a_multiplier_at_its_bound(tmp_path):
     assert [(alarm.signal, alarm.step) for alarm in callback.alarms] == [("lambda", 7)]  # 6 logs at 1
 
 
-def test_a_stop_keeps_the_last_good_checkpoint(tmp_path, caplog):
-    """Rotation deletes it, and the alarm keeps it."""
-    options = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 2, "max_steps": 20}
+def test_a_stop_names_the_last_good_checkpoint(tmp_path, caplog):
+    options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 20}
     trainer = make_trainer(tmp_path, **options)
     callback = add_alarm(trainer, stop=True)
     with caplog.at_level(logging.WARNING):
@@ -249,8 +233,6 @@ def test_a_stop_keeps_the_last_good_checkpoint(tmp_path, caplog):
     assert callback.stopped is callback.alarms[0]
     assert callback.stopped.sound_until == 7
     # Step 9 was sampled by the weights after step 8. 6 is the newest checkpoint from before the trouble.
-    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
-    assert names == ["checkpoint-12", "checkpoint-6"]
     assert callback.last_good == str(tmp_path / "checkpoint-6")
     assert f"resume_from_checkpoint={callback.last_good!r}" in caplog.text
     assert marks(trainer.state.log_history) == [(12, "collapse/reward")]
@@ -261,9 +243,6 @@ def test_a_stop_keeps_the_last_good_checkpoint(tmp_path, caplog):
     assert (again.state.global_step, alarm.stopped) == (20, None)
     # Its own λ and optimizer go on, as from the checkpoint itself: the first 6 rows are the first run's.
     assert logged(again, "lagrangian/lambda")[:6] == logged(trainer, "lagrangian/lambda")[:6]
-    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
-    assert len(names) == 2
-    assert "checkpoint-20" in names
 
 
 @pytest.mark.long
@@ -283,20 +262,6 @@ def test_a_resumed_run_does_not_warn_again(tmp_path):
         assert resumed.state.global_step == (12 if expected else 20)
 
 
-@pytest.mark.long
-def test_checkpoints_of_a_run_that_was_left_are_not_trusted(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 5, "max_steps": 20}
-    left = make_trainer(tmp_path, reward=failing_after(99), **options | {"max_steps": 5})
-    left.train()
-    shutil.copytree(tmp_path / "checkpoint-5", tmp_path / "checkpoint-11")
-    again = make_trainer(tmp_path, reward=failing_after(8), **options)
-    callback = add_alarm(again, stop=True)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
-    # Its batches 1 to 8 are steps 6 to 13, and all was well until step 12. It saved at 10 itself.
-    assert callback.stopped.sound_until == 12
-    assert callback.last_good == str(tmp_path / "checkpoint-10")
-
-
 def test_no_checkpoint_from_before(tmp_path, caplog):
     trainer = make_trainer(tmp_path)
     callback = add_alarm(trainer, stop=True)
@@ -307,14 +272,6 @@ def test_no_checkpoint_from_before(tmp_path, caplog):
     assert "no checkpoint from before the trouble" in caplog.text
 
 
-def test_contradictions_are_refused(tmp_path):
+def test_a_trainer_that_logs_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="logging_strategy='no'"):
         CollapseAlarmCallback(make_trainer(tmp_path, logging_strategy="no"))
-    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=2, save_total_limit=2)
-    add_alarm(trainer, stop=True, window=5)
-    with pytest.raises(ValueError, match=r"save_total_limit=2 with save_steps=2 .* at least 4, or raise save_steps"):
-        trainer.train()
-    trainer = make_trainer(tmp_path)
-    trainer.args.load_best_model_at_end = True
-    with pytest.raises(ValueError, match="load_best_model_at_end=True"):
-        add_alarm(trainer, stop=True)

@@ -56,8 +56,8 @@ def test_values_are_what_their_user_means(parse, text, expected):
         ("save_strategy: no", ["save_strategy=False", "in quotes", "save_strategy: 'no'"]),
         ("collapse_alarm: on", ["collapse_alarm=True", "'off', 'warn', 'stop'"]),
         ("chat_template_kwargs: [1]", ["chat_template_kwargs=[1] is invalid: use a mapping"]),
-        ("length_decay: true\nlength_decay_floor: .nan", ["length_decay_floor=nan", "above 0, at most 1"]),
-        ("length_decay_floor: 0.5", ["length_decay_floor=0.5 has no effect with length_decay=False"]),
+        ("learning_rate: .nan", ["learning_rate=nan", "at least 0"]),
+        ("length_decay_period: 5", ["length_decay_period=5 has no effect with length_decay=False"]),
         ("deep: " + "[" * 5000, ["config.yaml cannot be read as YAML"]),
     ],
 )

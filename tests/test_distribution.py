@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -170,21 +169,6 @@ def test_fsdp_in_one_process_is_refused(tmp_path, monkeypatch):
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
     with pytest.raises(ValueError, match="fsdp_version: 2: accelerate would train in one process"):
         make_config(tmp_path, fsdp=True)
-
-
-@pytest.mark.long
-def test_a_launch_that_started_one_process_of_several_is_told(tmp_path, monkeypatch):
-    """In the environment that accelerate's launcher gives the process."""
-    script = tmp_path / "script.py"
-    script.write_text("import json, os; print(json.dumps(dict(os.environ)))")
-    command = [*ACCELERATE[:2], "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
-    command += ["--dynamo_backend", "no", str(script)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for name, value in json.loads(done.stdout.splitlines()[-1]).items() - os.environ.items():
-        monkeypatch.setenv(name, value)
-    with pytest.warns(UserWarning, match=r"asked for several processes and started one \(distributed_type: NO\)"):
-        make_config(tmp_path)
 
 
 def test_an_accelerator_that_does_not_shard_is_refused(tmp_path, monkeypatch):

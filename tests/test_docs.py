@@ -19,8 +19,7 @@ import dc_trl
 from dc_trl.command import COMMANDS
 from dc_trl.command.describe import describe
 from dc_trl.command.options import parser_of
-from dc_trl.settings.contradictions import RULES, RULES_OF_A_COMPARISON, RULES_OF_A_CONSTRAINT
-from dc_trl.settings.contradictions import RULES_OF_THE_CONSTRAINT_ALONE as RULES_ALONE
+from dc_trl.settings.contradictions import CONTRADICTIONS, rules_of_a_comparison
 from dc_trl.training.arguments import ARGUMENTS
 
 from .helpers import ROOT, Rollouts, make_config, make_model, make_prompts
@@ -53,9 +52,11 @@ def refused():
 
 
 def test_every_contradiction_has_an_example(refused):
-    for rule in (*RULES_ALONE, *RULES, *RULES_OF_A_COMPARISON, *RULES_OF_A_CONSTRAINT):
-        words = ".*".join(map(re.escape, re.split(r"\{.*?\}", rule.message)))
-        assert any(re.fullmatch(words, error) for error in refused.values()), rule.message
+    for rule in (*CONTRADICTIONS, *rules_of_a_comparison("constraint")):
+        for name in rule.named.split():
+            beside = " and ".join(f"{other}=.*" for other in rule.beside)
+            words = f"{name}=.* contradicts {beside}: {re.escape(rule.remedy)}."
+            assert any(re.fullmatch(words, error) for error in refused.values()), words
     for line, error in refused.items():
         assert any(name in error for name in re.findall(r"\w+(?=:)", line)), line
 
@@ -67,6 +68,12 @@ def test_the_python_reference_lists_every_public_name():
     (block,) = blocks(page("api.md"), "{eval-rst}")
     listed = re.search(r"autosummary::\n\n((?: {3}\w+\n)+)", block)[1].split()
     assert sorted(listed) == [name for name in dc_trl.__all__ if name != "__version__"]
+
+
+def test_an_earlier_name_goes_on_working():
+    with pytest.warns(DeprecationWarning, match="LambdaLoggingCallback is called HistoryCallback now"):
+        from dc_trl import LambdaLoggingCallback
+    assert LambdaLoggingCallback is dc_trl.HistoryCallback
 
 
 def test_what_the_code_map_names_exists():

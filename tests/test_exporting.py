@@ -24,7 +24,7 @@ from dc_trl import (
     DCGRPOConfig,
     DCGRPOTrainer,
     DeploymentCheckpointCallback,
-    LambdaLoggingCallback,
+    HistoryCallback,
 )
 from dc_trl.async_grpo import AsyncDCGRPOTrainer
 from dc_trl.quantization.checkpoint import CheckpointWriter
@@ -188,12 +188,12 @@ def test_exporting_draws_no_random_number_and_moves_no_weight(tmp_path):
 
 @pytest.mark.parametrize("named", ["as a class", "afterwards"])
 def test_a_callback_that_the_user_names_takes_the_place_of_our_own(tmp_path, named):
-    mine = LambdaLoggingCallback({"dataset_name": "mine"})
-    callbacks = {"in the constructor": [mine], "as a class": [LambdaLoggingCallback], "afterwards": None}[named]
+    mine = HistoryCallback({"dataset_name": "mine"})
+    callbacks = {"in the constructor": [mine], "as a class": [HistoryCallback], "afterwards": None}[named]
     trainer = make_trainer(tmp_path, callbacks=callbacks)
     if named == "afterwards":
         trainer.add_callback(mine)
-    found = [one for one in trainer.callback_handler.callbacks if isinstance(one, LambdaLoggingCallback)]
+    found = [one for one in trainer.callback_handler.callbacks if isinstance(one, HistoryCallback)]
     assert len(found) == 1
     assert (found == [mine]) == (named != "as a class")
     trainer.train()

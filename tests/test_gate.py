@@ -33,7 +33,6 @@ from transformers import (
 from dc_trl import DCGRPOTrainer
 from dc_trl.command.train import main
 from dc_trl.gate.policy import require_policy, require_whole, warn_of_rounding
-from dc_trl.gate.rows import Rows, some_rows
 from dc_trl.settings.distribution import Sharding
 from dc_trl.settings.reward_functions import checked_reward, is_async, require_rewards
 
@@ -628,13 +627,6 @@ def test_one_number_that_is_not_finite_is_found(dtype, value):
     layer.weight[1, 2] = value
     with pytest.raises(ValueError, match=r"not finite .* in weight"):
         require_whole(layer, "model", False, Sharding(None, 0))
-
-
-def test_rows_of_a_long_data_set_are_its_extremes():
-    rows = some_rows("rows", long_table(_500="1" * 99, _501="1"), 1, "")
-    assert {0, 500, 501} <= rows.rows.keys()
-    assert len(rows.rows) < 100
-    assert rows == Rows("rows", {number: {"prompt": rows.rows[number]["prompt"]} for number in rows.rows})
 
 
 # --- rewards --------------------------------------------------------------------------------------------------------

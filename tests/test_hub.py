@@ -25,7 +25,7 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl import DCGRPOTrainer, HistoryCallback
 from dc_trl.hub.card import address_card, quoted
 from dc_trl.hub.local_paths import shared_text
 from dc_trl.hub.push import push_command, push_run, run_files
@@ -72,7 +72,7 @@ def make_trainer(output_dir, callbacks=None, peft_config=None, rollout_func=None
         reward_funcs=distinct_characters,
         args=make_config(output_dir, **{"max_steps": 2, "deployment_scheme": "fp8"} | overrides),
         train_dataset=make_prompts(),
-        callbacks=[LambdaLoggingCallback()] if callbacks is None else callbacks,
+        callbacks=[HistoryCallback()] if callbacks is None else callbacks,
         peft_config=peft_config,
         rollout_func=rollout_func,
     )

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from transformers import TrainerCallback
 
-from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback, LambdaLoggingCallback
+from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback, HistoryCallback
 from dc_trl.command.report import main as report
+from dc_trl.command.train import train
 from dc_trl.files import LOCK_FILE, append_text, lock_output, write_bytes, write_text
 from dc_trl.settings.paths import serve_line
-from dc_trl.training.command import train
 
 from .helpers import ROOT, Rollouts, distinct_characters, make_config, make_model, make_prompts, make_tokenizer
 
@@ -241,7 +241,7 @@ def test_a_disk_that_is_full_names_the_file(small_disk):
                     while True:
                         file.write(bytes(4096))
 
-    history = LambdaLoggingCallback()
+    history = HistoryCallback()
     trainer = DCGRPOTrainer(
         make_model(),
         distinct_characters,

@@ -161,7 +161,7 @@ def test_numbers(name, tmp_path):
         assert (args.epsilon, args.epsilon_high, args.weight_decay, args.max_grad_norm) == (0.2, 0.28, 0.01, 1.0)
         assert (args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.loss_type) == (0.9, 0.999, 1e-8, "dapo")
         assert (args.advantage_estimator, args.drop_zero_std_groups) == ("rloo", True)
-        assert (watch.length_decay, watch.length_decay_period, watch.length_decay_floor) == (True, None, 0.1)
+        assert (watch.length_decay, watch.length_decay_period) == (True, None)
         assert not args.vllm_importance_sampling_correction
         assert args.vllm_importance_sampling_clip_max == 2.0
 

@@ -16,7 +16,7 @@ from peft import LoraConfig
 from PIL import Image
 from trl import GRPOConfig
 
-from dc_trl import DCGRPOConfig, LambdaLoggingCallback
+from dc_trl import DCGRPOConfig, HistoryCallback
 from dc_trl.command import report as report_command
 from dc_trl.records.runs import read_history, read_run
 from dc_trl.records.settings import changed_settings
@@ -167,11 +167,10 @@ def test_benchmarks_have_panels_and_rows_of_their_own(tmp_path):
     assert row_of(reader, "math/500 ü avg@4") == ["0.250 ± 0.020", "0.500 ± 0.020"]
 
 
-def test_surge_and_halvings_are_drawn_where_they_are(tmp_path):
+def test_the_surge_is_drawn_where_it_is(tmp_path):
     events = {
         "length_decay/surge_step": lambda step: 15 if step == 19 else None,
         "length_decay/period": lambda step: 27 if step == 19 else None,
-        "length_decay/halvings": lambda step: step // 27 or None if step % 27 == 0 else None,
     }
     rows = make_rows(60, **events)
     plot_run(rows, tmp_path / "run.png", "$\\frac{1 & ünï")  # text, not mathematics
@@ -183,7 +182,6 @@ def test_surge_and_halvings_are_drawn_where_they_are(tmp_path):
         return [x[0] for x in (list(line.get_xdata()) for line in lines) if len(x) == 2 and x[0] == x[1]]
 
     assert verticals("completions/mean_length") == [15]
-    assert verticals("learning_rate") == [27, 54]
     assert figures["completions/mean_length"].axes[0].get_title("right") == "surge at step 15, halved every 27 steps"
 
 
@@ -286,7 +284,7 @@ SECRETS = {
 
 def test_a_trainer_leaves_what_a_report_needs_and_no_secret(tmp_path):
     peft = LoraConfig(r=3, target_modules=["q_proj", "v_proj"])
-    callback = LambdaLoggingCallback({"dataset_name": "mine"})
+    callback = HistoryCallback({"dataset_name": "mine"})
     options = {"rollout_func": Rollouts(), "callbacks": [callback]}
     run = tmp_path / "run"
     trainer = make_trainer(

@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from dc_trl import DeploymentCheckpointCallback, LambdaLoggingCallback
+from dc_trl import DeploymentCheckpointCallback, HistoryCallback
 from dc_trl.resuming.checkpoints import checkpoint_defect, resumable_checkpoint
 from dc_trl.resuming.interruption import RunInterrupted, StopSignals
 from dc_trl.resuming.manifest import write_manifest
@@ -203,7 +203,7 @@ class LostInEvaluation(TrainerCallback):
 def test_a_lost_server_leaves_a_checkpoint(tmp_path, lost):
     step = 0 if lost == "before the first log" else 1
     trainer = evaluated(make_trainer(tmp_path, rollouts=LostServer(5 if step else 0), save_steps=500, max_steps=2))
-    trainer.add_callback(LambdaLoggingCallback())
+    trainer.add_callback(HistoryCallback())
     if step:
         trainer.add_callback(LostInEvaluation())
     with pytest.raises(ServerError, match=rf"^the server is gone\. The run is saved: .*checkpoint-{step}' when the"):
@@ -333,9 +333,8 @@ def test_a_state_that_no_run_has_is_refused(sealed, change, words):
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(sealed):
-    for name in ("checkpoint-2", "last-good-10"):
-        other = shutil.copytree(sealed, sealed.with_name(name))
-        assert "trainer_state.json of step 1" in checkpoint_defect(other)
+    other = shutil.copytree(sealed, sealed.with_name("checkpoint-2"))
+    assert "trainer_state.json of step 1" in checkpoint_defect(other)
     assert checkpoint_defect(shutil.copytree(sealed, sealed.with_name("best"))) is None
 
 

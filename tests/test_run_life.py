@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from transformers import ProgressCallback
 from transformers.utils import logging as transformers_logging
 
-from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl import DCGRPOTrainer, HistoryCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 from dc_trl.hub.card import write_run_card
 from dc_trl.records.runs import read_run
@@ -132,7 +132,7 @@ def trained(folder, tokenizer, rewards, resume=None, steps=2, bars=True, **field
         train_dataset=make_prompts(2),
         eval_dataset=make_prompts(8),
         processing_class=tokenizer,
-        callbacks=[LambdaLoggingCallback(), *([ProgressCallback()] if bars else [])],
+        callbacks=[HistoryCallback(), *([ProgressCallback()] if bars else [])],
     )
     run = BeforeAndAfter(trainer)
     trainer.add_callback(run)
@@ -141,31 +141,19 @@ def trained(folder, tokenizer, rewards, resume=None, steps=2, bars=True, **field
     return trainer, json.loads((folder / "summary.json").read_text())
 
 
-def test_a_reward_is_a_percentage_only_where_each_is_0_or_1(tmp_path, tokenizer, capsys):
-    for name, rewards, weights, share in (
-        ("one", [zero_or_one], None, True),
-        ("below", [below_zero], None, False),
-        ("half", [zero_or_one], [0.5], False),
-        ("two", [zero_or_one, zero_or_one], [1.0, 1.0], False),
-        ("mixed", [zero_or_one, below_zero], [1.0, 0.5], False),
-    ):
-        folder = tmp_path / name
-        folder.mkdir()
-        trainer, summary = trained(folder, tokenizer, rewards, reward_weights=weights, bars=False, steps=1)
-        for when in ("before", "after"):
-            assert summary[when]["greedy_is_share"] == share, name
-        printed = next(line for line in capsys.readouterr().out.splitlines() if "greedy reward" in line)
-        greedy = summary["after"]["greedy"]
-        assert (f"{100 * greedy:.1f} ±" in printed) == share
-        assert (f"{greedy:.3f} ±" in printed) != share
-        measured = {row[0]: row[1:] for row in outcome_table(read_run(folder)).rows}
-        assert measured["greedy reward"][1].startswith(f"{greedy:.3f} ±")  # the report has one unit for all rewards
-        if name == "mixed":
-            words = "zero_or_one + 0.5·below_zero"
-            assert f"greedy reward ({words}), " in printed
-            assert ["reward functions", words] in facts_table(read_run(folder)).rows
-            write_run_card(trainer, None, None, [])
-            assert f"{greedy:.3f} ±" in (folder / "README.md").read_text()
+def test_the_greedy_reward_is_the_weighted_sum_in_table_report_and_card(tmp_path, tokenizer, capsys):
+    rewards = [zero_or_one, below_zero]
+    trainer, summary = trained(tmp_path, tokenizer, rewards, reward_weights=[1.0, 0.5], bars=False, steps=1)
+    printed = next(line for line in capsys.readouterr().out.splitlines() if "greedy reward" in line)
+    greedy, words = summary["after"]["greedy"], "zero_or_one + 0.5·below_zero"
+    assert f"greedy reward ({words}), " in printed
+    assert f"{greedy:.3f} ±" in printed
+    run = read_run(tmp_path)
+    assert ["reward functions", words] in facts_table(run).rows
+    measured = {row[0]: row[1:] for row in outcome_table(run).rows}
+    assert measured["greedy reward"][1].startswith(f"{greedy:.3f} ±")
+    write_run_card(trainer, None, None, [])
+    assert f"{greedy:.3f} ±" in (tmp_path / "README.md").read_text()
 
 
 def test_no_function_scores_what_is_held_out(tmp_path, tokenizer, capsys):

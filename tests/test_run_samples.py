@@ -12,7 +12,7 @@ import trl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dc_trl import LambdaLoggingCallback
+from dc_trl import HistoryCallback
 from dc_trl.hub.push import run_files
 from dc_trl.records.runs import read_run
 from dc_trl.records.samples import (
@@ -37,7 +37,7 @@ from .test_report import make_run, row_of
 
 
 def make_trainer(folder, **options):
-    return helpers.make_trainer(folder, rollout_func=Rollouts(), callbacks=[LambdaLoggingCallback()], **options)
+    return helpers.make_trainer(folder, rollout_func=Rollouts(), callbacks=[HistoryCallback()], **options)
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,20 @@
 """The scripts as a user runs them: what they make, what they refuse, and what they never overwrite."""
 
-import bisect
-import contextlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dc_trl import DCGRPOTrainer
 from dc_trl.data.arithmetic import arithmetic_problems
 from dc_trl.settings.pretrained import load_config_and_tokenizer
-from dc_trl.training.output import require_space
 
-from .helpers import ROOT, TINY_MODEL, load_script, make_config, make_model, make_prompts
+from .helpers import ROOT, TINY_MODEL, load_script
 from .vllm_server import requires_vllm
 
 
@@ -167,8 +161,6 @@ def test_lora(launch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"model_name_or_path": "./nothing"}, ["model_name_or_path='./nothing'", "does not exist"]),
-        ({"model_name_or_path": "tests"}, ["model_name_or_path='tests'", "no model"]),
         ({"model_name_or_path": "nobody/nothing-at-all"}, ["nobody/nothing-at-all"]),
         ({"rewards": "nonsense"}, ["rewards='nonsense'", "'math'"]),
         ({"eval_size": 99999}, ["size=99999", "at most"]),
@@ -188,13 +180,8 @@ def test_lora(launch):
             {"serve": "auto", "use_vllm": "true", "vllm_mode": "server", "vllm_max_model_length": -5},
             ["vllm_max_model_length=-5 is invalid"],
         ),
-        ({"eval_benchmarks": "arithmetic"}, ["eval_benchmarks=['arithmetic']", "eval_size=0", "set eval_size"]),
         ({"eval_greedy": "true", "eval_size": 16}, ["eval_greedy=True measures at evaluations", "eval_strategy='no'"]),
         ({"eval_benchmarks": "aime", "eval_size": 16}, ["benchmark='aime'", "'aime24'"]),
-        (
-            {"eval_benchmarks": "arithmetic", "eval_size": 16, "eval_benchmark_samples": 0},
-            ["samples=0", "at least 1"],
-        ),
         ({"num_generations_eval": 3, "eval_size": 6}, ["per_device_eval_batch_size=16", "num_generations_eval=3"]),
         ({"use_peft": "true", "lora_r": 0}, ["lora_r=0"]),
         ({"config": "dc_trl/assets/tiny_qwen3/model.safetensors"}, ["model.safetensors is no text"]),
@@ -205,25 +192,6 @@ def test_refused_before_training(launch, tmp_path, capsys, options, words):
     for word in words:
         assert word in message
     assert not list((tmp_path / "run").glob("*")), "a refused run leaves nothing that looks like one"
-
-
-@pytest.mark.parametrize(
-    ("settings", "tokenizer", "words"),
-    [
-        ("{}", "tokenizer*", "cannot be loaded: "),
-        (None, "", "holds no tokenizer: save one there"),
-    ],
-    ids=["type", "tokenizer"],
-)
-def test_a_model_that_lacks_something(launch, tmp_path, settings, tokenizer, words):
-    model = tmp_path / "model"
-    model.mkdir()
-    for path in [TINY_MODEL / "model.safetensors", *(TINY_MODEL.glob(tokenizer) if tokenizer else [])]:
-        shutil.copy(path, model)
-    (model / "config.json").write_text(settings or (TINY_MODEL / "config.json").read_text())
-    message = refusal(launch, model_name_or_path=str(model))
-    assert words in message
-    assert str(model) in message
 
 
 def test_a_tokenizer_without_chat_template_trains_on_plain_prompts(launch, tmp_path):
@@ -243,12 +211,15 @@ def test_a_tokenizer_without_chat_template_trains_on_plain_prompts(launch, tmp_p
         ("tokenizer.json", b"{}", "cannot be loaded: one of its files holds something else"),
         ("config.json", b"<html>", "config.json is not JSON"),
         ("chat_template.jinja", b"{% if", "cannot be loaded: unexpected"),
+        ("config.json", b"{}", "cannot be loaded: "),
+        ("tokenizer*", None, "holds no tokenizer: save one there"),
     ],
 )
-def test_a_model_with_a_broken_file(tmp_path, file, content, words):
+def test_a_model_with_a_broken_or_missing_file(tmp_path, file, content, words):
     model = tmp_path / "model"
     shutil.copytree(TINY_MODEL, model)
-    (model / file).write_bytes(content)
+    for path in model.glob(file):
+        path.unlink() if content is None else path.write_bytes(content)
     with pytest.raises(ValueError, match="model") as refused:
         load_config_and_tokenizer(str(model))
     assert words in str(refused.value)
@@ -302,52 +273,10 @@ def test_a_full_disk(launch, tmp_path):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("mounting a small disk needs root")
     try:
-        # Room for the probe, not for the model and a checkpoint.
-        message = refusal(launch, output_dir=str(disk / "run"), save_strategy="steps")
-        parts = "the model 0.00, a checkpoint 0.01, the deployment 0.00"
-        assert f"0.00 GB free and the run needs 0.01 GB ({parts})" in message
         (disk / "full").write_bytes(bytes((4 << 20) - 8192))
         assert "cannot be written (No space left on device)" in refusal(launch, output_dir=str(disk / "other"))
     finally:
         subprocess.run(["umount", disk], check=True)
-
-
-WEIGHT_FILES = ("model.safetensors", "adapter_model.safetensors", "optimizer.pt")
-
-
-@pytest.mark.parametrize(
-    ("adapter", "saved", "scheme"),
-    [
-        (None, "no", "int4"),
-        (None, "steps", "bf16"),
-        (LoraConfig(r=4, target_modules=["q_proj"]), "steps", "int4"),
-    ],
-)
-def test_the_space_that_is_asked_for_is_what_is_written(tmp_path, tokenizer, monkeypatch, adapter, saved, scheme):
-    config = make_config(
-        tmp_path, max_steps=1, save_strategy=saved, save_steps=1, deployment_scheme=scheme, export_run=True
-    )
-    trainer = DCGRPOTrainer(
-        make_model(hidden_size=256),
-        lambda completions, **kwargs: [float(index) for index, _ in enumerate(completions)],
-        config,
-        train_dataset=make_prompts(),
-        processing_class=tokenizer,
-        peft_config=adapter,
-    )
-
-    def fits(free):
-        with monkeypatch.context() as patch, contextlib.suppress(ValueError):
-            patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-            require_space(trainer)
-            return True
-        return False
-
-    asked = bisect.bisect_left(range(1 << 30), True, key=fits)
-    trainer.train()
-    trainer.save_model()
-    written = sum(f.stat().st_size for f in tmp_path.rglob("*") if f.name in WEIGHT_FILES)
-    assert asked <= written < 1.05 * asked + 100_000  # names, and scales
 
 
 def test_the_shipped_model_is_what_it_says(tokenizer):

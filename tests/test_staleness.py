@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
-from dc_trl.callbacks.summary import BeforeAndAfter, summarize
+from dc_trl import DCGRPOTrainer
 from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.thresholds import drift_warning
 from dc_trl.constraint.tolerance import AUTO_BATCHES
@@ -241,18 +240,6 @@ def test_a_run_that_goes_on_in_another_scheme_gets_present_weights(tmp_path):
     other = make_trainer(tmp_path, deployment_scheme="bf16", max_steps=4)
     other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert logged(other, "sync/age") == [0, 1, 0, 1]
-
-
-def test_the_summary_tells_the_syncs_that_were_saved(tmp_path, capsys):
-    trainer = make_trainer(tmp_path, max_steps=6)
-    trainer.eval_dataset = None
-    trainer.add_callback(LambdaLoggingCallback())
-    trainer.add_callback(run := BeforeAndAfter(trainer))
-    trainer.train()
-    summarize(trainer, run)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["weight_syncs"], summary["weight_syncs_saved"]) == (2, 4)
-    assert "2 + 4" in next(line for line in capsys.readouterr().out.splitlines() if "weight syncs" in line)
 
 
 # --- the warning far from the sampler --------------------------------------------------------------------------------

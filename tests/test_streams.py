@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import DatasetDict, IterableDataset, IterableDatasetDict
 
-from dc_trl import LambdaLoggingCallback
+from dc_trl import HistoryCallback
 from dc_trl.callbacks.summary import BeforeAndAfter
 
 from . import helpers
@@ -35,7 +35,7 @@ class Asked:
 
 def make_trainer(output_dir, train, held_out=None, **fields):
     asked = Asked()
-    options = {"train_dataset": train, "eval_dataset": held_out, "callbacks": [LambdaLoggingCallback()]}
+    options = {"train_dataset": train, "eval_dataset": held_out, "callbacks": [HistoryCallback()]}
     options |= {"deployment_scheme": "bf16", "num_generations_eval": 2}
     return helpers.make_trainer(output_dir, None, asked, **options | fields), asked
 

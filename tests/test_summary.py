@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dc_trl import LambdaLoggingCallback
+from dc_trl import HistoryCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 from dc_trl.records.runs import read_run
 
@@ -16,7 +16,7 @@ def trained(output_dir, held_out=8, between=False, **fields):
         output_dir,
         train_dataset=make_prompts(2),  # an epoch of two steps, as scripts/train.py sizes it
         eval_dataset=make_prompts(held_out),
-        callbacks=[LambdaLoggingCallback()],
+        callbacks=[HistoryCallback()],
         **{"deployment_scheme": "fp8", "max_steps": 2, "save_strategy": "steps", "save_steps": 2} | fields,
     )
     run = BeforeAndAfter(trainer, between)
@@ -28,7 +28,7 @@ def trained(output_dir, held_out=8, between=False, **fields):
 
 def test_a_run_that_is_resumed_after_its_last_step_says_the_same(tmp_path):
     whole = trained(tmp_path)
-    assert {"greedy", "greedy_se", "greedy_is_share", "problems", "reward", "discrepancy"} == whole["before"].keys()
+    assert {"greedy", "greedy_se", "problems", "reward", "discrepancy"} == whole["before"].keys()
     assert whole["before"]["problems"] == whole["after"]["problems"] == 8
     (tmp_path / "summary.json").unlink()  # killed before it was written
     resumed = trained(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dc_trl import LambdaLoggingCallback
+from dc_trl import HistoryCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 from dc_trl.records.clock import PartsClock
 from dc_trl.records.runs import read_run
@@ -142,7 +142,7 @@ def test_other_threads_spend_none_of_the_time():
 def make_trainer(tmp_path, tokenizer, fake=None, reward=None, rollouts=None, **fields):
     rollouts = None if "deployment_scheme" in fields else rollouts or Rollouts()
     held_out = make_prompts(4) if "eval_strategy" in fields else None
-    options = {"rollout_func": rollouts, "eval_dataset": held_out, "callbacks": [LambdaLoggingCallback()]}
+    options = {"rollout_func": rollouts, "eval_dataset": held_out, "callbacks": [HistoryCallback()]}
     trainer = helpers.make_trainer(tmp_path, None, reward, **options | fields)
     if fake is not None:
         trainer.parts_clock = PartsClock(fake)

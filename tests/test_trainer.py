@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from dc_trl import DCGRPOConfig, DCGRPOTrainer, LambdaLoggingCallback, mismatch_metrics
+from dc_trl import DCGRPOConfig, DCGRPOTrainer, HistoryCallback, mismatch_metrics
 from dc_trl.constraint.tolerance import AUTO_BATCHES
 from dc_trl.records.runs import read_history
 
@@ -603,7 +603,7 @@ def test_resuming_in_a_used_trainer_is_resuming_in_a_new_one(tmp_path, tokenizer
 
 def test_a_second_training_starts_from_its_own_rollouts_and_lambda(tmp_path, tokenizer):
     config = make_config(tmp_path, max_steps=3, lambda_lr=0.5, dual_window=2, **MISALIGNED)
-    trainer = make_trainer(config, tokenizer, rollouts := ByStep(), callbacks=[LambdaLoggingCallback()])
+    trainer = make_trainer(config, tokenizer, rollouts := ByStep(), callbacks=[HistoryCallback()])
     trainer.train()
     assert trainer.lagrange_multiplier.value != 0.1
     first, rollouts.steps = rollouts.steps, []

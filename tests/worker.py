@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from dc_trl import DCGRPOTrainer, LambdaLoggingCallback
+from dc_trl import DCGRPOTrainer, HistoryCallback
 from dc_trl.callbacks.benchmarks import BenchmarkCallback
 from dc_trl.evaluation import Benchmark
 
@@ -68,7 +68,7 @@ def train(options: dict[str, Any]) -> DCGRPOTrainer:
         eval_dataset=None if benchmark is None else make_prompts(4),
         processing_class=make_tokenizer(),
         rollout_func=Rollouts() if rollouts else None,
-        callbacks=[LambdaLoggingCallback()],
+        callbacks=[HistoryCallback()],
     )
     trainer.kill_in_save = kill_in_save
     if colocate is not None:

@@ -10,28 +10,33 @@ from ..constraint.forms import coefficient_of
 from ..constraint.settings import ConstraintSettings, read_correction, read_tolerance
 from ..constraint.thresholds import lag_warning
 from ..rollouts.neutral_sampling import restrictions
-from ..settings.contradictions import RULES_OF_THE_CONSTRAINT_ALONE, Rule, require, require_effect
+from ..settings.contradictions import CONTRADICTIONS, Rule, refuse, require_effect
 from ..settings.fields import require_fields, setting
+from ..settings.micro_batches import TWO_SIDED
 
 
 logger = get_logger(__name__)
 
 RULES = (
     Rule(
-        lambda c: c.constraint_form.startswith("two_sided"),
-        "constraint_form={c.constraint_form!r} assumes a sampler without lag, and AsyncGRPO's sampler lags: use "
-        "constraint_form='log_ratio', 'quadratic' or 'injected'.",
+        "constraint_form",
+        {},
+        "it assumes a sampler without lag; use constraint_form='log_ratio', 'quadratic' or 'injected'",
+        TWO_SIDED,
     ),
     Rule(
+        "deployment_scheme",
+        {},
+        "its server keeps the format in which it was started (vllm serve --quantization ...); leave it out, or set "
+        "discrepancy_split=True, which reads it",
         lambda c: c.deployment_scheme is not None and c.split_by is None,
-        "deployment_scheme={c.deployment_scheme!r} has no effect: AsyncGRPO's server keeps the format in which it was "
-        "started (vllm serve --quantization ...). Leave it out, or set discrepancy_split=True, which reads it.",
     ),
     Rule(
+        "rollout_correction",
+        {},
+        "its loss contains the ratio to the sampler and clips it by epsilon; use a mask ('token_mask', "
+        "'sequence_mask', 'geometric_mask', 'icepop', 'tv_mask', 'ppo_clip') or 'none'",
         lambda c: any(name.endswith("_truncate") for name in c.correction_names),
-        "rollout_correction={c.rollout_correction!r} bounds the ratio to the sampler, which AsyncGRPO's loss contains "
-        "and clips by epsilon: use a mask ('token_mask', 'sequence_mask', 'geometric_mask', 'icepop', "
-        "'tv_mask', 'ppo_clip') or 'none'.",
     ),
 )
 
@@ -59,8 +64,9 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
         coefficient_of(self)  # refuses a form, and correction_of a correction, that does not exist
         correction_of(self)
         self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)
-        require(self, RULES, RULES_OF_THE_CONSTRAINT_ALONE)
+        refuse(self, RULES, "contradicts AsyncGRPO")
         require_effect(self)
+        refuse(self, CONTRADICTIONS)
         if self.compared_by is not None:
             sampling = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
             for name, value, remedy in restrictions(sampling):

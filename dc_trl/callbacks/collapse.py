@@ -1,7 +1,6 @@
-"""The collapse alarm of a trainer, which keeps the checkpoint from before the trouble."""
+"""The collapse alarm of a trainer."""
 
 from functools import partial
-from pathlib import Path
 
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerState
@@ -9,7 +8,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig
-from ..records.runs import TRAINER_STATE_FILE
 from ..resuming.checkpoints import numbered_folders
 from ..trainer import DCGRPOTrainer
 from .collapse_monitor import Alarm, CollapseMonitor
@@ -25,9 +23,8 @@ class CollapseAlarmCallback(TrainerCallback):
     signals. Each signal warns once per run, a resumed one included, with its numbers and what to try, and is logged as
     `collapse/<signal>` at its step, in a row of its own. Use `logging_steps=1`: windows count logs.
 
-    With `stop=True`, an alarm also ends training, and the newest checkpoint that is known to be good is not deleted by
-    `save_total_limit`: it is the state's `best_model_checkpoint`, which transformers keeps. `no_signal` does not stop
-    a run, since it harms no weights.
+    With `stop=True`, an alarm also ends training, and names the newest checkpoint from before the trouble; let
+    `save_total_limit` keep so many that it is there. `no_signal` does not stop a run, since it harms no weights.
 
     Args:
         stop (`bool`, defaults to `False`): whether an alarm ends training.
@@ -40,8 +37,7 @@ class CollapseAlarmCallback(TrainerCallback):
         last_good (`str` or `None`): with `stop=True` and an alarm, the checkpoint to go back to; main process only.
 
     Raises:
-        ValueError: a threshold is out of its range, or a setting of the trainer rules the alarm out; the message names
-            it.
+        ValueError: a threshold is out of its range, or the trainer logs nothing; the message names the setting.
     """
 
     def __init__(self, trainer: Trainer, stop: bool = False, window: int = 10, reward_drop: float = 0.3):
@@ -51,11 +47,6 @@ class CollapseAlarmCallback(TrainerCallback):
                 "logging_strategy='no' hides what the collapse alarm reads: set logging_strategy='steps', or "
                 "collapse_alarm=off."
             )
-        if stop and args.load_best_model_at_end:
-            raise ValueError(
-                "load_best_model_at_end=True chooses the checkpoint to keep, as does a collapse alarm that stops: set "
-                "it to False, or collapse_alarm=warn."
-            )
         adapted = isinstance(args, DCGRPOConfig) and args.constraint == "lagrangian"
         adapted = adapted and args.lambda_lr > 0 and args.lambda_max > args.lambda_min
         lambda_max = args.lambda_max if adapted else None
@@ -64,17 +55,11 @@ class CollapseAlarmCallback(TrainerCallback):
         self._announced: set[str] = set()
         self._stop = stop
         self._trainer = trainer
-        # Other checkpoints belong to a run that was left for an earlier checkpoint, perhaps because it collapsed.
-        self._resumed_at = 0
-        self._saved: set[int] = set()
         self.alarms: list[Alarm] = []
         self.stopped: Alarm | None = None
         self.last_good: str | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if self._stop:
-            self._require_kept(args, state)
-        self._resumed_at, self._saved = state.global_step, set()
         self._monitor = self._new_monitor()
         self.alarms, self.stopped, self.last_good = [], None, None
         # The log history is part of every checkpoint, so it holds all that was seen and said before.
@@ -85,15 +70,7 @@ class CollapseAlarmCallback(TrainerCallback):
         self._ring(past, state, control)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        alarms = self._monitor.update(state.global_step, logs or {})
-        if self._stop and self.stopped is None:
-            # With save_total_limit=1, transformers deletes all but the best checkpoint after the log of the end.
-            ended = "train_loss" in (logs or {})
-            state.best_model_checkpoint = None if ended else self._newest_good(self._monitor.sound_until)
-        self._ring(alarms, state, control)
-
-    def on_save(self, args, state, control, **kwargs):
-        self._saved.add(state.global_step)
+        self._ring(self._monitor.update(state.global_step, logs or {}), state, control)
 
     def _ring(self, alarms: list[Alarm], state: TrainerState, control) -> None:
         # Every process reads the same logs, so all of them ring, and stop, at the same step.
@@ -107,39 +84,14 @@ class CollapseAlarmCallback(TrainerCallback):
                 if isinstance(self._trainer, DCGRPOTrainer):
                     self._trainer.exports_at_end = False  # nobody should serve what has collapsed
                 if state.is_world_process_zero:
-                    # Another signal may have been in doubt for longer.
-                    self.last_good = self._newest_good(min(alarm.sound_until, self._monitor.sound_until))
-                    state.best_model_checkpoint = self.last_good
+                    saved = numbered_folders(self._trainer.args.output_dir, PREFIX_CHECKPOINT_DIR)
+                    good = [step for step in saved if step < alarm.sound_until]
                     way_back = "no checkpoint from before the trouble is there to go back to."
-                    if self.last_good is not None:
+                    if good:
+                        self.last_good = str(saved[max(good)])
                         way_back = f"go back with resume_from_checkpoint={self.last_good!r}."
                     message += f" Training stops; {way_back}"
             if state.is_world_process_zero:
                 logger.warning(message)
             # TRL's log() would also write the metrics of the present step, which are not complete yet.
             Trainer.log(self._trainer, {f"collapse/{alarm.signal}": alarm.value})
-
-    def _newest_good(self, sound_until: int) -> str | None:
-        """Return the newest whole checkpoint of this run whose weights are from before `sound_until`."""
-        folders = numbered_folders(Path(self._trainer.args.output_dir), PREFIX_CHECKPOINT_DIR)
-        good = {
-            step: path
-            for step, path in folders.items()
-            if step < sound_until
-            and (step <= self._resumed_at or step in self._saved)
-            and (path / TRAINER_STATE_FILE).is_file()
-        }
-        return str(good[max(good)]) if good else None
-
-    def _require_kept(self, args, state: TrainerState) -> None:
-        """Refuse a rotation that deletes a checkpoint before `window` logs have shown that it is good."""
-        limit, logs = args.save_total_limit, self._monitor.window * state.logging_steps
-        if args.save_strategy != "steps" or not limit or args.logging_strategy != "steps":
-            return
-        # One of the checkpoints that are left is the good one, and never the newest.
-        if max(limit - 1, 1) * state.save_steps < logs:
-            raise ValueError(
-                f"save_total_limit={limit} with save_steps={state.save_steps} deletes a checkpoint before "
-                f"{self._monitor.window} logs (logging_steps={state.logging_steps}) have shown that it is good: set "
-                f"save_total_limit to at least {1 - (-logs // state.save_steps)}, or raise save_steps."
-            )

@@ -20,13 +20,12 @@ _SMALLEST = sys.float_info.min
 
 # What a signal means, and what to try first; docs/collapse.md says more.
 SIGNALS = {
-    "reward": "The policy loses what it had learned. Go back with a lower or decaying learning_rate (length_decay).",
+    "reward": "The policy loses what it had learned. Go back with a lower or decaying learning_rate (length_decay). "
+    "If the mismatch fell too, the penalty outweighs the reward: lower lambda_max.",
     "grad_norm": "A few extreme tokens or an overflow make the update. Lower learning_rate or max_grad_norm; with "
     "fp16, set bf16=true.",
     "mismatch": "The engine that samples and the policy that trains drift apart. Check that new weights reach the "
     "engine (weight_sync), lower weight_sync_steps, or raise the precision of deployment_scheme.",
-    "degenerate": "The policy has lost its reward and the mismatch with it: the penalty outweighs the reward. Go back "
-    "with a lower lambda_max (lambda_init, if it is static), or constraint=none.",
     "entropy_low": "The policy has become deterministic. Raise epsilon_high or temperature, or lower learning_rate.",
     "entropy_high": "The policy falls into noise. Go back with a lower learning_rate, and lower a large lambda_max.",
     "lambda": "The discrepancy stays above discrepancy_tolerance whatever the penalty. Raise discrepancy_tolerance to "
@@ -74,12 +73,10 @@ class _MedianDetector:
     It is in doubt from half-way to the threshold on; after 10 windows there, that level is the run's normal one.
 
     Attributes:
-        in_doubt: whether something may have been wrong since `sound_until`.
         sound_until: step of the log until which all was well.
     """
 
     def __init__(self, window: int, length: int | None = None):
-        self.in_doubt = False
         self.sound_until = 0
         self._window = window
         self._length = length or window
@@ -96,8 +93,8 @@ class _MedianDetector:
         levels, severity = self._judge([value for _, value in self._recent], leaving)
         self._half_way = self._half_way + 1 if severity >= 0.5 else 0
         self._beyond = self._beyond + 1 if severity >= 1 else 0
-        self.in_doubt = self._beyond > 0 or 0 < self._half_way <= 10 * self._window
-        if not self.in_doubt:
+        in_doubt = self._beyond > 0 or 0 < self._half_way <= 10 * self._window
+        if not in_doubt:
             self.sound_until = self._recent[0][0]
         return levels if self._beyond == self._length else None
 
@@ -120,7 +117,6 @@ class _RewardDrop(_MedianDetector):
         self._first: float | None = None
         self._best = -math.inf
         self._differences: deque[float] = deque(maxlen=100)
-        self.severity = 0.0  # the last one
 
     def _judge(self, values: list[float], leaving: float | None) -> tuple[_Levels, float]:
         median = statistics.median(values)
@@ -131,8 +127,7 @@ class _RewardDrop(_MedianDetector):
         # The median of |difference| of two normal values is 0.6745 · √2 standard deviations; a trend hardly moves it.
         noise = statistics.median(self._differences) / (0.6745 * math.sqrt(2))
         drop = max(self._share * max(self._best - self._first, abs(self._best)), 4 * noise)
-        self.severity = (self._best - median) / drop if drop > 0 else 0.0
-        return (median, self._best, self._best - drop), self.severity
+        return (median, self._best, self._best - drop), (self._best - median) / drop if drop > 0 else 0.0
 
 
 class _LevelChange(_MedianDetector):
@@ -143,14 +138,12 @@ class _LevelChange(_MedianDetector):
 
     Args:
         bound: the threshold is at least this far, whatever the level.
-        reward: with it, the change counts only while the reward is down too.
     """
 
-    def __init__(self, window: int, factor: float, bound: float, reward: _RewardDrop | None = None):
+    def __init__(self, window: int, factor: float, bound: float):
         super().__init__(window)
         self._factor = factor
         self._bound = bound
-        self._reward = reward
         self._early: float | None = None
         self._past: list[float] = []  # sorted; zeros (no gradient, no measurement) say nothing about a level
 
@@ -172,8 +165,6 @@ class _LevelChange(_MedianDetector):
             severity = 1.0 if self._factor < 1 else 0.0
         else:
             severity = math.log(median / reference) / math.log(threshold / reference)
-        if self._reward is not None:
-            severity = min(severity, self._reward.severity)
         return (median, reference, threshold), severity
 
 
@@ -211,7 +202,7 @@ class CollapseMonitor:
     """
 
     GRAD_NORM_RISE = 10.0  # factors of a metric's own level
-    MISMATCH_RISE, MISMATCH_FALL = 5.0, 0.1
+    MISMATCH_RISE = 5.0
     ENTROPY_RISE, ENTROPY_FALL = 3.0, 0.1
     ENTROPY_HIGH, ENTROPY_LOW = 1.0, 0.02  # nats per token
     NO_SPREAD = 0.99  # share of the groups
@@ -227,20 +218,16 @@ class CollapseMonitor:
     ):
         require_number("window", window, Range(least=3, whole=True))
         require_number("reward_drop", reward_drop, SHARE)
-        self.window = window
-        self._steps: deque[int] = deque(maxlen=window)
         self._rung: set[str] = set()
         most = math.inf if lambda_max is None else lambda_max
         # A log of several steps holds the mean of λ, which is rounded.
         pinned = _Streak(2 * window, lambda value: value >= most * (1 - 1e-9), most)
         without_spread = _Streak(2 * window, lambda share: share >= self.NO_SPREAD, self.NO_SPREAD)
         overflow = _Streak(window if fp16 else 1, lambda norm: not math.isfinite(norm), math.inf)
-        reward = _RewardDrop(window, reward_drop)
         self._detectors: list[tuple[str, str, _MedianDetector]] = [
-            ("reward", "reward", reward),
+            ("reward", "reward", _RewardDrop(window, reward_drop)),
             ("grad_norm", "grad_norm", _LevelChange(window, self.GRAD_NORM_RISE, max_grad_norm)),
             *(("mismatch", metric, _LevelChange(window, self.MISMATCH_RISE, 0.0)) for metric in self.MISMATCH),
-            ("degenerate", self.MISMATCH[0], _LevelChange(window, self.MISMATCH_FALL, math.inf, reward)),
             ("entropy_low", "entropy", _LevelChange(window, self.ENTROPY_FALL, self.ENTROPY_LOW)),
             ("entropy_high", "entropy", _LevelChange(window, self.ENTROPY_RISE, self.ENTROPY_HIGH)),
             ("grad_norm", "grad_norm", overflow),
@@ -248,26 +235,15 @@ class CollapseMonitor:
             ("no_signal", "frac_reward_zero_std", without_spread),
         ]
 
-    @property
-    def sound_until(self) -> int:
-        """Step of a log until which nothing is known or suspected to be wrong; weights from before it are good.
-
-        It lags ``window`` logs behind, and stands still while a detector is in doubt.
-        """
-        lagging = self._steps[0] if len(self._steps) == self.window else 0
-        return min([lagging, *(each.sound_until for _, _, each in self._detectors if each.in_doubt)])
-
     def update(self, step: int, metrics: Mapping[str, Any]) -> list[Alarm]:
         """Take the metrics that the trainer logged at an optimizer step; return the signals that ring.
 
-        Metrics that are of no interest are ignored, and so are logs without any other (evaluations, summaries).
+        Metrics that are of no interest are ignored.
         """
-        watched = [each for each in self._detectors if metrics.get(each[1]) is not None]
-        if not watched:
-            return []
-        self._steps.append(step)
         alarms = []
-        for signal, metric, detector in watched:
+        for signal, metric, detector in self._detectors:
+            if metrics.get(metric) is None:
+                continue
             value = float(metrics[metric])
             if not math.isfinite(value) and not isinstance(detector, _Streak):
                 continue  # no level; only a streak may wait for such numbers

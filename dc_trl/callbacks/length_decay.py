@@ -20,12 +20,11 @@ class LengthDecayCallback(TrainerCallback):
     1.8 × the step of their surge. Use `logging_steps=1`. A log of several steps holds their mean, which stands for
     each of them: the surge is then known to within `logging_steps`, and from 5 on one extreme batch can look like it.
 
-    Surge, period and number of halvings are logged when they become known or change, as `length_decay/surge_step`,
-    `length_decay/period` and `length_decay/halvings`, at the last step before they hold, in a row of their own.
+    The period is logged once, as `length_decay/period` in a row of its own, and the surge that it comes from with it,
+    as `length_decay/surge_step`.
 
     Args:
-        trainer (`Trainer`): a trainer that has not trained yet. If it was given a `LengthDecaySchedule` in
-            `optimizers`, that one is used, with its settings.
+        trainer (`Trainer`): a trainer that has not trained yet, and has no scheduler of yours.
         decay_period (`int`, *optional*): optimizer steps between two halvings, at least 1; by default found as above.
         floor (`float`, defaults to 0.1): lowest learning rate as a fraction of `learning_rate`, in (0, 1].
 
@@ -49,49 +48,34 @@ class LengthDecayCallback(TrainerCallback):
                 f"warmup_steps={args.warmup_steps!r} has no effect with LengthDecayCallback, which starts at the full "
                 "learning rate: set warmup_steps=0."
             )
-        given = trainer.lr_scheduler
-        if given is None:
-            given = LengthDecaySchedule(trainer.create_optimizer(), decay_period, floor)
-            if args.lr_scheduler_type != "constant":
-                logger.warning(
-                    f"LengthDecayCallback takes the place of lr_scheduler_type={args.lr_scheduler_type.value!r}."
-                )
-            trainer.lr_scheduler = given
-        elif not isinstance(given, LengthDecaySchedule):
+        if trainer.lr_scheduler is not None:
             raise ValueError(
-                f"The trainer already has the scheduler {type(given).__name__}: make the callback before train(), and "
-                "pass optimizers=(…, None)."
+                f"The trainer already has the scheduler {type(trainer.lr_scheduler).__name__}: make the callback "
+                "before train(), and pass optimizers=(…, None)."
             )
-        elif (decay_period, floor) not in ((None, 0.1), (given.decay_period, given.floor)):
-            raise ValueError(
-                f"decay_period={decay_period!r}, floor={floor!r} contradict the trainer's LengthDecaySchedule "
-                f"(decay_period={given.decay_period!r}, floor={given.floor!r}): set them there only."
-            )
-        if given.decay_period is None and args.logging_strategy != "steps":
+        if decay_period is None and args.logging_strategy != "steps":
             raise ValueError(
                 f"logging_strategy={args.logging_strategy.value!r} hides the response lengths that decide the decay "
                 "period: set logging_strategy='steps' and logging_steps=1, or decay_period."
             )
-        self.schedule: LengthDecaySchedule = given
-        self._trainer = trainer
-        self._announced: dict[str, int] = {}
-
-    def on_train_begin(self, args, state, control, lr_scheduler=None, **kwargs):
-        if lr_scheduler is not self.schedule:
-            raise ValueError(
-                f"The trainer trains with {type(lr_scheduler).__name__} and not with the schedule of its "
-                "LengthDecayCallback: leave trainer.lr_scheduler as the callback set it."
+        if args.lr_scheduler_type != "constant":
+            logger.warning(
+                f"LengthDecayCallback takes the place of lr_scheduler_type={args.lr_scheduler_type.value!r}."
             )
+        self.schedule = LengthDecaySchedule(trainer.create_optimizer(), decay_period, floor)
+        trainer.lr_scheduler = self.schedule
+        self._trainer = trainer
+        self._announced = False
+
+    def on_train_begin(self, args, state, control, **kwargs):
         if (state.global_step == 0) != (self.schedule.last_epoch == 0):
             raise ValueError(
                 f"The trainer starts at step {state.global_step} and its learning rate schedule at step "
                 f"{self.schedule.last_epoch}: resume from a checkpoint that has a scheduler.pt "
                 "(save_only_model=False), and make a new trainer for a new run."
             )
-        # A resumed run has logged these already, except for what it found right before the checkpoint.
-        self._announced = {
-            name: row[name] for row in state.log_history for name in row if name.startswith("length_decay/")
-        }
+        # A resumed run has logged it already, unless it was found right before the checkpoint.
+        self._announced = any("length_decay/period" in row for row in state.log_history)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         length = (logs or {}).get("completions/mean_length")
@@ -107,20 +91,10 @@ class LengthDecayCallback(TrainerCallback):
             )
 
     def on_step_begin(self, args, state, control, **kwargs):
+        # The trainer has logged its last step by now, so that this row takes nothing away from that one.
         schedule = self.schedule
-        now = {
-            "length_decay/surge_step": schedule.surge_step,
-            "length_decay/period": schedule.decay_period,
-            "length_decay/halvings": schedule.halvings or None,
-        }
-        news = {name: n for name, n in now.items() if n is not None and n != self._announced.get(name)}
-        if not news:
+        if self._announced or schedule.decay_period is None:
             return
-        self._announced |= news
-        if state.is_world_process_zero:
-            found = ", ".join(f"{name.removeprefix('length_decay/')} {n}" for name, n in news.items())
-            logger.info(f"Length decay after step {state.global_step}: {found}; rate {schedule.factor:g} × initial.")
-        self._trainer.log(dict(news))
-
-    # Both are called after the trainer has logged a step, so that a row of ours takes nothing away from the trainer's.
-    on_epoch_end = on_step_begin
+        self._announced = True
+        found = {"surge_step": schedule.surge_step, "period": schedule.decay_period}
+        self._trainer.log({f"length_decay/{name}": value for name, value in found.items() if value is not None})

@@ -97,10 +97,9 @@ class LengthDecaySchedule(LRScheduler):
     *Reactive form*: leave ``decay_period`` at None and pass the mean response length of every step to
     :meth:`observe`. Once the lengths have surged at step s, the period becomes 1.8 · s, rounded.
 
-    *Setting the period later*: ``decay_period`` may be set at any time. Halvings fall on the multiples of the period,
-    counted from the first optimizer step; multiples up to the step that comes next are left out, with a warning. So
-    no assignment moves the rate. A period that replaces another keeps the halvings made so far; None holds the
-    present rate.
+    *Setting the period later*: ``decay_period`` may be set once, at any time. Halvings fall on the multiples of the
+    period, counted from the first optimizer step; multiples up to the step that comes next are left out, with a
+    warning. So the assignment does not move the rate.
 
     Call :meth:`step` once per optimizer step, as the trainers of Transformers and TRL do. In a loop of your own, do
     not give the schedule to ``Accelerator.prepare``: its wrapper steps once per *process*.
@@ -121,9 +120,7 @@ class LengthDecaySchedule(LRScheduler):
         self.floor = float(floor)
         self.detector = SurgeDetector()
         self._decay_period = decay_period
-        # Halvings made when the period was set, and how many of its multiples the next step had reached then.
-        self._kept = 0
-        self._passed = 0
+        self._passed = 0  # multiples of the period that the next step had reached when it was set
         super().__init__(optimizer)
 
     @property
@@ -132,15 +129,13 @@ class LengthDecaySchedule(LRScheduler):
         return self._decay_period
 
     @decay_period.setter
-    def decay_period(self, period: int | None) -> None:
-        if period is not None:
-            require_number("decay_period", period, COUNT)
-        if period == self._decay_period:
-            return
-        self._kept = self._raw_halvings()
-        self._passed = 0 if period is None else (self.last_epoch + 1) // period
+    def decay_period(self, period: int) -> None:
+        require_number("decay_period", period, COUNT)
+        if self._decay_period is not None:
+            raise ValueError(f"decay_period={self._decay_period} is set already: make a new schedule for another one.")
         self._decay_period = period
-        if period is not None and self._passed:
+        self._passed = (self.last_epoch + 1) // period
+        if self._passed:
             logger.warning(
                 f"decay_period={period} is set before step {self.last_epoch + 1}: the {self._passed} halving(s) due "
                 f"by then are left out, and the next one follows at step {(self._passed + 1) * period}."
@@ -149,12 +144,9 @@ class LengthDecaySchedule(LRScheduler):
     @property
     def factor(self) -> float:
         """Present learning rate as a fraction of η_0, in [floor, 1]."""
-        return max(self.floor, 0.5 ** self._raw_halvings())
-
-    @property
-    def halvings(self) -> int:
-        """How often the rate has gone down; the last time it goes to the floor."""
-        return min(self._raw_halvings(), math.ceil(-math.log2(self.floor)))
+        if self._decay_period is None:
+            return 1.0
+        return max(self.floor, 0.5 ** ((self.last_epoch + 1) // self._decay_period - self._passed))
 
     @property
     def surge_step(self) -> int | None:
@@ -183,29 +175,18 @@ class LengthDecaySchedule(LRScheduler):
         """Continue from ``state_dict()``: period, floor, η_0 and detector become the saved ones, as does the rate.
 
         Raises:
-            ValueError: the state is another scheduler's, or of an optimizer with another number of parameter groups.
+            ValueError: the state is another scheduler's.
         """
-        groups = self.optimizer.param_groups
         if not {"base_lrs", "last_epoch", "floor", "detector", "_decay_period"} <= state_dict.keys():
             raise ValueError(
                 "state_dict was saved by another scheduler than LengthDecaySchedule. Resume with the scheduler of "
                 "that run, or start a new run from its weights."
             )
-        if len(state_dict["base_lrs"]) != len(groups):
-            raise ValueError(
-                f"state_dict['base_lrs'] has {len(state_dict['base_lrs'])} learning rates and the optimizer "
-                f"{len(groups)} parameter groups: group the parameters as in the saved run."
-            )
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "detector"})
         self.detector.load_state_dict(state_dict["detector"])
         # PyTorch leaves the rate to the optimizer's own state, which not everyone saves.
-        for group, rate in zip(groups, self.get_lr(), strict=True):
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-
-    def _raw_halvings(self) -> int:
-        if self._decay_period is None:
-            return self._kept
-        return self._kept + (self.last_epoch + 1) // self._decay_period - self._passed

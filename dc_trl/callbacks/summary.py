@@ -79,12 +79,10 @@ class BeforeAndAfter(TrainerCallback):
             rewards = greedy_rewards(trainer, trainer.eval_dataset, None, args.per_device_eval_batch_size)
             if rewards:
                 greedy = mean_estimate(rewards)
-                single = sum(weight != 0 for weight in reward_weights(trainer).values()) == 1
                 measured |= {
                     "greedy": greedy.value,
                     "greedy_se": greedy.standard_error,
                     "problems": greedy.problems,
-                    "greedy_is_share": single and set(rewards) <= {0.0, 1.0},
                 }
             logged = {"eval_greedy_reward": measured.get("greedy"), "eval_greedy_reward_se": measured.get("greedy_se")}
             trainer.log({name: value for name, value in logged.items() if value is not None})
@@ -129,7 +127,6 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     engine = args.deployment_scheme or ("vLLM" if args.use_vllm else "model.generate")
     if args.use_vllm and args.deployment_scheme:
         engine = f"vLLM, {engine}"
-    syncs, saved = trainer.weight_syncs
     cost = dict(trainer.vllm_generation.syncs) if args.use_vllm else {}
     weights, tokens = reward_weights(trainer), trainer.state.num_input_tokens_seen
     seconds = trainer.parts_clock.seconds()
@@ -139,10 +136,7 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     of = f" ({weighted_sum(weights)})" if len(weights) > 1 else ""
     rows: list[Sequence[str]] = []
     if "greedy" in before and "greedy" in after:
-        # In percent where it is a share of problems.
-        shares = before.get("greedy_is_share") and after.get("greedy_is_share")
-        factor, decimals, unit = (100, 1, " %") if shares else (1, 3, "")
-        both = (with_error(m["greedy"], m["greedy_se"], factor, decimals) + unit for m in (before, after))
+        both = (with_error(measured["greedy"], measured["greedy_se"], 1, 3) for measured in (before, after))
         rows.append((f"greedy reward{of}, {before['problems']} held-out problems", *both))
     for label, key, form in (
         (f"sampled reward{of}, held out", "reward", ".3f"),
@@ -158,11 +152,6 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     facts: dict[str, str] = {}
     if args.discrepancy_tolerance == "auto" and multiplier.tolerance is not None:
         facts["tolerance ε, found by the run"] = f"{multiplier.tolerance:.4g}"
-    if args.weight_sync_steps > 1:
-        facts["weight syncs, and those that were saved"] = f"{syncs} + {saved}"
-    if args.rollout_overlap and trainer.sampler.sampling_seconds > 0:
-        hidden = 1 - trainer.sampler.waiting_seconds / trainer.sampler.sampling_seconds
-        facts["sampling that training hid"] = f"{hidden:.0%} of {trainer.sampler.sampling_seconds:.0f} s"
     facts |= {"tokens sampled and read": f"{tokens:,}", "training seconds": f"{trainer.training_seconds:.0f}"}
     rows += ((label, "", text) for label, text in facts.items())
 
@@ -175,18 +164,13 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     summary = {
         "engine": engine,
         "constraint": args.constraint,
-        "seed": args.seed,
         "rewards": weights,
         "steps": trainer.state.global_step,
         "before": before,
         "after": after,
         "lambda": multiplier.value,
         "tolerance": multiplier.tolerance,
-        "weight_syncs": syncs,
-        "weight_syncs_saved": saved,
         "weight_sync": cost,
-        "sampling_seconds": trainer.sampler.sampling_seconds if args.rollout_overlap else None,
-        "waiting_seconds": trainer.sampler.waiting_seconds if args.rollout_overlap else None,
         "tokens": tokens,
         "seconds": trainer.training_seconds,
         "seconds_of_parts": seconds,

@@ -8,10 +8,9 @@ import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 
-from ..settings.command_line import OptionParser, left_while_loading
-from ..settings.generated import kept_description
+from ..settings.command_line import OptionParser, refused_in_one_line
+from ..settings.generated import description_of
 from ..version import __version__
 from .options import require_options
 
@@ -28,21 +27,15 @@ COMMANDS = {
     "doctor": ("doctor", "say what this machine can do, and print a block for an issue"),
     "plan": ("plan", "say what fits, and what each device holds"),
 }
-_VERSIONS = {"TRL": "trl", "transformers": "transformers", "vLLM": "vllm", "torch": "torch"}
 
 
 def call(name: str, words: Sequence[str] | None = None) -> None:
     """Run a sub-command with its options, by default those of the process; end the program where it does."""
     given = sys.argv[1:] if words is None else list(words)
-    if (description := kept_description(name)) is None:
-        with left_while_loading():  # torch and TRL take seconds, and are needed next in any case
-            from .describe import describe
-
-            description = describe(name)
+    with refused_in_one_line():
+        description = description_of(name)
     require_options(name, given, description)
-    with left_while_loading():
-        command = import_module(f".{COMMANDS[name][0]}", __name__)
-    outcome = command.main(given)
+    outcome = import_module(f".{COMMANDS[name][0]}", __name__).main(given)
     if outcome is not None:
         sys.exit(outcome)
 
@@ -55,15 +48,12 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.prog = "dc-trl"
     parser.usage = f"{parser.prog} [--version] COMMAND [options]"
     parser.epilog = f"{parser.prog} COMMAND --help describes a command and its options."
-    parser.add_argument(
-        "--version", action="store_true", help="print the versions of this program and what it runs on"
-    )
+    parser.add_argument("--version", action="version", version=f"dc_trl {__version__}")
     if not given:
         parser.print_help()
         sys.exit(2)
     if given[0].startswith("-"):
-        if parser.parse_args(given).version:
-            print("\n".join(versions()))
+        parser.parse_args(given)
         return
     if given[0] not in COMMANDS:
         word = given[0].lower().replace("_", "-")
@@ -71,14 +61,3 @@ def main(words: Sequence[str] | None = None) -> None:
         hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(COMMANDS)}"
         parser.error(f"{given[0]!r} is no command: {hint}")
     call(given[0], given[1:])
-
-
-def versions() -> list[str]:
-    """Return a line with the version of this package, and one for each library that it runs on."""
-    lines = [f"dc_trl {__version__}"]
-    for shown, distribution in _VERSIONS.items():
-        try:
-            lines.append(f"{shown} {version(distribution)}")
-        except PackageNotFoundError:
-            lines.append(f"{shown} not installed")
-    return lines

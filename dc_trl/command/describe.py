@@ -18,7 +18,6 @@ from typing import Any, get_type_hints
 
 from ..records.settings import default_of, json_value
 from ..settings.fields import ranges_of
-from ..settings.generated import keep_description
 from ..settings.values import written
 from .options import TRUE_OR_FALSE
 
@@ -34,13 +33,11 @@ _CONFIG = {
 
 
 def describe(name: str) -> dict[str, Any]:
-    """Return the description of a sub-command, and keep it. This imports the sub-command."""
-    module = import_module(f".{name.replace('-', '_')}", __package__)
-    description = _described(module.make_parser(), module.__doc__ or "", {}, {})
+    """Return the description of a sub-command, which is imported."""
     if name == "train":
-        description = _of_training()
-    keep_description(name, description)
-    return description
+        return _of_training()
+    module = import_module(f".{name.replace('-', '_')}", __package__)
+    return _described(module.make_parser(), module.__doc__ or "", {}, {})
 
 
 def _of_training() -> dict[str, Any]:

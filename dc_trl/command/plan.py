@@ -7,7 +7,6 @@ It loads no weights and no engine, and starts nothing. docs/planning.md has the 
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
@@ -39,7 +38,6 @@ def make_parser() -> OptionParser:
     work.add_argument("--processes", type=int, help="training processes that --config is for (default: --gpus)")
     add_fields(work, Work, *WORK)
     parser.set_defaults(**dict.fromkeys(WORK))  # an option that is given replaces the configuration's value
-    parser.add_argument("--json", action="store_true", help="print numbers for a program: bytes and tokens")
     return parser
 
 
@@ -101,8 +99,9 @@ def print_plan(problem: Problem) -> None:
     ]
     usable = f"{problem.usable / 1e9:.0f} GB of each device are usable"
     print_table([""] * (1 + len(found)), rows, f"{title}: what fits; {usable}")
-    checkpoint, stream = (_shown(float(size)) for size in sync_bytes(problem).values())
-    say(f"A weight sync moves {checkpoint} GB as a checkpoint in {problem.work.scheme}, {stream} GB as TRL's stream.")
+    scheme = problem.work.scheme
+    checkpoint, stream = (_shown(float(checkpoint_bytes(problem.model, each))) for each in (scheme, "bf16"))
+    say(f"A weight sync moves {checkpoint} GB as a checkpoint in {scheme}, {stream} GB as TRL's stream.")
 
 
 def _shown(value: Any) -> str:
@@ -111,34 +110,8 @@ def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value).lower()
 
 
-def sync_bytes(problem: Problem) -> dict[str, int]:
-    """Return the bytes that reach an engine at each weight sync, by the transport."""
-    return {
-        "checkpoint": checkpoint_bytes(problem.model, problem.work.scheme),
-        "nccl": checkpoint_bytes(problem.model, "bf16"),
-    }
-
-
-def as_json(problem: Problem) -> dict[str, Any]:
-    """Return all numbers of a plan, in bytes and tokens."""
-    found = [numbers_of(problem, layout) for layout in layouts(problem)]
-    return {
-        "model": asdict(problem.model),
-        "device": problem.device,
-        "devices": problem.devices,
-        "work": asdict(problem.work),
-        "sync_bytes": sync_bytes(problem),
-        "layouts": found,
-        "reasons": [] if found else reasons(problem),
-        "remedies": [] if found else remedies(problem),
-    }
-
-
 def main(words: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(words)
     with refused_in_one_line():
         problem = problem_of(args)
-    if args.json:
-        say(json.dumps(as_json(problem), indent=2))
-    else:
-        print_plan(problem)
+    print_plan(problem)

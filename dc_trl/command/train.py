@@ -8,20 +8,28 @@ command line too, where it overrides the file. Several processes: `accelerate la
 """
 
 import inspect
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from trl import GRPOConfig, ModelConfig
 
 from ..config import DCGRPOConfig
+from ..resuming.interruption import StopSignals
+from ..serving.errors import ServerError
+from ..settings.command_line import refused_in_one_line, say
 from ..settings.configuration import ConfigurationParser
+from ..trainer import DCGRPOTrainer
 from ..training.adapter import AdapterArguments
-from ..training.arguments import ARGUMENTS
-from ..training.command import train
+from ..training.arguments import ARGUMENTS, RunArguments
+from ..training.banner import banner
+from ..training.build import build_trainer
 from ..training.own_server import ServerArguments
 from ..training.problems import DataArguments
+from ..training.run import Outcome, run
 from ..training.watch import WatchArguments
 
 
@@ -54,6 +62,27 @@ def field_groups() -> dict[str, str]:
             owners = (each for each in _TITLES if issubclass(each, said) and each.__module__.startswith(library))
             titles[next(owners)].append(field.name)
     return {name: _TITLES[owner] for owner, names in titles.items() for name in names}
+
+
+def train(
+    words: Sequence[str] | None = None, callback: Callable[[DCGRPOTrainer], TrainerCallback] | None = None
+) -> Outcome:
+    """Train as a command line says, by default that of the process; return the same as `run`.
+
+    Args:
+        words: words of the command line.
+        callback: function that makes a further callback for the trainer.
+    """
+    sys.path.append(os.getcwd())  # the user's own reward functions are here
+    with StopSignals() as signals, ExitStack() as stack:
+        with refused_in_one_line(TypeError, ServerError):
+            arguments = RunArguments.parse(words)
+            trainer, alarm = build_trainer(arguments, stack)
+        if trainer.accelerator.is_main_process:
+            say(banner(trainer, arguments))
+        if callback is not None:
+            trainer.add_callback(callback(trainer))
+        return run(trainer, alarm, arguments.data, signals, stack)
 
 
 def main(words: Sequence[str] | None = None) -> None:

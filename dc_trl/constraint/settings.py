@@ -146,7 +146,7 @@ class ConstraintSettings:
         'for "geometric_mask" 1.01 (SkyRL), for "icepop" 5 (verl), for "ppo_clip" 1.24. For "tv_mask" it is a '
         "difference of probabilities below 1, and 0.2 (SkyRL) if it is not set.",
     )
-    rollout_correction_min: Annotated[float | None, AT_LEAST_0] = setting(
+    rollout_correction_min: Annotated[float | None, Range(least=0, most=1)] = setting(
         None,
         'Lower bound of the correction, at most 1. If it is not set: 0, for "geometric_mask" 0.99, for "icepop" 0.5, '
         'for "ppo_clip" 0.76. "tv_mask" has no lower bound.',

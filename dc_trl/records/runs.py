@@ -132,7 +132,7 @@ def read_run(directory: str | PathLike[str]) -> Run:
     if not path.is_file():
         raise ValueError(
             f"run={str(folder)!r} has no {HISTORY_FILE}: give the output_dir of a run of dc-trl train, or of a "
-            "trainer with LambdaLoggingCallback."
+            "trainer with HistoryCallback."
         )
     history = read_history(path)
     if not history:

@@ -150,8 +150,6 @@ def _draw_length(axes: Axes, run: Run) -> None:
 def _draw_learning_rate(axes: Axes, run: Run) -> None:
     # The rate of a step applies from the end of the step before it.
     axes.step(*run.series("learning_rate"), where="pre", color=INK, linewidth=1.5)
-    for step in run.series("length_decay/halvings").steps:
-        axes.axvline(step, color=MUTED, linestyle=":", linewidth=1.2)
     axes.set_ylim(bottom=0)
 
 

@@ -28,8 +28,7 @@ AHEAD_FILE = "rollouts_ahead.safetensors"  # the batch of all processes that was
 
 UNFINISHED = "unfinished"  # prefix of an incomplete checkpoint that a new run has renamed
 
-# Folders named after the step of the checkpoint in them: the trainer's, and those that the collapse alarm keeps.
-_NAMED_BY_STEP = re.compile(rf"(?:{PREFIX_CHECKPOINT_DIR}|last-good)-(\d+)")
+_NAMED_BY_STEP = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 # Prefixes of the names under which transformers, PEFT, FSDP and DeepSpeed keep weights.
 _WEIGHTS = ("model.safetensors", "pytorch_model", "adapter_model", "*/adapter_model", "latest")
 

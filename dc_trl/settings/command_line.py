@@ -2,14 +2,12 @@
 
 import argparse
 import difflib
-import os
 import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from types import FrameType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from .paths import shipped
@@ -107,26 +105,6 @@ def refused_in_one_line(*others: type[Exception]) -> Iterator[None]:
 def leave_on_sigterm() -> None:
     """Let SIGTERM end the program as Ctrl-C does, through the blocks that end what it started."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-
-
-@contextmanager
-def left_while_loading() -> Iterator[None]:
-    """Let Ctrl-C and the like end the program with one line and 128 + the signal's number, during imports.
-
-    A signal that is ignored, as in the background, stays ignored.
-    """
-
-    def leave(signum: int, frame: FrameType | None) -> None:
-        os.write(2, f"\n{signal.Signals(signum).name}: nothing had begun, the same command begins again.\n".encode())
-        sys.exit(128 + signum)
-
-    signals = [s for s in (signal.SIGINT, *ENDING) if signal.getsignal(s) is not signal.SIG_IGN]
-    before = {signum: signal.signal(signum, leave) for signum in signals}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def say(line: str) -> None:

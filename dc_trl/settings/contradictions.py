@@ -1,67 +1,65 @@
 """Settings that have no effect beside others, and settings that contradict each other: a table of each."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from .fields import declared_default
 from .micro_batches import MEANS_OF_MICRO_BATCHES, TWO_SIDED
 
 
-class NoEffect(NamedTuple):
-    """Fields that have no effect while other fields have certain values.
+# The values of a field at which a rule applies, or a function that looks at all settings.
+Condition: TypeAlias = Collection[Any] | Callable[[Any], bool]
+
+
+class Rule(NamedTuple):
+    """Fields that are refused while other fields have certain values. It is for all settings that have its fields.
 
     Attributes:
-        named: the fields, separated by spaces; one that has its default or is off is not refused.
-        beside: values of other fields, at all of which together the fields have no effect.
-        remedy: what else than leaving the field out helps, for the message.
+        named: the refused fields, separated by spaces.
+        beside: the other fields, all of whose conditions have to hold.
+        remedy: what to do, for the message, and why where that is not obvious.
+        values: condition of the refused fields; by default any value but their defaults and False.
     """
 
     named: str
-    beside: Mapping[str, Sequence[Any]]
+    beside: Mapping[str, Condition]
     remedy: str
+    values: Condition | None = None
 
 
 _SERVER = "set use_vllm=True and vllm_mode='server'"
 
-# A rule is for all settings that have its fields: the trainers' and those that `dc-trl train` adds.
 NO_EFFECT = (
-    NoEffect("rollout_correction_max", {"rollout_correction": ["none"]}, "choose a correction"),
-    NoEffect(
-        "rollout_correction_min",
-        {"rollout_correction": ["none", "tv_mask"]},
-        "choose a correction with a lower bound",
-    ),
-    NoEffect(
-        "discrepancy_margin constraint_form", {"constraint": ["none"]}, "choose constraint='static' or 'lagrangian'"
-    ),
-    NoEffect("constraint_target", {"constraint": ["none"]}, "choose constraint='static' or 'lagrangian'"),
-    NoEffect("rollout_correction_target", {"rollout_correction": ["none"]}, "choose a correction"),
-    NoEffect("discrepancy_margin discrepancy_level", {"constraint_form": TWO_SIDED}, "choose another constraint_form"),
-    NoEffect("lambda_kp lambda_kd", {"dual": ["paper", "auto"]}, "set dual='pid'"),
-    NoEffect("dual dual_window", {"constraint": ["none", "static"]}, "choose constraint='lagrangian'"),
-    NoEffect("train_through_quantization", {"deployment_scheme": [None]}, "set deployment_scheme (for example 'fp8')"),
-    NoEffect(
+    Rule("rollout_correction_max", {"rollout_correction": ["none"]}, "choose a correction"),
+    Rule("rollout_correction_min", {"rollout_correction": ["none", "tv_mask"]}, "choose one with a lower bound"),
+    Rule("discrepancy_margin constraint_form", {"constraint": ["none"]}, "choose constraint='static' or 'lagrangian'"),
+    Rule("constraint_target", {"constraint": ["none"]}, "choose constraint='static' or 'lagrangian'"),
+    Rule("rollout_correction_target", {"rollout_correction": ["none"]}, "choose a correction"),
+    Rule("discrepancy_margin discrepancy_level", {"constraint_form": TWO_SIDED}, "choose another constraint_form"),
+    Rule("lambda_kp lambda_kd", {"dual": ["paper", "auto"]}, "set dual='pid'"),
+    Rule("dual dual_window", {"constraint": ["none", "static"]}, "choose constraint='lagrangian'"),
+    Rule("train_through_quantization", {"deployment_scheme": [None]}, "set deployment_scheme (for example 'fp8')"),
+    Rule(
         "vllm_importance_sampling_correction weight_sync weight_sync_dir", {"use_vllm": [False]}, "set use_vllm=True"
     ),
-    NoEffect("weight_sync_dir", {"weight_sync": ["nccl"]}, "set weight_sync='checkpoint'"),
-    NoEffect(
+    Rule("weight_sync_dir", {"weight_sync": ["nccl"]}, "set weight_sync='checkpoint'"),
+    Rule(
         "weight_sync_steps",
         {"use_vllm": [False], "deployment_scheme": [None]},
-        "set deployment_scheme (for example 'bf16') or use_vllm=True",
+        "set deployment_scheme or use_vllm=True",
     ),
-    NoEffect(
+    Rule(
         "weight_sync_trigger",
         {"weight_sync_steps": [1]},
-        "raise weight_sync_steps, after which new weights go at the latest",
+        "raise weight_sync_steps",
     ),
-    NoEffect("vllm_server_base_urls rollout_overlap", {"use_vllm": [False]}, _SERVER),
-    NoEffect("vllm_server_base_urls rollout_overlap", {"vllm_mode": ["colocate"]}, _SERVER),
-    NoEffect("max_tokens_per_micro_batch", {"length_aware_batches": [False]}, "set length_aware_batches=True"),
-    NoEffect("serve_devices serve_options", {"serve": [None]}, "set serve='auto'"),
-    NoEffect("length_decay_period length_decay_floor", {"length_decay": [False]}, "set length_decay=True"),
-    NoEffect("eval_benchmarks eval_greedy", {"eval_size": [0]}, "set eval_size"),
+    Rule("vllm_server_base_urls rollout_overlap", {"use_vllm": [False]}, _SERVER),
+    Rule("vllm_server_base_urls rollout_overlap", {"vllm_mode": ["colocate"]}, _SERVER),
+    Rule("max_tokens_per_micro_batch", {"length_aware_batches": [False]}, "set length_aware_batches=True"),
+    Rule("serve_devices serve_options", {"serve": [None]}, "set serve='auto'"),
+    Rule("length_decay_period", {"length_decay": [False]}, "set length_decay=True"),
+    Rule("eval_benchmarks eval_greedy", {"eval_size": [0]}, "set eval_size"),
 )
 
 
@@ -74,23 +72,7 @@ def require_effect(settings: Any) -> None:
     Raises:
         ValueError: names the field, the fields that leave it without effect, their values and the remedy.
     """
-    defaults = {field.name: declared_default(field) for field in fields(settings)}
-    for named, beside, remedy in NO_EFFECT:
-        names = named.split()
-        if not {*names, *beside} <= defaults.keys():
-            continue
-        if all(getattr(settings, name) in values for name, values in beside.items()):
-            reasons = " and ".join(f"{name}={getattr(settings, name)!r}" for name in beside)
-            for name in names:
-                if (value := getattr(settings, name)) != defaults[name] and value is not False:
-                    raise ValueError(f"{name}={value!r} has no effect with {reasons}: leave it out, or {remedy}.")
-
-
-class Rule(NamedTuple):
-    """A contradiction: whether it applies to a config, and its message, a format string in which `c` is the config."""
-
-    applies: Callable[[Any], bool]
-    message: str
+    refuse(settings, NO_EFFECT, "has no effect with", "leave it out, or ")
 
 
 def require_no_contradiction(config: Any) -> None:
@@ -99,297 +81,295 @@ def require_no_contradiction(config: Any) -> None:
     Raises:
         ValueError: names the fields, their values and the remedy.
     """
-    require(config, RULES_OF_THE_CONSTRAINT_ALONE)
     require_effect(config)
-    compared = RULES_OF_A_COMPARISON if config.compared_by is not None else ()
-    require(config, RULES, compared, RULES_OF_A_CONSTRAINT if config.constraint != "none" else ())
+    refuse(config, CONTRADICTIONS)
+    if config.compared_by is not None:
+        refuse(config, rules_of_a_comparison(config.compared_by))
 
 
-def require(config: Any, *tables: Sequence[Rule]) -> None:
-    """Refuse a config to which a rule of these tables applies.
+def refuse(settings: Any, rules: Sequence[Rule], verb: str = "contradicts", remedy: str = "") -> None:
+    """Refuse settings to which one of the rules applies.
+
+    Args:
+        settings: an instance of a dataclass; rules about fields that it does not have are passed over.
+        rules: the rules.
+        verb: in the message, between the refused field and the others.
+        remedy: begin of each remedy.
 
     Raises:
         ValueError: names the fields, their values and the remedy.
     """
-    for rule in chain(*tables):
-        if rule.applies(config):
-            raise ValueError(rule.message.format(c=config))
+    defaults = {field.name: declared_default(field) for field in fields(settings)}
+    for rule in rules:
+        names = rule.named.split()
+        if not {*names, *rule.beside} <= defaults.keys():
+            continue
+        if not all(_holds(settings, name, condition) for name, condition in rule.beside.items()):
+            continue
+        others = " and ".join(f"{name}={getattr(settings, name)!r}" for name in rule.beside)
+        for name in names:
+            value = getattr(settings, name)
+            given = value != defaults[name] and value is not False
+            if given if rule.values is None else _holds(settings, name, rule.values):
+                raise ValueError(f"{name}={value!r} {f'{verb} {others}'.strip()}: {remedy}{rule.remedy}.")
+
+
+def _holds(settings: Any, name: str, condition: Condition) -> bool:
+    return condition(settings) if callable(condition) else getattr(settings, name) in condition
+
+
+def _any(settings: Any) -> bool:
+    return True
 
 
 # The losses of CISPO and VESPO multiply log π_train of each token; the others multiply the ratio, which a trajectory
 # may have one of.
 _LOSSES_BY_TOKEN = ("cispo", "vespo")
 # Corrections that give all tokens of a trajectory one weight, or none.
-_CORRECTIONS_OF_TOKENS = {"token_truncate", "token_mask", "icepop", "tv_mask", "ppo_clip", "odds_truncate"}
 _CORRECTIONS_OF_TRAJECTORIES = {"sequence_truncate", "sequence_mask", "geometric_mask"}
+# Corrections that weigh a token by its own probabilities alone.
+_CORRECTIONS_OF_TOKENS = {"token_truncate", "token_mask", "icepop", "tv_mask", "ppo_clip", "odds_truncate"}
+_CONSTRAINED = {"constraint": ["static", "lagrangian"]}
+_ALIGNED: dict[str, Condition] = {"train_through_quantization": [True]}
+# What makes the policy compute as it is deployed.
+_DEPLOYED: tuple[dict[str, Condition], ...] = (
+    _ALIGNED,
+    {"discrepancy_split": [True]},
+    {"constraint_target": ["lag"]},
+    {"rollout_correction_target": ["lag"]},
+)
+_COLOCATE: dict[str, Condition] = {"use_vllm": [True], "vllm_mode": ["colocate"]}
+_ONE = "set one of the two"
+
+CONTRADICTIONS = (
+    Rule(
+        "lambda_init",
+        {"lambda_min": _any, "lambda_max": lambda c: not c.lambda_min <= c.lambda_init <= c.lambda_max},
+        "choose a value within these bounds, or widen them",
+        _any,
+    ),
+    Rule(
+        "rollout_correction_max",
+        {"rollout_correction": ["tv_mask"]},
+        "no difference of probabilities is larger than 1; use a number below 1, for example 0.2",
+        lambda c: (c.rollout_correction_max or 0) >= 1,
+    ),
+    Rule(
+        "rollout_correction_max",
+        {"rollout_correction": lambda c: c.rollout_correction != "tv_mask"},
+        "it shuts out the ratio of engines that agree, which is 1; use a number of at least 1",
+        lambda c: c.rollout_correction_max is not None and c.rollout_correction_max < 1,
+    ),
+    Rule(
+        "constraint_form",
+        {"deployment_scheme": [None]},
+        "it compares the policy with its quantized self; set deployment_scheme, or constraint_form='log_ratio'",
+        TWO_SIDED,
+    ),
+    Rule("constraint_form", _ALIGNED, f"it compares the policy with its quantized self; {_ONE}", TWO_SIDED),
+    Rule(
+        "constraint_target",
+        {"constraint_form": TWO_SIDED},
+        "it leaves the number format out, on which this form acts alone; set constraint_form='log_ratio' or "
+        "'quadratic', or constraint_target='all'",
+    ),
+    Rule(
+        "discrepancy_split constraint_target rollout_correction_target",
+        {"deployment_scheme": [None]},
+        "it separates the number format's part of the discrepancy; set deployment_scheme to the format in which the "
+        "engine samples (for example 'fp8')",
+    ),
+    Rule(
+        "dual",
+        {"discrepancy_tolerance": [0]},
+        "the relative violation δ̄/ε − 1 needs a tolerance above 0; set discrepancy_tolerance to one, or 'auto'",
+    ),
+    *(
+        Rule(name, beside, remedy)
+        for beside in _DEPLOYED
+        for name, remedy in (
+            ("fp16", "the deployed forward computes in bfloat16, as engines do; set bf16=True"),
+            ("cast_lm_head_to_fp32", f"the deployed policy has its output head in bfloat16; {_ONE}"),
+            ("torch_compile", f"it would not see the hooks on every layer; {_ONE}"),
+        )
+    ),
+    Rule(
+        "score_centering",
+        {"use_vllm": [True]},
+        "it reads the whole distribution of the in-process replica; set use_vllm=False and deployment_scheme",
+    ),
+    Rule(
+        "score_centering",
+        {"deployment_scheme": [None]},
+        "it reads the whole distribution of the in-process replica; set deployment_scheme (for example 'fp8')",
+    ),
+    Rule(
+        "score_centering",
+        {"importance_sampling_level": ["sequence"]},
+        "there is one ratio for a trajectory, and not a score of each token; set importance_sampling_level='token'",
+    ),
+    Rule(
+        "score_centering",
+        {"beta": lambda c: c.beta != 0},
+        "the KL term has its gradient from the log-probabilities that are centred; set beta=0",
+    ),
+    Rule(
+        "score_centering",
+        {
+            "steps_per_generation": lambda c: (
+                c.gradient_accumulation_steps % (c.steps_per_generation * c.num_iterations) != 0
+            ),
+            "num_iterations": _any,
+        },
+        "it needs the weights that sampled until a generation batch is used up; set num_iterations=1 and "
+        "steps_per_generation to gradient_accumulation_steps",
+    ),
+    Rule(
+        "score_centering",
+        {"rollout_correction": lambda c: not {*c.correction_names} <= _CORRECTIONS_OF_TOKENS},
+        "the mean is taken over what might have been sampled, which needs a weight of each token by itself; set "
+        "'token_truncate', 'token_mask', 'icepop', 'tv_mask', 'ppo_clip', 'odds_truncate' or 'none'",
+    ),
+    Rule("score_centering", {"rollout_correction_target": ["lag"]}, f"the mean is the whole difference's; {_ONE}"),
+    Rule(
+        "score_centering",
+        {"top_p": lambda c: c.truncates_sampling, "top_k": _any, "min_p": _any},
+        "the mean is taken over the whole vocabulary; set top_p=1.0, top_k=0 and min_p=None",
+    ),
+    Rule(
+        "score_centering",
+        {"loss_type": ["vespo"], "rollout_correction": lambda c: c.rollout_correction != "none"},
+        "VESPO has the weights in its ratio of a trajectory; set rollout_correction='none' or another loss_type",
+    ),
+    Rule(
+        "fp16",
+        {"use_cpu": lambda c: c.device.type == "cpu"},
+        "accelerate computes in float32 on a CPU; set fp16=False, or train on a GPU",
+    ),
+    Rule(
+        "gradient_checkpointing_kwargs",
+        _ALIGNED,
+        "the deployed forward decides how a layer is recomputed; leave use_reentrant out",
+        lambda c: bool((c.gradient_checkpointing_kwargs or {}).get("use_reentrant")),
+    ),
+    Rule(
+        "scale_rewards multi_objective_aggregation",
+        {"advantage_estimator": ["rloo"]},
+        "RLOO does not normalise advantages; leave it out, or use advantage_estimator='grpo'",
+        ["batch", "normalize_then_sum"],
+    ),
+    Rule(
+        "rollout_correction",
+        {"loss_type": ["vespo"]},
+        "VESPO takes a ratio of each token; set 'token_truncate', 'token_mask' or 'icepop'",
+        lambda c: not {*c.correction_names} <= {"token_truncate", "token_mask", "icepop"},
+    ),
+    Rule("rollout_correction", {"vllm_importance_sampling_correction": [True]}, f"both correct the rollouts; {_ONE}"),
+    Rule(
+        "rollout_correction",
+        {"importance_sampling_level": ["sequence"], "loss_type": lambda c: c.loss_type not in _LOSSES_BY_TOKEN},
+        "there is one ratio for a trajectory, through which a masked token still gets the gradient of the others; set "
+        "'sequence_truncate', 'sequence_mask' or 'geometric_mask', or importance_sampling_level='token'",
+        lambda c: not {*c.correction_names} <= _CORRECTIONS_OF_TRAJECTORIES,
+    ),
+    Rule("weight_sync", _COLOCATE, "there is no server to stream weights to; set weight_sync='auto'", ["nccl"]),
+    Rule(
+        "weight_sync",
+        {"vllm_server_base_urls": lambda c: len(c.vllm_server_base_urls or []) > 1},
+        "TRL streams to one server; set weight_sync='auto', or use one server on several GPUs (--data-parallel-size)",
+        ["nccl"],
+    ),
+    Rule(
+        "weight_sync_steps",
+        {"weight_sync": ["nccl"]},
+        "it streams the present weights alone, and checkpoints need older ones; set weight_sync='auto'",
+    ),
+    Rule(
+        "weight_sync_steps",
+        {"use_vllm": [True], "vllm_enable_sleep_mode": [True]},
+        "sleeping drops weights that the next rollouts need; set vllm_enable_sleep_mode=False",
+    ),
+    Rule(
+        "weight_sync_trigger",
+        {"discrepancy_tolerance": ["auto"], "constraint": ["none", "static"]},
+        "constraint='lagrangian' alone finds a tolerance; set discrepancy_tolerance to a number",
+        ["discrepancy"],
+    ),
+    Rule(
+        "vllm_server_base_url",
+        {"vllm_server_base_urls": lambda c: c.vllm_server_base_urls is not None},
+        "put all servers into vllm_server_base_urls",
+    ),
+    *(
+        Rule(
+            "max_tokens_per_micro_batch",
+            {name: applies},
+            f"it decides which completions share a micro-batch, over which a term of the loss is a mean; {_ONE}",
+        )
+        for name, applies in MEANS_OF_MICRO_BATCHES.items()
+    ),
+    Rule(
+        "use_transformers_continuous_batching",
+        {"use_vllm": [False], "deployment_scheme": lambda c: c.deployment_scheme is not None},
+        f"the in-process replica samples; {_ONE}",
+    ),
+    Rule(
+        "routing_replay",
+        {"use_vllm": [False], "deployment_scheme": [None]},
+        "model.generate does not say which experts it chose; set deployment_scheme (for example 'bf16'), or "
+        "use_vllm=True with vllm_mode='server'",
+    ),
+    Rule(
+        "routing_replay",
+        _COLOCATE,
+        "TRL's own engine does not return the chosen experts; set vllm_mode='server', or use_vllm=False with "
+        "deployment_scheme",
+    ),
+    # Those that follow keep the penalty from tokens that δ̄ counts: λ would climb to `lambda_max` without effect.
+    Rule(
+        "importance_sampling_level",
+        {**_CONSTRAINED, "discrepancy_level": ["token"], "loss_type": lambda c: c.loss_type not in _LOSSES_BY_TOKEN},
+        "there is one ratio for a trajectory, which spreads the penalty of a token over all of them; set "
+        "discrepancy_level='sequence', importance_sampling_level='token', or constraint='none'",
+        ["sequence"],
+    ),
+    Rule(
+        "off_policy_mask_threshold",
+        _CONSTRAINED,
+        "it masks trajectories where the engines differ most, and their penalty; unset it or set constraint='none'",
+    ),
+    Rule(
+        "vllm_importance_sampling_mode",
+        {**_CONSTRAINED, "vllm_importance_sampling_correction": [True]},
+        "it masks tokens where the engines differ most, and their penalty; set rollout_correction in its place, which "
+        "takes those tokens out of δ̄ too, or 'token_truncate' or 'sequence_truncate', or constraint='none'",
+        ["token_mask", "sequence_mask"],
+    ),
+)
 
 
-def _budget_rule(name: str, applies: Callable[[Any], bool]) -> Rule:
-    return Rule(
-        lambda c: c.max_tokens_per_micro_batch is not None and applies(c),
-        "max_tokens_per_micro_batch={c.max_tokens_per_micro_batch!r} decides which completions share a micro-batch, "
-        f"and {name}={{c.{name}!r}} has a term of the loss that is a mean over it: leave one of the two out.",
+def rules_of_a_comparison(by: str) -> tuple[Rule, ...]:
+    """Return rules against what makes the engines' difference unmeasurable, or more than their mismatch.
+
+    Args:
+        by: the field that compares the engines, `constraint` or `rollout_correction`.
+    """
+    compared: dict[str, Condition] = {by: _any}
+    return (
+        Rule(
+            "use_transformers_continuous_batching",
+            {"use_vllm": [False], **compared},
+            "it returns no log-probabilities; set deployment_scheme (for example 'bf16'), use_vllm=True, or "
+            f"{by}='none'",
+        ),
+        Rule(
+            "generation_kwargs",
+            {"temperature": lambda c: (c.generation_kwargs or {}).get("temperature", c.temperature) != c.temperature},
+            "the training log-probabilities are taken at temperature; set temperature alone",
+        ),
+        Rule(
+            "vllm_structured_outputs_regex",
+            compared,
+            f"tokens that it shuts out would be taken for mismatch; unset it or set {by}='none'",
+        ),
     )
-
-
-# These read the settings of the constraint and of the correction alone, which several trainers have.
-RULES_OF_THE_CONSTRAINT_ALONE = (
-    Rule(
-        lambda c: c.lambda_min > c.lambda_max,
-        "lambda_min={c.lambda_min!r} is above lambda_max={c.lambda_max!r}: lower lambda_min or raise lambda_max.",
-    ),
-    Rule(
-        lambda c: not c.lambda_min <= c.lambda_init <= c.lambda_max,
-        "lambda_init={c.lambda_init!r} lies outside [lambda_min, lambda_max] = [{c.lambda_min!r}, {c.lambda_max!r}]: "
-        "choose a value within the bounds or widen them.",
-    ),
-    Rule(
-        lambda c: c.dual != "paper" and c.discrepancy_tolerance == 0,
-        "dual={c.dual!r} moves λ by the relative violation δ̄/ε − 1, which discrepancy_tolerance=0 does not have: set "
-        "a number above 0 or 'auto'.",
-    ),
-    Rule(
-        lambda c: c.rollout_correction == "tv_mask" and (c.rollout_correction_max or 0) >= 1,
-        "rollout_correction_max={c.rollout_correction_max!r} is a difference of probabilities with "
-        "rollout_correction='tv_mask', and none is larger than 1: use a number below 1, for example 0.2.",
-    ),
-    Rule(
-        lambda c: (c.rollout_correction_min or 0) > 1,
-        "rollout_correction_min={c.rollout_correction_min!r} shuts out the ratio of engines that agree, which is 1: "
-        "use a number of at most 1.",
-    ),
-    Rule(
-        lambda c: (
-            c.rollout_correction != "tv_mask" and c.rollout_correction_max is not None and c.rollout_correction_max < 1
-        ),
-        "rollout_correction_max={c.rollout_correction_max!r} shuts out the ratio of engines that agree, which is 1: "
-        "use a number of at least 1.",
-    ),
-    Rule(
-        lambda c: c.constraint_form in TWO_SIDED and c.deployment_scheme is None,
-        "constraint_form={c.constraint_form!r} compares the policy with its quantized self, and deployment_scheme is "
-        "not set: set deployment_scheme (for example 'fp8') or choose constraint_form='log_ratio'.",
-    ),
-    Rule(
-        lambda c: c.constraint_form in TWO_SIDED and c.constraint != "none" and c.constraint_target == "lag",
-        "constraint_target='lag' leaves the number format out, and constraint_form={c.constraint_form!r} acts on it "
-        "alone: choose constraint_form='log_ratio' or 'quadratic', or constraint_target='all'.",
-    ),
-    Rule(
-        lambda c: c.split_by is not None and c.deployment_scheme is None,
-        "{c.split_by}={c.split!r} separates the number format's part of the discrepancy, and deployment_scheme is not "
-        "set: set deployment_scheme to the format in which the engine samples (for example 'fp8').",
-    ),
-)
-
-RULES = (
-    Rule(
-        lambda c: c.as_deployed_for is not None and c.fp16,
-        "fp16=True contradicts {c.as_deployed_for}, which computes in bfloat16 as engines do: set bf16=True.",
-    ),
-    Rule(
-        lambda c: c.fp16 and c.device.type == "cpu",
-        "fp16=True has no effect on a CPU, where accelerate computes in float32: train on a GPU or set fp16=False.",
-    ),
-    Rule(
-        lambda c: c.score_centering and (c.use_vllm or c.deployment_scheme is None),
-        "score_centering=True reads the whole distribution of the in-process replica, which use_vllm={c.use_vllm!r} "
-        "with deployment_scheme={c.deployment_scheme!r} does not have: set deployment_scheme (for example 'fp8') and "
-        "use_vllm=False.",
-    ),
-    Rule(
-        lambda c: c.score_centering and c.importance_sampling_level == "sequence",
-        "score_centering=True centres the score of each token, and importance_sampling_level='sequence' has one ratio "
-        "for a trajectory: set importance_sampling_level='token' or score_centering=False.",
-    ),
-    Rule(
-        lambda c: c.score_centering and c.beta != 0.0,
-        "beta={c.beta!r} takes the gradient of a KL term from the log-probabilities that score_centering=True "
-        "centres: set beta=0 or score_centering=False.",
-    ),
-    Rule(
-        lambda c: c.score_centering and c.gradient_accumulation_steps % (c.steps_per_generation * c.num_iterations),
-        "score_centering=True needs the weights that sampled until a generation batch is used up, and "
-        "steps_per_generation={c.steps_per_generation!r} with num_iterations={c.num_iterations!r} reaches over "
-        "several optimizer steps: set steps_per_generation to gradient_accumulation_steps and num_iterations=1.",
-    ),
-    Rule(
-        lambda c: c.score_centering and bool({*c.correction_names} - _CORRECTIONS_OF_TOKENS),
-        "score_centering=True takes the mean over what might have been sampled, which "
-        "rollout_correction={c.rollout_correction!r} does not weigh token by token: set 'token_truncate', "
-        "'token_mask', 'icepop', 'tv_mask', 'ppo_clip', 'odds_truncate' or 'none'.",
-    ),
-    Rule(
-        lambda c: c.score_centering and (c.rollout_correction_target == "lag" or c.truncates_sampling),
-        "score_centering=True compares the policy with the sampler over the whole vocabulary: set "
-        "rollout_correction_target='all', top_p=1.0, top_k=0 and min_p=None.",
-    ),
-    Rule(
-        lambda c: c.score_centering and c.loss_type == "vespo" and c.rollout_correction != "none",
-        "loss_type='vespo' has the weights of rollout_correction={c.rollout_correction!r} in its ratio of a "
-        "trajectory, which score_centering=True does not centre: set rollout_correction='none' or another loss_type.",
-    ),
-    Rule(
-        lambda c: c.advantage_estimator == "rloo" and c.scale_rewards == "batch",
-        "scale_rewards={c.scale_rewards!r} normalises advantages and contradicts advantage_estimator='rloo', which "
-        "does not: leave it out, or use advantage_estimator='grpo'.",
-    ),
-    Rule(
-        lambda c: c.advantage_estimator == "rloo" and c.multi_objective_aggregation == "normalize_then_sum",
-        "multi_objective_aggregation={c.multi_objective_aggregation!r} normalises advantages and contradicts "
-        "advantage_estimator='rloo', which does not: leave it out, or use advantage_estimator='grpo'.",
-    ),
-    Rule(
-        lambda c: (
-            c.loss_type == "vespo"
-            and c.vllm_importance_sampling_correction
-            and c.vllm_importance_sampling_mode not in ("token_truncate", "token_mask")
-        ),
-        "vllm_importance_sampling_mode={c.vllm_importance_sampling_mode!r} has one ratio for a trajectory, and "
-        "loss_type='vespo' takes one for each token: set vllm_importance_sampling_mode='token_truncate' or "
-        "'token_mask'.",
-    ),
-    Rule(
-        lambda c: c.rollout_correction != "none" and c.vllm_importance_sampling_correction,
-        "vllm_importance_sampling_correction=True corrects the rollouts a second time beside "
-        "rollout_correction={c.rollout_correction!r}: set one of the two.",
-    ),
-    Rule(
-        lambda c: c.loss_type == "vespo" and not {*c.correction_names} <= {"token_truncate", "token_mask", "icepop"},
-        "rollout_correction={c.rollout_correction!r} weighs a trajectory or goes by the advantage, and "
-        "loss_type='vespo' takes a ratio of each token: set rollout_correction='token_truncate', 'token_mask' or "
-        "'icepop'.",
-    ),
-    Rule(
-        lambda c: (
-            c.importance_sampling_level == "sequence"
-            and not {*c.correction_names} <= _CORRECTIONS_OF_TRAJECTORIES
-            and c.loss_type not in _LOSSES_BY_TOKEN
-        ),
-        "rollout_correction={c.rollout_correction!r} weighs each token by itself, and importance_sampling_level="
-        "'sequence' with loss_type={c.loss_type!r} has one ratio for a trajectory, through which a masked token still "
-        "gets the gradient of the others: set rollout_correction='sequence_truncate', 'sequence_mask' or "
-        "'geometric_mask', or importance_sampling_level='token'.",
-    ),
-    Rule(
-        lambda c: c.weight_sync == "nccl" and c.use_vllm and c.vllm_mode == "colocate",
-        "weight_sync='nccl' streams weights to a server, and vllm_mode='colocate' has none: set weight_sync='auto' or "
-        "vllm_mode='server'.",
-    ),
-    Rule(
-        lambda c: c.vllm_server_base_urls is not None and c.vllm_server_base_url is not None,
-        "vllm_server_base_url={c.vllm_server_base_url!r} and vllm_server_base_urls={c.vllm_server_base_urls!r} both "
-        "name servers: put all of them into vllm_server_base_urls.",
-    ),
-    Rule(
-        lambda c: c.weight_sync == "nccl" and len(c.vllm_server_base_urls or []) > 1,
-        "weight_sync='nccl' is TRL's stream to one server, and vllm_server_base_urls={c.vllm_server_base_urls!r} are "
-        "several: set weight_sync='auto' or 'checkpoint', or use one server on several GPUs (--data-parallel-size).",
-    ),
-    Rule(
-        lambda c: c.weight_sync_steps > 1 and c.weight_sync == "nccl",
-        "weight_sync='nccl' streams the present weights alone, and weight_sync_steps={c.weight_sync_steps!r} needs "
-        "older ones after an evaluation and in checkpoints: set weight_sync='auto' or weight_sync_steps=1.",
-    ),
-    Rule(
-        lambda c: c.weight_sync_steps > 1 and c.use_vllm and c.vllm_enable_sleep_mode,
-        "vllm_enable_sleep_mode=True drops the engine's weights after each rollout, and "
-        "weight_sync_steps={c.weight_sync_steps!r} needs them again: set vllm_enable_sleep_mode=False or "
-        "weight_sync_steps=1.",
-    ),
-    Rule(
-        lambda c: (
-            c.weight_sync_trigger == "discrepancy"
-            and c.discrepancy_tolerance == "auto"
-            and c.constraint != "lagrangian"
-        ),
-        "discrepancy_tolerance='auto' is found by constraint='lagrangian' alone, and "
-        "weight_sync_trigger='discrepancy' with constraint={c.constraint!r} would wait for it: set "
-        "discrepancy_tolerance to a number.",
-    ),
-    *(_budget_rule(name, applies) for name, applies in MEANS_OF_MICRO_BATCHES.items()),
-    Rule(
-        lambda c: c.deployment_scheme is not None and c.use_transformers_continuous_batching and not c.use_vllm,
-        "deployment_scheme={c.deployment_scheme!r} samples from the in-process replica and contradicts "
-        "use_transformers_continuous_batching=True: set one of the two.",
-    ),
-    Rule(
-        lambda c: c.routing_replay and not c.use_vllm and c.deployment_scheme is None,
-        "routing_replay=True needs an engine that says which experts it chose, and model.generate does not: set "
-        "deployment_scheme (for example 'bf16'), or use_vllm=True with vllm_mode='server'.",
-    ),
-    Rule(
-        lambda c: c.routing_replay and c.use_vllm and c.vllm_mode == "colocate",
-        "routing_replay=True with vllm_mode='colocate': TRL builds that engine without the option that returns the "
-        "chosen experts. Set vllm_mode='server', or use_vllm=False with deployment_scheme.",
-    ),
-    Rule(
-        lambda c: c.train_through_quantization and c.constraint_form in TWO_SIDED,
-        "constraint_form={c.constraint_form!r} compares the policy with its quantized self, and "
-        "train_through_quantization=True makes them one: set one of the two.",
-    ),
-    Rule(
-        lambda c: c.as_deployed_for is not None and c.cast_lm_head_to_fp32,
-        "cast_lm_head_to_fp32=True contradicts {c.as_deployed_for}: the deployed policy has its output head in "
-        "bfloat16. Set one of the two.",
-    ),
-    Rule(
-        lambda c: c.as_deployed_for is not None and c.torch_compile,
-        "torch_compile=True contradicts {c.as_deployed_for}, whose hooks on every layer it would not see: set one of "
-        "the two.",
-    ),
-    Rule(
-        lambda c: c.train_through_quantization and bool((c.gradient_checkpointing_kwargs or {}).get("use_reentrant")),
-        "gradient_checkpointing_kwargs={c.gradient_checkpointing_kwargs!r} contradicts "
-        "train_through_quantization=True, which says how a layer is recomputed: leave use_reentrant out.",
-    ),
-)
-
-# Those that follow make the engines' difference unmeasurable, or more than their mismatch, for whatever acts on it.
-RULES_OF_A_COMPARISON = (
-    Rule(
-        lambda c: c.use_transformers_continuous_batching and not c.use_vllm,
-        "{c.comparison} needs the rollouts' log-probabilities, and use_transformers_continuous_batching=True returns "
-        "none: set deployment_scheme (for example 'bf16'), use_vllm=True, or {c.compared_by}='none'.",
-    ),
-    Rule(
-        lambda c: (c.generation_kwargs or {}).get("temperature", c.temperature) != c.temperature,
-        "generation_kwargs['temperature']={c.generation_kwargs[temperature]!r} contradicts "
-        "temperature={c.temperature!r}, at which the training log-probabilities are taken: set temperature alone.",
-    ),
-    Rule(
-        lambda c: c.vllm_structured_outputs_regex is not None,
-        "vllm_structured_outputs_regex={c.vllm_structured_outputs_regex!r} restricts the tokens that vLLM samples, "
-        "and {c.comparison} would take that difference for mismatch: unset it or set {c.compared_by}='none'.",
-    ),
-)
-
-# Those that follow keep the constraint's penalty from the tokens that δ̄ counts: λ would climb to `lambda_max` without
-# effect.
-RULES_OF_A_CONSTRAINT = (
-    Rule(
-        lambda c: (
-            c.importance_sampling_level == "sequence"
-            and c.discrepancy_level == "token"
-            and c.loss_type not in _LOSSES_BY_TOKEN
-        ),
-        "importance_sampling_level='sequence' with loss_type={c.loss_type!r} has one ratio for a trajectory, which "
-        "spreads the penalty of a token over all of them: set discrepancy_level='sequence', "
-        "importance_sampling_level='token', or constraint='none'.",
-    ),
-    Rule(
-        lambda c: c.off_policy_mask_threshold is not None,
-        "off_policy_mask_threshold={c.off_policy_mask_threshold!r} masks trajectories where the engines differ most, "
-        "and with them the penalty of constraint={c.constraint!r}: unset it or set constraint='none'.",
-    ),
-    Rule(
-        lambda c: (
-            c.vllm_importance_sampling_correction
-            and c.vllm_importance_sampling_mode in ("token_mask", "sequence_mask")
-        ),
-        "vllm_importance_sampling_mode={c.vllm_importance_sampling_mode!r} masks tokens where the engines differ "
-        "most, and with them the penalty of constraint={c.constraint!r}: set "
-        "rollout_correction={c.vllm_importance_sampling_mode!r} in its place, which takes those tokens out of δ̄ too, "
-        "vllm_importance_sampling_mode='token_truncate' or 'sequence_truncate', or constraint='none'.",
-    ),
-)

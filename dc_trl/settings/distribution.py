@@ -6,7 +6,6 @@ loaded. FSDP2 on a CPU works: PyTorch has it, but accelerate does not turn it on
 """
 
 import os
-import warnings
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -85,12 +84,6 @@ def require_division(args: Any) -> None:
         # PyTorch's FSDP2 runs with gloo as with NCCL. accelerate builds it for this type and not for MULTI_CPU, and
         # nothing that it then does with the type needs a GPU.
         state.distributed_type = DistributedType.MULTI_GPU
-    if sharding.kind is None and made == DistributedType.NO and _launched_for_several():
-        warnings.warn(
-            "accelerate launch was asked for several processes and started one (distributed_type: NO), as its --cpu "
-            f"does: launch with {shipped('configs/accelerate/two_cpu_processes.yaml')}, or with --num_processes 1.",
-            stacklevel=2,
-        )
 
 
 def _require_fsdp_on_a_cpu(sharding: Sharding, made: Any) -> None:
@@ -111,11 +104,6 @@ def _require_fsdp_on_a_cpu(sharding: Sharding, made: Any) -> None:
             f"{asked} and use_cpu=true: FSDP2 would take the GPU of this machine. Hide it (CUDA_VISIBLE_DEVICES=''), "
             "or set use_cpu=false."
         )
-
-
-def _launched_for_several() -> bool:
-    """Return whether accelerate's launcher of one process was asked for several: it has set the address to meet at."""
-    return "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "RANK" not in os.environ
 
 
 def require_as_asked(args: Any, accelerator: "Accelerator") -> None:

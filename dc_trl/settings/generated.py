@@ -11,8 +11,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,13 @@ def description_of(command: str) -> dict[str, Any]:
     A process of its own generates it where none is kept, so that torch and TRL are never imported here.
 
     Raises:
-        ImportError: the sub-command cannot be imported, as where TRL is not installed.
+        ImportError: TRL or another library is not installed, or the sub-command cannot be imported.
     """
-    found = kept_description(command)
-    if found is not None:
-        return found
+    file, state = _file(command), _state()
+    with suppress(OSError, ValueError, KeyError, TypeError):  # there is none, or something else has written there
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["state"] == state:
+            return content["description"]
     paths = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-m", "dc_trl.command.describe", command],
@@ -44,30 +47,14 @@ def description_of(command: str) -> dict[str, Any]:
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ImportError(f"the options of dc-trl {command} cannot be read ({reason}): repair the installation.")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def kept_description(command: str) -> dict[str, Any] | None:
-    """Return the description of a sub-command that is kept; None where there is none of this state of the sources."""
-    try:
-        content = json.loads(_file(command).read_text(encoding="utf-8"))
-        return content["description"] if content["state"] == _state() else None
-    except (OSError, ValueError, KeyError, TypeError):  # there is none, or something else has written there
-        return None
-
-
-def keep_description(command: str, description: dict[str, Any]) -> None:
-    """Keep the description of a sub-command, if the cache folder can be written."""
-    file = _file(command)
-    text = json.dumps({"state": _state(), "description": description}, ensure_ascii=False)
-    try:
+    description = json.loads(done.stdout.splitlines()[-1])
+    with suppress(OSError):  # a read-only or full disk: the next process generates it again
         file.parent.mkdir(parents=True, exist_ok=True)
         # Several processes may write at the same time.
         with tempfile.NamedTemporaryFile("w", dir=file.parent, encoding="utf-8", delete=False) as unfinished:
-            unfinished.write(text)
+            json.dump({"state": state, "description": description}, unfinished, ensure_ascii=False)
         os.replace(unfinished.name, file)
-    except OSError:  # a read-only or full disk: the next process generates it again
-        return
+    return description
 
 
 def _file(command: str) -> Path:
@@ -82,11 +69,5 @@ def _state() -> str:
     """Digest of what a description depends on: the versions of the libraries, and the source files of this package."""
     files = [(str(file), file.stat()) for file in sorted(PACKAGE.rglob("*.py"))]
     sources = [(name, found.st_mtime_ns, found.st_size) for name, found in files]
-    return hashlib.sha256(repr((sys.version, [_version(name) for name in _LIBRARIES], sources)).encode()).hexdigest()
-
-
-def _version(library: str) -> str | None:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return None
+    libraries = [version(name) for name in _LIBRARIES]
+    return hashlib.sha256(repr((sys.version, libraries, sources)).encode()).hexdigest()

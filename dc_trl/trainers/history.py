@@ -44,7 +44,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
 
 
-class LambdaLoggingCallback(HistoryKeeper):
+class HistoryCallback(HistoryKeeper):
     """Keeps settings and history of a run, with λ and discrepancy, and a figure of them in the output directory.
 
     [`~dc_trl.DCGRPOTrainer`] adds this callback itself if `export_run` and `deployment_scheme` are set. Pass one to

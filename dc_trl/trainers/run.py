@@ -23,7 +23,7 @@ from ..resuming.interruption import BEGIN_AGAIN, RunInterrupted, resume_command,
 from ..serving.errors import ServerError
 from .checkpoints import Checkpoints
 from .export import Exporter, deployment_in
-from .history import LambdaLoggingCallback
+from .history import HistoryCallback
 from .progress import evaluation_bar, progress_callbacks
 from .sampling import SamplingTrainer
 
@@ -54,10 +54,10 @@ class RunTrainer(SamplingTrainer):
         **kwargs: Any,
     ):
         # Set before TRL's constructor, which adds callbacks.
-        self._own_history: LambdaLoggingCallback | None = None
+        self._own_history: HistoryCallback | None = None
         callbacks = list(callbacks or ())
         if args.keeps_history and not any(map(_keeps_history, callbacks)):
-            self._own_history = LambdaLoggingCallback()
+            self._own_history = HistoryCallback()
             callbacks.insert(0, self._own_history)  # a user's callback finds the files of the same event written
         super().__init__(model, reward_funcs, args, callbacks=callbacks, **kwargs)
         self.checkpoints = Checkpoints(self)
@@ -66,9 +66,9 @@ class RunTrainer(SamplingTrainer):
         self._resumed_at: int | None = None  # step of the checkpoint from which the present training resumed
 
     def add_callback(self, callback):
-        """Add a callback; a `LambdaLoggingCallback` replaces the trainer's own."""
+        """Add a callback; a `HistoryCallback` replaces the trainer's own."""
         if self._own_history is not None and _keeps_history(callback):
-            self.remove_callback(LambdaLoggingCallback)
+            self.remove_callback(HistoryCallback)
             self._own_history = None
         super().add_callback(callback)
 
@@ -295,4 +295,4 @@ class RunTrainer(SamplingTrainer):
 
 def _keeps_history(callback: Any) -> bool:
     kind = callback if isinstance(callback, type) else type(callback)
-    return issubclass(kind, LambdaLoggingCallback)
+    return issubclass(kind, HistoryCallback)

@@ -1,9 +1,8 @@
 """Continued training of an adapter: finds its base model and checks that it fits."""
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub.errors import HFValidationError
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict, load_peft_weights
@@ -19,17 +18,6 @@ from ..settings.paths import is_path, shipped
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _FIELD = "adapter_name_or_path"
-# Fields of TRL's `ModelConfig` and their equivalents in the adapter's own configuration.
-_SHARED_FIELDS = {
-    "lora_r": "r",
-    "lora_alpha": "lora_alpha",
-    "lora_dropout": "lora_dropout",
-    "lora_target_modules": "target_modules",
-    "lora_target_parameters": "target_parameters",
-    "lora_modules_to_save": "modules_to_save",
-    "use_rslora": "use_rslora",
-    "use_dora": "use_dora",
-}
 
 
 @dataclass
@@ -40,7 +28,7 @@ class AdapterArguments:
         None,
         "Directory or Hub id of a trained adapter that this run goes on training: another run's output directory, or "
         "one of its checkpoints. Its base is model_name_or_path; if that is not set, the model that the adapter was "
-        "trained on. Rank and the like are the adapter's own. See docs/lora.md.",
+        "trained on. Rank and the like are the adapter's own, whatever lora_r and the like say. See docs/lora.md.",
     )
 
 
@@ -55,7 +43,7 @@ def adapter_of(arguments: AdapterArguments, model: ModelConfig) -> PeftConfig | 
         The configuration of the adapter; None if the run starts without one.
 
     Raises:
-        ValueError: there is no such adapter, its base is unknown, or the fields of `model` contradict it.
+        ValueError: there is no such adapter, its base is unknown, or `model` names another base.
     """
     name = arguments.adapter_name_or_path
     if name is None:
@@ -72,7 +60,6 @@ def adapter_of(arguments: AdapterArguments, model: ModelConfig) -> PeftConfig | 
     except (ValueError, TypeError, KeyError, OSError, HFValidationError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{_FIELD}={name!r} cannot be loaded: {reason}") from error
-    _require_agreement(name, config, model)
     base = shipped(config.base_model_name_or_path or "")
     if model.model_name_or_path is None:
         if not base or (is_path(base) and not Path(base).expanduser().exists()):
@@ -134,26 +121,6 @@ def _require_adapter(name: str, folder: Path) -> None:
     if (folder / "config.json").is_file():
         raise ValueError(f"{_FIELD}={name!r} holds a whole model and no {CONFIG_FILE}: give it as model_name_or_path.")
     raise ValueError(f"{_FIELD}={name!r} has no {CONFIG_FILE}, so it holds no adapter: give the directory of one.")
-
-
-def _require_agreement(name: str, config: PeftConfig, model: ModelConfig) -> None:
-    """Refuse fields of the command that contradict the adapter's configuration."""
-    defaults = {field.name: field.default for field in fields(ModelConfig)}
-    for field, own in _SHARED_FIELDS.items():
-        given, trained = getattr(model, field), config.to_dict().get(own)
-        if given == defaults[field] or given in ("all-linear", ["all-linear"]):  # PEFT has resolved it
-            continue
-        if _comparable(given, trained) != _comparable(trained, given):
-            raise ValueError(
-                f"{field}={given!r} contradicts {_FIELD}={name!r}, which has {own}={trained!r}: leave it out."
-            )
-
-
-def _comparable(value: Any, other: Any) -> Any:
-    """Return a value with names in order; TRL writes a list of one name as the name."""
-    if isinstance(value, str) and isinstance(other, list | set):
-        return [value]
-    return sorted(value) if isinstance(value, list | set) else value
 
 
 def _differ(base: str, given: str) -> bool:

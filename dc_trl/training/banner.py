@@ -22,7 +22,7 @@ def banner(trainer: DCGRPOTrainer, arguments: RunArguments) -> str:
         "correction": _correction(args),
         "rewards": weighted_sum(reward_weights(trainer)),
         "training": _training(trainer, arguments),
-        "held out": _held_out(trainer, arguments),
+        "held out": _held_out(trainer),
         "output": without_secrets(str(Path(args.output_dir).absolute())),
     }
     return "DC-GRPO\n" + "\n".join(f"  {name:<12}{text}" for name, text in lines.items() if text)
@@ -38,8 +38,7 @@ def _model(trainer: DCGRPOTrainer, arguments: RunArguments) -> str:
         config, source = policy.active_peft_config, arguments.adapter.adapter_name_or_path
         adapter = f", LoRA of rank {config.r}" if isinstance(config, LoraConfig) else f", {config.peft_type.value}"
         adapter += "" if source is None else f", continued from {without_secrets(source)}"
-    stored = ", held in 4 bits" if model.load_in_4bit else ", held in 8 bits" if model.load_in_8bit else ""
-    return f"{name}{revision}{adapter}{stored}"
+    return f"{name}{revision}{adapter}"
 
 
 def _engine(args: DCGRPOConfig, own_server: bool) -> str:
@@ -84,13 +83,7 @@ def _training(trainer: DCGRPOTrainer, arguments: RunArguments) -> str:
     return f"{length} on {len(trainer.train_dataset):,} problems of {name}{processes}{resumed}"
 
 
-def _held_out(trainer: DCGRPOTrainer, arguments: RunArguments) -> str:
-    args = trainer.args
+def _held_out(trainer: DCGRPOTrainer) -> str:
     if trainer.eval_dataset is None:
         return "nothing (eval_size=0)"
-    between = f", and every {args.eval_steps:g} steps" if args.eval_strategy == "steps" else ""
-    if args.eval_strategy == "epoch":
-        between = ", and after each epoch"
-    benchmarks = ", ".join(arguments.data.eval_benchmarks)
-    asked = f"; with them {benchmarks}" if benchmarks else ""
-    return f"{len(trainer.eval_dataset):,} problems, measured before and after training{between}{asked}"
+    return f"{len(trainer.eval_dataset):,} problems, measured before and after training"

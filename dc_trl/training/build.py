@@ -20,11 +20,11 @@ from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import require_numbers
 from ..settings.reward_functions import require_callable
 from ..trainer import DCGRPOTrainer
-from ..trainers.history import LambdaLoggingCallback
+from ..trainers.history import HistoryCallback
 from ..trainers.required_servers import require_servers
 from .adapter import AdapterArguments, adapter_of, load_adapted
 from .arguments import RunArguments
-from .output import open_output, require_space
+from .output import open_output
 from .own_server import require_servable, start_server
 from .problems import load_data
 from .watch import add_callbacks
@@ -107,7 +107,7 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     settings = changed_settings(data) | changed_settings(server) | changed_settings(watch) | changed_settings(adapter)
     trainer = DCGRPOTrainer(
         model=model.model_name_or_path if trained is None else _adapted(adapter, model, args),
-        callbacks=[LambdaLoggingCallback(settings)],
+        callbacks=[HistoryCallback(settings)],
         quantization_config=quantization_config if trained is None else None,
         peft_config=peft_config if trained is None else None,
         **arguments_of_both,
@@ -116,8 +116,6 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
         temperature, batch_size = data.eval_benchmark_temperature, args.per_device_eval_batch_size
         trainer.add_callback(BenchmarkCallback(trainer, benchmarks, temperature, batch_size))
     alarm = add_callbacks(trainer, watch)
-    if trainer.accelerator.is_main_process:
-        require_space(trainer)
     return trainer, alarm
 
 

@@ -1,18 +1,11 @@
-"""The output directory of a training run: locked, without another run, writable, and large enough."""
+"""The output directory of a training run: locked, without another run, and writable."""
 
-import shutil
-from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-
-from peft import PeftModel
-from torch import Tensor
 
 from ..config import DCGRPOConfig
 from ..files import lock_output, write_bytes
 from ..hub.push import HubClient
-from ..quantization.policy import empty_copy, unwrapped
-from ..quantization.schemes import quantized_weights, resolve_scheme
 from ..records.runs import (
     BASELINE_FILE,
     DEPLOYMENT_FOLDER,
@@ -26,13 +19,12 @@ from ..records.samples import read_samples
 from ..records.started import read_starts
 from ..resuming.checkpoints import checkpoints, resumable_checkpoint
 from ..settings.paths import NEWEST_OR_NONE
-from ..trainer import DCGRPOTrainer
 
 
 # The weights that a finished run leaves.
 _WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
 # Files and folders that mark an output directory as one with a run.
-_RUN_FILES = (HISTORY_FILE, BASELINE_FILE, SUMMARY_FILE, DEPLOYMENT_FOLDER, *_WEIGHTS, "checkpoint-*", "last-good-*")
+_RUN_FILES = (HISTORY_FILE, BASELINE_FILE, SUMMARY_FILE, DEPLOYMENT_FOLDER, *_WEIGHTS, "checkpoint-*")
 
 
 def holds_weights(folder: Path) -> bool:
@@ -89,37 +81,3 @@ def _require_writable(output_dir: Path) -> None:
         ) from error
     finally:
         probe.unlink(missing_ok=True)
-
-
-def require_space(trainer: DCGRPOTrainer) -> None:
-    """Refuse to train if the disk cannot hold the files of the run; only a lower bound is counted here.
-
-    Raises:
-        ValueError: there is too little space; the message names the free and the needed bytes.
-    """
-    args, policy = trainer.args, unwrapped(trainer.accelerator, trainer.model)
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    # Only the adapter of a PEFT model is saved.
-    saved = trained if isinstance(policy, PeftModel) else list(policy.parameters())
-    parts = {"the model": _bytes(saved)}
-    if args.save_strategy != "no":
-        parts["a checkpoint"] = _bytes(saved) + 2 * _bytes(trained)  # the weights again, and two moments
-    if args.exports_deployment:
-        architecture = empty_copy(policy)
-        architecture.tie_weights()
-        weights = resolve_scheme(args.deployment_scheme, architecture).weights
-        quantized = sum(weight.numel() for weight in quantized_weights(architecture).values())
-        others = architecture.num_parameters() - quantized
-        # Without the scales.
-        parts["the deployment"] = quantized * (16 if weights is None else weights.num_bits) // 8 + 2 * others
-    free, needed = shutil.disk_usage(args.output_dir).free, sum(parts.values())
-    if free < needed:
-        listed = ", ".join(f"{part} {size / 1e9:.2f}" for part, size in parts.items())
-        raise ValueError(
-            f"output_dir={args.output_dir!r} has {free / 1e9:.2f} GB free and the run needs {needed / 1e9:.2f} GB "
-            f"({listed}): free some space, or choose another output_dir."
-        )
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

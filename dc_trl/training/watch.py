@@ -11,7 +11,7 @@ from ..callbacks.length_decay import LengthDecayCallback
 from ..callbacks.logging import ConstraintProgressCallback
 from ..settings.contradictions import require_effect
 from ..settings.fields import require_fields, setting
-from ..settings.ranges import COUNT, SHARE
+from ..settings.ranges import COUNT
 from ..trainer import DCGRPOTrainer
 
 
@@ -21,13 +21,12 @@ class WatchArguments:
 
     length_decay: bool = setting(
         False,
-        "Halve the learning rate again and again once the responses have surged (arXiv 2602.01826), in place of "
-        "lr_scheduler_type. See docs/learning_rate.md.",
+        "Halve the learning rate again and again once the responses have surged, down to a tenth (arXiv 2602.01826), "
+        "in place of lr_scheduler_type. See docs/learning_rate.md.",
     )
     length_decay_period: Annotated[int | None, COUNT] = setting(
         None, "Optimizer steps between two halvings. If it is not set, 1.8 times the step of the surge."
     )
-    length_decay_floor: Annotated[float, SHARE] = setting(0.1, "Lowest learning rate, as a fraction of learning_rate.")
     collapse_alarm: Literal["off", "warn", "stop"] = setting(
         "warn",
         "What happens when reward, entropy, gradient norm, mismatch or λ show a collapse: "
@@ -43,7 +42,7 @@ class WatchArguments:
 def add_callbacks(trainer: DCGRPOTrainer, watch: WatchArguments) -> CollapseAlarmCallback | None:
     """Add callbacks that watch the run, write its deployment checkpoints and show its progress; return the alarm."""
     if watch.length_decay:
-        trainer.add_callback(LengthDecayCallback(trainer, watch.length_decay_period, watch.length_decay_floor))
+        trainer.add_callback(LengthDecayCallback(trainer, watch.length_decay_period))
     alarm = None
     if watch.collapse_alarm != "off":
         alarm = CollapseAlarmCallback(trainer, stop=watch.collapse_alarm == "stop")

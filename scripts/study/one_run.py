@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, TrainerCallback
 
 from dc_trl import DCGRPOTrainer
-from dc_trl.training.command import train
+from dc_trl.command.train import train
 
 
 class TrainedPolicyCallback(TrainerCallback):
