@@ -18,10 +18,6 @@ from torch import Tensor
 LOG_RATIO_BOUND = 20.0
 
 
-# Part of the difference between the engines that a remedy acts on.
-Target = Literal["all", "lag"]
-
-
 class SampledTokens(NamedTuple):
     """Sampled tokens under both engines.
 
@@ -54,7 +50,7 @@ class SampledTokens(NamedTuple):
         engines = [logps for logps in (train_logps, infer_logps, deployed_logps) if logps is not None]
         return cls(train_logps, infer_logps, scored_tokens(mask, *engines), advantages, deployed_logps)
 
-    def of_target(self, target: Target) -> SampledTokens:
+    def of_target(self, target: Literal["all", "lag"]) -> SampledTokens:
         """Return the tokens as a remedy for a part of the difference compares them.
 
         log π_train − log π_inf = (log π_train − log π_Q) + (log π_Q − log π_inf): the first term is the part of the

@@ -138,7 +138,6 @@ def test_the_version_needs_no_library(tmp_path):
         ("train --config wrong.yaml", "lamda_lr is no field of the configuration: did you mean lambda_lr?"),
         ("train --config kinds.yaml", "kinds.yaml, line 3: learning_rate='fast' is invalid: use a number."),
         ("train --config=quickstart --model_name_or_path ./none", "model_name_or_path='./none' does not exist"),
-        ("train --config quickstart --model-name-or-path a", "is no option: did you mean --model_name_or_path?"),
         ("train --config quickstart --resume_from_checkpoint no/x", "resume_from_checkpoint='no/x' does not exist"),
         ("calibrate --model a/b --engine fp8 --dataset_name a.parquet", "dataset_name='a.parquet' does not exist"),
         ("serve --model ./none -- --port 3", "model='./none' does not exist"),
@@ -243,7 +242,7 @@ def test_a_description_is_generated_again_for_another_version_of_a_library(tmp_p
 
 def test_shipped_files_are_found_from_anywhere_and_files_of_ones_own_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    arguments = RunArguments.parse(["--config=quickstart", "--max_steps", "3"])
+    arguments = RunArguments.parse(["--config=quickstart", "--max-steps", "3"])
     assert arguments.trainer.max_steps == 3
     assert arguments.trainer.output_dir == "runs/quickstart"
     assert Path(arguments.model.model_name_or_path).samefile(TINY_MODEL)

@@ -152,7 +152,10 @@ def test_several_corrections_by_hand(tmp_path, value, expected):
         ({"rollout_correction": "icepop, geometric_mask(1.1, 1.2)"}, "shut out engines that agree: include 1"),
         ({"rollout_correction": ["token_truncate", "icepop"], "rollout_correction_max": 3.0}, "leave it out"),
         ({"rollout_correction": ["token_mask", "tv_mask"], "loss_type": "vespo"}, "loss_type='vespo'"),
-        ({"rollout_correction": ["sequence_mask", "tv_mask"], "importance_sampling_level": "sequence"}, "weighs each"),
+        (
+            {"rollout_correction": ["sequence_mask", "tv_mask"], "importance_sampling_level": "sequence"},
+            "one ratio for",
+        ),
     ],
 )
 def test_corrections_that_do_not_combine_are_refused(tmp_path, fields, words):

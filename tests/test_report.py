@@ -301,7 +301,7 @@ def test_a_trainer_leaves_what_a_report_needs_and_no_secret(tmp_path):
     assert settings["dataset_name"] == "mine"
     assert settings["lambda_init"] == 0.25
     assert settings["max_steps"] == 2
-    assert "lambda_lr" not in settings  # left alone
+    assert "dual_window" not in settings  # left alone
     assert settings["peft"]["default"]["r"] == 3
     assert settings["peft"]["default"]["target_modules"] == ["q_proj", "v_proj"]
     reader = read_report(write_report(run, tmp_path / "report.html"))

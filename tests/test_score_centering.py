@@ -151,7 +151,7 @@ def test_a_sampler_that_is_the_policy_has_no_drift(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"deployment_scheme": None}, "score_centering=True reads the whole distribution"),
+        ({"deployment_scheme": None}, "reads the whole distribution"),
         ({"use_vllm": True, "deployment_scheme": "fp8"}, "use_vllm=True"),
         ({"importance_sampling_level": "sequence"}, "importance_sampling_level='sequence'"),
         ({"beta": 0.04}, "beta=0.04"),

@@ -5,7 +5,7 @@ descriptions.
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,9 @@ _PATHS = {
 def require_options(name: str, words: Sequence[str], description: Mapping[str, Any]) -> None:
     """Show the help of a sub-command, or refuse what is wrong with its command line; both end the program."""
     parser = parser_of(name, description)
+    if name == "train":
+        listed = {string for action in parser._actions for string in action.option_strings}
+        words = [_as_listed(word, listed) for word in words]
     args = parser.parse_args(words)
     with refused_in_one_line():
         given = {key: value for key, value in vars(args).items() if value is not None}
@@ -85,6 +88,13 @@ def _truth(word: str) -> str:
 # Reads a value, by what the help calls it.
 TRUE_OR_FALSE = "true|false"
 _TYPES: dict[Any, Callable[[str], Any]] = {"N": int, "X": float, TRUE_OR_FALSE: _truth}
+
+
+def _as_listed(word: str, listed: Container[str]) -> str:
+    """Return an option of training as it is listed: transformers takes `--some-field` for `--some_field` too."""
+    name, equals, value = word.partition("=")
+    other = f"--{name[2:].replace('-', '_')}"
+    return f"{other}{equals}{value}" if name.startswith("--") and name not in listed and other in listed else word
 
 
 def _settings(given: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, Any]:

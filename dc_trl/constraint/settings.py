@@ -4,13 +4,14 @@ import re
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from ..sampled_tokens import Target
 from ..settings.command_line import unknown_field
 from ..settings.fields import setting
 from ..settings.ranges import AT_LEAST_0, COUNT, Range, require_number
 
 
 Measure = Literal["prob_diff", "prob_ratio", "log_prob", "squared_log_ratio"]
+# Part of the difference between the engines that a remedy acts on.
+Target = Literal["all", "lag"]
 DualAscent = Literal["paper", "auto", "pid"]
 Level = Literal["token", "sequence"]
 Reduction = Literal["sequence", "token"]
@@ -27,7 +28,7 @@ DEFAULT_MULTIPLIERS = {
     "two_sided_l1": (0.5, 2.0),
 }
 # Of the quadratic form with a measure whose coefficient divides by a probability.
-DEFAULT_OF_DIVIDED = (0.05, 0.2)
+DEFAULT_OF_DIVIDED = (0.05, 1.0)
 if TYPE_CHECKING:
     Tolerance = float | Literal["auto"]
 else:
@@ -118,8 +119,8 @@ class ConstraintSettings:
     lambda_min: Annotated[float, AT_LEAST_0] = setting(0.0, "Lower bound of λ.")
     lambda_max: Annotated[float, AT_LEAST_0] = setting(
         None,
-        "Upper bound of λ. The paper does not state one. If it is not set: 1 for the injected form, otherwise four "
-        "times the form's own lambda_init.",
+        "Upper bound of λ. The paper does not state one. If it is not set: 1 for the injected form and where the "
+        "quadratic form divides by a probability, otherwise four times the form's own lambda_init.",
     )
     lambda_kp: Annotated[float, AT_LEAST_0] = setting(
         None, "Weight of the present violation in a PID multiplier. If it is not set: lambda_lr."

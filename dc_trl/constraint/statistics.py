@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ..sampled_tokens import SampledTokens, Target
+from ..sampled_tokens import SampledTokens
 from ..settings.ranges import require_choice
 from .discrepancy import discrepancy_sums, token_discrepancy
 from .mismatch import combine_sums, mismatch_from_sums, mismatch_sums
 from .ratios import ratio_counts, ratio_quantiles
-from .settings import ConstraintSettings, Measure, Reduction
+from .settings import ConstraintSettings, Measure, Reduction, Target
 
 
 if TYPE_CHECKING:

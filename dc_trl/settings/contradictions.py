@@ -131,13 +131,11 @@ _CORRECTIONS_OF_TRAJECTORIES = {"sequence_truncate", "sequence_mask", "geometric
 _CORRECTIONS_OF_TOKENS = {"token_truncate", "token_mask", "icepop", "tv_mask", "ppo_clip", "odds_truncate"}
 _CONSTRAINED = {"constraint": ["static", "lagrangian"]}
 _ALIGNED: dict[str, Condition] = {"train_through_quantization": [True]}
-# What makes the policy compute as it is deployed.
-_DEPLOYED: tuple[dict[str, Condition], ...] = (
-    _ALIGNED,
-    {"discrepancy_split": [True]},
-    {"constraint_target": ["lag"]},
-    {"rollout_correction_target": ["lag"]},
-)
+_SPLIT: dict[str, Condition] = {
+    "discrepancy_split": lambda c: c.split_by is not None,
+    "constraint_target": _any,
+    "rollout_correction_target": _any,
+}
 _COLOCATE: dict[str, Condition] = {"use_vllm": [True], "vllm_mode": ["colocate"]}
 _ONE = "set one of the two"
 
@@ -186,7 +184,7 @@ CONTRADICTIONS = (
     ),
     *(
         Rule(name, beside, remedy)
-        for beside in _DEPLOYED
+        for beside in (_ALIGNED, _SPLIT)
         for name, remedy in (
             ("fp16", "the deployed forward computes in bfloat16, as engines do; set bf16=True"),
             ("cast_lm_head_to_fp32", f"the deployed policy has its output head in bfloat16; {_ONE}"),
