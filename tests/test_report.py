@@ -185,6 +185,20 @@ def test_the_surge_is_drawn_where_it_is(tmp_path):
     assert figures["completions/mean_length"].axes[0].get_title("right") == "surge at step 15, halved every 27 steps"
 
 
+@pytest.mark.parametrize(("target", "place"), [("all", "mean"), ("lag", "lag_mean")])
+def test_the_parts_of_the_discrepancy_have_panels_and_the_tolerance_is_where_it_is_constrained(
+    tmp_path, target, place
+):
+    parts = {f"discrepancy/{name}": lambda step: 0.001 * step for name in ("format_mean", "lag_mean")}
+    rows = make_rows(9, **parts, **{"lagrangian/tolerance": lambda step: 0.002})
+    run = read_run(make_run(tmp_path / "run", rows=rows, settings=SETTINGS | {"constraint_target": target}))
+    panels = {panel.metric: panel for panel in panels_of(run)}
+    assert {f"discrepancy/{name}" for name in ("mean", "format_mean", "lag_mean")} <= panels.keys()
+    for name in ("mean", "format_mean", "lag_mean"):
+        note = panels[f"discrepancy/{name}"].figure(run).axes[0].get_title("right")
+        assert ("tolerance ε = 0.002" in note) == (name == place)
+
+
 def test_a_curve_that_explodes_is_drawn_so_that_both_ends_are_seen(tmp_path):
     rows = make_rows(20, **{"discrepancy/k3_kl": lambda step: 1e-4 if step < 18 else 10.0})
     run = read_run(make_run(tmp_path / "run", rows=rows))

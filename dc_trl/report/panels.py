@@ -68,7 +68,18 @@ def panels_of(run: Run) -> list[Panel]:
         _evaluation_panel(label, f"{label}, answered by the deployed policy:", metric)
         for label, metric in benchmark_metrics(run).items()
     ]
-    panels = [REWARD, _GREEDY, _HELD_OUT, *benchmarks, DISCREPANCY, MULTIPLIER, *_MISMATCH, *_COURSE_OF_TRAINING]
+    panels = [
+        REWARD,
+        _GREEDY,
+        _HELD_OUT,
+        *benchmarks,
+        DISCREPANCY,
+        _FORMAT,
+        _LAG,
+        MULTIPLIER,
+        *_MISMATCH,
+        *_COURSE_OF_TRAINING,
+    ]
     return [panel for panel in panels if run.series(panel.metric).steps]
 
 
@@ -82,7 +93,7 @@ def benchmark_metrics(run: Run) -> dict[str, str]:
 def plot_run(history: Sequence[Mapping[str, Any]], path: str | Path, title: str = "") -> None:
     """Draw the reward, the batch discrepancy with its tolerance, and λ of a history into one PNG.
 
-    A run with `LengthDecayCallback` has two more panels: response length and learning rate, with surge and halvings.
+    A run with `LengthDecayCallback` has two more panels: response length, with the surge, and learning rate.
 
     Args:
         history: rows of a history file.
@@ -124,6 +135,17 @@ def _note(axes: Axes, text: str) -> None:
 
 def _draw_discrepancy(axes: Axes, run: Run) -> None:
     _draw_metric(axes, run, "discrepancy/mean", from_zero=True, log=True)
+    if run.settings.get("constraint_target") != "lag":
+        _draw_tolerance(axes, run)
+
+
+def _draw_lag(axes: Axes, run: Run) -> None:
+    _draw_metric(axes, run, "discrepancy/lag_mean", from_zero=True, log=True)
+    if run.settings.get("constraint_target") == "lag":
+        _draw_tolerance(axes, run)
+
+
+def _draw_tolerance(axes: Axes, run: Run) -> None:
     steps, values = run.series("lagrangian/tolerance")
     if steps:  # an automatic tolerance is known after the first batches only
         axes.step(steps, values, where="post", **_MARK)
@@ -181,6 +203,21 @@ DISCREPANCY = Panel(
     "discrepancy/mean",
     _draw_discrepancy,
 )
+_FORMAT = Panel(
+    _CONSTRAINT,
+    "part of the format",
+    "Mean discrepancy between the policy and itself as it is deployed: the number format's part.",
+    "discrepancy/format_mean",
+    from_zero=True,
+    log=True,
+)
+_LAG = Panel(
+    _CONSTRAINT,
+    "part of the lag",
+    "Mean discrepancy between the deployed policy and the sampling engine: the part of older weights and of kernels.",
+    "discrepancy/lag_mean",
+    _draw_lag,
+)
 MULTIPLIER = Panel(_CONSTRAINT, "multiplier λ", "Lagrange multiplier λ.", "lagrangian/lambda", _draw_multiplier)
 _ESS = "Effective sample size of the importance weights π_train/π_inf, as a fraction; 1 is agreement."
 _PPL = "Mean over trajectories of |log ppl_train − log ppl_inf|, the indicator of arXiv 2602.01826."
@@ -202,7 +239,7 @@ _LENGTH = Panel(
 _LEARNING_RATE = Panel(
     _COURSE,
     "learning rate",
-    "Learning rate. Vertical lines, with length decay: its halvings.",
+    "Learning rate.",
     "learning_rate",
     _draw_learning_rate,
 )
