@@ -444,7 +444,7 @@ class DCGRPOTrainer(RunTrainer):
             self._loss.train_logps = outputs[0]
             inputs = self._loss.inputs
             self._constrain_in_loss(inputs, outputs[0])
-            if self._centering is not None:
+            if self._centering is not None and outputs[0].requires_grad:
                 outputs = (self._centred(outputs[0], *args), *outputs[1:])
             if "kept_weight" in inputs:
                 inputs["advantages"] = inputs["advantages"] * inputs["kept_weight"]

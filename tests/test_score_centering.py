@@ -139,6 +139,13 @@ def test_a_step_is_that_of_the_formula(tmp_path, loss_type, correction):
     assert logged(trainer, "discrepancy/drift_tv")[0] > 0
 
 
+def test_a_split_beside_it_changes_nothing(tmp_path):
+    """The split's forward comes between the loss's own and the mean score, which is that of the loss's own."""
+    _, _, alone = trained(tmp_path / "alone", score_centering=True)
+    _, _, split = trained(tmp_path / "split", score_centering=True, discrepancy_split=True)
+    assert torch.equal(alone, split)
+
+
 def test_a_sampler_that_is_the_policy_has_no_drift(tmp_path):
     """The policy trains as deployed: the mean score under itself is 0, and the step that of GRPO."""
     options = {"train_through_quantization": True, "steps_per_generation": 1}

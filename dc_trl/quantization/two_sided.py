@@ -62,7 +62,7 @@ class TwoSidedDivergence:
         """Return the divergence at each token.
 
         Args:
-            train_logps: log π_θ of the sampled tokens from the policy's latest forward, shape (B, T), with a gradient.
+            train_logps: log π_θ of the sampled tokens from the policy's latest forward with a gradient, shape (B, T).
             forward: computes `train_logps` again.
 
         Returns:

@@ -70,10 +70,10 @@ class ScoreCentering:
         self._sampler = sampler
         self._correction = correction
         self._of_policy = HeadRecorder(model, temperature, padded)
-        self._of_sampler = HeadRecorder(sampler.model, temperature)
+        self._of_sampler = HeadRecorder(sampler.model, temperature, with_gradient=False)
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, width: int, advantages: Tensor) -> Centre:
-        """Return the mean score at each completion token of the policy's latest forward.
+        """Return the mean score at each completion token of the policy's latest forward with a gradient.
 
         Args:
             input_ids, attention_mask: prompts and completions of that forward, shape (B, P + T).
