@@ -221,17 +221,6 @@ def test_the_process_that_is_left_says_how_to_go_on_where_the_main_one_has_died(
     assert f"the same command with --output_dir {run.folder} --resume_from_checkpoint true." in run.output
 
 
-def test_ctrl_c_while_it_imports_is_one_line(tmp_path):
-    with started(tmp_path / "run") as run:
-        maps = psutil.Process(run.process.pid).memory_maps
-        run.wait_for(lambda: any("libtorch" in each.path for each in maps()))
-        run.process.send_signal(signal.SIGINT)
-        assert run.wait() == 130
-    assert "Traceback" not in run.output
-    assert "the same command begins again." in run.output
-    assert not run.folder.exists() or list(run.folder.iterdir()) == []
-
-
 # Holds still where Python runs no handler, as a process does whose peer is dead, with a forked child. Its clock stands
 # still, and a file counts how often it has been read.
 STUCK = """
