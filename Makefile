@@ -16,8 +16,8 @@ TRAIN = OMP_NUM_THREADS=$(THREADS) $(BIN)/python scripts/train.py
 help:
 	@echo "make quickstart  train the tiny model with FP8 rollouts (two and a half minutes once installed)"
 	@echo "make quickstart-vllm  the same against a vLLM server in FP8, which it starts and stops"
-	@echo "make test        run the tests, except those that take long (8 minutes)"
-	@echo "make test-all    run those that make test leaves out (32 minutes)"
+	@echo "make test        run the tests, except those that take long (6 minutes; the first time also the installation)"
+	@echo "make test-all    run those that make test leaves out (half an hour)"
 	@echo "make study       when mismatch hurts and what helps, with seeds; ARGS=\"--only headline --seeds 0\" is 15 minutes of it"
 	@echo "make gpu-check   what this machine can do, in less than ten minutes, and a block for an issue"
 	@echo "make notebooks   run the notebooks and keep their outputs"
