@@ -222,9 +222,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     @property
     def as_deployed_for(self) -> str | None:
         """The setting, with its value, for which the policy computes as it is deployed; None where it never does."""
-        if self.train_through_quantization:
-            return "train_through_quantization=True"
-        return None if self.split_by is None else f"{self.split_by}={self.split!r}"
+        return "train_through_quantization=True" if self.train_through_quantization else self.split_setting
 
     @property
     def truncated_sampling(self) -> bool:

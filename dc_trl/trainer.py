@@ -209,7 +209,13 @@ class DCGRPOTrainer(RunTrainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
-        self._centering = self._build_centering() if args.score_centering else None
+        padded = None if self.padding_free is None else self.padding_free.padded
+        self._centering: ScoreCentering | None = None
+        if args.score_centering:
+            from .rollouts.score_centering import ScoreCentering
+
+            assert self.replica is not None
+            self._centering = ScoreCentering(self.model, self.replica, self.temperature, self.correction, padded)
         self.add_callback(SampleRecordCallback(self))
         if not args.use_vllm and args.deployment_scheme is None and rollout_func is None:
             logger.warning(f"The mismatch will not be measured: {NOT_MEASURED}")
@@ -221,7 +227,6 @@ class DCGRPOTrainer(RunTrainer):
             from .quantization.two_sided import TwoSidedDivergence
 
             assert self._quantized_self is not None
-            padded = None if self.padding_free is None else self.padding_free.padded
             self._two_sided = TwoSidedDivergence(
                 self.model,
                 self._quantized_self,
@@ -229,13 +234,6 @@ class DCGRPOTrainer(RunTrainer):
                 self.temperature,
                 padded,
             )
-
-    def _build_centering(self) -> ScoreCentering:
-        from .rollouts.score_centering import ScoreCentering
-
-        assert self.replica is not None
-        padded = None if self.padding_free is None else self.padding_free.padded
-        return ScoreCentering(self.model, self.replica, self.temperature, self.correction, padded)
 
     @staticmethod
     def _check_arguments(args: DCGRPOConfig, rollout_func: Any) -> None:

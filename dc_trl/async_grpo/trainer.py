@@ -126,7 +126,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             raise TypeError(f"args is a {type(args).__name__}: AsyncDCGRPOTrainer needs an AsyncDCGRPOConfig.")
         if args.split_by is not None and (sharding := sharding_of(args)).kind is not None:
             raise ValueError(
-                f"{args.split_by}={args.split!r} reads whole parameters, which {sharding} divides: launch without "
+                f"{args.split_setting} reads whole parameters, which {sharding} divides: launch without "
                 "sharding (DDP), or leave it out."
             )
         require_startable(

@@ -186,12 +186,14 @@ def _combined(settings: ConstraintSettings) -> Correction:
                 f"{field}={bound!r} does not say which of {said} it bounds: leave it out, and write bounds behind a "
                 "name, as in 'token_truncate(0, 2)'."
             )
-    if len(set(settings.correction_names)) < len(settings.correction_names):
+    parts = parts_of(settings.rollout_correction)
+    names = [part.name for part in parts]
+    if len(set(names)) < len(names):
         raise ValueError(f"{said} names a correction twice: name each once.")
-    for name in settings.correction_names[1:]:
+    for name in names[1:]:
         if name in _TRUNCATIONS:
             raise ValueError(f"{said}: {name} masks no token, so only the first correction can be it: put it first.")
-    first, *masks = (_bounded(part.name, part.bounds(said)) for part in parts_of(settings.rollout_correction))
+    first, *masks = (_bounded(part.name, part.bounds(said)) for part in parts)
 
     def correction(tokens: SampledTokens) -> Tensor:
         weights = first(tokens)

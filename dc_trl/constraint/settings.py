@@ -221,9 +221,9 @@ class ConstraintSettings:
         return self.split_by not in (None, "discrepancy_split")
 
     @property
-    def split(self) -> Any:
-        """The value of `split_by`; None where nothing splits."""
-        return None if self.split_by is None else getattr(self, self.split_by)
+    def split_setting(self) -> str | None:
+        """`split_by` with its value, for messages; None where nothing splits."""
+        return None if self.split_by is None else f"{self.split_by}={getattr(self, self.split_by)!r}"
 
     @property
     def comparison(self) -> str:

@@ -29,7 +29,7 @@ from .fake_quantize import (
     weight_numbers,
 )
 from .layers import Layer, adapter_deltas, adapter_tensors, layers_of, own_parameters
-from .policy import base_model, empty_copy
+from .policy import base_model, empty_copy, with_positions
 from .rounding import round_as_vllm
 from .schemes import fused_experts, quantized_linears, quantized_weights, resolve_scheme
 from .tensors import require_merged_form
@@ -241,7 +241,7 @@ class DeployedForward:
             # autocast. The head computes in the dtype of its input, which autocast would choose too.
             autocasts.append(torch.autocast(base.device.type, enabled=False))
             autocasts[-1].__enter__()
-            return inputs, _with_positions(options) if counts_positions else options
+            return inputs, with_positions(options) if counts_positions else options
 
         def after_backbone(module: nn.Module, inputs: Any, output: Any) -> None:
             while autocasts:
@@ -330,17 +330,6 @@ class DeployedForward:
         if self._weights or self._compute:
             value = value.to(torch.bfloat16)
         return value if self._compute else value.to(weight.dtype)
-
-
-def _with_positions(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's arguments with positions counted from each prompt's first token, as engines count them.
-
-    TRL counts padding too. Rotary embeddings depend on distances alone, but they round differently in bfloat16.
-    """
-    mask = options.get("attention_mask")
-    if mask is None or mask.ndim != 2 or options.get("position_ids") is not None:
-        return options
-    return options | {"position_ids": (mask.long().cumsum(1) - 1).masked_fill(mask == 0, 0)}
 
 
 def _warn_of_dropout(layers: list[Layer]) -> None:

@@ -1,6 +1,7 @@
 """The policy without the wrappers of training, and its architecture without values."""
 
 import copy
+from typing import Any
 
 import torch
 from accelerate import Accelerator, init_empty_weights
@@ -30,6 +31,17 @@ def scaled_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
         logits = logits * scale
     cap = values.get("final_logit_softcapping")
     return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def with_positions(options: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's arguments with positions counted from each prompt's first token, as engines count them.
+
+    TRL counts padding too. Rotary embeddings depend on distances alone, but they round differently in bfloat16.
+    """
+    mask = options.get("attention_mask")
+    if mask is None or mask.ndim != 2 or options.get("position_ids") is not None:
+        return options
+    return options | {"position_ids": (mask.long().cumsum(1) - 1).masked_fill(mask == 0, 0)}
 
 
 def unwrapped(accelerator: Accelerator, model: nn.Module) -> PreTrainedModel | PeftModel:

@@ -21,7 +21,7 @@ from transformers import (
 
 from ..quantization import attention
 from ..quantization.fake_quantize import QuantizedLinear, fake_quantize_weight, quantize_activations
-from ..quantization.policy import base_model, empty_copy
+from ..quantization.policy import base_model, empty_copy, with_positions
 from ..quantization.rounding import round_as_vllm
 from ..quantization.schemes import quantized_weights, resolve_scheme
 from ..quantization.tensors import policy_tensors
@@ -167,9 +167,8 @@ class Replica:
     @torch.no_grad()
     def read(self, input_ids: Tensor, attention_mask: Tensor) -> None:
         """Read whole rows at once, shape (batch, length), as `generate` would read them token by token."""
-        positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)  # counted from the prompt's first token, as there
-        options = {"position_ids": positions, "use_cache": False, "logits_to_keep": 1}
-        self.model(input_ids=input_ids, attention_mask=attention_mask, **options)
+        rows = with_positions({"input_ids": input_ids, "attention_mask": attention_mask})
+        self.model(**rows, use_cache=False, logits_to_keep=1)
         if self._activations is not None:
             self._activations.reset()
 
