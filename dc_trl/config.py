@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 HubDeployment = Literal["subfolder", "none"]
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]
 
-# vLLM's own bound on the tokens that it names, which TRL leaves as it is where it builds the engine.
+# vLLM's own bound on the tokens that it names (--max-logprobs), which TRL leaves as it is where it builds the engine.
 _COLOCATED_LOGPROBS = 20
 # Of the fields that hold a dict, or JSON from a command line, those that may also name a file.
 _FILE_OR_DICT = ("accelerator_config", "fsdp_config", "deepspeed")
@@ -63,7 +63,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     vllm_importance_sampling_correction: bool | None = setting(
         None,
         "Truncated or masked importance sampling (TIS/MIS) of TRL against the engine's log-probabilities. If it is "
-        "not set, it is on where TRL has it on and neither a constraint nor rollout_correction takes its place.",
+        "not set, it is on where TRL has it on and no constraint, rollout_correction or score_centering takes its "
+        "place.",
     )
 
     advantage_estimator: Literal["grpo", "rloo"] = setting(
@@ -88,7 +89,15 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         "Take the mean of the score ∇ log π_train(v) over the sampler's distribution away from the score of each "
         "sampled token, with the weights of rollout_correction where there are some (arXiv 2609.20807): what the "
         "gradient drifts by where the engines differ, whatever the rewards are. It reads the replica's whole "
-        "vocabulary, in one more forward without a gradient, and logs discrepancy/drift_tv and drift_l2.",
+        "vocabulary, in one more forward without a gradient, or vLLM's most probable tokens, and logs "
+        "discrepancy/drift_tv and drift_l2.",
+    )
+    score_centering_top_k: Annotated[int | None, COUNT] = setting(
+        None,
+        "Number of the sampler's most probable tokens that score_centering reads at each position; the others count "
+        "as π_train, scaled to the probability that is left. If it is not set, the replica gives all tokens and vLLM "
+        "20, the most that an engine names by default (--max-logprobs). Under truncated sampling vLLM gives those "
+        "that it keeps.",
     )
     routing_replay: bool = setting(
         False,
@@ -237,7 +246,15 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     @property
     def named_tokens(self) -> int:
         """How many tokens vLLM is to name at each position, the most probable ones; 0: the sampled one alone."""
-        return self._sampling["top_k"] if self.use_vllm and self.truncated_sampling else 0
+        if not self.use_vllm:
+            return 0
+        if self.truncated_sampling:
+            return self._sampling["top_k"]
+        return (self.score_centering_top_k or _COLOCATED_LOGPROBS) if self.score_centering else 0
+
+    @property
+    def _comparisons(self) -> dict[str, Any]:
+        return super()._comparisons | {"score_centering": False}
 
     @property
     def _sampling(self) -> dict[str, Any]:
@@ -251,8 +268,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             if getattr(self, name) is None:
                 setattr(self, name, value)
         if open_correction and self.recipe == "trl":  # on by default there, unless something of ours takes its place
-            nothing_of_ours = self.constraint == "none" and self.rollout_correction == "none"
-            self.vllm_importance_sampling_correction = self.use_vllm and nothing_of_ours
+            self.vllm_importance_sampling_correction = self.use_vllm and self.compared_by is None
 
     def _check_values(self) -> None:
         self.rollout_correction = read_correction(self.rollout_correction)
@@ -313,19 +329,18 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             raise ValueError(
                 f"{name}={value!r}{where} makes the engine sample from a distribution that is not the policy's, or "
                 f"report another's, and {self.comparison} would take that difference for mismatch: {remedy} or "
-                f"{self.compared_by}='none'."
+                f"{self.without_comparison}."
             )
         top_k = self._sampling["top_k"]
-        if not (self.use_vllm and self.truncated_sampling):
-            return
-        if top_k <= 0:
+        if self.use_vllm and self.truncated_sampling and top_k <= 0:
             raise ValueError(
                 f"top_k={top_k} with top_p={self._sampling['top_p']!r} and min_p={self._sampling['min_p']!r} leaves "
                 "open how many tokens vLLM keeps, and it cannot name them all: set top_k too (for example 20), sample "
-                f"by the in-process replica (use_vllm=False, deployment_scheme), or set {self.compared_by}='none'."
+                f"by the in-process replica (use_vllm=False, deployment_scheme), or set {self.without_comparison}."
             )
-        if self.vllm_mode == "colocate" and top_k > _COLOCATED_LOGPROBS:
+        if self.vllm_mode == "colocate" and self.named_tokens > _COLOCATED_LOGPROBS:
+            name = "top_k" if self.truncates_sampling else "score_centering_top_k"
             raise ValueError(
-                f"top_k={top_k} keeps more tokens than an engine of vllm_mode='colocate' names "
+                f"{name}={self.named_tokens} takes more tokens than an engine of vllm_mode='colocate' names "
                 f"({_COLOCATED_LOGPROBS}): lower it, or use vllm_mode='server'."
             )

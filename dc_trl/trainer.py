@@ -214,8 +214,9 @@ class DCGRPOTrainer(RunTrainer):
         if args.score_centering:
             from .rollouts.score_centering import ScoreCentering
 
-            assert self.replica is not None
-            self._centering = ScoreCentering(self.model, self.replica, self.temperature, self.correction, padded)
+            self._centering = ScoreCentering(
+                self.model, self.replica, self.temperature, self.correction, padded, args.score_centering_top_k
+            )
         self.add_callback(SampleRecordCallback(self))
         if not args.use_vllm and args.deployment_scheme is None and rollout_func is None:
             logger.warning(f"The mismatch will not be measured: {NOT_MEASURED}")
@@ -260,7 +261,7 @@ class DCGRPOTrainer(RunTrainer):
             raise ValueError(
                 f"{needy}={getattr(args, needy)!r} needs the rollouts' log-probabilities, and model.generate returns "
                 "none: set deployment_scheme (for example 'fp8') to sample from an in-process replica, use_vllm=True, "
-                f"or {needy}='none'."
+                f"or {args.without_comparison}."
             )
         if scheme is None or args.use_vllm:
             return
@@ -291,7 +292,7 @@ class DCGRPOTrainer(RunTrainer):
         if not measured and (needy := self.args.compared_by) is not None:
             raise ValueError(
                 f"{needy}={getattr(self.args, needy)!r} needs the rollouts' log-probabilities, and the engine "
-                f"returned none (logprobs=None): return them from rollout_func, or set {needy}='none'."
+                f"returned none (logprobs=None): return them from rollout_func, or set {self.args.without_comparison}."
             )
         if measured and "old_per_token_logps" in batch:
             self._constrain(batch, batch["old_per_token_logps"], self._deployed_logps)
@@ -462,7 +463,7 @@ class DCGRPOTrainer(RunTrainer):
         assert self._loss is not None
         inputs, weights = self._loss.inputs, self._loss.weights
         advantages = inputs["advantages"]
-        centre = self._centering(input_ids, attention_mask, train_logps.shape[1], advantages)
+        centre = self._centering(input_ids, attention_mask, train_logps.shape[1], advantages, self._choices)
         scored = _loss_mask(inputs).bool()
         sums = torch.cat([centre.drift[scored].sum(0), scored.sum().unsqueeze(0)]).unsqueeze(0)
         variation, norm, count = self.accelerator.gather(sums).sum(0).tolist()

@@ -179,9 +179,14 @@ def test_kept_tokens_are_cut_with_their_positions():
     batch["completion_mask"][1] = 0
     batch["kept_counts"] = torch.tensor([[1, 0, 0], [2, 1, 1]], dtype=torch.int32)
     batch["kept_ids"] = torch.tensor([[9, -1, -1, -1], [5, 6, 7, 8]], dtype=torch.int32)
+    batch["named_counts"] = torch.tensor([[2, 0, 0], [2, 2, 0]], dtype=torch.int32)
+    batch["named_ids"] = torch.tensor([[8, 7, -1, -1], [6, 5, 4, 3]], dtype=torch.int32)
+    batch["named_logps"] = torch.tensor([[-1.0, -2.0, 0.0, 0.0], [-3.0, -4.0, -5.0, -6.0]])
     part = trimmed(batch)
     assert part["kept_counts"].tolist() == [[1], [2]]
     assert part["kept_ids"].tolist() == [[9, -1], [5, 6]]
+    assert part["named_ids"].tolist() == [[8, 7], [6, 5]]
+    assert part["named_logps"].tolist() == [[-1.0, -2.0], [-3.0, -4.0]]
 
 
 def test_images_go_with_their_rows():

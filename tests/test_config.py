@@ -114,6 +114,7 @@ def test_every_rule_of_what_has_no_effect_applies(tmp_path):
         "vllm_server_base_urls": SEVERAL | {"use_vllm": False},
         "rollout_overlap": {"rollout_overlap": True, "use_vllm": True, "vllm_mode": "colocate"},
         "max_tokens_per_micro_batch": {"max_tokens_per_micro_batch": 99, "length_aware_batches": False},
+        "score_centering_top_k": {"score_centering_top_k": 8},
     }
     of_trainers = {name for rule in NO_EFFECT for name in rule.named.split() if hasattr(DCGRPOConfig, name)}
     assert of_trainers - {"vllm_server_base_urls"} <= others.keys()

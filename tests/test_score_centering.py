@@ -2,12 +2,17 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from dc_trl.constraint.corrections import CORRECTIONS
 from dc_trl.data.arithmetic import arithmetic_dataset
+from dc_trl.quantization import head
+from dc_trl.rollouts.choices import Choices
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.score_centering import ScoreCentering
+from dc_trl.rollouts.truncation import Kept, KeptLogProb, Named, NamedLogProb
 
 from .helpers import TINY_MODEL, distinct_characters, logged, make_config, make_model, make_trainer
 
@@ -89,6 +94,118 @@ def test_the_centred_score_has_the_mean_zero_under_the_sampler(policy, batch):
     assert mean.norm() < 1e-5 * max(1.0, plain.norm())
 
 
+CORRECTED = {
+    "none": lambda r, low, high: torch.ones_like(r),
+    "token_truncate": lambda r, low, high: r.clamp(max=high),
+    "icepop": lambda r, low, high: r * ((r >= low) & (r <= high)),
+}
+
+
+@pytest.mark.parametrize("name", CORRECTED)
+@pytest.mark.parametrize("top_k", [1, 3, WORDS])
+def test_the_most_probable_tokens_and_a_tail_are_the_papers_sum_over_them(policy, batch, name, top_k):
+    """Σ_H sg(m(v) − α·p(v)) log p(v), with m = w·q and α = ρ·w(1/ρ); the rest is ρ·w·Σ_v p·∇log p = 0."""
+    ids, mask = batch
+    replica = Replica(policy, "int2")
+    correction = None if name == "none" else CORRECTIONS[name]
+    centering = ScoreCentering(policy, replica, correction=correction, top_k=top_k)
+    log_p = log_softmax(policy, ids, mask, 1.0)
+    centre = centering(ids, mask, WIDTH, torch.ones(3))
+    weight = lambda r: CORRECTED[name](r, 0.5, 5.0 if name == "icepop" else 2.0)  # noqa: E731
+    with torch.no_grad():
+        q, p = log_softmax(replica.model, ids, mask, 1.0).exp(), log_p.exp()
+        heads = q.topk(top_k).indices
+        of_head = torch.zeros_like(q).scatter(-1, heads, 1.0)
+        rho = (1 - (q * of_head).sum(-1)).clamp(min=0) / (1 - (p * of_head).sum(-1)).clamp(min=1e-6)
+        alpha = rho * weight(1 / rho.clamp(min=1e-30))
+        coefficients = (weight(p / q) * q - alpha.unsqueeze(-1) * p) * of_head
+    factors = torch.randn(3, WIDTH)
+    direct = (coefficients * log_p).sum(-1)
+    ours, theirs = (gradients(policy, (factors * each).sum()) for each in (centre.score, direct))
+    assert theirs.norm() > 1e-3
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_more_named_tokens_come_nearer_to_the_whole_vocabulary(policy, batch):
+    ids, mask = batch
+    replica = Replica(policy, "int2")
+
+    def gradient(top_k):
+        centering = ScoreCentering(policy, replica, top_k=top_k)
+        log_softmax(policy, ids, mask, 1.0)
+        return gradients(policy, centering(ids, mask, WIDTH, torch.ones(3)).score.sum())
+
+    exact = gradient(None)
+    errors = [(gradient(top_k) - exact).norm().item() for top_k in (1, 4, 8, WORDS - 1, WORDS)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] > 0.02 * exact.norm()
+    # A tail of one token is known from what is left.
+    assert max(errors[-2:]) < 1e-5 * exact.norm()
+
+
+def named_tokens(log_q, tokens):
+    """`Named` with these tokens of each position, shape (B, T, n), as vLLM would name them."""
+    rows = zip(tokens.int(), log_q.gather(-1, tokens), strict=True)
+    return Named.of([[NamedLogProb(0.0, *of) for of in zip(*row, strict=True)] for row in rows], torch.device("cpu"))
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 1000), sharpness=st.floats(0.1, 6.0), temperature=st.sampled_from([0.5, 1.0, 1.7]))
+def test_the_centred_score_of_any_sampler_has_the_mean_zero(seed, sharpness, temperature):
+    """In double precision, by what an engine names: E_q[∇ log p] − ∇ C = 0 to 1e-6."""
+    torch.manual_seed(seed)
+    policy = make_model(vocab_size=WORDS).double().eval()
+    ids = torch.randint(0, WORDS, (2, 3 + WIDTH))
+    mask = torch.ones_like(ids)
+    log_q = (sharpness * torch.randn(2, WIDTH, WORDS, dtype=torch.double)).log_softmax(-1)
+    centering = ScoreCentering(policy, None, temperature)
+    log_p = (policy(input_ids=ids).logits[:, -WIDTH - 1 : -1] / temperature).log_softmax(-1)
+    every = torch.stack([torch.stack([torch.randperm(WORDS) for _ in range(WIDTH)]) for _ in range(2)])
+    centre = centering(ids, mask, WIDTH, torch.ones(2), Choices(named=named_tokens(log_q.float(), every)))
+    factors = torch.randn(2, WIDTH, dtype=torch.double)
+    plain = gradients(policy, (factors * (log_q.exp() * log_p).sum(-1)).sum())
+    mean = gradients(policy, (factors * ((log_q.exp() * log_p).sum(-1) - centre.score)).sum())
+    assert mean.norm() < 1e-6 * max(1.0, plain.norm())
+
+
+@pytest.mark.parametrize("by_vllm", [False, True])
+def test_under_truncated_sampling_both_distributions_are_those_of_the_kept_tokens(policy, batch, by_vllm, monkeypatch):
+    ids, mask = batch
+    monkeypatch.setattr(head, "_TILE", 4 * WORDS)  # four positions at a time: the tiles cut through rows
+    replica = Replica(policy, "int2")
+    centering = ScoreCentering(policy, None if by_vllm else replica, correction=CORRECTIONS["token_truncate"])
+    log_p = log_softmax(policy, ids, mask, 1.0)
+    with torch.no_grad():
+        log_q = log_softmax(replica.model, ids, mask, 1.0)
+    sets = [[log_q[row, at].topk(1 + (row + at) % 4).indices for at in range(WIDTH)] for row in range(3)]
+    sets[2][1] = torch.arange(0)  # nothing is truncated here, which an engine that names its tokens does not say
+    if by_vllm:
+        sets[2][1] = torch.arange(WORDS)
+    support = torch.zeros_like(log_q, dtype=torch.bool)
+    for row in range(3):
+        for at in range(WIDTH):
+            support[row, at, sets[row][at] if len(sets[row][at]) else slice(None)] = True
+    of_kept = log_q.masked_fill(~support, -torch.inf).log_softmax(-1)
+    named = [
+        [KeptLogProb(0.0, sets[row][at].int(), of_kept[row, at, sets[row][at]]) for at in range(WIDTH)]
+        for row in range(3)
+    ]
+    sampled = [[int(sets[row][at][0]) if len(sets[row][at]) else 0 for at in range(WIDTH)] for row in range(3)]
+    device = torch.device("cpu")
+    choices = Choices(Kept.of(sampled, named, device), named=Named.of(named, device) if by_vllm else None)
+    centre = centering(ids, mask, WIDTH, torch.ones(3), choices)
+    kept_p = log_p.masked_fill(~support, -torch.inf).log_softmax(-1).where(support, 0.0)
+    q = of_kept.exp()
+    weights = (kept_p.detach().exp() / q.clamp(min=1e-30)).clamp(max=2)
+    direct = (weights * q * kept_p).sum(-1)
+    torch.testing.assert_close(centre.score, direct, rtol=1e-3, atol=1e-4)
+    factors = torch.randn(3, WIDTH)
+    ours, theirs = (gradients(policy, (factors * each).sum()) for each in (centre.score, direct))
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    gap = q - kept_p.exp().where(support, 0.0)
+    torch.testing.assert_close(centre.drift[..., 0], gap.abs().sum(-1) / 2, rtol=1e-3, atol=1e-5)
+
+
 def trained(tmp_path, **options):
     options = {"deployment_scheme": "int2", "max_steps": 1, "optim": "sgd", "learning_rate": 1.0} | options
     options |= {"length_aware_batches": False, "constraint": "none", "max_grad_norm": 0.0}
@@ -146,6 +263,44 @@ def test_a_split_beside_it_changes_nothing(tmp_path):
     assert torch.equal(alone, split)
 
 
+def test_all_tokens_named_are_the_whole_vocabulary_and_one_is_not(tmp_path):
+    _, _, exact = trained(tmp_path / "exact", score_centering=True)
+    _, _, named = trained(tmp_path / "named", score_centering=True, score_centering_top_k=10**6)
+    _, _, one = trained(tmp_path / "one", score_centering=True, score_centering_top_k=1)
+    torch.testing.assert_close(named, exact, rtol=1e-3, atol=1e-4 * exact.abs().max().item())
+    assert (one - exact).norm() > 1e-2 * exact.norm()
+
+
+def test_a_step_under_truncated_sampling_is_that_of_the_formula(tmp_path):
+    options = {"loss_type": "grpo", "top_k": 5, "steps_per_generation": 1, "rollout_correction": "token_truncate"}
+    _, (batch,), gradient = trained(tmp_path, score_centering=True, **options)
+    model = make_model()
+    replica = Replica(model, "int2")
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    width = batch["completion_ids"].shape[1]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, -width - 1 : -1]
+    support = torch.zeros_like(logits, dtype=torch.bool)
+    for row in range(len(ids)):
+        sets = batch["kept_ids"][row][batch["kept_ids"][row] >= 0].split(batch["kept_counts"][row].tolist())
+        for at in range(width):
+            support[row, at, sets[at].long() if at < len(sets) and len(sets[at]) else slice(None)] = True
+    log_p = logits.masked_fill(~support, -torch.inf).log_softmax(-1).where(support, 0.0)
+    with torch.no_grad():
+        of_replica = replica.model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+        of_replica = of_replica[:, -width - 1 : -1].float().masked_fill(~support, -torch.inf)
+        q, p = of_replica.log_softmax(-1).exp(), log_p.exp()
+        weights = (p / q.clamp(min=1e-30)).clamp(max=2)
+    at = batch["completion_ids"].unsqueeze(-1)
+    of_sampled = (weights.gather(-1, at) * log_p.gather(-1, at)).squeeze(-1)
+    terms = -batch["advantages"].unsqueeze(1) * (of_sampled - (weights * q * log_p).sum(-1))
+    scored = batch["completion_mask"]
+    loss = ((terms * scored).sum(-1) / scored.sum(-1)).mean()
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+    torch.testing.assert_close(gradient, expected, rtol=1e-2, atol=2e-3 * expected.abs().max().item())
+
+
 def test_a_sampler_that_is_the_policy_has_no_drift(tmp_path):
     """The policy trains as deployed: the mean score under itself is 0, and the step that of GRPO."""
     options = {"train_through_quantization": True, "steps_per_generation": 1}
@@ -158,20 +313,26 @@ def test_a_sampler_that_is_the_policy_has_no_drift(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"deployment_scheme": None}, "reads the whole distribution"),
-        ({"use_vllm": True, "deployment_scheme": "fp8"}, "use_vllm=True"),
+        ({"deployment_scheme": None}, "use_vllm=False"),
+        ({"use_vllm": True, "vllm_importance_sampling_correction": True}, "vllm_importance_sampling_correction=True"),
+        ({"score_centering": False, "score_centering_top_k": 8}, "score_centering_top_k=8 has no effect"),
+        ({"use_vllm": True, "top_k": 5, "score_centering_top_k": 8}, "score_centering_top_k=8 has no effect"),
+        ({"use_vllm": True, "vllm_mode": "colocate", "score_centering_top_k": 21}, "score_centering_top_k=21"),
+        ({"use_vllm": True, "top_p": 0.9}, "set top_k too"),
+        ({"repetition_penalty": 1.1}, "score_centering=False"),
         ({"importance_sampling_level": "sequence"}, "importance_sampling_level='sequence'"),
         ({"beta": 0.04}, "beta=0.04"),
         ({"num_iterations": 2}, "num_iterations=2"),
         ({"rollout_correction": "geometric_mask"}, "rollout_correction='geometric_mask'"),
-        ({"top_p": 0.9}, "top_p=1.0"),
         ({"loss_type": "vespo", "rollout_correction": "icepop"}, "loss_type='vespo'"),
     ],
 )
 def test_what_cannot_be_centred_is_refused(tmp_path, fields, words):
-    settings = {"recipe": "trl", "deployment_scheme": "int2", "score_centering": True}
+    base = {"recipe": "trl", "deployment_scheme": "int2", "score_centering": True}
+    if fields.get("use_vllm"):
+        base["deployment_scheme"] = "fp8"  # which vLLM serves
     with pytest.raises(ValueError, match=words):
-        make_config(tmp_path, **settings | fields)
+        make_config(tmp_path, **base | fields)
 
 
 def test_the_shipped_model_trains_with_it(tmp_path):

@@ -197,7 +197,7 @@ def test_the_replica_samples_from_what_it_says_it_keeps(replica, fields):
         with torch.no_grad():
             logits = replica.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float() / temperature
         for row, token, value in zip(logits, ids, values, strict=True):
-            kept = value.kept.long()
+            kept = value.tokens.long()
             sizes.append(len(kept))
             assert token in kept
             # bf16 differs between a cached and a whole forward, here and below.
@@ -225,11 +225,24 @@ def test_what_vllm_names_is_renormalised():
         [math.log(0.5), math.log(0.25), math.log(0.125), -math.inf],
         [None, -1.0],
     ]
-    ((first,), (second,), (third,)) = named_by_vllm([[7, 3, 5]], [logprobs], [[[9, 7, 4], [2, 1, 3, 8], [5, 6]]])[0]
+    tokens = [[9, 7, 4], [2, 1, 3, 8], [5, 6]]
+    ((first,), (second,), (third,)) = named_by_vllm([[7, 3, 5]], [logprobs], [tokens], most=3, truncated=True)[0]
     assert first == pytest.approx(math.log(0.25))
-    assert first.kept.tolist() == [9, 7]
+    assert first.tokens.tolist() == [9, 7]
     assert second == pytest.approx(math.log(0.125 / 0.875))
-    assert second.kept.tolist() == [2, 1, 3]
+    assert second.tokens.tolist() == [2, 1, 3]
+    assert second.logps.exp().tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7])
+    assert math.isnan(third)
+
+
+def test_without_truncation_vllm_names_its_most_probable_tokens_whichever_was_sampled():
+    """Of a third token, the least probable one, there is its own log-probability, as it is; and NaN."""
+    logprobs = [[math.log(0.5), math.log(0.25)], [math.log(0.5), math.log(0.25), math.log(0.125)], [None, -1.0]]
+    tokens = [[9, 7], [2, 1, 3], [5, 6]]
+    ((first,), (second,), (third,)) = named_by_vllm([[7, 3, 5]], [logprobs], [tokens], most=2, truncated=False)[0]
+    assert (first, second) == pytest.approx((math.log(0.25), math.log(0.125)))
+    assert (first.tokens.tolist(), second.tokens.tolist()) == ([9, 7], [2, 1])
+    assert second.logps.exp().tolist() == pytest.approx([0.5, 0.25])
     assert math.isnan(third)
 
 
@@ -400,10 +413,13 @@ def test_vllm_needs_a_bound_to_name_what_it_keeps(tmp_path):
         make_config(tmp_path, **vllm, **fields, constraint="none")
         assert make_config(tmp_path, **vllm, **{"top_k": 64} | fields).named_tokens == 64
     assert make_config(tmp_path, **vllm).named_tokens == 0
+    assert make_config(tmp_path, **vllm, score_centering=True).named_tokens == 20
+    assert make_config(tmp_path, **vllm, score_centering=True, score_centering_top_k=50).named_tokens == 50
+    assert make_config(tmp_path, **vllm, score_centering=True, top_k=30).named_tokens == 30
     assert make_config(tmp_path, deployment_scheme="fp8", top_p=0.9).named_tokens == 0
     vllm["vllm_mode"] = "colocate"
     assert make_config(tmp_path, **vllm, top_k=20).named_tokens == 20
-    with pytest.raises(ValueError, match=r"top_k=21 keeps more tokens .*\(20\).*vllm_mode='server'"):
+    with pytest.raises(ValueError, match=r"top_k=21 takes more tokens .*\(20\).*vllm_mode='server'"):
         make_config(tmp_path, **vllm, top_k=21)
 
 
@@ -411,7 +427,7 @@ def test_a_server_that_names_too_few_tokens_is_refused():
     model = {"logprobs_mode": "processed_logprobs", "max_logprobs": 20, "max_model_len": 64}
     options = {"scheme": None, "config": make_model().config, "max_length": 32, "weight_sync": "none", "logprobs": 21}
     info = {"model_config": model, "parallel_config": {"worker_extension_cls": ""}}
-    with pytest.raises(ServerError, match=r"at most 20 tokens, and top_k=21.*--max-logprobs -1"):
+    with pytest.raises(ServerError, match=r"at most 20 tokens, and 21 .*--max-logprobs -1"):
         check_server(info, "", **options)
 
 

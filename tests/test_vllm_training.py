@@ -129,6 +129,52 @@ def test_truncated_sampling_is_corrected_by_what_the_server_names(fp8_server, tm
     assert trainer.deployed_completions(["12+34="])  # greedy: what is kept is of no matter
 
 
+@pytest.mark.parametrize(
+    "fields", [{"score_centering_top_k": 262}, {"score_centering_top_k": 6}, {"top_k": 6}], ids=str
+)
+def test_the_score_is_centred_by_what_the_server_names(fp8_server, tmp_path, fields):
+    """A step of SGD with the rate 1 moves by the formula's gradient, with q from the named tokens of the batch."""
+    options = {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "temperature": 1.5}
+    options |= {"constraint": "none", "score_centering": True, "length_aware_batches": False}
+    trainer = make_trainer(fp8_server.url, tmp_path, steps_per_generation=1, **options | fields)
+    batches = []
+    policy_loss = trainer.policy_loss
+    trainer.policy_loss = lambda model, inputs: (batches.append(dict(inputs)), policy_loss(model, inputs))[1]
+    before = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
+    trainer.train()
+    (batch,) = batches
+    named = [batch[f"named_{kind}"] for kind in ("ids", "counts", "logps")]
+    scored, sampled = batch["completion_mask"].bool(), batch["completion_ids"]
+    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    size = model.config.vocab_size
+    assert (named[1][scored] == min(size, *fields.values())).all()
+    ids = torch.cat([batch["prompt_ids"], sampled], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, -sampled.shape[1] - 1 : -1] / 1.5
+    q = torch.zeros_like(logits)
+    for row in range(len(ids)):
+        positions = torch.arange(len(named[1][row])).repeat_interleave(named[1][row])
+        held = named[0][row] >= 0
+        q[row, positions, named[0][row][held].long()] = named[2][row][held].exp()
+    of_head = q > 0
+    if "top_k" in fields:
+        logits = logits.masked_fill(~of_head & scored.unsqueeze(-1), -1e9)
+    log_p = logits.log_softmax(-1)
+    p = log_p.detach().exp()
+    tail = (1 - q.sum(-1)).clamp(min=0) / (1 - (p * of_head).sum(-1)).clamp(min=1e-6)
+    mean = (((q - tail.unsqueeze(-1) * p) * of_head).detach() * log_p).sum(-1)
+    of_sampled = log_p.gather(-1, sampled.unsqueeze(-1)).squeeze(-1)
+    terms = -batch["advantages"].unsqueeze(1) * (of_sampled - mean) * scored
+    (terms.sum(-1) / scored.sum(-1)).mean().backward()
+    held = (of_head.gather(-1, sampled.unsqueeze(-1)).squeeze(-1)) & scored
+    of_named = q.gather(-1, sampled.unsqueeze(-1)).squeeze(-1)[held].log()
+    torch.testing.assert_close(of_named, batch["sampling_per_token_logps"][held], rtol=0, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        moved = before[name] - dict(trainer.model.named_parameters())[name].detach()
+        torch.testing.assert_close(moved, parameter.grad, rtol=1e-2, atol=2e-3 * parameter.grad.abs().max().item())
+    assert logged(trainer, "discrepancy/drift_tv")[0] > 0
+
+
 def test_a_second_training_does_not_sample_with_the_weights_of_the_first(fp8_server, tmp_path):
     trainer = make_trainer(fp8_server.url, tmp_path, max_steps=1, learning_rate=3e-3)
     means = []

@@ -73,7 +73,7 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
                 raise ValueError(
                     f"{name}={value!r} makes the engine sample from a distribution that is not the policy's, and "
                     f"{self.comparison} would take that difference for mismatch: {remedy} or "
-                    f"{self.compared_by}='none'."
+                    f"{self.without_comparison}."
                 )
         if warning := lag_warning(self, "the asynchronous sampler of AsyncGRPO"):
             logger.warning(warning)

@@ -204,7 +204,12 @@ class ConstraintSettings:
         Such a setting needs the rollouts' log-probabilities, and an engine that samples from the policy's
         distribution.
         """
-        return next((name for name in ("constraint", "rollout_correction") if getattr(self, name) != "none"), None)
+        return next((name for name, off in self._comparisons.items() if getattr(self, name) != off), None)
+
+    @property
+    def _comparisons(self) -> dict[str, Any]:
+        """The fields by which the trainer acts on the difference of the engines, and the value that is off."""
+        return {"constraint": "none", "rollout_correction": "none"}
 
     @property
     def split_by(self) -> str | None:
@@ -229,6 +234,11 @@ class ConstraintSettings:
     def comparison(self) -> str:
         """`compared_by` with its value, for messages; empty where it is None."""
         return "" if self.compared_by is None else f"{self.compared_by}={getattr(self, self.compared_by)!r}"
+
+    @property
+    def without_comparison(self) -> str:
+        """`compared_by` with the value that switches it off, for messages; empty where it is None."""
+        return "" if self.compared_by is None else f"{self.compared_by}={self._comparisons[self.compared_by]!r}"
 
 
 class CorrectionPart(NamedTuple):

@@ -31,6 +31,7 @@ _ALONG_BOTH = ("token_type_ids", "mm_token_type_ids", "routed_experts")
 _ALONG_NONE = (
     *("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "image_position_ids"),
     *("kept_ids", "kept_counts"),  # these have their own widths, see `Kept`
+    *("named_ids", "named_counts", "named_logps"),  # and see `Named`
 )
 
 
@@ -211,18 +212,21 @@ def trimmed(batch: dict[str, Any], multiple: int | None = None) -> dict[str, Any
         name: value if (kind := along(name, value, width, length)) is None else value[:, columns[kind]].contiguous()
         for name, value in batch.items()
     }
-    return cut | _trimmed_kept(cut, completion)
+    return cut | _trimmed_tokens(cut, completion, "kept") | _trimmed_tokens(cut, completion, "named")
 
 
-def _trimmed_kept(batch: dict[str, Any], completion: int) -> dict[str, Tensor]:
-    if "kept_ids" not in batch:
+def _trimmed_tokens(batch: dict[str, Any], completion: int, kind: str) -> dict[str, Tensor]:
+    if f"{kind}_ids" not in batch:
         return {}
-    counts = batch["kept_counts"][:, :completion].contiguous()
+    counts = batch[f"{kind}_counts"][:, :completion].contiguous()
     # A masked completion is cut within its tokens; the kept tokens of the remaining positions are the first ones.
-    kept = counts.sum(1)
-    ids = batch["kept_ids"][:, : int(kept.max())]
-    beyond = torch.arange(ids.shape[1], device=ids.device) >= kept.unsqueeze(1)
-    return {"kept_counts": counts, "kept_ids": ids.masked_fill(beyond, -1)}
+    total = counts.sum(1)
+    ids = batch[f"{kind}_ids"][:, : int(total.max())]
+    beyond = torch.arange(ids.shape[1], device=ids.device) >= total.unsqueeze(1)
+    trimmed = {f"{kind}_counts": counts, f"{kind}_ids": ids.masked_fill(beyond, -1)}
+    if f"{kind}_logps" in batch:
+        trimmed[f"{kind}_logps"] = batch[f"{kind}_logps"][:, : ids.shape[1]].masked_fill(beyond, 0.0)
+    return trimmed
 
 
 def take(batch: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:

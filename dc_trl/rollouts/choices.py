@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .truncation import Kept
+from .truncation import Kept, Named
 
 
 # Keys of a batch. TRL shuffles, splits and buffers them with the tokens, and a checkpoint within the batch has them.
 _KEPT_IDS, _KEPT_COUNTS, _ROUTES = "kept_ids", "kept_counts", "routed_experts"
+_NAMED = ("named_ids", "named_counts", "named_logps")
 
 
 class Choices(NamedTuple):
@@ -20,20 +21,24 @@ class Choices(NamedTuple):
     Attributes:
         kept: the tokens that truncated sampling kept; None if it does not truncate, or nothing is compared.
         routes: the experts of each token, int16, shape (B, P+T, layers, k); None if they are not replayed.
+        named: the most probable tokens that vLLM named, for score centering; None without it.
     """
 
     kept: Kept | None = None
     routes: Tensor | None = None
+    named: Named | None = None
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> Choices:
         """Return the choices that `in_batch` added to a batch."""
         kept = Kept(batch[_KEPT_IDS], batch[_KEPT_COUNTS]) if _KEPT_IDS in batch else None
-        return cls(kept, batch.get(_ROUTES))
+        named = Named(*(batch[key] for key in _NAMED)) if _NAMED[0] in batch else None
+        return cls(kept, batch.get(_ROUTES), named)
 
     def in_batch(self) -> dict[str, Tensor]:
         """Return the choices as tensors of a batch."""
         found = {} if self.kept is None else {_KEPT_IDS: self.kept.ids, _KEPT_COUNTS: self.kept.counts}
+        found |= {} if self.named is None else dict(zip(_NAMED, self.named, strict=True))
         return found if self.routes is None else found | {_ROUTES: self.routes}
 
 

@@ -4,9 +4,16 @@ At a prefix, tokens are samples of q, and the score s = ∇ log p of the policy 
 where p = q. So E_q[A·s] = E_q[A]·E_q[s] + Cov_q(A, s), and the first term drifts whatever the rewards are. The centred
 score s − E_q[s] leaves the covariance alone. With weights w of a correction the mean of w·s is taken away,
 E_q[w·s] = ∇ Σ_v sg(w(v)·q(v)) log p(v).
+
+Where only the sampler's most probable tokens H are known, the tail is taken for ρ·p(v), with
+ρ = (1 − Σ_H q) / (1 − Σ_H p). As Σ_v p(v)·∇ log p(v) = 0, that is the paper's sum over H alone,
+Σ_H sg(m(v) − α·p(v)) log p(v), with m = q and α = ρ or, with weights, m = w·q and α = ρ·w of the tail. Under truncated
+sampling both distributions are those among the tokens that the sampler kept.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,10 +23,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ..quantization.head import HeadRecorder
+from ..quantization.head import Head, HeadRecorder
 from ..quantization.policy import base_model
 from ..sampled_tokens import SampledTokens
+from .choices import NO_CHOICES, Choices
 from .replica import Replica
+from .truncation import Kept, Named, flat
+
+
+_LEAST_TAIL = 1e-6  # of 1 − Σ_H p
 
 
 class Centre(NamedTuple):
@@ -36,18 +48,20 @@ class Centre(NamedTuple):
 
 
 class ScoreCentering:
-    """Computes the mean score under the sampler, exactly: over the whole vocabulary.
+    """Computes the mean score under the sampler: over the whole vocabulary, or its most probable tokens and a tail.
 
-    It costs one more forward pass of the sampler, and the logits of both once more, tile by tile, and again in the
-    backward pass.
+    It computes the policy's logits once more, tile by tile, and again in the backward pass. With a replica it also
+    costs one more forward pass of the sampler, and its logits.
 
     Args:
         policy: transformers causal language model, or a PEFT model around one; not sharded.
-        sampler: replica that sampled, with the weights that sampled.
+        sampler: replica that sampled, with the weights that sampled; None where vLLM has named its most probable
+            tokens.
         temperature: temperature of both.
         correction: weights of tokens as in `dc_trl.constraint.corrections`, each by its own probabilities; None
             without one.
         padded: converts hidden states of the policy to padded rows, where it reads packed ones (`padding_free`).
+        top_k: number of the replica's most probable tokens that are read, at least 1; None for all of them.
 
     Raises:
         ValueError: an adapter is on the output head.
@@ -56,10 +70,11 @@ class ScoreCentering:
     def __init__(
         self,
         policy: PreTrainedModel | PeftModel,
-        sampler: Replica,
+        sampler: Replica | None,
         temperature: float = 1.0,
         correction: Callable[[SampledTokens], Tensor] | None = None,
         padded: Callable[[Tensor], Tensor] | None = None,
+        top_k: int | None = None,
     ):
         model = base_model(policy)
         if isinstance(model.get_output_embeddings(), BaseTunerLayer):
@@ -69,48 +84,125 @@ class ScoreCentering:
             )
         self._sampler = sampler
         self._correction = correction
+        self._top_k = top_k
         self._of_policy = HeadRecorder(model, temperature, padded)
-        self._of_sampler = HeadRecorder(sampler.model, temperature, with_gradient=False)
+        if sampler is not None:
+            self._of_sampler = HeadRecorder(sampler.model, temperature, with_gradient=False)
 
-    def __call__(self, input_ids: Tensor, attention_mask: Tensor, width: int, advantages: Tensor) -> Centre:
+    def __call__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        width: int,
+        advantages: Tensor,
+        choices: Choices = NO_CHOICES,
+    ) -> Centre:
         """Return the mean score at each completion token of the policy's latest forward with a gradient.
 
         Args:
             input_ids, attention_mask: prompts and completions of that forward, shape (B, P + T).
             width: T.
             advantages: Â of each trajectory, shape (B,), or of each token, (B, T); some corrections go by its sign.
+            choices: the tokens that truncated sampling kept, and those that vLLM named.
         """
         policy_head = self._of_policy.take()
-        self._sampler.read(input_ids, attention_mask)
-        sampler_head = self._of_sampler.take()
-        whole = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
-        of_tokens = whole.expand(len(input_ids), width).flatten()
         hidden = policy_head.tiles(width)
-        tiles = zip(hidden, sampler_head.tiles(width), of_tokens.split(len(hidden[0])), strict=True)
-        heads = (*policy_head[1:], *sampler_head[1:])
-        columns = [checkpoint(self._centre, *tile, *heads, use_reentrant=False) for tile in tiles]
+        size, count = len(hidden[0]), len(hidden)
+        whole = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+        tiles = zip(
+            hidden,
+            whole.expand(len(input_ids), width).flatten().split(size),
+            self._read_sampler(input_ids, attention_mask, width, count),
+            _tiled(choices.named, width, size, count),
+            _tiled(choices.kept, width, size, count),
+            strict=True,
+        )
+        columns = [checkpoint(self._centre, *policy_head[1:], *tile, use_reentrant=False) for tile in tiles]
         score, drift = (torch.cat(parts).unflatten(0, (-1, width)) for parts in zip(*columns, strict=True))
         return Centre(score, drift.detach())
 
+    def _read_sampler(
+        self, input_ids: Tensor, attention_mask: Tensor, width: int, count: int
+    ) -> Sequence[Head | None]:
+        """Return the replica's hidden states and output head of each of `count` tiles; None without a replica."""
+        if self._sampler is None:
+            return [None] * count
+        self._sampler.read(input_ids, attention_mask)
+        head = self._of_sampler.take()
+        return [head._replace(hidden=hidden) for hidden in head.tiles(width)]
+
     def _centre(
         self,
-        hidden: Tensor,
-        sampler_hidden: Tensor,
-        advantages: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        sampler_weight: Tensor,
-        sampler_bias: Tensor | None,
+        hidden: Tensor,
+        advantages: Tensor,
+        sampler: Head | None,
+        named: _Tokens | None,
+        kept: _Tokens | None,
     ) -> tuple[Tensor, Tensor]:
         log_p = self._of_policy.log_softmax(hidden, weight, bias)
+        support = torch.ones_like(log_p, dtype=torch.bool)
+        if kept is not None:
+            support = _support(kept, support)
+            log_p = log_p.masked_fill(~support, -torch.inf).log_softmax(-1)
         with torch.no_grad():
-            log_q = self._of_sampler.log_softmax(sampler_hidden, sampler_weight, sampler_bias)
+            if sampler is not None:
+                log_q = self._of_sampler.log_softmax(*sampler)
+                if kept is not None:
+                    log_q = log_q.masked_fill(~support, -torch.inf).log_softmax(-1)
+                if self._top_k is not None:
+                    named = _most_probable(log_q, self._top_k)
+            if named is not None:
+                log_q = _with_tail(log_p, named)
             q = log_q.exp()
             mean = q
             if self._correction is not None:
                 # Each position is a trajectory here, and each word of the vocabulary one of its tokens.
-                every = torch.ones_like(q, dtype=torch.bool)
-                mean = q * self._correction(SampledTokens(log_p, log_q, every, advantages))
+                mean = q * self._correction(SampledTokens.of(log_p, log_q, support, advantages))
             gap = q - log_p.exp()
             drift = torch.stack([gap.abs().sum(-1) / 2, gap.norm(dim=-1)], -1)
-        return (mean * log_p).sum(-1), drift
+        return (mean * log_p.where(support, 0.0)).sum(-1), drift
+
+
+class _Tokens(NamedTuple):
+    """Tokens of a tile, one after another: row in the tile and id, int64, and log-probability in nats, if known."""
+
+    rows: Tensor
+    ids: Tensor
+    logps: Tensor | None
+
+
+def _tiled(tokens: Kept | Named | None, width: int, size: int, count: int) -> list[_Tokens | None]:
+    """Return the tokens at the positions of each of `count` tiles of `size` positions."""
+    if tokens is None:
+        return [None] * count
+    positions, ids = flat(tokens, width)
+    logps = tokens.logps[tokens.ids >= 0] if isinstance(tokens, Named) else None
+    tiles: list[_Tokens | None] = []
+    for first in range(0, count * size, size):
+        inside = (positions >= first) & (positions < first + size)
+        tiles.append(_Tokens(positions[inside] - first, ids[inside], None if logps is None else logps[inside]))
+    return tiles
+
+
+def _support(kept: _Tokens, every: Tensor) -> Tensor:
+    """Return which tokens were kept, shape (n, vocabulary): all of them at a position that names none."""
+    support = torch.zeros_like(every).index_put((kept.rows, kept.ids), every.new_ones(()))
+    return support | ~support.any(-1, keepdim=True)
+
+
+def _most_probable(log_q: Tensor, top_k: int) -> _Tokens:
+    logps, ids = log_q.topk(min(top_k, log_q.shape[-1]))
+    rows = torch.arange(len(ids), device=ids.device).repeat_interleave(ids.shape[1])
+    return _Tokens(rows, ids.flatten(), logps.flatten())
+
+
+def _with_tail(log_p: Tensor, named: _Tokens) -> Tensor:
+    """Return log q of the vocabulary, shape (n, vocabulary): `named` as they are, and log ρ + log p for the tail."""
+    assert named.logps is not None
+    at, logps = (named.rows, named.ids), named.logps.to(log_p.dtype)
+    zeros = log_p.new_zeros(len(log_p))
+    mass_q, mass_p = (zeros.index_add(0, named.rows, values.exp()) for values in (logps, log_p[at]))
+    ratio = (1 - mass_q).clamp(min=0) / (1 - mass_p).clamp(min=_LEAST_TAIL)
+    return (log_p + ratio.log().unsqueeze(-1)).index_put(at, logps)

@@ -9,6 +9,7 @@ prime-rl "sampling replay", vLLM "sampling distribution replay".
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,55 +30,112 @@ _MOST_KEPT = 2**28
 _NEVER = -9999.0
 
 
-class KeptLogProb(float):
-    """Log-probability of a sampled token among the tokens that the engine kept, in nats, with their ids.
+class NamedLogProb(float):
+    """Log-probability of a sampled token, in nats, with tokens that the engine named at its position.
 
     TRL splits and joins completions as lists of floats, which keep this type.
 
     Attributes:
-        kept: ids of the kept tokens, with the sampled one among them, int32 of shape (kept,).
+        tokens: ids of the named tokens, int32 of shape (n,); with or without the sampled one.
+        logps: log-probabilities of `tokens` under the engine, in nats, float32 of shape (n,); None if they are not
+            known.
     """
 
-    kept: Tensor
+    tokens: Tensor
+    logps: Tensor | None
 
-    def __new__(cls, value: float, kept: Tensor) -> "KeptLogProb":
+    def __new__(cls, value: float, tokens: Tensor, logps: Tensor | None = None) -> "NamedLogProb":
         self = super().__new__(cls, value)
-        self.kept = kept
+        self.tokens, self.logps = tokens, logps
         return self
 
 
-def named_by_vllm(
-    completion_ids: list[list[int]], logprobs: list[list[list[float | None]]], token_ids: list[list[list[int]]]
-) -> list[list[list[float]]]:
-    """Return log-probabilities of sampled tokens among those that vLLM kept, from the most probable ones it returns.
+class KeptLogProb(NamedLogProb):
+    """Log-probability of a sampled token among the tokens that the engine kept.
 
-    With `logprobs=k`, vLLM returns the k most probable tokens; in its `processed_logprobs`, those that top-p or min-p
-    dropped are minus infinity. Where several tokens share the k-th place, it keeps all of them and returns k and the
-    sampled one. The log-probability is taken among the returned ones, which is the same conditional probability in
-    both engines.
+    `tokens` are all of these, with the sampled one, and `logps` are among them too.
+    """
+
+
+def named_by_vllm(
+    completion_ids: list[list[int]],
+    logprobs: list[list[list[float | None]]],
+    token_ids: list[list[list[int]]],
+    most: int,
+    truncated: bool,
+) -> list[list[list[float]]]:
+    """Return log-probabilities of sampled tokens with the most probable tokens that vLLM returned.
+
+    With `logprobs=k`, vLLM returns the k most probable tokens, and the sampled one. Under truncated sampling these are
+    the tokens that it kept: in its `processed_logprobs`, those that top-p or min-p dropped are minus infinity, and
+    where several tokens share the k-th place, it keeps all of them and returns k and the sampled one. The
+    log-probabilities are then taken among the returned ones, which is the same conditional probability in both
+    engines.
 
     Args:
         completion_ids: sampled tokens of each completion.
-        logprobs: log-probabilities at each position of each completion, in nats; None is NaN.
+        logprobs: log-probabilities at each position of each completion, in nats, from the most probable token on; None
+            is NaN.
         token_ids: tokens of `logprobs`, in the same nesting.
+        most: k.
+        truncated: whether top-p, top-k or min-p truncate sampling.
 
     Returns:
-        One `KeptLogProb` for each token of each completion (NaN without tokens where vLLM has NaN), in the form in
-        which TRL's vLLM returns the log-probability of the sampled token alone.
+        One `KeptLogProb` for each token of each completion or, without truncation, one `NamedLogProb` (NaN without
+        tokens where vLLM has NaN), in the form in which TRL's vLLM returns the log-probability of the sampled token
+        alone.
     """
+    named = _kept if truncated else partial(_most_probable, most)
     return [
-        [[_named(*token)] for token in zip(*completion, strict=True)]
+        [[named(*token)] for token in zip(*completion, strict=True)]
         for completion in zip(completion_ids, logprobs, token_ids, strict=True)
     ]
 
 
-def _named(sampled: int, logprobs: list[float | None], token_ids: list[int]) -> float:
+def _kept(sampled: int, logprobs: list[float | None], token_ids: list[int]) -> float:
     kept = {token: value for token, value in zip(token_ids, logprobs, strict=True) if value is None or value > _NEVER}
     values = [value for value in kept.values() if value is not None]
     if len(values) < len(kept):
         return math.nan
-    mass = torch.tensor(values, dtype=torch.float64).logsumexp(0).item()
-    return KeptLogProb(values[list(kept).index(sampled)] - mass, torch.tensor(list(kept), dtype=torch.int32))
+    among = torch.tensor(values, dtype=torch.float64)
+    among = among - among.logsumexp(0)
+    value = among[list(kept).index(sampled)].item()
+    return KeptLogProb(value, torch.tensor(list(kept), dtype=torch.int32), among.float())
+
+
+def _most_probable(most: int, sampled: int, logprobs: list[float | None], token_ids: list[int]) -> float:
+    values = [value for value in logprobs if value is not None]
+    if len(values) < len(logprobs):
+        return math.nan
+    # Which tokens are named must not depend on the one that was sampled: that one is named if it is among the k.
+    tokens = torch.tensor(token_ids[:most], dtype=torch.int32)
+    return NamedLogProb(values[token_ids.index(sampled)], tokens, torch.tensor(values[:most]))
+
+
+class Named(NamedTuple):
+    """Tokens that the engine named for a batch of completions, with their log-probabilities."""
+
+    ids: Tensor  # (batch, width), int32: the named tokens of a completion, position by position, then -1
+    counts: Tensor  # (batch, positions), int32: number of named tokens at a position
+    logps: Tensor  # (batch, width), float32, nats: log-probabilities of `ids`, then 0
+
+    @classmethod
+    def of(cls, logprobs: list[list[float]], device: torch.device) -> "Named":
+        """Return the named tokens from the log-probabilities of completions.
+
+        Raises:
+            ValueError: no log-probability is a `NamedLogProb` with the log-probabilities of its tokens.
+        """
+        counts = _counts(logprobs)
+        rows = [[value.logps for value in row if isinstance(value, NamedLogProb)] for row in logprobs]
+        if any(logps is None for row in rows for logps in row) or _nothing_named(logprobs, counts):
+            raise ValueError(
+                "score_centering=True reads the sampler's most probable tokens, and the rollouts do not name them: "
+                "return logprobs of type dc_trl.rollouts.truncation.NamedLogProb, with their log-probabilities, from "
+                "rollout_func, or set score_centering=False."
+            )
+        flat = [torch.cat([torch.empty(0), *(logps for logps in row if logps is not None)]) for row in rows]
+        return cls(_ids(logprobs).to(device), counts.to(device), _padded(flat, 0.0).to(device))
 
 
 class Kept(NamedTuple):
@@ -94,25 +152,22 @@ class Kept(NamedTuple):
             ValueError: no log-probability is a `KeptLogProb`, the kept tokens of one do not contain the sampled token
                 once, or there are too many kept tokens.
         """
-        none = torch.empty(0, dtype=torch.int32)
-        sets = [[value.kept if isinstance(value, KeptLogProb) else none for value in row] for row in logprobs]
-        counts = [torch.tensor([len(kept) for kept in row], dtype=torch.int32) for row in sets]
-        widest = max(int(row.sum()) for row in counts)
-        if widest == 0 and not all(math.isnan(value) for row in logprobs for value in row):
+        counts = _counts(logprobs)
+        if _nothing_named(logprobs, counts):
             raise ValueError(
                 "The rollouts were sampled with truncation (top_p, top_k or min_p), and do not say which tokens were "
                 "kept: return logprobs of type dc_trl.rollouts.truncation.KeptLogProb from rollout_func, set "
                 "top_p=1.0, top_k=0 and min_p=None, or constraint='none'."
             )
-        if widest * len(sets) > _MOST_KEPT:
-            mean = torch.cat(counts).float().mean()
+        if int(counts.sum(1).max()) * len(counts) > _MOST_KEPT:
+            mean = counts[counts > 0].float().mean()
             raise ValueError(
                 f"top_p and min_p keep {mean:.0f} tokens at each position, and the trainer has room for {_MOST_KEPT} "
                 "of a generation batch: bound them by top_k (for example top_k=512)."
             )
-        kept = cls(_padded([torch.cat(row) for row in sets], -1), _padded(counts, 0))
+        kept = cls(_ids(logprobs), counts)
         sampled_ids = _padded([torch.tensor(row) for row in completion_ids], 0)
-        positions, tokens = _flat(kept, sampled_ids.shape[1])
+        positions, tokens = flat(kept, sampled_ids.shape[1])
         named = positions[tokens == sampled_ids.flatten()[positions]]
         if not torch.equal(named, positions.unique()):
             raise ValueError(
@@ -120,6 +175,23 @@ class Kept(NamedTuple):
                 "return the kept tokens of the same position from rollout_func."
             )
         return cls(kept.ids.to(device), kept.counts.to(device))
+
+
+def _counts(logprobs: list[list[float]]) -> Tensor:
+    """Return the number of named tokens at each position, int32, shape (batch, positions)."""
+    rows = [[len(value.tokens) if isinstance(value, NamedLogProb) else 0 for value in row] for row in logprobs]
+    return _padded([torch.tensor(row, dtype=torch.int32) for row in rows], 0)
+
+
+def _ids(logprobs: list[list[float]]) -> Tensor:
+    """Return the ids of the named tokens of each completion, as in `Named`."""
+    none = torch.empty(0, dtype=torch.int32)
+    rows = [[value.tokens for value in row if isinstance(value, NamedLogProb)] for row in logprobs]
+    return _padded([torch.cat([none, *row]) for row in rows], -1)
+
+
+def _nothing_named(logprobs: list[list[float]], counts: Tensor) -> bool:
+    return not counts.any() and not all(math.isnan(value) for row in logprobs for value in row)
 
 
 class KeptHead:
@@ -191,7 +263,7 @@ class KeptHead:
         device = hidden.device.type
         autocast = torch.is_autocast_enabled(device) and not self._in_float32
         dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
-        positions, tokens = _flat(Kept(*(each[rows] for each in self._kept)), sampled.shape[1])
+        positions, tokens = flat(Kept(*(each[rows] for each in self._kept)), sampled.shape[1])
         with maybe_gather_lm_head_ctx(weight, bias):
             logits = _KeptLogits.apply(hidden.flatten(0, 1), weight, bias, positions, tokens, dtype)
         logits = scaled_logits(logits, self._model.config.get_text_config()) / self._temperature
@@ -199,12 +271,12 @@ class KeptHead:
         self._scored.append(scored.view(sampled.shape))
 
 
-def _padded(rows: list[Tensor], value: int) -> Tensor:
+def _padded(rows: list[Tensor], value: float) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
 
 
-def _flat(kept: Kept, width: int) -> tuple[Tensor, Tensor]:
-    """Return position in the flattened batch (row · width + column) and id of all kept tokens: int64, (all kept,)."""
+def flat(kept: Kept | Named, width: int) -> tuple[Tensor, Tensor]:
+    """Return the positions in the flattened batch (row · width + column) and the ids of all tokens: int64, (all,)."""
     rows, columns = kept.counts.shape
     starts = torch.arange(rows, device=kept.ids.device)[:, None] * width
     positions = starts + torch.arange(columns, device=kept.ids.device)
@@ -216,7 +288,7 @@ def _log_softmax(logits: Tensor, positions: Tensor, tokens: Tensor, sampled: Ten
 
     Args:
         logits: logits of the kept tokens, float32 of shape (all kept,).
-        positions, tokens: positions and ids of the kept tokens, see `_flat`.
+        positions, tokens: positions and ids of the kept tokens, see `flat`.
         sampled: sampled token at each position, shape (positions,).
 
     Returns:

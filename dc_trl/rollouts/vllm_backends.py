@@ -28,6 +28,7 @@ from ..serving.errors import ServerError, ServerUnavailableError, WeightsNotWrit
 from ..serving.fit import require_shared_directory
 from ..serving.pool import ServerPool
 from .checkpoint_folder import CheckpointFolder, folder_path
+from .neutral_sampling import TRUNCATIONS, truncates
 from .truncation import named_by_vllm
 
 
@@ -35,7 +36,7 @@ logger = get_logger(__name__)
 
 
 class Generation(VLLMGeneration):
-    """TRL's vLLM engine; with `logprobs` above 0, it returns the tokens that truncated sampling kept.
+    """TRL's vLLM engine; with `logprobs` above 0, it returns the most probable tokens, or those of truncated sampling.
 
     Attributes:
         last_sync: bytes and seconds of the last synchronization, see `WriteCost`, and `reload_seconds` of the engine;
@@ -61,10 +62,11 @@ class Generation(VLLMGeneration):
         return self._iter_named_params()
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
-        """Generate as TRL does; where the kept tokens are known, each log-probability is a `KeptLogProb`."""
+        """Generate as TRL does; with `logprobs`, each log-probability is one of `named_by_vllm`."""
         prompt_ids, completion_ids, logprobs, token_ids = super().generate(*args, **kwargs)
         if self.logprobs and self.temperature > 0:
-            logprobs = named_by_vllm(completion_ids, logprobs, token_ids)
+            sampling = {name: getattr(self, name) for name in TRUNCATIONS} | (self.generation_kwargs or {})
+            logprobs = named_by_vllm(completion_ids, logprobs, token_ids, self.logprobs, truncates(sampling))
         return prompt_ids, completion_ids, logprobs, token_ids
 
 

@@ -72,8 +72,8 @@ def _check_sampling(model: dict[str, Any], max_length: int, logprobs: int) -> No
         )
     if -1 < model["max_logprobs"] < logprobs:
         raise ServerError(
-            f"the server names at most {model['max_logprobs']} tokens, and top_k={logprobs} keeps more: start it with "
-            "--max-logprobs -1, or lower top_k."
+            f"the server names at most {model['max_logprobs']} tokens, and {logprobs} are asked for: start it with "
+            "--max-logprobs -1, or lower top_k, or score_centering_top_k where nothing truncates."
         )
     if model["max_model_len"] < max_length:
         raise ServerError(

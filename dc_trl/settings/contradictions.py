@@ -30,6 +30,11 @@ class Rule(NamedTuple):
 
 _SERVER = "set use_vllm=True and vllm_mode='server'"
 
+
+def _any(settings: Any) -> bool:
+    return True
+
+
 NO_EFFECT = (
     Rule("rollout_correction_max", {"rollout_correction": ["none"]}, "choose a correction"),
     Rule("rollout_correction_min", {"rollout_correction": ["none", "tv_mask"]}, "choose one with a lower bound"),
@@ -57,6 +62,12 @@ NO_EFFECT = (
     Rule("vllm_server_base_urls rollout_overlap", {"use_vllm": [False]}, _SERVER),
     Rule("vllm_server_base_urls rollout_overlap", {"vllm_mode": ["colocate"]}, _SERVER),
     Rule("max_tokens_per_micro_batch", {"length_aware_batches": [False]}, "set length_aware_batches=True"),
+    Rule("score_centering_top_k", {"score_centering": [False]}, "set score_centering=True"),
+    Rule(
+        "score_centering_top_k",
+        {"use_vllm": [True], "top_p": lambda c: c.truncates_sampling, "top_k": _any, "min_p": _any},
+        "vLLM names the tokens that truncated sampling keeps; set top_p=1.0, top_k=0 and min_p=None",
+    ),
     Rule("serve_devices serve_options", {"serve": [None]}, "set serve='auto'"),
     Rule("length_decay_period", {"length_decay": [False]}, "set length_decay=True"),
     Rule("eval_benchmarks eval_greedy", {"eval_size": [0]}, "set eval_size"),
@@ -84,7 +95,7 @@ def require_no_contradiction(config: Any) -> None:
     require_effect(config)
     refuse(config, CONTRADICTIONS)
     if config.compared_by is not None:
-        refuse(config, rules_of_a_comparison(config.compared_by))
+        refuse(config, rules_of_a_comparison(config.compared_by, config.without_comparison))
 
 
 def refuse(settings: Any, rules: Sequence[Rule], verb: str = "contradicts", remedy: str = "") -> None:
@@ -116,10 +127,6 @@ def refuse(settings: Any, rules: Sequence[Rule], verb: str = "contradicts", reme
 
 def _holds(settings: Any, name: str, condition: Condition) -> bool:
     return condition(settings) if callable(condition) else getattr(settings, name) in condition
-
-
-def _any(settings: Any) -> bool:
-    return True
 
 
 # The losses of CISPO and VESPO multiply log π_train of each token; the others multiply the ratio, which a trajectory
@@ -193,13 +200,9 @@ CONTRADICTIONS = (
     ),
     Rule(
         "score_centering",
-        {"use_vllm": [True]},
-        "it reads the whole distribution of the in-process replica; set use_vllm=False and deployment_scheme",
-    ),
-    Rule(
-        "score_centering",
-        {"deployment_scheme": [None]},
-        "it reads the whole distribution of the in-process replica; set deployment_scheme (for example 'fp8')",
+        {"deployment_scheme": [None], "use_vllm": [False]},
+        "it reads the distribution of the engine that samples; set deployment_scheme (for example 'fp8') for the "
+        "in-process replica, or use_vllm=True",
     ),
     Rule(
         "score_centering",
@@ -228,12 +231,12 @@ CONTRADICTIONS = (
         "the mean is taken over what might have been sampled, which needs a weight of each token by itself; set "
         "'token_truncate', 'token_mask', 'icepop', 'tv_mask', 'ppo_clip', 'odds_truncate' or 'none'",
     ),
-    Rule("score_centering", {"rollout_correction_target": ["lag"]}, f"the mean is the whole difference's; {_ONE}"),
     Rule(
         "score_centering",
-        {"top_p": lambda c: c.truncates_sampling, "top_k": _any, "min_p": _any},
-        "the mean is taken over the whole vocabulary; set top_p=1.0, top_k=0 and min_p=None",
+        {"vllm_importance_sampling_correction": [True]},
+        "its weights would multiply the mean too; leave it out, and set rollout_correction='token_truncate'",
     ),
+    Rule("score_centering", {"rollout_correction_target": ["lag"]}, f"the mean is the whole difference's; {_ONE}"),
     Rule(
         "score_centering",
         {"loss_type": ["vespo"], "rollout_correction": lambda c: c.rollout_correction != "none"},
@@ -346,11 +349,12 @@ CONTRADICTIONS = (
 )
 
 
-def rules_of_a_comparison(by: str) -> tuple[Rule, ...]:
+def rules_of_a_comparison(by: str, without: str) -> tuple[Rule, ...]:
     """Return rules against what makes the engines' difference unmeasurable, or more than their mismatch.
 
     Args:
-        by: the field that compares the engines, `constraint` or `rollout_correction`.
+        by: the field that compares the engines: `constraint`, `rollout_correction` or `score_centering`.
+        without: the same with the value that switches it off.
     """
     compared: dict[str, Condition] = {by: _any}
     return (
@@ -358,7 +362,7 @@ def rules_of_a_comparison(by: str) -> tuple[Rule, ...]:
             "use_transformers_continuous_batching",
             {"use_vllm": [False], **compared},
             "it returns no log-probabilities; set deployment_scheme (for example 'bf16'), use_vllm=True, or "
-            f"{by}='none'",
+            f"{without}",
         ),
         Rule(
             "generation_kwargs",
@@ -368,6 +372,6 @@ def rules_of_a_comparison(by: str) -> tuple[Rule, ...]:
         Rule(
             "vllm_structured_outputs_regex",
             compared,
-            f"tokens that it shuts out would be taken for mismatch; unset it or set {by}='none'",
+            f"tokens that it shuts out would be taken for mismatch; unset it or set {without}",
         ),
     )

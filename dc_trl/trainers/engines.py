@@ -166,5 +166,5 @@ def _check_model_settings(args: DCGRPOConfig, settings: dict[str, Any], correcte
         raise ValueError(
             f"{name}={value!r} of the model's generation_config makes the engine sample from a distribution that is "
             f"not the policy's, and {args.comparison} would take that difference for mismatch: {remedy} in "
-            f"model.generation_config (generation_config.json) or {args.compared_by}='none'."
+            f"model.generation_config (generation_config.json) or {args.without_comparison}."
         )

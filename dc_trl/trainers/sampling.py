@@ -25,7 +25,7 @@ from ..quantization.tensors import deployed_tensors
 from ..rollouts.buffer import fill_empty, sampled_only
 from ..rollouts.choices import NO_CHOICES, Choices
 from ..rollouts.padding_free import PaddingFree, prepared
-from ..rollouts.truncation import Kept, KeptHead
+from ..rollouts.truncation import Kept, KeptHead, Named
 from ..settings.distribution import require_as_asked
 from ..settings.reward_functions import RewardFunction, call_reward
 from ..trl_hooks import Completions, HookedTrainer, Scores
@@ -183,9 +183,11 @@ class SamplingTrainer(HookedTrainer):
     def end_rollout(self, prompt_ids, completion_ids, tool_mask, logprobs):
         self.sampler.end_batch(len(completion_ids))
         truncated = self._truncated and logprobs is not None
+        named = self.args.score_centering and self.replica is None and logprobs is not None
         self._choices = Choices(
             Kept.of(completion_ids, logprobs, self.accelerator.device) if truncated else None,
             None if self.replay is None else self.replay.routes(prompt_ids, completion_ids),
+            Named.of(logprobs, self.accelerator.device) if named else None,
         )
         return sampled_only(completion_ids, tool_mask)
 
