@@ -7,6 +7,7 @@ import statistics
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import binomtest
 
 from dc_trl.records.estimators import macro_estimate, majority_at_k, mean_estimate, paired_difference, pass_at_k
 
@@ -60,6 +61,15 @@ def test_the_average_over_benchmarks_weighs_them_equally():
     assert estimate.value == pytest.approx((0.5 + statistics.fmean(second)) / 2)
     errors = [statistics.stdev(values) ** 2 / len(values) for values in (first, second)]
     assert estimate.standard_error == pytest.approx(math.sqrt(sum(errors)) / 2)
+
+
+@pytest.mark.parametrize("benchmarks", [[[0.0] * 16], [[1.0] * 40], [[0.0] * 16, [1.0] * 40]])
+def test_problems_that_are_all_right_or_all_wrong_have_wilsons_interval(benchmarks):
+    wilson = [binomtest(int(sum(values)), len(values)).proportion_ci(method="wilson") for values in benchmarks]
+    estimate = macro_estimate(benchmarks)
+    assert estimate.low == pytest.approx(statistics.fmean(each.low for each in wilson))
+    assert estimate.high == pytest.approx(statistics.fmean(each.high for each in wilson))
+    assert paired_difference(benchmarks, benchmarks).high == 0.0
 
 
 @pytest.mark.parametrize("benchmarks", [[], [[1.0], []]])

@@ -153,6 +153,7 @@ def test_nothing_fits_and_the_remedies_do(known):
 def test_a_batch_or_an_engine_that_does_not_fit_is_the_reason(known):
     odd = Problem(known["qwen3_8b"], Work(prompts=171, generations=3, optimizer_steps=3), "h100", 16)
     assert "171 completions" in reasons(odd)[0]
+    assert "need a device each" in reasons(replace(odd, devices=1))[0]
     large = Problem(known["qwen3_235b_a22b"], Work(scheme="bf16"), "h100", 4)
     assert "leave a cache of 0 tokens, below one sequence of 10,240" in reasons(large)[-1]
 

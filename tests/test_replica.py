@@ -300,9 +300,12 @@ def test_an_adapter_without_merged_form_is_refused():
         Replica(policy, "bf16")
 
 
-def test_groups_follow_the_width_of_the_model():
+def test_groups_follow_the_width_of_the_model(caplog):
     assert resolve_scheme("int4", make_model(128)).weights.group_size == 128
     assert resolve_scheme("int4", make_model(32)).weights.group_size == 32
+    assert resolve_scheme("int4", make_model(160)).weights.group_size == 32
+    assert "groups of 32 here, as 'int4_g32' is: the 160 inputs of layer 'model.layers.0" in caplog.text
+    assert "128 inputs" not in caplog.text
     with pytest.raises(
         ValueError, match=r"'int4' quantizes in groups of 32, which do not divide the 48 inputs of layer"
     ):

@@ -124,6 +124,8 @@ def _trainings(problem: Problem, devices: int) -> Iterator[Training]:
 def reasons(problem: Problem) -> list[str]:
     """Return why nothing fits."""
     work, counts = problem.work, _training_counts(problem)
+    if problem.devices == 1:
+        return ["training and vLLM servers need a device each; one device for both (colocated) is not planned"]
     if not counts:
         return [
             f"no number of training devices below {problem.devices} divides the {work.completions_per_step} "

@@ -6,6 +6,8 @@ lm_head, embeddings, norms and the routers of experts stay unquantized in every 
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -107,8 +109,12 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
     for layer, experts in fused_experts(model).items():
         _require_known_layout(name, layer, experts)
     widths = {key.removesuffix(".weight"): weight.shape[-1] for key, weight in quantized_weights(model).items()}
-    if name == "int4" and any(width % 128 for width in widths.values()):
+    if name == "int4" and (odd := [layer for layer, width in widths.items() if width % 128]):
         group_size = 32
+        _warn_once(
+            f"deployment_scheme='int4' is in groups of 32 here, as 'int4_g32' is: the {widths[odd[0]]} inputs of "
+            f"layer {odd[0]!r} are no multiple of 128."
+        )
     if group_size is not None:
         scheme.weights.group_size = group_size
     for args in filter(None, (scheme.weights, scheme.input_activations)):
@@ -121,6 +127,11 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
     if name not in RESEARCH_BITS:
         scheme.format = infer_module_format(nn.Linear, scheme)
     return scheme
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logging.getLogger(__name__).warning(message)
 
 
 def _require_known_layout(scheme: str, layer: str, experts: nn.Module) -> None:
