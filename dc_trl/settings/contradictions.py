@@ -265,6 +265,13 @@ CONTRADICTIONS = (
     Rule("rollout_correction", {"vllm_importance_sampling_correction": [True]}, f"both correct the rollouts; {_ONE}"),
     Rule(
         "rollout_correction",
+        {"weight_sync_steps": [1], "rollout_overlap": [False]},
+        "the weights that sample are the trainer's, so no rollout has an age; set 'ppo_clip', or raise "
+        "weight_sync_steps",
+        lambda c: "ppo_clip_by_age" in c.correction_names,
+    ),
+    Rule(
+        "rollout_correction",
         {"importance_sampling_level": ["sequence"], "loss_type": lambda c: c.loss_type not in _LOSSES_BY_TOKEN},
         "there is one ratio for a trajectory, through which a masked token still gets the gradient of the others; set "
         "'sequence_truncate', 'sequence_mask' or 'geometric_mask', or importance_sampling_level='token'",
