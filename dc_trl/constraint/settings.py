@@ -48,7 +48,7 @@ class ConstraintSettings:
     )
     constraint_form: str = setting(
         "injected",
-        "How the discrepancy enters the objective (dc_trl.constraint.forms). "
+        "How the discrepancy enters the objective (dc_trl.constraint.forms). If it is not set, recipe decides. "
         '"injected": the paper\'s form, advantages minus λ·δ. "quadratic": the gradient of half the squared '
         'discrepancy (the paper\'s appendix B). "log_ratio": advantages minus λ·log(π_train/π_inf), which is the '
         "gradient of half the expected square of that logarithm over the engine's tokens, and nearly that of a KL "
