@@ -38,9 +38,10 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     """Configuration of [`DCGRPOTrainer`]: everything of [`~trl.GRPOConfig`], and the discrepancy constraint.
 
     The defaults train as TRL does, and measure. `recipe="paper"` is the dense 8B recipe of DC-GRPO (arXiv 2606.08779).
-    A recipe gives values to the fields that are left open (`None`): `constraint`, `loss_type`, `epsilon` and
-    `vllm_importance_sampling_correction`. A value that is given wins over the recipe. λ_0, ε and η_λ have the paper's
-    values by default. docs/settings.md lists the fields, `dc-trl train --help` does too.
+    A recipe gives values to the fields that are left open (`None`): `constraint`, `constraint_form`,
+    `train_through_quantization`, `loss_type`, `epsilon` and `vllm_importance_sampling_correction`. A value that is
+    given wins over the recipe. With the paper's form, λ_0, ε and η_λ have its values by default. docs/settings.md
+    lists the fields, `dc-trl train --help` does too.
 
     Raises:
         ValueError: a field has a value that it does not take, or fields contradict each other; the message names the
@@ -52,12 +53,16 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         "trl",
         'Where the fields that are left open get their values. "trl": constraint="none", and everything else as in '
         'TRL\'s GRPOConfig. "paper": constraint="lagrangian", loss_type="grpo", epsilon=0.24 and '
-        "vllm_importance_sampling_correction=false (DC-GRPO, arXiv 2606.08779).",
+        "vllm_importance_sampling_correction=false (DC-GRPO, arXiv 2606.08779). The others have the last three values "
+        'too, and what docs/study.md found best: "lag", for a sampler whose weights lag, constraint="static" and '
+        'constraint_form="log_ratio"; "format", for a coarse number format, train_through_quantization=true; and '
+        '"both", for the two causes at once, all three. "format" and "both" need deployment_scheme.',
     )
     # The recipe fills in those that are left open.
     constraint: Constraint | None = setting(  # type: ignore[assignment]
         None, ConstraintSettings.__dataclass_fields__["constraint"].metadata["help"]
     )
+    constraint_form: str = setting(None, ConstraintSettings.__dataclass_fields__["constraint_form"].metadata["help"])
     epsilon: Annotated[float | None, AT_LEAST_0] = setting(None, "Clip range of the policy ratio (not the tolerance).")
     loss_type: LossType | None = setting(None, "Loss formulation, see TRL's GRPOConfig.")
     vllm_importance_sampling_correction: bool | None = setting(
@@ -78,11 +83,12 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         "loss is the mean over the others (arXiv 2602.01826).",
     )
     train_through_quantization: bool = setting(
-        False,
+        None,
         "Train through the deployed forward: the policy's layers compute with the weights and activations of "
         "deployment_scheme, in bfloat16, as the engine does, and gradients pass the rounding unchanged to the trained "
         "weights (straight-through). What is left of δ is the gap between the kernels, see docs/aligned.md. The "
-        "reference model of beta computes so with an adapter only, where it is the policy.",
+        "reference model of beta computes so with an adapter only, where it is the policy. If it is not set, recipe "
+        "decides.",
     )
     score_centering: bool = setting(
         False,

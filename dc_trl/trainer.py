@@ -368,6 +368,7 @@ class DCGRPOTrainer(RunTrainer):
             deployed_logps: log π_Q at the same weights, shape (B, T), nats; None if the discrepancy is not split.
         """
         tokens = _tokens_of(batch, train_logps, batch["advantages"], deployed_logps)
+        tokens = tokens._replace(age=self.sampler.age)  # a batch is constrained before the next one is sampled
         constrained = self._apply_form(tokens)
         if constrained is not None:
             batch["trajectory_advantages"] = batch["advantages"]

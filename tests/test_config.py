@@ -11,6 +11,7 @@ from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.async_grpo import AsyncDCGRPOConfig
 from dc_trl.constraint.lagrangian import LagrangeMultiplier
 from dc_trl.settings.contradictions import NO_EFFECT
+from dc_trl.settings.recipes import RECIPES
 
 from .helpers import Rollouts, distinct_characters, make_config
 
@@ -46,11 +47,33 @@ def test_the_default_trains_as_trl_does(engine, tmp_path):
     assert changed == (set() if engine else {"vllm_importance_sampling_correction"})
 
 
-@pytest.mark.parametrize("recipe", ["trl", "paper"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_said_wins_over_the_recipe(recipe, tmp_path):
+    engine = {"use_vllm": True, "deployment_scheme": "fp8", "use_cpu": True, "bf16": False}
     said = {"constraint": "none", "loss_type": "dr_grpo", "epsilon": 0.3, "vllm_importance_sampling_correction": True}
-    config = DCGRPOConfig(str(tmp_path), recipe=recipe, use_vllm=True, use_cpu=True, bf16=False, **said)
+    said["train_through_quantization"] = recipe == "paper"
+    config = DCGRPOConfig(str(tmp_path), recipe=recipe, **engine, **said)
     assert said.items() <= fields_of(config).items()
+    said = {"constraint": "static", "constraint_form": "quadratic"}
+    config = DCGRPOConfig(str(tmp_path), recipe=recipe, **engine, **said)
+    assert said.items() <= fields_of(config).items()
+    assert (config.lambda_init, config.lambda_max) == (2, 8)  # of this form, not of the recipe's
+    assert config.train_through_quantization == (recipe in ("format", "both"))
+
+
+def test_a_recipe_is_no_field_that_was_given(tmp_path):
+    """What it has filled in may be without effect; what its user gives may not."""
+    for recipe in RECIPES:
+        make_config(tmp_path, recipe=recipe, deployment_scheme="fp8", constraint="none")
+        with pytest.raises(ValueError, match="constraint_form='quadratic' has no effect with constraint='none'"):
+            make_config(
+                tmp_path, recipe=recipe, deployment_scheme="fp8", constraint="none", constraint_form="quadratic"
+            )
+        make_config(tmp_path, recipe=recipe, train_through_quantization=False)
+        for through in ({}, {"train_through_quantization": True}):
+            if recipe in ("format", "both"):
+                with pytest.raises(ValueError, match=f"recipe='{recipe}' contradicts deployment_scheme=None.* set "):
+                    make_config(tmp_path, recipe=recipe, **through)
 
 
 def test_a_correction_of_ours_takes_the_place_of_trls(tmp_path):
@@ -196,6 +219,8 @@ def test_fields_can_be_set_from_the_command_line(tmp_path):
         (config,) = HfArgumentParser(DCGRPOConfig).parse_args_into_dataclasses((usual + command).split())
         return config
 
+    config = parse("--recipe both --deployment_scheme fp8 --train_through_quantization false")
+    assert (config.constraint_form, config.train_through_quantization) == ("log_ratio", False)
     config = parse("--constraint static --discrepancy_tolerance 1e-2 --lambda_init 0.3 --lambda_min 0.1")
     multiplier = LagrangeMultiplier.of(config)
     assert (multiplier.value, multiplier.tolerance, multiplier.minimum) == (0.3, 0.01, 0.1)

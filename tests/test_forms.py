@@ -86,7 +86,7 @@ def _update(logits, q, weight):
 
 @pytest.mark.parametrize(("shift", "kl", "difference"), [(0.08, 0.003, 0.1), (1.0, 0.4, 0.9)])
 def test_the_log_ratio_is_the_kls_gradient_near_the_engine_alone(shift, kl, difference):
-    """docs/which_one.md has these figures: medians of 200 random softmaxes of 50 tokens."""
+    """docs/concepts.md has these figures: medians of 200 random softmaxes of 50 tokens."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for _ in range(200):

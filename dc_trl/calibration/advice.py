@@ -25,7 +25,8 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
     parts = {
         "the number format and the arithmetic": (
             sum(shares.get(cause, 0.0) for cause in _ALIGNED),
-            "train_through_quantization: true. The training forward is then the deployed one, without this part.",
+            "train_through_quantization: true (recipe: format, or recipe: both where weights lag too). The training "
+            "forward is then the deployed one, without this part.",
         ),
         "not explained (kernels, a KV cache, the routing of experts)": (
             split.unexplained.value,

@@ -15,6 +15,7 @@ gradient and does not count in δ̄. With r = π_train/π_inf of a token, taken 
                       direction of its advantage
 ``ppo_clip``          r, or 0 where it has passed a bound in the direction    PPO, arXiv 1707.06347, eq. 7, with the
                       of its advantage                                        sampler as the old policy
+``ppo_clip_by_age``   ``ppo_clip`` with bounds 1 + (bound − 1)/(1 + age)      ours, after arXiv 2607.18722
 ``odds_truncate``     r, with the odds ratio within [lower, upper]            log-odds cap, arXiv 2609.32444
 ===================== ======================================================= ========================================
 
@@ -117,7 +118,7 @@ def tv_mask(tokens: SampledTokens, upper: float = 0.2) -> Tensor:
     return _bounded_exp(tokens.log_ratio).clamp(max=ONE_SIDED_BOUND).masked_fill(masked, 0.0)
 
 
-def ppo_clip(tokens: SampledTokens, lower: float = 0.76, upper: float = 1.24) -> Tensor:
+def ppo_clip(tokens: SampledTokens, lower: Tensor | float = 0.76, upper: Tensor | float = 1.24) -> Tensor:
     """Weight by r and mask the tokens that PPO clips, with the sampler as the old policy (arXiv 1707.06347, eq. 7).
 
     A token with Â > 0 is masked where r > upper, and one with Â < 0 where r < lower: these tokens have no gradient in
@@ -128,6 +129,17 @@ def ppo_clip(tokens: SampledTokens, lower: float = 0.76, upper: float = 1.24) ->
     direction = tokens.token_advantages.sign()
     masked = ((direction > 0) & (ratio > upper)) | ((direction < 0) & (ratio < lower))
     return ratio.clamp(max=ONE_SIDED_BOUND).masked_fill(masked, 0.0)
+
+
+def ppo_clip_by_age(tokens: SampledTokens, lower: float = 0.76, upper: float = 1.24) -> Tensor:
+    """Apply `ppo_clip` with bounds that are nearer to 1 for older rollouts: 1 + (bound − 1)/(1 + age).
+
+    At age 0 these are the bounds themselves, and at age 4 a fifth of their distance is left. The idea of a tighter
+    clip for staler tokens is that of SAT (arXiv 2607.18722). Its abstract takes |log r| as the staleness, compared
+    with the batch; the age and this function of it are ours.
+    """
+    share = 1 / (1 + torch.as_tensor(tokens.token_age, dtype=tokens.log_ratio.dtype, device=tokens.scored.device))
+    return ppo_clip(tokens, *((1 - share) + share * bound for bound in (lower, upper)))
 
 
 def odds_truncate(tokens: SampledTokens, lower: float = 0.0, upper: float = 2.0) -> Tensor:
@@ -153,6 +165,7 @@ _ALL = (
     icepop,
     tv_mask,
     ppo_clip,
+    ppo_clip_by_age,
     odds_truncate,
 )
 CORRECTIONS: dict[str, Callable[..., Tensor]] = {function.__name__: function for function in _ALL}

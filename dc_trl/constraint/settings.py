@@ -48,7 +48,7 @@ class ConstraintSettings:
     )
     constraint_form: str = setting(
         "injected",
-        "How the discrepancy enters the objective (dc_trl.constraint.forms). "
+        "How the discrepancy enters the objective (dc_trl.constraint.forms). If it is not set, recipe decides. "
         '"injected": the paper\'s form, advantages minus λ·δ. "quadratic": the gradient of half the squared '
         'discrepancy (the paper\'s appendix B). "log_ratio": advantages minus λ·log(π_train/π_inf), which is the '
         "gradient of half the expected square of that logarithm over the engine's tokens, and nearly that of a KL "
@@ -135,7 +135,8 @@ class ConstraintSettings:
         '"sequence_truncate" and "sequence_mask" do the same with the product of a trajectory\'s r. '
         '"geometric_mask" masks trajectories whose geometric mean of r is outside the bounds. "icepop" is '
         '"token_mask" with two bounds. "tv_mask" (DPPO) takes r, and 0 where π_train − π_inf has passed the bound in '
-        'the direction of the advantage. "ppo_clip" is PPO\'s clip with the sampler as the old policy. '
+        'the direction of the advantage. "ppo_clip" is PPO\'s clip with the sampler as the old policy, '
+        'and "ppo_clip_by_age" is the same with bounds that are nearer to 1 for older rollouts. '
         '"odds_truncate" clips r where the ratio of odds passes a bound. "none" weights nothing. Several in a list, '
         "or behind commas, combine: the first one weighs, and the others mask, with their bounds in parentheses: "
         "[token_truncate, geometric_mask(0.99, 1.01)]. Masked tokens do not count in δ̄. See "
@@ -144,13 +145,13 @@ class ConstraintSettings:
     rollout_correction_max: Annotated[float | None, Range(above=0, infinite=True)] = setting(
         None,
         "Upper bound of the correction, at least 1; infinity means no bound. If it is not set: 2 (arXiv 2602.01826), "
-        'for "geometric_mask" 1.01 (SkyRL), for "icepop" 5 (verl), for "ppo_clip" 1.24. For "tv_mask" it is a '
+        'for "geometric_mask" 1.01 (SkyRL), for "icepop" 5 (verl), for PPO\'s clips 1.24. For "tv_mask" it is a '
         "difference of probabilities below 1, and 0.2 (SkyRL) if it is not set.",
     )
     rollout_correction_min: Annotated[float | None, Range(least=0, most=1)] = setting(
         None,
         'Lower bound of the correction, at most 1. If it is not set: 0, for "geometric_mask" 0.99, for "icepop" 0.5, '
-        'for "ppo_clip" 0.76. "tv_mask" has no lower bound.',
+        'for PPO\'s clips 0.76. "tv_mask" has no lower bound.',
     )
     rollout_correction_target: Target = setting(
         "all",

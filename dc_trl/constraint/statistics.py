@@ -70,7 +70,7 @@ class BatchStatistics:
             weights: weights of a correction, shape (B, T); None without one. Tokens with a weight of 0 do not count in
                 δ̄.
         """
-        train_logps, infer_logps, scored, _, deployed_logps = tokens
+        train_logps, infer_logps, scored, deployed_logps = *tokens[:3], tokens.deployed_logps
         delta = token_discrepancy(train_logps, infer_logps, self._measure)
         kept = scored if weights is None else scored & (weights > 0)
         sums = mismatch_sums(train_logps, infer_logps, scored) | discrepancy_sums(delta, kept, self._reduction)

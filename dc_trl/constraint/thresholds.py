@@ -20,6 +20,8 @@ LAG_COSTS = 2e-3
 # Above this, each run of GRPO, with a lag or in two bits, lost 8 points or more: the sampler is another policy.
 FAR = 1e-2
 
+_CLIPS = {"ppo_clip", "ppo_clip_by_age"}
+
 
 def reading(k3: float, may_lag: bool) -> str:
     """Return what a k3 means for plain GRPO and what to do about it, as a clause that follows the number.
@@ -65,7 +67,7 @@ def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool, clips:
             f"without reward. Use {signed}a deployment_scheme of higher precision, or constraint='none'; see "
             f"docs/{'staleness' if may_lag else 'study'}.md."
         )
-    elif form is not None or clips or "ppo_clip" in settings.correction_names:  # a pull towards the sampler
+    elif form is not None or clips or _CLIPS & {*settings.correction_names}:  # a pull towards the sampler
         if may_lag:
             return None  # it repaired the runs with a lag
         if form is None:

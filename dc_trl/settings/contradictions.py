@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from .fields import declared_default
 from .micro_batches import MEANS_OF_MICRO_BATCHES, TWO_SIDED
+from .recipes import RECIPES
 
 
 # The values of a field at which a rule applies, or a function that looks at all settings.
@@ -111,6 +112,8 @@ def refuse(settings: Any, rules: Sequence[Rule], verb: str = "contradicts", reme
         ValueError: names the fields, their values and the remedy.
     """
     defaults = {field.name: declared_default(field) for field in fields(settings)}
+    if "recipe" in defaults:  # what it has filled in was not given
+        defaults |= RECIPES[settings.recipe]
     for rule in rules:
         names = rule.named.split()
         if not {*names, *rule.beside} <= defaults.keys():
@@ -183,6 +186,13 @@ CONTRADICTIONS = (
         {"deployment_scheme": [None]},
         "it separates the number format's part of the discrepancy; set deployment_scheme to the format in which the "
         "engine samples (for example 'fp8')",
+    ),
+    Rule(
+        "recipe",
+        {"deployment_scheme": [None]},
+        "it trains through the number format in which the engine samples; set deployment_scheme to that format (for "
+        "example 'fp8')",
+        lambda c: c.train_through_quantization and RECIPES[c.recipe]["train_through_quantization"],
     ),
     Rule(
         "dual",
@@ -266,6 +276,13 @@ CONTRADICTIONS = (
         lambda c: not {*c.correction_names} <= {"token_truncate", "token_mask", "icepop"},
     ),
     Rule("rollout_correction", {"vllm_importance_sampling_correction": [True]}, f"both correct the rollouts; {_ONE}"),
+    Rule(
+        "rollout_correction",
+        {"weight_sync_steps": [1], "rollout_overlap": [False]},
+        "the weights that sample are the trainer's, so no rollout has an age; set 'ppo_clip', or raise "
+        "weight_sync_steps",
+        lambda c: "ppo_clip_by_age" in c.correction_names,
+    ),
     Rule(
         "rollout_correction",
         {"importance_sampling_level": ["sequence"], "loss_type": lambda c: c.loss_type not in _LOSSES_BY_TOKEN},

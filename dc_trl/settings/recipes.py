@@ -1,25 +1,29 @@
-"""Recipes: values for the fields of a `DCGRPOConfig` that its user leaves open."""
+"""Recipes: values for the fields of a `DCGRPOConfig` that its user leaves open.
+
+Of λ they say nothing: `ConstraintSettings.fill_in_multiplier` gives it the defaults of the form that a recipe sets.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
 
-Recipe = Literal["trl", "paper"]
+Recipe = Literal["trl", "paper", "lag", "format", "both"]
+
+_MEASURED = {"constraint": "none", "constraint_form": "injected", "train_through_quantization": False}
+# arXiv 2606.08779, with which docs/study.md compares all methods.
+_OBJECTIVE = {"epsilon": 0.24, "loss_type": "grpo", "vllm_importance_sampling_correction": False}
+_PULL = {"constraint": "static", "constraint_form": "log_ratio"}
+_ALIGNED = {"train_through_quantization": True}
 
 RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
     # TRL's GRPO, with the mismatch measured. Where vLLM samples, TRL's importance sampling is on, unless something of
     # ours takes its place.
-    "trl": {
-        "constraint": "none",
-        "epsilon": 0.2,
-        "loss_type": "dapo",
-        "vllm_importance_sampling_correction": False,
-    },
+    "trl": _MEASURED | {"epsilon": 0.2, "loss_type": "dapo", "vllm_importance_sampling_correction": False},
     # DC-GRPO, arXiv 2606.08779.
-    "paper": {
-        "constraint": "lagrangian",
-        "epsilon": 0.24,
-        "loss_type": "grpo",
-        "vllm_importance_sampling_correction": False,
-    },
+    "paper": _MEASURED | _OBJECTIVE | {"constraint": "lagrangian"},
+    # The best of docs/study.md or tied with it, for a sampler whose weights lag and for a coarse number format, which
+    # tests/test_study.py checks; and the remedy of each for both (docs/aligned.md).
+    "lag": _MEASURED | _OBJECTIVE | _PULL,
+    "format": _MEASURED | _OBJECTIVE | _ALIGNED,
+    "both": _MEASURED | _OBJECTIVE | _PULL | _ALIGNED,
 }

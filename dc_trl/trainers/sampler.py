@@ -39,6 +39,7 @@ class Sampler:
             itself (`model.generate`) or a `rollout_func` does.
 
     Attributes:
+        age: optimizer steps from the weights that sampled the latest batch to the policy's; 0 in an evaluation.
         sampling_seconds, waiting_seconds: duration of the sampling of all generation batches of training, and the part
             of it during which training only waited; counted only if rollouts overlap.
     """
@@ -47,6 +48,7 @@ class Sampler:
         self._trainer, self._engine = trainer, engine
         self._schedule = SyncSchedule(trainer.args.weight_sync_steps)
         self._held: int | None = None  # the step whose weights the engine holds
+        self.age = 0
         self.sampling_seconds = self.waiting_seconds = 0.0
 
     @property
@@ -79,12 +81,12 @@ class Sampler:
             return
         trainer, step = self._trainer, self._trainer.state.global_step
         training = trainer.model.training
-        age = self._age() if training else 0
+        self.age = self._age() if training else 0
         if not self.may_lag:
             return
-        trainer.add_column("weights_of_step", [step - age] * completions)
+        trainer.add_column("weights_of_step", [step - self.age] * completions)
         if training:
-            trainer.add_metric("sync/age", age)
+            trainer.add_metric("sync/age", self.age)
             trainer.add_metric("sync/count", self._schedule.syncs)
 
     def look_ahead(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
