@@ -13,7 +13,7 @@ from .constraint.settings import Constraint, ConstraintSettings, read_correction
 from .constraint.thresholds import lag_warning
 from .files import parse_object
 from .quantization.schemes import SCHEMES, require_scheme, require_served_scheme
-from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncates
+from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncations
 from .serving.preflight import require_address, require_addresses, require_waits_that_fit
 from .settings.contradictions import require_no_contradiction
 from .settings.distribution import require_division
@@ -225,19 +225,16 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         return "train_through_quantization=True" if self.train_through_quantization else self.split_setting
 
     @property
-    def truncated_sampling(self) -> bool:
-        """Whether top-p, top-k or min-p cut off what is sampled, and are corrected for as the engines are compared."""
-        return self.compared_by is not None and self.truncates_sampling
-
-    @property
-    def truncates_sampling(self) -> bool:
-        """Whether top-p, top-k or min-p cut off what is sampled."""
-        return truncates(self._sampling)
+    def truncations(self) -> dict[str, Any]:
+        """Those of top-p, top-k and min-p that cut off what is sampled, with their values."""
+        return truncations(self._sampling)
 
     @property
     def named_tokens(self) -> int:
         """How many tokens vLLM is to name at each position, the most probable ones; 0: the sampled one alone."""
-        return self._sampling["top_k"] if self.use_vllm and self.truncated_sampling else 0
+        top_k = self.truncations.get("top_k") or 0
+        most = _COLOCATED_LOGPROBS if self.vllm_mode == "colocate" else math.inf
+        return top_k if self.use_vllm and top_k <= most else 0
 
     @property
     def _sampling(self) -> dict[str, Any]:
@@ -316,7 +313,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
                 f"{self.compared_by}='none'."
             )
         top_k = self._sampling["top_k"]
-        if not (self.use_vllm and self.truncated_sampling):
+        if not (self.use_vllm and self.truncations):
             return
         if top_k <= 0:
             raise ValueError(

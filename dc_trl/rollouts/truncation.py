@@ -2,9 +2,10 @@
 
 An engine that truncates samples from its distribution renormalised over the tokens that it kept, K. The policy that
 acts is then π(y | K) = exp(z_y) / Σ_{v ∈ K} exp(z_v), with z the logits over the temperature. Both engines'
-log-probabilities are taken over the same K, so that their discrepancy does not contain the truncation; the gradient is
-that of log π(y | K) with K fixed. DeepSeek-V3.2 calls this "Keep Sampling Mask" (arXiv 2512.02556, section 3.1),
-prime-rl "sampling replay", vLLM "sampling distribution replay".
+log-probabilities are taken over the same K, so that their discrepancy does not contain the truncation. Where a
+constraint or a correction acts on it, the loss has the gradient of log π(y | K) with K fixed; where it is measured
+alone, the loss keeps its log-probabilities of the whole vocabulary. DeepSeek-V3.2 calls this "Keep Sampling Mask"
+(arXiv 2512.02556, section 3.1), prime-rl "sampling replay", vLLM "sampling distribution replay".
 """
 
 import math
@@ -36,13 +37,17 @@ class KeptLogProb(float):
 
     Attributes:
         kept: ids of the kept tokens, with the sampled one among them, int32 of shape (kept,).
+        reported: log-probability that the engine itself reports, in nats, where it is another number: of the whole
+            vocabulary, or before `named_by_vllm`.
     """
 
     kept: Tensor
+    reported: float
 
-    def __new__(cls, value: float, kept: Tensor) -> "KeptLogProb":
+    def __new__(cls, value: float, kept: Tensor, reported: float | None = None) -> "KeptLogProb":
         self = super().__new__(cls, value)
         self.kept = kept
+        self.reported = value if reported is None else reported
         return self
 
 
@@ -77,7 +82,18 @@ def _named(sampled: int, logprobs: list[float | None], token_ids: list[int]) -> 
     if len(values) < len(kept):
         return math.nan
     mass = torch.tensor(values, dtype=torch.float64).logsumexp(0).item()
-    return KeptLogProb(values[list(kept).index(sampled)] - mass, torch.tensor(list(kept), dtype=torch.int32))
+    value = values[list(kept).index(sampled)]
+    return KeptLogProb(value - mass, torch.tensor(list(kept), dtype=torch.int32), value)
+
+
+def padded_logps(logprobs: list[list[float | None]]) -> Tensor:
+    """Return log-probabilities of completions as a tensor, float32 of shape (batch, positions), with NaN for None."""
+    return _padded([torch.tensor([math.nan if value is None else value for value in row]) for row in logprobs], 0)
+
+
+def reported_logps(logprobs: list[list[float | None]]) -> list[list[float | None]]:
+    """Return log-probabilities of completions as the engine reports them, see `KeptLogProb`."""
+    return [[value.reported if isinstance(value, KeptLogProb) else value for value in row] for row in logprobs]
 
 
 class Kept(NamedTuple):
@@ -87,23 +103,21 @@ class Kept(NamedTuple):
     counts: Tensor  # (batch, positions), int32: number of kept tokens at a position; 0 where nothing was truncated
 
     @classmethod
-    def of(cls, completion_ids: list[list[int]], logprobs: list[list[float]], device: torch.device) -> "Kept":
-        """Return the kept tokens from the log-probabilities of completions.
+    def of(
+        cls, completion_ids: list[list[int]], logprobs: list[list[float | None]], device: torch.device
+    ) -> "Kept | None":
+        """Return the kept tokens from the log-probabilities of completions; None where none is a `KeptLogProb`.
 
         Raises:
-            ValueError: no log-probability is a `KeptLogProb`, the kept tokens of one do not contain the sampled token
-                once, or there are too many kept tokens.
+            ValueError: the kept tokens of a `KeptLogProb` do not contain the sampled token once, or there are too many
+                kept tokens.
         """
         none = torch.empty(0, dtype=torch.int32)
         sets = [[value.kept if isinstance(value, KeptLogProb) else none for value in row] for row in logprobs]
         counts = [torch.tensor([len(kept) for kept in row], dtype=torch.int32) for row in sets]
         widest = max(int(row.sum()) for row in counts)
-        if widest == 0 and not all(math.isnan(value) for row in logprobs for value in row):
-            raise ValueError(
-                "The rollouts were sampled with truncation (top_p, top_k or min_p), and do not say which tokens were "
-                "kept: return logprobs of type dc_trl.rollouts.truncation.KeptLogProb from rollout_func, set "
-                "top_p=1.0, top_k=0 and min_p=None, or constraint='none'."
-            )
+        if widest == 0 and not all(value is None or math.isnan(value) for row in logprobs for value in row):
+            return None
         if widest * len(sets) > _MOST_KEPT:
             mean = torch.cat(counts).float().mean()
             raise ValueError(
@@ -137,6 +151,7 @@ class KeptHead:
         in_float32: whether the output head runs in float32 (`cast_lm_head_to_fp32`).
         padded: converts hidden states of the backbone to padded rows, where the backbone reads packed ones
             (`padding_free`).
+        gradient: whether the log-probabilities have the gradient of the forward passes.
     """
 
     def __init__(
@@ -147,6 +162,7 @@ class KeptHead:
         temperature: float,
         in_float32: bool,
         padded: Callable[[Tensor], Tensor] | None = None,
+        gradient: bool = True,
     ):
         self._model = model
         self._kept = kept
@@ -154,10 +170,11 @@ class KeptHead:
         self._temperature = temperature
         self._in_float32 = in_float32
         self._padded = padded
+        self._hook = self._score if gradient else torch.no_grad()(self._score)
         self._scored: list[Tensor] = []
 
     def __enter__(self) -> "KeptHead":
-        self._handle = self._model.base_model.register_forward_hook(self._score)
+        self._handle = self._model.base_model.register_forward_hook(self._hook)
         return self
 
     def __exit__(self, *error: object) -> None:

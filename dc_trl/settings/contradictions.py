@@ -231,7 +231,7 @@ CONTRADICTIONS = (
     Rule("score_centering", {"rollout_correction_target": ["lag"]}, f"the mean is the whole difference's; {_ONE}"),
     Rule(
         "score_centering",
-        {"top_p": lambda c: c.truncates_sampling, "top_k": _any, "min_p": _any},
+        {"top_p": lambda c: c.truncations, "top_k": _any, "min_p": _any},
         "the mean is taken over the whole vocabulary; set top_p=1.0, top_k=0 and min_p=None",
     ),
     Rule(
