@@ -13,7 +13,7 @@ from .constraint.settings import Constraint, ConstraintSettings, read_correction
 from .constraint.thresholds import lag_warning
 from .files import parse_object
 from .quantization.schemes import SCHEMES, require_scheme, require_served_scheme
-from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncates
+from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncations
 from .serving.preflight import require_address, require_addresses, require_waits_that_fit
 from .settings.contradictions import require_no_contradiction
 from .settings.distribution import require_division
@@ -240,22 +240,18 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         return "train_through_quantization=True" if self.train_through_quantization else self.split_setting
 
     @property
-    def truncated_sampling(self) -> bool:
-        """Whether top-p, top-k or min-p cut off what is sampled, and are corrected for as the engines are compared."""
-        return self.compared_by is not None and self.truncates_sampling
-
-    @property
-    def truncates_sampling(self) -> bool:
-        """Whether top-p, top-k or min-p cut off what is sampled."""
-        return truncates(self._sampling)
+    def truncations(self) -> dict[str, Any]:
+        """Those of top-p, top-k and min-p that cut off what is sampled, with their values."""
+        return truncations(self._sampling)
 
     @property
     def named_tokens(self) -> int:
         """How many tokens vLLM is to name at each position, the most probable ones; 0: the sampled one alone."""
         if not self.use_vllm:
             return 0
-        if self.truncated_sampling:
-            return self._sampling["top_k"]
+        if self.truncations:
+            top_k = self.truncations.get("top_k") or 0
+            return top_k if self.vllm_mode != "colocate" or top_k <= _COLOCATED_LOGPROBS else 0
         return (self.score_centering_top_k or _COLOCATED_LOGPROBS) if self.score_centering else 0
 
     @property
@@ -338,15 +334,18 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
                 f"{self.without_comparison}."
             )
         top_k = self._sampling["top_k"]
-        if self.use_vllm and self.truncated_sampling and top_k <= 0:
+        if not self.use_vllm:
+            return
+        if self.truncations and top_k <= 0:
             raise ValueError(
                 f"top_k={top_k} with top_p={self._sampling['top_p']!r} and min_p={self._sampling['min_p']!r} leaves "
                 "open how many tokens vLLM keeps, and it cannot name them all: set top_k too (for example 20), sample "
                 f"by the in-process replica (use_vllm=False, deployment_scheme), or set {self.without_comparison}."
             )
-        if self.vllm_mode == "colocate" and self.named_tokens > _COLOCATED_LOGPROBS:
-            name = "top_k" if self.truncates_sampling else "score_centering_top_k"
+        name = "top_k" if self.truncations else "score_centering_top_k"
+        most = top_k if self.truncations else self.score_centering_top_k or 0
+        if self.vllm_mode == "colocate" and most > _COLOCATED_LOGPROBS:
             raise ValueError(
-                f"{name}={self.named_tokens} takes more tokens than an engine of vllm_mode='colocate' names "
+                f"{name}={most} takes more tokens than an engine of vllm_mode='colocate' names "
                 f"({_COLOCATED_LOGPROBS}): lower it, or use vllm_mode='server'."
             )

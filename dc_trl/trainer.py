@@ -35,6 +35,7 @@ from .records.clock import timed
 from .records.samples import Sample
 from .records.verdict import NOT_MEASURED, first_batch
 from .rollouts.buffer import with_nonempty_completions
+from .rollouts.neutral_sampling import truncation_warning
 from .sampled_tokens import SampledTokens
 from .settings.distribution import sharding_of
 from .settings.micro_batches import MEAN_OVER_COMPLETIONS, TWO_SIDED
@@ -177,7 +178,7 @@ class DCGRPOTrainer(RunTrainer):
         self.form = form_of(args, self._divergence)
         self.correction = correction_of(args)
         self.lagrange_multiplier = LagrangeMultiplier.of(args)
-        self._warned_of_drift = False
+        self._warned_of_mismatch = False
         self._seen_first_batch = False  # in the present call of `train`
         self._statistics = {mode: BatchStatistics.of(args) for mode in ("train", "eval")}
         # δ̄ of the present generation batch, from its measurement to the update of λ at the batch's end.
@@ -190,8 +191,10 @@ class DCGRPOTrainer(RunTrainer):
         self._two_sided: TwoSidedDivergence | None = None
         # The policy's deployed forward, inactive, where something compares the policy with its quantized self.
         self._quantized_self: DeployedForward | None = None
-        # log π_Q of the batch that is being scored; None until TRL has scored it with the weights that sample.
-        self._deployed_logps: Tensor | None = None
+        # log π_train and log π_Q of the batch that is being scored, as they are compared with log π_inf; None until
+        # TRL has scored it with the weights that sample.
+        self._sampled_logps: tuple[Tensor, Tensor | None] | None = None
+        self._counts_truncation = False  # whether the discrepancy contains what truncated sampling has cut off
         self.samples: list[Sample] = []
         super().__init__(
             model,
@@ -279,7 +282,7 @@ class DCGRPOTrainer(RunTrainer):
     # --- rollouts and their advantages ------------------------------------------------------------------------------
 
     def sample_and_score(self, inputs):
-        self._deployed_logps = None
+        self._sampled_logps = None
         batch = super().sample_and_score(inputs)
         rewards = total_rewards(self._rewards_per_func, self.reward_weights)
         self._compare_rewards(batch, rewards)
@@ -295,7 +298,8 @@ class DCGRPOTrainer(RunTrainer):
                 f"returned none (logprobs=None): return them from rollout_func, or set {self.args.without_comparison}."
             )
         if measured and "old_per_token_logps" in batch:
-            self._constrain(batch, batch["old_per_token_logps"], self._deployed_logps)
+            assert self._sampled_logps is not None
+            self._constrain(batch, *self._sampled_logps)
             if self.model.training:
                 self.wait_for_device("logps")
                 self._report("train")
@@ -367,6 +371,7 @@ class DCGRPOTrainer(RunTrainer):
             train_logps: log π_train at the weights that sampled, shape (B, T), nats; see `Form`.
             deployed_logps: log π_Q at the same weights, shape (B, T), nats; None if the discrepancy is not split.
         """
+        self._counts_truncation = self.truncates and "kept_counts" not in batch
         tokens = _tokens_of(batch, train_logps, batch["advantages"], deployed_logps)
         tokens = tokens._replace(age=self.sampler.age)  # a batch is constrained before the next one is sampled
         constrained = self._apply_form(tokens)
@@ -438,18 +443,20 @@ class DCGRPOTrainer(RunTrainer):
 
     def score_tokens(self, model, *args, **kwargs):
         outputs = super().score_tokens(model, *args, **kwargs)
+        compared = self._compared(outputs[0])
         if self._loss is not None:  # the loss reads the advantages after this forward
             again = kwargs | {"compute_entropy": False, "compute_aux_loss": False}
             self._loss.forward = partial(self._train_logps, model, *args, **again)
             self._loss.train_logps = outputs[0]
             inputs = self._loss.inputs
-            self._constrain_in_loss(inputs, outputs[0])
+            self._constrain_in_loss(inputs, compared)
             if self._centering is not None and outputs[0].requires_grad:
                 outputs = (self._centred(outputs[0], *args), *outputs[1:])
             if "kept_weight" in inputs:
                 inputs["advantages"] = inputs["advantages"] * inputs["kept_weight"]
-        elif self.scores_when_sampled and self._deployed_logps is None:  # before any reference model's
-            self._deployed_logps = self._as_deployed(outputs[0], partial(self._train_logps, model, *args, **kwargs))
+        elif self.scores_when_sampled and self._sampled_logps is None:  # before any reference model's
+            deployed = self._as_deployed(compared, partial(self._train_logps, model, *args, **kwargs))
+            self._sampled_logps = (compared, deployed)
         return outputs
 
     @timed("constraint")
@@ -490,7 +497,11 @@ class DCGRPOTrainer(RunTrainer):
             return forward()
 
     def _train_logps(self, model, *args, **kwargs) -> Tensor:
-        return super().score_tokens(model, *args, **kwargs)[0]
+        return self._compared(super().score_tokens(model, *args, **kwargs)[0])
+
+    def _compared(self, train_logps: Tensor) -> Tensor:
+        """Return what is compared with log π_inf, from the log-probabilities that were scored last."""
+        return train_logps if self.logps_among_kept is None else self.logps_among_kept
 
     def _constrain_in_loss(self, inputs: dict[str, Any], train_logps: Tensor) -> None:
         if "sampling_per_token_logps" not in inputs:
@@ -549,23 +560,31 @@ class DCGRPOTrainer(RunTrainer):
                 f"rollout_correction={self.args.rollout_correction!r} has masked every token: this batch is skipped, "
                 "λ unchanged."
             )
-        metrics = batch_metrics(report, None if self.form is None else self.lagrange_multiplier)
+        multiplier = None if self.form is None else self.lagrange_multiplier
+        metrics = batch_metrics(report, multiplier, self._counts_truncation)
         for name, metric in metrics.items():
             self.add_metric(name, metric, mode)
         if mode == "train":
             self._mean_discrepancy = mean
-            self._watch_lag(mean, metrics["discrepancy/lag_k3_kl" if self.args.acts_on_lag else "discrepancy/k3_kl"])
+            self._watch_mismatch(mean, metrics)
 
-    def _watch_lag(self, mean_discrepancy: float | None, k3: float) -> None:
+    def _watch_mismatch(self, mean_discrepancy: float | None, metrics: dict[str, float]) -> None:
         """Request new weights if δ̄ exceeds ε, and warn once if the method fails with such a mismatch."""
         tolerance = self.lagrange_multiplier.tolerance
         if self.args.weight_sync_trigger == "discrepancy" and (
             tolerance is None or mean_discrepancy is None or mean_discrepancy > tolerance
         ):
             self.sampler.request_weights()
-        warning = drift_warning(self.args, k3, self.sampler.may_lag)
-        if warning is not None and not self._warned_of_drift:
-            self._warned_of_drift = True
+        if self._counts_truncation:
+            remedy = (
+                "set top_k too with a vLLM engine (at most 20 with vllm_mode='colocate'), return KeptLogProb from "
+                "rollout_func, or sample without truncation"
+            )
+            warning: str | None = truncation_warning(self.args.truncations, remedy)
+        else:
+            warning = drift_warning(self.args, metrics, self.sampler.may_lag)
+        if warning is not None and not self._warned_of_mismatch:
+            self._warned_of_mismatch = True
             logger.warning(warning)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
@@ -591,7 +610,7 @@ class DCGRPOTrainer(RunTrainer):
         self.lagrange_multiplier.load_state_dict(LagrangeMultiplier.of(self.args).state_dict())
         self._statistics["train"].clear()
         self._mean_discrepancy = None
-        self._warned_of_drift = self._seen_first_batch = False
+        self._warned_of_mismatch = self._seen_first_batch = False
 
     def iteration_state(self):
         return super().iteration_state() | {
@@ -634,7 +653,7 @@ def _gradient_alone(values: Tensor) -> Tensor:
 def _tokens_of(
     batch: dict[str, Any], train_logps: Tensor, advantages: Tensor, deployed_logps: Tensor | None = None
 ) -> SampledTokens:
-    infer_logps = batch["sampling_per_token_logps"]
+    infer_logps = batch.get("kept_logps", batch["sampling_per_token_logps"])
     return SampledTokens.of(train_logps, infer_logps, _loss_mask(batch), advantages, deployed_logps)
 
 

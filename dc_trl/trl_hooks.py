@@ -176,7 +176,7 @@ class HookedTrainer(GRPOTrainer):
     def _generate(self, prompts):
         self.begin_rollout(prompts)
         prompt_ids, completion_ids, tool_mask, completions, logprobs, *others = super()._generate(prompts)
-        mask = self.end_rollout(prompt_ids, completion_ids, tool_mask, logprobs)
+        mask, logprobs = self.end_rollout(prompt_ids, completion_ids, tool_mask, logprobs)
         return prompt_ids, completion_ids, mask, completions, logprobs, *others
 
     def begin_rollout(self, prompts: list) -> None:
@@ -188,9 +188,13 @@ class HookedTrainer(GRPOTrainer):
         completion_ids: list[list[int]],
         tool_mask: list[list[int]] | None,
         logprobs: list[list[float]] | None,
-    ) -> list[list[int]] | None:
-        """Take up the completions of all turns; return the mask of the tokens that the policy wrote, None for all."""
-        return tool_mask
+    ) -> tuple[list[list[int]] | None, list[list[float]] | None]:
+        """Take up the completions of all turns.
+
+        Returns:
+            The mask of the tokens that the policy wrote (None for all), and the log-probabilities that TRL gets.
+        """
+        return tool_mask, logprobs
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         turn = super()._generate_single_turn

@@ -10,6 +10,8 @@ import queue
 import random
 import re
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -253,6 +255,35 @@ def test_loss_and_gradient_are_those_of_the_formulas(make_trainer, fields):
         assert error <= 1e-4 * gradient.abs().max() + 1e-6, name
 
 
+# --- settings
+
+
+@dataclass
+class OfTomorrow(AsyncDCGRPOConfig):
+    """With the fields that TRL's pull request 7120 adds to `AsyncGRPOConfig`, and their defaults."""
+
+    vllm_importance_sampling_correction: bool = True
+    vllm_importance_sampling_mode: str = "sequence_mask"
+
+
+def test_trls_own_correction_is_refused_beside_ours_once_it_is_there(tmp_path):
+    settings = partial(OfTomorrow, str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(ValueError, match=r"rollout_correction='icepop' contradicts .*sampling_correction=True: both"):
+        settings(rollout_correction="icepop")
+    with pytest.raises(ValueError, match="sampling_mode='sequence_mask' contradicts constraint='static'"):
+        settings(constraint="static")
+    settings()
+    settings(constraint="static", rollout_correction="icepop", vllm_importance_sampling_correction=False)
+
+
+def test_truncated_sampling_has_another_name(make_trainer, caplog):
+    trainer = make_trainer(top_p=0.9, **NEUTRAL)
+    trainer.train()
+    assert len(logged(trainer, "discrepancy_truncated/mean")) == 2
+    assert not logged(trainer, "discrepancy/mean")
+    assert len([record for record in caplog.records if "top_p=0.9: the sampler drops" in record.message]) == 1
+
+
 # --- a training
 
 
@@ -261,8 +292,9 @@ def test_without_constraint_the_training_is_trls_bit_for_bit(make_trainer):
     for trainer in (ours, theirs):
         trainer.train()
     assert ours.state.global_step == theirs.state.global_step == 2
-    for name in ("loss", "grad_norm", "ratio", "kl", "clip_ratio/region_mean"):
+    for name in ("loss", "grad_norm", "ratio", "kl", "clip_ratio/region_mean", "sample/staleness_mean"):
         assert logged(ours, name) == logged(theirs, name), name
+        assert logged(ours, name)
     for name, value in parameters_of(theirs).items():
         assert torch.equal(parameters_of(ours)[name], value), name
     assert not logged(ours, "lagrangian/lambda")

@@ -190,11 +190,11 @@ def test_a_config_can_be_copied(tmp_path):
         assert copied.to_dict() == config.to_dict()
 
 
-def test_truncated_sampling_is_free_without_a_constraint(tmp_path):
-    assert not make_config(tmp_path, constraint="none", top_p=0.9, top_k=5, min_p=0.1).truncated_sampling
-    assert make_config(tmp_path, top_p=0.9, top_k=5, min_p=0.1).truncated_sampling
+def test_values_that_keep_every_token_do_not_truncate(tmp_path):
+    truncating = {"top_p": 0.9, "top_k": 5, "min_p": 0.1}
+    assert make_config(tmp_path, **truncating).truncations == truncating
     neutral = {"top_p": 1.0, "temperature": 1.0}
-    assert not make_config(tmp_path, top_p=1.0, top_k=-1, min_p=0.0, generation_kwargs=neutral).truncated_sampling
+    assert not make_config(tmp_path, top_p=1.0, top_k=-1, min_p=0.0, generation_kwargs=neutral).truncations
 
 
 def test_a_constraint_without_log_probabilities_is_refused_before_the_model_loads(tmp_path):

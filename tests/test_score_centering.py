@@ -187,7 +187,7 @@ def test_under_truncated_sampling_both_distributions_are_those_of_the_kept_token
             support[row, at, sets[row][at] if len(sets[row][at]) else slice(None)] = True
     of_kept = log_q.masked_fill(~support, -torch.inf).log_softmax(-1)
     named = [
-        [KeptLogProb(0.0, sets[row][at].int(), of_kept[row, at, sets[row][at]]) for at in range(WIDTH)]
+        [KeptLogProb(0.0, sets[row][at].int(), logps=of_kept[row, at, sets[row][at]]) for at in range(WIDTH)]
         for row in range(3)
     ]
     sampled = [[int(sets[row][at][0]) if len(sets[row][at]) else 0 for at in range(WIDTH)] for row in range(3)]

@@ -92,6 +92,8 @@ def test_without_a_lag_nothing_is_logged_of_it(tmp_path):
     assert weights.sampled_by() == [0, 1, 2]
     assert weights.trainer.weight_syncs == (3, 0)
     assert not [name for row in weights.trainer.state.log_history for name in row if name.startswith("sync/")]
+    split = watched(tmp_path, weight_sync_steps=1, max_steps=3, discrepancy_split=True)
+    assert logged(split.trainer, "sync/age") == [0, 0, 0]
 
 
 def test_several_steps_on_a_generation_batch(tmp_path):
@@ -277,7 +279,9 @@ def test_a_run_that_goes_on_in_another_scheme_gets_present_weights(tmp_path):
 
 def warning_of(form, correction, k3, may_lag):
     constrained = {} if form is None else {"constraint": "static", "constraint_form": form}
-    return drift_warning(ConstraintSettings(rollout_correction=correction, **constrained), k3, may_lag)
+    return drift_warning(
+        ConstraintSettings(rollout_correction=correction, **constrained), {"discrepancy/k3_kl": k3}, may_lag
+    )
 
 
 def test_the_warning_far_from_the_sampler_by_hand():
@@ -299,7 +303,7 @@ def test_the_warning_far_from_the_sampler_by_hand():
         )
         assert warning_of(form, "none", 5.0, may_lag=False) is None
     # A loss that clips the ratio to the sampler has one of the remedies.
-    assert drift_warning(ConstraintSettings(), 0.0123, may_lag=True, clips=True) is None
+    assert drift_warning(ConstraintSettings(), {"discrepancy/k3_kl": 0.0123}, may_lag=True, clips=True) is None
     # A pull to older weights repairs a run; one to a number format that follows the policy destroys it.
     # In the study the clip cost accuracy in int4, from 0.0011 on, and signed forms in int3, from 0.0033 on.
     for form, correction, named, far, meets in (

@@ -29,12 +29,14 @@ from . import helpers
 from .helpers import (
     Rollouts,
     assert_finite,
+    distinct_characters,
     logged,
     make_config,
     make_experts,
     make_model,
     make_prompts,
 )
+from .test_trainer import plain_config
 
 
 TRUNCATED = [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.8, "top_k": 20, "min_p": 0.01}]
@@ -364,6 +366,69 @@ def test_truncation_of_the_models_own_is_corrected_too(tmp_path, seen_by_the_los
     assert max(logged(trainer, "discrepancy/log_ppl_abs_diff")) < 0.05
 
 
+# --- measured alone: constraint="none" ------------------------------------------------------------------------------
+
+ALONE = {"constraint": "none", "learning_rate": 0.0}
+
+
+@pytest.mark.parametrize("steps", [1, 2], ids=["in the loss", "when it is sampled"])
+@pytest.mark.parametrize("fields", TRUNCATED, ids=by_name)
+def test_what_is_measured_alone_is_what_a_constraint_would_act_on(tmp_path, seen_by_the_loss, fields, steps):
+    """The policy and its replica agree in bf16, and both meters give the same numbers; the loss has the whole."""
+    fields = fields | {"steps_per_generation": steps, "gradient_accumulation_steps": 1, "max_steps": 2}
+    measured = []
+    for constraint in ({"constraint": "static", "lambda_init": 0.0}, {"constraint": "none"}):
+        trainer = make_trainer(tmp_path, Watched, make_model().bfloat16(), **ALONE | constraint | fields)
+        trainer.train()
+        names = ("mean", "kl", "k3_kl", "ess", "probs_diff_max", "log_ppl_abs_diff")
+        measured.append({name: logged(trainer, f"discrepancy/{name}") for name in names})
+    constrained, alone = measured
+    assert alone == constrained
+    assert max(alone["log_ppl_abs_diff"]) < 0.02
+    scored, whole = trainer.seen[-1]
+    assert torch.equal(scored, whole)
+    inputs = seen_by_the_loss[-1]
+    mask, reported = inputs["completion_mask"].bool(), inputs["sampling_per_token_logps"]
+    assert (whole - reported)[mask].abs().mean() < 0.02
+    assert (inputs["kept_logps"] - reported)[mask].mean() > 0.04  # the mass that was cut off
+
+
+@pytest.mark.parametrize("steps", [{}, {"steps_per_generation": 2, "gradient_accumulation_steps": 1}], ids=by_name)
+def test_losses_of_what_is_measured_alone_are_trls_own(tmp_path, tokenizer, steps):
+    def keep(call, completions, logprobs):
+        for ids, values in zip(completions, logprobs, strict=True):
+            for position, (token, value) in enumerate(zip(ids, values, strict=True)):
+                kept = torch.tensor([3, token, 4], dtype=torch.int32)
+                values[position] = KeptLogProb(-0.3 * (token % 4), kept, reported=value)
+
+    # TRL's mask of trajectories reads the engine's log-probabilities, which have to be those that it reports.
+    fields = {"top_k": 3, "off_policy_mask_threshold": 2.0}
+    ours = make_config(tmp_path, constraint="none", max_steps=4, length_aware_batches=False, **steps, **fields)
+    trls = plain_config(ours)
+    vars(trls).update(fields)
+    histories, weights = [], []
+    for kind, args, edit in ((DCGRPOTrainer, ours, keep), (GRPOTrainer, trls, None)):
+        data = {"train_dataset": make_prompts(), "processing_class": tokenizer}
+        trainer = kind(make_model(), distinct_characters, args, rollout_func=Rollouts(edit=edit), **data)
+        trainer.train()
+        histories.append([logged(trainer, "loss"), logged(trainer, "grad_norm")])
+        weights.append(dict(trainer.model.named_parameters()))
+        assert bool(logged(trainer, "discrepancy/mean")) == (kind is DCGRPOTrainer)
+    assert histories[0] == histories[1]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_what_is_not_known_has_another_name(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, rollout_func=Rollouts(), top_k=3, **ALONE)
+    trainer.train()
+    whole = make_trainer(tmp_path, rollout_func=Rollouts(), **ALONE)
+    whole.train()
+    assert logged(trainer, "discrepancy_truncated/mean") == logged(whole, "discrepancy/mean")
+    assert not [name for row in trainer.state.log_history for name in row if name.startswith("discrepancy/")]
+    (warned,) = [record.message for record in caplog.records if "discrepancy_truncated" in record.message]
+    assert "top_k=3: " in warned
+
+
 # --- rollout functions ----------------------------------------------------------------------------------------------
 
 
@@ -410,7 +475,7 @@ def test_vllm_needs_a_bound_to_name_what_it_keeps(tmp_path):
     for fields in ({"top_p": 0.9}, {"min_p": 0.1}, {"generation_kwargs": {"top_p": 0.9}}):
         with pytest.raises(ValueError, match=r"top_k=0 with .* leaves open how many.*set top_k too"):
             make_config(tmp_path, **vllm, **fields)
-        make_config(tmp_path, **vllm, **fields, constraint="none")
+        assert make_config(tmp_path, **vllm, **fields, constraint="none").named_tokens == 0
         assert make_config(tmp_path, **vllm, **{"top_k": 64} | fields).named_tokens == 64
     assert make_config(tmp_path, **vllm).named_tokens == 0
     assert make_config(tmp_path, **vllm, score_centering=True).named_tokens == 20
@@ -421,6 +486,7 @@ def test_vllm_needs_a_bound_to_name_what_it_keeps(tmp_path):
     assert make_config(tmp_path, **vllm, top_k=20).named_tokens == 20
     with pytest.raises(ValueError, match=r"top_k=21 takes more tokens .*\(20\).*vllm_mode='server'"):
         make_config(tmp_path, **vllm, top_k=21)
+    assert make_config(tmp_path, **vllm, top_k=21, constraint="none").named_tokens == 0
 
 
 def test_a_server_that_names_too_few_tokens_is_refused():

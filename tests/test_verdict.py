@@ -89,6 +89,11 @@ def test_the_mismatch_is_read_by_the_bounds_of_the_study(k3, settings, says):
     assert says in verdict_of(run_of([0.5] * 4, k3, settings)).lines[-1]
 
 
+def test_what_truncation_has_cut_off_is_not_read_as_a_mismatch():
+    run = run_of([0.5] * 4, None, **{"discrepancy_truncated/k3_kl": 0.5})
+    assert "not measured: discrepancy_truncated/..." in verdict_of(run).lines[-1]
+
+
 @pytest.mark.parametrize("zero", [False, True])
 def test_a_run_ends_with_its_verdict_and_its_report_begins_with_it(tmp_path, capsys, zero):
     reward = zero_reward if zero else distinct_characters

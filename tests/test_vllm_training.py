@@ -175,6 +175,19 @@ def test_the_score_is_centred_by_what_the_server_names(fp8_server, tmp_path, fie
     assert logged(trainer, "discrepancy/drift_tv")[0] > 0
 
 
+def test_truncation_is_no_mismatch_where_the_loss_keeps_the_whole_vocabulary(fp8_server, tmp_path):
+    """TRL's correction reads vLLM's own log-probabilities, and takes the mass that was cut off for a ratio."""
+    options = {"recipe": "trl", "max_steps": 2, "temperature": 1.5, "per_device_train_batch_size": 32}
+    trainer = make_trainer(fp8_server.url, tmp_path, top_k=6, top_p=0.9, **options)
+    trainer.train()
+    assert max(logged(trainer, "discrepancy/mean")) < 0.03
+    assert max(logged(trainer, "discrepancy/log_ppl_abs_diff")) < 0.05
+    assert min(logged(trainer, "sampling/sampling_logp_difference/mean")) > 0.1
+    unknown = make_trainer(fp8_server.url, tmp_path, top_p=0.9, **options)
+    unknown.train()
+    assert min(logged(unknown, "discrepancy_truncated/kl")) > 0.05
+
+
 def test_a_second_training_does_not_sample_with_the_weights_of_the_first(fp8_server, tmp_path):
     trainer = make_trainer(fp8_server.url, tmp_path, max_steps=1, learning_rate=3e-3)
     means = []

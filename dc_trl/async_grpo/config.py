@@ -1,6 +1,7 @@
 """Settings of `AsyncDCGRPOTrainer`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from accelerate.logging import get_logger
 from trl.experimental.async_grpo import AsyncGRPOConfig
@@ -9,7 +10,7 @@ from ..constraint.corrections import correction_of
 from ..constraint.forms import coefficient_of
 from ..constraint.settings import ConstraintSettings, read_correction, read_tolerance
 from ..constraint.thresholds import lag_warning
-from ..rollouts.neutral_sampling import restrictions
+from ..rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncation_warning, truncations
 from ..settings.contradictions import CONTRADICTIONS, Rule, refuse, require_effect
 from ..settings.fields import require_fields, setting
 from ..settings.micro_batches import TWO_SIDED
@@ -68,12 +69,22 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
         require_effect(self)
         refuse(self, CONTRADICTIONS)
         if self.compared_by is not None:
-            sampling = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
-            for name, value, remedy in restrictions(sampling):
+            for name, value, remedy in restrictions(self._sampling):
                 raise ValueError(
                     f"{name}={value!r} makes the engine sample from a distribution that is not the policy's, and "
                     f"{self.comparison} would take that difference for mismatch: {remedy} or "
                     f"{self.without_comparison}."
                 )
+        elif self.truncations:
+            logger.warning(truncation_warning(self._sampling, "AsyncGRPO knows none, so sample without truncation"))
         if warning := lag_warning(self, "the asynchronous sampler of AsyncGRPO"):
             logger.warning(warning)
+
+    @property
+    def truncations(self) -> dict[str, Any]:
+        """Those of top-p, top-k and min-p that cut off what is sampled, with their values."""
+        return truncations(self._sampling)
+
+    @property
+    def _sampling(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in (*TRUNCATIONS, "repetition_penalty")}

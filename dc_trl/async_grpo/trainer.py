@@ -321,14 +321,15 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         if report.tokens == 0:
             logger.warning("No token of this step has log-probabilities from both engines: nothing is measured.")
             return
-        metrics = batch_metrics(report, None if self.form is None else self.lagrange_multiplier)
+        multiplier = None if self.form is None else self.lagrange_multiplier
+        metrics = batch_metrics(report, multiplier, truncated=bool(self.args.truncations))
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
-        k3 = metrics["discrepancy/lag_k3_kl" if self.args.acts_on_lag else "discrepancy/k3_kl"]
-        warning = drift_warning(self.args, k3, may_lag=True, clips=True)
-        if warning is not None and not self._warned_of_drift:
-            self._warned_of_drift = True
-            logger.warning(warning)
+        if not (self._warned_of_drift or self.args.truncations):
+            warning = drift_warning(self.args, metrics, may_lag=True, clips=True)
+            if warning is not None:
+                self._warned_of_drift = True
+                logger.warning(warning)
         if self.args.constraint == "lagrangian" and report.constrained_discrepancy is not None:
             self.lagrange_multiplier.update(report.constrained_discrepancy)
 

@@ -163,20 +163,25 @@ class MismatchReport(NamedTuple):
         return self.sums[f"{prefix}discrepancy_sum"] / count if count else None
 
 
-def batch_metrics(report: MismatchReport, multiplier: LagrangeMultiplier | None) -> dict[str, float]:
+def batch_metrics(
+    report: MismatchReport, multiplier: LagrangeMultiplier | None, truncated: bool = False
+) -> dict[str, float]:
     """Return the metrics of a batch, by the names of docs/metrics.md.
 
     Args:
         report: report of a batch with scored tokens.
         multiplier: λ that the batch was penalised with; None where the discrepancy is only measured.
+        truncated: whether the discrepancy contains what truncated sampling has cut off. Then no metric is called
+            `discrepancy/...`, so that nothing takes it for the mismatch of the engines.
     """
+    group = "discrepancy_truncated" if truncated else "discrepancy"
     sums, mean = report.sums, report.mean_discrepancy
-    metrics = {f"discrepancy/{name}": value for name, value in mismatch_from_sums(sums).items()}
+    metrics = {f"{group}/{name}": value for name, value in mismatch_from_sums(sums).items()}
     if mean is not None:
-        metrics["discrepancy/mean"] = mean
-    metrics |= {f"discrepancy/{name}": value for name, value in report.parts.items()}
+        metrics[f"{group}/mean"] = mean
+    metrics |= {f"{group}/{name}": value for name, value in report.parts.items()}
     if report.ratios is not None:
-        metrics["discrepancy/mean_all"] = sums["all_discrepancy_sum"] / sums["all_discrepancy_count"]
+        metrics[f"{group}/mean_all"] = sums["all_discrepancy_sum"] / sums["all_discrepancy_count"]
         metrics["correction/masked_fraction"] = sums["masked"] / sums["tokens"]
         metrics["correction/weight_mean"] = sums["weights"] / sums["tokens"]
         metrics |= {f"correction/ratio_{name}": ratio for name, ratio in ratio_quantiles(report.ratios).items()}

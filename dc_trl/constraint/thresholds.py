@@ -4,6 +4,8 @@ All are findings of docs/study.md, whose models are tiny. docs/which_one.md says
 warnings of a run, its verdict and the advice of a calibration use these constants.
 """
 
+from collections.abc import Mapping
+
 from ..settings.micro_batches import TWO_SIDED
 from .custom import is_custom
 from .settings import PUSHES, ConstraintSettings
@@ -45,12 +47,14 @@ def reading(k3: float, may_lag: bool) -> str:
     return f"above {FAR:g}, where the sampler is another policy: `dc-trl calibrate` finds the cause"
 
 
-def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool, clips: bool = False) -> str | None:
+def drift_warning(
+    settings: ConstraintSettings, metrics: Mapping[str, float], may_lag: bool, clips: bool = False
+) -> str | None:
     """Return a warning if the method of a run lost reward in our runs with such a mismatch; otherwise None.
 
     Args:
         settings: constraint and correction of the run.
-        k3: `discrepancy/k3_kl` of a generation batch, nats.
+        metrics: metrics of a generation batch, with the k3 of the part of the mismatch that the remedy acts on, nats.
         may_lag: whether the settings let the sampler have older weights than the policy.
         clips: whether the loss itself clips the ratio to the sampler, as that of AsyncGRPO does.
     """
@@ -91,7 +95,9 @@ def drift_warning(settings: ConstraintSettings, k3: float, may_lag: bool, clips:
             "weight_sync_steps, constraint='static' with constraint_form='log_ratio' and lambda_init=0.5, or "
             "rollout_correction='ppo_clip'; see docs/staleness.md."
         )
-    return f"{named} meets discrepancy/k3_kl={k3:.3g}, above {far:g}{finding}" if k3 > far else None
+    measured = "discrepancy/lag_k3_kl" if settings.acts_on_lag else "discrepancy/k3_kl"
+    k3 = metrics[measured]
+    return f"{named} meets {measured}={k3:.3g}, above {far:g}{finding}" if k3 > far else None
 
 
 def lag_warning(settings: ConstraintSettings, lag: str) -> str | None:

@@ -21,6 +21,10 @@ NOT_MEASURED = (
     "the rollouts carry no log-probabilities. Set deployment_scheme='bf16', or the format that you will serve, to "
     "sample from an in-process replica that has them, or use_vllm=True."
 )
+COUNTS_TRUNCATION = (
+    "discrepancy_truncated/... contain what top_p, top_k or min_p have cut off. Set top_k too, or none of them; see "
+    "docs/concepts.md."
+)
 
 
 def first_batch(
@@ -108,7 +112,9 @@ def verdict_of(run: Run) -> Verdict:
         lines.append(f"{clipped:.0%} of the last completions were cut off at max_completion_length: raise it.")
     measured = run.series("discrepancy/k3_kl").values[-WINDOW:]
     if not measured:
-        return Verdict([*lines, f"The mismatch was not measured: {NOT_MEASURED}"], worth_serving)
+        truncated = run.series("discrepancy_truncated/k3_kl").values
+        why = COUNTS_TRUNCATION if truncated else NOT_MEASURED
+        return Verdict([*lines, f"The mismatch was not measured: {why}"], worth_serving)
     k3 = statistics.median(measured)
     may_lag = (run.setting("weight_sync_steps") or 1) > 1 or bool(run.setting("rollout_overlap"))
     lines.append(f"The mismatch was measured: k3 {k3:.2g} nats, {reading(k3, may_lag)}.")

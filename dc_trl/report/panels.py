@@ -76,6 +76,7 @@ def panels_of(run: Run) -> list[Panel]:
         DISCREPANCY,
         _FORMAT,
         _LAG,
+        _AGE,
         MULTIPLIER,
         *_MISMATCH,
         *_COURSE_OF_TRAINING,
@@ -217,6 +218,13 @@ _LAG = Panel(
     "Mean discrepancy between the deployed policy and the sampling engine: the part of older weights and of kernels.",
     "discrepancy/lag_mean",
     _draw_lag,
+)
+_AGE = Panel(
+    _CONSTRAINT,
+    "age of the weights, steps",
+    "Optimizer steps between the weights that sampled a batch and those that it trains.",
+    "sync/age",
+    from_zero=True,
 )
 MULTIPLIER = Panel(_CONSTRAINT, "multiplier λ", "Lagrange multiplier λ.", "lagrangian/lambda", _draw_multiplier)
 _ESS = "Effective sample size of the importance weights π_train/π_inf, as a fraction; 1 is agreement."

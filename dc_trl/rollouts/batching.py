@@ -224,8 +224,8 @@ def _trimmed_tokens(batch: dict[str, Any], completion: int, kind: str) -> dict[s
     ids = batch[f"{kind}_ids"][:, : int(total.max())]
     beyond = torch.arange(ids.shape[1], device=ids.device) >= total.unsqueeze(1)
     trimmed = {f"{kind}_counts": counts, f"{kind}_ids": ids.masked_fill(beyond, -1)}
-    if f"{kind}_logps" in batch:
-        trimmed[f"{kind}_logps"] = batch[f"{kind}_logps"][:, : ids.shape[1]].masked_fill(beyond, 0.0)
+    if kind == "named":  # `kept_logps` has one column for each token of the completions
+        trimmed["named_logps"] = batch["named_logps"][:, : ids.shape[1]].masked_fill(beyond, 0.0)
     return trimmed
 
 

@@ -75,9 +75,20 @@ TRUNCATIONS = {"top_p": 1.0, "top_k": 0, "min_p": None}
 SERVER_DEFAULTS = {name: _NEUTRAL_VALUES[name][-1] for name in _SERVER_SETTINGS}
 
 
-def truncates(settings: Mapping[str, Any]) -> bool:
-    """Return whether top-p, top-k or min-p truncate the distribution; `settings` are as in `restrictions`."""
-    return any(settings[name] not in _NEUTRAL_VALUES[name] for name in TRUNCATIONS if name in settings)
+def truncations(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of top-p, top-k and min-p that truncate the distribution; `settings` are as in `restrictions`."""
+    values = {name: settings[name] for name in TRUNCATIONS if name in settings}
+    return {name: value for name, value in values.items() if value not in _NEUTRAL_VALUES[name]}
+
+
+def truncation_warning(settings: Mapping[str, Any], remedy: str) -> str:
+    """Return a warning that the discrepancy contains the truncation of `settings`; `remedy` is what makes it known."""
+    named = " and ".join(f"{name}={value!r}" for name, value in truncations(settings).items())
+    return (
+        f"{named}: the sampler drops tokens, and the rollouts do not say which ones it kept. The probability that it "
+        "gives to the others in their place counts as mismatch, and the metrics are called discrepancy_truncated/... "
+        f"instead of discrepancy/...: {remedy}; see docs/concepts.md."
+    )
 
 
 def restrictions(settings: Mapping[str, Any], corrected: Collection[str] = ()) -> Iterator[tuple[str, Any, str]]:

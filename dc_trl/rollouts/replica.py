@@ -26,7 +26,7 @@ from ..quantization.rounding import round_as_vllm
 from ..quantization.schemes import quantized_weights, resolve_scheme
 from ..quantization.tensors import policy_tensors
 from .end_tokens import declared_end_tokens
-from .neutral_sampling import TRUNCATIONS, truncates
+from .neutral_sampling import TRUNCATIONS, truncations
 from .truncation import KeptLogProb
 
 
@@ -39,36 +39,41 @@ _WEIGHTS_FILE = "model.safetensors"
 class _SampledLogProbs(LogitsProcessor):
     """Records the log-probability of each sampled token, after temperature, without storing the whole vocabulary.
 
-    With `truncation`, tokens that these processors drop are dropped, and log-probabilities are among the kept tokens.
+    With `truncation`, tokens that these processors drop are dropped, and log-probabilities among the kept tokens are
+    recorded too.
     """
 
     def __init__(self, temperature: float, truncation: LogitsProcessorList | None = None):
         self._temperature = temperature
         self._truncation = truncation
-        self._scores: Tensor | None = None
+        self._scores: list[Tensor] = []  # of the whole vocabulary; with `truncation`, also of the kept tokens
         self._columns: list[Tensor] = []
         self._kept: list[tuple[Tensor, Tensor]] = []  # for each step, kept ids and their number in each completion
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         # The token that was sampled from the previous scores is known only now.
-        if self._scores is not None:
-            self._record(self._scores, input_ids[:, -1])
+        if self._scores:
+            self._record(input_ids[:, -1])
+        self._scores = [scores]
         if self._truncation is not None:
             kept = self._truncation(input_ids, scores) > -torch.inf
-            scores = scores.masked_fill(~kept, -torch.inf)
+            self._scores.append(scores.masked_fill(~kept, -torch.inf))
             self._kept.append((kept.nonzero()[:, 1].int(), kept.sum(1)))
-        self._scores = scores
-        return scores
+        return self._scores[-1]
 
-    def _record(self, scores: Tensor, tokens: Tensor) -> None:
-        scores = scores / self._temperature
-        self._columns.append(scores.gather(1, tokens.unsqueeze(1)).squeeze(1) - scores.logsumexp(1))
+    def _record(self, tokens: Tensor) -> None:
+        scaled = [scores / self._temperature for scores in self._scores]
+        logps = [scores.gather(1, tokens.unsqueeze(1)).squeeze(1) - scores.logsumexp(1) for scores in scaled]
+        self._columns.append(torch.stack(logps))
 
     def finish(self, sequences: Tensor) -> Tensor:
-        """Return the log-probabilities of the generated tokens in nats, shape (batch, new tokens), float32."""
-        assert self._scores is not None, "generate produced no token"
-        self._record(self._scores, sequences[:, -1])
-        return torch.stack(self._columns, dim=1)
+        """Return the log-probabilities of the generated tokens, shape (1 or 2, batch, new tokens), nats, float32.
+
+        The first ones are of the whole vocabulary; with `truncation`, the second ones are among the kept tokens.
+        """
+        assert self._scores, "generate produced no token"
+        self._record(sequences[:, -1])
+        return torch.stack(self._columns, dim=2)
 
     def kept(self) -> list[tuple[Tensor, ...]]:
         """Return the ids of the kept tokens at each position of each completion."""
@@ -190,7 +195,8 @@ class Replica:
             temperature: temperature of the log-probabilities, above 0.
             logits_processor: processors of the scores, applied after those of `generation_config`.
             among_kept: whether log-probabilities are taken among the tokens that top-p, top-k and min-p of
-                `generation_config` keep, each as a `KeptLogProb`; otherwise they are of the whole vocabulary.
+                `generation_config` keep, each as a `KeptLogProb` with that of the whole vocabulary as `reported`;
+                otherwise they are of the whole vocabulary.
 
         Returns:
             Token ids of each completion, up to and including the first end-of-sequence token, and their
@@ -204,7 +210,7 @@ class Replica:
             input_ids[row, width - len(ids) :] = torch.tensor(ids, device=device)
             attention_mask[row, width - len(ids) :] = 1
         truncation = None
-        if among_kept and truncates(vars(generation_config)):
+        if among_kept and truncations(vars(generation_config)):
             truncation, generation_config = _without_truncation(generation_config)
         if device.type == "cpu" and width > _PREFILL_CHUNK:
             # Set in a copy, because transformers warns of arguments that are passed beside a configuration.
@@ -226,9 +232,10 @@ class Replica:
         ended = torch.isin(completions, torch.tensor(ends, device=device))
         # A completion ends with its first end token: it consists of the tokens that no end token precedes.
         lengths = (ended.cumsum(1) - ended.int() == 0).sum(1).tolist()
-        rows = _cut(logps, lengths)
+        rows = _cut(logps[-1], lengths)
         if truncation is not None:
-            rows = [list(map(KeptLogProb, *row)) for row in zip(rows, recorder.kept(), strict=True)]
+            whole = _cut(logps[0], lengths)
+            rows = [list(map(KeptLogProb, *row)) for row in zip(rows, recorder.kept(), whole, strict=True)]
         return _cut(completions, lengths), rows
 
 

@@ -2,15 +2,16 @@
 
 An engine that truncates samples from its distribution renormalised over the tokens that it kept, K. The policy that
 acts is then π(y | K) = exp(z_y) / Σ_{v ∈ K} exp(z_v), with z the logits over the temperature. Both engines'
-log-probabilities are taken over the same K, so that their discrepancy does not contain the truncation; the gradient is
-that of log π(y | K) with K fixed. DeepSeek-V3.2 calls this "Keep Sampling Mask" (arXiv 2512.02556, section 3.1),
-prime-rl "sampling replay", vLLM "sampling distribution replay".
+log-probabilities are taken over the same K, so that their discrepancy does not contain the truncation. Where a
+constraint or a correction acts on it, the loss has the gradient of log π(y | K) with K fixed; where it is measured
+alone, the loss keeps its log-probabilities of the whole vocabulary. DeepSeek-V3.2 calls this "Keep Sampling Mask"
+(arXiv 2512.02556, section 3.1), prime-rl "sampling replay", vLLM "sampling distribution replay".
 """
 
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from ..quantization.policy import scaled_logits
 _TILE = 2**25
 # Largest number of kept tokens of a generation batch in one process: 1 GiB of ids.
 _MOST_KEPT = 2**28
+_LogProbs = list[list[float | None]]  # of the tokens of completions, in nats; None is NaN
 # vLLM's server writes this for minus infinity.
 _NEVER = -9999.0
 
@@ -44,7 +46,7 @@ class NamedLogProb(float):
     tokens: Tensor
     logps: Tensor | None
 
-    def __new__(cls, value: float, tokens: Tensor, logps: Tensor | None = None) -> "NamedLogProb":
+    def __new__(cls, value: float, tokens: Tensor, logps: Tensor | None = None) -> Self:
         self = super().__new__(cls, value)
         self.tokens, self.logps = tokens, logps
         return self
@@ -54,7 +56,18 @@ class KeptLogProb(NamedLogProb):
     """Log-probability of a sampled token among the tokens that the engine kept.
 
     `tokens` are all of these, with the sampled one, and `logps` are among them too.
+
+    Attributes:
+        reported: log-probability that the engine itself reports, in nats, where it is another number: of the whole
+            vocabulary, or before `named_by_vllm`.
     """
+
+    reported: float
+
+    def __new__(cls, value: float, tokens: Tensor, reported: float | None = None, logps: Tensor | None = None) -> Self:
+        self = super().__new__(cls, value, tokens, logps)
+        self.reported = value if reported is None else reported
+        return self
 
 
 def named_by_vllm(
@@ -99,8 +112,8 @@ def _kept(sampled: int, logprobs: list[float | None], token_ids: list[int]) -> f
         return math.nan
     among = torch.tensor(values, dtype=torch.float64)
     among = among - among.logsumexp(0)
-    value = among[list(kept).index(sampled)].item()
-    return KeptLogProb(value, torch.tensor(list(kept), dtype=torch.int32), among.float())
+    at = list(kept).index(sampled)
+    return KeptLogProb(among[at].item(), torch.tensor(list(kept), dtype=torch.int32), values[at], among.float())
 
 
 def _most_probable(most: int, sampled: int, logprobs: list[float | None], token_ids: list[int]) -> float:
@@ -120,7 +133,7 @@ class Named(NamedTuple):
     logps: Tensor  # (batch, width), float32, nats: log-probabilities of `ids`, then 0
 
     @classmethod
-    def of(cls, logprobs: list[list[float]], device: torch.device) -> "Named":
+    def of(cls, logprobs: _LogProbs, device: torch.device) -> "Named":
         """Return the named tokens from the log-probabilities of completions.
 
         Raises:
@@ -138,6 +151,16 @@ class Named(NamedTuple):
         return cls(_ids(logprobs).to(device), counts.to(device), _padded(flat, 0.0).to(device))
 
 
+def padded_logps(logprobs: list[list[float | None]]) -> Tensor:
+    """Return log-probabilities of completions as a tensor, float32 of shape (batch, positions), with NaN for None."""
+    return _padded([torch.tensor([math.nan if value is None else value for value in row]) for row in logprobs], 0)
+
+
+def reported_logps(logprobs: list[list[float | None]]) -> list[list[float | None]]:
+    """Return log-probabilities of completions as the engine reports them, see `KeptLogProb`."""
+    return [[value.reported if isinstance(value, KeptLogProb) else value for value in row] for row in logprobs]
+
+
 class Kept(NamedTuple):
     """The tokens that the engine kept for a batch of completions."""
 
@@ -145,20 +168,18 @@ class Kept(NamedTuple):
     counts: Tensor  # (batch, positions), int32: number of kept tokens at a position; 0 where nothing was truncated
 
     @classmethod
-    def of(cls, completion_ids: list[list[int]], logprobs: list[list[float]], device: torch.device) -> "Kept":
-        """Return the kept tokens from the log-probabilities of completions.
+    def of(
+        cls, completion_ids: list[list[int]], logprobs: list[list[float | None]], device: torch.device
+    ) -> "Kept | None":
+        """Return the kept tokens from the log-probabilities of completions; None where none is a `KeptLogProb`.
 
         Raises:
-            ValueError: no log-probability is a `KeptLogProb`, the kept tokens of one do not contain the sampled token
-                once, or there are too many kept tokens.
+            ValueError: the kept tokens of a `KeptLogProb` do not contain the sampled token once, or there are too many
+                kept tokens.
         """
         counts = _counts(logprobs)
         if _nothing_named(logprobs, counts):
-            raise ValueError(
-                "The rollouts were sampled with truncation (top_p, top_k or min_p), and do not say which tokens were "
-                "kept: return logprobs of type dc_trl.rollouts.truncation.KeptLogProb from rollout_func, set "
-                "top_p=1.0, top_k=0 and min_p=None, or constraint='none'."
-            )
+            return None
         if int(counts.sum(1).max()) * len(counts) > _MOST_KEPT:
             mean = counts[counts > 0].float().mean()
             raise ValueError(
@@ -177,21 +198,21 @@ class Kept(NamedTuple):
         return cls(kept.ids.to(device), kept.counts.to(device))
 
 
-def _counts(logprobs: list[list[float]]) -> Tensor:
+def _counts(logprobs: _LogProbs) -> Tensor:
     """Return the number of named tokens at each position, int32, shape (batch, positions)."""
     rows = [[len(value.tokens) if isinstance(value, NamedLogProb) else 0 for value in row] for row in logprobs]
     return _padded([torch.tensor(row, dtype=torch.int32) for row in rows], 0)
 
 
-def _ids(logprobs: list[list[float]]) -> Tensor:
+def _ids(logprobs: _LogProbs) -> Tensor:
     """Return the ids of the named tokens of each completion, as in `Named`."""
     none = torch.empty(0, dtype=torch.int32)
     rows = [[value.tokens for value in row if isinstance(value, NamedLogProb)] for row in logprobs]
     return _padded([torch.cat([none, *row]) for row in rows], -1)
 
 
-def _nothing_named(logprobs: list[list[float]], counts: Tensor) -> bool:
-    return not counts.any() and not all(math.isnan(value) for row in logprobs for value in row)
+def _nothing_named(logprobs: _LogProbs, counts: Tensor) -> bool:
+    return not counts.any() and not all(value is None or math.isnan(value) for row in logprobs for value in row)
 
 
 class KeptHead:
@@ -209,6 +230,7 @@ class KeptHead:
         in_float32: whether the output head runs in float32 (`cast_lm_head_to_fp32`).
         padded: converts hidden states of the backbone to padded rows, where the backbone reads packed ones
             (`padding_free`).
+        gradient: whether the log-probabilities have the gradient of the forward passes.
     """
 
     def __init__(
@@ -219,6 +241,7 @@ class KeptHead:
         temperature: float,
         in_float32: bool,
         padded: Callable[[Tensor], Tensor] | None = None,
+        gradient: bool = True,
     ):
         self._model = model
         self._kept = kept
@@ -226,10 +249,11 @@ class KeptHead:
         self._temperature = temperature
         self._in_float32 = in_float32
         self._padded = padded
+        self._hook = self._score if gradient else torch.no_grad()(self._score)
         self._scored: list[Tensor] = []
 
     def __enter__(self) -> "KeptHead":
-        self._handle = self._model.base_model.register_forward_hook(self._score)
+        self._handle = self._model.base_model.register_forward_hook(self._hook)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -28,7 +28,7 @@ from ..serving.errors import ServerError, ServerUnavailableError, WeightsNotWrit
 from ..serving.fit import require_shared_directory
 from ..serving.pool import ServerPool
 from .checkpoint_folder import CheckpointFolder, folder_path
-from .neutral_sampling import TRUNCATIONS, truncates
+from .neutral_sampling import TRUNCATIONS, truncations
 from .truncation import named_by_vllm
 
 
@@ -66,7 +66,7 @@ class Generation(VLLMGeneration):
         prompt_ids, completion_ids, logprobs, token_ids = super().generate(*args, **kwargs)
         if self.logprobs and self.temperature > 0:
             sampling = {name: getattr(self, name) for name in TRUNCATIONS} | (self.generation_kwargs or {})
-            logprobs = named_by_vllm(completion_ids, logprobs, token_ids, self.logprobs, truncates(sampling))
+            logprobs = named_by_vllm(completion_ids, logprobs, token_ids, self.logprobs, bool(truncations(sampling)))
         return prompt_ids, completion_ids, logprobs, token_ids
 
 

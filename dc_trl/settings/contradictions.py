@@ -66,7 +66,7 @@ NO_EFFECT = (
     Rule("score_centering_top_k", {"score_centering": [False]}, "set score_centering=True"),
     Rule(
         "score_centering_top_k",
-        {"use_vllm": [True], "top_p": lambda c: c.truncates_sampling, "top_k": _any, "min_p": _any},
+        {"use_vllm": [True], "top_p": lambda c: c.truncations, "top_k": _any, "min_p": _any},
         "vLLM names the tokens that truncated sampling keeps; set top_p=1.0, top_k=0 and min_p=None",
     ),
     Rule("serve_devices serve_options", {"serve": [None]}, "set serve='auto'"),

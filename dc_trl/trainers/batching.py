@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from accelerate import DistributedType
@@ -27,6 +27,8 @@ from ..trl_hooks import HookedTrainer, Scores
 
 logger = get_logger(__name__)
 
+# TRL's scores, and where the kept tokens are measured alone, the log-probabilities among them, (rows, T), detached.
+Scored: TypeAlias = tuple[Scores, Tensor | None]
 # Keys of a regrouped slice: the number of rows of each of its forwards, and the weights of each forward's metrics and,
 # last, of its loss.
 _ROWS, _WEIGHTS = "forward_rows", "forward_weights"
@@ -229,18 +231,19 @@ class LengthAwareBatches:
 
     def score(
         self,
-        forward: Callable[..., Scores],
+        forward: Callable[..., Scored],
         choices: Choices,
         input_ids: Tensor,
         attention_mask: Tensor,
         logits_to_keep: int,
         batch_size: int,
         options: dict[str, Any],
-    ) -> Scores:
+    ) -> Scored:
         """Return what `forward` returns for all rows, from several forwards of rows of similar length.
 
         Args:
-            forward: scores tokens as `HookedTrainer.score_tokens`, with the choices of its rows before them.
+            forward: returns `Scored` of tokens as `HookedTrainer.score_tokens` takes them, with the choices of its
+                rows before them.
             choices: choices of the engine for all rows.
             input_ids, attention_mask, logits_to_keep, batch_size, options: see `HookedTrainer.score_tokens`.
         """
@@ -267,14 +270,15 @@ class LengthAwareBatches:
         return _assembled(scores, len(input_ids), logits_to_keep)
 
 
-def _assembled(scores: list[tuple[list[int], Scores]], rows: int, width: int) -> Scores:
-    """Combine TRL's log-probabilities, entropies and auxiliary losses of several forwards.
+def _assembled(scores: list[tuple[list[int], Scored]], rows: int, width: int) -> Scored:
+    """Combine the scores of several forwards.
 
     Args:
-        scores: the rows of each forward, and the result of TRL's hook for them.
+        scores: the rows of each forward, and their scores.
         rows, width: shape of the result, which is 0 where a forward has padding.
     """
-    logps, entropies, losses = zip(*(outputs for _, outputs in scores), strict=True)
+    of_trl, among = zip(*(outputs for _, outputs in scores), strict=True)
+    logps, entropies, losses = zip(*of_trl, strict=True)
 
     def whole(parts: Sequence[Tensor]) -> Tensor:
         table = parts[0].new_zeros(rows, width)
@@ -282,8 +286,9 @@ def _assembled(scores: list[tuple[list[int], Scores]], rows: int, width: int) ->
             table[own, : part.shape[1]] = part
         return table
 
-    return (
+    combined = (
         whole(logps),
         None if entropies[0] is None else whole(entropies),
         None if losses[0] is None else torch.stack(losses).mean(),
     )
+    return combined, None if among[0] is None else whole(among)

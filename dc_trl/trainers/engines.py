@@ -10,7 +10,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from ..config import DCGRPOConfig
 from ..quantization.policy import base_model, require_shared_embeddings
-from ..rollouts.neutral_sampling import SERVER_DEFAULTS, TRUNCATIONS, restrictions, truncates
+from ..rollouts.neutral_sampling import SERVER_DEFAULTS, TRUNCATIONS, restrictions, truncations
 from ..trl_hooks import HookedTrainer
 
 
@@ -82,7 +82,7 @@ def build_vllm(trainer: HookedTrainer) -> VLLMGeneration:
         "max_num_seqs": batch_size * args.vllm_tensor_parallel_size,
         "trust_remote_code": args.trust_remote_code,
         "logprobs": args.named_tokens,
-        # Under a constraint `logprobs` may be 0 here, which is what the trainer requests if it needs no more.
+        # `logprobs` may be 0 here, which is what the trainer requests if it needs no more.
         "generation_kwargs": {
             name: value
             for name, value in (args.generation_kwargs or {}).items()
@@ -126,7 +126,7 @@ def complete_generation_config(trainer: HookedTrainer) -> bool:
     """Make the replica sample as `model.generate` does, with the model's own settings where TRL sets none.
 
     Returns:
-        Whether the replica samples from a truncated distribution that is compared with the policy's.
+        Whether the replica samples from a truncated distribution.
 
     Raises:
         ValueError: these settings restrict sampling under a constraint, or end completions by their text.
@@ -143,7 +143,7 @@ def complete_generation_config(trainer: HookedTrainer) -> bool:
         )
     settings = {name: value for name, value in vars(config).items() if name[0] != "_"}
     _check_model_settings(trainer.args, settings, corrected=TRUNCATIONS)
-    return trainer.args.compared_by is not None and truncates(settings)
+    return bool(truncations(settings))
 
 
 def _check_server_defaults(args: DCGRPOConfig, policy: Any) -> None:

@@ -82,7 +82,7 @@ class Sampler:
         trainer, step = self._trainer, self._trainer.state.global_step
         training = trainer.model.training
         self.age = self._age() if training else 0
-        if not self.may_lag:
+        if not (self.may_lag or trainer.args.split_by is not None):  # beside the lag's part, 0 says that there is none
             return
         trainer.add_column("weights_of_step", [step - self.age] * completions)
         if training:

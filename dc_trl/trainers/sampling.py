@@ -16,6 +16,7 @@ import torch
 from accelerate import DistributedType
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional
 from transformers import GenerationConfig
 
 from ..config import DCGRPOConfig
@@ -25,11 +26,11 @@ from ..quantization.tensors import deployed_tensors
 from ..rollouts.buffer import fill_empty, sampled_only
 from ..rollouts.choices import NO_CHOICES, Choices
 from ..rollouts.padding_free import PaddingFree, prepared
-from ..rollouts.truncation import Kept, KeptHead, Named
+from ..rollouts.truncation import Kept, KeptHead, Named, padded_logps, reported_logps
 from ..settings.distribution import require_as_asked
 from ..settings.reward_functions import RewardFunction, call_reward
-from ..trl_hooks import Completions, HookedTrainer, Scores
-from .batching import LengthAwareBatches
+from ..trl_hooks import Completions, HookedTrainer
+from .batching import LengthAwareBatches, Scored
 from .engines import build_replica, build_vllm, complete_generation_config, require_one_turn
 from .gate import Gate
 from .sampler import OverlappedSampler, Sampler
@@ -55,6 +56,9 @@ class SamplingTrainer(HookedTrainer):
         padding_free (`PaddingFree` or `None`): makes forward passes compute only real tokens if `padding_free` is set.
         batches (`LengthAwareBatches` or `None`): forms the micro-batches if `length_aware_batches` is set.
         replay (`Replay` or `None`): replays the engine's experts if `routing_replay` is set.
+        truncates (`bool`): whether top-p, top-k or min-p cut off what the engine samples.
+        logps_among_kept (`Tensor` or `None`): log π_train, among the kept tokens, of the tokens that were scored last,
+            shape (B, T), nats, if the discrepancy is only measured and the loss keeps the whole vocabulary.
     """
 
     def __init__(self, model: Any, reward_funcs: Any, args: DCGRPOConfig, **kwargs: Any):
@@ -80,7 +84,8 @@ class SamplingTrainer(HookedTrainer):
         require_as_asked(args, self.accelerator)
         if args.padding_free:
             self.padding_free = prepared(self.scored_models(), self.accelerator)
-        self._truncated = args.truncated_sampling  # whether the log-probabilities are those among the kept tokens
+        self.truncates = bool(args.truncations)
+        self.logps_among_kept: Tensor | None = None
         self.sampler = self._build_sampler(use_vllm)
         if args.train_through_quantization and args.deployment_scheme is not None:
             self.deployed_forward = self.build_deployed_forward(args.deployment_scheme)
@@ -101,7 +106,7 @@ class SamplingTrainer(HookedTrainer):
                 return OverlappedSampler(self, self.vllm_generation, self.micro_batches_per_generation)
             return Sampler(self, self.vllm_generation)
         if self.args.deployment_scheme is not None:
-            self._truncated = complete_generation_config(self)
+            self.truncates = complete_generation_config(self)
             self.replica = build_replica(self, self.args.deployment_scheme)
         return Sampler(self, self.replica)
 
@@ -156,7 +161,11 @@ class SamplingTrainer(HookedTrainer):
 
     def sample_and_score(self, inputs):
         try:
-            return super().sample_and_score(inputs) | self._choices.in_batch()
+            batch = super().sample_and_score(inputs)
+            if (among := self._choices.kept_logps) is not None:  # TRL pads further with `pad_to_multiple_of`
+                padding = batch["completion_ids"].shape[1] - among.shape[1]
+                self._choices = self._choices._replace(kept_logps=functional.pad(among, (0, padding)))
+            return batch | self._choices.in_batch()
         finally:
             self._choices = NO_CHOICES
             if self.replay is not None:
@@ -173,7 +182,7 @@ class SamplingTrainer(HookedTrainer):
                 completion_ids, logprobs = sample()
             else:
                 completion_ids, logprobs = self.replica.generate(
-                    prompt_ids, self.generation_config, self.temperature, among_kept=self._truncated
+                    prompt_ids, self.generation_config, self.temperature, among_kept=self.truncates
                 )
             return fill_empty(completion_ids, logprobs, self.text_tokenizer.eos_token_id)
 
@@ -182,14 +191,25 @@ class SamplingTrainer(HookedTrainer):
 
     def end_rollout(self, prompt_ids, completion_ids, tool_mask, logprobs):
         self.sampler.end_batch(len(completion_ids))
-        truncated = self._truncated and logprobs is not None
-        named = self.args.score_centering and self.replica is None and logprobs is not None
-        self._choices = Choices(
-            Kept.of(completion_ids, logprobs, self.accelerator.device) if truncated else None,
-            None if self.replay is None else self.replay.routes(prompt_ids, completion_ids),
-            Named.of(logprobs, self.accelerator.device) if named else None,
-        )
-        return sampled_only(completion_ids, tool_mask)
+        routes = None if self.replay is None else self.replay.routes(prompt_ids, completion_ids)
+        kept = among = None
+        if self.truncates and logprobs is not None:
+            kept = Kept.of(completion_ids, logprobs, self.accelerator.device)
+            by = self.args.compared_by
+            if kept is None and by is not None:
+                raise ValueError(
+                    "The rollouts were sampled with truncation (top_p, top_k or min_p), and do not say which tokens "
+                    "were kept: return logprobs of type dc_trl.rollouts.truncation.KeptLogProb from rollout_func, set "
+                    f"top_p=1.0, top_k=0 and min_p=None, or {self.args.without_comparison}."
+                )
+            if kept is not None and by is None:  # the loss is TRL's
+                among = padded_logps(logprobs).to(self.accelerator.device)
+                logprobs = reported_logps(logprobs)
+        named = None
+        if self.args.score_centering and self.replica is None and logprobs is not None:
+            named = Named.of(logprobs, self.accelerator.device)
+        self._choices = Choices(kept, routes, among, named)
+        return sampled_only(completion_ids, tool_mask), logprobs
 
     def tokenize(self, prompts, named=None):
         return self._gate.tokenize(super().tokenize, self.processing_class, prompts, named)
@@ -202,12 +222,14 @@ class SamplingTrainer(HookedTrainer):
     def score_tokens(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **options):
         if batch_size is None or self.batches is None:
             tokens = (input_ids, attention_mask, logits_to_keep, batch_size)
-            return self._score_as_sampled(model, self._choices, *tokens, **options)
+            scores, self.logps_among_kept = self._score_as_sampled(model, self._choices, *tokens, **options)
+            return scores
         # Old and reference log-probabilities of a whole generation batch.
         forward = partial(self._score_as_sampled, model)
-        return self.batches.score(
+        scores, self.logps_among_kept = self.batches.score(
             forward, self._choices, input_ids, attention_mask, logits_to_keep, batch_size, options
         )
+        return scores
 
     def _score_as_sampled(
         self,
@@ -218,7 +240,7 @@ class SamplingTrainer(HookedTrainer):
         logits_to_keep: int,
         batch_size: int | None = None,
         **options: Any,
-    ) -> Scores:
+    ) -> Scored:
         """Score tokens as `score_tokens` does, with the experts and among the tokens that the engine chose."""
         if self.replay is not None and choices.routes is not None:
             self.replay.start(choices.routes, attention_mask)
@@ -228,12 +250,17 @@ class SamplingTrainer(HookedTrainer):
         tokens = (input_ids, attention_mask, logits_to_keep, batch_size)
         score = partial(super().score_tokens, computing, *tokens, **options)
         if choices.kept is None:
-            return score()
+            return score(), None
+        measured = choices.kept_logps is not None  # and no more: the loss is TRL's
         policy = base_model(unwrapped(self.accelerator, model))
         completion_ids, in_float32 = input_ids[:, -logits_to_keep:], self.args.cast_lm_head_to_fp32
-        with KeptHead(policy, choices.kept, completion_ids, self.temperature, in_float32, padded) as head:
-            logps, entropies, aux_loss = score()
-        return head.log_probs(logps), entropies, aux_loss
+        with KeptHead(
+            policy, choices.kept, completion_ids, self.temperature, in_float32, padded, gradient=not measured
+        ) as head:
+            scores = score()
+        if measured:
+            return scores, head.log_probs(scores[0].detach())
+        return (head.log_probs(scores[0]), *scores[1:]), None
 
     def policy_loss(self, model, inputs):
         choices = self._choices = Choices.of(inputs)
