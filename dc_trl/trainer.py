@@ -37,8 +37,8 @@ from .records.verdict import NOT_MEASURED, first_batch
 from .rollouts.buffer import with_nonempty_completions
 from .rollouts.neutral_sampling import truncation_warning
 from .sampled_tokens import SampledTokens
-from .settings.distribution import sharding_of
 from .settings.micro_batches import MEAN_OVER_COMPLETIONS, TWO_SIDED
+from .trainers.gate import require_comparable
 from .trainers.run import RunTrainer
 from .trainers.samples import SampleRecordCallback, sampled
 
@@ -171,7 +171,9 @@ class DCGRPOTrainer(RunTrainer):
         if args is None:
             model_id = model if isinstance(model, str) else get_config_model_id(model.config)
             args = DCGRPOConfig(f"{model_id.split('/')[-1]}-DC-GRPO", use_cpu=not torch.accelerator.is_available())
-        self._check_arguments(args, rollout_func)
+        if not isinstance(args, DCGRPOConfig):
+            raise TypeError(f"args is a {type(args).__name__}: DCGRPOTrainer needs a DCGRPOConfig.")
+        require_comparable(args, rollout_func is not None)
         if rollout_func is not None:
             rollout_func = with_nonempty_completions(rollout_func)
         # Set before TRL's constructor, which may already call hooks of this class.
@@ -237,46 +239,6 @@ class DCGRPOTrainer(RunTrainer):
                 args.constraint_form.removeprefix("two_sided_"),  # type: ignore[arg-type]
                 self.temperature,
                 padded,
-            )
-
-    @staticmethod
-    def _check_arguments(args: DCGRPOConfig, rollout_func: Any) -> None:
-        if not isinstance(args, DCGRPOConfig):
-            raise TypeError(f"args is a {type(args).__name__}: DCGRPOTrainer needs a DCGRPOConfig.")
-        if args.routing_replay and rollout_func is not None:
-            raise ValueError(
-                "routing_replay=True needs the experts that the engine chose, which a rollout_func does not return: "
-                "omit rollout_func, or set routing_replay=False."
-            )
-        scheme, needy = args.deployment_scheme, args.compared_by
-        sharding = sharding_of(args)
-        if sharding.kind is not None and args.score_centering:
-            raise ValueError(
-                f"score_centering=True reads whole parameters of the output head, which {sharding} divides: launch "
-                "without sharding (DDP), or set score_centering=False."
-            )
-        if sharding.kind is not None and args.constraint_form in TWO_SIDED:
-            raise ValueError(
-                f"constraint_form={args.constraint_form!r} takes gradients of its own, which {sharding} rules out: "
-                "use constraint_form='log_ratio' or 'quadratic', or launch without sharding (DDP)."
-            )
-        if needy is not None and not args.use_vllm and scheme is None and rollout_func is None:
-            raise ValueError(
-                f"{needy}={getattr(args, needy)!r} needs the rollouts' log-probabilities, and model.generate returns "
-                "none: set deployment_scheme (for example 'fp8') to sample from an in-process replica, use_vllm=True, "
-                f"or {args.without_comparison}."
-            )
-        if scheme is None or args.use_vllm:
-            return
-        if rollout_func is not None:
-            raise ValueError(
-                f"deployment_scheme={scheme!r} samples from the in-process replica and contradicts rollout_func: pass "
-                "one of the two."
-            )
-        if sharding.divides_parameters and not sharding.is_fsdp2:
-            raise ValueError(
-                f"deployment_scheme={scheme!r} copies the policy into a replica, and {sharding} gives no whole "
-                "parameters to copy: launch with FSDP2 (fsdp_version: 2) or without sharding, or set use_vllm=True."
             )
 
     # --- rollouts and their advantages ------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from ..gate.rows import Rows
 from ..gate.start import require_startable
 from ..quantization.policy import base_model
 from ..settings.distribution import sharding_of
+from ..settings.micro_batches import TWO_SIDED
 from ..settings.paths import shipped
 from ..settings.reward_functions import checked_reward, excerpt, require_finite
 from ..trl_hooks import HookedTrainer
@@ -30,6 +31,53 @@ _BEFORE = (
     *("train_dataset", "eval_dataset", "processing_class", "peft_config", "quantization_config", "rollout_func"),
     "environment_factory",
 )
+
+
+def require_comparable(args: DCGRPOConfig, own_rollouts: bool) -> None:
+    """Refuse settings for which the engines cannot be compared, or the policy not be copied, with these rollouts.
+
+    Args:
+        args: settings of the run.
+        own_rollouts: whether a `rollout_func` samples.
+
+    Raises:
+        ValueError: names the setting, its value and the remedy.
+    """
+    if args.routing_replay and own_rollouts:
+        raise ValueError(
+            "routing_replay=True needs the experts that the engine chose, which a rollout_func does not return: "
+            "omit rollout_func, or set routing_replay=False."
+        )
+    scheme, needy = args.deployment_scheme, args.compared_by
+    sharding = sharding_of(args)
+    if sharding.kind is not None and args.score_centering:
+        raise ValueError(
+            f"score_centering=True reads whole parameters of the output head, which {sharding} divides: launch "
+            "without sharding (DDP), or set score_centering=False."
+        )
+    if sharding.kind is not None and args.constraint_form in TWO_SIDED:
+        raise ValueError(
+            f"constraint_form={args.constraint_form!r} takes gradients of its own, which {sharding} rules out: "
+            "use constraint_form='log_ratio' or 'quadratic', or launch without sharding (DDP)."
+        )
+    if needy is not None and not args.use_vllm and scheme is None and not own_rollouts:
+        raise ValueError(
+            f"{needy}={getattr(args, needy)!r} needs the rollouts' log-probabilities, and model.generate returns "
+            "none: set deployment_scheme (for example 'fp8') to sample from an in-process replica, use_vllm=True, "
+            f"or {args.without_comparison}."
+        )
+    if scheme is None or args.use_vllm:
+        return
+    if own_rollouts:
+        raise ValueError(
+            f"deployment_scheme={scheme!r} samples from the in-process replica and contradicts rollout_func: pass "
+            "one of the two."
+        )
+    if sharding.divides_parameters and not sharding.is_fsdp2:
+        raise ValueError(
+            f"deployment_scheme={scheme!r} copies the policy into a replica, and {sharding} gives no whole "
+            "parameters to copy: launch with FSDP2 (fsdp_version: 2) or without sharding, or set use_vllm=True."
+        )
 
 
 class Gate:
