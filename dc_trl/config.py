@@ -40,8 +40,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     The defaults train as TRL does, and measure. `recipe="paper"` is the dense 8B recipe of DC-GRPO (arXiv 2606.08779).
     A recipe gives values to the fields that are left open (`None`): `constraint`, `constraint_form`,
     `train_through_quantization`, `loss_type`, `epsilon` and `vllm_importance_sampling_correction`. A value that is
-    given wins over the recipe. With the paper's form, λ_0, ε and η_λ have its values by default. docs/settings.md
-    lists the fields, `dc-trl train --help` does too.
+    given wins over the recipe. With the paper's form, λ_0 and η_λ have its values by default; ε is found by the
+    run, and the paper's is 0.0037. docs/settings.md lists the fields, `dc-trl train --help` does too.
 
     Raises:
         ValueError: a field has a value that it does not take, or fields contradict each other; the message names the

@@ -30,7 +30,7 @@ from .constraint.corrections import correction_of
 from .constraint.forms import Constrained, form_of
 from .constraint.lagrangian import LagrangeMultiplier
 from .constraint.statistics import BatchStatistics, batch_metrics
-from .constraint.thresholds import drift_warning
+from .constraint.thresholds import LEVEL_BATCHES, drift_warning, k3_of, level_in_step
 from .records.clock import timed
 from .records.samples import Sample
 from .records.verdict import NOT_MEASURED, first_batch
@@ -181,6 +181,7 @@ class DCGRPOTrainer(RunTrainer):
         self.correction = correction_of(args)
         self.lagrange_multiplier = LagrangeMultiplier.of(args)
         self._warned_of_mismatch = False
+        self._k3_in_step: list[float] = []  # of the first batches that were sampled with the present weights
         self._seen_first_batch = False  # in the present call of `train`
         self._statistics = {mode: BatchStatistics.of(args) for mode in ("train", "eval")}
         # δ̄ of the present generation batch, from its measurement to the update of λ at the batch's end.
@@ -544,7 +545,11 @@ class DCGRPOTrainer(RunTrainer):
             )
             warning: str | None = truncation_warning(self.args.truncations, remedy)
         else:
-            warning = drift_warning(self.args, metrics, self.sampler.may_lag)
+            in_step = self.sampler.age == 0 and self.rollout_func is None  # whose weights have an unknown age
+            if in_step and len(self._k3_in_step) < LEVEL_BATCHES:
+                self._k3_in_step.append(metrics[k3_of(self.args)])
+            level = level_in_step(self._k3_in_step)
+            warning = drift_warning(self.args, metrics, self.sampler.may_lag, level=level)
         if warning is not None and not self._warned_of_mismatch:
             self._warned_of_mismatch = True
             logger.warning(warning)
@@ -573,17 +578,20 @@ class DCGRPOTrainer(RunTrainer):
         self._statistics["train"].clear()
         self._mean_discrepancy = None
         self._warned_of_mismatch = self._seen_first_batch = False
+        self._k3_in_step.clear()
 
     def iteration_state(self):
         return super().iteration_state() | {
             "lagrange_multiplier": self.lagrange_multiplier.state_dict(),
             "lambda_bounds": [self.args.lambda_min, self.args.lambda_max],
             "batch_discrepancy": self._mean_discrepancy,
+            "k3_in_step": self._k3_in_step,
         }
 
     def load_iteration_state(self, state, within_batch):
         super().load_iteration_state(state, within_batch)
         self.lagrange_multiplier.load_state_dict(state["lagrange_multiplier"])
+        self._k3_in_step[:] = state.get("k3_in_step", [])  # checkpoints of 0.1 do not have it
         if within_batch:
             self._mean_discrepancy = state["batch_discrepancy"]
 

@@ -119,6 +119,8 @@ def make_config(output_dir: Any, **overrides: Any) -> DCGRPOConfig:
             "report_to": "none",
             "disable_tqdm": True,
         }
+        # λ moves from the first batch on.
+        | ({} if "discrepancy_measure" in overrides else {"discrepancy_tolerance": 0.0037})
         | overrides
     )
 

@@ -32,7 +32,7 @@ def test_the_papers_recipe(tmp_path):
         "prob_diff",
         "token",
     )
-    assert (config.lambda_init, config.lambda_lr, config.discrepancy_tolerance) == (0.1, 1.0, 0.0037)
+    assert (config.lambda_init, config.lambda_lr, config.discrepancy_tolerance) == (0.1, 1.0, "auto")
     assert (config.lambda_min, config.lambda_max, config.dual_window, config.batch_reduction) == (0, 1, 1, "sequence")
     assert (config.loss_type, config.epsilon, config.beta, config.temperature) == ("grpo", 0.24, 0.0, 1.0)
     assert (config.num_generations, config.vllm_importance_sampling_correction) == (8, False)

@@ -304,6 +304,12 @@ def test_the_warning_far_from_the_sampler_by_hand():
         assert warning_of(form, "none", 5.0, may_lag=False) is None
     # A loss that clips the ratio to the sampler has one of the remedies.
     assert drift_warning(ConstraintSettings(), {"discrepancy/k3_kl": 0.0123}, may_lag=True, clips=True) is None
+    # A real model in FP8 stands at 0.03 in step. What a lag or a run adds is counted from twice its own level.
+    k3 = {"discrepancy/k3_kl": 0.03}
+    for settings in (ConstraintSettings(), ConstraintSettings(constraint="static")):
+        assert drift_warning(settings, k3, may_lag=True) is not None
+        assert drift_warning(settings, k3, may_lag=True, level=0.03) is None
+        assert "above 0.03" in drift_warning(settings, k3, may_lag=True, level=0.01 - 1e-6)
     # A pull to older weights repairs a run; one to a number format that follows the policy destroys it.
     # In the study the clip cost accuracy in int4, from 0.0011 on, and signed forms in int3, from 0.0033 on.
     for form, correction, named, far, meets in (

@@ -82,10 +82,11 @@ class ConstraintSettings:
     discrepancy_tolerance: Tolerance = setting(
         None,
         "Tolerance ε in units of the measure, at least 0: λ grows while the batch discrepancy δ̄ is above it and "
-        "shrinks while δ̄ is below. If it is not set: 0.0037 (arXiv 2606.08779, 8B) for the difference of "
-        'probabilities, "auto" for the other measures. With "auto", λ rests for the first ten generation batches; ε '
-        "is then the mean of their δ̄ plus 2.37 standard deviations, which one healthy batch in forty exceeds "
-        "(dc_trl.constraint.tolerance.proposed_tolerance), and is logged as lagrangian/tolerance.",
+        'shrinks while δ̄ is below. If it is not set: "auto" where λ moves, because δ̄ differs a hundredfold between '
+        "models; elsewhere, for the difference of probabilities, the paper's 0.0037 (arXiv 2606.08779, 8B). With "
+        '"auto", λ rests for the first ten generation batches; ε is then the mean of their δ̄ plus 2.37 standard '
+        "deviations, which one healthy batch in forty exceeds (dc_trl.constraint.tolerance.proposed_tolerance), and "
+        "is logged as lagrangian/tolerance.",
     )
     discrepancy_margin: Annotated[float, AT_LEAST_0] = setting(
         0.0, "Tokens whose δ is at or below this margin are not penalised."
@@ -186,8 +187,9 @@ class ConstraintSettings:
         if self.constraint_form == "quadratic" and self.discrepancy_measure != "prob_diff":
             init, maximum = DEFAULT_OF_DIVIDED
         rate = 1.0 if self.dual == "paper" else init / 10
+        asleep = self.constraint != "lagrangian"  # ε moves no λ
         defaults: dict[str, Any] = {
-            "discrepancy_tolerance": 0.0037 if self.discrepancy_measure == "prob_diff" else "auto",
+            "discrepancy_tolerance": 0.0037 if asleep and self.discrepancy_measure == "prob_diff" else "auto",
             "lambda_init": init,
             "lambda_max": maximum,
             "lambda_lr": rate,

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..constraint.thresholds import reading
+from ..constraint.thresholds import level_in_step, reading
 from .runs import Run
 
 
@@ -117,8 +117,15 @@ def verdict_of(run: Run) -> Verdict:
         return Verdict([*lines, f"The mismatch was not measured: {why}"], worth_serving)
     k3 = statistics.median(measured)
     may_lag = (run.setting("weight_sync_steps") or 1) > 1 or bool(run.setting("rollout_overlap"))
-    lines.append(f"The mismatch was measured: k3 {k3:.2g} nats, {reading(k3, may_lag)}.")
+    lines.append(f"The mismatch was measured: k3 {k3:.2g} nats, {reading(k3, may_lag, _level(run, may_lag))}.")
     return Verdict(lines, worth_serving)
+
+
+def _level(run: Run, may_lag: bool) -> float:
+    """Return the run's own level of k3 with a sampler in step, nats."""
+    measured = run.series("discrepancy/k3_kl").by_step()
+    ages = run.series("sync/age").by_step() if may_lag else dict.fromkeys(measured, 0)
+    return level_in_step([k3 for step, k3 in measured.items() if ages.get(step) == 0])
 
 
 def _learning(run: Run) -> tuple[str, bool]:
