@@ -221,7 +221,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         """Return TRL's batch with the step of the weights that sampled, shape (processes, samples), padded by 0."""
         versions = self.rollout_queue.versions
         steps = [
-            # A version from before this run's first synchronization has the weights of its begin.
+            # A version from before this run's first synchronization counts as old as the policy's first weights.
             torch.tensor([self._step_of_version.get(versions[sample["group_id"]], 0) for sample in row.samples])
             for row in examples[0]
         ]
