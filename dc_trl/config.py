@@ -18,6 +18,8 @@ from .serving.preflight import require_address, require_addresses, require_waits
 from .settings.contradictions import require_no_contradiction
 from .settings.distribution import require_division
 from .settings.fields import require_fields, setting
+from .settings.micro_batches import TWO_SIDED
+from .settings.pretrained import template_arguments
 from .settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, FINITE, WHOLE, require_choice, require_number
 from .settings.recipes import RECIPES, Recipe
 
@@ -237,7 +239,11 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     @property
     def as_deployed_for(self) -> str | None:
         """The setting, with its value, for which the policy computes as it is deployed; None where it never does."""
-        return "train_through_quantization=True" if self.train_through_quantization else self.split_setting
+        if self.train_through_quantization:
+            return "train_through_quantization=True"
+        if self.constraint != "none" and self.constraint_form in TWO_SIDED:
+            return f"constraint_form={self.constraint_form!r}"
+        return self.split_setting
 
     @property
     def truncations(self) -> dict[str, Any]:
@@ -303,7 +309,11 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         for name in self._VALID_DICT_FIELDS:
             value = getattr(self, name)
             a_file = name in _FILE_OR_DICT and isinstance(value, str) and not value.startswith("{")
-            if value is not None and not a_file:
+            if value is None or a_file:
+                continue
+            if name == "chat_template_kwargs":
+                template_arguments(value)
+            else:
                 parse_object(name, value)
 
     def _warn_of_lag(self) -> None:

@@ -312,8 +312,8 @@ def test_adapters_of_experts_are_merged():
 
 def test_dropout_of_adapters_is_left_out_with_a_warning():
     policy = get_peft_model(make_model(128), LoraConfig(**LORA, lora_dropout=0.5))
-    with pytest.warns(UserWarning, match=r"lora_dropout of 4 adapted layers has no effect"):
-        aligned = DeployedForward(policy, "fp8")
+    with pytest.warns(UserWarning, match=r"lora_dropout of 4 adapted layers .* discrepancy_split=True"):
+        aligned = DeployedForward(policy, "fp8", wanted_by="discrepancy_split=True")
     policy.train()
     with aligned.active(), torch.no_grad():
         first, second = (policy(input_ids=torch.tensor([[5, 6, 7]])).logits for _ in range(2))

@@ -72,6 +72,7 @@ def test_every_number_of_trl_has_a_range_that_holds_its_default():
         ({"loss_type": "ppo"}, "loss_type='ppo' is unknown: choose one of 'grpo'"),
         ({"importance_sampling_level": "word"}, "importance_sampling_level='word'"),
         ({"chat_template_kwargs": "{"}, "chat_template_kwargs='{' is not JSON"),
+        ({"chat_template_kwargs": '{"tokenize": false}'}, "chat_template_kwargs={'tokenize': False} sets tokenize"),
     ],
 )
 def test_a_value_that_a_field_does_not_take_is_refused_by_its_name(tmp_path, settings, words):

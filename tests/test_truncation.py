@@ -325,14 +325,17 @@ def test_the_gradient_is_that_of_the_truncated_policy(tmp_path, seen_by_the_loss
         {"bf16": True, "gradient_checkpointing": True},
         {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
         {"cast_lm_head_to_fp32": True, "top_entropy_quantile": 0.5},
+        {"pad_to_multiple_of": 16, "discrepancy_split": True},
     ],
     ids=by_name,
 )
-def test_training_on_truncated_samples_measures_no_truncation(tmp_path, fields):
-    trainer = make_trainer(tmp_path, top_p=0.9, top_k=10, **fields)
+@pytest.mark.parametrize("constraint", ["lagrangian", "none"])
+def test_training_on_truncated_samples_measures_no_truncation(tmp_path, constraint, fields):
+    trainer = make_trainer(tmp_path, top_p=0.9, top_k=10, constraint=constraint, **fields)
     trainer.train()
     assert_finite(trainer)
     assert max(logged(trainer, "discrepancy/log_ppl_abs_diff")) < 0.05
+    assert max(logged(trainer, "discrepancy/format_mean"), default=0.0) < 0.01
 
 
 def test_several_passes_score_old_log_probabilities_among_the_same_tokens(tmp_path):

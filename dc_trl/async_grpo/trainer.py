@@ -172,7 +172,9 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         self._quantized_self: DeployedForward | None = None
         if args.split_by is not None and args.deployment_scheme is not None:
             # TRL's attention keeps the samples of a row apart.
-            self._quantized_self = DeployedForward(self.model, args.deployment_scheme, replicas_attention=False)
+            self._quantized_self = DeployedForward(
+                self.model, args.deployment_scheme, replicas_attention=False, wanted_by=args.split_setting
+            )
             self.add_callback(ParametersMove(self._quantized_self))
         if isinstance(self.rollout_worker, AsyncRolloutWorker) and rollout_worker is None:  # on the main process
             vocabulary = self.accelerator.unwrap_model(self.model).config.get_text_config().vocab_size
@@ -194,7 +196,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             if self.accelerator.num_processes > 1 or self.state.global_step == 0:
                 raise
             self._save_checkpoint(self.model, trial=None)
-            folder = Path(self._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            folder = self._checkpoint_folder()
             way_back = f"The run is saved: go on with resume_from_checkpoint={str(folder)!r} {error.when}."
             raise ServerError(f"{error} {way_back}") from error
 
@@ -335,10 +337,14 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
+    def _checkpoint_folder(self, trial: Any = None) -> Path:
+        """Return the folder of the checkpoint of the present step."""
+        return Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+
     def _save_checkpoint(self, model, trial):
         # This comes first, since transformers writes last the file that marks a checkpoint as complete.
         if self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            folder = self._checkpoint_folder(trial)
             folder.mkdir(parents=True, exist_ok=True)
             state = {"lagrange_multiplier": self.lagrange_multiplier.state_dict()}
             write_text(folder / STATE_FILE, json.dumps(state, indent=2))

@@ -49,7 +49,8 @@ class Case(NamedTuple):
         """Return log π_train of each rollout's tokens where causes are removed, each of shape (tokens,)."""
         view = view_of(self.policy)
         arguments = {"weights": "weights", "activations": "activations", "compute": "precision", "adapters": "adapter"}
-        deployed = DeployedForward(view, scheme, **{name: cause in removed for name, cause in arguments.items()})
+        switches = {name: cause in removed for name, cause in arguments.items()}
+        deployed = DeployedForward(view, scheme, **switches, wanted_by="the calibration of causes")
         with deployed.active():
             return train_logps(view, self.prompts, self.sample.rollouts, self.settings)
 

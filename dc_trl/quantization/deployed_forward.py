@@ -57,6 +57,7 @@ class DeployedForward:
             it must where that keeps the sequences of a row apart.
         adapters: whether to compute with LoRA adapters merged; otherwise they compute beside their layers, as usual in
             training.
+        wanted_by: what the deployed forward is for, a setting with its value, which warnings name.
 
     Raises:
         ValueError: the scheme is unknown or does not fit the model, or there are adapters other than LoRA.
@@ -72,6 +73,7 @@ class DeployedForward:
         compute: bool = True,
         replicas_attention: bool = True,
         adapters: bool = True,
+        wanted_by: str | None = "train_through_quantization=True",
     ):
         base, architecture = base_model(policy), empty_copy(policy)
         quantization = resolve_scheme(scheme, architecture)
@@ -97,7 +99,7 @@ class DeployedForward:
             )
             for name, module, merged in layers_of(base, "")
         ]
-        _warn_of_dropout(layers)
+        _warn_of_dropout(layers, wanted_by)
         by_token = args is not None and args.group_size is None
         head = base.get_output_embeddings()
         in_head = set() if head is None else set(head.modules())
@@ -332,13 +334,13 @@ class DeployedForward:
         return value if self._compute else value.to(weight.dtype)
 
 
-def _warn_of_dropout(layers: list[Layer]) -> None:
+def _warn_of_dropout(layers: list[Layer], wanted_by: str | None) -> None:
     adapters = {adapter for layer in layers for adapter in layer.adapters}
     dropping = [each for each in adapters if any(getattr(part, "p", 0) > 0 for part in each.lora_dropout.values())]
     if dropping:
         warnings.warn(
-            f"lora_dropout of {len(dropping)} adapted layers has no effect with train_through_quantization=True: the "
-            "deployed weight contains the adapter. Set lora_dropout=0.",
+            f"lora_dropout of {len(dropping)} adapted layers is left out of the deployed forward, which {wanted_by} "
+            "asks for: the deployed weight contains the adapter. Set lora_dropout=0.",
             stacklevel=3,
         )
 

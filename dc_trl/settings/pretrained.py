@@ -1,6 +1,7 @@
 """The small files behind a model's name: what is missing or broken is refused before the weights are loaded."""
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,29 @@ from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from ..files import read_object, read_text
+from ..files import parse_object, read_object, read_text
 from .paths import require_model_path
+
+
+# Arguments of `apply_chat_template` that decide what it returns, and not what a template renders.
+_OF_RESULT = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
+    *("self", "tools", "documents", "chat_template", "kwargs")
+}
+
+
+def template_arguments(value: Any) -> Mapping[str, Any]:
+    """Return the arguments of the chat template that `chat_template_kwargs` holds, as text or already parsed.
+
+    Raises:
+        ValueError: it is no JSON object, or has an argument that decides what becomes of the rendered text.
+    """
+    arguments = parse_object("chat_template_kwargs", value)
+    if taken := sorted(_OF_RESULT & arguments.keys()):
+        raise ValueError(
+            f"chat_template_kwargs={dict(arguments)!r} sets {' and '.join(taken)}, which is no argument of the "
+            "template itself: prompts have to become token ids that end where the answer begins. Leave it out."
+        )
+    return arguments
 
 
 def require_model(name: str | None, field: str = "model_name_or_path") -> None:

@@ -129,7 +129,7 @@ class SamplingTrainer(HookedTrainer):
         if sharding == DistributedType.FSDP:
             # The forward quantizes gathered parameters, which must arrive unrounded; it sets its own precision.
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
-        forward = DeployedForward(self.model, scheme)
+        forward = DeployedForward(self.model, scheme, wanted_by=self.args.as_deployed_for)
         self.add_callback(ParametersMove(forward))
         return forward
 
