@@ -9,6 +9,7 @@ import os
 import random
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -68,6 +69,18 @@ def make_model(hidden_size: int = 32, seed: int = 0, **overrides: Any) -> Qwen3F
         | overrides
     )
     return Qwen3ForCausalLM(config)
+
+
+def make_tall_model() -> Qwen3ForCausalLM:
+    """A random model with the depth and the vocabulary of a small real one, and little else."""
+    return make_model(64, vocab_size=50_000, num_hidden_layers=12)
+
+
+def largest_allocation(call: Callable[[], Any]) -> int:
+    """Bytes of the largest tensor that PyTorch allocates on the CPU in a call."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+        call()
+    return max(event.self_cpu_memory_usage for event in profiled.events())
 
 
 def make_experts(width: int = 64, seed: int = 0) -> Qwen3MoeForCausalLM:
