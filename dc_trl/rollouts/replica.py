@@ -120,7 +120,7 @@ class Replica:
         if base.device.type != "meta":  # accelerate loads a model to be sharded on meta in all processes but one
             self.sync(policy)
         round_as_vllm(self.model)
-        # The last position alone is a view with gaps, for which PyTorch would copy the head's weight once for each row.
+        # The last position alone is a view with gaps, for which PyTorch would copy the head's weight once per row.
         self.model.get_output_embeddings().register_forward_pre_hook(_without_gaps)
 
     @torch.no_grad()
