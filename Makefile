@@ -11,7 +11,7 @@ THREADS := 2
 # A single process needs no launcher, which would add a traceback of its own to a Ctrl-C.
 TRAIN = OMP_NUM_THREADS=$(THREADS) $(BIN)/python scripts/train.py
 
-.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm study study-models gpu-check test test-all coverage notebooks docs lint format benchmark tiny-model
+.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm study study-models gpu-check test test-all coverage notebooks docs lint format benchmark tiny-model real-model
 
 help:
 	@echo "make quickstart  train the tiny model with FP8 rollouts (two and a half minutes once installed)"
@@ -26,6 +26,7 @@ help:
 	@echo "make coverage    run all tests and say which lines none of them ran"
 	@echo "make benchmark   cost of DC-GRPO over GRPO, and of the replica over model.generate"
 	@echo "make tiny-model  make the shipped tiny model again, into runs/"
+	@echo "make real-model  make SmolLM2-135M-Instruct without the Hub, into runs/real_model (one minute)"
 
 install: $(READY)
 
@@ -90,7 +91,7 @@ endef
 test: $(READY_VLLM)
 	$(call PYTEST,not long,-n 2 --dist loadfile)
 
-test-all: $(READY_VLLM)
+test-all: $(READY_VLLM) real-model
 	$(call PYTEST,long,)
 
 coverage: $(READY_VLLM)
@@ -119,3 +120,8 @@ benchmark: $(READY)
 
 tiny-model: $(READY)
 	$(BIN)/python scripts/make_tiny_model.py --output_dir runs/tiny_qwen3-$$(date +%Y%m%d-%H%M%S) $(ARGS)
+
+real-model: runs/real_model
+
+runs/real_model: | $(READY)
+	$(BIN)/python scripts/real_model.py --output_dir $@

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import (
     AutoTokenizer,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -27,7 +29,10 @@ from transformers import (
 from trl import GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
+from dc_trl.calibration.causes import view_of
+from dc_trl.calibration.floor import disturb
 from dc_trl.command import call
+from dc_trl.quantization.deployed_forward import DeployedForward
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,6 +73,38 @@ def make_model(hidden_size: int = 32, seed: int = 0, **overrides: Any) -> Qwen3F
         | overrides
     )
     return Qwen3ForCausalLM(config)
+
+
+def make_tall_model() -> Qwen3ForCausalLM:
+    """A random model with the depth and the vocabulary of a small real one, and little else."""
+    return make_model(128, vocab_size=50_000, num_hidden_layers=12)
+
+
+@torch.no_grad()
+def floor_and_format(model: PreTrainedModel, ids: torch.Tensor, scheme: str, seeds: int = 1) -> tuple[float, float]:
+    """Mean distances of the next token's distributions: to another order of sums in the scheme, and to the model."""
+
+    def distributions(seed: int | None = None) -> torch.Tensor:
+        view = view_of(model)
+        deployed = DeployedForward(view, scheme)
+        if seed is not None:
+            disturb(view, seed)
+        with deployed.active():
+            return view(ids).logits.float().softmax(-1)
+
+    def distance(other: torch.Tensor) -> float:
+        return (own - other).abs().sum(-1).mean().item() / 2
+
+    own = distributions()
+    floor = sum(distance(distributions(seed)) for seed in range(seeds)) / seeds
+    return floor, distance(model(ids).logits.float().softmax(-1))
+
+
+def largest_allocation(call: Callable[[], Any]) -> int:
+    """Bytes of the largest tensor that PyTorch allocates on the CPU in a call."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+        call()
+    return max(event.self_cpu_memory_usage for event in profiled.events())
 
 
 def make_experts(width: int = 64, seed: int = 0) -> Qwen3MoeForCausalLM:

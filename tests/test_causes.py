@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from dc_trl.calibration import Calibration, calibrate
+from dc_trl.calibration import Calibration, calibrate, floor
 from dc_trl.calibration.advice import recommend
 from dc_trl.calibration.causes import Case, split_discrepancy, subsets
 from dc_trl.calibration.result import Split
@@ -24,7 +24,7 @@ from dc_trl.records.results import read_result
 from dc_trl.rollouts.engines import EngineSpec
 from dc_trl.serving.fit import schemes_of
 
-from .helpers import ROOT, TINY_MODEL, make_model, program
+from .helpers import ROOT, TINY_MODEL, floor_and_format, make_model, make_tall_model, program
 
 
 QUIET = {"progress": False, "report": lambda line: None}
@@ -63,7 +63,9 @@ def test_shares_are_means_over_all_orders_and_add_up(count, data):
     causes = list("abcde"[:count])
     values = {removed: data.draw(st.floats(0, 1)) for removed in subsets(causes)}
     ratios = {removed: (np.array([value, 2 * value]), np.array([1.0, 2.0])) for removed, value in values.items()}
-    split = split_discrepancy(ratios, causes, seed=0)
+    floor = (np.array([0.1, 0.4]), np.array([1.0, 2.0]))
+    split = split_discrepancy(ratios, floor, causes, seed=0)
+    assert split.floor.value == pytest.approx(0.5 / 3)
     for cause in causes:
         assert split.shares[cause].value == pytest.approx(by_permutations(values, causes, cause), abs=1e-12)
     total = sum(share.value for share in split.shares.values()) + split.unexplained.value
@@ -78,7 +80,8 @@ def test_intervals_hold_the_true_shares():
     truth = by_permutations({frozenset(key): size for key, size in sizes.items()}, causes, "a")
     for seed in range(150):
         own = {frozenset(key): size * rng.gamma(4, 0.25, 60) for key, size in sizes.items()}
-        split = split_discrepancy({key: (value, np.ones(60)) for key, value in own.items()}, causes, seed)
+        ratios = {key: (value, np.ones(60)) for key, value in own.items()}
+        split = split_discrepancy(ratios, ratios[frozenset()], causes, seed)
         held += split.shares["a"].low <= truth <= split.shares["a"].high
     assert 0.88 <= held / 150 <= 0.99
 
@@ -100,9 +103,34 @@ def test_the_replicas_discrepancy_is_explained(tokenizer, scheme, dtype, causes)
     assert list(split.shares) == causes
     assert found.scheme == scheme
     assert split.unexplained.value <= 1e-5 < 1e-4 < split.whole.value
+    assert split.floor.value < 2e-4, "two layers amplify little"
     if scheme == "int4":
         assert max(split.shares, key=lambda cause: split.shares[cause].value) == "weights"
         assert split.shares["weights"].low > split.shares["precision"].high
+
+
+def test_another_order_is_that_of_perturbed_sums(monkeypatch):
+    """Sums that are known, and of which a tenth of a percent is moved: they are rounded otherwise equally often."""
+    monkeypatch.setattr(floor, "_DISORDER", 1e-3)
+    generator = torch.Generator().manual_seed(0)
+    sums = torch.randn(400_000, generator=generator).double()
+    rounded = sums.bfloat16()
+    moved = (sums * (1 + 1e-3 * torch.randn(sums.shape, generator=generator))).bfloat16()
+    other = floor.in_another_order(rounded, generator)
+    changed, expected = ((each != rounded).float().mean().item() for each in (other, moved))
+    assert 0.1 < expected < 0.2
+    assert changed == pytest.approx(expected, rel=0.03)
+    steps = (other.double() - rounded.double())[other != rounded] / rounded.double().abs()[other != rounded]
+    assert 2**-9 < steps.abs().min() <= steps.abs().max() <= 2**-7, "to the next number"
+    assert abs(steps.sign().mean()) < 0.02
+
+
+def test_depth_raises_the_floor():
+    ids = torch.randint(2, 50_000, (4, 64), generator=torch.Generator().manual_seed(1))
+    flat = make_model(128, vocab_size=50_000).bfloat16()
+    low, _ = floor_and_format(flat, ids, "fp8", seeds=3)
+    high, of_the_format = floor_and_format(make_tall_model().bfloat16(), ids, "fp8", seeds=3)
+    assert 0 < 10 * low < high < of_the_format
 
 
 def test_merging_an_adapter_is_a_cause(tokenizer):
@@ -163,17 +191,22 @@ def estimate(value):
 
 
 @pytest.mark.parametrize(
-    ("shares", "unexplained", "setting"),
+    ("shares", "unexplained", "least", "setting", "limit"),
     [
-        ({"weights": 5e-3, "activations": 4e-3, "precision": 1e-3}, 0.0, "train_through_quantization: true"),
-        ({"weights": 1e-3}, 9e-3, "constraint: none"),
+        ({"weights": 5e-3, "activations": 4e-3, "precision": 1e-3}, 0.0, 1e-4, "train_through_quantization: true", ""),
+        ({"weights": 9e-3, "precision": 1e-3}, 1e-5, 6e-3, "train_through_quantization: true", "keeps 0.006"),
+        ({"weights": 1e-3}, 9e-3, 1e-4, "constraint: none", "check first"),
+        ({"weights": 1e-3}, 9e-3, 7e-3, "constraint: none", "only equal kernels"),
     ],
 )
-def test_advice_follows_the_largest_cause(shares, unexplained, setting):
+def test_advice_follows_the_largest_cause(shares, unexplained, least, setting, limit):
     whole = estimate(sum(shares.values()) + unexplained)
-    split = Split(whole, {name: estimate(value) for name, value in shares.items()}, estimate(unexplained))
+    parts = {name: estimate(value) for name, value in shares.items()}
+    split = Split(whole, parts, estimate(unexplained), estimate(least))
     (first, *others) = recommend(split, estimate(0.02))
     assert setting in first
+    assert limit in first
+    assert ("check first" in first) == (limit == "check first")
     assert not others
     # docs/which_one.md: nothing helps below 0.005.
     for small in (3.8e-4, 4.9e-3):

@@ -30,7 +30,7 @@ from dc_trl.quantization.schemes import SCHEMES, resolve_scheme
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.rollouts.replica import Replica
 
-from .helpers import make_experts, make_model
+from .helpers import largest_allocation, make_experts, make_model, make_tall_model
 
 
 PROMPTS = [[20, 30, 40], [50], [60, 70, 80, 90, 100]]
@@ -162,6 +162,14 @@ def test_what_is_quantized_and_what_is_not(scheme):
     assert len(layers) == (14 if scheme in ("fp8", "int8") else 0)
     hooked = [m for m in replica.model.modules() if isinstance(m, torch.nn.Linear) and m._forward_pre_hooks]
     assert len(hooked) == (14 if scheme == "fp8_block" else 0)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8"])
+def test_the_output_head_is_not_copied_for_each_row(scheme):
+    replica = Replica(make_tall_model(), scheme)
+    largest = largest_allocation(lambda: replica.generate([[20, 30, 40]] * 32, sampling(max_new_tokens=2), 1.0))
+    scores = 32 * 50_000 * 4  # in float32
+    assert scores <= largest < 2 * scores  # 32 heads in bfloat16 are 32 times that
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8", "int4"])

@@ -27,6 +27,7 @@ from ..quantization.deployed_forward import DeployedForward
 from ..quantization.policy import base_model, empty_copy
 from ..quantization.schemes import resolve_scheme
 from .advice import recommend
+from .floor import disturb
 from .mismatch import Array, Ratio, ScoredTokens, ratio_estimate
 from .result import Diagnosis, EngineMismatch, Split
 from .rollouts import EngineSample, Policy, sampled_logps
@@ -45,12 +46,17 @@ class Case(NamedTuple):
     prompts: Sequence[list[int]]  # token ids
     settings: CalibrationSettings
 
-    def score(self, scheme: str, removed: Causes) -> list[Tensor]:
-        """Return log π_train of each rollout's tokens where causes are removed, each of shape (tokens,)."""
+    def score(self, scheme: str, removed: Causes, disturbed: bool = False) -> list[Tensor]:
+        """Return log π_train of each rollout's tokens where causes are removed, each of shape (tokens,).
+
+        With ``disturbed``, the layers add up in another order; see `dc_trl.calibration.floor`.
+        """
         view = view_of(self.policy)
         arguments = {"weights": "weights", "activations": "activations", "compute": "precision", "adapters": "adapter"}
         switches = {name: cause in removed for name, cause in arguments.items()}
         deployed = DeployedForward(view, scheme, **switches, wanted_by="the calibration of causes")
+        if disturbed:
+            disturb(view, self.settings.seed)
         with deployed.active():
             return train_logps(view, self.prompts, self.sample.rollouts, self.settings)
 
@@ -96,16 +102,19 @@ def diagnose(case: Case, train: Sequence[Tensor], found: EngineMismatch) -> Diag
     """
     scheme = case.scheme()
     causes = case.causes(scheme)
-    case.settings.report(f"{case.sample.engine}: {2 ** len(causes)} scoring passes split δ̄ into its causes")
+    case.settings.report(f"{case.sample.engine}: {2 ** len(causes) + 1} scoring passes split δ̄ into its causes")
     passes = {removed: case.score(scheme, removed) if removed else list(train) for removed in subsets(causes)}
+    disturbed = case.score(scheme, frozenset(causes), disturbed=True)
     infer = sampled_logps(case.sample.rollouts)
     # A token counts where every pass gave it a finite log-probability, so that all means are over the same tokens.
-    gaps = [torch.stack(values).sum(0) * 0 for values in zip(*passes.values(), strict=True)]
-    left = {
-        removed: case.discrepancy([a + gap for a, gap in zip(scored, gaps, strict=True)], infer)
-        for removed, scored in passes.items()
-    }
-    split = split_discrepancy(left, causes, case.settings.seed)
+    gaps = [torch.stack(values).sum(0) * 0 for values in zip(disturbed, infer, *passes.values(), strict=True)]
+
+    def from_scored(scored: Sequence[Tensor], other: Sequence[Tensor]) -> Ratio:
+        return case.discrepancy([a + gap for a, gap in zip(scored, gaps, strict=True)], other)
+
+    left = {removed: from_scored(scored, infer) for removed, scored in passes.items()}
+    floor = from_scored(disturbed, passes[frozenset(causes)])
+    split = split_discrepancy(left, floor, causes, case.settings.seed)
     return Diagnosis(scheme, split, recommend(split, found.estimates["k3_kl"]))
 
 
@@ -128,7 +137,7 @@ def subsets(causes: Sequence[str]) -> Iterator[Causes]:
         yield from map(frozenset, combinations(causes, size))
 
 
-def split_discrepancy(left: Mapping[Causes, Ratio], causes: Sequence[str], seed: int) -> Split:
+def split_discrepancy(left: Mapping[Causes, Ratio], floor: Ratio, causes: Sequence[str], seed: int) -> Split:
     """Return δ̄ by its causes, with errors.
 
     A share is linear in v, and so it is a ratio of sums over prompts as δ̄ is. All estimates draw the same prompts, and
@@ -136,6 +145,7 @@ def split_discrepancy(left: Mapping[Causes, Ratio], causes: Sequence[str], seed:
 
     Args:
         left: v(S) for each set of causes, by prompt; all with the same denominators.
+        floor: δ̄ of the policy without the causes to itself with another order of sums, by prompt.
         causes: at least one.
         seed: of the bootstrap.
     """
@@ -151,4 +161,5 @@ def split_discrepancy(left: Mapping[Causes, Ratio], causes: Sequence[str], seed:
         whole=ratio_estimate(*left[frozenset()], seed),
         shares=shares,
         unexplained=ratio_estimate(*left[frozenset(causes)], seed),
+        floor=ratio_estimate(*floor, seed),
     )

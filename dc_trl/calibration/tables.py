@@ -46,7 +46,7 @@ def split_table(diagnosis: Diagnosis) -> TableRows:
         return [name, f"{share.value:.2e}", f"[{share.low:.2e}, {share.high:.2e}]", part]
 
     rows = [row(cause, share) for cause, share in split.shares.items()]
-    rows += [row("unexplained", split.unexplained), row("δ̄", split.whole)]
+    rows += [row("unexplained", split.unexplained), row("δ̄", split.whole), row("floor of other sums", split.floor)]
     return ["cause", "share", "95 %", "of δ̄"], rows
 
 

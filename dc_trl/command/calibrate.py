@@ -93,7 +93,7 @@ def make_parser() -> OptionParser:
         dest="split",
         action="store_false",
         help="do not split δ̄ into its causes, which takes a scoring pass for each set of causes: 2 for bf16, 4 for "
-        "int4, 8 for fp8 and int8",
+        "int4, 8 for fp8 and int8, and one for the floor",
     )
 
     output = parser.add_argument_group("the results")

@@ -125,6 +125,8 @@ class Replica:
         if base.device.type != "meta":  # accelerate loads a model to be sharded on meta in all processes but one
             self.sync(policy)
         round_as_vllm(self.model)
+        # The last position alone is a view with gaps, for which PyTorch would copy the head's weight once per row.
+        self.model.get_output_embeddings().register_forward_pre_hook(_without_gaps)
 
     @torch.no_grad()
     def sync(self, policy: PreTrainedModel | PeftModel, keep: bool = False) -> None:
@@ -237,6 +239,10 @@ class Replica:
             whole = _cut(logps[0], lengths)
             rows = [list(map(KeptLogProb, *row)) for row in zip(rows, recorder.kept(), whole, strict=True)]
         return _cut(completions, lengths), rows
+
+
+def _without_gaps(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    return (inputs[0].contiguous(),)
 
 
 def _cut(rows: Tensor, lengths: list[int]) -> list[list]:

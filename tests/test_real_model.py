@@ -1,0 +1,169 @@
+"""SmolLM2-135M-Instruct, thirty layers and 49,152 tokens: what holds for the toy holds for it, and where it differs.
+
+The bounds are wide, because the figures depend on the machine's kernels. Its weights are those of `make real-model`.
+"""
+
+import json
+import random
+from contextlib import ExitStack
+
+import httpx
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from dc_trl import calibrate
+from dc_trl.quantization.fake_quantize import QuantizedLinear
+from dc_trl.rollouts.replica import Replica
+from dc_trl.training.arguments import RunArguments
+from dc_trl.training.build import build_trainer
+
+from .helpers import ROOT, floor_and_format, largest_allocation, logged, tensors_in
+from .vllm_server import Serve, requires_vllm
+
+
+MODEL = ROOT / "runs" / "real_model"
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.long,
+    pytest.mark.skipif(not MODEL.exists(), reason="the real model is not made (make real-model)"),
+]
+FORMS = (
+    "{n} has {a} {t} and buys {b} bags with {c} {t} in each. How many {t} does {n} have now?",
+    "{n} sells {a} {t} in the morning and {b} times as many later, for ${c} each. How much money does {n} get?",
+    "A box holds {a} {t}. {n} fills {b} boxes and has {c} {t} left. How many {t} are there?",
+)
+
+
+def questions(count):
+    """Word problems in the manner of GSM8K."""
+    rng = random.Random(0)
+    for number in range(count):
+        name, thing = rng.choice(["Anna", "Ben", "Carla", "Farid"]), rng.choice(["apples", "eggs", "stamps"])
+        yield FORMS[number % 3].format(
+            n=name, t=thing, a=rng.randint(6, 48), b=rng.randint(2, 9), c=rng.randint(2, 18)
+        )
+
+
+@pytest.fixture(scope="module")
+def real_tokenizer():
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16).eval()
+
+
+# The vocabulary lacks six control characters, and the bytes that only begin code points from U+40000 on.
+@given(
+    text=st.text(st.characters(max_codepoint=0x3FFFF, exclude_categories=["Cs", "Cc"])) | st.text("0123456789 .,\n\t")
+)
+def test_the_tokenizer_gives_its_text_back(real_tokenizer, text):
+    ids = real_tokenizer(text)["input_ids"]
+    assert real_tokenizer.decode(ids) == text
+    digits = [token for token in map(real_tokenizer.decode, ids) if any(letter in "0123456789" for letter in token)]
+    assert all(len(token.strip()) == 1 for token in digits), "each digit is a token"
+
+
+def test_the_mismatch_is_that_of_thirty_layers(policy, real_tokenizer):
+    prompts = [[{"role": "user", "content": text}] for text in questions(8)]
+    engines, options = ["replica:bf16", "replica:fp8"], {"samples": 4, "max_tokens": 32, "split": False}
+    bf16, fp8 = calibrate(policy, real_tokenizer, engines, prompts, **options).engines
+    assert 0.002 < bf16.estimates["discrepancy"].value < 0.02
+    assert 0.02 < fp8.estimates["discrepancy"].value < 0.06  # the toy's is 0.002
+    assert 0.02 < fp8.estimates["k3_kl"].value < 0.08  # the toy's is 0.0004
+    assert fp8.unscored == bf16.unscored == 0
+
+
+@pytest.mark.parametrize(("scheme", "least", "most"), [("fp8", 0.4, 1.2), ("int4", 0.02, 0.2)])
+def test_the_floor_is_that_of_rounded_activations(policy, real_tokenizer, scheme, least, most):
+    ids = real_tokenizer(" ".join(questions(8)), return_tensors="pt").input_ids[:, :128]
+    floor, of_the_format = floor_and_format(policy, ids, scheme)
+    assert least < floor / of_the_format < most
+
+
+def test_the_replica_holds_little_beside_its_weights(policy):
+    replica = Replica(policy, "fp8")
+    config = GenerationConfig(max_new_tokens=2, do_sample=True, top_k=0, pad_token_id=2, eos_token_id=[2])
+    prompts = [list(range(100, 146))] * 32
+    # The largest are the inputs of down_proj, 32 × 46 × 1,536, and the scores, 32 × 49,152, both in float32. The
+    # output heads of 32 rows in bfloat16 would be 1.8 GB.
+    assert largest_allocation(lambda: replica.generate(prompts, config, 1.0)) < 50e6
+
+
+def run(folder, **fields):
+    """A run of two steps of `configs/smollm2_135m.yaml`, with few and short completions, and questions of our own."""
+    config = yaml.safe_load((ROOT / "configs" / "smollm2_135m.yaml").read_text())
+    rows = [{"question": text, "answer": "#### 1"} for text in questions(8)]
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    del config["dataset_config"]
+    config |= {
+        "model_name_or_path": str(MODEL),
+        "dataset_name": str(folder / "questions.jsonl"),
+        "output_dir": str(folder / "run"),
+        "eval_size": 0,
+        # It is never right in so few tokens, and equal rewards move nothing.
+        "rewards": ["tests.test_recipes.distinct_characters_of_messages"],
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 24,
+        "max_steps": 2,
+        "save_strategy": "no",
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config | fields))
+    stack = ExitStack()
+    trainer, _ = build_trainer(RunArguments.parse(["--config", str(folder / "config.yaml")]), stack)
+    with stack:
+        trainer.train()
+    assert len(logged(trainer, "discrepancy/mean")) == 2
+    assert min(logged(trainer, "grad_norm")) > 0
+    return trainer
+
+
+def test_two_steps_of_training(tmp_path):
+    trainer = run(tmp_path)
+    assert all(0.01 < value < 0.08 for value in logged(trainer, "discrepancy/mean"))
+
+
+def test_nothing_is_left_of_the_replicas_mismatch_and_the_export_is_the_replica(tmp_path, real_tokenizer):
+    trainer = run(tmp_path, train_through_quantization=True)
+    assert max(logged(trainer, "discrepancy/mean")) < 1e-4
+    replica = Replica(trainer.model, "fp8").model
+    exported = tmp_path / "run" / "deployment"
+    stored = tensors_in(exported)
+    layers = {name: layer for name, layer in replica.named_modules() if isinstance(layer, QuantizedLinear)}
+    assert len(layers) == 30 * 7
+    for name, layer in layers.items():
+        assert torch.equal(stored[f"{name}.weight"].float(), layer.weight)
+        assert torch.equal(stored[f"{name}.weight_scale"].float().flatten(), layer.weight_scale)
+    ids = real_tokenizer(next(questions(1)), return_tensors="pt").input_ids
+    loaded = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.bfloat16)
+    with torch.no_grad():
+        mine, theirs = (model(ids).logits[0].float().softmax(-1) for model in (replica, loaded))
+    # Half of it is the distance of the distributions. compressed-tensors rounds activations otherwise.
+    assert (mine - theirs).abs().sum(-1).mean() < 0.3
+
+
+@pytest.mark.timeout(900)
+@requires_vllm
+def test_a_server_samples_answers_and_follows(tmp_path):
+    server = Serve(tmp_path, "--scheme", "fp8", "--max_model_len", "256", model=str(MODEL))
+    try:
+        fields = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url()}
+        trainer = run(tmp_path, **fields, vllm_max_model_length=256)
+        assert all(0.01 < value < 0.08 for value in logged(trainer, "discrepancy/mean"))
+        url = fields["vllm_server_base_url"]
+        asked = {
+            "model": httpx.get(f"{url}/v1/models").json()["data"][0]["id"],
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "temperature": 0,
+            "max_tokens": 16,
+        }
+        answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=120).json()
+        assert "Paris" in answer["choices"][0]["message"]["content"]
+    finally:
+        server.end()
