@@ -27,7 +27,7 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
     whole, rest, floor = split.whole.value, split.unexplained.value, split.floor.value
     shares = {cause: share.value for cause, share in split.shares.items()}
     aligned = f"train_through_quantization: true. The training forward is then the deployed one; {rest:.2g} is left."
-    if rest < floor and floor >= _LARGE * whole:
+    if rest < floor / 2 and floor >= _LARGE * whole:  # the engine has the kernels of training
         aligned += f" An engine that adds up in another order than this one keeps {floor:.2g}, whatever is set."
     if rest <= _OF_THE_FLOOR * floor:
         unexplained = (
