@@ -30,7 +30,7 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
         "train_through_quantization: true (recipe: format, or recipe: both where weights lag too). The training "
         f"forward is then the deployed one; {rest:.2g} is left."
     )
-    if rest < floor and floor >= _LARGE * whole:
+    if rest < floor / 2 and floor >= _LARGE * whole:  # the engine has the kernels of training
         aligned += f" An engine that adds up in another order than this one keeps {floor:.2g}, whatever is set."
     if rest <= _OF_THE_FLOOR * floor:
         unexplained = (
