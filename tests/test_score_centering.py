@@ -219,6 +219,19 @@ def trained(tmp_path, **options):
     return trainer, batches, torch.cat([each.flatten() for each in moved])  # lr 1: the gradient
 
 
+def logits_of(batch):
+    """The policy that sampled a batch, and the logits of the completions by it (with a gradient) and its replica."""
+    model = make_model()
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    of_completions = slice(-batch["completion_ids"].shape[1] - 1, -1)
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, of_completions]
+    with torch.no_grad():
+        replica = Replica(model, "int2").model(input_ids=ids, attention_mask=mask, position_ids=positions)
+    return model, logits, replica.logits[:, of_completions].float()
+
+
 @pytest.mark.parametrize(
     ("loss_type", "correction"),
     [("grpo", "none"), ("dapo", "token_truncate"), ("dr_grpo", "icepop"), ("bnpo", "none"), ("cispo", "ppo_clip")],
@@ -227,16 +240,10 @@ def test_a_step_is_that_of_the_formula(tmp_path, loss_type, correction):
     """policy loss = −(w·A·log p of the sampled token − A·Σ_v w(v)·q(v)·log p(v)), by each loss's own mean."""
     options = {"loss_type": loss_type, "rollout_correction": correction, "steps_per_generation": 1}
     trainer, (batch,), gradient = trained(tmp_path, score_centering=True, **options)
-    model = make_model()
-    replica = Replica(model, "int2")
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    width = batch["completion_ids"].shape[1]
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    log_p = model(input_ids=ids, attention_mask=mask).logits[:, -width - 1 : -1].log_softmax(-1)
+    model, logits, of_replica = logits_of(batch)
+    log_p = logits.log_softmax(-1)
     with torch.no_grad():
-        replica_logits = replica.model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
-        q, p = replica_logits[:, -width - 1 : -1].float().log_softmax(-1).exp(), log_p.exp()
+        q, p = of_replica.log_softmax(-1).exp(), log_p.exp()
         sign = batch["advantages"].sign().view(-1, 1, 1).expand_as(p)
         weights = WEIGHTS[correction](p / q, p, q, sign)
     at = batch["completion_ids"].unsqueeze(-1)
@@ -274,23 +281,15 @@ def test_all_tokens_named_are_the_whole_vocabulary_and_one_is_not(tmp_path):
 def test_a_step_under_truncated_sampling_is_that_of_the_formula(tmp_path):
     options = {"loss_type": "grpo", "top_k": 5, "steps_per_generation": 1, "rollout_correction": "token_truncate"}
     _, (batch,), gradient = trained(tmp_path, score_centering=True, **options)
-    model = make_model()
-    replica = Replica(model, "int2")
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    width = batch["completion_ids"].shape[1]
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    logits = model(input_ids=ids, attention_mask=mask).logits[:, -width - 1 : -1]
+    model, logits, of_replica = logits_of(batch)
     support = torch.zeros_like(logits, dtype=torch.bool)
-    for row in range(len(ids)):
+    for row in range(len(support)):
         sets = batch["kept_ids"][row][batch["kept_ids"][row] >= 0].split(batch["kept_counts"][row].tolist())
-        for at in range(width):
+        for at in range(support.shape[1]):
             support[row, at, sets[at].long() if at < len(sets) and len(sets[at]) else slice(None)] = True
     log_p = logits.masked_fill(~support, -torch.inf).log_softmax(-1).where(support, 0.0)
     with torch.no_grad():
-        of_replica = replica.model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
-        of_replica = of_replica[:, -width - 1 : -1].float().masked_fill(~support, -torch.inf)
-        q, p = of_replica.log_softmax(-1).exp(), log_p.exp()
+        q, p = of_replica.masked_fill(~support, -torch.inf).log_softmax(-1).exp(), log_p.exp()
         weights = (p / q.clamp(min=1e-30)).clamp(max=2)
     at = batch["completion_ids"].unsqueeze(-1)
     of_sampled = (weights.gather(-1, at) * log_p.gather(-1, at)).squeeze(-1)
