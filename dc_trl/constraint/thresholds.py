@@ -56,7 +56,7 @@ def reading(k3: float, may_lag: bool, level: float = 0.0) -> str:
     if may_lag:
         above = f"above twice the run's own level in step ({level:.2g})"
         if k3 < LAG_COSTS + usual:
-            return f"less than {LAG_COSTS:g} {above}, where a lag cost our tiny models little: no remedy is needed"
+            return f"less than {LAG_COSTS:g} {above}, where a lag cost our tiny models little: no more is needed"
         far = k3 > FAR + usual
         cost = "8 points of accuracy or more" if far else "10 points of accuracy on the mean"
         return (
