@@ -71,7 +71,7 @@ def test_the_tokenizer_gives_its_text_back(real_tokenizer, text):
 
 def test_the_mismatch_is_that_of_thirty_layers(policy, real_tokenizer):
     prompts = [[{"role": "user", "content": text}] for text in questions(8)]
-    engines, options = ["replica:bf16", "replica:fp8"], {"samples": 4, "max_tokens": 32, "split": False}
+    engines, options = ["replica:bf16", "replica:fp8"], {"samples": 2, "max_tokens": 24, "split": False}
     bf16, fp8 = calibrate(policy, real_tokenizer, engines, prompts, **options).engines
     assert 0.002 < bf16.estimates["discrepancy"].value < 0.02
     assert 0.02 < fp8.estimates["discrepancy"].value < 0.06  # the toy's is 0.002
@@ -108,9 +108,9 @@ def run(folder, **fields):
         "eval_size": 0,
         # It is never right in so few tokens, and equal rewards move nothing.
         "rewards": ["tests.test_recipes.distinct_characters_of_messages"],
-        "per_device_train_batch_size": 8,
+        "per_device_train_batch_size": 4,
         "num_generations": 4,
-        "max_completion_length": 24,
+        "max_completion_length": 16,
         "max_steps": 2,
         "save_strategy": "no",
     }
