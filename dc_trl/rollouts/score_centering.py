@@ -142,15 +142,11 @@ class ScoreCentering:
         kept: _Tokens | None,
     ) -> tuple[Tensor, Tensor]:
         log_p = self._of_policy.log_softmax(hidden, weight, bias)
-        support = torch.ones_like(log_p, dtype=torch.bool)
-        if kept is not None:
-            support = _support(kept, support)
-            log_p = log_p.masked_fill(~support, -torch.inf).log_softmax(-1)
+        support = None if kept is None else _support(kept, log_p)
+        log_p = _among(support, log_p)
         with torch.no_grad():
             if sampler is not None:
-                log_q = self._of_sampler.log_softmax(*sampler)
-                if kept is not None:
-                    log_q = log_q.masked_fill(~support, -torch.inf).log_softmax(-1)
+                log_q = _among(support, self._of_sampler.log_softmax(*sampler))
                 if self._top_k is not None:
                     named = _most_probable(log_q, self._top_k)
             if named is not None:
@@ -159,10 +155,12 @@ class ScoreCentering:
             mean = q
             if self._correction is not None:
                 # Each position is a trajectory here, and each word of the vocabulary one of its tokens.
-                mean = q * self._correction(SampledTokens.of(log_p, log_q, support, advantages))
+                # Those outside of the support, and of an empty tail, are not finite, and do not count.
+                every = torch.ones_like(q, dtype=torch.bool)
+                mean = q * self._correction(SampledTokens.of(log_p, log_q, every, advantages))
             gap = q - log_p.exp()
             drift = torch.stack([gap.abs().sum(-1) / 2, gap.norm(dim=-1)], -1)
-        return (mean * log_p.where(support, 0.0)).sum(-1), drift
+        return (mean * (log_p if support is None else log_p.where(support, 0.0))).sum(-1), drift
 
 
 class _Tokens(NamedTuple):
@@ -178,18 +176,21 @@ def _tiled(tokens: Kept | Named | None, width: int, size: int, count: int) -> li
     if tokens is None:
         return [None] * count
     positions, ids = flat(tokens, width)
-    logps = tokens.logps[tokens.ids >= 0] if isinstance(tokens, Named) else None
-    tiles: list[_Tokens | None] = []
-    for first in range(0, count * size, size):
-        inside = (positions >= first) & (positions < first + size)
-        tiles.append(_Tokens(positions[inside] - first, ids[inside], None if logps is None else logps[inside]))
-    return tiles
+    sizes = torch.bincount(positions // size, minlength=count).tolist()  # the positions ascend
+    logps = tokens.logps[tokens.ids >= 0].split(sizes) if isinstance(tokens, Named) else [None] * count
+    return list(map(_Tokens, (positions % size).split(sizes), ids.split(sizes), logps))
 
 
-def _support(kept: _Tokens, every: Tensor) -> Tensor:
+def _support(kept: _Tokens, logps: Tensor) -> Tensor:
     """Return which tokens were kept, shape (n, vocabulary): all of them at a position that names none."""
-    support = torch.zeros_like(every).index_put((kept.rows, kept.ids), every.new_ones(()))
+    support = torch.zeros_like(logps, dtype=torch.bool)
+    support[kept.rows, kept.ids] = True
     return support | ~support.any(-1, keepdim=True)
+
+
+def _among(support: Tensor | None, logps: Tensor) -> Tensor:
+    """Return log-probabilities of the vocabulary among those of `support`, minus infinity outside; None: all."""
+    return logps if support is None else logps.masked_fill(~support, -torch.inf).log_softmax(-1)
 
 
 def _most_probable(log_q: Tensor, top_k: int) -> _Tokens:
