@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import datasets
 import pytest
@@ -214,3 +215,14 @@ def test_what_grading_cannot_use_is_refused_with_its_row(tokenizer, column, valu
     rows = [{"prompt": "1+1?", "answer": "2", column: None}, {"prompt": "1+2?", "answer": "3", column: value}]
     with pytest.raises(ValueError, match=rf"{column}={value!r} is invalid: use "):
         load_prompts(Dataset.from_list(rows), tokenizer)
+
+
+def test_a_reward_of_ones_own_gets_answers_that_no_grader_reads(tokenizer, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"Name a {kind}.", "answer": kind}) + "\n" for kind in ("dog", "cat"))
+    )
+    own = DataArguments(dataset_name=str(path), rewards=["my_rewards.names"])
+    assert load_data(own, tokenizer, 0, 0)[0]["answer"][:] == ["dog", "cat"]
+    with pytest.raises(ValueError, match="2 without a gold answer that can be parsed"):
+        load_data(replace(own, rewards=["my_rewards.names", "math"]), tokenizer, 0, 0)

@@ -5,6 +5,7 @@ The bounds are wide, because the figures depend on the machine's kernels. Its we
 
 import json
 import random
+import subprocess
 from contextlib import ExitStack
 
 import httpx
@@ -124,9 +125,17 @@ def run(folder, **fields):
     return trainer
 
 
-def test_two_steps_of_training(tmp_path):
-    trainer = run(tmp_path)
-    assert all(0.01 < value < 0.08 for value in logged(trainer, "discrepancy/mean"))
+def test_its_command_trains_exports_and_measures_before_and_after(tmp_path):
+    small = "--max_steps 1 --eval_size 8 --per_device_train_batch_size 8"
+    command = ["make", "real-quickstart", f"ARGS={small} --output_dir {tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "training seconds" in done.stdout
+    history = map(json.loads, (tmp_path / "run" / "history.jsonl").read_text().splitlines())
+    (step,) = (row for row in history if "loss" in row)
+    assert 0.01 < step["discrepancy/mean"] < 0.08
+    config = json.loads((tmp_path / "run" / "deployment" / "config.json").read_text())
+    assert config["quantization_config"]["format"] == "float-quantized"
 
 
 def test_nothing_is_left_of_the_replicas_mismatch_and_the_export_is_the_replica(tmp_path, real_tokenizer):
@@ -150,7 +159,7 @@ def test_nothing_is_left_of_the_replicas_mismatch_and_the_export_is_the_replica(
 
 @pytest.mark.timeout(900)
 @requires_vllm
-def test_a_server_samples_answers_and_follows(tmp_path):
+def test_a_server_samples_answers_and_follows(policy, tmp_path):
     server = Serve(tmp_path, "--scheme", "fp8", "--max_model_len", "256", model=str(MODEL))
     try:
         fields = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url()}
@@ -162,8 +171,16 @@ def test_a_server_samples_answers_and_follows(tmp_path):
             "messages": [{"role": "user", "content": "What is the capital of France?"}],
             "temperature": 0,
             "max_tokens": 16,
+            "logprobs": True,
+            "return_token_ids": True,
         }
         answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=120).json()
-        assert "Paris" in answer["choices"][0]["message"]["content"]
+        (choice,) = answer["choices"]
+        served = torch.tensor([token["logprob"] for token in choice["logprobs"]["content"]])
+        ids = torch.tensor([answer["prompt_token_ids"] + choice["token_ids"]])
+        # Two steps at a small rate have left it near the model that it was.
+        with torch.no_grad():
+            own = policy(ids).logits[0, :-1].float().softmax(-1).gather(-1, ids[0, 1:, None])[-len(served) :, 0]
+        assert (served.exp() - own).abs().mean() < 0.15
     finally:
         server.end()

@@ -35,6 +35,7 @@ from .helpers import ROOT, TINY_MODEL, load_script, make_config
 
 
 sorting = load_script("sorting")
+word_lists = load_script("word_lists")
 
 
 # --- what is more than noise
@@ -395,6 +396,35 @@ def test_digits_are_sorted_step_by_step(lengths):
             left = left.replace(min(left), "", 1)
         assert left == ""
     assert arithmetic_reward([problem.solution for problem in problems], [p.answer for p in problems]) == [1.0] * 200
+
+
+# --- the real model's task
+
+
+def test_the_word_that_is_asked_for():
+    problems = word_lists.word_list_problems(300, 1)
+    assert problems == word_lists.word_list_problems(300, 1)
+    assert len({problem["prompt"] for problem in problems}) == 300
+    for problem in problems:
+        question, listed = problem["prompt"].split("? ")
+        words = listed.split(", ")
+        assert problem["answer"] == (words[0] if "first" in question else words[3])
+    assert {"first" in problem["prompt"] for problem in problems} == {True, False}
+
+
+def test_the_reward_of_the_word_that_is_asked_for():
+    prompt = [{"role": "user", "content": "What is the last word of this list? cow, egg, cat, pen"}]
+    graded = {
+        "pen": 1.0,
+        'The last word of this list is "Pen."': 1.0,
+        "egg": 0.2,
+        "The last word of cow, egg, cat, pen is pen.": 0.2,  # it names them all
+        "pencil": 0.0,
+        "": 0.0,
+    }
+    turns = [[{"role": "assistant", "content": text}] for text in graded]
+    rewards = word_lists.names_the_word(prompts=[prompt] * 6, completions=turns, answer=["pen"] * 6)
+    assert rewards == list(graded.values())
 
 
 # --- the registered study

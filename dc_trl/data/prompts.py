@@ -70,6 +70,7 @@ def load_prompts(
     answer_column: str = "answer",
     instruction: str | None = None,
     max_prompt_length: int | None = None,
+    graded: bool = True,
 ) -> tuple[Dataset, dict[str, int]]:
     """Make prompts and gold answers as the trainer takes them; rows that cannot be used are counted and left out.
 
@@ -80,6 +81,8 @@ def load_prompts(
             dot reads nested fields: `reward_model.ground_truth`.
         instruction: what the prompt says after the problem (see `dc_trl.data.templates`).
         max_prompt_length: in tokens, with the chat template; longer prompts are left out.
+        graded: whether a reward of ours reads the answers: rows whose answer it cannot read are left out. Otherwise
+            the answers are passed on as they are.
 
     Returns:
         (data set with the columns `prompt` and `answer`, and those of `GRADING_COLUMNS` that the rows have; counts by
@@ -98,7 +101,7 @@ def load_prompts(
         prompt = make_prompt(question, tokenizer, instruction)
         if not question:
             counts["without prompt"] += 1
-        elif answer is None or not is_gradable(answer):
+        elif graded and (answer is None or not is_gradable(answer)):
             counts["without a gold answer that can be parsed"] += 1
         elif max_prompt_length is not None and prompt_length(prompt, tokenizer) > max_prompt_length:
             counts[f"with a prompt of more than {max_prompt_length} tokens"] += 1

@@ -17,6 +17,7 @@ from ..data.dapo import load_dapo
 from ..data.prompts import Prompt, describe_counts, load_prompts, load_rows, make_prompt, prompt_length
 from ..data.templates import BOXED_INSTRUCTION
 from ..evaluation import Benchmark
+from ..grading.rewards import REWARDS
 from ..settings.contradictions import require_effect
 from ..settings.fields import require_fields, setting
 from ..settings.ranges import AT_LEAST_0, COUNT, WHOLE
@@ -95,7 +96,10 @@ def load_data(
     else:
         rows = load_rows(data.dataset_name, data.dataset_config, data.dataset_split)
         prompt_column, answer_column = data.prompt_column, data.answer_column
-    problems, counts = load_prompts(rows, tokenizer, prompt_column, answer_column, instruction, data.max_prompt_length)
+    graded = not REWARDS.keys().isdisjoint(data.rewards)
+    problems, counts = load_prompts(
+        rows, tokenizer, prompt_column, answer_column, instruction, data.max_prompt_length, graded
+    )
     line = f"{data.dataset_name}: {describe_counts(counts)}"
     if data.eval_size == 0:
         return problems, None, line
@@ -136,7 +140,7 @@ def draw_prompts(
             # Nothing is graded here, so a file with only prompts is enough.
             rows = rows.add_column(data.answer_column, ["0"] * len(rows))
         columns = (data.prompt_column, data.answer_column)
-        kept, _ = load_prompts(rows, tokenizer, *columns, data.instruction, data.max_prompt_length)
+        kept, _ = load_prompts(rows, tokenizer, *columns, data.instruction, data.max_prompt_length, graded=False)
         every = kept["prompt"][:]
     if len(every) < count:
         print(f"prompts={count}: there are {len(every)}, and all of them are taken", flush=True)
