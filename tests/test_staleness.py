@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.constraint.settings import ConstraintSettings
-from dc_trl.constraint.thresholds import drift_warning
+from dc_trl.constraint.thresholds import FAR, drift_warning
 from dc_trl.constraint.tolerance import AUTO_BATCHES
 from dc_trl.resuming.checkpoints import checkpoint_defect
 from dc_trl.rollouts.replica import Replica
@@ -348,4 +348,23 @@ def test_who_is_warned_of_weights_that_lag(tmp_path, caplog, options, warnings):
     trainer = make_trainer(tmp_path, deployment_scheme="int2", **options)
     trainer.train()
     assert max(logged(trainer, "discrepancy/k3_kl")) > 0.01
+    assert sum("meets discrepancy/k3_kl" in record.message for record in caplog.records) == warnings
+
+
+@pytest.mark.parametrize(("learning_rate", "warnings"), [(1e-7, 0), (1e-2, 1)])
+def test_a_tall_model_is_judged_by_its_own_level(tmp_path, caplog, learning_rate, warnings):
+    """Its k3 in step is far above the bound that holds for two layers."""
+    trainer = helpers.make_trainer(
+        tmp_path,
+        helpers.make_tall_model(),
+        lambda completion_ids, **kwargs: [sum(ids) % 7.0 for ids in completion_ids],
+        constraint="none",
+        deployment_scheme=SCHEME,
+        weight_sync_steps=2,
+        max_steps=2,
+        learning_rate=learning_rate,
+        per_device_train_batch_size=16,
+    )
+    trainer.train()
+    assert logged(trainer, "discrepancy/k3_kl")[0] > 10 * FAR
     assert sum("meets discrepancy/k3_kl" in record.message for record in caplog.records) == warnings
