@@ -125,12 +125,16 @@ def test_the_calibration(workplace):
 
 
 @pytest.mark.long
+@pytest.mark.real
 @pytest.mark.timeout(900)
+@pytest.mark.skipif(not (ROOT / "runs" / "real_model").exists(), reason="make real-model makes the model")
 def test_code(workplace):
-    code = blocks("python")
-    assert len(code) == 2
-    assert "discrepancy/mean" in run([sys.executable, "-c", code[0]], workplace)
-    assert "probs_diff_mean" in run([sys.executable, "-c", code[1]], workplace)
+    example, metrics = blocks("python")
+    assert "HuggingFaceTB/SmolLM2-135M-Instruct" in example
+    example = example.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(ROOT / "runs" / "real_model"))
+    assert "discrepancy/mean" in run([sys.executable, "-c", example], workplace)
+    assert (workplace / "runs" / "example" / "deployment" / "model.safetensors").is_file()
+    assert "probs_diff_mean" in run([sys.executable, "-c", metrics], workplace)
 
 
 def test_make_targets():
@@ -168,7 +172,7 @@ def test_on_a_package_index_no_link_leads_into_the_repository(address):
         assert targets(shown) == (absolute, [])
         assert "*The output of" not in shown  # a caption
         assert "The FP8 policy answers" in shown
-        assert "Which one, when says" in shown
+        assert "(Which one, when)" in shown
     else:
         expected = [link if link.startswith("http") else f"{address}/blob/main/{link}" for link in links]
         assert targets(shown) == (expected, [f"{address}/raw/main/{image}" for image in images])
