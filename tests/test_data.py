@@ -1,7 +1,6 @@
 """Problems made on the spot, prompts from files, and problems as text."""
 
 import json
-import math
 
 import datasets
 import pytest
@@ -183,9 +182,7 @@ def test_missing_columns_are_named(tokenizer, rows):
         ("empty.jsonl", b"", "is empty"),
         ("rows.txt", b"{}", "is not a data file"),
         ("broken.jsonl", b"{not json", "cannot be loaded"),
-        ("page.jsonl", b"<!DOCTYPE html>", "holds no JSON objects"),
         ("latin.jsonl", '{"prompt": "Zo\u00e9", "answer": "3"}\n'.encode("latin1"), "is no text in UTF-8"),
-        ("null.json", b"null", "holds no JSON objects"),  # datasets ends the process on it
         ("head.csv", b"prompt,answer\n", "cannot be loaded"),
     ],
 )
@@ -204,13 +201,3 @@ def test_prompts_of_mixed_types_cost_their_rows_only(tmp_path, tokenizer, other)
     kept, counts = load_prompts(load_rows(str(path)), tokenizer)
     assert kept["prompt"][:] == [[{"role": "user", "content": "What is 1+1?"}]]
     assert counts == {"rows": 2, "kept": 1, "without prompt": 1}
-
-
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [("absolute_tolerance", math.inf), ("multiple_answers", "maybe"), ("unit", 5)],
-)
-def test_what_grading_cannot_use_is_refused_with_its_row(tokenizer, column, value):
-    rows = [{"prompt": "1+1?", "answer": "2", column: None}, {"prompt": "1+2?", "answer": "3", column: value}]
-    with pytest.raises(ValueError, match=rf"{column}={value!r} is invalid: use "):
-        load_prompts(Dataset.from_list(rows), tokenizer)

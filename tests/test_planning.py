@@ -12,9 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dc_trl.command import plan as plan_command
 from dc_trl.planning.architecture import architecture_of, load_architecture
-from dc_trl.planning.layouts import Problem, layouts, reasons, remedies
+from dc_trl.planning.layouts import Problem, Work, layouts, reason, work_of_config
 from dc_trl.planning.memory import PRECISIONS, MicroBatch, trainer_memory
-from dc_trl.planning.work import Work, work_of_config
 from dc_trl.quantization.schemes import SCHEMES
 
 from . import planning_measured as measured
@@ -139,23 +138,16 @@ def test_a_layout_keeps_its_promises(known, name, devices):
         assert rows * numbers["steps_per_generation"] == 512
 
 
-def test_nothing_fits_and_the_remedies_do(known):
+def test_what_does_not_fit_says_why(known):
     problem = Problem(known["qwen3_30b_a3b"], Work(), "h100", 16)
     assert not list(layouts(problem))
-    assert reasons(problem) == [
-        "training needs 76 GB on each of 8 devices in a micro-batch of 1, and 74 GB are usable"
-    ]
-    assert remedies(problem) == ["use 24 devices of this kind", "use 16 × h200"]
+    assert "training needs at least 76 GB of 74 GB on each of up to 8 devices" in reason(problem)
     assert list(layouts(replace(problem, devices=24)))
     assert list(layouts(replace(problem, device="h200")))
-
-
-def test_a_batch_or_an_engine_that_does_not_fit_is_the_reason(known):
     odd = Problem(known["qwen3_8b"], Work(prompts=171, generations=3, optimizer_steps=3), "h100", 16)
-    assert "171 completions" in reasons(odd)[0]
-    assert "need a device each" in reasons(replace(odd, devices=1))[0]
+    assert "171 completions" in reason(odd)
     large = Problem(known["qwen3_235b_a22b"], Work(scheme="bf16"), "h100", 4)
-    assert "leave a cache of 0 tokens, below one sequence of 10,240" in reasons(large)[-1]
+    assert "leave a cache of 0 tokens for sequences of 10,240" in reason(large)
 
 
 # --- configurations and the command
@@ -182,19 +174,6 @@ def test_the_devices_are_the_processes_that_the_batch_is_for(options, completion
     assert problem.work.completions == completions
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"prompts": 0}, "prompts"),
-        ({"optimizer_steps": 3}, "optimizer_steps=3 does not divide"),
-        ({"scheme": "int3"}, "int3"),
-    ],
-)
-def test_wrong_settings_are_refused(wrong, words):
-    with pytest.raises(ValueError, match=words):
-        Work(**wrong)
-
-
 def test_models_that_are_not_known(tmp_path):
     wrong = {"deepseek_v3": "kv_lora_rank", "qwen3_next": "linear_attention", "bert": "num_key_value_heads"}
     for kind, words in wrong.items():
@@ -213,17 +192,4 @@ def test_the_table_and_its_refusal(capsys):
     plan_command.main(["--model", str(MODELS / "qwen3_8b.json")])
     assert "A weight sync moves 9.4 GB as a checkpoint in fp8, 16 GB as TRL's stream." in capsys.readouterr().out
     plan_command.main(["--model", str(MODELS / "qwen3_8b.json"), "--gpus", "1"])
-    assert "nothing fits." in capsys.readouterr().out
-
-
-@pytest.mark.long
-def test_the_command_starts_nothing():
-    """It loads neither vLLM nor TRL nor weights, and prints the numbers of the plan."""
-    arguments = ["dc-trl", "plan", "--model", str(MODELS / "qwen3_8b.json"), "--gpus", "8"]
-    arguments += ["--config", "configs/qwen3_8b_fp8.yaml", "--processes", "4"]
-    code = f"import runpy, sys; sys.argv = {arguments}; runpy.run_module('dc_trl', run_name='__main__')"
-    code += "; print(sorted({'vllm', 'trl', 'deepspeed'} & set(sys.modules)), file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stderr.splitlines()[-1] == "[]"
-    assert "what fits" in done.stdout
+    assert "nothing fits, because" in capsys.readouterr().out

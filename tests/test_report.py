@@ -8,8 +8,11 @@ import random
 import re
 import subprocess
 import sys
+from datetime import UTC, datetime
 
 import pytest
+import torch
+import trl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
@@ -20,9 +23,11 @@ from dc_trl import DCGRPOConfig, HistoryCallback
 from dc_trl.command import report as report_command
 from dc_trl.records.runs import read_history, read_run
 from dc_trl.records.settings import changed_settings
+from dc_trl.records.started import read_starts
 from dc_trl.report import write_report
 from dc_trl.report.figures import moving_average
 from dc_trl.report.panels import panels_of, plot_run
+from dc_trl.report.tables import start_facts
 
 from .helpers import ROOT, Rollouts, make_config, make_trainer
 from .html_reader import Reader, require_self_contained
@@ -251,7 +256,6 @@ def test_a_moving_average_is_the_mean_of_its_window(values, half):
         (lambda folder: (make_run(folder) / "history.jsonl").write_text("{}\n"), "line 1 has no step"),
         (lambda folder: (make_run(folder) / "history.jsonl").write_text("x\n{}\n"), "line 1 is not JSON"),
         (lambda folder: (make_run(folder) / "settings.json").write_bytes(b"\xff"), "settings.json is no text"),
-        (lambda folder: make_run(folder, summary=make_summary(after="x")), "summary.json: after='x'"),
     ],
 )
 def test_what_is_no_run_is_refused_before_anything_is_written(tmp_path, prepare, message):
@@ -372,3 +376,28 @@ def test_a_report_needs_no_engine_and_no_trainer(tmp_path):
     reader = read_report(tmp_path / "report.html")
     assert row_of(reader, "seed") == ["42"]
     assert row_of(reader, "loss_type") == ["grpo"]
+
+
+def test_a_run_says_when_and_on_what_it_was_started(tmp_path):
+    before = datetime.now(UTC).replace(microsecond=0)
+    options = {"rollout_func": Rollouts(), "callbacks": [HistoryCallback()]}
+    make_trainer(tmp_path, **options, max_steps=1, save_strategy="steps", save_steps=1).train()
+    (start,) = read_starts(tmp_path)
+    assert before <= datetime.fromisoformat(start["date"]) <= datetime.now(UTC)
+    assert (start["step"], start["processes"]) == (0, 1)
+    assert start["versions"]["trl"] == trl.__version__
+    assert start["versions"]["torch"] == torch.__version__
+    assert "core" in start["device"]
+    resumed = make_trainer(tmp_path, **options, max_steps=2, save_strategy="steps", save_steps=1)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert [row["step"] for row in read_starts(tmp_path)] == [0, 1]
+
+
+def test_facts_of_starts():
+    old = {"date": "2026-01-02T23:30:00-01:00", "step": 0, "device": "A100", "processes": 8, "versions": {"trl": "1"}}
+    new = {"date": "2026-01-04T05:06:07+00:00", "step": 40, "device": "H100", "processes": 1, "versions": {}}
+    assert start_facts([old, new]) == {
+        "started": "2026-01-03 00:30 UTC, 8 × A100, trl 1",
+        "resumed at step 40": "2026-01-04 05:06 UTC, H100",
+    }
+    assert start_facts([]) == {}

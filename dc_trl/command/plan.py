@@ -12,9 +12,8 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from ..planning.architecture import load_architecture
-from ..planning.layouts import Layout, Problem, layouts, reasons, remedies
+from ..planning.layouts import Layout, Problem, Work, layouts, reason, work_of_config
 from ..planning.memory import DEVICES, checkpoint_bytes
-from ..planning.work import Work, work_of_config
 from ..records.tables import print_table
 from ..settings.command_line import OptionParser, add_fields, refused_in_one_line, say
 from ..settings.paths import config_file, shipped
@@ -89,9 +88,7 @@ def print_plan(problem: Problem) -> None:
     title = f"{problem.model.name} on {problem.devices} × {problem.device}"
     found = [numbers_of(problem, layout) for layout in layouts(problem)]
     if not found:
-        lines = [f"  because {reason}" for reason in reasons(problem)]
-        lines += [f"  remedy: {remedy}" for remedy in remedies(problem)]
-        say("\n".join([f"{title}: nothing fits.", *lines]))
+        say(f"{title}: nothing fits, because {reason(problem)}.")
         return
     rows = [
         [f"{name}, GB" if isinstance(value, float) else name, *(_shown(each[name]) for each in found)]

@@ -21,11 +21,8 @@ def main() -> None:
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, sys.stdout.fileno())
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     if sys.platform == "linux":  # elsewhere the address space cannot be limited
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try_to_grade("\\sqrt{3}", Gold("\\frac{3}{\\sqrt{3}}"))  # the parser builds its tables once
     os.dup2(silence, sys.stderr.fileno())
     print("ready", file=replies, flush=True)

@@ -20,9 +20,6 @@ SERVER_RUNTIME = 4e9
 _HEAD_TILE = (4096, 32768)
 
 
-# --- the deployed policy
-
-
 def checkpoint_bytes(model: Architecture, scheme: str) -> int:
     """Return the bytes of the tensors in the checkpoint that `quantization.checkpoint.CheckpointWriter` writes.
 
@@ -56,14 +53,7 @@ def _matrix_bytes(scheme: str, rows: int, columns: int, model: Architecture) -> 
 
 @dataclass(frozen=True)
 class Engine:
-    """One replica of the model in vLLM, on devices of one node.
-
-    Args:
-        model: sizes of the model.
-        scheme: deployment scheme that it serves.
-        device_memory: bytes of each device.
-        tensor_parallel: number of devices that share it.
-    """
+    """One replica of the model in vLLM, shared by `tensor_parallel` devices of one node, of so many bytes each."""
 
     model: Architecture
     scheme: str
@@ -96,9 +86,6 @@ class Engine:
         return divides and self.cache_tokens >= longest
 
 
-# --- the trainer
-
-
 class Precision(NamedTuple):
     """Bytes of a number: in the weights that the optimizer updates, and in forward and backward."""
 
@@ -111,45 +98,27 @@ PRECISIONS = {"mixed": Precision(4, 2), "bfloat16": Precision(2, 2), "float32": 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one device computes at once, and how.
-
-    Args:
-        sequences: number of sequences.
-        tokens: tokens of the longest sequence, with its prompt.
-        scored: tokens of its completion.
-        accumulated: whether gradients wait for further micro-batches of the optimizer step before they are reduced.
-        precision: of weights and compute. FSDP2 keeps float32 weights beside a compute of 2 bytes.
-        checkpointing: whether layers keep their input alone, and are computed again in backward.
-    """
+    """What one device computes at once, and how."""
 
     sequences: int
-    tokens: int
-    scored: int
-    accumulated: bool
-    precision: Precision
-    checkpointing: bool
+    tokens: int  # of the longest sequence, with its prompt
+    scored: int  # tokens of its completion
+    accumulated: bool  # gradients wait for further micro-batches of the optimizer step before they are reduced
+    precision: Precision  # of weights and compute; FSDP2 keeps float32 weights beside a compute of 2 bytes
+    checkpointing: bool  # layers keep their input alone, and are computed again in backward
 
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes on one device that trains. `total` is the peak: what stays, and the larger of what comes and goes.
-
-    Args:
-        weights, gradients, moments: what stays through a step. With FSDP2, gradients that are accumulated without
-            being reduced are whole on every device.
-        gathered: layers that are whole for the moment, and buckets of gradients on their way.
-        activations: activations of one micro-batch of the longest sequences.
-        head: logits in tiles, and the gradient of the output head.
-        optimizer: what the update needs for the moment, after the activations are gone.
-    """
+    """Bytes on one device that trains. `total` is the peak: what stays, and the larger of what comes and goes."""
 
     weights: float
     gradients: float
     moments: float
-    gathered: float
-    activations: float
-    head: float
-    optimizer: float
+    gathered: float  # layers that are whole for the moment, and buckets of gradients on their way
+    activations: float  # of one micro-batch of the longest sequences
+    head: float  # logits in tiles, and the gradient of the output head
+    optimizer: float  # what the update needs for the moment, after the activations are gone
 
     @property
     def total(self) -> float:
@@ -158,14 +127,7 @@ class TrainerMemory:
 
 
 def trainer_memory(model: Architecture, strategy: Strategy, devices: int, micro: MicroBatch) -> TrainerMemory:
-    """Return the bytes on each of the devices that train.
-
-    Args:
-        model: sizes of the model.
-        strategy: DDP, or FSDP2 as accelerate sets it up.
-        devices: number of devices that train.
-        micro: what one device computes at once.
-    """
+    """Return the bytes on each of the devices that train, with DDP, or with FSDP2 as accelerate sets it up."""
     weight, compute = micro.precision
     tokens = micro.sequences * micro.tokens
     layer = layer_activations(model, compute) * tokens
