@@ -203,9 +203,7 @@ def _notes(result: EngineMismatch, batch_prompts: int) -> list[str]:
         notes.append(f"{result.prompts} prompts are few: the 95 % intervals are too narrow; use {least} or more.")
     if result.unscored:
         share = result.unscored / (result.tokens + result.unscored)
-        notes.append(
-            f"{result.unscored} tokens ({share:.2%}) lack a log-probability and do not count."
-        )
+        notes.append(f"{result.unscored} tokens ({share:.2%}) lack a log-probability and do not count.")
     if (pearson := result.metrics["probs_pearson"]) < _SAME_WEIGHTS:
         notes.append(
             f"The probabilities of both sides correlate by {pearson:.2f} only: does {result.engine} run the weights "

@@ -9,7 +9,6 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from ..files import read_object
 from ..quantization.schemes import fused_experts, quantized_linears
 from ..settings.pretrained import require_model
 
@@ -21,7 +20,6 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 class Architecture:
     """The sizes of a decoder with softmax attention, dense or a mixture of experts. All counts are of numbers."""
 
-    name: str
     hidden: int
     layers: int
     vocabulary: int  # rows of the output head
@@ -55,17 +53,15 @@ def load_architecture(model: str, revision: str = "main") -> Architecture:
     Raises:
         ValueError: there is no such model, or its memory is not known here.
     """
-    path, name = Path(model).expanduser(), model
-    if path.is_file():
-        name = read_object(path).get("_name_or_path") or model
-    else:
+    path = Path(model).expanduser()
+    if not path.is_file():
         require_model(model, "model")
     try:
         config = AutoConfig.from_pretrained(path if path.is_file() else model, revision=revision)
     except (OSError, ValueError, TypeError) as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(f"model={model!r} cannot be loaded: {reason} Give the path of its config.json.") from error
-    return architecture_of(config, name)
+    return architecture_of(config, model)
 
 
 def architecture_of(config: PreTrainedConfig, name: str) -> Architecture:
@@ -93,7 +89,6 @@ def architecture_of(config: PreTrainedConfig, name: str) -> Architecture:
         each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == text.num_hidden_layers
     )
     return Architecture(
-        name=name,
         hidden=text.hidden_size,
         layers=text.num_hidden_layers,
         vocabulary=model.get_output_embeddings().weight.shape[0],

@@ -1,4 +1,4 @@
-"""Bytes of a training device, of an engine and of a checkpoint; docs/planning.md has formulas and sources."""
+"""Bytes of a training device and of a checkpoint; docs/planning.md has formulas and sources."""
 
 import math
 from dataclasses import dataclass
@@ -13,9 +13,6 @@ Strategy = Literal["ddp", "fsdp2"]
 DEVICES = {"a100": 80e9, "h100": 80e9, "h200": 141e9, "b200": 180e9}
 # Our assumption: the CUDA context, NCCL's buffers and fragments of the allocator take the rest of a device.
 USABLE = 0.92
-SERVER_SHARE = 0.9  # --gpu-memory-utilization, vLLM's default
-# Our assumption: bytes that a server needs beside weights and cache, for activations and captured graphs.
-SERVER_RUNTIME = 4e9
 # TRL's fused output head computes logits in tiles of so many tokens and vocabulary entries (trl/kernels).
 _HEAD_TILE = (4096, 32768)
 
@@ -49,41 +46,6 @@ def _matrix_bytes(scheme: str, rows: int, columns: int, model: Architecture) -> 
     narrow = scheme == "int4_g32" or any(each % 128 for _, each, _ in model.quantized)
     group = 32 if narrow else 128
     return rows * math.ceil(columns / 8) * 4 + 4 * rows * (columns // group) + 16
-
-
-@dataclass(frozen=True)
-class Engine:
-    """One replica of the model in vLLM, shared by `tensor_parallel` devices of one node, of so many bytes each."""
-
-    model: Architecture
-    scheme: str
-    device_memory: float
-    tensor_parallel: int
-
-    @property
-    def weights(self) -> float:
-        """Bytes of weights on each device."""
-        return checkpoint_bytes(self.model, self.scheme) / self.tensor_parallel
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in the BF16 cache of each device.
-
-        Tensor parallelism divides the key-value heads, and repeats them once it has more devices than heads.
-        """
-        heads = math.ceil(self.model.kv_heads / self.tensor_parallel)
-        return 2 * self.model.layers * heads * self.model.head_dim * 2
-
-    @property
-    def cache_tokens(self) -> int:
-        """Tokens that the cache holds, of all sequences together; every layer counts as full attention."""
-        left = self.device_memory * SERVER_SHARE - SERVER_RUNTIME - self.weights
-        return max(int(left / self.token_bytes), 0)
-
-    def fits(self, longest: int) -> bool:
-        """Return whether the heads divide, and the cache holds one sequence of the longest prompt and completion."""
-        divides = not (self.model.heads % self.tensor_parallel or self.model.expert_width % self.tensor_parallel)
-        return divides and self.cache_tokens >= longest
 
 
 class Precision(NamedTuple):
