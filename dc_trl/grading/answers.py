@@ -187,20 +187,13 @@ def _is_equation(text: str) -> bool:
 
 
 def _equal_in_any_order(golds: Sequence[str], texts: Sequence[str], gold: Gold) -> bool:
-    """Whether each gold has an answer of its own: a matching, found by augmenting paths."""
-    fits = [[_equal(one, other, gold, False) for other in texts] for one in golds]
-    taken: dict[int, int] = {}
-
-    def assign(index: int, seen: set[int]) -> bool:
-        for other, fit in enumerate(fits[index]):
-            if fit and other not in seen:
-                seen.add(other)
-                if other not in taken or assign(taken[other], seen):
-                    taken[other] = index
-                    return True
-        return False
-
-    return all(assign(index, set()) for index in range(len(golds)))
+    left = list(texts)
+    for one in golds:
+        fit = next((other for other in left if _equal(one, other, gold, False)), None)
+        if fit is None:
+            return False
+        left.remove(fit)
+    return True
 
 
 def _equal_scalars(gold_text: str, text: str, gold: Gold) -> bool:

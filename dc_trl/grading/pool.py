@@ -1,23 +1,21 @@
 """Grading in worker processes, each answer within limits of time and memory.
 
-Each worker has a thread that hands it one answer after another and kills it when an answer is late. Not by a library:
-multiprocessing, and with it pebble, starts workers that import the user's script again (and PyTorch, which is larger
-than the limit of memory).
+Each worker has a thread that hands it one answer after another. Not by a library: multiprocessing, and with it pebble,
+starts workers that import the user's script again (and PyTorch, which is larger than the limit of memory).
 """
 
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import astuple
-from multiprocessing.connection import wait
 from pathlib import Path
 
 from .answers import Gold, Verdict
@@ -28,79 +26,58 @@ logger = logging.getLogger(__name__)
 
 _LEAST_MEMORY = 256 << 20  # bytes; a worker starts with about 60 MiB
 _TOGETHER = 4  # answers that go to one worker: those to one gold, which it parses once
-_STARTUP_LIMIT = 300.0  # seconds until a worker is ready, on a machine that is busy
 OUT_OF_MEMORY = 3  # exit code of a worker
 
 _Job = tuple[str, Gold]
 
 
 class _Worker:
-    """One process, which grades one answer at a time."""
+    """One process, which grades one answer at a time, and which its own alarm or a hostile answer may end."""
 
     def __init__(self, time_limit: float, memory_limit: int):
         package_root = str(Path(__file__).resolve().parents[2])
         path = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
             # -P: a user's json.py in the working directory is not ours to import. One thread: there is a pool.
-            [sys.executable, "-P", "-m", "dc_trl.grading.worker", str(memory_limit), str(2 * time_limit + 1)],
-            bufsize=0,
+            [sys.executable, "-P", "-m", "dc_trl.grading.worker", str(memory_limit), str(time_limit)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            text=True,
             process_group=0,  # Ctrl-C is for this process; its end is the worker's
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
         )
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self._stdin, self._stdout = self.process.stdin, self.process.stdout
-        self._time_limit = time_limit
         self._is_ready = False
 
     def wait_until_ready(self) -> None:
         """Raise a RuntimeError if the process does not start."""
-        if self._is_ready:
-            return
-        try:
-            self._read_line(_STARTUP_LIMIT)
-        except (TimeoutError, EOFError) as error:
-            self.close()
+        if not self._is_ready and not self._ask():
             raise RuntimeError(
-                f"a grading worker ended with code {self.process.returncode} before it was ready: see its error "
-                f"above, check that {sys.executable} can import math_verify, and raise memory_limit if it ran out."
-            ) from error
+                f"a grading worker ended with code {self.process.wait()} before it was ready: see its error above, "
+                f"check that {sys.executable} can import math_verify, and raise memory_limit if it ran out."
+            )
         self._is_ready = True
 
     def grade(self, job: _Job) -> Verdict | str:
-        """Return the verdict on an answer, or why there is none; the worker ends if it is late or crashes."""
+        """Return the verdict on an answer, or why there is none; the worker has ended if it was late or crashed."""
         self.wait_until_ready()
-        with suppress(BrokenPipeError):  # it has ended, as reading will tell
-            self._stdin.write(json.dumps([job[0], astuple(job[1])]).encode() + b"\n")
-        try:
-            reply = json.loads(self._read_line(self._time_limit))
-        except TimeoutError:
-            self.close()
-            return "time"
-        except EOFError:
-            self.close()
-            return "memory" if self.process.returncode == OUT_OF_MEMORY else "crash"
-        return reply if isinstance(reply, str) else Verdict(*reply)
+        if line := self._ask(json.dumps([job[0], astuple(job[1])]) + "\n"):
+            reply = json.loads(line)
+            return reply if isinstance(reply, str) else Verdict(*reply)
+        return {-signal.SIGALRM: "time", OUT_OF_MEMORY: "memory"}.get(self.process.wait(), "crash")
 
-    def _read_line(self, seconds: float) -> bytes:
-        deadline = time.monotonic() + seconds
-        line = b""
-        while not line.endswith(b"\n"):
-            if not wait([self._stdout.fileno()], max(0.0, deadline - time.monotonic())):
-                raise TimeoutError
-            if not (data := self._stdout.read(65536)):
-                self.process.wait()
-                raise EOFError
-            line += data
-        return line
+    def _ask(self, question: str = "") -> str:
+        """Write a question, and return the line that answers it; "" where the process has ended."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(question)
+            self.process.stdin.flush()
+        return self.process.stdout.readline()
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait()
-        self._stdin.close()
-        self._stdout.close()
+        with suppress(BrokenPipeError):
+            self.process.communicate()
 
 
 class Grader:
@@ -203,7 +180,7 @@ class Grader:
                         reply = worker.grade(job)
                         verdicts[job] = reply if isinstance(reply, Verdict) else self._count(job, reply)
                         if worker.process.returncode is not None:
-                            del self._workers[number]
+                            self._workers.pop(number).close()
 
         with ThreadPoolExecutor(self.processes, "dc_trl-grading") as threads:
             try:

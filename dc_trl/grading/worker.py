@@ -2,7 +2,7 @@
 
 One JSON line in ([answer, fields of the gold]), one JSON line out ([correct, answer], or a string: the exception
 that grading raised); first a line that says it is ready. It ends when its input is closed. It dies of what an answer
-does to it: out of memory, or SIGALRM after SECONDS, which is for the case that whoever should have killed it is dead.
+does to it: out of memory, or SIGALRM after SECONDS.
 """
 
 import json
