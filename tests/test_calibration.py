@@ -152,21 +152,6 @@ def test_interval_of_the_tolerance_is_the_rule_applied_to_resampled_prompts(monk
     assert found.value == pytest.approx(proposed(numerators, denominators))
 
 
-def test_too_few_prompts_with_log_probabilities():
-    rollouts = [Rollout(0, [50], [-1.0], False), Rollout(1, [50], [math.nan], False)]
-    with pytest.raises(ValueError, match="1 of 2 prompts"):
-        measure("fp8", rollouts, [torch.tensor([-1.0])] * 2, 2)
-
-
-def test_notes_say_what_the_numbers_rest_on(measured):
-    notes = " ".join(measured[2].notes)
-    assert "4 prompts are few" in notes
-    assert "1 tokens" in notes
-    rollouts, train = random_rollouts(spread=3.0)
-    other = measure("http://host:1", rollouts, train)
-    assert "does http://host:1 run the weights" in " ".join(other.notes)
-
-
 # --- engines and scoring ---------------------------------------------------------------------------------------------
 
 
@@ -246,16 +231,6 @@ def test_wrong_arguments_are_refused(tokenizer, changed, message):
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
-
-
-def test_saved_it_is_valid_json(measured, tmp_path):
-    result = measured[2]._replace(maximum=math.nan)
-    Calibration({"model": "m"}, [result]).save(tmp_path / "a.json")
-    text = (tmp_path / "a.json").read_text()
-    assert "NaN" not in text
-    (engine,) = json.loads(text)["engines"]
-    assert engine["maximum"] is None
-    assert engine["estimates"]["delta"]["value"] == result.estimates["delta"].value
 
 
 def saved(output):

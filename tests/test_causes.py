@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from dc_trl.calibration import Calibration, calibrate, floor
@@ -176,14 +176,6 @@ def test_of_several_schemes_the_nearest_is_taken(tokenizer):
 
 
 # --- what cannot be, and what is said --------------------------------------------------------------------------------
-
-
-def test_adapters_that_cannot_compute_so_are_a_note(tokenizer):
-    policy = get_peft_model(make_model(32), IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
-    options = {"samples": 2, "max_tokens": 4, **QUIET}
-    found = calibrate(policy, tokenizer, ["replica:bf16"], ["1+1=", "2+2="], **options).engines[0]
-    assert found.diagnosis is None
-    assert any(note.startswith("δ̄ is not split into its causes: peft_config") for note in found.notes)
 
 
 def estimate(value):

@@ -1,10 +1,8 @@
 """No answer harms the run: limits, replaced workers, threads, forks, parents that die."""
 
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 
 import psutil
@@ -77,32 +75,6 @@ def test_a_killed_worker_costs_one_answer_and_is_replaced():
     assert workers() == before
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the address space can be limited on Linux only")
-def test_a_worker_limits_its_memory():
-    before = workers()
-    with Grader(processes=1, memory_limit=300 << 20) as grader:
-        assert grader.grade([boxed(r"\sqrt{4}")], [Gold(r"\sqrt{3}")])[0].correct is False
-        (worker,) = workers() - before
-        assert worker.rlimit(psutil.RLIMIT_AS) == (300 << 20, 300 << 20)
-
-
-def test_from_several_threads_at_once():
-    grader, results = Grader(processes=2, time_limit=60.0), {}
-
-    def work(number):
-        golds = [Gold(str(number + row)) for row in range(30)]
-        results[number] = grader.grade([boxed(str(number + row)) for row in range(30)], golds)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in (100, 200, 300)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    grader.close()
-    assert all(verdict.correct for verdicts in results.values() for verdict in verdicts)
-    assert len(results) == 3
-
-
 SCRIPT = """
 import os, sys
 from dc_trl.grading.rewards import math_reward
@@ -146,32 +118,3 @@ def test_a_killed_parent_leaves_no_worker(tmp_path):
         parent.kill()
     _, alive = psutil.wait_procs(left, timeout=30)
     assert not alive
-
-
-LONG = """
-import signal
-from dc_trl.grading import Gold, Grader
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it runs in the background ignore it
-texts = [f"\\\\boxed{{{'+'.join(f'x^{{{n}}}' for n in range(120))}+{row}}}" for row in range(200)]
-with Grader(processes=2, time_limit=20) as grader:
-    grader.start()
-    print("ready", flush=True)
-    grader.grade(texts, [Gold("\\\\frac{x}{y}+2^{10}")] * 200)
-"""
-
-
-def test_ctrl_c_ends_grading_and_its_workers_with_one_traceback(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(LONG)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    parent = subprocess.Popen([sys.executable, script], env=environment, start_new_session=True, **pipes)
-    assert parent.stdout.readline() == "ready\n"
-    left = psutil.Process(parent.pid).children()
-    time.sleep(1)
-    os.killpg(parent.pid, signal.SIGINT)
-    _, errors = parent.communicate(timeout=240)
-    assert parent.returncode == -signal.SIGINT
-    assert errors.count("Traceback") == errors.count("KeyboardInterrupt") == 1
-    assert len(left) == 2
-    assert not psutil.wait_procs(left, timeout=30)[1]

@@ -110,11 +110,6 @@ def test_a_mismatch_is_read_from_the_runs_own_level():
     assert "more than 0.01 above twice the run's own level" in read_at_the_end(lagging, ages)
 
 
-def test_what_truncation_has_cut_off_is_not_read_as_a_mismatch():
-    run = run_of([0.5] * 4, None, **{"discrepancy_truncated/k3_kl": 0.5})
-    assert "not measured: discrepancy_truncated/..." in verdict_of(run).lines[-1]
-
-
 @pytest.mark.parametrize("zero", [False, True])
 def test_a_run_ends_with_its_verdict_and_its_report_begins_with_it(tmp_path, capsys, zero):
     reward = zero_reward if zero else distinct_characters
