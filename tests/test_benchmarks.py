@@ -11,7 +11,6 @@ from datasets import Dataset
 from dc_trl.data.benchmarks import BENCHMARKS, MINERVA_RELATIVE_TOLERANCE, PUBLISHED, holds_several, load_benchmark
 from dc_trl.data.dapo import DAPO, load_dapo
 from dc_trl.data.sources import FEATURES
-from dc_trl.data.templates import chat_prompt
 from dc_trl.grading import is_gradable
 
 from .helpers import ROOT
@@ -108,15 +107,6 @@ def test_the_documentation_says_the_same():
         assert f"| {source.samples} |" in line or source is DAPO
         assert f"`{name}`" in line or source is DAPO
     exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], {})
-
-
-def test_arithmetic_is_a_benchmark_with_a_bare_prompt():
-    benchmark = load_benchmark("arithmetic")
-    assert len(benchmark) == len(set(benchmark["problem"])) == 1024
-    row = benchmark[0]
-    assert str(eval(row["problem"].removesuffix("=?"))) == row["answer"]
-    prompt = chat_prompt(row["problem"], BENCHMARKS["arithmetic"].instruction)
-    assert prompt == [{"role": "user", "content": row["problem"]}]
 
 
 def test_what_cannot_be_loaded_is_said(write, tmp_path, monkeypatch):

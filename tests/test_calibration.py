@@ -13,13 +13,12 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from dc_trl.calibration import Calibration, calibrate, mismatch
+from dc_trl.calibration import calibrate, mismatch
 from dc_trl.calibration.mismatch import batch_tolerance, measure_engine
 from dc_trl.calibration.result import label
 from dc_trl.calibration.rollouts import EngineSample, Rollout, sample_rollouts
 from dc_trl.calibration.scoring import train_logps
 from dc_trl.calibration.settings import CalibrationSettings
-from dc_trl.records.results import read_result
 from dc_trl.rollouts.engines import EngineSpec
 from dc_trl.rollouts.replica import Replica
 from dc_trl.training.problems import DataArguments, draw_prompts
@@ -107,14 +106,6 @@ def test_token_reduction_and_other_measures():
     }.items():
         result = measure("fp8", rollouts, train, measure=name, reduction="token", batch_prompts=2)
         assert result.estimates["discrepancy"].value == pytest.approx(statistics.fmean(delta)), name
-
-
-def test_identical_engines_have_no_discrepancy():
-    rollouts, _ = random_rollouts()
-    train = [torch.tensor(rollout.logps, dtype=torch.float64) for rollout in rollouts]
-    result = measure("fp8", rollouts, train)
-    assert result.maximum == 0 == result.tolerance.value == result.tolerance.high
-    assert result.metrics["ess"] == 1
 
 
 def test_tolerance_by_hand():
@@ -233,9 +224,15 @@ def test_wrong_arguments_are_refused(tokenizer, changed, message):
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
+class Saved(dict):
+    """An object of a saved calibration, whose fields are attributes too."""
+
+    __getattr__ = dict.__getitem__
+
+
 def saved(output):
     """The calibration in a directory."""
-    return read_result(Calibration, output / "calibration.json", "calibration")
+    return json.loads((output / "calibration.json").read_text(), object_hook=Saved)
 
 
 @pytest.fixture
@@ -259,7 +256,7 @@ def test_script_prints_and_keeps_what_it_measured(script, tmp_path, capsys):
     shown = capsys.readouterr().out
     calibration = saved(output)
     for engine in calibration.engines:
-        assert engine.tolerance.config_line in shown
+        assert f"discrepancy_tolerance: {engine.tolerance.value:#.3g}" in shown
         assert label(engine.engine) in shown
         assert (engine.completions, engine.prompts, engine.unscored) == (16, 8, 0)
     fp8, bf16 = calibration.engines

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from dc_trl.calibration import Calibration, calibrate, floor
+from dc_trl.calibration import calibrate, floor
 from dc_trl.calibration.advice import recommend
 from dc_trl.calibration.causes import Case, split_discrepancy, subsets
 from dc_trl.calibration.result import Split
@@ -20,10 +20,10 @@ from dc_trl.calibration.rollouts import EngineSample
 from dc_trl.calibration.settings import CalibrationSettings
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.records.estimators import Estimate
-from dc_trl.records.results import read_result
 from dc_trl.serving.fit import schemes_of
 
 from .helpers import ROOT, TINY_MODEL, floor_and_format, make_model, make_tall_model, program
+from .test_calibration import saved
 
 
 QUIET = {"progress": False, "report": lambda line: None}
@@ -210,7 +210,7 @@ def script(monkeypatch, tmp_path):
         monkeypatch.chdir(ROOT)
         monkeypatch.setattr(sys, "argv", ["calibrate.py", *command.split(), *words])
         module.main()
-        return read_result(Calibration, tmp_path / "out" / "calibration.json", "calibration").engines
+        return saved(tmp_path / "out").engines
 
     return run
 
@@ -225,6 +225,6 @@ def test_script_splits_and_fails_above_a_bound(script, tmp_path, capsys):
         script("--engine", "replica:fp8", "--no_split", "--fail_above", "1e-6")
     delta = engine.estimates["discrepancy"].value
     assert stop.value.code.startswith(f"failed: δ̄ is above --fail_above 1e-06 for replica:fp8: {delta:.3g} [")
-    assert read_result(Calibration, tmp_path / "out" / "calibration.json", "calibration").engines[0].diagnosis is None
+    assert saved(tmp_path / "out").engines[0].diagnosis is None
     with pytest.raises(SystemExit, match="fail_above=-1"):
         script("--engine", "replica:fp8", "--fail_above", "-1")

@@ -26,10 +26,6 @@ _GRACE = 15.0  # seconds that a process and its server have to end by themselves
 ENDING = _GRACE + 3.0  # seconds that are kept, so that the last check is over in time
 
 
-class LeftOut(Exception):  # noqa: N818
-    """There is nothing to try here; the message says why."""
-
-
 @dataclass(frozen=True)
 class Setup:
     """What all checks need to know."""
