@@ -24,7 +24,6 @@ from .text import MAX_ANSWER, extract_answer, squash
 
 logger = logging.getLogger(__name__)
 
-_LEAST_MEMORY = 256 << 20  # bytes; a worker starts with about 60 MiB
 _TOGETHER = 4  # answers that go to one worker: those to one gold, which it parses once
 OUT_OF_MEMORY = 3  # exit code of a worker
 
@@ -96,18 +95,9 @@ class Grader:
         failures: how many answers were wrong because of `"time"`, `"memory"`, a `"crash"` of the worker, or an
             `"error"`: an exception in grading. Of equal answers to one gold, which are graded once, one counts. The
             first of each kind is a warning.
-
-    Raises:
-        ValueError: an argument is out of its range.
     """
 
     def __init__(self, processes: int | None = None, time_limit: float = 5.0, memory_limit: int = 1 << 30):
-        if processes is not None and processes < 1:
-            raise ValueError(f"processes={processes} grade nothing: use at least 1, or None for one per core.")
-        if not 0 < time_limit < 1e6:
-            raise ValueError(f"time_limit={time_limit} is no limit: use a number of seconds above 0.")
-        if memory_limit < _LEAST_MEMORY:
-            raise ValueError(f"memory_limit={memory_limit} starts no worker: use at least {_LEAST_MEMORY} bytes.")
         self.processes = processes or min(8, os.cpu_count() or 1)
         self.time_limit = time_limit
         self.memory_limit = memory_limit
