@@ -32,7 +32,6 @@ from .constraint.lagrangian import LagrangeMultiplier
 from .constraint.statistics import BatchStatistics, batch_metrics
 from .constraint.thresholds import LEVEL_BATCHES, drift_warning, k3_of, level_in_step
 from .records.clock import timed
-from .records.samples import Sample
 from .records.verdict import NOT_MEASURED, first_batch
 from .rollouts.buffer import with_nonempty_completions
 from .rollouts.neutral_sampling import truncation_warning
@@ -40,7 +39,6 @@ from .sampled_tokens import SampledTokens
 from .settings.micro_batches import MEAN_OVER_COMPLETIONS, TWO_SIDED
 from .trainers.gate import require_comparable
 from .trainers.run import RunTrainer
-from .trainers.samples import SampleRecordCallback, sampled
 
 
 if TYPE_CHECKING:
@@ -120,7 +118,6 @@ class DCGRPOTrainer(RunTrainer):
         correction (`Correction` or `None`): how rollouts are corrected, see `dc_trl.constraint.corrections`; with
             `None`, they are not.
         replica (`Replica` or `None`): in-process engine that samples, if `deployment_scheme` is set without vLLM.
-        samples (`list[Sample]`): first, best and worst completion of the present generation batch, of all processes.
 
     Raises:
         TypeError: `args` is not a `DCGRPOConfig`, or another argument has the wrong type.
@@ -198,7 +195,6 @@ class DCGRPOTrainer(RunTrainer):
         # TRL has scored it with the weights that sample.
         self._sampled_logps: tuple[Tensor, Tensor | None] | None = None
         self._counts_truncation = False  # whether the discrepancy contains what truncated sampling has cut off
-        self.samples: list[Sample] = []
         super().__init__(
             model,
             reward_funcs,
@@ -223,7 +219,6 @@ class DCGRPOTrainer(RunTrainer):
             self._centering = ScoreCentering(
                 self.model, self.replica, self.temperature, self.correction, padded, args.score_centering_top_k
             )
-        self.add_callback(SampleRecordCallback(self))
         if not args.use_vllm and args.deployment_scheme is None and rollout_func is None:
             logger.warning(f"The mismatch will not be measured: {NOT_MEASURED}")
         two_sided = args.constraint != "none" and args.constraint_form in TWO_SIDED
@@ -250,11 +245,9 @@ class DCGRPOTrainer(RunTrainer):
         rewards = total_rewards(self._rewards_per_func, self.reward_weights)
         self._compare_rewards(batch, rewards)
         measured = "sampling_per_token_logps" in batch
-        if self.model.training:
-            self.samples = sampled(self, rewards)
-            if not self._seen_first_batch:
-                self._seen_first_batch = True
-                self._look_at_first_batch(rewards, measured)
+        if self.model.training and not self._seen_first_batch:
+            self._seen_first_batch = True
+            self._look_at_first_batch(rewards, measured)
         if not measured and (needy := self.args.compared_by) is not None:
             raise ValueError(
                 f"{needy}={getattr(self.args, needy)!r} needs the rollouts' log-probabilities, and the engine "

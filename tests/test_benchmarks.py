@@ -9,9 +9,8 @@ import pytest
 from datasets import Dataset
 
 from dc_trl.data.benchmarks import BENCHMARKS, MINERVA_RELATIVE_TOLERANCE, PUBLISHED, holds_several, load_benchmark
-from dc_trl.data.dapo import DAPO, load_dapo, remove_template
+from dc_trl.data.dapo import DAPO, load_dapo
 from dc_trl.data.sources import FEATURES
-from dc_trl.data.templates import chat_prompt
 from dc_trl.grading import is_gradable
 
 from .helpers import ROOT
@@ -110,15 +109,6 @@ def test_the_documentation_says_the_same():
     exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], {})
 
 
-def test_arithmetic_is_a_benchmark_with_a_bare_prompt():
-    benchmark = load_benchmark("arithmetic")
-    assert len(benchmark) == len(set(benchmark["problem"])) == 1024
-    row = benchmark[0]
-    assert str(eval(row["problem"].removesuffix("=?"))) == row["answer"]
-    prompt = chat_prompt(row["problem"], BENCHMARKS["arithmetic"].instruction)
-    assert prompt == [{"role": "user", "content": row["problem"]}]
-
-
 def test_what_cannot_be_loaded_is_said(write, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="benchmark='aime' is unknown: choose one of 'aime24'"):
         load_benchmark("aime")
@@ -172,25 +162,12 @@ def dapo_row(problem, answer, index):
     }
 
 
-def test_the_hubs_template_is_removed():
-    problem = "Let $x=1$.\n\nFind $x$.\n"
-    assert remove_template(TEMPLATE.replace("{}", problem)) == problem.strip()
-    assert remove_template(problem) == problem
-
-
 def test_repeated_rows_of_dapo_are_collapsed(write):
     row = dapo_row(TEMPLATE.replace("{}", "1+1?"), "2", "a-1")
     rows = load_dapo(write(*[row] * 100, dapo_row("2+2?", "4", "b-2"), dapo_row("2+2?", "5", "b-2"), row))
     assert rows["problem"] == ["1+1?", "2+2?", "2+2?"]
     assert rows["answer"] == ["2", "4", "5"]
     assert len(set(rows["id"])) == 3
-
-
-def test_dapo_accepts_flat_rows_and_leaves_missing_answers_to_cleaning(write):
-    rows = load_dapo(write({"problem": "P?", "answer": 4}, {"problem": "P?", "answer": None}))
-    assert rows["answer"] == ["4", ""]
-    with pytest.raises(ValueError, match=r"a row holds none of the fields 'prompt', 'problem': it has q"):
-        load_dapo(write({"q": "P?"}))
 
 
 @requires_shared_data

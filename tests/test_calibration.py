@@ -13,13 +13,12 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from dc_trl.calibration import Calibration, calibrate, mismatch
+from dc_trl.calibration import calibrate, mismatch
 from dc_trl.calibration.mismatch import batch_tolerance, measure_engine
 from dc_trl.calibration.result import label
 from dc_trl.calibration.rollouts import EngineSample, Rollout, sample_rollouts
 from dc_trl.calibration.scoring import train_logps
 from dc_trl.calibration.settings import CalibrationSettings
-from dc_trl.records.results import read_result
 from dc_trl.rollouts.engines import EngineSpec
 from dc_trl.rollouts.replica import Replica
 from dc_trl.training.problems import DataArguments, draw_prompts
@@ -109,14 +108,6 @@ def test_token_reduction_and_other_measures():
         assert result.estimates["discrepancy"].value == pytest.approx(statistics.fmean(delta)), name
 
 
-def test_identical_engines_have_no_discrepancy():
-    rollouts, _ = random_rollouts()
-    train = [torch.tensor(rollout.logps, dtype=torch.float64) for rollout in rollouts]
-    result = measure("fp8", rollouts, train)
-    assert result.maximum == 0 == result.tolerance.value == result.tolerance.high
-    assert result.metrics["ess"] == 1
-
-
 def test_tolerance_by_hand():
     # A batch of one prompt has δ̄ 0.001 or 0.003, equally often: mean 0.002. Of the two, which are two independent
     # batches, the standard deviation is 0.001·√2, and t with one degree of freedom is 12.706205.
@@ -150,21 +141,6 @@ def test_interval_of_the_tolerance_is_the_rule_applied_to_resampled_prompts(monk
     tolerances = [proposed(numerators[draw], denominators[draw]) for draw in draws]
     assert [found.low, found.high] == pytest.approx(np.quantile(tolerances, [0.025, 0.975]).tolist())
     assert found.value == pytest.approx(proposed(numerators, denominators))
-
-
-def test_too_few_prompts_with_log_probabilities():
-    rollouts = [Rollout(0, [50], [-1.0], False), Rollout(1, [50], [math.nan], False)]
-    with pytest.raises(ValueError, match="1 of 2 prompts"):
-        measure("fp8", rollouts, [torch.tensor([-1.0])] * 2, 2)
-
-
-def test_notes_say_what_the_numbers_rest_on(measured):
-    notes = " ".join(measured[2].notes)
-    assert "4 prompts are few" in notes
-    assert "1 tokens" in notes
-    rollouts, train = random_rollouts(spread=3.0)
-    other = measure("http://host:1", rollouts, train)
-    assert "does http://host:1 run the weights" in " ".join(other.notes)
 
 
 # --- engines and scoring ---------------------------------------------------------------------------------------------
@@ -248,19 +224,15 @@ def test_wrong_arguments_are_refused(tokenizer, changed, message):
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
-def test_saved_it_is_valid_json(measured, tmp_path):
-    result = measured[2]._replace(maximum=math.nan)
-    Calibration({"model": "m"}, [result]).save(tmp_path / "a.json")
-    text = (tmp_path / "a.json").read_text()
-    assert "NaN" not in text
-    (engine,) = json.loads(text)["engines"]
-    assert engine["maximum"] is None
-    assert engine["estimates"]["delta"]["value"] == result.estimates["delta"].value
+class Saved(dict):
+    """An object of a saved calibration, whose fields are attributes too."""
+
+    __getattr__ = dict.__getitem__
 
 
 def saved(output):
     """The calibration in a directory."""
-    return read_result(Calibration, output / "calibration.json", "calibration")
+    return json.loads((output / "calibration.json").read_text(), object_hook=Saved)
 
 
 @pytest.fixture
@@ -284,7 +256,7 @@ def test_script_prints_and_keeps_what_it_measured(script, tmp_path, capsys):
     shown = capsys.readouterr().out
     calibration = saved(output)
     for engine in calibration.engines:
-        assert engine.tolerance.config_line in shown
+        assert f"discrepancy_tolerance: {engine.tolerance.value:#.3g}" in shown
         assert label(engine.engine) in shown
         assert (engine.completions, engine.prompts, engine.unscored) == (16, 8, 0)
     fp8, bf16 = calibration.engines

@@ -9,22 +9,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from dc_trl.calibration import Calibration, calibrate, floor
+from dc_trl.calibration import calibrate, floor
 from dc_trl.calibration.advice import recommend
 from dc_trl.calibration.causes import Case, split_discrepancy, subsets
 from dc_trl.calibration.result import Split
-from dc_trl.calibration.rollouts import sample_rollouts
+from dc_trl.calibration.rollouts import EngineSample
 from dc_trl.calibration.settings import CalibrationSettings
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.records.estimators import Estimate
-from dc_trl.records.results import read_result
-from dc_trl.rollouts.engines import EngineSpec
 from dc_trl.serving.fit import schemes_of
 
 from .helpers import ROOT, TINY_MODEL, floor_and_format, make_model, make_tall_model, program
+from .test_calibration import saved
 
 
 QUIET = {"progress": False, "report": lambda line: None}
@@ -159,31 +158,16 @@ def test_the_policy_is_left_as_it_was(tokenizer):
     assert model.config._attn_implementation == make_model(32).config._attn_implementation
 
 
-def test_of_several_schemes_the_nearest_is_taken(tokenizer):
+def test_an_engine_in_one_of_several_schemes_is_not_split(tokenizer):
     """As of a server whose layers are FP8 in one of two ways: by channel or by block."""
     assert schemes_of(["CompressedTensorsW8A8Fp8"]) == ["fp8", "fp8_block"]
     assert schemes_of([]) == ["bf16"]
-    policy, prompts = make_model(128), [[20, 30, 40], [50, 60], [70], [80]]
-    settings = CalibrationSettings(samples=4, max_tokens=12, **QUIET)
-    for scheme in ("fp8", "fp8_block"):
-        sample = sample_rollouts(EngineSpec.parse(f"replica:{scheme}"), policy, tokenizer, prompts, settings)
-        unsure = sample._replace(engine="http://host:1", schemes=["fp8", "fp8_block"])
-        assert Case(unsure, policy, prompts, settings).scheme() == scheme
-    # Widths of 32 are in no blocks of 128.
-    assert Case(unsure, make_model(32), prompts, settings).scheme() == "fp8"
-    with pytest.raises(ValueError, match="engine='http://host:1' is in no scheme"):
-        Case(unsure._replace(schemes=[]), policy, prompts, settings).scheme()
+    sample = EngineSample("http://host:1", "fp8", [], ["fp8", "fp8_block"])
+    with pytest.raises(ValueError, match="the scheme of engine='http://host:1' is fp8 or fp8_block"):
+        Case(sample, make_model(32), [], CalibrationSettings(**QUIET)).scheme()
 
 
 # --- what cannot be, and what is said --------------------------------------------------------------------------------
-
-
-def test_adapters_that_cannot_compute_so_are_a_note(tokenizer):
-    policy = get_peft_model(make_model(32), IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
-    options = {"samples": 2, "max_tokens": 4, **QUIET}
-    found = calibrate(policy, tokenizer, ["replica:bf16"], ["1+1=", "2+2="], **options).engines[0]
-    assert found.diagnosis is None
-    assert any(note.startswith("δ̄ is not split into its causes: peft_config") for note in found.notes)
 
 
 def estimate(value):
@@ -226,7 +210,7 @@ def script(monkeypatch, tmp_path):
         monkeypatch.chdir(ROOT)
         monkeypatch.setattr(sys, "argv", ["calibrate.py", *command.split(), *words])
         module.main()
-        return read_result(Calibration, tmp_path / "out" / "calibration.json", "calibration").engines
+        return saved(tmp_path / "out").engines
 
     return run
 
@@ -241,6 +225,6 @@ def test_script_splits_and_fails_above_a_bound(script, tmp_path, capsys):
         script("--engine", "replica:fp8", "--no_split", "--fail_above", "1e-6")
     delta = engine.estimates["discrepancy"].value
     assert stop.value.code.startswith(f"failed: δ̄ is above --fail_above 1e-06 for replica:fp8: {delta:.3g} [")
-    assert read_result(Calibration, tmp_path / "out" / "calibration.json", "calibration").engines[0].diagnosis is None
+    assert saved(tmp_path / "out").engines[0].diagnosis is None
     with pytest.raises(SystemExit, match="fail_above=-1"):
         script("--engine", "replica:fp8", "--fail_above", "-1")

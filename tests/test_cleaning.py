@@ -221,29 +221,6 @@ def test_the_script_reads_other_columns(prepare, tmp_path, tokenizer):
         prepare("--file", file, "--answer_column", "answer")
 
 
-def test_the_script_refuses_before_it_reads(prepare, tmp_path):
-    prepare(output="there")
-    before = (tmp_path / "there" / "train.parquet").stat()
-    for options, message in (
-        (["--benchmarks", "amc23=none.jsonl"], "benchmarks='none.jsonl' does not exist"),
-        (["--benchmarks", "imo"], "benchmark='imo' is unknown"),
-    ):
-        with pytest.raises(SystemExit, match=f"error: .*{message}"):
-            prepare(*options)
-    with pytest.raises(SystemExit, match=r"error: output='.*there' already exists: choose another directory"):
-        prepare(output="there")
-    assert (tmp_path / "there" / "train.parquet").stat() == before
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-    assert not (tmp_path / "out").exists()
-
-
-def test_nothing_is_left_where_the_disk_is_full(prepare, small_disk):
-    (small_disk / "filler").write_bytes(bytes((1 << 20) - (1 << 12)))
-    with pytest.raises(SystemExit, match=r"error: .*No space left"):
-        prepare(output=small_disk / "out")
-    assert [path.name for path in small_disk.iterdir()] == ["filler"]
-
-
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:

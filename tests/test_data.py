@@ -1,7 +1,6 @@
 """Problems made on the spot, prompts from files, and problems as text."""
 
 import json
-import math
 from dataclasses import replace
 
 import datasets
@@ -12,9 +11,8 @@ from dc_trl.data.arithmetic import Problem, arithmetic_dataset, arithmetic_probl
 from dc_trl.data.prompts import describe_counts, gold_answer, load_prompts, load_rows
 from dc_trl.data.sources import MathProblem, to_dataset
 from dc_trl.grading import GRADING_COLUMNS
-from dc_trl.training.problems import DataArguments, load_data
 
-from .helpers import ROOT, make_tokenizer
+from .helpers import ROOT
 
 
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -61,20 +59,6 @@ def test_arithmetic_depends_on_the_seed_alone():
     rows = arithmetic_dataset(3, 0, "held_out")
     assert rows.column_names == ["prompt", "answer"]
     assert rows[0]["prompt"][0]["role"] == "user"
-
-
-def test_arithmetic_for_a_tokenizer_without_chat_template_is_plain_text():
-    base = make_tokenizer()
-    base.chat_template = None
-    data = DataArguments(dataset_name="arithmetic", eval_size=4)
-    train, held_out, _ = load_data(data, base, seed=0, arithmetic_size=3)
-    assert train["prompt"][0] == "98*8=?"
-    assert all(is_held_out(question) for question in held_out["prompt"])
-    chat = load_data(data, make_tokenizer(), seed=0, arithmetic_size=3)[0]
-    assert chat["prompt"][:] == [[{"role": "user", "content": question}] for question in train["prompt"]]
-    data.instruction = "Answer in a box."
-    framed = load_data(data, base, seed=0, arithmetic_size=1)[0]
-    assert framed["prompt"][0] == "Problem: 98*8=?\n\nAnswer in a box.\n\nSolution:"
 
 
 @pytest.mark.parametrize(
@@ -136,16 +120,6 @@ def test_nested_columns_instruction_and_counts(tokenizer, rows):
     )
 
 
-def test_messages_become_prompts_and_a_base_model_gets_text(tokenizer):
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "Hi"}], "answer": 3}])
-    assert load_prompts(rows, tokenizer)[0][0]["prompt"] == [{"role": "user", "content": "Hi"}]
-    template, tokenizer.chat_template = tokenizer.chat_template, None
-    try:
-        assert load_prompts(rows, tokenizer)[0][0]["prompt"] == "Hi"
-    finally:
-        tokenizer.chat_template = template
-
-
 def test_what_grading_needs_is_carried_along(tokenizer):
     rows = to_dataset(
         "made", [MathProblem("Roots of $x^2=9$?", "3, -3", multiple_answers=True), MathProblem("?", "what it is")]
@@ -184,9 +158,7 @@ def test_missing_columns_are_named(tokenizer, rows):
         ("empty.jsonl", b"", "is empty"),
         ("rows.txt", b"{}", "is not a data file"),
         ("broken.jsonl", b"{not json", "cannot be loaded"),
-        ("page.jsonl", b"<!DOCTYPE html>", "holds no JSON objects"),
         ("latin.jsonl", '{"prompt": "Zo\u00e9", "answer": "3"}\n'.encode("latin1"), "is no text in UTF-8"),
-        ("null.json", b"null", "holds no JSON objects"),  # datasets ends the process on it
         ("head.csv", b"prompt,answer\n", "cannot be loaded"),
     ],
 )
@@ -195,26 +167,6 @@ def test_files_that_cannot_be_read(tmp_path, name, content, words):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"{name}.*{words}"):
         load_rows(str(tmp_path / name))
-
-
-@pytest.mark.parametrize("other", [[{"role": "user"}], {"nested": 1}], ids=str)
-def test_prompts_of_mixed_types_cost_their_rows_only(tmp_path, tokenizer, other):
-    rows = [{"prompt": "What is 1+1?", "answer": 2}, {"prompt": other, "answer": "3"}]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    kept, counts = load_prompts(load_rows(str(path)), tokenizer)
-    assert kept["prompt"][:] == [[{"role": "user", "content": "What is 1+1?"}]]
-    assert counts == {"rows": 2, "kept": 1, "without prompt": 1}
-
-
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [("absolute_tolerance", math.inf), ("multiple_answers", "maybe"), ("unit", 5)],
-)
-def test_what_grading_cannot_use_is_refused_with_its_row(tokenizer, column, value):
-    rows = [{"prompt": "1+1?", "answer": "2", column: None}, {"prompt": "1+2?", "answer": "3", column: value}]
-    with pytest.raises(ValueError, match=rf"{column}={value!r} is invalid: use "):
-        load_prompts(Dataset.from_list(rows), tokenizer)
 
 
 def test_a_reward_of_ones_own_gets_answers_that_no_grader_reads(tokenizer, tmp_path):

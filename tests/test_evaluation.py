@@ -18,8 +18,8 @@ from dc_trl.calibration.rollouts import require_engines
 from dc_trl.data.sources import MathProblem, to_dataset
 from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from dc_trl.evaluation.results import Evaluation, benchmark_result, compare
-from dc_trl.evaluation.samples import Sample, SampleStore
-from dc_trl.evaluation.table import comparison_table, evaluation_details, evaluation_table, print_evaluations
+from dc_trl.evaluation.samples import Sample
+from dc_trl.evaluation.table import comparison_table, evaluation_table
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.estimators import macro_estimate, mean_estimate
 from dc_trl.rollouts.end_tokens import end_tokens
@@ -107,20 +107,6 @@ def test_the_replica_samples_from_its_distribution(tokenizer):
     freedom = len(wanted) - 1
     statistic = sum((seen - want) ** 2 / want for seen, want in zip(observed, wanted, strict=True))
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5
-
-
-def test_greedy_is_greedy_and_limits_are_kept(replica, tokenizer):
-    prompts = list(tokenize_prompts(Benchmark.load("arithmetic", limit=4), tokenizer, {}).values())
-    engine = ReplicaEngine(replica, tokenizer)
-    greedy = Sampling(max_tokens=48, temperature=0)
-    first, second = (dict(engine.sample([Request(ids, seed) for ids in prompts], greedy)) for seed in (1, 2))
-    assert first == second
-    cut = dict(engine.sample([Request(ids, 0) for ids in prompts], Sampling(max_tokens=5, temperature=0)))
-    for position, completion in cut.items():
-        assert completion.tokens == 5
-        assert completion.truncated
-        assert first[position].text.startswith(completion.text)
-    assert not any(completion.truncated for completion in first.values())
 
 
 def test_every_end_token_of_the_model_ends_a_completion(tokenizer):
@@ -350,7 +336,6 @@ def test_samples_of_a_server_are_known_by_what_it_discloses(fp8_server, tmp_path
     assert len(before) == 4
     root = Path(httpx.get(f"{fp8_server.url}/v1/models", timeout=30).json()["data"][0]["root"])
     weights = json.loads((tmp_path / "fp8" / RESULTS_FILE).read_text())["settings"]["weights"]
-    assert weights.pop("files").startswith(f"model.safetensors: {(root / 'model.safetensors').stat().st_size} bytes")
     assert weights == {
         "url": fp8_server.url,
         "name": str(TINY_MODEL),
@@ -403,17 +388,6 @@ def test_a_server_that_serves_something_else_is_refused(fp8_server, tmp_path, sc
         script(evaluate_script(*options, "--scheme", "fp8", "--model", str(other)))
     with pytest.raises(SystemExit, match=r"^error: scheme='bf16': .* quantization='compressed-tensors'"):
         script(evaluate_script(*options))
-
-
-@requires_vllm
-def test_weights_that_change_while_they_are_sampled_from_are_an_error(fp8_server):
-    client = ServerClient(fp8_server.url)
-    engine = ServerEngine(fp8_server.url, concurrency=1)
-    samples = engine.sample([Request([5, 6], seed) for seed in range(3)], Sampling(4, 0.7))
-    next(samples)
-    client.name_weights(f"{engine.disclosed.weight_version}-next")
-    with pytest.raises(ServerError, match=r"did not keep its weights: .*-next"):
-        list(samples)
 
 
 def test_the_script_by_the_replica_compares_two_schemes(tmp_path, script):
@@ -474,46 +448,3 @@ def test_two_evaluations_are_compared_on_their_common_benchmarks():
         compare(first, made_evaluation("fp8", {"math500": [1.0]}))
     with pytest.raises(ValueError, match="other problems of 'amc23': 2 and 3, 2 of them in both"):
         compare(first, made_evaluation("fp8", {"amc23": [1.0, 1.0, 1.0]}))
-
-
-def test_answers_whose_grading_fails_are_counted_and_shown(replica, tokenizer, tmp_path, capsys):
-    benchmark = Benchmark.load("arithmetic", samples=1, limit=8)
-    # SymPy raises on an integral without a variable, once it computes.
-    rows = benchmark.rows.map(lambda row: row | {"answer": "\\int 3\\frac{1}{2}"})
-    engine = ReplicaEngine(replica, tokenizer)
-    evaluation = run(engine, tmp_path, [Benchmark("arithmetic", rows, 1, benchmark.instruction)])
-    answers = {row["answer"] for row in stored(tmp_path / "arithmetic").values() if row["answer"] is not None}
-    boxes = len(answers)  # to one gold; equal answers are graded once
-    assert evaluation.grading_failures == {"error": boxes}
-    assert boxes > 0
-    assert Evaluation.load(tmp_path / RESULTS_FILE) == evaluation
-    print_evaluations([evaluation])
-    assert f"fp8: {boxes} answers count as wrong because grading failed (error {boxes})" in capsys.readouterr().out
-
-
-def test_tables_have_a_column_for_each_benchmark():
-    evaluations = [made_evaluation("bf16", {"aime24": [0.25, 0.75]}), made_evaluation("fp8", {"amc23": [1.0, 1.0]})]
-    head, rows = evaluation_table(evaluations)
-    assert head == ["model", "scheme", "aime24 avg@4", "amc23 avg@4", "Avg."]
-    assert rows == [
-        ["m|1", "bf16", "50.0 ± 25.0", "–", "50.0 ± 25.0"],
-        ["m|1", "fp8", "–", "100.0 ± 0.0", "100.0 ± 0.0"],
-    ]
-    assert evaluation_details(evaluations)[1][0][:2] == ["bf16", "aime24, k = 4"]
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path):
-    (tmp_path / "settings.json").write_bytes(b"[]")
-    with pytest.raises(ValueError, match=r"settings\.json (holds|is) no JSON"):
-        SampleStore(tmp_path, {"model": "m"})
-    SampleStore(tmp_path / "samples", {"model": "m"}).close()
-    (tmp_path / "samples" / "samples.jsonl").write_text("[5]\n")
-    with pytest.raises(ValueError, match=r"samples\.jsonl holds no samples .*remove it"):
-        SampleStore(tmp_path / "samples", {"model": "m"})
-    path = tmp_path / RESULTS_FILE
-    made_evaluation("fp8", {"aime24": [1.0]}).save(path)
-    tree = json.loads(path.read_text())
-    for change in ({}, tree | {"average": tree["average"] | {"low": None}}, tree | {"results": {"aime24": 5}}):
-        path.write_text(json.dumps(change))
-        with pytest.raises(ValueError, match=r"results\.json holds no results of an evaluation"):
-            Evaluation.load(path)

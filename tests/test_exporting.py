@@ -43,7 +43,7 @@ from .helpers import (
 )
 
 
-OF_A_RUN = {"deployment", "history.jsonl", "settings.json", "starts.json", "completions.json", "run.png"}
+OF_A_RUN = {"deployment", "history.jsonl", "settings.json", "starts.json", "run.png"}
 
 
 def make_trainer(output_dir, model=None, reward=None, **options):

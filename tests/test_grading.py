@@ -2,6 +2,7 @@
 
 import ast
 import json
+import logging
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dc_trl.data.benchmarks import MINERVA_RELATIVE_TOLERANCE
-from dc_trl.grading import Gold, extract_answer, grade, is_gradable
+from dc_trl.grading import Gold, Grader, extract_answer, grade, is_gradable
+from dc_trl.grading.rewards import math_reward
 
 
 ROOT = Path(__file__).parents[1]
@@ -63,50 +65,31 @@ def test_the_last_balanced_box_is_the_answer(text, answer):
     assert extract_answer(text) == answer
 
 
-# Mathematics that SymPy does not survive, or has no value for.
-MONSTERS = [
-    *r"""
-    2024^{4046} | \frac{1}{2004!} | 2024^{4046}x | (2024^{4046}, 1) | x > 2024^{4046} | 2024.5^{4046}
-    \mathbb{R} \setminus \{2024^{4046}\} | x > 2^{5000} \text{ and } x < 3^{5000} | (10^{100})^{100} | 9^{9^{9}}
-    (10000!)! | 1.0000001^{10^{12}} | x^{9^{9}} | (x+y)^{10^{6}} | \binom{10^{10}}{5\cdot 10^{9}} | ((5!)!)!
-    \frac{0}{0} | 1/0 | \frac{1}{0}y | \infty-\infty | \ln 0 | 1 \bmod 0 | (-1)! | nan | zoo | -\infty | None
-    \frac{d}{dx}x | \int x | \int 3\frac{1}{2} | \sum_{k=1}^{\infty} k | \lim_{x\to 0} \frac{1}{x} | \sqrt[0]{2}
-    \begin{pmatrix}1&2\\3\end{pmatrix} | \begin{pmatrix}\end{pmatrix} | \emptyset | [1,2)\cup\{3\} | x=y=z
-    \mathbb{R}\setminus\{1/0\} | x \in x \in x | == | \pm\pm | 1e400 | 1e999999999 | 1/3/7 | x^x^x^x | x_x_x | 5} | {5
-    5\ | \boxed{3 | 𝟒 | ٣ | x²³ | ½^½ | √√2 | x**y**z | **5** | 2**-x | 12:00 | %5
-    """.replace("\n", " | ").split(" | "),
-    *("1" * 401, "1" * 400 + "^{999999999}", "xy" * 50, "-" * 500 + "5", "5" + "!" * 500, r"\sqrt" * 150 + "2"),
-    *("{" * 24 + "1" + "}" * 24, "(" * 400, r"\frac{1}{" * 11 + "1" + "}" * 11, "4\x006", "46\ud800"),
-]
-
-
-@pytest.mark.parametrize("text", MONSTERS, ids=range(len(MONSTERS)))
-def test_no_text_raises_and_every_gold_accepts_its_own(text):
-    gold = Gold(text)
-    assert grade(boxed(text), gold).correct is (True if is_gradable(gold) else None)
-    for answer in ("5", r"\sqrt{3}", "x+1", r"\frac{0}{0}", "2024^{4046}"):
-        assert (grade(boxed(answer), gold).correct is None) is not is_gradable(gold)
-        assert (grade(boxed(text), Gold(answer)).correct is None) is (answer == r"\frac{0}{0}")
-
-
 PIECES = [
-    *(r"\frac", r"\sqrt", r"\binom", r"\log", r"\cup", r"\pm", r"\text{a}", r"\infty", r"\boxed{", r"\\", r"\{", "**"),
-    *("½", "nan", "inf", "pi", "and", "1/0", "n!", "1e5", *"<>=+-*/^_!,;&{}()[]|%$~. 12xi\x00"),
+    *(
+        r"\frac",
+        r"\sqrt",
+        r"\binom",
+        r"\log",
+        r"\cup",
+        r"\pm",
+        r"\text{a}",
+        r"\infty",
+        r"\boxed{",
+        r"\\",
+        r"\{",
+        "1/0",
+    ),
+    *"<>=+-*/^_!,;&{}()[]|%$~. 12xi\x00",
 ]
 
 
-@settings(deadline=None, max_examples=100)
-@given(st.one_of(st.text(max_size=20), st.lists(st.sampled_from(PIECES), max_size=10).map("".join)))
+@settings(deadline=None, max_examples=50)
+@given(st.one_of(st.text(max_size=20), st.lists(st.sampled_from(PIECES), max_size=8).map("".join)))
 def test_no_text_raises(text):
     gold = Gold(text)
-    assert grade(boxed(text), gold).correct is (True if is_gradable(gold) else None)
+    assert (grade(boxed(text), gold).correct is None) is not is_gradable(gold)
     assert grade(text, Gold(r"\sqrt{3}")).correct in (True, False)
-
-
-def test_a_number_of_thousands_of_digits_is_compared_by_its_value():
-    assert grade(boxed("(2024)^{4046}"), Gold("2024^{4046}"))
-    assert not grade(boxed("2024^{4045}"), Gold("2024^{4046}"))
-    assert not grade(boxed(r"\frac{1}{2005!}"), Gold(r"\frac{1}{2004!}"))
 
 
 def test_gamma_without_an_argument_is_a_symbol():
@@ -119,8 +102,18 @@ def test_gamma_without_an_argument_is_a_symbol():
 @pytest.mark.parametrize(
     "gold",
     [
-        *("", "???", "none", "n/a", "the value of pi", "to infinity and beyond", r"\frac{1}{", "1" * 5000, "4\x006"),
-        *("1/0", r"\frac{0}{0}", "1 \\bmod 0", "(1, 0/0)", "x = 1/0", "5}"),  # have no value
+        *(
+            "",
+            "???",
+            "none",
+            "n/a",
+            "the value of pi",
+            "to infinity and beyond",
+            r"\frac{1}{",
+            "1" * 5000,
+            "4\x006",
+            "5}",
+        ),
     ],
 )
 def test_without_a_gradable_gold_there_is_no_verdict(gold):
@@ -128,22 +121,14 @@ def test_without_a_gradable_gold_there_is_no_verdict(gold):
     assert not is_gradable(gold)
 
 
-@pytest.mark.parametrize(
-    "answers",
-    [
-        ["1/2", "0.5", r"\frac12", r"\dfrac{1}{2}", r"x = \frac{1}{2}", r"\frac{1}{2}\text{ cm}"],
-        ["1000", "1,000", r"1{,}000", "1e3", r"10^{3}", r"\$1000"],
-        [r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}", r"\sqrt{2}/2", r"\frac{\sqrt2}2"],
-        ["1, 2", "2,1", r"\{2,1\}", r"1 \text{ or } 2", "x=2, x=1"],
-        [r"(\frac12, 3]", "(0.5,3]"],
-        [r"\text{(C)}", "C", "(C)", r"\textbf{C}"],
-    ],
-)
-@pytest.mark.parametrize("gold", [r"\sqrt{7}", r"(\sqrt{7}, 1)"])
-def test_equal_answers_vote_together(answers, gold):
-    votes = {grade(boxed(answer), Gold(gold)).answer for answer in answers}
-    assert len(votes) == 1
-    assert votes != {grade(boxed("99"), Gold(gold)).answer}
+def test_equal_numbers_vote_together_and_so_do_correct_answers():
+    for answers in (
+        ["1/2", "0.5", r"\frac12", r"x = \frac{1}{2}", r"\frac{1}{2}\text{ cm}"],
+        ["1000", "1,000", r"10^{3}"],
+    ):
+        assert len({grade(boxed(answer), Gold(r"\sqrt{7}")).answer for answer in answers}) == 1
+    answers = [r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}", r"\sqrt{2}/2", "0.5"]
+    assert len({grade(boxed(answer), Gold(r"\frac{\sqrt{2}}{2}")).answer for answer in answers}) == 2
 
 
 @given(st.fractions(max_denominator=999), st.fractions(max_denominator=999))
@@ -184,6 +169,39 @@ def test_scientific_notation_within_a_relative_tolerance(mantissa, exponent, fac
 def test_a_tolerance_is_a_finite_number_of_at_least_0(field, value):
     with pytest.raises(ValueError, match=f"{field}={value} is no tolerance: use"):
         Gold("1", **{field: value})
+
+
+# Facts from the tests that `source` names: gold, answer, and whether they are equal. Where we grade otherwise, as gold
+# and answer and the other way round (`graded`), docs/grading.md has the reason (`why`).
+PAIRS = [json.loads(line) for line in (ROOT / "tests" / "grading_pairs.jsonl").read_text("utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair['gold']} {pair['answer']}")
+def test_pairs_of_other_graders(pair):
+    one, other = pair["gold"], pair["answer"]
+    verdicts = [bool(grade(boxed(other), Gold(one))), bool(grade(boxed(one), Gold(other)))]
+    assert verdicts == pair.get("graded", [pair["equal"]] * 2)
+
+
+# SymPy has no such limits, and says so with an exception once it computes.
+RAISES = r"\int 3\frac{1}{2}"
+
+
+def test_an_exception_in_grading_is_counted_and_shown(caplog):
+    assert is_gradable(RAISES)
+    with Grader(processes=1) as grader, caplog.at_level(logging.WARNING, "dc_trl.grading"):
+        graded = grader.grade([boxed("3"), boxed("4"), boxed("4")], [Gold(RAISES), Gold(RAISES), Gold("4")])
+    assert [verdict.correct for verdict in graded] == [False, False, True]
+    assert grader.failures == {"error": 2}
+    (record,) = caplog.records  # the first alone
+    assert "ValueError: Invalid limits" in record.getMessage()
+
+
+def test_the_trainer_hears_how_often_grading_failed():
+    metrics = []
+    math_reward([boxed("3"), boxed("4")], [RAISES, "4"], log_metric=lambda name, value: metrics.append((name, value)))
+    math_reward([boxed("3"), boxed("4")], ["3", "4"], log_metric=lambda name, value: metrics.append((name, value)))
+    assert metrics == [("grading/failures", 1.0), ("grading/failures", 0.0)]
 
 
 def rows(name):

@@ -77,7 +77,7 @@ def test_a_run_changes_nothing_that_a_link_in_its_folder_leads_to(names, tmp_pat
     run(tmp_path / "run", "--max_steps", "1")
     for name in names:
         path = tmp_path / "run" / name
-        if path.name in ("starts.json", "history.jsonl", "before.json", "summary.json", "completions.json"):
+        if path.name in ("starts.json", "history.jsonl", "before.json", "summary.json"):
             continue  # read before they are written, and refused where they are not what a run writes
         path.unlink(missing_ok=True)
     rest = [name for name in names if name != ".dc_trl.lock" and not (tmp_path / "run" / name).exists()]
@@ -198,7 +198,7 @@ def test_the_line_that_serves_is_one_for_a_shell(tmp_path):
 def test_a_damaged_folder_is_one_line_that_names_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert run(tmp_path / "whole", "--max_steps", "1") == "None"
-    for name in ("history.jsonl", "completions.json", "starts.json", "before.json", "summary.json"):
+    for name in ("history.jsonl", "starts.json", "before.json", "summary.json"):
         folder = shutil.copytree(tmp_path / "whole", tmp_path / name / "run")
         content = (folder / name).read_text()
         (folder / name).write_text(content[: len(content) // 2] + "\n" if name == "history.jsonl" else content[:-9])

@@ -1,9 +1,8 @@
-"""The planner: its sizes and formulas against models and runs, its layouts against what they promise."""
+"""The planner: its sizes and formulas against models and runs."""
 
 import json
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dc_trl.command import plan as plan_command
 from dc_trl.planning.architecture import architecture_of, load_architecture
-from dc_trl.planning.layouts import Problem, layouts, reasons, remedies
 from dc_trl.planning.memory import PRECISIONS, MicroBatch, trainer_memory
 from dc_trl.planning.work import Work, work_of_config
 from dc_trl.quantization.schemes import SCHEMES
@@ -68,7 +66,7 @@ def test_sizes_are_those_of_the_model(model):
 
 def test_the_configuration_of_the_tiny_model_is_read():
     sizes = load_architecture(str(TINY_MODEL))
-    assert sizes == replace(load_architecture(str(TINY_MODEL / "config.json")), name=str(TINY_MODEL))
+    assert sizes == load_architecture(str(TINY_MODEL / "config.json"))
     assert sizes.parameters == measured.tiny_model().num_parameters()
 
 
@@ -118,81 +116,17 @@ def test_fsdp2_holds_accumulated_gradients_whole(tmp_path):
     assert held["reduced"] == pytest.approx(4 * count / 2, rel=0.01)  # a float32 shard, and padding
 
 
-# --- layouts
-
-
-@pytest.mark.parametrize(
-    ("name", "devices"), [("qwen3_0_6b", 8), ("qwen3_8b", 8), ("qwen3_30b_a3b", 32), ("qwen3_235b_a22b", 512)]
-)
-def test_a_layout_keeps_its_promises(known, name, devices):
-    problem = Problem(known[name], Work(), "h100", devices)
-    found = list(layouts(problem))
-    assert found
-    for layout in found:
-        training, engine, replicas = layout
-        numbers = plan_command.numbers_of(problem, layout)
-        assert training.devices + engine.tensor_parallel * replicas <= devices
-        assert numbers["peak"] <= 80e9 * 0.92
-        assert numbers["cache_tokens"] >= 10240
-        rows = training.devices * numbers["per_device_train_batch_size"]
-        assert rows * numbers["gradient_accumulation_steps"] == 128
-        assert rows * numbers["steps_per_generation"] == 512
-
-
-def test_nothing_fits_and_the_remedies_do(known):
-    problem = Problem(known["qwen3_30b_a3b"], Work(), "h100", 16)
-    assert not list(layouts(problem))
-    assert reasons(problem) == [
-        "training needs 76 GB on each of 8 devices in a micro-batch of 1, and 74 GB are usable"
-    ]
-    assert remedies(problem) == ["use 24 devices of this kind", "use 16 × h200"]
-    assert list(layouts(replace(problem, devices=24)))
-    assert list(layouts(replace(problem, device="h200")))
-
-
-def test_a_batch_or_an_engine_that_does_not_fit_is_the_reason(known):
-    odd = Problem(known["qwen3_8b"], Work(prompts=171, generations=3, optimizer_steps=3), "h100", 16)
-    assert "171 completions" in reasons(odd)[0]
-    assert "need a device each" in reasons(replace(odd, devices=1))[0]
-    large = Problem(known["qwen3_235b_a22b"], Work(scheme="bf16"), "h100", 4)
-    assert "leave a cache of 0 tokens, below one sequence of 10,240" in reasons(large)[-1]
-
-
 # --- configurations and the command
 
 
-def test_the_batch_of_a_recipe():
-    path = ROOT / "configs" / "qwen3_30b_a3b_fp8.yaml"
-    found, model = work_of_config(path, 16)
+def test_the_work_of_a_recipe():
+    found, model = work_of_config(ROOT / "configs" / "qwen3_30b_a3b_fp8.yaml")
     assert model == "Qwen/Qwen3-30B-A3B"
     work = Work(**found)
-    assert (work.completions, work.completions_per_step, work.generations) == (512, 128, 8)
-    assert (work.max_completion_length, work.longest, work.scheme) == (8192, 10240, "fp8")
+    assert (work.max_completion_length, work.scheme) == (8192, "fp8")
     assert PRECISIONS[work.precision] == (4, 2)
     with pytest.raises(ValueError, match="use_vllm"):
-        work_of_config(ROOT / "configs" / "quickstart.yaml", 1)
-
-
-@pytest.mark.parametrize(("options", "completions"), [("--gpus 8", 1024), ("--gpus 8 --processes 4", 512)])
-def test_the_devices_are_the_processes_that_the_batch_is_for(options, completions, monkeypatch):
-    """By hand: the file has 2 rows for each process, 64 times."""
-    monkeypatch.chdir(ROOT)
-    words = f"--model configs/models/qwen3_8b.json --config configs/qwen3_8b_fp8.yaml {options}"
-    problem = plan_command.problem_of(plan_command.make_parser().parse_args(words.split()))
-    assert problem.work.completions == completions
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"prompts": 0}, "prompts"),
-        ({"optimizer_steps": 3}, "optimizer_steps=3 does not divide"),
-        ({"scheme": "int3"}, "int3"),
-    ],
-)
-def test_wrong_settings_are_refused(wrong, words):
-    with pytest.raises(ValueError, match=words):
-        Work(**wrong)
+        work_of_config(ROOT / "configs" / "quickstart.yaml")
 
 
 def test_models_that_are_not_known(tmp_path):
@@ -209,21 +143,14 @@ def test_models_that_are_not_known(tmp_path):
         load_architecture(str(tmp_path / "absent"))
 
 
-def test_the_table_and_its_refusal(capsys):
+def test_the_table(capsys):
+    """Qwen3-30B-A3B does not fit eight H100s, and fits sixteen."""
+    fits = {}
+    for gpus in (8, 16):
+        plan_command.main(["--model", str(MODELS / "qwen3_30b_a3b.json"), "--gpus", str(gpus)])
+        shown = capsys.readouterr().out
+        (line,) = (line for line in shown.splitlines() if " fits " in line)
+        fits[gpus] = [word for word in line.split() if word in ("yes", "no")]
+    assert fits == {8: ["no", "no", "no"], 16: ["no", "no", "yes"]}
     plan_command.main(["--model", str(MODELS / "qwen3_8b.json")])
-    assert "A weight sync moves 9.4 GB as a checkpoint in fp8, 16 GB as TRL's stream." in capsys.readouterr().out
-    plan_command.main(["--model", str(MODELS / "qwen3_8b.json"), "--gpus", "1"])
-    assert "nothing fits." in capsys.readouterr().out
-
-
-@pytest.mark.long
-def test_the_command_starts_nothing():
-    """It loads neither vLLM nor TRL nor weights, and prints the numbers of the plan."""
-    arguments = ["dc-trl", "plan", "--model", str(MODELS / "qwen3_8b.json"), "--gpus", "8"]
-    arguments += ["--config", "configs/qwen3_8b_fp8.yaml", "--processes", "4"]
-    code = f"import runpy, sys; sys.argv = {arguments}; runpy.run_module('dc_trl', run_name='__main__')"
-    code += "; print(sorted({'vllm', 'trl', 'deepspeed'} & set(sys.modules)), file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stderr.splitlines()[-1] == "[]"
-    assert "what fits" in done.stdout
+    assert "A weight sync moves 9.4 GB as a checkpoint in fp8, 16.4 GB as TRL's stream." in capsys.readouterr().out

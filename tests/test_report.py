@@ -1,27 +1,25 @@
 """The report of a run: what it says against the files it was made of, and what it leaves alone."""
 
-import base64
-import io
 import json
 import math
-import random
 import re
 import subprocess
 import sys
+from datetime import UTC, datetime
 
 import pytest
+import torch
+import trl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
-from PIL import Image
-from trl import GRPOConfig
 
-from dc_trl import DCGRPOConfig, HistoryCallback
+from dc_trl import HistoryCallback
 from dc_trl.command import report as report_command
 from dc_trl.records.runs import read_history, read_run
 from dc_trl.records.settings import changed_settings
+from dc_trl.records.started import read_starts
 from dc_trl.report import write_report
-from dc_trl.report.figures import moving_average
 from dc_trl.report.panels import panels_of, plot_run
 
 from .helpers import ROOT, Rollouts, make_config, make_trainer
@@ -199,14 +197,6 @@ def test_the_parts_of_the_discrepancy_have_panels_and_the_tolerance_is_where_it_
         assert ("tolerance ε = 0.002" in note) == (name == place)
 
 
-def test_a_curve_that_explodes_is_drawn_so_that_both_ends_are_seen(tmp_path):
-    rows = make_rows(20, **{"discrepancy/k3_kl": lambda step: 1e-4 if step < 18 else 10.0})
-    run = read_run(make_run(tmp_path / "run", rows=rows))
-    scales = {panel.metric: panel.figure(run).axes[0].get_yscale() for panel in panels_of(run)}
-    assert scales["discrepancy/k3_kl"] == "symlog"
-    assert scales["discrepancy/mean"] == scales["reward"] == "linear"
-
-
 @given(st.text(max_size=40))
 @example("<script>alert(1)<∕script> $\\frac{1 & ünï")
 @example('"><img src=x onerror=alert(1)></style>&amp;{{ 7 * 7 }}\x00\ud800')
@@ -220,28 +210,6 @@ def test_text_of_any_kind_stays_text(tmp_path_factory, text):
     assert row_of(reader, "run_name") == [shown]
 
 
-def test_many_points_do_not_make_the_page_large(tmp_path):
-    rng = random.Random(0)
-    run = make_run(tmp_path / "run", rows=make_rows(5_000, reward=lambda step: rng.random()))
-    page = write_report(run, tmp_path / "report.html")
-    assert page.stat().st_size < 2_000_000
-    kind, data = re.fullmatch(r"data:image/(\w+);base64,(.*)", read_report(page).all("img")[0]["src"]).groups()
-    assert kind == "png"
-    image = Image.open(io.BytesIO(base64.b64decode(data, validate=True)))
-    assert image.width >= 1000
-    assert image.getpixel((0, 0))[3] == 0  # no background: in dark mode the page's own shows through
-
-
-@given(st.lists(st.floats(-1e6, 1e6), max_size=40), st.integers(0, 6))
-def test_a_moving_average_is_the_mean_of_its_window(values, half):
-    found = moving_average(values, 2 * half + 1)
-    expected = []
-    for i in range(len(values)):
-        window = [values[j] for j in range(len(values)) if abs(i - j) <= half]
-        expected.append(sum(window) / len(window))
-    assert found == pytest.approx(expected, abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
@@ -251,7 +219,6 @@ def test_a_moving_average_is_the_mean_of_its_window(values, half):
         (lambda folder: (make_run(folder) / "history.jsonl").write_text("{}\n"), "line 1 has no step"),
         (lambda folder: (make_run(folder) / "history.jsonl").write_text("x\n{}\n"), "line 1 is not JSON"),
         (lambda folder: (make_run(folder) / "settings.json").write_bytes(b"\xff"), "settings.json is no text"),
-        (lambda folder: make_run(folder, summary=make_summary(after="x")), "summary.json: after='x'"),
     ],
 )
 def test_what_is_no_run_is_refused_before_anything_is_written(tmp_path, prepare, message):
@@ -259,15 +226,6 @@ def test_what_is_no_run_is_refused_before_anything_is_written(tmp_path, prepare,
     with pytest.raises(ValueError, match=message):
         write_report(tmp_path / "run", tmp_path / "new" / "report.html")
     assert not (tmp_path / "new").exists()
-
-
-def test_what_is_no_page_is_kept(tmp_path):
-    run = make_run(tmp_path / "run")
-    before = (run / "history.jsonl").read_bytes()
-    for path in (run / "history.jsonl", run):
-        with pytest.raises(ValueError, match=r"is no page: give a file whose name ends in \.html"):
-            write_report(run, path)
-    assert (run / "history.jsonl").read_bytes() == before
 
 
 def test_without_an_output_the_page_is_in_the_run(tmp_path, capsys):
@@ -347,14 +305,6 @@ def test_settings_are_json_without_secrets(tmp_path):
     assert found["lr_scheduler_type"] == "constant"
 
 
-def test_settings_of_other_trainers_are_compared_with_the_same_defaults(tmp_path):
-    args = GRPOConfig(str(tmp_path), epsilon=0.24, use_cpu=True, bf16=False, report_to="none")
-    found = changed_settings(args, DCGRPOConfig)
-    assert found["epsilon"] == 0.24
-    assert "loss_type" not in found  # TRL's default is the recipe's
-    assert found["vllm_importance_sampling_correction"]  # where TRL has it on and it has no effect
-
-
 def test_a_report_needs_no_engine_and_no_trainer(tmp_path):
     """A run without a summary has the default seed."""
     run = make_run(tmp_path / "a", settings={"max_steps": 4, "loss_type": "grpo"})
@@ -372,3 +322,18 @@ def test_a_report_needs_no_engine_and_no_trainer(tmp_path):
     reader = read_report(tmp_path / "report.html")
     assert row_of(reader, "seed") == ["42"]
     assert row_of(reader, "loss_type") == ["grpo"]
+
+
+def test_a_run_says_when_and_on_what_it_was_started(tmp_path):
+    before = datetime.now(UTC).replace(microsecond=0)
+    options = {"rollout_func": Rollouts(), "callbacks": [HistoryCallback()]}
+    make_trainer(tmp_path, **options, max_steps=1, save_strategy="steps", save_steps=1).train()
+    (start,) = read_starts(tmp_path)
+    assert before <= datetime.fromisoformat(start["date"]) <= datetime.now(UTC)
+    assert (start["step"], start["processes"]) == (0, 1)
+    assert start["versions"]["trl"] == trl.__version__
+    assert start["versions"]["torch"] == torch.__version__
+    assert "core" in start["device"]
+    resumed = make_trainer(tmp_path, **options, max_steps=2, save_strategy="steps", save_steps=1)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert [row["step"] for row in read_starts(tmp_path)] == [0, 1]

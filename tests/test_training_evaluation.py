@@ -178,15 +178,6 @@ def test_benchmarks_on_the_server_of_the_rollouts(fp8_server, tmp_path):
     assert accuracy == pytest.approx(greedy_reference(tmp_path / "reference", benchmark).avg.value, abs=0.12)
 
 
-def test_what_the_callback_refuses(tmp_path):
-    benchmark = Benchmark.load("arithmetic", limit=2)
-    with pytest.raises(ValueError, match=r"benchmarks=\['arithmetic', 'arithmetic'\]: each name may stand once"):
-        BenchmarkCallback(tiny_trainer(tmp_path), [benchmark, benchmark])
-    plain = make_trainer(tmp_path, constraint="none")
-    with pytest.raises(ValueError, match="deployment_scheme=None and use_vllm=False: set one of them"):
-        BenchmarkCallback(plain, [benchmark])
-
-
 def test_several_evaluation_sets_keep_their_own_metrics(tmp_path):
     def prompt_length(prompts, **kwargs):
         return [float(len(prompt)) for prompt in prompts]

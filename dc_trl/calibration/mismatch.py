@@ -198,26 +198,15 @@ def _joint(infer: Array, train: Array) -> list[list[int]]:
 
 
 def _notes(result: EngineMismatch, batch_prompts: int) -> list[str]:
-    prompts, unscored, pearson = result.prompts, result.unscored, result.metrics["probs_pearson"]
-    notes = [
-        (
-            prompts < _FEW_PROMPTS,
-            f"{prompts} prompts are few: the 95 % intervals are too narrow; use {_FEW_PROMPTS} or more.",
-        ),
-        (
-            prompts < batch_prompts,
-            f"A generation batch of {batch_prompts} prompts is larger than the sample of {prompts}, so its spread is "
-            "that of prompts that repeat.",
-        ),
-        (
-            unscored > 0,
-            f"{unscored} tokens ({unscored / (result.tokens + unscored):.2%}) have no log-probability from both sides "
-            "and do not count.",
-        ),
-        (
-            pearson < _SAME_WEIGHTS,
+    notes = []
+    if result.prompts < (least := max(_FEW_PROMPTS, batch_prompts)):
+        notes.append(f"{result.prompts} prompts are few: the 95 % intervals are too narrow; use {least} or more.")
+    if result.unscored:
+        share = result.unscored / (result.tokens + result.unscored)
+        notes.append(f"{result.unscored} tokens ({share:.2%}) lack a log-probability and do not count.")
+    if (pearson := result.metrics["probs_pearson"]) < _SAME_WEIGHTS:
+        notes.append(
             f"The probabilities of both sides correlate by {pearson:.2f} only: does {result.engine} run the weights "
-            "of this model?",
-        ),
-    ]
-    return [text for applies, text in notes if applies]
+            "of this model?"
+        )
+    return notes

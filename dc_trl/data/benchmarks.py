@@ -80,7 +80,7 @@ def _gsm8k(row: Row) -> MathProblem:
 
 def holds_several(answer: str) -> bool:
     """Return whether an answer is a list: it has a comma outside all brackets, and between no thousands (`58,500`)."""
-    return bool(split(re.sub(r"(?<=\d),(?:\\!\s*)?(?=\d{3}(?!\d))", "", answer), ",")[1])
+    return len(split(re.sub(r"(?<=\d),(?:\\!\s*)?(?=\d{3}(?!\d))", "", answer), ",")) > 1
 
 
 # Every revision was read in several public repositories that pin the same commit; none was checked on the Hub itself.

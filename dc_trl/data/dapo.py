@@ -6,7 +6,7 @@ from dataclasses import replace
 from datasets import Dataset
 
 from ..grading import GRADING_COLUMNS, gold_answer
-from .prompts import nested, require_grading, text_of_prompt
+from .prompts import nested, text_of_prompt
 from .sources import MathProblem, Row, Source, field_of, to_dataset
 
 
@@ -56,7 +56,6 @@ def load_dapo(file: str | None = None, prompt_column: str | None = None, answer_
     """
 
     def of_columns(row: Row) -> MathProblem:
-        require_grading(row)
         return MathProblem(
             problem=remove_template(text_of_prompt(nested(row, prompt_column or "prompt", "prompt_column"))),
             answer=gold_answer(nested(row, answer_column or "answer", "answer_column")) or "",

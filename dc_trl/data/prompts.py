@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from ..files import read_text
 from ..grading import GRADING_COLUMNS, gold_answer, is_gradable
 from ..settings.paths import READERS, is_data_file, require_data_file
-from ..settings.ranges import AT_LEAST_0
 from .templates import base_prompt, chat_prompt
 
 
@@ -43,10 +42,8 @@ def load_rows(
     if is_data_file(name):
         require_data_file(name, field)
         path = Path(name).expanduser()
-        # datasets guesses other encodings, and ends the process on the JSON text `null`.
-        text = read_text(path) if path.suffix != ".parquet" else ""
-        if READERS[path.suffix] == "json" and not text.lstrip("\ufeff \t\r\n").startswith(("{", "[")):
-            raise ValueError(f"{field}={name!r} holds no JSON objects: write one for each row.")
+        if path.suffix != ".parquet":
+            read_text(path)  # refuses other encodings than UTF-8, which datasets would guess
         source, options = READERS[path.suffix], {"data_files": str(path), "split": "train"}
     else:
         source, options = name, {"name": config, "split": split, "revision": revision}
@@ -89,13 +86,12 @@ def load_prompts(
         reason: `rows`, `kept`, and what was left out).
 
     Raises:
-        ValueError: a column is missing, a grading column holds what grading cannot use, or no row is left.
+        ValueError: a column is missing, or no row is left.
     """
     counts = Counter(rows=len(rows), kept=0)
     grading = [column for column in GRADING_COLUMNS if column in rows.column_names]
     kept: list[dict[str, Any]] = []
     for row in rows:
-        require_grading(row)
         question = text_of_prompt(nested(row, prompt_column, "prompt_column"))
         answer = gold_answer(nested(row, answer_column, "answer_column"))
         prompt = make_prompt(question, tokenizer, instruction)
@@ -120,20 +116,6 @@ def load_prompts(
         **{column: rows.features[column] for column in grading},  # a column of nulls would lose its type
     }
     return Dataset.from_list(kept, features=Features(features)), dict(counts)
-
-
-def require_grading(row: Mapping[str, Any]) -> None:
-    """Refuse a row whose columns of `GRADING_COLUMNS` hold what grading cannot use.
-
-    Raises:
-        ValueError: names the column, its value and what it may be.
-    """
-    for column, kind, words in (("multiple_answers", bool, "true or false"), ("unit", str, "text")):
-        if row.get(column) is not None and not isinstance(row[column], kind):
-            raise ValueError(f"{column}={row[column]!r} is invalid: use {words}, or rename the column.")
-    for column in ("relative_tolerance", "absolute_tolerance"):
-        if row.get(column) is not None and not AT_LEAST_0.allows(row[column]):
-            raise ValueError(f"{column}={row[column]!r} is invalid: use {AT_LEAST_0}, or rename the column.")
 
 
 def describe_counts(counts: dict[str, int]) -> str:

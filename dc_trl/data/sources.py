@@ -72,7 +72,7 @@ class Source:
         """Load the problems from the Hub, or from a local file with the Hub's fields, in their order.
 
         Raises:
-            ValueError: the rows cannot be loaded, or a field is missing or holds something else than at the source.
+            ValueError: the rows cannot be loaded, or a field is missing.
         """
         if file is not None:
             rows = load_rows(file, field="file")
@@ -81,14 +81,7 @@ class Source:
                 rows = load_rows(self.hub_id, self.config, self.split, self.revision)
             except ValueError as error:
                 raise ValueError(f"{error} Without a network, give a local file.") from error
-        return [self._problem(number, row) for number, row in enumerate(rows)]
-
-    def _problem(self, number: int, row: Row) -> MathProblem:
-        try:
-            return self.convert(row)
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            place = f"row {number} of {self.hub_id}, or of a file like it"
-            raise ValueError(f"{str(error).rstrip('.')} ({place}).") from error
+        return [self.convert(row) for row in rows]
 
 
 def field_of(row: Row, *names: str) -> Any:

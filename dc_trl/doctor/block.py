@@ -12,22 +12,18 @@ from ..settings.secrets import HIDDEN, is_secret_name, without_secrets
 from .run import Result
 
 
-_PACKAGES = (
-    *("dc_trl", "torch", "transformers", "trl", "vllm", "accelerate", "peft", "compressed-tensors", "datasets"),
-    *("deepspeed", "flash-attn", "flashinfer-python", "bitsandbytes", "triton"),
-)
+_PACKAGES = ("dc_trl", "torch", "transformers", "trl", "vllm", "accelerate", "peft", "compressed-tensors", "datasets")
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS", "VLLM_ATTENTION_BACKEND")
 _REASON = 300  # characters
 
 
 def facts() -> dict[str, str]:
     """Return versions, the system without its name, and the variables of the environment that change results."""
-    found = {name: installed_version(name) for name in _PACKAGES}
-    installed = [f"{name} {version}" for name, version in found.items() if version is not None]
-    absent = [name for name, version in found.items() if version is None]
+    packages = ", ".join(f"{name} {installed_version(name) or '(absent)'}" for name in _PACKAGES)
     system = f"{platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}"
-    known = {"system": system, "packages": ", ".join(installed), "absent": ", ".join(absent)}
-    return known | {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    return {"system": system, "packages": packages} | {
+        name: os.environ[name] for name in _VARIABLES if name in os.environ
+    }
 
 
 def publishable(text: str) -> str:
@@ -58,24 +54,8 @@ def summary(result: Result) -> str:
     return "; ".join(filter(None, [short, publishable("; ".join(found))]))
 
 
-def bottom_line(results: Sequence[Result]) -> str:
-    """Return one line that says in which schemes this machine trains, and what failed."""
-    parts = []
-    for kind, words in (("step", "the replica"), ("server", "a vLLM server")):
-        schemes = [r.name.partition(":")[2] for r in results if r.name.startswith(f"{kind}:") and r.status == "passed"]
-        parts.append(f"trains with {words} in {', '.join(schemes) or 'no scheme'}")
-    failed = ", ".join(result.name for result in results if result.status == "failed")
-    return "bottom line: " + "; ".join(parts) + f"; failed: {failed or 'nothing'}"
-
-
 def block(results: Sequence[Result], known: Mapping[str, str], log: str) -> str:
-    """Return what to paste into an issue, fenced.
-
-    Args:
-        results: results of the checks.
-        known: facts about the machine and the run, by name.
-        log: file with the tracebacks.
-    """
+    """Return what to paste into an issue, fenced; `known` are facts by name, `log` has the tracebacks."""
     rows = [["check", "result", "s", "found"]]
     rows += [[result.name, result.status, f"{result.seconds:.1f}", summary(result)] for result in results]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
@@ -83,7 +63,7 @@ def block(results: Sequence[Result], known: Mapping[str, str], log: str) -> str:
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
     ]
     lines = [f"{name}: {publishable(value)}" for name, value in known.items() if value]
-    lines += ["", *table, "", bottom_line(results)]
+    lines += ["", *table]
     if any(result.status == "failed" for result in results):
         lines.append(f"log: {publishable(log)} (look through it before you attach it)")
     return "\n".join(["```text", *(line.rstrip() for line in lines), "```"])

@@ -26,10 +26,6 @@ _GRACE = 15.0  # seconds that a process and its server have to end by themselves
 ENDING = _GRACE + 3.0  # seconds that are kept, so that the last check is over in time
 
 
-class LeftOut(Exception):  # noqa: N818
-    """There is nothing to try here; the message says why."""
-
-
 @dataclass(frozen=True)
 class Setup:
     """What all checks need to know."""
@@ -76,15 +72,10 @@ def plan_checks(schemes: Sequence[str], servers: bool = True) -> list[Check]:
 
 
 def run_checks(checks: Sequence[Check], setup: Setup, seconds: float) -> Generator[Result]:
-    """Run the checks in their order, and yield each result as it is known.
+    """Run the checks in their order within so many seconds, and yield each result as it is known.
 
     A check that raises, crashes or takes longer than its limit has failed, and the next one begins. One that the time
     for all of them cuts short is left out.
-
-    Args:
-        checks: what to run.
-        setup: what all of them need to know.
-        seconds: time for all of them.
     """
     end = time.monotonic() + seconds
     with temporary_folder("doctor") as folder:
@@ -145,9 +136,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(_GRACE)
     process.kill()
     process.communicate()
-    psutil.wait_procs(family, timeout=1)  # a server's watchdog removes what the server leaves
-    for each in family:
-        with suppress(psutil.NoSuchProcess):
-            each.kill()
-    with suppress(ProcessLookupError):  # what has lost its parents meanwhile
-        os.killpg(process.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(family, timeout=1)  # a server's watchdog removes what the server leaves
+    for each in alive:
+        each.kill()

@@ -12,7 +12,6 @@ from ..rollouts.engines import EngineSpec
 from ..rollouts.replica import Replica
 from ..rollouts.sampling import Engine, ReplicaEngine
 from ..rollouts.server_engine import Disclosed, ServerEngine
-from ..serving.connection import is_local
 from ..serving.server import serve
 from ..settings.command_line import say
 
@@ -90,7 +89,7 @@ def start_engine(
         require_served(engine.name, running.disclosed, model.name, engine.scheme)
         scheme = f"taken for {model.name} in {engine.scheme}"
         say(f"{engine.name} holds {running.disclosed}, {scheme}")
-        yield running, served_weights(engine.name, running.disclosed)
+        yield running, {"url": engine.name, **running.disclosed._asdict()}
     elif engine.kind == "replica":
         policy = AutoModelForCausalLM.from_pretrained(model.name, revision=model.revision, dtype="auto")
         policy.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -127,17 +126,8 @@ def require_served(url: str, disclosed: Disclosed, model: str, scheme: str | Non
         )
 
 
-def served_weights(url: str, disclosed: Disclosed) -> dict[str, str | None]:
-    """Return what identifies the weights of a running server: what it discloses, and the files on this machine."""
-    return {"url": url, **disclosed._asdict(), "files": file_stamps(disclosed.root) if is_local(url) else None}
-
-
 def fingerprint(model: EvaluatedModel) -> str:
     """Return what identifies the weights of a model: its revision, or size and time of the files."""
-    return file_stamps(model.name) or model.revision
-
-
-def file_stamps(folder: str) -> str:
-    """Return names, sizes and times of the weights in a folder; "" if there are none."""
-    files = sorted(Path(folder).glob("*.safetensors"))
-    return ", ".join(f"{file.name}: {file.stat().st_size} bytes, {file.stat().st_mtime_ns}" for file in files)
+    files = sorted(Path(model.name).glob("*.safetensors"))
+    stamps = (f"{file.name}: {file.stat().st_size} bytes, {file.stat().st_mtime_ns}" for file in files)
+    return ", ".join(stamps) or model.revision

@@ -3,10 +3,8 @@
 import hashlib
 import json
 import os
-import queue
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +25,7 @@ from .samples import Sample, SampleStore
 
 
 RESULTS_FILE = "results.json"
+_TOGETHER = 32  # completions that are graded, and then stored, at once
 
 
 @dataclass(frozen=True)
@@ -126,11 +125,25 @@ def evaluate(
             ]
         grader = stack.enter_context(Grader(grading_processes))
         grader.start()  # before sampling, because the workers' imports would delay an engine on the same cores
-        keep = stack.enter_context(_keeper(stores, golds, grader))
+        finished: list[tuple[_Missing, Completion]] = []
+
+        def keep() -> None:
+            of = [golds[sample.benchmark][sample.problem] for sample, _ in finished]
+            verdicts = grader.grade([completion.text for _, completion in finished], of)
+            for (sample, completion), verdict in zip(finished, verdicts, strict=True):
+                key = (sample.problem, sample.number, sample.request.seed)
+                stores[sample.benchmark].add(Sample(*key, *completion, verdict.answer, verdict.correct))
+            finished.clear()
+
         with tqdm(total=len(missing), unit="sample", desc=f"{model} {scheme}", disable=not progress) as bar:
-            for position, completion in engine.sample([sample.request for sample in missing], sampling):
-                keep(missing[position], completion)
-                bar.update()
+            try:
+                for position, completion in engine.sample([sample.request for sample in missing], sampling):
+                    finished.append((missing[position], completion))
+                    if len(finished) >= _TOGETHER:
+                        keep()
+                    bar.update()
+            finally:
+                keep()  # also what an engine sampled before it failed
     results = {
         each.name: benchmark_result(each.name, each.rows["id"], each.samples, stores[each.name].samples)
         for each in benchmarks
@@ -164,36 +177,3 @@ class _Missing(NamedTuple):
     problem: str
     number: int  # of the sample
     request: Request
-
-
-@contextmanager
-def _keeper(
-    stores: Mapping[str, SampleStore], golds: Mapping[str, Mapping[str, Gold]], grader: Grader
-) -> Iterator[Callable[[_Missing, Completion], None]]:
-    """Yield a function that takes samples; a thread grades and stores them, so that sampling does not wait."""
-    finished: queue.SimpleQueue[tuple[_Missing, Completion] | None] = queue.SimpleQueue()  # None is the end
-
-    def keep() -> None:
-        is_last = False
-        while not is_last:
-            items = [finished.get(), *(finished.get() for _ in range(finished.qsize()))]
-            is_last = items[-1] is None
-            batch = [item for item in items if item is not None]
-            texts = [completion.text for _, completion in batch]
-            verdicts = grader.grade(texts, [golds[sample.benchmark][sample.problem] for sample, _ in batch])
-            for (sample, completion), verdict in zip(batch, verdicts, strict=True):
-                key = (sample.problem, sample.number, sample.request.seed)
-                stores[sample.benchmark].add(Sample(*key, *completion, verdict.answer, verdict.correct))
-
-    def put(sample: _Missing, completion: Completion) -> None:
-        if running.done():
-            running.result()  # raises what went wrong
-        finished.put((sample, completion))
-
-    with ThreadPoolExecutor(1, "dc_trl-keeper") as thread:
-        running = thread.submit(keep)
-        try:
-            yield put
-        finally:
-            finished.put(None)
-            running.result()

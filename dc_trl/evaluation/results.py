@@ -2,8 +2,10 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..files import read_object
 from ..records.estimators import (
     Difference,
     Estimate,
@@ -12,7 +14,7 @@ from ..records.estimators import (
     paired_difference,
     pass_at_k,
 )
-from ..records.results import read_result, write_result
+from ..records.results import write_result
 from .samples import Sample
 
 
@@ -28,6 +30,13 @@ class BenchmarkResult(NamedTuple):
     mean_tokens: float
     ungraded: list[str]  # problems whose gold answer cannot be graded; they do not count
     per_problem: dict[str, float]
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> "BenchmarkResult":
+        """Return what JSON holds of a result."""
+        pass_at = {int(k): Estimate(**estimate) for k, estimate in tree["pass_at"].items()}
+        avg, maj = (Estimate(**tree[name]) for name in ("avg", "maj"))
+        return cls(**{**tree, "avg": avg, "maj": maj, "pass_at": pass_at})
 
 
 class Evaluation(NamedTuple):
@@ -55,7 +64,12 @@ class Evaluation(NamedTuple):
         Raises:
             ValueError: there is no such file, or it holds no evaluation.
         """
-        return read_result(cls, path, "results of an evaluation")
+        tree = read_object(Path(path))
+        try:
+            results = {name: BenchmarkResult.of(result) for name, result in tree["results"].items()}
+            return cls(**tree | {"results": results, "average": Estimate(**tree["average"])})
+        except (LookupError, TypeError) as error:
+            raise ValueError(f"{path} holds no results of an evaluation ({error}): repair or remove it.") from error
 
 
 def benchmark_result(

@@ -47,12 +47,8 @@ class SampleStore:
             raise ValueError(
                 f"{self.folder} is in use by another evaluation: choose another output directory."
             ) from None
-        try:
-            self._require_same(json.loads(json.dumps(settings)))
-            self.samples = self._read()
-        except ValueError:
-            self.close()
-            raise
+        self._require_same(json.loads(json.dumps(settings)))
+        self.samples = self._read()
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -82,8 +78,5 @@ class SampleStore:
         whole = text[: text.rfind("\n") + 1]
         if whole != text:
             write_text(path, whole)
-        try:
-            samples = [Sample(**json.loads(line)) for line in whole.splitlines()]
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path} holds no samples ({error}): remove it, and they are drawn again.") from error
+        samples = [Sample(**json.loads(line)) for line in whole.splitlines()]
         return {(sample.id, sample.sample): sample for sample in samples}

@@ -1,4 +1,4 @@
-r"""The verdict: lists, sets, intervals and matrices part by part, numbers as numbers, the rest as expressions."""
+r"""The verdict: lists, tuples and intervals part by part, numbers as numbers, the rest as expressions."""
 
 import logging
 import re
@@ -8,10 +8,9 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from .expressions import equal, has_value, parse_expression, printed, same_relation, within
+from .expressions import equal, parse_expression, same_relation, within
 from .literals import Literal, parse_literal, parse_unit
-from .structure import Node, last_value, parse, relation_sides
-from .text import clean, extract_answer, gold_answer, is_reasonable, squash
+from .text import clean, extract_answer, gold_answer, is_balanced, is_reasonable, split, squash
 
 
 logger = logging.getLogger("dc_trl.grading")
@@ -48,10 +47,6 @@ class Gold:
         """`unit` in one spelling, "" for none."""
         return "" if self.unit is None else parse_unit(f" {clean(self.unit)}") or squash(self.unit)
 
-    @property
-    def is_tolerant(self) -> bool:
-        return self.relative_tolerance > 0 or self.absolute_tolerance > 0
-
 
 # Columns of a data set that a reward function reads besides the answer.
 GRADING_COLUMNS = tuple(field.name for field in fields(Gold) if field.name != "answer")
@@ -62,7 +57,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         correct: None where the gold answer cannot be graded.
-        answer: the boxed answer in one spelling, so that equal answers vote together; None without a box.
+        answer: the boxed answer in one spelling, so that equal answers vote together; None without a box. All correct
+            answers have that of the gold.
     """
 
     correct: bool | None
@@ -75,14 +71,24 @@ class Verdict(NamedTuple):
 _TEXT = re.compile(r"\\(?:text|mathrm)\s*\{([^{}]*)\}")
 _TRAILING_UNIT = re.compile(r"(.*[^\s_^{])\s*(\\(?:text|mathrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?|\^\\circ|%)")
 _WORD = re.compile(r"[^\W\d_]{2,}|n/a", re.IGNORECASE)
-_CLOCK = re.compile(r"\d+(?::\d+)+", re.ASCII)  # 12:00 is no division by zero
 _OPERATOR = re.compile(r"[\d\\+*^=<>_]|\w\(")
+_AND = r"\s*,?\s*(?:\\(?:text|mathrm)\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*"
+_RELATION = r"≈|[<>=]|\\(?:le|ge|ne|neq|in)(?![A-Za-z])"
+_THOUSANDS_BEFORE = re.compile(r"(?<![\d.])[1-9]\d{0,2}(?:,\d{3})*$")
+# `x`, `x_1`, `f(x)`, `\theta`, `\vec{v}`, `(x, y)`, `\angle ABC`: what may stand before an equals sign.
+_ATOM = (
+    r"(?:m?\s*\\angle\s*)?\\?[A-Za-z]+(?:\s*_\s*(?:\w|\{[^{}]*\}))?'?(?:\s*\([^()=]*\))?"
+    r"|\\(?:overline|vec|hat|bar|text|math[a-z]+|boldsymbol|operatorname)\s*\{[^{}\d]*\}(?:\s*\([^()=]*\))?"
+    r"|\|\s*[A-Za-z][^|\d=<>]*\|"
+)
+_COMPOUND = re.compile(rf"(?:{_ATOM})(?:\s*(?:[-+*/:]|\\cdot)\s*(?:{_ATOM}))+")  # `m+n`, if it is a number but 0
+_NAME = re.compile(rf"(?!\\(?:pi|infty)(?![A-Za-z]))(?:{_ATOM}|\(\s*(?:{_ATOM})(?:\s*,\s*(?:{_ATOM}))+\s*\))")
 
 
 def is_gradable(gold: Gold | str) -> bool:
     r"""Whether a gold answer can be graded: numbers, mathematics and `\text{...}`.
 
-    False of prose, of broken LaTeX, and of what has no value, as `\frac{0}{0}`. Every other gold accepts its own text.
+    False of prose and of broken LaTeX. Every other gold accepts its own text.
     """
     return _parse_gold(gold if isinstance(gold, Gold) else Gold(gold)) is not None
 
@@ -103,162 +109,143 @@ def grade(text: str, gold: Gold) -> Verdict:
 
 def try_to_grade(answer: str | None, gold: Gold) -> Verdict | str:
     """Verdict on what a box holds (None: there is no box), or the exception that the comparison raised, as text."""
-    if (parsed := _parse_gold(gold)) is None:
+    if (own := _parse_gold(gold)) is None:
         return Verdict(None, answer)
-    try:
-        return _grade(answer, parsed, gold)
-    except MemoryError:  # it is no property of the text alone
-        raise
-    except Exception as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-class _ParsedGold(NamedTuple):
-    node: Node
-    texts: frozenset[str]  # its own, which are right whatever they mean
-    cleaned: str
-    plain: bool  # nothing but numbers
-
-
-def _grade(answer: str | None, parsed: _ParsedGold, gold: Gold) -> Verdict:
     if answer is None:
         return Verdict(False, None)
-    is_own = answer in parsed.texts
-    if not is_own and not is_reasonable(answer):
+    if answer not in (gold.answer.strip(), own) and not is_reasonable(answer):
         return Verdict(False, squash(answer[:100]))
     cleaned = clean(answer)
-    is_own = is_own or squash(cleaned) == squash(parsed.cleaned)
-    node = parse(cleaned, gold.multiple_answers)
-    correct = is_own or _equal(parsed.node, node, gold)
-    return Verdict(correct, _canonical(parsed.node if is_own else node, symbolic=not parsed.plain))
+    try:
+        correct = answer == gold.answer.strip() or _equal(own, cleaned, gold)
+    except MemoryError:  # it is no property of the text alone
+        raise
+    except Exception as error:  # what SymPy raises on mathematics without meaning is no closed list
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return Verdict(correct, _canonical(own if correct else cleaned))
 
 
 @lru_cache(maxsize=256)
-def _parse_gold(gold: Gold) -> _ParsedGold | None:
-    """Return the parts of a gold answer; None if it cannot be graded."""
+def _parse_gold(gold: Gold) -> str | None:
+    """Return a gold answer in one spelling; None if it cannot be graded."""
     text = gold_answer(gold.answer) or ""
     answer = extract_answer(text) or text
-    # What cannot stand in a box, as `5}`, could not be answered by its own text.
-    if not is_reasonable(answer) or not clean(answer) or extract_answer(f"\\boxed{{{answer}}}") != answer:
+    if not is_reasonable(answer) or not is_balanced(answer):
         return None
     cleaned = clean(answer)
+    sides = split(cleaned, "=")
+    if len(sides) > 2 and _NAME.fullmatch(sides[0].strip()) and len(split(cleaned, f",|{_AND}")) == 1:
+        cleaned = f"{sides[0]}={sides[-1]}"  # `x = 11` of a gold with steps, `x = 5 + 6 = 11`
     try:
-        node = parse(last_value(cleaned), gold.multiple_answers)
-        if not _is_gradable_node(node):
-            return None
+        return cleaned if _is_gradable(cleaned, gold.multiple_answers) else None
     except MemoryError:
         raise
-    except Exception:  # what SymPy raises on mathematics without meaning is no closed list
+    except Exception:  # as in `try_to_grade`
         return None
-    plain = all(parse_literal(text) is not None for text in _texts(node))
-    return _ParsedGold(node, frozenset({gold.answer.strip(), text, answer}), cleaned, plain)
 
 
-def _texts(node: Node) -> list[str]:
-    """Return the texts of this node's scalars and relations."""
-    if node.kind in ("scalar", "relation"):
-        return [node.text]
-    return [text for part in node.parts for text in _texts(part)]
-
-
-def _is_gradable_node(node: Node) -> bool:
-    if node.kind == "relation":
-        sides = relation_sides(node.text)
-        return sides is not None and _has_value(sides[0]) and _has_value(sides[2])
-    if node.kind != "scalar":
-        return all(map(_is_gradable_node, node.parts)) and (bool(node.parts) or node.kind == "set")
-    text = node.text
-    if parse_literal(text) is not None or (_TEXT.search(text) and _plain_text(text)) or _CLOCK.fullmatch(text):
+def _is_gradable(text: str, several: bool = False) -> bool:
+    whole, text = text, _split_name(text)[1]
+    kind, parts = _parts(text, several)
+    if kind != "scalar":
+        return bool(parts) and all(map(_is_gradable, parts))
+    if parse_literal(text) is not None or (_TEXT.search(text) and _plain_text(text)):
         return True
     # Prose parses too, as a product of its letters: "none" would be e·n²·o.
-    if not text or (_WORD.search(text) and not _OPERATOR.search(node.whole or text)):
+    if not text or (_WORD.search(text) and not _OPERATOR.search(whole)):
         return False
-    return _has_value(_without_unit(text)[0])
+    value = _without_unit(text)[0]
+    return parse_literal(value) is not None or parse_expression(value) is not None
 
 
-def _has_value(text: str) -> bool:
-    return (expression := parse_expression(text)) is not None and has_value(expression)
-
-
-def _equal(gold_node: Node, node: Node, gold: Gold) -> bool:
-    if "relation" in (gold_node.kind, node.kind) or (gold_node.name and node.name and gold_node.name != node.name):
-        return bool(gold_node.whole and node.whole) and _equal_relations(gold_node.whole, node.whole)
-    if gold_node.kind == "scalar":
-        return node.kind == "scalar" and _equal_scalars(gold_node.text, node.text, gold)
-    kinds = {gold_node.kind, node.kind}
-    if len(gold_node.parts) != len(node.parts) or (len(kinds) > 1 and kinds != {"list", "set"}):
-        return False
-    if gold_node.kind in ("list", "set", "union"):
-        return _equal_in_any_order(gold_node.parts, list(node.parts), gold)
-    pairs = [gold_node.parts, node.parts]
-    if all(part.name for parts in pairs for part in parts):  # (q=2, p=5) is (p=5, q=2)
-        pairs = [tuple(sorted(parts, key=lambda part: part.name)) for parts in pairs]
-    return all(_equal(one, other, gold) for one, other in zip(*pairs, strict=True))
-
-
-def _equal_relations(gold_text: str, text: str) -> bool:
-    """Whether two equations or inequalities are the same up to a constant factor."""
+def _equal(gold_whole: str, whole: str, gold: Gold, several: bool | None = None) -> bool:
+    several = gold.multiple_answers if several is None else several
+    gold_name, gold_text = _split_name(gold_whole)
+    name, text = _split_name(whole)
+    if _is_equation(gold_text) or _is_equation(text) or (gold_name and name and squash(gold_name) != squash(name)):
+        gold_text, text = gold_whole, whole
+        if not (_is_equation(gold_text) and _is_equation(text)):
+            return False
     if squash(gold_text) == squash(text):
         return True
-    gold_sides, sides = relation_sides(gold_text), relation_sides(text)
-    if gold_sides is None or sides is None or gold_sides[1] != sides[1]:
+    (gold_kind, golds), (kind, parts) = _parts(gold_text, several), _parts(text, several)
+    if gold_kind == "scalar" and kind == "scalar":
+        return _equal_scalars(gold_text, text, gold)
+    if gold_kind != kind:  # `(3,4]` is `3 < x \le 4`, which math-verify knows
+        is_relation = [len(split(each, _RELATION)) > 1 for each in (gold_text, text)]
+        is_set = gold_kind == "scalar" or kind == "scalar"
+        return is_set and any(is_relation) and _equal_expressions(gold_text, text, gold)
+    if len(golds) != len(parts):
         return False
-    ordered = sides[1] in ("<", "\\le")
-    one, other = ((parse_expression(left), parse_expression(right)) for left, _, right in (gold_sides, sides))
-    return same_relation(one, other, ordered)
+    if kind == "list":
+        return _equal_in_any_order(golds, parts, gold)
+    return all(_equal(one, other, gold, False) for one, other in zip(golds, parts, strict=True))
 
 
-def _equal_in_any_order(golds: Sequence[Node], nodes: list[Node], gold: Gold) -> bool:
-    """Whether each gold has an answer of its own: a matching, found by augmenting paths."""
-    fits = [[_equal(one, other, gold) for other in nodes] for one in golds]
-    taken: dict[int, int] = {}
+def _is_equation(text: str) -> bool:
+    return len(split(text, "=")) > 1 and len(_split_commas(text)) == 1
 
-    def assign(index: int, seen: set[int]) -> bool:
-        for other, fit in enumerate(fits[index]):
-            if fit and other not in seen:
-                seen.add(other)
-                if other not in taken or assign(taken[other], seen):
-                    taken[other] = index
-                    return True
-        return False
 
-    return all(assign(index, set()) for index in range(len(golds)))
+def _equal_in_any_order(golds: Sequence[str], texts: Sequence[str], gold: Gold) -> bool:
+    left = list(texts)
+    for one in golds:
+        fit = next((other for other in left if _equal(one, other, gold, False)), None)
+        if fit is None:
+            return False
+        left.remove(fit)
+    return True
 
 
 def _equal_scalars(gold_text: str, text: str, gold: Gold) -> bool:
-    if squash(gold_text) == squash(text):
-        return True
     gold_literal, literal = parse_literal(gold_text), parse_literal(text)
     if gold_literal is not None:
         return literal is not None and _equal_literals(gold_literal, literal, gold)
-    if _TEXT.search(gold_text) and _plain_text(gold_text):
-        return _plain_text(gold_text) == _plain_text(text)
+    if _TEXT.search(gold_text) and (words := _plain_text(gold_text)):
+        return words == _plain_text(text)
     gold_value, gold_unit = _without_unit(gold_text)
     value, unit = _without_unit(text)
     stated = gold_unit or gold.unit_name
     if (stated and unit and stated != unit) or _lacks_percent(gold_unit, unit, gold):
         return False
-    if squash(gold_value) == squash(value):
-        return True
-    gold_expression, expression = parse_expression(gold_value), parse_expression(value)
-    if gold_expression is None or expression is None:
+    return squash(gold_value) == squash(value) or _equal_expressions(gold_value, value, gold)
+
+
+def _equal_expressions(gold_text: str, text: str, gold: Gold) -> bool:
+    if (gold_sides := _sides(gold_text)) and (sides := _sides(text)):
+        pairs = [(parse_expression(left), parse_expression(right)) for left, _, right in (gold_sides, sides)]
+        return gold_sides[1] == sides[1] and same_relation(pairs[0], pairs[1], ordered=sides[1] != "=")
+    one, other = parse_expression(gold_text), parse_expression(text)
+    if one is None or other is None:
         return False
-    if gold.is_tolerant and within(gold_expression, expression, gold.relative_tolerance, gold.absolute_tolerance):
+    is_tolerant = gold.relative_tolerance or gold.absolute_tolerance
+    if is_tolerant and within(one, other, gold.relative_tolerance, gold.absolute_tolerance):
         return True
-    return equal(gold_expression, expression)
+    return equal(one, other)
+
+
+def _sides(text: str) -> tuple[str, str, str] | None:
+    """Left side, sign and right side of a relation with one sign, turned so that the sign is not `>`."""
+    sides = split(text, r"[<>=]|\\(?:le|ge)(?![A-Za-z])")
+    if len(sides) != 2 or len(split(text, _RELATION)) != 2:
+        return None
+    left, right = sides
+    sign = text[len(left) : len(text) - len(right)]
+    if sign in (">", "\\ge"):
+        return right, "<" if sign == ">" else "\\le", left
+    return left, sign, right
 
 
 def _equal_literals(gold_literal: Literal, literal: Literal, gold: Gold) -> bool:
     gold_unit = gold_literal.unit or gold.unit_name
     if gold_unit and literal.unit and gold_unit != literal.unit:
         return False
-    if literal.misspelled or not (literal.finished or gold_literal.scientific or gold.is_tolerant):
-        return False
     relative, absolute = Fraction(gold.relative_tolerance), Fraction(gold.absolute_tolerance)
+    if literal.misspelled or not (literal.finished or gold_literal.kind == "scientific" or relative or absolute):
+        return False
     one, other = gold_literal.value, literal.value
     # 50 % is the same number as 1/2, and of an integer or a decimal the sign may be left out as other units are.
     pairs = [(one / 100 if gold_unit == "%" else one, other / 100 if literal.unit == "%" else other)]
-    if not _lacks_percent(gold_literal.unit, literal.unit, gold) or (gold_literal.decimal and literal.decimal):
+    if not _lacks_percent(gold_literal.unit, literal.unit, gold) or gold_literal.kind == literal.kind == "decimal":
         pairs.append((one, other))
     return any(abs(one - other) <= max(absolute, relative * abs(one)) for one, other in pairs)
 
@@ -266,6 +253,60 @@ def _equal_literals(gold_literal: Literal, literal: Literal, gold: Gold) -> bool
 def _lacks_percent(gold_unit: str, unit: str, gold: Gold) -> bool:
     """Whether one side has a percent sign that the other lacks, and that `Gold.unit` does not state for both."""
     return gold.unit_name != "%" and (gold_unit == "%") != (unit == "%")
+
+
+def _split_name(text: str) -> tuple[str, str]:
+    r"""Return the name and the value of `x = 5`, of `x \in (1, 2)` and of `x \approx 0.3`; "" where there is no name.
+
+    What stands after ≈ is not read where something exact stands before it.
+    """
+    sides = [side.strip() for side in split(text, "≈")]
+    if len(sides) > 1 and not _NAME.fullmatch(sides[0]):
+        text = sides[0]
+    sides = [side.strip() for side in split(text, r"[=≈]|\\in(?![A-Za-z])")]
+    is_relation = len(split(text, _RELATION)) > len(sides)
+    if len(sides) == 1 or is_relation or len(split(text, f",|{_AND}")) > 1:
+        return "", text
+    *names, value = sides
+    if len(sides) == 2 and _NAME.fullmatch(value) and not _NAME.fullmatch(names[0]):
+        names, value = [value], names[0]
+    if re.fullmatch(r"(?=.*[1-9])(?:[^A-Za-z]|\\[A-Za-z]+)*", value) and _COMPOUND.fullmatch(names[0]):
+        return names[0], value
+    return ("=".join(names), value) if all(map(_NAME.fullmatch, names)) else ("", text)
+
+
+def _parts(text: str, several: bool = False) -> tuple[str, list[str]]:
+    r"""Return the kind of a text and its parts: `list` (`{1, 2}`, `1, 2`, `\pm 1`), brackets as `(]`, or `scalar`."""
+    is_number = parse_literal(text) is not None and not (several and "," in text)
+    if is_number or "\\begin" in text or len(split(text, r"\\cup(?![A-Za-z])")) > 1:
+        return "scalar", [text]
+    if len(parts := _split_commas(text)) > 1:
+        return "list", parts
+    for opening, closing in (("\\{", "\\}"), *((a, b) for a in "([" for b in ")]")):
+        inner = text[len(opening) : -len(closing)]
+        if not (text.startswith(opening) and text.endswith(closing)) or not is_balanced(inner):
+            continue
+        parts = _split_commas(inner)
+        if opening == "\\{" and not re.search(r"[|:]|\\mid", inner):
+            return "list", parts
+        if len(parts) > 1:
+            return opening + closing, parts
+    if text.count("\\pm") == 1:
+        return "list", [text.replace("\\pm", sign).lstrip(" +") for sign in "+-"]
+    return "scalar", [text]
+
+
+def _split_commas(text: str) -> list[str]:
+    """Parts between commas. Where commas with a space separate, those without one are of thousands: `1,234, 5,678`."""
+    raw = split(text, f"{_AND}|[,;]")
+    has_spaces = any(part.startswith(" ") for part in raw[1:])
+    parts = raw[:1]
+    for part in raw[1:]:
+        if has_spaces and re.match(r"\d{3}(?!\d)", part) and _THOUSANDS_BEFORE.search(parts[-1]):
+            parts[-1] += f",{part}"
+        else:
+            parts.append(part)
+    return [part.strip() for part in parts if part.strip()]
 
 
 def _plain_text(text: str) -> str:
@@ -280,27 +321,8 @@ def _without_unit(text: str) -> tuple[str, str]:
     return text, ""
 
 
-def _canonical(node: Node, symbolic: bool) -> str:
-    if node.kind == "scalar":
-        return _canonical_scalar(node.text, symbolic)
-    if node.kind == "relation":
-        return squash(node.text)
-    parts = [_canonical(part, symbolic) for part in node.parts]
-    if node.kind in ("list", "set"):
-        return f"{{{', '.join(sorted(parts))}}}"
-    if node.kind == "union":
-        return " ∪ ".join(sorted(parts))
-    if node.kind.startswith("matrix"):
-        return f"{node.kind}: {', '.join(parts)}"
-    return f"{node.kind[0]}{', '.join(parts)}{node.kind[1]}"
-
-
-def _canonical_scalar(text: str, symbolic: bool) -> str:
+def _canonical(text: str) -> str:
+    text = _split_name(text)[1]
     if (literal := parse_literal(text)) is not None and not literal.misspelled:
         return f"{literal.value}{'%' if literal.unit == '%' else ''}"
-    if words := _plain_text(text):
-        return words
-    value, unit = _without_unit(text)
-    expression = parse_expression(value) if symbolic else None
-    spelling = (None if expression is None else printed(expression)) or squash(value)
-    return f"{spelling}{'%' if unit == '%' else ''}"
+    return _plain_text(text) or squash(text)

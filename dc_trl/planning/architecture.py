@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from ..files import read_object
 from ..quantization.schemes import fused_experts, quantized_linears
 from ..settings.pretrained import require_model
 
@@ -19,47 +18,24 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True)
 class Architecture:
-    """The sizes of a decoder with softmax attention, dense or a mixture of experts. All counts are of numbers.
+    """The sizes of a decoder with softmax attention, dense or a mixture of experts. All counts are of numbers."""
 
-    Args:
-        name: what the user and the engines call the model.
-        hidden: width of the model.
-        layers: number of decoder layers.
-        vocabulary: rows of the output head.
-        heads: attention heads for queries.
-        kv_heads: attention heads for keys and values.
-        head_dim: width of a head.
-        intermediate: width of a dense layer's MLP, 0 where no layer is dense.
-        experts: experts of a sparse layer, 0 in a dense model.
-        active_experts: experts that a token visits in a sparse layer, 0 in a dense model.
-        expert_width: width of an expert's MLP, 0 in a dense model.
-        sparse_layers: number of layers that have experts.
-        query_key_norm: whether queries and keys are normalised.
-        tied: whether embedding and output head are one matrix.
-        parameters: parameters of the whole model; a shared one counts once.
-        layer_parameters: parameters of the largest decoder layer, which FSDP2 gathers at once.
-        quantized: (rows, columns, how many) of the matrices that a deployment scheme quantizes.
-        layer_class: name of the class of the decoder layers, which FSDP wraps.
-    """
-
-    name: str
     hidden: int
     layers: int
-    vocabulary: int
+    vocabulary: int  # rows of the output head
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int
-    experts: int
-    active_experts: int
+    intermediate: int  # width of a dense layer's MLP, 0 where no layer is dense
+    experts: int  # of a sparse layer, 0 in a dense model
+    active_experts: int  # that a token visits in a sparse layer
     expert_width: int
-    sparse_layers: int
+    sparse_layers: int  # number of layers that have experts
     query_key_norm: bool
-    tied: bool
-    parameters: int
-    layer_parameters: int
-    quantized: tuple[tuple[int, int, int], ...]
-    layer_class: str
+    tied: bool  # embedding and output head are one matrix
+    parameters: int  # of the whole model; a shared one counts once
+    layer_parameters: int  # of the largest decoder layer, which FSDP2 gathers at once
+    quantized: tuple[tuple[int, int, int], ...]  # (rows, columns, how many) of the matrices that a scheme quantizes
 
     @property
     def head_parameters(self) -> int:
@@ -77,17 +53,15 @@ def load_architecture(model: str, revision: str = "main") -> Architecture:
     Raises:
         ValueError: there is no such model, or its memory is not known here.
     """
-    path, name = Path(model).expanduser(), model
-    if path.is_file():
-        name = read_object(path).get("_name_or_path") or model
-    else:
+    path = Path(model).expanduser()
+    if not path.is_file():
         require_model(model, "model")
     try:
         config = AutoConfig.from_pretrained(path if path.is_file() else model, revision=revision)
     except (OSError, ValueError, TypeError) as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(f"model={model!r} cannot be loaded: {reason} Give the path of its config.json.") from error
-    return architecture_of(config, name)
+    return architecture_of(config, model)
 
 
 def architecture_of(config: PreTrainedConfig, name: str) -> Architecture:
@@ -98,10 +72,9 @@ def architecture_of(config: PreTrainedConfig, name: str) -> Architecture:
     """
     text = config.get_text_config()
     _require_known(text, name)
-    try:
-        model = _empty_model(config)
-    except ValueError as error:
-        raise ValueError(f"model={name!r} is no causal language model: {str(error).splitlines()[0]}") from error
+    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.tie_weights()
     experts = fused_experts(model)
     shapes: Counter[tuple[int, int]] = Counter()
     for linear in quantized_linears(model).values():
@@ -116,7 +89,6 @@ def architecture_of(config: PreTrainedConfig, name: str) -> Architecture:
         each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == text.num_hidden_layers
     )
     return Architecture(
-        name=name,
         hidden=text.hidden_size,
         layers=text.num_hidden_layers,
         vocabulary=model.get_output_embeddings().weight.shape[0],
@@ -134,16 +106,7 @@ def architecture_of(config: PreTrainedConfig, name: str) -> Architecture:
         parameters=model.num_parameters(),
         layer_parameters=max(sum(weight.numel() for weight in layer.parameters()) for layer in layers),
         quantized=tuple((*shape, number) for shape, number in sorted(shapes.items())),
-        layer_class=type(layers[0]).__name__,
     )
-
-
-def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the model of a configuration on the meta device: names and shapes, no values."""
-    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.tie_weights()
-    return model
 
 
 def _require_known(text: PreTrainedConfig, name: str) -> None:

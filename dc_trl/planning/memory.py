@@ -1,4 +1,4 @@
-"""Bytes of a training device, of an engine and of a checkpoint; docs/planning.md has formulas and sources."""
+"""Bytes of a training device and of a checkpoint; docs/planning.md has formulas and sources."""
 
 import math
 from dataclasses import dataclass
@@ -13,14 +13,8 @@ Strategy = Literal["ddp", "fsdp2"]
 DEVICES = {"a100": 80e9, "h100": 80e9, "h200": 141e9, "b200": 180e9}
 # Our assumption: the CUDA context, NCCL's buffers and fragments of the allocator take the rest of a device.
 USABLE = 0.92
-SERVER_SHARE = 0.9  # --gpu-memory-utilization, vLLM's default
-# Our assumption: bytes that a server needs beside weights and cache, for activations and captured graphs.
-SERVER_RUNTIME = 4e9
 # TRL's fused output head computes logits in tiles of so many tokens and vocabulary entries (trl/kernels).
 _HEAD_TILE = (4096, 32768)
-
-
-# --- the deployed policy
 
 
 def checkpoint_bytes(model: Architecture, scheme: str) -> int:
@@ -54,51 +48,6 @@ def _matrix_bytes(scheme: str, rows: int, columns: int, model: Architecture) -> 
     return rows * math.ceil(columns / 8) * 4 + 4 * rows * (columns // group) + 16
 
 
-@dataclass(frozen=True)
-class Engine:
-    """One replica of the model in vLLM, on devices of one node.
-
-    Args:
-        model: sizes of the model.
-        scheme: deployment scheme that it serves.
-        device_memory: bytes of each device.
-        tensor_parallel: number of devices that share it.
-    """
-
-    model: Architecture
-    scheme: str
-    device_memory: float
-    tensor_parallel: int
-
-    @property
-    def weights(self) -> float:
-        """Bytes of weights on each device."""
-        return checkpoint_bytes(self.model, self.scheme) / self.tensor_parallel
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in the BF16 cache of each device.
-
-        Tensor parallelism divides the key-value heads, and repeats them once it has more devices than heads.
-        """
-        heads = math.ceil(self.model.kv_heads / self.tensor_parallel)
-        return 2 * self.model.layers * heads * self.model.head_dim * 2
-
-    @property
-    def cache_tokens(self) -> int:
-        """Tokens that the cache holds, of all sequences together; every layer counts as full attention."""
-        left = self.device_memory * SERVER_SHARE - SERVER_RUNTIME - self.weights
-        return max(int(left / self.token_bytes), 0)
-
-    def fits(self, longest: int) -> bool:
-        """Return whether the heads divide, and the cache holds one sequence of the longest prompt and completion."""
-        divides = not (self.model.heads % self.tensor_parallel or self.model.expert_width % self.tensor_parallel)
-        return divides and self.cache_tokens >= longest
-
-
-# --- the trainer
-
-
 class Precision(NamedTuple):
     """Bytes of a number: in the weights that the optimizer updates, and in forward and backward."""
 
@@ -111,45 +60,27 @@ PRECISIONS = {"mixed": Precision(4, 2), "bfloat16": Precision(2, 2), "float32": 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one device computes at once, and how.
-
-    Args:
-        sequences: number of sequences.
-        tokens: tokens of the longest sequence, with its prompt.
-        scored: tokens of its completion.
-        accumulated: whether gradients wait for further micro-batches of the optimizer step before they are reduced.
-        precision: of weights and compute. FSDP2 keeps float32 weights beside a compute of 2 bytes.
-        checkpointing: whether layers keep their input alone, and are computed again in backward.
-    """
+    """What one device computes at once, and how."""
 
     sequences: int
-    tokens: int
-    scored: int
-    accumulated: bool
-    precision: Precision
-    checkpointing: bool
+    tokens: int  # of the longest sequence, with its prompt
+    scored: int  # tokens of its completion
+    accumulated: bool  # gradients wait for further micro-batches of the optimizer step before they are reduced
+    precision: Precision  # of weights and compute; FSDP2 keeps float32 weights beside a compute of 2 bytes
+    checkpointing: bool  # layers keep their input alone, and are computed again in backward
 
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes on one device that trains. `total` is the peak: what stays, and the larger of what comes and goes.
-
-    Args:
-        weights, gradients, moments: what stays through a step. With FSDP2, gradients that are accumulated without
-            being reduced are whole on every device.
-        gathered: layers that are whole for the moment, and buckets of gradients on their way.
-        activations: activations of one micro-batch of the longest sequences.
-        head: logits in tiles, and the gradient of the output head.
-        optimizer: what the update needs for the moment, after the activations are gone.
-    """
+    """Bytes on one device that trains. `total` is the peak: what stays, and the larger of what comes and goes."""
 
     weights: float
     gradients: float
     moments: float
-    gathered: float
-    activations: float
-    head: float
-    optimizer: float
+    gathered: float  # layers that are whole for the moment, and buckets of gradients on their way
+    activations: float  # of one micro-batch of the longest sequences
+    head: float  # logits in tiles, and the gradient of the output head
+    optimizer: float  # what the update needs for the moment, after the activations are gone
 
     @property
     def total(self) -> float:
@@ -158,14 +89,7 @@ class TrainerMemory:
 
 
 def trainer_memory(model: Architecture, strategy: Strategy, devices: int, micro: MicroBatch) -> TrainerMemory:
-    """Return the bytes on each of the devices that train.
-
-    Args:
-        model: sizes of the model.
-        strategy: DDP, or FSDP2 as accelerate sets it up.
-        devices: number of devices that train.
-        micro: what one device computes at once.
-    """
+    """Return the bytes on each of the devices that train, with DDP, or with FSDP2 as accelerate sets it up."""
     weight, compute = micro.precision
     tokens = micro.sequences * micro.tokens
     layer = layer_activations(model, compute) * tokens

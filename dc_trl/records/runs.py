@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from ..files import read_object, read_text
-from .samples import Moment, read_samples
 from .settings import training_defaults
 from .started import read_starts
 from .time_parts import PARTS, PREFIX
@@ -48,7 +47,6 @@ class Run:
         summary: `rewards` (the functions' weights by name), `seconds`, `tokens`, `engine`, …; empty when the run did
             not finish.
         starts: when and on what the run was started; see `records.started`.
-        moments: completions that the run kept.
     """
 
     name: str
@@ -56,7 +54,6 @@ class Run:
     settings: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
     starts: Sequence[Mapping[str, Any]] = ()
-    moments: Sequence[Moment] = ()
 
     def series(self, metric: str) -> Series:
         """Return the metric where it is a finite number."""
@@ -143,7 +140,6 @@ def read_run(directory: str | PathLike[str]) -> Run:
         read_object(settings) if settings.is_file() else {},
         read_summary(folder),
         read_starts(folder),
-        read_samples(folder),
     )
 
 
@@ -151,18 +147,10 @@ def read_summary(folder: Path) -> dict[str, Any]:
     """Read what a finished run wrote about itself; {} where there is no such file.
 
     Raises:
-        ValueError: the file cannot be read, or is not complete; the message names it.
+        ValueError: the file cannot be read; the message names it.
     """
     path = folder / SUMMARY_FILE
-    if not path.is_file():
-        return {}
-    summary = read_object(path)
-    for name, kind in (("steps", int), ("after", dict)):
-        if not isinstance(summary.get(name), kind):
-            raise ValueError(f"{path}: {name}={summary.get(name)!r} is not valid: repair or remove the file.")
-    for name in ("before", "after"):
-        _require_numbers(path, summary.get(name, {}))
-    return summary
+    return read_object(path) if path.is_file() else {}
 
 
 def run_ended(folder: str | PathLike[str], step: int) -> bool:
@@ -181,12 +169,4 @@ def read_baseline(folder: Path) -> dict[str, Any]:
         ValueError: the file cannot be read; the message names it.
     """
     path = folder / BASELINE_FILE
-    baseline = read_object(path) if path.is_file() else {}
-    _require_numbers(path, baseline)
-    return baseline
-
-
-def _require_numbers(path: Path, measured: Any) -> None:
-    for name, value in measured.items() if isinstance(measured, dict) else [("the object", measured)]:
-        if not isinstance(value, int | float | None):
-            raise ValueError(f"{path}: {name}={value!r} is not a number: repair or remove the file.")
+    return read_object(path) if path.is_file() else {}

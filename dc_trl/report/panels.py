@@ -76,7 +76,6 @@ def panels_of(run: Run) -> list[Panel]:
         DISCREPANCY,
         _FORMAT,
         _LAG,
-        _AGE,
         MULTIPLIER,
         *_MISMATCH,
         *_COURSE_OF_TRAINING,
@@ -157,11 +156,6 @@ def _draw_multiplier(axes: Axes, run: Run) -> None:
     axes.step(*run.series("lagrangian/lambda"), where="post", color=INK, linewidth=1.5)
 
 
-def _draw_age(axes: Axes, run: Run) -> None:
-    axes.step(*run.series("sync/age"), where="mid", color=INK, linewidth=1.0)
-    axes.set_ylim(bottom=0)
-
-
 def _draw_length(axes: Axes, run: Run) -> None:
     names = [f"completions/{which}_length" for which in ("min", "max")]
     rows = [row for row in run.history if all(is_number(row.get(name)) for name in names)]
@@ -224,20 +218,11 @@ _LAG = Panel(
     "discrepancy/lag_mean",
     _draw_lag,
 )
-_AGE = Panel(
-    _CONSTRAINT,
-    "age of the weights, steps",
-    "Optimizer steps between the weights that sampled a batch and those that it trains.",
-    "sync/age",
-    _draw_age,
-)
 MULTIPLIER = Panel(_CONSTRAINT, "multiplier λ", "Lagrange multiplier λ.", "lagrangian/lambda", _draw_multiplier)
 _ESS = "Effective sample size of the importance weights π_train/π_inf, as a fraction; 1 is agreement."
 _PPL = "Mean over trajectories of |log ppl_train − log ppl_inf|, the indicator of arXiv 2602.01826."
-_P_MAX = "Largest |π_train − π_inf| of a token."
 _MISMATCH = (
     Panel(_GAP, "KL (k3), nats", "KL(π_inf ‖ π_train), k3 estimator.", "discrepancy/k3_kl", from_zero=True, log=True),
-    Panel(_GAP, "largest |Δp|", _P_MAX, "discrepancy/probs_diff_max", from_zero=True),
     Panel(_GAP, "effective sample size", _ESS, "discrepancy/ess"),
     Panel(_GAP, "|Δ log perplexity|", _PPL, "discrepancy/log_ppl_abs_diff", from_zero=True, log=True),
 )
@@ -256,12 +241,9 @@ _LEARNING_RATE = Panel(
     "learning_rate",
     _draw_learning_rate,
 )
-_CLIPPED = "Fraction of tokens whose policy ratio is clipped."
 _COURSE_OF_TRAINING = (
     _LENGTH,
     _LEARNING_RATE,
     Panel(_COURSE, "entropy, nats", "Mean entropy of the policy's tokens.", "entropy", from_zero=True),
-    Panel(_COURSE, "clipped fraction", _CLIPPED, "clip_ratio/region_mean", from_zero=True),
     Panel(_COURSE, "gradient norm", "Gradient norm before clipping.", "grad_norm", from_zero=True, log=True),
-    Panel(_COURSE, "step time, seconds", "Seconds per step.", "step_time", from_zero=True),
 )

@@ -12,7 +12,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..files import make_folder, write_text
 from ..records.runs import Run, read_run
-from ..records.samples import three_moments
 from ..records.verdict import verdict_of
 from ..version import __version__
 from .panels import panels_of
@@ -66,7 +65,6 @@ def write_report(run_dir: str | PathLike[str], path: str | PathLike[str], title:
         verdict=" ".join(verdict_of(run).lines),
         tables=[facts_table(run), outcome_table(run), time_table(run)],
         sections=_sections(run),
-        moments=three_moments(run.moments),
         settings=settings_table(run),
     )
     make_folder("output", page_path.parent)

@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import nn
+from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig
 from ..files import append_text, set_aside, write_text
 from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, read_history
-from ..records.samples import SAMPLES_FILE
 from ..records.settings import changed_settings, json_value
 from ..records.started import STARTS_FILE, cpu_name, record_start
-from .samples import HistoryKeeper
 
 
 logger = logging.get_logger(__name__)
@@ -44,7 +43,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
 
 
-class HistoryCallback(HistoryKeeper):
+class HistoryCallback(TrainerCallback):
     """Keeps settings and history of a run, with λ and discrepancy, and a figure of them in the output directory.
 
     [`~dc_trl.DCGRPOTrainer`] adds this callback itself if `export_run` and `deployment_scheme` are set. Pass one to
@@ -53,9 +52,8 @@ class HistoryCallback(HistoryKeeper):
     When training begins, `settings.json` is written with the settings that differ from `DCGRPOConfig`'s defaults,
     without tokens and keys. Every log of the trainer (λ, violation, discrepancy, reward, …: the same values that
     `report_to` sends to trackers) becomes one line of `history.jsonl`. `starts.json` records when and on what device
-    the run was started, and a [`~dc_trl.DCGRPOTrainer`] adds some of its completions as `completions.json`. At every
-    save and at the end of training, `run.png` shows reward, δ̄ with its tolerance, and λ. Logs of an evaluation before
-    training are written when training begins.
+    the run was started. At every save and at the end of training, `run.png` shows reward, δ̄ with its tolerance, and λ.
+    Logs of an evaluation before training are written when training begins.
 
     A resumed run keeps its settings and continues the history from its checkpoint. A new run in the same directory
     renames the old files to `history.1.jsonl`, `settings.1.json`, `run.1.png` and so on, and the old `deployment/` to
@@ -127,7 +125,7 @@ class HistoryCallback(HistoryKeeper):
 
 def _keep_earlier_run(args: Any) -> None:
     """Rename the files of another run where this one will write, and log a warning."""
-    names = [HISTORY_FILE, SETTINGS_FILE, STARTS_FILE, SAMPLES_FILE, FIGURE_FILE]
+    names = [HISTORY_FILE, SETTINGS_FILE, STARTS_FILE, FIGURE_FILE]
     if isinstance(args, DCGRPOConfig) and args.exports_deployment:
         names.append(DEPLOYMENT_FOLDER)
     for file, kept in set_aside(Path(args.output_dir, name) for name in names).items():

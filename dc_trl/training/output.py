@@ -15,7 +15,6 @@ from ..records.runs import (
     read_history,
     read_summary,
 )
-from ..records.samples import read_samples
 from ..records.started import read_starts
 from ..resuming.checkpoints import checkpoints, resumable_checkpoint
 from ..settings.paths import NEWEST_OR_NONE
@@ -45,7 +44,7 @@ def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
     if checkpoint is None:
         _require_no_run(output_dir, anew=str(args.resume_from_checkpoint).lower() == NEWEST_OR_NONE)
     else:  # damaged records are refused before the model is loaded
-        for read in (read_starts, read_samples, read_baseline, read_summary):
+        for read in (read_starts, read_baseline, read_summary):
             read(output_dir)
         if (output_dir / HISTORY_FILE).exists():
             read_history(output_dir / HISTORY_FILE)
