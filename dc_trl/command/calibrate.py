@@ -26,7 +26,6 @@ from ..calibration.result import CALIBRATION_FILE
 from ..calibration.rollouts import require_engines
 from ..calibration.tables import print_calibration
 from ..data.benchmarks import BENCHMARKS
-from ..files import make_folder
 from ..report.figures import save_figure
 from ..rollouts.engines import ENGINE_HELP, EngineSpec
 from ..serving.errors import ServerError
@@ -146,7 +145,7 @@ def run(args: argparse.Namespace) -> None:
             f"output='{args.output}' holds a calibration already: choose another --output, or replace it with "
             "--overwrite."
         )
-    make_folder("output", args.output)
+    args.output.mkdir(parents=True, exist_ok=True)
     require_engines(engines, config)
     data = DataArguments(dataset_name=args.dataset_name, **{name: getattr(args, name) for name in DATA_FIELDS})
     prompts = draw_prompts(data, tokenizer, args.prompts, args.seed, args.benchmark)

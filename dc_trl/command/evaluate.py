@@ -18,7 +18,6 @@ from ..evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from ..evaluation.engines import EvaluatedModel, choose_engines, start_engine
 from ..evaluation.results import Evaluation
 from ..evaluation.table import print_comparison, print_evaluations
-from ..files import make_folder
 from ..quantization.schemes import SCHEMES
 from ..rollouts.engines import ENGINE_HELP
 from ..rollouts.sampling import Sampling
@@ -99,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
     words = dict.fromkeys(word for each in args.benchmarks for word in (ALL if each == "all" else [each]))
     benchmarks = [Benchmark.load(word, samples=args.samples, limit=args.limit) for word in words]
     output: Path = args.output or Path("runs", "evaluation")
-    make_folder("output", output)
+    output.mkdir(parents=True, exist_ok=True)
     prompts = [ids for b in benchmarks for ids in tokenize_prompts(b, tokenizer, template_kwargs).values()]
     evaluations = []
     for spec in engines:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from ..files import read_object
 from ..quantization.schemes import fused_experts, quantized_linears
-from ..settings.pretrained import require_model
+from ..settings.paths import require_model_path
 
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
@@ -81,7 +81,7 @@ def load_architecture(model: str, revision: str = "main") -> Architecture:
     if path.is_file():
         name = read_object(path).get("_name_or_path") or model
     else:
-        require_model(model, "model")
+        require_model_path(model, "model")
     try:
         config = AutoConfig.from_pretrained(path if path.is_file() else model, revision=revision)
     except (OSError, ValueError, TypeError) as error:

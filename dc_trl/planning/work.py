@@ -1,12 +1,13 @@
 """The work that is planned: what a training configuration says of it, and options that replace parts of that."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from ..config import DCGRPOConfig
 from ..files import read_yaml
 from ..quantization.schemes import require_served_scheme
-from ..records.settings import training_defaults
+from ..records.settings import default_of, json_value
 from ..settings.fields import require_fields, setting
 from ..settings.ranges import COUNT
 
@@ -69,7 +70,8 @@ def work_of_config(path: Path, processes: int) -> tuple[dict[str, Any], str]:
         ValueError: names the field, its value and the remedy.
         OSError: the file cannot be read.
     """
-    config = training_defaults() | {"dtype": "float32", "use_peft": False} | read_yaml(path)
+    config = {field.name: json_value(default_of(field)) for field in fields(DCGRPOConfig)}
+    config |= {"dtype": "float32", "use_peft": False} | read_yaml(path)
     _require_planned(config)
     batch, accumulation = config["per_device_train_batch_size"], config["gradient_accumulation_steps"]
     per_step = processes * batch * accumulation

@@ -142,16 +142,4 @@ def require_fields(settings: Any, of: type | None = None) -> None:
             raise ValueError(f"{name}={value!r} is invalid: use True or False.")
         a_list = isinstance(value, Sequence | None) and not isinstance(value, str)
         if len(kinds) == 1 and get_origin(kinds[0]) is list and not a_list:
-            raise ValueError(f"{name}={value!r} is invalid: use {in_words(kinds[0])}.")
-
-
-def in_words(kind: Any) -> str:
-    """Return a type as a message names it."""
-    origin = get_origin(kind) or kind
-    if origin is Literal:
-        return f"one of {', '.join(map(repr, get_args(kind)))}"
-    if origin is list:
-        (item,) = get_args(kind) or (Any,)
-        return f"a list of {in_words(item).removeprefix('a ')}s" if item is not Any else "a list"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
-    return "nothing" if origin is NoneType else words.get(origin, "text")
+            raise ValueError(f"{name}={value!r} is invalid: use a list.")
