@@ -199,11 +199,6 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         "(see docs/tour.md), and an earlier deployment stays until the new one is whole. No checkpoint-N has one. For "
         'formats that no engine serves ("int3", "int2") only history and figure are left.',
     )
-    checkpoint_hashes: bool = setting(
-        True,
-        "Each checkpoint-N has the SHA-256 of its files in manifest.json, and a run that resumes from it compares "
-        "them first; both take a second for each gigabyte. With false, only sizes are compared.",
-    )
 
     def __post_init__(self):
         require_choice("recipe", self.recipe, Recipe)
