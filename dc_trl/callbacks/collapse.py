@@ -29,7 +29,6 @@ class CollapseAlarmCallback(TrainerCallback):
     Args:
         stop (`bool`, defaults to `False`): whether an alarm ends training.
         window (`int`, defaults to 10): logs of the running median, at least 3.
-        reward_drop (`float`, defaults to 0.3): share of the reward's gain or level that it may fall, in (0, 1].
 
     Attributes:
         alarms (`list[Alarm]`): what rang since training began, or was resumed.
@@ -40,7 +39,7 @@ class CollapseAlarmCallback(TrainerCallback):
         ValueError: a threshold is out of its range, or the trainer logs nothing; the message names the setting.
     """
 
-    def __init__(self, trainer: Trainer, stop: bool = False, window: int = 10, reward_drop: float = 0.3):
+    def __init__(self, trainer: Trainer, stop: bool = False, window: int = 10):
         args = trainer.args
         if args.logging_strategy == "no":
             raise ValueError(
@@ -50,7 +49,7 @@ class CollapseAlarmCallback(TrainerCallback):
         adapted = isinstance(args, DCGRPOConfig) and args.constraint == "lagrangian"
         adapted = adapted and args.lambda_lr > 0 and args.lambda_max > args.lambda_min
         lambda_max = args.lambda_max if adapted else None
-        self._new_monitor = partial(CollapseMonitor, window, reward_drop, args.max_grad_norm, lambda_max, args.fp16)
+        self._new_monitor = partial(CollapseMonitor, window, args.max_grad_norm, lambda_max, args.fp16)
         self._monitor = self._new_monitor()
         self._announced: set[str] = set()
         self._stop = stop

@@ -12,27 +12,14 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ..settings.ranges import SHARE, Range, require_number
+from ..settings.ranges import Range, require_number
 
 
 # Numbers below it lose digits, and a share of one can be 0. They count as none.
 _SMALLEST = sys.float_info.min
 
-# What a signal means, and what to try first; docs/collapse.md says more.
-SIGNALS = {
-    "reward": "The policy loses what it had learned. Go back with a lower or decaying learning_rate (length_decay). "
-    "If the mismatch fell too, the penalty outweighs the reward: lower lambda_max.",
-    "grad_norm": "A few extreme tokens or an overflow make the update. Lower learning_rate or max_grad_norm; with "
-    "fp16, set bf16=true.",
-    "mismatch": "The engine that samples and the policy that trains drift apart. Check that new weights reach the "
-    "engine (weight_sync), lower weight_sync_steps, or raise the precision of deployment_scheme.",
-    "entropy_low": "The policy has become deterministic. Raise epsilon_high or temperature, or lower learning_rate.",
-    "entropy_high": "The policy falls into noise. Go back with a lower learning_rate, and lower a large lambda_max.",
-    "lambda": "The discrepancy stays above discrepancy_tolerance whatever the penalty. Raise discrepancy_tolerance to "
-    "the engines' own level, raise the precision, or lower lambda_max.",
-    "no_signal": "All answers to a prompt earn the same reward. If it is near its maximum the run is done; if not, "
-    "take easier prompts, more num_generations or a finer reward.",
-}
+# docs/collapse.md says what each of them means, and what to try first.
+SIGNALS = ("reward", "grad_norm", "mismatch", "entropy_low", "entropy_high", "lambda", "no_signal")
 
 
 class Alarm(NamedTuple):
@@ -60,7 +47,7 @@ class Alarm(NamedTuple):
         return (
             f"Collapse alarm at step {self.step}, {self.signal}: {self.metric} is {self.value:.4g} (reference "
             f"{self.reference:.4g}, alarm at {self.threshold:.4g}); all was well until step {self.sound_until}. "
-            f"{SIGNALS[self.signal]} See docs/collapse.md."
+            "docs/collapse.md says what to try."
         )
 
 
@@ -111,9 +98,10 @@ class _MedianDetector:
 class _RewardDrop(_MedianDetector):
     """The running median against its best, in units of the gain or level, and of the noise of a single log."""
 
-    def __init__(self, window: int, share: float):
+    SHARE = 0.3  # of the reward's gain or level
+
+    def __init__(self, window: int):
         super().__init__(window)
-        self._share = share
         self._first: float | None = None
         self._best = -math.inf
         self._differences: deque[float] = deque(maxlen=100)
@@ -126,7 +114,7 @@ class _RewardDrop(_MedianDetector):
         self._differences.extend(abs(second - first) for first, second in pairwise(new))
         # The median of |difference| of two normal values is 0.6745 · √2 standard deviations; a trend hardly moves it.
         noise = statistics.median(self._differences) / (0.6745 * math.sqrt(2))
-        drop = max(self._share * max(self._best - self._first, abs(self._best)), 4 * noise)
+        drop = max(self.SHARE * max(self._best - self._first, abs(self._best)), 4 * noise)
         return (median, self._best, self._best - drop), (self._best - median) / drop if drop > 0 else 0.0
 
 
@@ -192,7 +180,6 @@ class CollapseMonitor:
 
     Args:
         window: logs of the running median, at least 3.
-        reward_drop: share of the reward's gain or level, in (0, 1], that it may fall from its best.
         max_grad_norm: the run's clipping bound ≥ 0; below it a gradient is applied as it is. 0: no clipping.
         lambda_max: the run's upper bound of λ > 0; None: λ is not adapted, and not watched.
         fp16: whether the run trains in float16 with a loss scale, whose search overflows now and then.
@@ -206,18 +193,16 @@ class CollapseMonitor:
     ENTROPY_RISE, ENTROPY_FALL = 3.0, 0.1
     ENTROPY_HIGH, ENTROPY_LOW = 1.0, 0.02  # nats per token
     NO_SPREAD = 0.99  # share of the groups
-    MISMATCH = ("discrepancy/mean", "discrepancy/log_ppl_abs_diff", "sampling/sampling_logp_difference/mean")
+    MISMATCH = ("discrepancy/mean", "sampling/sampling_logp_difference/mean")  # ours, and that of TRL's trainers
 
     def __init__(
         self,
         window: int = 10,
-        reward_drop: float = 0.3,
         max_grad_norm: float = 1.0,
         lambda_max: float | None = None,
         fp16: bool = False,
     ):
         require_number("window", window, Range(least=3, whole=True))
-        require_number("reward_drop", reward_drop, SHARE)
         self._rung: set[str] = set()
         most = math.inf if lambda_max is None else lambda_max
         # A log of several steps holds the mean of λ, which is rounded.
@@ -225,7 +210,7 @@ class CollapseMonitor:
         without_spread = _Streak(2 * window, lambda share: share >= self.NO_SPREAD, self.NO_SPREAD)
         overflow = _Streak(window if fp16 else 1, lambda norm: not math.isfinite(norm), math.inf)
         self._detectors: list[tuple[str, str, _MedianDetector]] = [
-            ("reward", "reward", _RewardDrop(window, reward_drop)),
+            ("reward", "reward", _RewardDrop(window)),
             ("grad_norm", "grad_norm", _LevelChange(window, self.GRAD_NORM_RISE, max_grad_norm)),
             *(("mismatch", metric, _LevelChange(window, self.MISMATCH_RISE, 0.0)) for metric in self.MISMATCH),
             ("entropy_low", "entropy", _LevelChange(window, self.ENTROPY_FALL, self.ENTROPY_LOW)),

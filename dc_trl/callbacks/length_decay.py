@@ -1,12 +1,8 @@
 """The length-decay learning rate (arXiv 2602.01826) in a trainer."""
 
 from transformers import Trainer, TrainerCallback
-from transformers.utils import logging
 
 from .lr_schedule import LengthDecaySchedule
-
-
-logger = logging.get_logger(__name__)
 
 
 class LengthDecayCallback(TrainerCallback):
@@ -38,29 +34,15 @@ class LengthDecayCallback(TrainerCallback):
             raise ValueError(
                 "DeepSpeed makes its own optimizer, which LengthDecayCallback cannot schedule: use FSDP2 or DDP."
             )
-        if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
-            raise ValueError(
-                "fsdp_version=1 replaces the parameters that the optimizer is made for: set fsdp_version=2 to use "
-                "LengthDecayCallback."
-            )
         if args.warmup_steps > 0:
             raise ValueError(
                 f"warmup_steps={args.warmup_steps!r} has no effect with LengthDecayCallback, which starts at the full "
                 "learning rate: set warmup_steps=0."
             )
-        if trainer.lr_scheduler is not None:
-            raise ValueError(
-                f"The trainer already has the scheduler {type(trainer.lr_scheduler).__name__}: make the callback "
-                "before train(), and pass optimizers=(…, None)."
-            )
         if decay_period is None and args.logging_strategy != "steps":
             raise ValueError(
                 f"logging_strategy={args.logging_strategy.value!r} hides the response lengths that decide the decay "
                 "period: set logging_strategy='steps' and logging_steps=1, or decay_period."
-            )
-        if args.lr_scheduler_type != "constant":
-            logger.warning(
-                f"LengthDecayCallback takes the place of lr_scheduler_type={args.lr_scheduler_type.value!r}."
             )
         self.schedule = LengthDecaySchedule(trainer.create_optimizer(), decay_period, floor)
         trainer.lr_scheduler = self.schedule
@@ -82,13 +64,6 @@ class LengthDecayCallback(TrainerCallback):
         if length is not None:
             for _ in range(state.global_step - self.schedule.detector.step):
                 self.schedule.observe(length)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        if self.schedule.decay_period is None and self.schedule.detector.step == 0:
-            logger.warning(
-                "No completions/mean_length was logged, so the learning rate stayed constant: set decay_period, or "
-                "use a trainer that samples."
-            )
 
     def on_step_begin(self, args, state, control, **kwargs):
         # The trainer has logged its last step by now, so that this row takes nothing away from that one.

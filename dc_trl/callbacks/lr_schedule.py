@@ -4,13 +4,11 @@ Both follow arXiv 2602.01826 ("the LR paper"): some time after the responses bec
 rises, and with it the mismatch of training and inference. From then on the learning rate is halved at intervals.
 """
 
-import logging
 import math
 import statistics
 from collections import deque
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -19,8 +17,6 @@ from ..settings.ranges import COUNT, SHARE, require_number
 
 # Decay period in units of the surge's step (LR paper: 180 steps for a surge near step 100).
 PERIOD_PER_SURGE_STEP = 1.8
-
-logger = logging.getLogger(__name__)
 
 
 class SurgeDetector:
@@ -57,12 +53,7 @@ class SurgeDetector:
 
         The first surge stays the answer. A step whose length is NaN, infinite or 0 (nothing was sampled) counts as a
         step and as no measurement.
-
-        Raises:
-            ValueError: ``mean_length`` is negative.
         """
-        if mean_length < 0:
-            raise ValueError(f"mean_length={mean_length!r} is no length: pass the mean number of tokens per response.")
         self.step += 1
         if self.surge_step is not None or not math.isfinite(mean_length) or mean_length == 0:
             return self.surge_step
@@ -98,8 +89,8 @@ class LengthDecaySchedule(LRScheduler):
     :meth:`observe`. Once the lengths have surged at step s, the period becomes 1.8 · s, rounded.
 
     *Setting the period later*: ``decay_period`` may be set once, at any time. Halvings fall on the multiples of the
-    period, counted from the first optimizer step; multiples up to the step that comes next are left out, with a
-    warning. So the assignment does not move the rate.
+    period, counted from the first optimizer step; multiples up to the step that comes next are left out. So the
+    assignment does not move the rate.
 
     Call :meth:`step` once per optimizer step, as the trainers of Transformers and TRL do. In a loop of your own, do
     not give the schedule to ``Accelerator.prepare``: its wrapper steps once per *process*.
@@ -135,11 +126,6 @@ class LengthDecaySchedule(LRScheduler):
             raise ValueError(f"decay_period={self._decay_period} is set already: make a new schedule for another one.")
         self._decay_period = period
         self._passed = (self.last_epoch + 1) // period
-        if self._passed:
-            logger.warning(
-                f"decay_period={period} is set before step {self.last_epoch + 1}: the {self._passed} halving(s) due "
-                f"by then are left out, and the next one follows at step {(self._passed + 1) * period}."
-            )
 
     @property
     def factor(self) -> float:
@@ -172,21 +158,9 @@ class LengthDecaySchedule(LRScheduler):
         return super().state_dict() | {"detector": self.detector.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``: period, floor, η_0 and detector become the saved ones, as does the rate.
-
-        Raises:
-            ValueError: the state is another scheduler's.
-        """
-        if not {"base_lrs", "last_epoch", "floor", "detector", "_decay_period"} <= state_dict.keys():
-            raise ValueError(
-                "state_dict was saved by another scheduler than LengthDecaySchedule. Resume with the scheduler of "
-                "that run, or start a new run from its weights."
-            )
+        """Continue from ``state_dict()``: period, floor, η_0 and detector become the saved ones, as does the rate."""
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "detector"})
         self.detector.load_state_dict(state_dict["detector"])
         # PyTorch leaves the rate to the optimizer's own state, which not everyone saves.
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+            group["lr"] = rate
