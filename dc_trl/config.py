@@ -19,7 +19,6 @@ from .settings.contradictions import require_no_contradiction
 from .settings.distribution import require_division
 from .settings.fields import require_fields, setting
 from .settings.micro_batches import TWO_SIDED
-from .settings.pretrained import template_arguments
 from .settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, FINITE, WHOLE, require_choice, require_number
 from .settings.recipes import RECIPES, Recipe
 
@@ -304,11 +303,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         for name in self._VALID_DICT_FIELDS:
             value = getattr(self, name)
             a_file = name in _FILE_OR_DICT and isinstance(value, str) and not value.startswith("{")
-            if value is None or a_file:
-                continue
-            if name == "chat_template_kwargs":
-                template_arguments(value)
-            else:
+            if value is not None and not a_file:
                 parse_object(name, value)
 
     def _warn_of_lag(self) -> None:

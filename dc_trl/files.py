@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import yaml
 
 
-LOCK_FILE = ".dc_trl.lock"  # locked in an output directory while a run writes there
+LOCK_FILE = ".dc_trl.lock"  # exists in an output directory while a run writes there
 
 _locked: set[Path] = set()  # output directories that this process has locked
 
@@ -292,3 +292,4 @@ def lock_output(output_dir: str | os.PathLike[str]) -> Iterator[None]:
             yield
         finally:
             _locked.discard(folder)
+            (folder / LOCK_FILE).unlink(missing_ok=True)

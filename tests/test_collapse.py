@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from trl import RLOOConfig, RLOOTrainer
 
 from dc_trl import DCGRPOTrainer, HistoryCallback
-from dc_trl.callbacks.collapse import CollapseAlarmCallback
-from dc_trl.callbacks.collapse_monitor import CollapseMonitor
+from dc_trl.callbacks.collapse import CollapseAlarmCallback, CollapseMonitor
 from dc_trl.records.runs import read_history
 
 from .collapse_curves import alarms_in, collapse, healthy_run

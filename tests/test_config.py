@@ -101,7 +101,7 @@ def test_a_correction_of_ours_takes_the_place_of_trls(tmp_path):
         ({"generation_kwargs": {"top_k": None}}, ["top_k=None", "set top_k=0"]),
         ({"generation_kwargs": {"top_p": 0.5}, "use_vllm": True}, ["top_p=0.5", "constraint='none'"]),
         ({"generation_kwargs": '{"no_repeat_ngram_size": 7}'}, ["no_repeat_ngram_size=7"]),
-        (CORRECTED | {"vllm_structured_outputs_regex": "[0-9]+"}, ["rollout_correction='icepop'", "unset it"]),
+        (CORRECTED | {"vllm_structured_outputs_regex": "[0-9]+"}, ["vllm_structured_outputs_regex=", "unset it"]),
         (CORRECTED | {"top_p": 0.9, "use_vllm": True}, ["top_p=0.9", "set top_k too", "rollout_correction='none'"]),
     ],
 )

@@ -18,7 +18,7 @@ from accelerate.commands.launch import launch_command_parser
 
 import dc_trl
 from dc_trl.command import COMMANDS
-from dc_trl.settings.contradictions import CONTRADICTIONS, rules_of_a_comparison
+from dc_trl.settings.contradictions import CONTRADICTIONS
 from dc_trl.training.arguments import ARGUMENTS
 
 from .helpers import ROOT, Rollouts, make_config, make_model, make_prompts
@@ -51,7 +51,7 @@ def refused():
 
 
 def test_every_contradiction_has_an_example(refused):
-    for rule in (*CONTRADICTIONS, *rules_of_a_comparison("constraint", "constraint='none'")):
+    for rule in CONTRADICTIONS:
         for name in rule.named.split():
             beside = " and ".join(f"{other}=.*" for other in rule.beside)
             words = f"{name}=.* contradicts {beside}: {re.escape(rule.remedy)}."

@@ -163,7 +163,7 @@ def test_a_run_that_is_stopped_before_its_first_step_begins_again_by_the_same_co
     assert run.output.strip().endswith(
         "SIGINT has ended the run. No step had ended, so nothing is lost: the same command begins again."
     )
-    assert [path.name for path in run.folder.iterdir()] == [".dc_trl.lock"]
+    assert list(run.folder.iterdir()) == []
     # Nor does one that was killed there keep its directory.
     (run.folder / "history.jsonl").write_text('{"step": 0, "eval_reward": 0.5}\n')
     (run.folder / "before.json").write_text('{"reward": 0.5}\n')
@@ -186,7 +186,7 @@ def test_a_signal_before_training_leaves_nothing(tmp_path):
         "SIGTERM: No step had ended, so nothing is lost: the same command begins again."
     )
     assert "Traceback" not in run.output
-    assert [path.name for path in run.folder.iterdir()] == [".dc_trl.lock"]
+    assert list(run.folder.iterdir()) == []
 
 
 def test_two_processes_stop_together_and_go_on_together(tmp_path):

@@ -76,6 +76,7 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path):
         assert all(child.is_running() for child in children)
         trainer.train()
         assert trainer.state.global_step == 1
+        assert LOCK_FILE not in os.listdir(run)
         make_trainer(run).train()  # by the same process
         trainer.train()  # and the same trainer
 
@@ -94,3 +95,4 @@ def test_the_process_that_holds_it_may_take_it_again(tmp_path):
         os.waitpid(child, 0)
         assert other_is_refused()
     assert not other_is_refused()
+    assert os.listdir(tmp_path) == []

@@ -20,7 +20,6 @@ from ..records.runs import (
     run_ended,
 )
 from ..records.tables import print_table, weighted_sum, with_error
-from ..records.time_parts import time_cells
 from ..records.verdict import rewards_of, verdict_of
 from ..settings.paths import serve_line
 from ..trainer import DCGRPOTrainer
@@ -145,8 +144,6 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     print("\n".join(verdict.lines))
     title = f"Deployed policy ({engine}), {trainer.state.global_step} steps, {args.constraint}"
     print_table(("", "before", "after"), rows, title)
-    parts = [(label, *cells) for label, cells in time_cells(seconds, tokens).items()]
-    print_table(("part", "seconds", "share", "tokens/s"), parts, "Where the time went")
     summary = {
         "engine": engine,
         "constraint": args.constraint,

@@ -1,7 +1,6 @@
 """The model card: what the Hub shows of a run. The texts are the Jinja templates in this folder."""
 
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from importlib.metadata import version
@@ -11,7 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from transformers import Trainer
-from trl.trainer.utils import get_comet_experiment_url, get_config_model_id, get_trackio_space_url
+from trl.trainer.utils import get_config_model_id
 
 from ..config import DCGRPOConfig
 from ..files import write_text
@@ -46,14 +45,6 @@ def write_run_card(trainer: Trainer, model_name: str | None, dataset_name: str |
     base_model = given or loaded
     if dataset_name is not None and hub_dataset(dataset_name) is None:
         dataset_name = Path(dataset_name).name  # a card must not show directories
-    wandb = sys.modules.get("wandb")  # a run that it tracks has imported it; the import takes seconds
-    dashboard = get_trackio_space_url()
-    trackers = {
-        "Weights & Biases": wandb.run.url if wandb is not None and wandb.run is not None else None,
-        "Trackio": dashboard,
-        "Comet": get_comet_experiment_url(),
-    }
-    shown = [] if dashboard is None else [f"trackio:{dashboard}"]  # by this tag, the Hub shows it
     summary = runs.read_summary(folder)
     measured = _measured(folder, args, summary)
     data = ModelCardData(
@@ -62,7 +53,7 @@ def write_run_card(trainer: Trainer, model_name: str | None, dataset_name: str |
         library_name="transformers",
         model_name=model_name or folder.absolute().name,
         pipeline_tag="text-generation",
-        tags=sorted({"generated_from_trainer", *tags, *shown}),
+        tags=sorted({"generated_from_trainer", *tags}),
     )
     rendered = _render(
         "model_card.md.jinja",
@@ -80,7 +71,6 @@ def write_run_card(trainer: Trainer, model_name: str | None, dataset_name: str |
         deployed=(folder / runs.DEPLOYMENT_FOLDER / "config.json").is_file(),
         names=runs,
         files={path.name for path in folder.iterdir()},
-        trackers=trackers,
     )
     write_text(folder / CARD_FILE, rendered)
 

@@ -82,8 +82,6 @@ def require_no_contradiction(config: Any) -> None:
     """
     require_effect(config)
     refuse(config, CONTRADICTIONS)
-    if config.compared_by is not None:
-        refuse(config, rules_of_a_comparison(config.compared_by, config.without_comparison))
 
 
 def refuse(settings: Any, rules: Sequence[Rule], verb: str = "contradicts", remedy: str = "") -> None:
@@ -308,26 +306,21 @@ CONTRADICTIONS = (
         "takes those tokens out of δ̄ too, or 'token_truncate' or 'sequence_truncate', or constraint='none'",
         ["token_mask", "sequence_mask"],
     ),
+    # And these make the engines' difference more than their mismatch.
+    Rule(
+        "generation_kwargs",
+        {
+            "temperature": lambda c: (
+                c.compared_by is not None
+                and (c.generation_kwargs or {}).get("temperature", c.temperature) != c.temperature
+            )
+        },
+        "the training log-probabilities are taken at temperature; set temperature alone",
+    ),
+    Rule(
+        "vllm_structured_outputs_regex",
+        {"constraint": lambda c: c.compared_by is not None},
+        "tokens that it shuts out would be taken for mismatch; unset it, or leave the engines uncompared "
+        "(constraint='none', rollout_correction='none', score_centering=False)",
+    ),
 )
-
-
-def rules_of_a_comparison(by: str, without: str) -> tuple[Rule, ...]:
-    """Return rules against what makes the engines' difference unmeasurable, or more than their mismatch.
-
-    Args:
-        by: the field that compares the engines: `constraint`, `rollout_correction` or `score_centering`.
-        without: the same with the value that switches it off.
-    """
-    compared: dict[str, Condition] = {by: _any}
-    return (
-        Rule(
-            "generation_kwargs",
-            {"temperature": lambda c: (c.generation_kwargs or {}).get("temperature", c.temperature) != c.temperature},
-            "the training log-probabilities are taken at temperature; set temperature alone",
-        ),
-        Rule(
-            "vllm_structured_outputs_regex",
-            compared,
-            f"tokens that it shuts out would be taken for mismatch; unset it or set {without}",
-        ),
-    )

@@ -1,36 +1,13 @@
 """The small files behind a model's name: what is missing or broken is refused before the weights are loaded."""
 
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from ..files import parse_object
 from .paths import require_model_path
-
-
-# Arguments of `apply_chat_template` that decide what it returns, and not what a template renders.
-_OF_RESULT = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
-    *("self", "tools", "documents", "chat_template", "kwargs")
-}
-
-
-def template_arguments(value: Any) -> Mapping[str, Any]:
-    """Return the arguments of the chat template that `chat_template_kwargs` holds, as text or already parsed.
-
-    Raises:
-        ValueError: it is no JSON object, or has an argument that decides what becomes of the rendered text.
-    """
-    arguments = parse_object("chat_template_kwargs", value)
-    if taken := sorted(_OF_RESULT & arguments.keys()):
-        raise ValueError(
-            f"chat_template_kwargs={dict(arguments)!r} sets {' and '.join(taken)}, which is no argument of the "
-            "template itself: prompts have to become token ids that end where the answer begins. Leave it out."
-        )
-    return arguments
 
 
 @contextmanager
