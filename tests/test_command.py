@@ -69,7 +69,7 @@ def test_an_unknown_command_gets_the_nearest_name(word, name, capsys):
         ("train --config quikstart", "config='quikstart' is no file: did you mean quickstart?"),
         ("train --config wrong.yaml", "lamda_lr is no field of the configuration: did you mean lambda_lr?"),
         ("calibrate --model a/b", "the following arguments are required: --engine"),
-        ("evaluate --model ./none", "model='./none' is no directory"),
+        ("evaluate --model ./none", "model='./none' does not exist"),
         ("prepare-data --file no.parquet --output out", "no.parquet"),
     ],
 )

@@ -25,7 +25,7 @@ SUMMARY_FILE = "summary.json"  # the deployed policy after the last step, and wh
 DEPLOYMENT_FOLDER = "deployment"  # the policy as it is served
 GREEDY = "eval_greedy_reward"  # metric of the deployed policy's greedy answers to held-out problems
 TRAINER_STATE_FILE = "trainer_state.json"  # of a checkpoint: the file that transformers writes last
-_DEFAULTS = {field.name: default_of(field) for field in fields(ConstraintSettings)}
+_DEFAULTS = {field.name: default_of(field) for field in fields(ConstraintSettings)} | {"seed": 42}
 
 
 class Series(NamedTuple):

@@ -72,7 +72,7 @@ def require_model_path(name: str | None, option: str = "model_name_or_path") -> 
             "for, and the adapter as --adapter_name_or_path, or in Python "
             "model=PeftModel.from_pretrained(the model, the adapter, is_trainable=True)."
         )
-    what = "has no config.json, so it holds no model" if path.is_dir() else "is no directory"
+    what = "has no config.json, so it holds no model" if path.is_dir() else "does not exist as a directory"
     raise ValueError(f"{option}={name!r} {what}: give the Hub id of a model, or its directory.")
 
 
@@ -83,7 +83,10 @@ def is_data_file(name: str) -> bool:
 
 
 def require_data_file(name: str, option: str = "dataset_name") -> None:
-    """Refuse a data file that is missing, or of another kind."""
+    """Refuse a data file that is missing, empty, or of another kind."""
     path = Path(name).expanduser()
-    if path.suffix not in READERS or not path.is_file():
-        raise ValueError(f"{option}={name!r} is no data file: give one of {', '.join(READERS)} that exists.")
+    if path.suffix not in READERS:
+        raise ValueError(f"{option}={name!r} is not a data file: use one of {', '.join(READERS)}.")
+    if not path.is_file() or path.stat().st_size == 0:
+        what = "is empty: it needs at least one row" if path.is_file() else "does not exist: check the path"
+        raise ValueError(f"{option}={name!r} {what}.")
