@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .calibration import calibrate as calibrate
     from .callbacks.collapse import CollapseAlarmCallback as CollapseAlarmCallback
-    from .callbacks.collapse_monitor import CollapseMonitor as CollapseMonitor
+    from .callbacks.collapse import CollapseMonitor as CollapseMonitor
     from .callbacks.deployment import DeploymentCheckpointCallback as DeploymentCheckpointCallback
     from .callbacks.length_decay import LengthDecayCallback as LengthDecayCallback
-    from .callbacks.lr_schedule import LengthDecaySchedule as LengthDecaySchedule
-    from .callbacks.lr_schedule import SurgeDetector as SurgeDetector
+    from .callbacks.length_decay import LengthDecaySchedule as LengthDecaySchedule
+    from .callbacks.length_decay import SurgeDetector as SurgeDetector
     from .config import DCGRPOConfig as DCGRPOConfig
     from .constraint.discrepancy import token_discrepancy as token_discrepancy
     from .constraint.lagrangian import LagrangeMultiplier as LagrangeMultiplier
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 # weights for us has no use for it.
 _MODULES = {
     "CollapseAlarmCallback": "callbacks.collapse",
-    "CollapseMonitor": "callbacks.collapse_monitor",
+    "CollapseMonitor": "callbacks.collapse",
     "DCGRPOConfig": "config",
     "DCGRPOTrainer": "trainer",
     "DeploymentCheckpointCallback": "callbacks.deployment",
     "HistoryCallback": "trainers.history",
     "LagrangeMultiplier": "constraint.lagrangian",
     "LengthDecayCallback": "callbacks.length_decay",
-    "LengthDecaySchedule": "callbacks.lr_schedule",
-    "SurgeDetector": "callbacks.lr_schedule",
+    "LengthDecaySchedule": "callbacks.length_decay",
+    "SurgeDetector": "callbacks.length_decay",
     "__version__": "version",
     "calibrate": "calibration",
     "evaluate": "evaluation",

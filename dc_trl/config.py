@@ -19,7 +19,6 @@ from .settings.contradictions import require_no_contradiction
 from .settings.distribution import require_division
 from .settings.fields import require_fields, setting
 from .settings.micro_batches import TWO_SIDED
-from .settings.pretrained import template_arguments
 from .settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, FINITE, WHOLE, require_choice, require_number
 from .settings.recipes import RECIPES, Recipe
 
@@ -199,11 +198,6 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         "(see docs/tour.md), and an earlier deployment stays until the new one is whole. No checkpoint-N has one. For "
         'formats that no engine serves ("int3", "int2") only history and figure are left.',
     )
-    checkpoint_hashes: bool = setting(
-        True,
-        "Each checkpoint-N has the SHA-256 of its files in manifest.json, and a run that resumes from it compares "
-        "them first; both take a second for each gigabyte. With false, only sizes are compared.",
-    )
 
     def __post_init__(self):
         require_choice("recipe", self.recipe, Recipe)
@@ -309,11 +303,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         for name in self._VALID_DICT_FIELDS:
             value = getattr(self, name)
             a_file = name in _FILE_OR_DICT and isinstance(value, str) and not value.startswith("{")
-            if value is None or a_file:
-                continue
-            if name == "chat_template_kwargs":
-                template_arguments(value)
-            else:
+            if value is not None and not a_file:
                 parse_object(name, value)
 
     def _warn_of_lag(self) -> None:

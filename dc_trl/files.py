@@ -1,7 +1,7 @@
 """Write files completely or not at all, read them, lock folders, and remove what killed processes left behind.
 
-Nothing here writes through a link: a new file replaces a link of its name, and a file that is written in place must be
-neither a symbolic nor a hard link. The folders above it may be links, as a user's output directory often is.
+Nothing here writes through a symbolic link: a new file replaces a link of its name, and a file that is written in
+place must not be one. The folders above it may be links, as a user's output directory often is.
 """
 
 import errno
@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import socket
-import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,8 +22,7 @@ import yaml
 
 LOCK_FILE = ".dc_trl.lock"  # exists in an output directory while a run writes there
 
-# Output directories that this process has locked, by their resolved paths, with the open lock files.
-_locked: dict[Path, BinaryIO] = {}
+_locked: set[Path] = set()  # output directories that this process has locked
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +50,12 @@ def write_bytes(path: Path, content: bytes, durable: bool = False) -> None:
     unfinished = path.with_name(f".{path.name}.tmp")
     with _path_in_errors(path):
         unfinished.unlink(missing_ok=True)  # left by a killed process, or a link
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            with open(descriptor, "wb") as file:
+            with open(unfinished, "xb") as file:
                 file.write(content)
                 file.flush()
                 if durable:
-                    os.fsync(descriptor)
+                    os.fsync(file.fileno())
             os.replace(unfinished, path)
         finally:
             unfinished.unlink(missing_ok=True)
@@ -74,7 +71,6 @@ def append_text(path: Path, text: str) -> None:
     """
     with open_in_place(path, os.O_WRONLY | os.O_APPEND) as file, _path_in_errors(path):
         file.write(text.encode())
-        file.flush()
 
 
 def open_in_place(path: Path, flags: int) -> BinaryIO:
@@ -85,16 +81,10 @@ def open_in_place(path: Path, flags: int) -> BinaryIO:
         flags: flags of `os.open`, which say how to open it; the file is never truncated here.
 
     Raises:
-        OSError: the file system refused, or the path is a link or no regular file; the message names it.
+        OSError: the file system refused, or the path is a symbolic link; the message names it.
     """
     with _path_in_errors(path):
-        descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
-        found = os.fstat(descriptor)
-        alone = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1
-        if not (alone or stat.S_ISCHR(found.st_mode)):  # a log may go to /dev/null
-            os.close(descriptor)
-            raise OSError(errno.ELOOP, "")
-    os.set_blocking(descriptor, True)
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     return open(descriptor, "rb+" if flags & os.O_RDWR else "wb", buffering=0)
 
 
@@ -104,10 +94,8 @@ def _path_in_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = error.strerror
-        if error.errno == errno.ELOOP:
-            what = "It is a link or no regular file, through which nothing is written: remove it"
-        raise OSError(error.errno, what, str(path)) from error
+        link = "It is a link, through which nothing is written: remove it"
+        raise OSError(error.errno, link if error.errno == errno.ELOOP else error.strerror, str(path)) from error
 
 
 def sync_to_disk(path: Path) -> None:
@@ -135,8 +123,7 @@ def written_beside(folder: Path) -> Iterator[Path]:
     This is for writers of other libraries, which write through links: a moved file replaces a link.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    name = f".files-{uuid.uuid4().hex}.partial"
-    with locked_folder(folder / name, others=".files-*.partial", mode=0o700) as partial:
+    with locked_folder(folder / f".files-{uuid.uuid4().hex}.partial", ".files-*.partial", mode=0o700) as partial:
         yield partial
         for file in sorted(partial.rglob("*")):
             target = folder / file.relative_to(partial)
@@ -187,22 +174,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def line_of(path: Path, name: str) -> int:
-    """Return the line, from 1, on which a YAML file that `read_yaml` has read sets a name; 1 if it does not set it."""
-    root = yaml.compose(read_text(path), _Loader)
-    return next((key.start_mark.line + 1 for key, _ in root.value if key.value == name), 1)
-
-
 class _Loader(yaml.SafeLoader):
     """A safe loader that refuses duplicate keys: the later value would silently replace the earlier one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping = super().construct_mapping(node, deep)
         names = [key.value for key, _ in node.value]
         for name in names:
             if names.count(name) > 1 and name != "<<":
                 raise ValueError(f"{name!r} stands there twice (line {node.start_mark.line + 1} ff.): remove one.")
-        return mapping
+        return super().construct_mapping(node, deep)
 
 
 def parse_object(option: str, value: Any) -> Mapping[str, Any]:
@@ -222,20 +202,6 @@ def _parse(named: str, value: Any, remedy: str) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
         raise ValueError(f"{named} is no JSON object: {remedy}.")
     return found
-
-
-def make_folder(option: str, folder: Path) -> None:
-    """Create the folder that an option names, with its missing parents.
-
-    Raises:
-        ValueError: the folder cannot be created; the message names the option.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"{option}={str(folder)!r} cannot be a directory ({error.strerror}): choose another one."
-        ) from error
 
 
 def set_aside(files: Iterable[Path]) -> dict[Path, Path]:
@@ -265,14 +231,26 @@ def lock_folder(folder: Path) -> int:
     return descriptor
 
 
-def remove_if_abandoned(folder: Path) -> None:
-    """Remove a folder that a killed process left; keep one that a living process has locked or another user owns."""
+@contextmanager
+def locked_folder(folder: Path, others: str, mode: int = 0o777) -> Iterator[Path]:
+    """Yield a new, locked folder that exists during the block; its permissions are `mode` less the umask.
+
+    First remove folders that killed processes left beside it under names that match the pattern `others`.
+    """
+    for abandoned in folder.parent.glob(others):
+        try:
+            lock = lock_folder(abandoned)
+        except OSError:  # a living process has locked it, or it is another user's
+            continue
+        shutil.rmtree(abandoned, ignore_errors=True)
+        os.close(lock)
+    folder.mkdir(mode)
+    lock = lock_folder(folder)
     try:
-        descriptor = lock_folder(folder)
-    except (BlockingIOError, FileNotFoundError, NotADirectoryError, PermissionError):
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    os.close(descriptor)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 @contextmanager
@@ -280,8 +258,7 @@ def lock_output(output_dir: str | os.PathLike[str]) -> Iterator[None]:
     """Keep other runs out of an output directory during the block, or until this process ends or is killed.
 
     The directory is created if it is missing. The process that holds the lock may take it again. Processes that this
-    one starts or forks do not hold the lock, because it must not outlive the run. On a network file system with
-    `flock` (such as NFS) the lock holds on all machines; on one without it, a warning says so.
+    one starts or forks do not hold it, because it must not outlive the run.
 
     Raises:
         ValueError: another process writes there, or the directory cannot be written; the message says what to do.
@@ -292,78 +269,27 @@ def lock_output(output_dir: str | os.PathLike[str]) -> Iterator[None]:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _locked[folder] = _lock(folder / LOCK_FILE)
-    except BlockingIOError as error:
-        raise ValueError(
-            f"output_dir={str(output_dir)!r} is in use by another run, {error}: let it end, stop it, or choose "
-            "another output_dir."
-        ) from None
+        file = open_in_place(folder / LOCK_FILE, os.O_RDWR)
     except OSError as error:
         raise ValueError(
             f"output_dir={str(output_dir)!r} cannot be written ({error.strerror}): choose another one."
         ) from error
-    try:
-        yield
-    finally:
-        if (file := _locked.pop(folder, None)) is not None:  # None in a fork
-            (folder / LOCK_FILE).unlink(missing_ok=True)
-            file.close()
-
-
-def _lock(path: Path) -> BinaryIO:
-    """Return the locked file, which names its holder; a BlockingIOError names another process that holds it."""
-    while True:
-        # A file is locked and not the folder: NFS locks on other machines only what is open for writing.
-        file = open_in_place(path, os.O_RDWR)
+    with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
             holder = file.read(1024).decode(errors="replace")
-            file.close()
-            raise BlockingIOError(holder or "which is just starting") from None
+            raise ValueError(
+                f"output_dir={str(output_dir)!r} is in use by another run, {holder}: let it end, stop it, or choose "
+                "another output_dir."
+            ) from None
         except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
-                file.close()
-                raise
-            logger.warning(f"{path.parent} cannot be locked ({error.strerror}): start no second run in it.")
-        if os.fstat(file.fileno()).st_nlink > 0:
-            break
-        file.close()  # a run that has just ended removed the file
-    try:
+            logger.warning(f"{output_dir} cannot be locked ({error.strerror}): start no second run in it.")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-    except OSError:
-        path.unlink()
-        file.close()
-        raise
-    return file
-
-
-def _leave_locks_to_parent() -> None:
-    """Close the locks in a forked child, whose copies of the descriptors would keep them locked."""
-    for file in _locked.values():
-        file.close()
-    _locked.clear()
-
-
-os.register_at_fork(after_in_child=_leave_locks_to_parent)
-
-
-@contextmanager
-def locked_folder(folder: Path, others: str, mode: int = 0o777) -> Iterator[Path]:
-    """Yield a new, locked folder that exists during the block; its permissions are `mode` less the umask.
-
-    First remove folders that killed processes left beside it under names that match the pattern `others`.
-    """
-    for abandoned in folder.parent.glob(others):
-        remove_if_abandoned(abandoned)
-    # The folder gets its name only once it is locked, so that no starting process takes it for abandoned.
-    unlocked = folder.with_name(f".{folder.name}")
-    unlocked.mkdir(mode)
-    lock = lock_folder(unlocked)
-    unlocked.rename(folder)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        _locked.add(folder)
+        try:
+            yield
+        finally:
+            _locked.discard(folder)
+            (folder / LOCK_FILE).unlink(missing_ok=True)

@@ -129,8 +129,6 @@ def main() -> None:
     pip(python, "--constraint", str(constraints), "--editable", f"{ROOT}[{args.extras}]")
     if args.vllm:
         install_vllm(python, constraints)
-    # The first help of a command imports torch and TRL to describe its options, and takes seconds: here it is no wait.
-    subprocess.run([str(python), "-m", "dc_trl.command.describe", "train"], check=True, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

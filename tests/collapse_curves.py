@@ -9,7 +9,7 @@ import random
 import statistics
 import sys
 
-from dc_trl.callbacks.collapse_monitor import SIGNALS, CollapseMonitor
+from dc_trl.callbacks.collapse import SIGNALS, CollapseMonitor
 
 
 def healthy_run(seed, steps=500):

@@ -228,18 +228,6 @@ class Handler(BaseHTTPRequestHandler):
             for one in [ids] if isinstance(ids, str) else ids:
                 if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", one):
                     errors.append(f'"{name}" with value "{one}" is not valid. Use a model id from https://hf.co')
-        if data.get("license", "mit") not in ("mit", "apache-2.0", "other"):
-            errors.append(f'"license" {data["license"]!r} must be one of the known licenses')
-        if data.get("base_model_relation", "quantized") not in ("finetune", "adapter", "merge", "quantized"):
-            errors.append('"base_model_relation" must be one of finetune, adapter, merge, quantized')
-        if not all(isinstance(tag, str) for tag in data.get("tags", [])):
-            errors.append('"tags" must be strings')
-        for model in data.get("model-index", []):
-            for result in model["results"]:
-                if not {"type"} <= result["task"].keys() or not {"type", "name"} <= result["dataset"].keys():
-                    errors.append('"model-index[0].results[0]" lacks task.type, dataset.type or dataset.name')
-                if not all({"type", "value"} <= metric.keys() for metric in result["metrics"]):
-                    errors.append('"model-index[0].results[0].metrics[0]" lacks type or value')
         messages = [{"message": error} for error in errors]
         self.answer(400 if errors else 200, {"errors": messages, "warnings": []})
 

@@ -15,7 +15,6 @@ from trl import ModelConfig
 from dc_trl import DCGRPOTrainer
 from dc_trl.training.adapter import AdapterArguments, adapter_of, load_adapted
 from dc_trl.training.arguments import RunArguments
-from dc_trl.training.banner import banner
 from dc_trl.training.build import build_trainer
 
 from .helpers import (
@@ -87,15 +86,13 @@ def run(tmp_path, *words, **settings):
     arguments = RunArguments.parse(["--config", str(tmp_path / "run.yaml"), *map(str, words)])
     with ExitStack() as stack:
         trainer, _ = build_trainer(arguments, stack)
-        text = banner(trainer, arguments)
         trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-    return trainer, text
+    return trainer
 
 
 def test_a_command_goes_on_from_an_adapter_on_the_base_that_it_names(tmp_path, trained):
     adapter, base = trained
-    trainer, text = run(tmp_path, "--adapter_name_or_path", adapter, max_steps=1, learning_rate=0.0)
-    assert f"model       {base}, LoRA of rank 4, continued from {adapter}" in text
+    trainer = run(tmp_path, "--adapter_name_or_path", adapter, max_steps=1, learning_rate=0.0)
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["adapter_name_or_path"] == str(adapter)
     deployed = load_file(tmp_path / "run" / "deployment" / "model.safetensors")
     for name, expected in reference_weights(adapter, base).items():
@@ -117,11 +114,11 @@ def test_a_run_from_an_adapter_is_resumed_with_its_reference(tmp_path, trained):
     """With beta the reference is the adapter that the run began with: in a resumed run too."""
     fields = {"learning_rate": 1e-2, "beta": 0.1, "max_steps": 3}
     words = ["--adapter_name_or_path", trained[0]]
-    whole, _ = run(tmp_path, *words, **fields)
+    whole = run(tmp_path, *words, **fields)
     assert logged(whole, "kl")[0] == pytest.approx(0.0, abs=1e-6)  # and not that to the base
     assert logged(whole, "kl")[-1] > 1e-4
     shutil.rmtree(tmp_path / "run" / "checkpoint-3")
-    resumed, _ = run(tmp_path, *words, "--resume_from_checkpoint", tmp_path / "run" / "checkpoint-2", **fields)
+    resumed = run(tmp_path, *words, "--resume_from_checkpoint", tmp_path / "run" / "checkpoint-2", **fields)
     assert logged(resumed, "kl")[-1] == pytest.approx(logged(whole, "kl")[-1], rel=1e-5)
     for name, parameter in whole.model.named_parameters():
         assert torch.equal(resumed.model.get_parameter(name), parameter), name
@@ -174,11 +171,8 @@ def test_a_base_is_found_or_has_to_agree(tmp_path, trained):
     adapter_of(arguments, ModelConfig(model_name_or_path=str(base)))  # maybe a copy of it
     with pytest.raises(ValueError, match="'Qwen/Qwen3-4B' is not what"):
         adapter_of(arguments, ModelConfig(model_name_or_path="Qwen/Qwen3-4B"))
-    for name, word in {"/gone/base": "which does not exist", None: "so its base is unknown"}.items():
-        edit(tmp_path / "adapter", base_model_name_or_path=name)
-        with pytest.raises(ValueError, match=rf"{word}: give its base as model_name_or_path"):
-            adapter_of(arguments, ModelConfig())
-        adapter_of(arguments, ModelConfig(model_name_or_path=str(base)))  # it has moved
+    edit(tmp_path / "adapter", base_model_name_or_path="/gone/base")
+    adapter_of(arguments, ModelConfig(model_name_or_path=str(base)))  # it has moved
 
 
 def test_the_adapters_own_configuration_counts(trained):
@@ -190,29 +184,16 @@ def cut_off(folder):
     path.write_text(path.read_text()[:50])
 
 
-def a_whole_model(folder):
-    shutil.rmtree(folder)
-    shutil.copytree(TINY_MODEL, folder)
-
-
-def checkpoints(folder):
-    shutil.copytree(folder, folder / "checkpoint-2")
-    shutil.copytree(folder / "checkpoint-2", folder / "checkpoint-10")
-    (folder / "adapter_config.json").unlink()
-
-
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        (cut_off, "adapter_config.json"),
+        (cut_off, "cannot be loaded"),
         (lambda folder: edit(folder, peft_type="NEW"), "cannot be loaded"),
         (
             lambda folder: (folder / "adapter_model.safetensors").unlink(),
             "has no adapter_model.safetensors: save the adapter again",
         ),
-        (a_whole_model, "holds a whole model and no adapter_config.json: give it as model_name_or_path"),
-        (checkpoints, r"only its checkpoints: give '.*/checkpoint-10'"),
-        (shutil.rmtree, "does not exist: give the directory or the Hub id of an adapter"),
+        (shutil.rmtree, "is no adapter, or cannot be loaded"),
     ],
 )
 def test_what_is_no_adapter_is_refused_in_one_line(tmp_path, trained, broken, words):
@@ -228,8 +209,8 @@ def test_what_is_no_adapter_is_refused_in_one_line(tmp_path, trained, broken, wo
     ("base", "words"),
     [
         ({"hidden_size": 64}, "size mismatch"),
-        ({"num_hidden_layers": 1}, "the model has no place for"),
-        ({"num_hidden_layers": 3}, "the adapter has no"),
+        ({"num_hidden_layers": 1}, "is in one of the two alone"),
+        ({"num_hidden_layers": 3}, "is in one of the two alone"),
     ],
 )
 def test_an_adapter_of_another_model_is_refused(trained, base, words):
@@ -259,5 +240,5 @@ def test_other_adapters_go_on_too(tmp_path, options):
     saved = load_file(adapter / "adapter_model.safetensors")
     assert any("magnitude" in name or "lm_head" in name for name in saved)
     save_file(dict(list(saved.items())[1:]), adapter / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="the adapter has no"):
+    with pytest.raises(ValueError, match="does not fit"):
         load_adapted(make_model(tie_word_embeddings=False), str(base), str(adapter))

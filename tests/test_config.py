@@ -17,7 +17,6 @@ from .helpers import Rollouts, distinct_characters, make_config
 
 
 CORRECTED = {"recipe": "trl", "rollout_correction": "icepop"}
-TWO_SIDED = {"constraint_form": "two_sided_kl", "deployment_scheme": "fp8"}
 SEVERAL = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_urls": ["http://a:1", "http://b:1"]}
 
 
@@ -97,12 +96,12 @@ def test_a_correction_of_ours_takes_the_place_of_trls(tmp_path):
         ({"vllm_server_base_urls": ["http://a:1", "http://a:1/"]}, ["names http://a:1 twice"]),
         # Truth values and lists of other types are true in Python, or iterated over.
         ({"padding_free": "no"}, ["padding_free='no'", "use True or False"]),
-        ({"reward_weights": 1.0}, ["reward_weights=1.0", "use a list of numbers"]),
+        ({"reward_weights": 1.0}, ["reward_weights=1.0", "use a list"]),
         # What makes the difference of the engines another one than their mismatch.
         ({"generation_kwargs": {"top_k": None}}, ["top_k=None", "set top_k=0"]),
         ({"generation_kwargs": {"top_p": 0.5}, "use_vllm": True}, ["top_p=0.5", "constraint='none'"]),
         ({"generation_kwargs": '{"no_repeat_ngram_size": 7}'}, ["no_repeat_ngram_size=7"]),
-        (CORRECTED | {"vllm_structured_outputs_regex": "[0-9]+"}, ["rollout_correction='icepop'", "unset it"]),
+        (CORRECTED | {"vllm_structured_outputs_regex": "[0-9]+"}, ["vllm_structured_outputs_regex=", "unset it"]),
         (CORRECTED | {"top_p": 0.9, "use_vllm": True}, ["top_p=0.9", "set top_k too", "rollout_correction='none'"]),
     ],
 )
@@ -118,20 +117,15 @@ def test_refused_when_the_config_is_made(tmp_path, fields, words):
 def test_every_rule_of_what_has_no_effect_applies(tmp_path):
     others = {
         "rollout_correction_max": {"rollout_correction_max": 2.0},
-        "rollout_correction_min": {"rollout_correction": "tv_mask", "rollout_correction_min": 0.5},
         "constraint_form": {"constraint_form": "quadratic"},
-        "discrepancy_margin": {"constraint": "static", "discrepancy_margin": 0.1} | TWO_SIDED,
-        "discrepancy_level": {"constraint": "static", "discrepancy_level": "sequence"} | TWO_SIDED,
+        "discrepancy_margin": {"discrepancy_margin": 0.1},
         "dual_window": {"constraint": "static", "dual_window": 4},
         "dual": {"constraint": "static", "dual": "auto"},
-        "lambda_kp": {"constraint": "lagrangian", "lambda_kp": 0.1},
-        "lambda_kd": {"constraint": "lagrangian", "dual": "auto", "lambda_kd": 0.1},
         "constraint_target": {"constraint_target": "lag", "deployment_scheme": "fp8"},
         "rollout_correction_target": {"rollout_correction_target": "lag", "deployment_scheme": "fp8"},
         "train_through_quantization": {"train_through_quantization": True},
         "vllm_importance_sampling_correction": {"vllm_importance_sampling_correction": True},
         "weight_sync": {"weight_sync": "checkpoint"},
-        "weight_sync_dir": {"use_vllm": True, "vllm_mode": "server", "weight_sync": "nccl", "weight_sync_dir": "/tmp"},
         "weight_sync_steps": {"weight_sync_steps": 8},
         "weight_sync_trigger": {"weight_sync_trigger": "discrepancy", "deployment_scheme": "fp8"},
         "vllm_server_base_urls": SEVERAL | {"use_vllm": False},

@@ -11,6 +11,7 @@ from dc_trl.data.arithmetic import Problem, arithmetic_dataset, arithmetic_probl
 from dc_trl.data.prompts import describe_counts, gold_answer, load_prompts, load_rows
 from dc_trl.data.sources import MathProblem, to_dataset
 from dc_trl.grading import GRADING_COLUMNS
+from dc_trl.training.problems import DataArguments, load_data
 
 from .helpers import ROOT
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -17,9 +18,7 @@ from accelerate.commands.launch import launch_command_parser
 
 import dc_trl
 from dc_trl.command import COMMANDS
-from dc_trl.command.describe import describe
-from dc_trl.command.options import parser_of
-from dc_trl.settings.contradictions import CONTRADICTIONS, rules_of_a_comparison
+from dc_trl.settings.contradictions import CONTRADICTIONS
 from dc_trl.training.arguments import ARGUMENTS
 
 from .helpers import ROOT, Rollouts, make_config, make_model, make_prompts
@@ -52,7 +51,7 @@ def refused():
 
 
 def test_every_contradiction_has_an_example(refused):
-    for rule in (*CONTRADICTIONS, *rules_of_a_comparison("constraint", "constraint='none'")):
+    for rule in CONTRADICTIONS:
         for name in rule.named.split():
             beside = " and ".join(f"{other}=.*" for other in rule.beside)
             words = f"{name}=.* contradicts {beside}: {re.escape(rule.remedy)}."
@@ -150,7 +149,8 @@ def known_options(parser):
 
 @pytest.fixture(scope="module")
 def parsers():
-    return {name: known_options(parser_of(name, describe(name))) for name in COMMANDS}
+    modules = {name: import_module(f"dc_trl.command.{module}") for name, (module, _) in COMMANDS.items()}
+    return {name: known_options(module.make_parser()) | {"--config"} for name, module in modules.items()}
 
 
 def own_words(words):

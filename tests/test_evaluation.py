@@ -407,7 +407,6 @@ def test_the_script_by_the_replica_compares_two_schemes(tmp_path, script):
         (["--engine", "http://127.0.0.1:9"], "no connection to vLLM at http://127.0.0.1:9"),
         (["--model", "nowhere/at/all"], "nowhere/at/all"),
         (["--chat_template_kwargs", "false"], "chat_template_kwargs"),
-        (["--chat_template_kwargs", '{"tokenize": false}'], "chat_template_kwargs={'tokenize': False} sets tokenize"),
     ],
 )
 def test_what_the_script_refuses(tmp_path, script, options, words):

@@ -16,27 +16,21 @@ import torch
 import trl
 from datasets import Dataset, DatasetDict, IterableDataset
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
-    BertConfig,
-    BertForMaskedLM,
-    BitsAndBytesConfig,
     GPT2Config,
     GPT2LMHeadModel,
-    Mxfp4Config,
     Qwen3Config,
     Qwen3ForSequenceClassification,
 )
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.command.train import main
-from dc_trl.gate.policy import require_policy, require_whole, warn_of_rounding
+from dc_trl.gate.policy import warn_of_rounding
 from dc_trl.settings.distribution import Sharding
 from dc_trl.settings.reward_functions import checked_reward, is_async, require_rewards
 
-from .helpers import TINY_MODEL, distinct_characters, make_config, make_model, make_prompts, make_tokenizer
+from .helpers import distinct_characters, make_config, make_model, make_prompts, make_tokenizer
 
 
 LORA = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
@@ -65,14 +59,6 @@ def edited(folder, **changes):
     return folder
 
 
-def with_weights(folder, edit):
-    saved(folder, make_model())
-    weights = load_file(folder / "model.safetensors")
-    edit(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 def adapter(folder):
     get_peft_model(make_model(), LORA).save_pretrained(folder)
     return folder
@@ -81,11 +67,6 @@ def adapter(folder):
 def gpt2_model():
     sizes = {"vocab_size": 262, "n_positions": 24, "n_embd": 16, "n_layer": 1, "n_head": 2}
     return GPT2LMHeadModel(GPT2Config(**sizes, eos_token_id=1, bos_token_id=1))
-
-
-def ending_with(model, eos_token_id):
-    model.generation_config.eos_token_id = eos_token_id
-    return model
 
 
 def tokenizer_with(**changes):
@@ -109,48 +90,15 @@ def deployment(folder):
     return folder
 
 
-def bert(folder):
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    return saved(folder, BertForMaskedLM(BertConfig(vocab_size=262, **sizes)))
-
-
 def needs_solution(completions, solution, **kwargs):
     return [0.0 for _ in completions]
 
-
-DOWN = "model.layers.1.mlp.down_proj.weight"
 
 # A name; what makes the model's folder; other settings; and what the refusal has to name.
 MISTAKES = [
     ("adapter", adapter, {}, ["is the folder of an adapter", "--adapter_name_or_path", "is_trainable=True"]),
     ("no model", lambda folder: folder.mkdir() or folder, {}, ["has no config.json"]),
-    ("a run's deployment", deployment, {}, ["quantized already (compressed-tensors)", "like a run's deployment/"]),
-    (
-        "bitsandbytes alone",
-        lambda f: edited(f, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
-        {},
-        ["bitsandbytes", "peft_config, use_peft=true"],
-    ),
-    ("encoder", bert, {}, ["no causal language model", "BertForMaskedLM"]),
-    ("no architecture", lambda f: edited(f, architectures=None), {}, ["names no architecture"]),
-    (
-        "missing weight",
-        lambda f: with_weights(f, lambda weights: weights.pop(DOWN)),
-        {},
-        ["lacks model.layers.1.mlp.down_proj.weight", "initialized it at random"],
-    ),
-    (
-        "weights of another shape",
-        lambda f: with_weights(f, lambda weights: weights.update({"model.norm.weight": torch.ones(7)})),
-        {},
-        ["other shapes than in its config.json"],
-    ),
-    (
-        "NaN",
-        lambda f: with_weights(f, lambda weights: weights[DOWN].view(-1)[7].fill_(math.nan)),
-        {},
-        ["not finite", "layers.1.mlp.down_proj.weight"],
-    ),
+    ("a run's deployment", deployment, {}, ["is quantized (compressed-tensors)", "like a run's deployment/"]),
     ("no end token", lambda f: saved(f, make_model(), tokenizer_with(eos_token=None)), {}, ["has no eos_token"]),
     (
         "end token beyond the embedding",
@@ -174,16 +122,10 @@ MISTAKES = [
         "a prompt that fills the context",
         lambda f: saved(f, make_model(max_position_embeddings=32)),
         {"rows": ["1+1="] * 7 + ["1" * 32]},
-        ["row 7 has 32 tokens", "reads 32 (max_position_embeddings)"],
+        ["row 7 has 32 tokens", "more than the 32 of"],
     ),
     ("too few rows", None, {"rows": ["1+1="], "per_device_train_batch_size": 8}, ["has 1 rows", "takes 2", "=8"]),
     ("column of a reward", None, {"reward": "needs_solution"}, ["missing a required argument: 'solution'"]),
-    (
-        "weights of rewards",
-        None,
-        {"reward_weights": [1.0, 2.0]},
-        ["reward_weights=[1.0, 2.0] has 2 numbers", "1 reward"],
-    ),
 ]
 
 
@@ -232,8 +174,7 @@ def test_the_command_and_python_refuse_in_the_same_words(tmp_path, folder, setti
     python, command = (refusal(tmp_path, made, rows, reward, settings) for refusal in (by_python, by_command))
     for word in words:
         assert word in python
-    named = command.replace("model_name_or_path=", "model=").replace(f"rewards='{__name__}.", "reward_funcs: '")
-    assert named == python
+    assert command.replace("model_name_or_path=", "model=") == python
 
 
 # --- what only Python meets -----------------------------------------------------------------------------------------
@@ -260,20 +201,8 @@ def made(arguments, tmp_path):
     return arguments
 
 
-def frozen(model):
-    return model.requires_grad_(False)
-
-
 def with_adapter(tmp_path, **options):
     return PeftModel.from_pretrained(make_model(), adapter(tmp_path / "adapter"), **options)
-
-
-def with_idle_adapter(tmp_path):
-    model = with_adapter(tmp_path)
-    model.add_adapter("other", LORA)
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(".other." in name)
-    return model
 
 
 def of_rows(*prompts):
@@ -285,89 +214,30 @@ def stream(rows):
     return IterableDataset.from_generator(lambda: iter(rows))
 
 
-def long_table(**changed):
-    """More rows than are looked at one by one, some of them changed: by number."""
-    prompts = [f"{number}+1=" for number in range(1000)]
-    for number, prompt in changed.items():
-        prompts[int(number[1:])] = prompt
-    return Dataset.from_dict({"prompt": prompts})
-
-
-def long_talk(**changed):
-    rows = long_table(**changed)["prompt"]
-    return Dataset.from_list([{"prompt": row if row is None else [{"role": "user", "content": row}]} for row in rows])
-
-
-def wide_head():
-    model = make_model(tie_word_embeddings=False)
-    model.lm_head = torch.nn.Linear(32, 300, bias=False)
-    return model
-
-
-def stored_as(method):
-    model = make_model()
-    model.config.quantization_config = {"quant_method": method}
-    return model
-
-
 USER = {"role": "user", "content": "1+1="}
 TABLE = {"question": ["1+1="] * 4, "solution": ["2"] * 4}
 
 # Each by what is passed in place of what `build` passes (a function is called with a folder), and what is said of it.
 REFUSED = {
-    "not trainable": (lambda t: {"model": with_adapter(t)}, ["PeftModel", "is_trainable=True"]),
-    "idle adapter in training": (lambda t: {"model": with_idle_adapter(t)}, ["active adapters: default"]),
-    "frozen": ({"model": lambda: frozen(make_model())}, ["no trainable parameter", "requires_grad_(True)"]),
-    "adapter for inference": (
-        {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], inference_mode=True)},
-        ["without a trainable parameter", "inference_mode"],
+    "not trainable": (lambda t: {"model": with_adapter(t)}, ["no trainable parameter", "is_trainable=True"]),
+    "frozen": (
+        {"model": lambda: make_model().requires_grad_(False)},
+        ["no trainable parameter"],
     ),
-    "optimizer of another": (
-        lambda t: {"optimizers": (torch.optim.AdamW(make_model().parameters()), None)},
-        ["AdamW has no trainable parameter of the model"],
-    ),
-    "meta device": (
-        {"model": lambda: make_model().to("meta")},
-        ["no values in model.embed_tokens.weight and 24 more"],
-    ),
-    "a path": ({"model": TINY_MODEL}, ["PosixPath", "as text"]),
-    "wide head": ({"model": wide_head}, ["300 rows", "262"]),
     "no rows": ({"rows": Dataset.from_dict({"prompt": []})}, ["train_dataset has no rows"]),
-    "a split too many": ({"rows": DatasetDict({"train": make_prompts()})}, ["train_dataset['train']"]),
+    "a split too many": ({"rows": DatasetDict({"train": make_prompts()})}, ["train_dataset is a DatasetDict"]),
     "a list": ({"rows": of_rows()}, ["train_dataset is a list", "Dataset.from_list"]),
     "another column": ({"rows": Dataset.from_dict(TABLE)}, ["'question', 'solution'", "rename_column('question'"]),
     "no prompt in a row": ({"rows": Dataset.from_list(of_rows("1", None))}, ["row 1 has prompt=None", "filter"]),
-    "no content": (
-        {"rows": Dataset.from_list([{"prompt": [USER]}, {"prompt": [USER | {"content": None}]}] * 2)},
-        ["row 1", "a role and a content"],
-    ),
     "two kinds": (
         {"rows": stream([{"prompt": "1"}, {"prompt": [USER]}]), "settings": {"per_device_train_batch_size": 8}},
         ["row 0 is text", "of row 1 a list"],
-    ),
-    "one of a thousand": ({"rows": long_table(_777=None)}, ["row 777 has prompt=None"]),
-    "a long one of a thousand": ({"rows": long_table(_777="1" * 300)}, ["row 777 has 300 tokens"]),
-    "no template": ({"rows": long_talk()}, ["row 0 is a list of messages", "no chat template"]),
-    "a template that refuses": (
-        {
-            "rows": Dataset.from_list([{"prompt": [USER | {"role": "system"}]}] * 4),
-            "processing_class": tokenizer_with(chat_template="{{ raise_exception('no system') }}"),
-        },
-        ["row 0", "cannot be rendered", "no system"],
-    ),
-    "a stream without steps": ({"rows": stream(of_rows()), "settings": {"max_steps": -1}}, ["max_steps=-1", "stream"]),
-    "completions": (
-        {"rows": Dataset.from_dict({"prompt": ["1"] * 4, "completions": ["2"] * 4})},
-        ["a column 'completions'", "rename_column('completions'"],
     ),
     "one of two evaluation sets": (
         {"eval_dataset": {"easy": make_prompts(), "hard": Dataset.from_dict(TABLE)}},
         ["eval_dataset['hard'] has the columns 'question'"],
     ),
     "no reward": ({"rewards": None}, ["reward_funcs is not given"]),
-    "a number for a reward": ({"rewards": 3}, ["reward_funcs: 3 is a int"]),
-    "a reward model's path": ({"rewards": "./nowhere"}, ["reward_funcs='./nowhere' does not exist"]),
-    "no data": ({"train_dataset": None}, ["train_dataset is not given"]),
 }
 
 
@@ -423,17 +293,6 @@ def part_of(model):
     return {"model": model, "optimizers": (torch.optim.AdamW(model.model.layers[1].parameters(), lr=1e-2), None)}
 
 
-def resized(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(saved(tmp_path / "saved", make_model(tie_word_embeddings=False)))
-    model.resize_token_embeddings(280)
-    return model
-
-
-def called(name):
-    calls = [{"type": "function", "function": {"name": name, "arguments": "{}"}}]
-    return {"role": "assistant", "content": None, "tool_calls": calls}
-
-
 # What may be passed, and how many steps it trains (None: the trainer is only built).
 LEGAL = {
     "a part is frozen": ({"model": some_frozen}, 1),
@@ -447,10 +306,8 @@ LEGAL = {
         None,
     ),
     "an optimizer of a part": (lambda t: part_of(make_model()), 1),
-    "loaded and resized, untied": (lambda t: {"model": resized(t)}, None),
     "a stream of one batch": ({"rows": stream(of_rows()[:1])}, 1),
     "streams to evaluate on": ({"eval_dataset": {"a": stream(of_rows()), "b": make_prompts()}}, None),
-    "a thousand conversations": ({"rows": long_talk(), "processing_class": make_tokenizer()}, None),
     "rows that are made when read": (
         {
             "rows": Dataset.from_dict({"n": range(300)}).with_transform(
@@ -458,13 +315,6 @@ LEGAL = {
             )
         },
         1,
-    ),
-    "an assistant that called a tool": (
-        {
-            "rows": stream([{"prompt": [USER, called("f"), {"role": "tool", "content": "2"}]}] * 4),
-            "processing_class": make_tokenizer(),
-        },
-        None,
     ),
     "an environment without rows": (
         {
@@ -508,20 +358,6 @@ def test_let_through(tmp_path, case):
         assert trainer.state.global_step == steps
 
 
-def test_a_packed_base_with_an_adapter_and_one_that_is_unpacked_when_loaded(tmp_path):
-    packed = edited(tmp_path / "packed", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-    require_policy(str(packed), adapter=True, quantization_config=None)
-    require_policy(str(packed), adapter=True, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
-    require_policy(get_peft_model(stored_as("bitsandbytes"), LORA), adapter=False, quantization_config=None)
-    four_bits = edited(tmp_path / "four_bits", quantization_config={"quant_method": "mxfp4"})
-    require_policy(str(four_bits), adapter=False, quantization_config=Mxfp4Config(dequantize=True))
-    with pytest.raises(ValueError, match="quantized already"):
-        require_policy(str(four_bits), adapter=True, quantization_config=None)
-    plain = saved(tmp_path / "plain", make_model())
-    with pytest.raises(ValueError, match="train an adapter"):
-        require_policy(str(plain), adapter=False, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
-
-
 # --- what is known of a row only when it comes ----------------------------------------------------------------------
 
 
@@ -556,18 +392,7 @@ def warnings_of(caplog, tmp_path, **arguments):
     return " ".join(record.getMessage() for record in caplog.records if record.name.startswith("dc_trl"))
 
 
-def checkpoint_without(name, tmp_path):
-    return AutoModelForCausalLM.from_pretrained(with_weights(tmp_path / "a", lambda weights: weights.pop(name)))
-
-
 WARNED = {
-    "rate of 0 in an optimizer": (
-        lambda t: (
-            (model := make_model())
-            and {"model": model, "optimizers": (torch.optim.AdamW(model.parameters(), lr=0.0), None)}
-        ),
-        "learning_rate=0: no weight will change",
-    ),
     "bfloat16": (
         {"model": lambda: make_model().bfloat16(), "settings": {"learning_rate": 1e-6}},
         "learning_rate=1e-06 is below the resolution of bfloat16",
@@ -576,16 +401,7 @@ WARNED = {
         {"model": lambda: make_model(max_position_embeddings=8)},
         "with max_completion_length=8 more than the 8 of the model",
     ),
-    "another tokenizer": ({"model": lambda: make_model(vocab_size=1000)}, "may belong to another model"),
-    "an end beyond the embedding": (
-        {"model": lambda: ending_with(make_model(), [1, 262])},
-        "generation_config.eos_token_id=[1, 262] of the model names a token beyond the 262 rows",
-    ),
     "weights of 0": ({"settings": {"reward_weights": [0.0]}}, "nothing is learned"),
-    "a weight drawn at random, perhaps by the user": (
-        lambda t: {"model": checkpoint_without("model.norm.weight", t)},
-        "model lacks model.norm.weight",
-    ),
 }
 
 
@@ -618,24 +434,11 @@ def test_the_share_that_stands_still_is_the_one_that_adam_leaves(caplog, dtype, 
         assert float(told[1]) / 100 == pytest.approx(still, abs=0.02)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_one_number_that_is_not_finite_is_found(dtype, value):
-    layer = torch.nn.Linear(5, 3, dtype=dtype).requires_grad_(False)
-    layer.bias.copy_(torch.tensor([0.0, torch.finfo(dtype).max, -torch.finfo(dtype).max]))
-    require_whole(layer, "model", False, Sharding(None, 0))
-    layer.weight[1, 2] = value
-    with pytest.raises(ValueError, match=r"not finite .* in weight"):
-        require_whole(layer, "model", False, Sharding(None, 0))
-
-
 # --- rewards --------------------------------------------------------------------------------------------------------
 
 NO_REWARDS = {
-    "a number": (lambda **_: 1.0, TypeError, "returned 1.0, a float"),
-    "a generator": (lambda completions, **_: (1.0 for _ in completions), TypeError, "a generator"),
+    "a number": (lambda **_: 1.0, TypeError, "returned 1.0 ("),
     "too few": (lambda **_: [1.0], ValueError, "returned 1 rewards for 4 completions"),
-    "texts": (lambda **_: [1, 2, "3", 4], TypeError, "returned '3' for completion 2"),
     "infinite": (lambda **_: [0.0, math.inf, 0.0, 0.0], ValueError, "returned inf for completion 1"),
     "beyond float32": (lambda **_: [0, 0, 1e308, 0], ValueError, "returned 1e+308 for completion 2"),
 }
@@ -700,15 +503,6 @@ def reward_model(folder, **settings):
     return saved(folder, Qwen3ForSequenceClassification(config))
 
 
-def test_a_reward_model_that_does_not_fit(tmp_path, caplog):
-    with pytest.raises(ValueError, match=r"the reward model 'policy' lacks score.weight"):
-        build(tmp_path, rewards=str(saved(tmp_path / "policy", make_model())))
-    with pytest.raises(ValueError, match=r"the reward model 'small'.*its input embedding 100 rows"):
-        build(tmp_path, rewards=str(reward_model(tmp_path / "small", vocab_size=100)))
-    two = Qwen3ForSequenceClassification.from_pretrained(reward_model(tmp_path / "two", num_labels=2))
-    assert "the logit of the first one" in warnings_of(caplog, tmp_path, rewards=two)
-
-
 def test_a_reward_model_and_weights_that_give_no_finite_reward(tmp_path):
     trainer = build(tmp_path, rewards=str(reward_model(tmp_path / "rewards")))
     torch.nn.init.constant_(trainer.reward_funcs[0].score.weight, math.inf)
@@ -717,15 +511,3 @@ def test_a_reward_model_and_weights_that_give_no_finite_reward(tmp_path):
     large = build(tmp_path, rewards=named(lambda **_: [1e10] * 4), settings={"reward_weights": [1e10]})
     with pytest.raises(ValueError, match=r"reward_weights=.*the weighted sum is 1e\+20 for completion 0"):
         large.train()
-
-
-def test_a_reward_of_an_environment_is_named(tmp_path):
-    class Wild(Environment):
-        def get_reward(self):
-            return math.inf
-
-    arguments, _ = LEGAL["an environment without rows"]
-    model = arguments["model"]()
-    trainer = build(tmp_path, **arguments | {"environment_factory": Wild, "model": model})
-    with pytest.raises(ValueError, match="reward function 'Wild' returned inf for completion 0"):
-        trainer.train()

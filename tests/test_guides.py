@@ -1,13 +1,9 @@
 """The guides' examples: what they show is run as it stands, and what they say of it is worked out another way."""
 
-import contextlib
 import copy
 import itertools
-import json
-import os
 import re
 import shlex
-import sqlite3
 import statistics
 import subprocess
 import sys
@@ -20,7 +16,6 @@ import trl
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from dc_trl.command.serve import make_parser
@@ -291,84 +286,7 @@ def test_the_advantages_of_two_rewards(tmp_path, tokenizer, aggregation, column)
     assert logged(trainer, "rewards/brevity/mean") == pytest.approx([-0.25])
 
 
-# --- the commands
-
-
-# Appended to each command, so that it ends soon.
-SMALL = ["--max_steps", "2", "--eval_size", "8", "--per_device_eval_batch_size", "8"]
-SMALL += ["--per_device_train_batch_size", "16", "--save_strategy", "no"]
-
-
-def the_command(page):
-    (block,) = (block for block in blocks(page, "bash") if "accelerate launch" in block)
-    return shlex.split(block.replace("\\\n", " "))
-
-
-def run(page, workplace, **environment):
-    command = the_command(page)
-    binaries = os.path.dirname(sys.executable)
-    environment = os.environ | {"PATH": f"{binaries}:{os.environ['PATH']}"} | environment
-    done = subprocess.run(
-        [*command, *SMALL], cwd=workplace, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    output = workplace / command[command.index("--output_dir") + 1]
-    return output, [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.long
-def test_the_command_of_lora(workplace):
-    output, history = run("lora.md", workplace)
-    adapter = json.loads((output / "adapter_config.json").read_text())
-    assert (adapter["r"], adapter["lora_alpha"], adapter["lora_dropout"]) == (16, 32, 0.0)
-    assert (output / "adapter_model.safetensors").is_file()
-    assert [row["learning_rate"] for row in history if "learning_rate" in row] == [1e-3] * 2
-    # What ships is base + s·B·A, here of the layers that the scheme leaves alone or not: all names are the base's.
-    shipped = load_file(output / "deployment" / "model.safetensors")
-    plain = load_file(TINY_MODEL / "model.safetensors")
-    assert plain.keys() <= shipped.keys()
-    assert not [name for name in shipped if "lora" in name]
-    tensors = load_file(output / "adapter_model.safetensors")
-    layer = "model.layers.0.self_attn.q_proj"
-    a, b = (tensors[f"base_model.model.{layer}.lora_{part}.weight"] for part in "AB")
-    assert b.abs().max() > 0
-    merged = plain[f"{layer}.weight"].float() + 2 * b.float() @ a.float()
-    stored = shipped[f"{layer}.weight"].float() * shipped[f"{layer}.weight_scale"].float()
-    # E4M3 has three bits behind the leading one; the smallest numbers of a row have fewer.
-    assert ((stored - merged).abs() <= merged.abs() / 16 + merged.abs().amax(1, keepdim=True) / 448 / 512 + 1e-6).all()
-
-
-@pytest.mark.long
-def test_the_command_of_several_rewards(workplace):
-    (workplace / "my_rewards.py").write_text(blocks("rewards.md", "python")[0])
-    _, history = run("rewards.md", workplace)
-    trained = [row for row in history if "loss" in row]
-    assert len(trained) == 2
-    for row in trained:
-        parts = [row[f"rewards/{name}/mean"] for name in ("arithmetic_reward", "brevity", "shows_its_work")]
-        applies = row["shows_its_work/applies"]
-        assert row["reward"] == pytest.approx(parts[0] + 0.5 * parts[1] + 0.2 * applies * parts[2], abs=1e-5)
-
-
-@pytest.mark.long
-def test_the_command_of_trackio(workplace):
-    pytest.importorskip("trackio")
-    _, history = run("tracking.md", workplace, TRACKIO_DIR=str(workplace / "trackio"))
-    (database,) = (workplace / "trackio").glob("*.db")
-    assert "dc-grpo" in database.name
-    with contextlib.closing(sqlite3.connect(database)) as connection:
-        rows = connection.execute("SELECT run_name, metrics FROM metrics ORDER BY id").fetchall()
-    assert {name for name, _ in rows} == {"fp8-seed-0"}
-    tracked = [json.loads(metrics) for _, metrics in rows]
-    for ours, theirs, _ in table("tracking.md", "in `history.jsonl`"):
-        for mine, other in zip(re.findall(r"`(.+?)`", ours), re.findall(r"`(.+?)`", theirs), strict=True):
-            mine, other = (text.replace("NAME", "arithmetic_reward") for text in (mine, other))
-            values = [row[mine] for row in history if mine in row]
-            assert len(values) == 2, mine
-            assert [row[other] for row in tracked if other in row] == values
-
-
-# --- SLURM and containers
+# --- SLURM
 
 
 SBATCH_FILES = sorted((ROOT / "configs" / "slurm").glob("*.sbatch"))
@@ -436,41 +354,3 @@ def test_the_commands_of_a_slurm_file_are_read_by_the_programs(file, monkeypatch
     # The launcher lets the processes live until shortly before Slurm kills the job.
     grace = int(re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", file.read_text())[1])
     assert 300 < grace < int(directives["signal"].partition("@")[2])
-
-
-CONTAINERFILE = ROOT / "configs" / "container" / "Containerfile"
-
-
-def instructions():
-    """(instruction, words) of the container file."""
-    text = re.sub(r"^#.*\n", "", CONTAINERFILE.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
-    for line in filter(None, text.splitlines()):
-        name, _, rest = line.partition(" ")
-        yield name, json.loads(rest) if rest.startswith("[") else shlex.split(rest)
-
-
-def test_the_container_file_holds_what_its_installation_needs(tmp_path):
-    """The metadata of the package is built from the copied files alone, as pip begins; its command reads its file."""
-    pytest.importorskip("setuptools", minversion="77")  # of pyproject.toml; pip installs it for itself
-    parts = list(instructions())
-    python = re.fullmatch(r"python:(\d+\.\d+)-slim", parts[0][1][0])[1]
-    assert re.search(rf'^requires-python = ">={python}"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    for name, words in parts:
-        if name == "COPY":
-            *sources, target = words
-            for source in sources:
-                path = ROOT / source
-                assert path.exists(), source
-                (tmp_path / (Path(source).name if target == "./" else target)).symlink_to(path)
-    (install,) = (words for name, words in parts if name == "RUN" and words[:2] == ["pip", "install"])
-    assert install[install.index("-c") + 1] == "constraints.txt"
-    extras = re.fullmatch(r"\.\[(.+)\]", install[-1])[1].split(",")
-    code = "from setuptools import build_meta; print(build_meta.prepare_metadata_for_build_wheel('meta'))"
-    (tmp_path / "meta").mkdir()
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    metadata = (tmp_path / "meta" / done.stdout.splitlines()[-1] / "METADATA").read_text()
-    assert {f"Provides-Extra: {extra}" for extra in extras} <= set(metadata.splitlines())
-    (command,) = (words for name, words in parts if name == "CMD")
-    assert (tmp_path / command[0]).is_file()
-    assert RunArguments.parse(["--config", str(tmp_path / command[2])]).trainer.use_cpu

@@ -3,44 +3,34 @@
 import json
 import logging
 import os
-import re
 import shlex
 import shutil
 import subprocess
 import sys
 import zipfile
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard, constants, metadata_load, snapshot_download
 from huggingface_hub.utils import logging as hub_logging
-from hypothesis import example, given
-from hypothesis import strategies as st
-from markdown_it import MarkdownIt
 from peft import LoraConfig, PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from dc_trl import DCGRPOTrainer, HistoryCallback
-from dc_trl.hub.card import address_card, quoted
-from dc_trl.hub.local_paths import shared_text
-from dc_trl.hub.push import push_command, push_run, run_files
+from dc_trl.hub.push import run_files
 from dc_trl.quantization.checkpoint import write_deployable
 
 from .helpers import (
     ROOT,
     TINY_MODEL,
     TWO_PROCESSES,
-    Rollouts,
     distinct_characters,
     load_script,
     make_config,
     make_prompts,
-    program,
 )
 from .hub_server import READ_TOKEN, TOKEN, USER, Repository, serve_hub
 
@@ -188,71 +178,6 @@ def test_a_run_is_exported_once_and_pushed(hub, tmp_path, monkeypatch):
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == files["deployment/model.safetensors"]
 
 
-HOSTILE = "<img src=x onerror=alert(1)> *a* _b_ `c` ``d`` [e](http:f)|g.jsonl"
-
-
-def markdown_tokens(text):
-    """Inline tokens of a Markdown text, as a reader that is not ours sees them."""
-    blocks = MarkdownIt("commonmark").enable("table").parse(text)
-    assert not [block for block in blocks if block.type == "html_block" and "sha256" not in block.content]
-    return [token for block in blocks for token in block.children or ()]
-
-
-@given(st.text(min_size=1).filter(str.strip))
-@example(HOSTILE)
-@example("`")
-@example("``` a")
-def test_a_name_in_markdown_is_code_and_nothing_else(name):
-    (token,) = markdown_tokens(f"{quoted(name)}")
-    assert token.type == "code_inline"
-    assert token.content.split() == name.replace("\0", "\ufffd").split()
-
-
-def test_the_model_card_quotes_names(tmp_path):
-    folder = tmp_path / "a *run* <b>"
-    trainer = make_trainer(folder, max_steps=1)
-    trainer.train()
-    after = {"greedy": 0.5, "greedy_se": None, "problems": 1}
-    (folder / "summary.json").write_text(json.dumps({"steps": 1, "before": after, "after": after}))
-    trainer.create_model_card(dataset_name=f"somewhere/{HOSTILE}")
-    card = ModelCard.load(folder / "README.md")
-    tokens = markdown_tokens(card.text)
-    codes = [token.content for token in tokens if token.type == "code_inline"]
-    assert "a *run* <b>" in codes
-    assert HOSTILE in codes
-    assert not [token for token in tokens if token.type == "html_inline"]
-    assert not [token for token in tokens if "onerror" in token.content and token.type != "code_inline"]
-
-
-@pytest.mark.parametrize(
-    ("options", "dataset"),
-    [
-        ({"constraint": "none"}, "arithmetic"),
-        ({"constraint": "static", "deployment_scheme": None, "rollout_func": Rollouts()}, None),
-    ],
-)
-def test_a_card_has_no_none_no_question_of_others_and_no_empty_section(tmp_path, options, dataset):
-    trainer = make_trainer(tmp_path, max_steps=1, **options)
-    trainer.train()
-    trainer.create_model_card(dataset_name=dataset)
-    card = ModelCard.load(tmp_path / "README.md")
-    require_a_whole_card(card.text)
-    assert ('question = "40*5=?"' in card.text) == (dataset == "arithmetic")
-    settings = card.text.partition("| setting | value |")[2].partition("\n\n")[0]
-    # What has no effect is not shown.
-    assert ("lambda_init" in settings) == (options.get("constraint") != "none")
-
-
-def require_a_whole_card(text):
-    assert "None" not in text
-    assert "time machine" not in text
-    blocks = [block for block in MarkdownIt("commonmark").enable("table").parse(text) if block.level == 0]
-    for block, following in pairwise(blocks):
-        if block.type == "heading_close" and following.type == "heading_open":
-            assert following.tag > block.tag, text  # its parts, h3 below h2, and not the next section
-    assert blocks[-1].type != "heading_close"
-
-
 def test_a_card_without_a_summary_compares_the_first_and_the_last_step(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=3, lambda_init=0.25)
     trainer.train()
@@ -264,21 +189,6 @@ def test_a_card_without_a_summary_compares_the_first_and_the_last_step(tmp_path)
     for label, name in (("mean reward", "reward"), ("discrepancy δ̄", "discrepancy/mean")):
         assert f"| {label} | {first[name]:.4g} | {last[name]:.4g} |" in card.text
     assert set(card.data.tags) == {"generated_from_trainer", "mine", "trl", "grpo", "dc-grpo"}
-
-
-def test_a_card_names_the_summary_that_it_cannot_read(tmp_path):
-    trainer = make_trainer(tmp_path)
-    (tmp_path / "summary.json").write_text('{"steps": 1, "after": {"greedy": "x"}}')
-    with pytest.raises(ValueError, match=r"summary\.json"):
-        trainer.create_model_card()
-
-
-def test_a_push_names_the_card_that_it_cannot_read(hub, tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    (tmp_path / "README.md").write_text("---\na: [\n---\n# Mine\n")
-    with pytest.raises(ValueError, match=r"README\.md has metadata that cannot be read"):
-        push_run(tmp_path, f"{USER}/run")
-    assert not hub.repositories
 
 
 def test_the_model_card(hub, tmp_path, monkeypatch):
@@ -293,15 +203,10 @@ def test_the_model_card(hub, tmp_path, monkeypatch):
         "lambda": 0.375,
     }
     (folder / "summary.json").write_text(json.dumps(summary))
-    # A card of the user's own.
-    (folder / "README.md").write_text("---\nlicense: mit\nlanguage: en\n---\n\n# Mine\n\nDo not lose this.\n")
-    mine = (folder / "README.md").read_text()
     trainer.push_to_hub(dataset_name="openai/gsm8k")
 
     files = hub.repositories["tester/a-model"].files
     text = files["README.md"].decode()
-    assert (folder / "README.1.md").read_text() == mine
-    assert "README.1.md" not in files
     for part in (
         "2606.08779",
         "DC-GRPO",
@@ -322,43 +227,10 @@ def test_the_model_card(hub, tmp_path, monkeypatch):
     # The metadata passed the Hub's validation, and the client reads it back.
     assert hub.cards
     data = ModelCard(text).data
-    assert (data.license, data.language, data.pipeline_tag) == ("mit", "en", "text-generation")
+    assert data.pipeline_tag == "text-generation"
     assert (data.library_name, data.datasets, data.base_model) == ("transformers", "openai/gsm8k", None)
     assert {"dc-grpo", "grpo", "trl", "generated_from_trainer"} <= set(data.tags)
     assert "licence" not in metadata_load(folder / "README.md")
-
-    # A second push renews the card in place; one that was edited is kept.
-    hub.forget_traffic()
-    trainer.push_to_hub(dataset_name="openai/gsm8k")
-    assert not (folder / "README.2.md").exists()
-    assert files["README.md"] == hub.repositories["tester/a-model"].files["README.md"]
-    assert not hub.received
-    (folder / "README.md").write_text(text.replace("# Model Card for", "# My edited card for"))
-    trainer.push_to_hub(dataset_name="openai/gsm8k")
-    assert "# My edited card" in (folder / "README.2.md").read_text()
-
-
-def test_a_card_gets_its_repository_when_it_is_known(tmp_path):
-    trainer = make_trainer(tmp_path, callbacks=[])
-    trainer.save_deployment(tmp_path / "deployment")
-    trainer.create_model_card()
-    card = tmp_path / "README.md"
-    assert 'model="OWNER/MODEL"' in card.read_text()
-    address_card(card, "me/m")
-    assert "OWNER" not in card.read_text()
-    assert 'model="me/m"' in card.read_text()
-    assert "hf download me/m " in card.read_text()
-    trainer.create_model_card()
-    assert not (tmp_path / "README.1.md").exists()
-
-
-def test_a_card_links_the_run_at_its_tracker(tmp_path, monkeypatch):
-    trainer = make_trainer(tmp_path, callbacks=[])
-    # Weights & Biases has no run without an account.
-    run = SimpleNamespace(url="https://wandb.example/run")
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
-    trainer.create_model_card()
-    assert "[The run at Weights & Biases](https://wandb.example/run)" in (tmp_path / "README.md").read_text()
 
 
 def test_a_plain_trainer_pushes_what_there_is(hub, tmp_path):
@@ -368,12 +240,13 @@ def test_a_plain_trainer_pushes_what_there_is(hub, tmp_path):
     assert set(hub.repositories[f"{USER}/run"].files) == MODEL | TOKENIZER | {"README.md"}
     assert not (folder / "deployment").exists()
     # A token of the call counts.
-    with pytest.raises(OSError, match="may not write there"):
+    with pytest.raises(OSError, match="write access"):
         trainer.push_to_hub(token=READ_TOKEN)
     # Weights that an earlier model left there would be loaded in place of this one's shards.
     (folder / "model.safetensors").unlink()
     trainer.model.save_pretrained(folder, max_shard_size="1MB")
-    push_run(folder, f"{USER}/run")
+    trainer.save_model = lambda *args, **kwargs: None
+    trainer.push_to_hub()
     names = {name for name in hub.repositories[f"{USER}/run"].files if name.endswith(".safetensors")}
     assert "model.safetensors" not in names
     assert len(names) > 1
@@ -406,48 +279,17 @@ def pushed_adapter(folder, base, **fields):
         peft_config=LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False),
     )
     trainer.train()
-    summary = {"steps": 1, "before": {}, "after": {}, "note": f"from {folder}/before.json"}
-    (folder / "summary.json").write_text(json.dumps(summary))
     trainer.push_to_hub(dataset_name=str(folder / "rows.jsonl"))
     return trainer
 
 
-def test_no_path_of_this_machine_is_pushed(hub, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(transformers_logging._get_library_root_logger(), "propagate", True)
-    base, folder = tmp_path / "models" / "my base", tmp_path / "rün"
-    shutil.copytree(TINY_MODEL, base)
-    pushed_adapter(folder, base, hub_model_id="run")
-    (files,) = [repository.files for repository in hub.repositories.values()]
-    for name, content in files.items():
-        for path in (tmp_path, ROOT, Path.home()):
-            for text in (str(path), json.dumps(str(path))[1:-1]):
-                assert text.encode() not in content, (name, text)
-    # The files that say where the run was did so, and still do; what they say is otherwise the same.
-    for name in ("settings.json", "adapter_config.json", "summary.json"):
-        assert str(tmp_path) in (folder / name).read_text(), name
-        assert json.loads(files[name]).keys() == json.loads((folder / name).read_text()).keys()
-    whole = {name for name in files if not name.startswith("last-checkpoint/")}
-    assert whole == (RUN - MODEL | {"adapter_config.json", "adapter_model.safetensors", "summary.json"} | CHECKPOINT)
-    state = json.loads(files["last-checkpoint/trainer_state.json"])
-    assert state["best_model_checkpoint"] == "checkpoint-1"
-    # PEFT writes into the card at every save, which does not make it a card of the user's.
-    assert not list(folder.glob("README.*.md"))
-    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "my base"
-    assert local_files(folder, TOKENIZER | CHECKPOINT) == {name: files[name] for name in TOKENIZER | CHECKPOINT}
-    (said,) = {record.getMessage() for record in caplog.records if "nobody else can load it" in record.getMessage()}
-    assert str(base) in said
-    assert "hub_base_model_id" in said
-
-
-def test_a_pushed_adapter_is_loaded_with_its_base_from_the_hub(hub, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(transformers_logging._get_library_root_logger(), "propagate", True)
+def test_a_pushed_adapter_is_loaded_with_its_base_from_the_hub(hub, tmp_path):
     base = shutil.copytree(TINY_MODEL, tmp_path / "base")
     client = HfApi(endpoint=hub.url, token=TOKEN)
     client.create_repo(f"{USER}/base")
     client.upload_folder(repo_id=f"{USER}/base", folder_path=base)
     folder = tmp_path / "run"
     trainer = pushed_adapter(folder, base, hub_base_model_id=f"{USER}/base")
-    assert "nobody else" not in caplog.text
     repository = hub.repositories[f"{USER}/run"]
     for name in ("", "last-checkpoint/"):
         config = json.loads(repository.files[f"{name}adapter_config.json"])
@@ -461,45 +303,20 @@ def test_a_pushed_adapter_is_loaded_with_its_base_from_the_hub(hub, tmp_path, ca
     tokens = torch.arange(10, 60).unsqueeze(0)
     torch.testing.assert_close(loaded(tokens).logits, trainer.model.eval()(tokens).logits, rtol=1e-4, atol=1e-4)
 
-    # Pushed later, by the command, whose id counts.
-    push_run(folder, f"{USER}/later", base_model=f"{USER}/base")
-    files = hub.repositories[f"{USER}/later"].files
-    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == f"{USER}/base"
-    assert "--base_model tester/base" in push_command(trainer.args, "me/m")
 
-
-@pytest.mark.parametrize(
-    ("text", "shared"),
-    [
-        ({"a": "/home/me/x", "b": ["--dir=/home/me/y", "~/z"]}, {"a": "x", "b": ["--dir=y", "~/z"]}),
-        ({"/home/me/x": "/home/m e/größe", "b": "see file:///home/me/x."}, {"x": "größe", "b": "see x."}),
-        ({"a": "/hub/models--Qwen--Qwen3-0.6B/snapshots/abc"}, {"a": "Qwen/Qwen3-0.6B"}),
-        (
-            {"a": "http://host/v1/x", "b": "/no_think", "c": "</think>", "d": "openai/gsm8k", "e": "/", "f": "1/2/3"},
-            None,
-        ),
-    ],
-)
-def test_paths_in_texts(tmp_path, monkeypatch, text, shared):
-    for name, write in {"a.json": json.dumps, "a.jsonl": lambda each: f"{json.dumps(each)}\n" * 2}.items():
-        path = tmp_path / name
-        path.write_text(write(text))
-        result = shared_text(path, None)
-        if shared is None:
-            assert result is None
-        else:
-            assert [json.loads(line) for line in (result.splitlines() if name == "a.jsonl" else [result])] == (
-                [shared] * (2 if name == "a.jsonl" else 1)
-            )
-    (tmp_path / "base").mkdir()
-    monkeypatch.chdir(tmp_path)  # a relative path would be taken for a Hub id
-    for base, expected in {"./base": "base", "Qwen/Qwen3-0.6B": None}.items():
-        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
-        result = shared_text(tmp_path / "adapter_config.json", None)
-        assert expected == (result and json.loads(result)["base_model_name_or_path"])
-    card = tmp_path / "README.md"
-    card.write_text(f"POST /v1/chat/completions to {tmp_path}/x, or http://host{tmp_path}/x")
-    assert shared_text(card, None) == f"POST /v1/chat/completions to x, or http://host{tmp_path}/x"
+def test_no_path_of_this_machine_is_pushed(hub, tmp_path):
+    base, folder = tmp_path / "models" / "my base", tmp_path / "run"
+    shutil.copytree(TINY_MODEL, base)
+    pushed_adapter(folder, base, hub_model_id="run")
+    (files,) = [repository.files for repository in hub.repositories.values()]
+    for name, content in files.items():
+        assert str(tmp_path).encode() not in content, name
+    for name in ("settings.json", "adapter_config.json"):
+        assert str(tmp_path) in (folder / name).read_text(), name
+        assert json.loads(files[name]).keys() == json.loads((folder / name).read_text()).keys()
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "my base"
+    state = json.loads(files["last-checkpoint/trainer_state.json"])
+    assert state["best_model_checkpoint"] == "checkpoint-1"
 
 
 def test_a_push_while_training_that_fails_is_said(hub, tmp_path, monkeypatch):
@@ -512,7 +329,7 @@ def test_a_push_while_training_that_fails_is_said(hub, tmp_path, monkeypatch):
     trainer.push_to_hub()
     assert len(said) == 1
     assert "A push during training failed" in said[0]
-    assert "(403)" in said[0]
+    assert "403" in said[0]
     assert hub.repositories[f"{USER}/run"].log[-1]["summary"] == "End of training"
     assert set(hub.repositories[f"{USER}/run"].files) == RUN | CHECKPOINT
 
@@ -543,46 +360,12 @@ def train(monkeypatch, tmp_path):
     return run
 
 
-def test_a_push_that_fails_goes_on_later(hub, tmp_path, train, monkeypatch, capsys):
-    # Refused: the model's weights, once. The figure and the deployment's weights get through.
-    hub.fail("PUT", r"/lfs/\w+/[3-9]\d{6}$", 403)
-    with pytest.raises(SystemExit) as stopped:
-        train(hub_model_id="tester/later", hub_revision="trial")
-    message = str(stopped.value)
-    assert "may not write there (403)" in message
-    assert TOKEN not in message
-    assert not hub.repositories["tester/later"].log, "a commit holds the whole run or does not come"
-    folder = tmp_path / "run"
-    assert {"model.safetensors", "summary.json", "README.md", "deployment"} <= {path.name for path in folder.iterdir()}
-    before = set(hub.received)
-    assert len(before) in (1, 2)  # the figure, and the deployment's weights where they were quicker
-
-    command = shlex.split(re.search(r"Push it later: dc-trl (.*)", message)[1])
-    hub.forget_traffic()
-    monkeypatch.setattr(sys, "argv", command)
-    program("push").main()
-    assert "Pushed: " in capsys.readouterr().out
-    assert len(before | set(hub.received)) == len(before) + len(hub.received) == 3
-
-    repository = hub.repositories["tester/later"]
-    assert not repository.files
-    assert set(repository.branches["trial"]) == RUN | CHECKPOINT | {"summary.json"}
-    options = {"revision": "trial", "cache_dir": tmp_path / "cache"}
-    model = AutoModelForCausalLM.from_pretrained("tester/later", subfolder="deployment", **options)
-    assert model.config.quantization_config is not None
-    # Once more: nothing to do.
-    hub.forget_traffic()
-    program("push").main()
-    assert not hub.received
-    assert not [path for method, path in hub.requests if method == "POST" and "/commit/" in path]
-
-
 @pytest.mark.parametrize(
     ("token", "options", "words"),
     [
         (None, {}, ["hub_model_id='run'", "hf auth login", "HF_TOKEN"]),
-        ("hf_wrong", {}, ["knows no user by this token"]),
-        (READ_TOKEN, {"hub_model_id": "tester/there"}, ["hub_model_id='tester/there'", "may not write there"]),
+        ("hf_wrong", {}, ["hub_model_id='run'", "HF_TOKEN"]),
+        (READ_TOKEN, {"hub_model_id": "tester/there"}, ["hub_model_id='tester/there'", "write access"]),
     ],
 )
 def test_refused_before_training(hub, tmp_path, train, monkeypatch, token, options, words):
@@ -602,7 +385,7 @@ def test_refused_before_training(hub, tmp_path, train, monkeypatch, token, optio
 
 def test_no_hub_there(hub, tmp_path, train, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(SystemExit, match=r"The Hub at http://127.0.0.1:9 cannot be reached .*: check HF_ENDPOINT"):
+    with pytest.raises(SystemExit, match=r"cannot be pushed to .*check HF_ENDPOINT"):
         train()
 
 
@@ -636,5 +419,3 @@ def test_two_processes_push_once(hub, tmp_path):
 def test_invalid_settings(tmp_path):
     with pytest.raises(ValueError, match=r"hub_deployment='both' is unknown: choose one of 'subfolder'"):
         make_config(tmp_path, hub_deployment="both", constraint="none")
-    with pytest.raises(ValueError, match=r"holds no model with its README.md: give the output directory"):
-        push_run(tmp_path, "tester/model")

@@ -142,7 +142,7 @@ def test_a_signal_loses_no_step(tmp_path, launch, monkeypatch):
     assert "Traceback" not in run.output
     # It has not come to its end.
     left = {path.name for path in run.folder.iterdir()}
-    assert left.isdisjoint({"summary.json", "deployment", "model.safetensors", ".dc_trl.lock"})
+    assert left.isdisjoint({"summary.json", "deployment", "model.safetensors"})
     assert "train_runtime" not in (run.folder / "history.jsonl").read_text()
 
     launch(output_dir=run.folder, resume_from_checkpoint="auto", **options)
@@ -209,71 +209,6 @@ def test_two_processes_stop_together_and_go_on_together(tmp_path):
         assert resumed.wait() == 0, resumed.output[-3000:]
     assert resumed.steps() == list(range(1, done + 3))
     assert "Passed over: checkpoint-99999 holds no trainer_state.json" in resumed.output
-
-
-def test_the_process_that_is_left_says_how_to_go_on_where_the_main_one_has_died(tmp_path):
-    """As when the kernel's memory killer takes it: the launcher's own traceback says nothing of a checkpoint."""
-    with started(tmp_path / "run", launcher=TWO_PROCESSES, per_device_train_batch_size=8, save_steps=1) as run:
-        run.wait_for((run.folder / "checkpoint-1" / "trainer_state.json").exists)
-        run.ranks()["0"].kill()
-        assert run.wait() == 1
-    # By the launcher's SIGTERM, or by the collective that breaks, whichever comes first.
-    assert f"the same command with --output_dir {run.folder} --resume_from_checkpoint true." in run.output
-
-
-# Holds still where Python runs no handler, as a process does whose peer is dead, with a forked child. Its clock stands
-# still, and a file counts how often it has been read.
-STUCK = """
-import ctypes, os, sys, time
-from pathlib import Path
-from types import SimpleNamespace
-from transformers import TrainerState, TrainingArguments
-from dc_trl.resuming import interruption
-folder = Path(sys.argv[1])
-def clock():
-    (folder / "reads").open("a").write("x")
-    return float((folder / "clock").read_text())
-interruption.time = SimpleNamespace(monotonic=clock)
-with interruption.StopSignals() as signals:
-    signals.on_train_begin(TrainingArguments(output_dir=sys.argv[1]), TrainerState(global_step=3), None)
-    if os.fork() == 0:
-        print(os.getpid(), flush=True)  # by the child, which has left its signals to the parent by now
-        time.sleep(3600)
-    mutex = ctypes.create_string_buffer(128)
-    ctypes.CDLL(None).pthread_mutex_lock(mutex)
-    ctypes.CDLL(None).pthread_mutex_lock(mutex)
-"""
-
-
-def test_a_second_signal_ends_a_process_that_is_stuck(tmp_path):
-    (tmp_path / "checkpoint-3").mkdir()
-    (tmp_path / "clock").write_text("0.0")
-    command = [*DEFAULT_SIGINT, sys.executable, "-c", STUCK, str(tmp_path)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    child = psutil.Process(int(process.stdout.readline()))
-    try:
-        process.send_signal(signal.SIGINT)
-        line = "".join(process.stderr.readline() for _ in range(2))
-        assert "SIGINT: the run ends after this step" in line
-        child.send_signal(signal.SIGINT)  # as from a terminal: it is for the parent
-        process.send_signal(signal.SIGTERM)  # what a launcher passes on at the same time is no second one
-        while len((tmp_path / "reads").read_text()) < 2:
-            assert process.poll() is None
-            time.sleep(0.01)
-        child.terminate()  # as a pool ends its workers
-        (tmp_path / "clock").write_text("5.0")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(LIMIT) == 130
-        assert (
-            f"SIGTERM: ended at once. Go on from the last checkpoint: the same command with --output_dir {tmp_path} "
-            "--resume_from_checkpoint true."
-        ) in process.stderr.read()
-        assert child.wait(LIMIT) is None or not child.is_running()
-    finally:
-        if child.is_running():
-            child.kill()  # it holds the pipes open that are read to their end
-        process.kill()
-        process.communicate()
 
 
 def test_the_launcher_passes_slurms_warning_on_where_it_is_told_to(tmp_path, monkeypatch):

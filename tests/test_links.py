@@ -3,10 +3,7 @@
 import ast
 import os
 import re
-import shutil
-import subprocess
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from transformers import TrainerCallback
@@ -15,7 +12,6 @@ from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback, HistoryCallback
 from dc_trl.command.report import main as report
 from dc_trl.command.train import train
 from dc_trl.files import LOCK_FILE, append_text, lock_output, write_bytes, write_text
-from dc_trl.settings.paths import serve_line
 
 from .helpers import ROOT, Rollouts, distinct_characters, make_config, make_model, make_prompts, make_tokenizer
 
@@ -35,7 +31,7 @@ def run(folder, *words):
         return str(stopped.code)
 
 
-def plant(folder, names, make):
+def plant(folder, names):
     """Makes links under these names to files outside; returns these files with their content."""
     outside = folder.parent / "outside"
     outside.mkdir()
@@ -44,7 +40,7 @@ def plant(folder, names, make):
         target = outside / str(number)
         target.write_text("mine")
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        make(target, folder / name)
+        (folder / name).symlink_to(target)
         targets[name] = target
     return targets
 
@@ -59,17 +55,16 @@ def names(tmp_path_factory):
     left = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert {"history.jsonl", "model.safetensors", "run.png", "README.md", "deployment/model.safetensors"} <= left
     top = {name for name in left if "/" not in name}
-    return sorted(top | {f".{name}.tmp" for name in top} | {".dc_trl.lock", ".write-probe", "..write-probe.tmp"})
+    return sorted(top | {f".{name}.tmp" for name in top} | {".dc_trl.lock"})
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("make", [lambda target, link: link.symlink_to(target), os.link], ids=["symbolic", "hard"])
-def test_a_run_changes_nothing_that_a_link_in_its_folder_leads_to(names, tmp_path, monkeypatch, make):
+def test_a_run_changes_nothing_that_a_link_in_its_folder_leads_to(names, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    # Each alone first, where the run refuses the folder of another run: lock and probe come before all else.
-    for name in (".dc_trl.lock", "..write-probe.tmp", ".settings.json.tmp", ".history.jsonl.tmp"):
+    # Each alone first, where the run refuses the folder of another run: the lock comes before all else.
+    for name in (".dc_trl.lock", ".settings.json.tmp", ".history.jsonl.tmp"):
         (folder := tmp_path / name / "run").mkdir(parents=True)
-        (target,) = plant(folder, [name], make).values()
+        (target,) = plant(folder, [name]).values()
         outcome = run(folder, "--max_steps", "1")
         assert target.read_text() == "mine", name
         assert outcome == "None" or re.fullmatch(r"error: .*", outcome), outcome
@@ -81,7 +76,7 @@ def test_a_run_changes_nothing_that_a_link_in_its_folder_leads_to(names, tmp_pat
             continue  # read before they are written, and refused where they are not what a run writes
         path.unlink(missing_ok=True)
     rest = [name for name in names if name != ".dc_trl.lock" and not (tmp_path / "run" / name).exists()]
-    targets = plant(tmp_path / "run", rest, make)
+    targets = plant(tmp_path / "run", rest)
     assert run(tmp_path / "run", "--resume_from_checkpoint", "true") == "None"
     (tmp_path / "run" / "settings.json").unlink()  # a resumed run keeps it, and a report refuses what is no JSON
     report([str(tmp_path / "run")])  # replaces the link of its name
@@ -109,10 +104,6 @@ def test_links_to_folders_in_the_place_of_checkpoint_and_deployment_are_replaced
     assert sorted(path.name for path in run.iterdir()) == ["README.md", "checkpoint-1", "deployment"]
 
 
-def test_a_log_may_go_to_nowhere():
-    append_text(Path(os.devnull), "a line")
-
-
 def test_an_output_directory_may_be_a_link(tmp_path):
     (tmp_path / "scratch").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "scratch")
@@ -121,22 +112,17 @@ def test_an_output_directory_may_be_a_link(tmp_path):
     assert (tmp_path / "scratch" / "a").read_text() == "b"
 
 
-@pytest.mark.parametrize("kind", ["symbolic", "hard", "dangling", "pipe"])
+@pytest.mark.parametrize("kind", ["symbolic", "dangling"])
 def test_writers_replace_or_refuse(tmp_path, kind):
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("mine")
 
     def plant_it(path):
         path.unlink(missing_ok=True)
-        if kind == "pipe":
-            os.mkfifo(path)
-        elif kind == "hard":
-            os.link(target, path)
-        else:
-            path.symlink_to(target if kind == "symbolic" else tmp_path / "nothing")
+        path.symlink_to(target if kind == "symbolic" else tmp_path / "nothing")
 
     plant_it(link)
-    with pytest.raises(OSError, match=f"(?s)remove it|No such device.*'{link}'") as refused:
+    with pytest.raises(OSError, match="remove it") as refused:
         append_text(link, "theirs")
     assert str(link) in str(refused.value)
     (tmp_path / "run").mkdir()
@@ -160,7 +146,6 @@ ALLOWED = {
     "rollouts/replica.py": "within a checkpoint that is being made",
     "grading/worker.py": "/dev/null, and the pipe of the pool",
     "quantization/checkpoint_files.py": "in a folder that was just made",
-    "hub/local_paths.py": "in a folder of this user alone, made by mkdtemp",
 }
 
 
@@ -182,54 +167,6 @@ def test_only_files_py_opens_files_for_writing():
             if of_path or called == "save_file" or (opened and not all(re.fullmatch("rb?", mode) for mode in modes)):
                 found.add(name)
     assert found - {"files.py"} <= set(ALLOWED), found - set(ALLOWED)
-
-
-# --- what else can happen to the folder ------------------------------------------------------------------------------
-
-
-def test_the_line_that_serves_is_one_for_a_shell(tmp_path):
-    folder = tmp_path / "it's $HOME; a run"
-    words = serve_line(folder / "deployment")
-    said = subprocess.run(["sh", "-c", words.replace("vllm serve", "printf %s")], capture_output=True, text=True)
-    assert said.stdout == str(folder / "deployment")
-
-
-@pytest.mark.long
-def test_a_damaged_folder_is_one_line_that_names_the_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert run(tmp_path / "whole", "--max_steps", "1") == "None"
-    for name in ("history.jsonl", "starts.json", "before.json", "summary.json"):
-        folder = shutil.copytree(tmp_path / "whole", tmp_path / name / "run")
-        content = (folder / name).read_text()
-        (folder / name).write_text(content[: len(content) // 2] + "\n" if name == "history.jsonl" else content[:-9])
-        outcome = run(folder, "--resume_from_checkpoint", "auto")
-        assert outcome.startswith(f"error: {folder / name}"), outcome
-        assert "\n" not in outcome
-        if name == "before.json":
-            continue  # the summary has it
-        with pytest.raises(SystemExit, match=str(folder / name)):
-            report([str(folder), "--output", str(tmp_path / "report.html")])
-
-
-@pytest.mark.long
-def test_a_folder_that_goes_while_it_trains_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    (tmp_path / "takes_away.py").write_text(
-        "import shutil, pathlib\n"
-        "calls = 0\n"
-        "def reward(completions, trainer_state, **kwargs):\n"
-        "    global calls\n"
-        "    calls += 1\n"
-        f"    if trainer_state.global_step == 2: shutil.rmtree({str(tmp_path / 'run')!r})\n"
-        "    return [float(len(c)) for c in completions]\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    words = ("--eval_size", "0", "--max_steps", "5", "--save_steps", "500", "--rewards", "takes_away.reward")
-    outcome = run(tmp_path / "run", *words)
-    assert outcome.startswith("error: ")
-    assert "history.jsonl" in outcome
-    assert "The run is saved" in outcome
-    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_disk_that_is_full_names_the_file(small_disk):

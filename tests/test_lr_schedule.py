@@ -61,15 +61,6 @@ def test_whenever_the_period_is_set_the_rates_are_algorithm_1s(period, before, a
     assert rates == pytest.approx(algorithm_1(before + after, [None] * (before + 1) + [period] * after, floor))
 
 
-def test_a_period_of_the_past_is_not_made_up_for(caplog):
-    schedule = LengthDecaySchedule(make_optimizer())
-    advance(schedule, 35)
-    schedule.decay_period = 10
-    assert "decay_period=10 is set before step 36: the 3 halving(s)" in caplog.text
-    assert "at step 40" in caplog.text
-    assert advance(schedule, 20) == [1.0] * 4 + [0.5] * 10 + [0.25] * 6
-
-
 @given(st.integers(0, 40), st.integers(0, 40), st.none() | st.integers(1, 9), st.booleans())
 def test_a_restored_schedule_goes_on_as_the_saved_one(before, after, period, with_optimizer):
     whole = LengthDecaySchedule(make_optimizer(2.0), floor=0.2)
@@ -85,19 +76,6 @@ def test_a_restored_schedule_goes_on_as_the_saved_one(before, after, period, wit
     assert advance(resumed, after) == advance(whole, after)
 
 
-def test_a_rate_in_a_tensor_stays_that_tensor():
-    rate = torch.tensor(1.0)
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=rate)
-    schedule = LengthDecaySchedule(optimizer, decay_period=3)
-    advance(schedule, 2)
-    assert optimizer.param_groups[0]["lr"] is rate
-    assert rate.item() == 0.5
-    resumed = LengthDecaySchedule(optimizer)
-    rate.fill_(3.0)
-    resumed.load_state_dict(schedule.state_dict())
-    assert rate.item() == 0.5
-
-
 @pytest.mark.parametrize("period", [0, 1.5])
 def test_invalid_numbers_are_refused(period):
     with pytest.raises(ValueError, match=r"floor=1\.1 is invalid"):
@@ -109,12 +87,6 @@ def test_invalid_numbers_are_refused(period):
         schedule.decay_period = period
     with pytest.raises(ValueError, match="decay_period=7 is set already"):
         schedule.decay_period = 8
-
-
-def test_a_foreign_state_is_refused():
-    schedule = LengthDecaySchedule(make_optimizer())
-    with pytest.raises(ValueError, match="saved by another scheduler"):
-        schedule.load_state_dict(torch.optim.lr_scheduler.ConstantLR(make_optimizer()).state_dict())
 
 
 # --- the surge ------------------------------------------------------------------------------------------------------
@@ -230,10 +202,3 @@ def test_the_reactive_schedule_and_its_resumption(cut):
         whole.observe(length)
     assert (whole.surge_step, whole.decay_period) == (101, 182)  # 1.8 × 101 = 181.8
     assert rates == [1.0] * 181 + [0.5] * 182 + [0.25] * 37
-
-
-def test_a_given_period_outlives_the_surge():
-    schedule = LengthDecaySchedule(make_optimizer(), decay_period=50)
-    for length in jump(101):
-        schedule.observe(length)
-    assert (schedule.surge_step, schedule.decay_period) == (101, 50)

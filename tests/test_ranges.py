@@ -1,18 +1,12 @@
 """What a number may be: ranges against their plain meaning, and the numbers of a configuration."""
 
 import math
-import types
-from dataclasses import fields
-from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trl import GRPOConfig
 
-from dc_trl import DCGRPOConfig
-from dc_trl.settings.fields import TRL_RANGES, ranges_of
 from dc_trl.settings.ranges import Range
 
 from .helpers import make_config
@@ -46,25 +40,11 @@ def test_numbers_of_numpy_are_numbers():
     assert not Range().allows(None)
 
 
-def test_every_number_of_trl_has_a_range_that_holds_its_default():
-    """A new release of TRL may have more of them, and other defaults."""
-    hints = get_type_hints(GRPOConfig)
-    kinds = {field.name: set(get_args(hints[field.name]) or [hints[field.name]]) for field in fields(GRPOConfig)}
-    of_numbers = {name for name, kind in kinds.items() if kind <= {int, float, types.NoneType}}
-    assert {"learning_rate", "max_steps", "eval_steps"} < of_numbers <= ranges_of(DCGRPOConfig).keys()
-    for field in fields(GRPOConfig):
-        if field.name in TRL_RANGES and field.default is not None:
-            assert TRL_RANGES[field.name].allows(field.default), field.name
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"max_steps": 0}, "max_steps=0 is invalid: use a whole number, at least 1, or -1 for num_train_epochs."),
-        ({"max_steps": 2.5}, "max_steps=2.5"),
         ({"learning_rate": None}, "learning_rate=None"),
         ({"learning_rate": "much"}, "learning_rate='much' is invalid: use a finite number, at least 0."),
-        ({"adam_beta2": 1.0}, "adam_beta2=1.0 is invalid: use a finite number, at least 0, below 1."),
         ({"reward_weights": [1.0, math.nan]}, "reward_weights=nan is invalid: use a finite number."),
         ({"pad_to_multiple_of": "some"}, "pad_to_multiple_of='some'"),
         ({"pad_to_multiple_of": 0}, "pad_to_multiple_of=0"),
@@ -72,7 +52,6 @@ def test_every_number_of_trl_has_a_range_that_holds_its_default():
         ({"loss_type": "ppo"}, "loss_type='ppo' is unknown: choose one of 'grpo'"),
         ({"importance_sampling_level": "word"}, "importance_sampling_level='word'"),
         ({"chat_template_kwargs": "{"}, "chat_template_kwargs='{' is not JSON"),
-        ({"chat_template_kwargs": '{"tokenize": false}'}, "chat_template_kwargs={'tokenize': False} sets tokenize"),
     ],
 )
 def test_a_value_that_a_field_does_not_take_is_refused_by_its_name(tmp_path, settings, words):

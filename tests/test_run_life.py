@@ -1,10 +1,9 @@
-"""What a run shows from its first line to its last: banner, bars, units, seconds, tables."""
+"""What a run shows from its first line to its last: bars, units, seconds, tables."""
 
 import json
 import logging
 import subprocess
 import sys
-from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -19,11 +18,8 @@ from dc_trl.hub.card import write_run_card
 from dc_trl.records.runs import read_run
 from dc_trl.records.tables import weighted_sum
 from dc_trl.report.tables import facts_table, outcome_table
-from dc_trl.resuming.manifest import write_manifest
+from dc_trl.resuming.checkpoints import write_manifest
 from dc_trl.trainers import progress
-from dc_trl.training.arguments import RunArguments
-from dc_trl.training.banner import banner
-from dc_trl.training.build import build_trainer
 
 from .helpers import ROOT, make_config, make_model, make_prompts
 
@@ -51,58 +47,6 @@ def test_a_table_in_a_file_is_as_wide_as_its_cells():
 def test_a_weighted_sum_in_words():
     assert weighted_sum({"a": 1.0, "b": 0.5, "c": 0.0, "d": -1.0, "e": -0.25}) == "a + 0.5·b − d − 0.25·e"
     assert weighted_sum({"a": -2.0}) == "− 2·a"
-
-
-# --- the banner -----------------------------------------------------------------------------------------------------
-
-QUICK = ["--config", "configs/quickstart.yaml", "--max_steps", "3"]
-SERVER = ["--use_vllm", "true", "--vllm_mode", "server"]
-
-
-def shown(trainer, output_dir, *words):
-    arguments = RunArguments.parse([*QUICK, "--output_dir", str(output_dir), *words])
-    trainer.args = arguments.trainer
-    text = banner(trainer, arguments)
-    assert len(text.splitlines()) <= 10
-    return {line.split()[0]: line for line in text.splitlines()[1:]}
-
-
-def test_the_banner_says_what_the_settings_mean(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    words = ["--eval_size", "8", "--use_peft", "true", "--lora_r", "4", "--rewards", "arithmetic", "math"]
-    arguments = RunArguments.parse([*QUICK, "--output_dir", str(tmp_path), *words, "--reward_weights", "1", "0.5"])
-    with ExitStack() as stack:
-        trainer, _ = build_trainer(arguments, stack)
-        text = banner(trainer, arguments)
-    assert text.splitlines() == [
-        "DC-GRPO",
-        "  model       dc_trl/assets/tiny_qwen3, LoRA of rank 4",
-        "  sampling    fp8 replica of the policy, in this process",
-        "  constraint  lagrangian, ε = 0.0012, λ from 0.1",
-        "  rewards     arithmetic_reward + 0.5·math_reward",
-        "  training    3 step(s) on 48 problems of arithmetic",
-        "  held out    8 problems, measured before and after training",
-        f"  output      {tmp_path}",
-    ]
-    lines = shown(trainer, tmp_path, "--constraint", "none", "--rollout_correction", "token_mask")
-    assert "none" in lines["constraint"]
-    assert "ε" not in lines["constraint"]
-    assert "token_mask" in lines["correction"]
-    lines = shown(trainer, tmp_path, "--discrepancy_tolerance", "auto")
-    assert "ε = auto" in lines["constraint"]
-    assert "correction" not in lines
-    assert shown(trainer, tmp_path, "--constraint", "static")["constraint"].endswith("static, λ = 0.1")
-    lines = shown(trainer, tmp_path, "--vllm_server_base_url", "http://me:hunter2@host:80/?api_key=s3cret", *SERVER)
-    assert "vLLM server, fp8: http://host:80/" in lines["sampling"]
-    assert "hunter2" not in str(lines)
-    assert "s3cret" not in str(lines)
-    urls = ["--vllm_server_base_urls", "http://a:1", "http://b:2", *SERVER]
-    assert "2 vLLM servers, fp8: http://a:1, http://b:2" in shown(trainer, tmp_path, *urls)["sampling"]
-    assert "vLLM server of this run, fp8" in shown(trainer, tmp_path, "--serve", "auto", *SERVER)["sampling"]
-    colocated = shown(trainer, tmp_path, "--use_vllm", "true", "--vllm_mode", "colocate")
-    assert "vLLM in this process (colocate), fp8" in colocated["sampling"]
-    trainer.eval_dataset = None
-    assert shown(trainer, tmp_path, "--eval_size", "0")["held"].endswith("nothing (eval_size=0)")
 
 
 # --- measured before and after --------------------------------------------------------------------------------------
@@ -178,7 +122,7 @@ def test_bars_say_what_is_evaluated_and_seconds_add_up(tmp_path, tokenizer, caps
         saved = json.loads(state.read_text())
         assert saved["training_seconds"] > 0
         state.write_text(json.dumps(saved | {"training_seconds": 1000.0}))
-        write_manifest(state.parent, hashes=True)
+        write_manifest(state.parent)
         checkpoint = str(tmp_path / "checkpoint-1")
         trainer, summary = trained(
             tmp_path, tokenizer, [zero_or_one], resume=checkpoint, bars=False, disable_tqdm=True

@@ -315,7 +315,6 @@ def test_a_sampler_that_is_the_policy_has_no_drift(tmp_path):
         ({"deployment_scheme": None}, "use_vllm=False"),
         ({"use_vllm": True, "vllm_importance_sampling_correction": True}, "vllm_importance_sampling_correction=True"),
         ({"score_centering": False, "score_centering_top_k": 8}, "score_centering_top_k=8 has no effect"),
-        ({"use_vllm": True, "top_k": 5, "score_centering_top_k": 8}, "score_centering_top_k=8 has no effect"),
         ({"use_vllm": True, "vllm_mode": "colocate", "score_centering_top_k": 21}, "score_centering_top_k=21"),
         ({"use_vllm": True, "top_p": 0.9}, "set top_k too"),
         ({"repetition_penalty": 1.1}, "score_centering=False"),

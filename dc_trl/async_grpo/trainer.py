@@ -37,7 +37,7 @@ from ..constraint.statistics import BatchStatistics, batch_metrics
 from ..constraint.thresholds import drift_warning
 from ..files import read_object, write_text
 from ..gate.fit import limits_of
-from ..gate.policy import require_trainable, require_whole
+from ..gate.policy import require_trainable
 from ..gate.start import require_startable
 from ..hub.card import write_run_card
 from ..quantization.deployed_forward import DeployedForward, ParametersMove
@@ -165,8 +165,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             rollout_worker=rollout_worker,
             weight_transfer=weight_transfer,
         )
-        require_whole(self.model, "model", True, sharding_of(args))
-        require_trainable(self.model, self.optimizer, args.learning_rate)
+        require_trainable(self.model)
         policy = base_model(self.model)
         limits_of(policy, self.processing_class, "the model", args.max_completion_length)
         self._quantized_self: DeployedForward | None = None

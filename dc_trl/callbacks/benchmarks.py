@@ -89,7 +89,7 @@ class BenchmarkCallback(TrainerCallback):
         grading_processes: workers that grade, in the main process.
 
     Raises:
-        ValueError: there is no engine, or two benchmarks have one name.
+        ValueError: there is no engine.
 
     Example:
 
@@ -108,9 +108,6 @@ class BenchmarkCallback(TrainerCallback):
     ):
         if trainer.replica is None and not trainer.use_vllm:
             raise ValueError("deployment_scheme=None and use_vllm=False: set one of them, no engine is there to ask.")
-        names = [benchmark.name for benchmark in benchmarks]
-        if len(set(names)) < len(names):
-            raise ValueError(f"benchmarks={names}: each name may stand once, the metrics are told apart by it.")
         self._trainer = trainer
         self._benchmarks = benchmarks
         self._temperature = temperature

@@ -1,12 +1,170 @@
-"""The length-decay learning rate (arXiv 2602.01826) in a trainer."""
+"""The length-decay learning rate, the detector that finds the surge of the response length, and both in a trainer.
 
+They follow arXiv 2602.01826 ("the LR paper"): some time after the responses become abruptly longer, gradient noise
+rises, and with it the mismatch of training and inference. From then on the learning rate is halved at intervals.
+"""
+
+import math
+import statistics
+from collections import deque
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainerCallback
-from transformers.utils import logging
 
-from .lr_schedule import LengthDecaySchedule
+from ..settings.ranges import COUNT, SHARE, require_number
 
 
-logger = logging.get_logger(__name__)
+# Decay period in units of the surge's step (LR paper: 180 steps for a surge near step 100).
+PERIOD_PER_SURGE_STEP = 1.8
+
+
+class SurgeDetector:
+    """Finds online the step at which the responses become abruptly longer.
+
+    The LR paper reads it off its curves (mean length 1000 → 3000–4000 tokens near step 90–110). The rule is ours:
+
+        The surge is the first step at which the running median over 9 steps, centred on it, reaches 2 × the median of
+        the up to 80 steps before those 9.
+
+    Spikes of up to 4 steps in a row do not move a median over 9; in return, a surge is known 4 steps after it
+    happened. The baseline of 80 steps follows a slow drift, and stays at the old level while the length rises. The
+    factor 2 is the geometric middle between no change and the paper's 4-fold. docs/learning_rate.md has what the rule
+    finds on synthetic curves, and its limits.
+
+    Attributes:
+        step: number of updates so far, which is the 1-based step of the last one.
+        surge_step: 1-based step of the surge; None while there was none.
+    """
+
+    WINDOW = 9
+    BASELINE = 80
+    MIN_BASELINE = 10
+    RATIO = 2.0
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.surge_step: int | None = None
+        # (step, length) of the last steps that had a length.
+        self._recent: deque[tuple[int, float]] = deque(maxlen=self.BASELINE + self.WINDOW)
+
+    def update(self, mean_length: float) -> int | None:
+        """Take the next step's mean response length, in tokens; return the 1-based step of the surge once found.
+
+        The first surge stays the answer. A step whose length is NaN, infinite or 0 (nothing was sampled) counts as a
+        step and as no measurement.
+        """
+        self.step += 1
+        if self.surge_step is not None or not math.isfinite(mean_length) or mean_length == 0:
+            return self.surge_step
+        self._recent.append((self.step, float(mean_length)))
+        if len(self._recent) >= self.MIN_BASELINE + self.WINDOW:
+            steps, lengths = zip(*self._recent, strict=True)
+            before, window = lengths[: -self.WINDOW], lengths[-self.WINDOW :]
+            if statistics.median(window) >= self.RATIO * statistics.median(before):
+                self.surge_step = steps[-self.WINDOW :][self.WINDOW // 2]
+                self._recent.clear()
+        return self.surge_step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return steps, recent lengths and the surge, as JSON-compatible values."""
+        return {"step": self.step, "surge_step": self.surge_step, "recent": [list(entry) for entry in self._recent]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from ``state_dict()``."""
+        self.step, self.surge_step = state_dict["step"], state_dict["surge_step"]
+        self._recent.clear()
+        self._recent.extend(map(tuple, state_dict["recent"]))
+
+
+class LengthDecaySchedule(LRScheduler):
+    """Learning rate that is halved every ``decay_period`` optimizer steps, down to a floor (LR paper, Algorithm 1).
+
+    Optimizer step t = 1, 2, … is made at  η_t = η_0 · max(floor, 2^−⌊t / decay_period⌋),  with each parameter group's
+    own η_0. At the default floor that is 1, 0.5, 0.25, 0.125, 0.1 times η_0. The algorithm's loop, as we read it,
+    halves when t is a multiple of the period, and then updates: so step number ``decay_period`` is the first at half
+    the rate. While ``decay_period`` is None, η_t = η_0.
+
+    *Reactive form*: leave ``decay_period`` at None and pass the mean response length of every step to
+    :meth:`observe`. Once the lengths have surged at step s, the period becomes 1.8 · s, rounded.
+
+    *Setting the period later*: ``decay_period`` may be set once, at any time. Halvings fall on the multiples of the
+    period, counted from the first optimizer step; multiples up to the step that comes next are left out. So the
+    assignment does not move the rate.
+
+    Call :meth:`step` once per optimizer step, as the trainers of Transformers and TRL do. In a loop of your own, do
+    not give the schedule to ``Accelerator.prepare``: its wrapper steps once per *process*.
+
+    Args:
+        optimizer: its groups' learning rates are η_0.
+        decay_period: optimizer steps between two halvings, at least 1, or None: to be set later.
+        floor: lowest rate as a fraction of η_0, in (0, 1]; 0.1 in the paper.
+
+    Raises:
+        ValueError: a value is out of its range; the message names it.
+    """
+
+    def __init__(self, optimizer: Optimizer, decay_period: int | None = None, floor: float = 0.1):
+        require_number("floor", floor, SHARE)
+        if decay_period is not None:
+            require_number("decay_period", decay_period, COUNT)
+        self.floor = float(floor)
+        self.detector = SurgeDetector()
+        self._decay_period = decay_period
+        self._passed = 0  # multiples of the period that the next step had reached when it was set
+        super().__init__(optimizer)
+
+    @property
+    def decay_period(self) -> int | None:
+        """Optimizer steps between two halvings; None: not known yet."""
+        return self._decay_period
+
+    @decay_period.setter
+    def decay_period(self, period: int) -> None:
+        require_number("decay_period", period, COUNT)
+        if self._decay_period is not None:
+            raise ValueError(f"decay_period={self._decay_period} is set already: make a new schedule for another one.")
+        self._decay_period = period
+        self._passed = (self.last_epoch + 1) // period
+
+    @property
+    def factor(self) -> float:
+        """Present learning rate as a fraction of η_0, in [floor, 1]."""
+        if self._decay_period is None:
+            return 1.0
+        return max(self.floor, 0.5 ** ((self.last_epoch + 1) // self._decay_period - self._passed))
+
+    @property
+    def surge_step(self) -> int | None:
+        """1-based step at which the observed response lengths surged; None while they have not."""
+        return self.detector.surge_step
+
+    def observe(self, mean_length: float) -> int | None:
+        """Take the mean response length of the next step; return the 1-based step of the surge once found.
+
+        When the surge is found and no period is set, ``decay_period`` becomes 1.8 × its step, rounded.
+        """
+        known, surge = self.detector.surge_step, self.detector.update(mean_length)
+        if known is None and surge is not None and self._decay_period is None:
+            self.decay_period = round(PERIOD_PER_SURGE_STEP * surge)
+        return surge
+
+    def get_lr(self) -> list[Any]:
+        """Return the parameter groups' learning rates for the next optimizer step, number ``last_epoch`` + 1."""
+        return [rate * self.factor for rate in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what PyTorch's schedulers keep, the period, and the detector's state."""
+        return super().state_dict() | {"detector": self.detector.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from ``state_dict()``: period, floor, η_0 and detector become the saved ones, as does the rate."""
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "detector"})
+        self.detector.load_state_dict(state_dict["detector"])
+        # PyTorch leaves the rate to the optimizer's own state, which not everyone saves.
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = rate
 
 
 class LengthDecayCallback(TrainerCallback):
@@ -38,29 +196,15 @@ class LengthDecayCallback(TrainerCallback):
             raise ValueError(
                 "DeepSpeed makes its own optimizer, which LengthDecayCallback cannot schedule: use FSDP2 or DDP."
             )
-        if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
-            raise ValueError(
-                "fsdp_version=1 replaces the parameters that the optimizer is made for: set fsdp_version=2 to use "
-                "LengthDecayCallback."
-            )
         if args.warmup_steps > 0:
             raise ValueError(
                 f"warmup_steps={args.warmup_steps!r} has no effect with LengthDecayCallback, which starts at the full "
                 "learning rate: set warmup_steps=0."
             )
-        if trainer.lr_scheduler is not None:
-            raise ValueError(
-                f"The trainer already has the scheduler {type(trainer.lr_scheduler).__name__}: make the callback "
-                "before train(), and pass optimizers=(…, None)."
-            )
         if decay_period is None and args.logging_strategy != "steps":
             raise ValueError(
                 f"logging_strategy={args.logging_strategy.value!r} hides the response lengths that decide the decay "
                 "period: set logging_strategy='steps' and logging_steps=1, or decay_period."
-            )
-        if args.lr_scheduler_type != "constant":
-            logger.warning(
-                f"LengthDecayCallback takes the place of lr_scheduler_type={args.lr_scheduler_type.value!r}."
             )
         self.schedule = LengthDecaySchedule(trainer.create_optimizer(), decay_period, floor)
         trainer.lr_scheduler = self.schedule
@@ -82,13 +226,6 @@ class LengthDecayCallback(TrainerCallback):
         if length is not None:
             for _ in range(state.global_step - self.schedule.detector.step):
                 self.schedule.observe(length)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        if self.schedule.decay_period is None and self.schedule.detector.step == 0:
-            logger.warning(
-                "No completions/mean_length was logged, so the learning rate stayed constant: set decay_period, or "
-                "use a trainer that samples."
-            )
 
     def on_step_begin(self, args, state, control, **kwargs):
         # The trainer has logged its last step by now, so that this row takes nothing away from that one.

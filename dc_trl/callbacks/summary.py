@@ -20,7 +20,6 @@ from ..records.runs import (
     run_ended,
 )
 from ..records.tables import print_table, weighted_sum, with_error
-from ..records.time_parts import time_cells
 from ..records.verdict import rewards_of, verdict_of
 from ..settings.paths import serve_line
 from ..trainer import DCGRPOTrainer
@@ -39,17 +38,9 @@ class BeforeAndAfter(TrainerCallback):
     Args:
         trainer: of the run.
         between: also measures and logs greedy completions at the trainer's evaluations between the two.
-
-    Raises:
-        ValueError: there are several evaluation sets, which `transformers` evaluates one by one.
     """
 
     def __init__(self, trainer: DCGRPOTrainer, between: bool = False):
-        if isinstance(trainer.eval_dataset, dict):
-            raise ValueError(
-                f"eval_dataset has {len(trainer.eval_dataset)} sets, {', '.join(map(repr, trainer.eval_dataset))}: "
-                "BeforeAndAfter compares one, give the trainer that one."
-            )
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
         self._trainer = trainer
@@ -109,15 +100,9 @@ class BeforeAndAfter(TrainerCallback):
 
 
 def reward_weights(trainer: DCGRPOTrainer) -> dict[str, float]:
-    """Return the weight of each reward function by its name; functions with the same name get a number."""
-    weights: dict[str, float] = {}
-    for name, weight in zip(trainer.reward_func_names, trainer.reward_weights.tolist(), strict=True):
-        number, key = 1, name
-        while key in weights:
-            number += 1
-            key = f"{name} {number}"
-        weights[key] = float(f"{weight:.6g}")  # they are float32 in the trainer
-    return weights
+    """Return the weight of each reward function by its name."""
+    weights = (float(f"{weight:.6g}") for weight in trainer.reward_weights.tolist())  # float32 in the trainer
+    return dict(zip(trainer.reward_func_names, weights, strict=True))
 
 
 def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
@@ -159,8 +144,6 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     print("\n".join(verdict.lines))
     title = f"Deployed policy ({engine}), {trainer.state.global_step} steps, {args.constraint}"
     print_table(("", "before", "after"), rows, title)
-    parts = [(label, *cells) for label, cells in time_cells(seconds, tokens).items()]
-    print_table(("part", "seconds", "share", "tokens/s"), parts, "Where the time went")
     summary = {
         "engine": engine,
         "constraint": args.constraint,

@@ -1,7 +1,6 @@
 """`dc-trl`: one program with a module for each sub-command, which is imported when it is called.
 
-A module has `make_parser()` and `main(words)`. A description of its parser is kept, so that help and refusals come at
-once: torch and TRL take seconds to import. `describe.py` makes it, `options.py` reads it.
+A module has `make_parser()` and `main(words)`.
 """
 
 import difflib
@@ -9,10 +8,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from ..settings.command_line import OptionParser, refused_in_one_line
-from ..settings.generated import description_of
+from ..settings.command_line import OptionParser
 from ..version import __version__
-from .options import require_options
 
 
 # Module and purpose of each sub-command.
@@ -22,7 +19,6 @@ COMMANDS = {
     "calibrate": ("calibrate", "measure engines' mismatch before a run, and propose the tolerance ε"),
     "evaluate": ("evaluate", "avg@k, pass@k and maj@k of a policy as it is deployed"),
     "report": ("report", "make the page of a run, with its figures"),
-    "push": ("push", "push a run to the Hub"),
     "prepare-data": ("prepare_data", "clean training problems, once"),
     "doctor": ("doctor", "say what this machine can do, and print a block for an issue"),
     "plan": ("plan", "say what fits, and what each device holds"),
@@ -32,9 +28,6 @@ COMMANDS = {
 def call(name: str, words: Sequence[str] | None = None) -> None:
     """Run a sub-command with its options, by default those of the process; end the program where it does."""
     given = sys.argv[1:] if words is None else list(words)
-    with refused_in_one_line():
-        description = description_of(name)
-    require_options(name, given, description)
     outcome = import_module(f".{COMMANDS[name][0]}", __name__).main(given)
     if outcome is not None:
         sys.exit(outcome)
@@ -56,8 +49,7 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.parse_args(given)
         return
     if given[0] not in COMMANDS:
-        word = given[0].lower().replace("_", "-")
-        close = difflib.get_close_matches(word, COMMANDS, n=1) or [name for name in COMMANDS if name in word]
+        close = difflib.get_close_matches(given[0].replace("_", "-"), COMMANDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(COMMANDS)}"
         parser.error(f"{given[0]!r} is no command: {hint}")
     call(given[0], given[1:])

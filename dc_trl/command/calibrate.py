@@ -26,7 +26,7 @@ from ..calibration.result import CALIBRATION_FILE
 from ..calibration.rollouts import require_engines
 from ..calibration.tables import print_calibration
 from ..data.benchmarks import BENCHMARKS
-from ..files import make_folder
+from ..files import parse_object
 from ..report.figures import save_figure
 from ..rollouts.engines import ENGINE_HELP, EngineSpec
 from ..serving.errors import ServerError
@@ -39,7 +39,7 @@ from ..settings.command_line import (
     refused_in_one_line,
     say,
 )
-from ..settings.pretrained import load_config_and_tokenizer, template_arguments
+from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import AT_LEAST_0, COUNT, Range, require_numbers
 from ..training.problems import DataArguments, draw_prompts
 
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> None:
         split=args.split,
         serve_options=args.serve_options,
         bf16=bf16,
-        chat_template_kwargs=template_arguments(args.chat_template_kwargs),
+        chat_template_kwargs=parse_object("chat_template_kwargs", args.chat_template_kwargs),
         log_dir=args.output,
         settings={
             "revision": args.revision,
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> None:
             f"output='{args.output}' holds a calibration already: choose another --output, or replace it with "
             "--overwrite."
         )
-    make_folder("output", args.output)
+    args.output.mkdir(parents=True, exist_ok=True)
     require_engines(engines, config)
     data = DataArguments(dataset_name=args.dataset_name, **{name: getattr(args, name) for name in DATA_FIELDS})
     prompts = draw_prompts(data, tokenizer, args.prompts, args.seed, args.benchmark)

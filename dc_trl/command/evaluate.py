@@ -18,7 +18,7 @@ from ..evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from ..evaluation.engines import EvaluatedModel, choose_engines, start_engine
 from ..evaluation.results import Evaluation
 from ..evaluation.table import print_comparison, print_evaluations
-from ..files import make_folder
+from ..files import parse_object
 from ..quantization.schemes import SCHEMES
 from ..rollouts.engines import ENGINE_HELP
 from ..rollouts.sampling import Sampling
@@ -30,7 +30,7 @@ from ..settings.command_line import (
     leave_on_sigterm,
     refused_in_one_line,
 )
-from ..settings.pretrained import load_config_and_tokenizer, template_arguments
+from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import AT_LEAST_0, COUNT, SHARE, require_numbers
 
 
@@ -92,14 +92,14 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("model is not set: give --model with a Hub id or a directory, or --compare.")
     require_numbers(args, RANGES)
     sampling = Sampling(args.max_tokens, args.temperature, args.top_p)
-    template_kwargs = template_arguments(args.chat_template_kwargs)
+    template_kwargs = parse_object("chat_template_kwargs", args.chat_template_kwargs)
     config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
     model = EvaluatedModel(args.model, args.revision, config, tokenizer)
     engines = choose_engines(model, args.engine, args.scheme)
     words = dict.fromkeys(word for each in args.benchmarks for word in (ALL if each == "all" else [each]))
     benchmarks = [Benchmark.load(word, samples=args.samples, limit=args.limit) for word in words]
     output: Path = args.output or Path("runs", "evaluation")
-    make_folder("output", output)
+    output.mkdir(parents=True, exist_ok=True)
     prompts = [ids for b in benchmarks for ids in tokenize_prompts(b, tokenizer, template_kwargs).values()]
     evaluations = []
     for spec in engines:

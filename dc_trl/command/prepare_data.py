@@ -17,7 +17,7 @@ from pathlib import Path
 from ..data.benchmarks import BENCHMARKS, PUBLISHED, load_benchmark, parse_benchmark
 from ..data.cleaning import Report, clean
 from ..data.dapo import DAPO, load_dapo
-from ..files import make_folder, write_text
+from ..files import write_text
 from ..settings.command_line import OptionParser, refused_in_one_line
 
 
@@ -60,7 +60,7 @@ def main(words: Sequence[str] | None = None) -> None:
     with refused_in_one_line():
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise ValueError(f"output={str(output)!r} already exists: choose another directory, or remove it first.")
-        make_folder("output", output.parent)
+        output.parent.mkdir(parents=True, exist_ok=True)
         # Beside the output, which then appears at once and whole, or not at all.
         with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
             result = Path(folder, output.name)

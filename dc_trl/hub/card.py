@@ -1,66 +1,36 @@
 """The model card: what the Hub shows of a run. The texts are the Jinja templates in this folder."""
 
-import hashlib
 import re
-import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import yaml
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from transformers import Trainer
-from transformers.utils import logging
-from trl.trainer.utils import get_comet_experiment_url, get_config_model_id, get_trackio_space_url
+from trl.trainer.utils import get_config_model_id
 
 from ..config import DCGRPOConfig
-from ..files import read_text, set_aside, write_text
+from ..files import write_text
 from ..records import runs
 from ..records.tables import with_error
-from .local_paths import hub_id_of, is_directory
+from ..settings.paths import is_path
 
 
 CARD_FILE = "README.md"
 UNKNOWN_REPOSITORY = "OWNER/MODEL"  # in a card whose repository is not known yet
 
-# Metadata of the earlier card that no run knows and the new card takes over.
-_KEPT_METADATA = ("language", "license", "license_link", "license_name")
-# The digest tells an edited card from one that may be replaced.
-_SIGNATURE = re.compile(r"\n*<!-- dc_trl wrote the text above, sha256 [0-9a-f]{64} -->\n*$")
 # Prefixes of fields that have no effect without a constraint.
 _OF_A_CONSTRAINT = ("constraint_form", "discrepancy_tolerance", "discrepancy_margin", "dual_", "lambda_")
-
-logger = logging.get_logger(__name__)
-
-
-def load_card(path: Path) -> ModelCard:
-    """Read a model card.
-
-    Raises:
-        ValueError: the file is not text, or its metadata cannot be read; the message names it.
-        OSError: the file cannot be read.
-    """
-    read_text(path)
-    try:
-        return ModelCard.load(path)
-    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
-        # The Hub's client raises the last three on metadata of another shape.
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{path} has metadata that cannot be read ({reason}): repair the card.") from error
 
 
 def write_run_card(trainer: Trainer, model_name: str | None, dataset_name: str | None, tags: Iterable[str]) -> None:
     """Write the card of a run into its output directory, from the files of the run.
 
-    A card that a user wrote or edited is kept as README.1.md, and so on. License and language of the earlier card
-    stay, and evaluation results in its metadata.
-
     Args:
-        trainer: trainer of the run; [`address_card`] later writes its repository if it is not known yet.
+        trainer: trainer of the run.
         model_name: name in the title; by default that of the output directory.
         dataset_name: training data: a Hub id, a path or a name.
         tags: tags of the model.
@@ -72,29 +42,18 @@ def write_run_card(trainer: Trainer, model_name: str | None, dataset_name: str |
     repo_id = trainer.hub_model_id or UNKNOWN_REPOSITORY
     loaded = get_config_model_id(trainer.model.config) or ""
     given = args.hub_base_model_id if isinstance(args, DCGRPOConfig) else None
-    base_model = given or hub_id_of(loaded) or loaded
+    base_model = given or loaded
     if dataset_name is not None and hub_dataset(dataset_name) is None:
         dataset_name = Path(dataset_name).name  # a card must not show directories
-    wandb = sys.modules.get("wandb")  # a run that it tracks has imported it; the import takes seconds
-    dashboard = get_trackio_space_url()
-    trackers = {
-        "Weights & Biases": wandb.run.url if wandb is not None and wandb.run is not None else None,
-        "Trackio": dashboard,
-        "Comet": get_comet_experiment_url(),
-    }
-    shown = [] if dashboard is None else [f"trackio:{dashboard}"]  # by this tag, the Hub shows it
     summary = runs.read_summary(folder)
     measured = _measured(folder, args, summary)
-    earlier = _set_card_aside(folder / CARD_FILE)
     data = ModelCardData(
-        base_model=base_model if base_model and not is_directory(base_model) else None,
+        base_model=base_model if base_model and not is_path(base_model) else None,
         datasets=hub_dataset(dataset_name),
         library_name="transformers",
         model_name=model_name or folder.absolute().name,
         pipeline_tag="text-generation",
-        tags=sorted({"generated_from_trainer", *tags, *shown}),
-        eval_results=earlier.eval_results,
-        **{name: earlier.get(name) for name in _KEPT_METADATA},
+        tags=sorted({"generated_from_trainer", *tags}),
     )
     rendered = _render(
         "model_card.md.jinja",
@@ -112,29 +71,8 @@ def write_run_card(trainer: Trainer, model_name: str | None, dataset_name: str |
         deployed=(folder / runs.DEPLOYMENT_FOLDER / "config.json").is_file(),
         names=runs,
         files={path.name for path in folder.iterdir()},
-        trackers=trackers,
     )
-    card = ModelCard(rendered)
-    card.text = _signed(card.text)
-    write_text(folder / CARD_FILE, str(card))
-
-
-def address_card(path: Path, repo_id: str, base_model: str | None = None) -> None:
-    """Write the repositories of the model and of its base into the card of a run.
-
-    Args:
-        path: the card.
-        repo_id: repository of the model, where the card does not know it yet.
-        base_model: Hub id of the base; by default the card's own stays.
-    """
-    card = load_card(path)
-    if base_model is not None:
-        card.data["base_model"] = base_model
-    ours = card.text == _signed(card.text)
-    card.text = card.text.replace(UNKNOWN_REPOSITORY, repo_id)
-    if ours:
-        card.text = _signed(card.text)
-    write_text(path, str(card))
+    write_text(folder / CARD_FILE, rendered)
 
 
 def hub_dataset(name: str | None) -> str | None:
@@ -160,18 +98,14 @@ def constraint_settings(args: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def quoted(name: str) -> str:
-    """Return a user's name of a file or a data set as code in Markdown, so that nothing in it is markup."""
-    text = " ".join(name.split())
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"
-
-
 def _render(template: str, **facts: Any) -> str:
     # Markdown is not escaped as HTML is, so the templates quote a user's names as code.
     environment = Environment(loader=PackageLoader("dc_trl", "hub"), undefined=StrictUndefined, trim_blocks=True)
     environment.globals |= {"version": version, "with_error": with_error}
-    environment.filters |= {"code": quoted, "cell": lambda text: text.replace("|", r"\|")}
+    environment.filters |= {
+        "code": lambda text: f"`{' '.join(text.replace('`', ' ').split())}`",
+        "cell": lambda text: text.replace("|", r"\|"),
+    }
     return environment.get_template(template).render(facts)
 
 
@@ -185,23 +119,3 @@ def _measured(folder: Path, args: Any, summary: Mapping[str, Any]) -> list[tuple
     names = {"reward": "reward", "discrepancy": "discrepancy/mean", "lambda": "lagrangian/lambda"}
     ends = [rows[0], rows[-1]] if rows else []
     return [(f"step {row['step']}", {name: row.get(key) for name, key in names.items()}) for row in ends]
-
-
-def _set_card_aside(path: Path) -> ModelCardData:
-    """Keep a card that a user wrote or edited under another name, and return its metadata if they can be read."""
-    card = ModelCard("---\n{}\n---\n")
-    if path.is_file():
-        with suppress(ValueError, yaml.YAMLError):
-            card = ModelCard.load(path, ignore_metadata_errors=True)
-        if card.text != _signed(card.text):
-            kept = set_aside([path])[path]
-            logger.warning(f"{path} was not written by this trainer, or was edited, and is kept as {kept.name}.")
-    assert isinstance(card.data, ModelCardData)
-    return card.data
-
-
-def _signed(text: str) -> str:
-    """Return the text with its digest at the end, in place of an earlier one."""
-    text = _SIGNATURE.sub("", text).strip()
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return f"\n{text}\n\n<!-- dc_trl wrote the text above, sha256 {digest} -->\n"

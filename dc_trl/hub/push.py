@@ -5,7 +5,8 @@ transformers pushes whatever lies in the output directory except checkpoints: lo
 pickle, except the optimizer's state if `hub_strategy` asks for checkpoints.
 """
 
-import shlex
+import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from typing import Any
 
 import httpx
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, RepoUrl
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import filter_repo_objects
 from transformers import TrainingArguments
 from transformers import trainer as transformers_trainer
@@ -23,16 +23,18 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig, HubDeployment
+from ..files import read_text
 from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, SUMMARY_FILE
 from ..version import __version__
-from .card import CARD_FILE, address_card, load_card
-from .local_paths import local_base, shared_text
+from .card import CARD_FILE
 
 
 # Patterns of the files that `save_pretrained` writes; of several forms of weights only safetensors. Each ? is a digit
 # of a shard's number: files are also deleted by these patterns, and a * would reach into folders.
-_SHARDS = ("model-?????-of-?????.safetensors", "model.safetensors.index.json")
-_WEIGHTS = ("model.safetensors", "adapter_model.safetensors", *_SHARDS)
+_WEIGHTS = (
+    *("model.safetensors", "adapter_model.safetensors"),
+    *("model-?????-of-?????.safetensors", "model.safetensors.index.json"),
+)
 _CONFIGURATIONS = ("config.json", "generation_config.json", "adapter_config.json", "*processor_config.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _VOCABULARIES = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
@@ -43,6 +45,9 @@ RUN_FILES = (CARD_FILE, HISTORY_FILE, FIGURE_FILE, SUMMARY_FILE, SETTINGS_FILE)
 # Files of a checkpoint that resuming does not need: pickled arguments, unfinished files, and the card that PEFT writes
 # beside each adapter, whose base the Hub refuses if it is a directory.
 _NOT_TO_RESUME = [f"*{TRAINING_ARGS_NAME}", f"*{CARD_FILE}", ".*", "*/.*"]
+# Files that may name directories of this machine, and an absolute path of two parts or more in JSON.
+_WITH_PATHS = ("config.json", "adapter_config.json", "trainer_state.json", SETTINGS_FILE, HISTORY_FILE)
+_ABSOLUTE = re.compile(r'"(?:file://)?/(?:[^"/\n]+/)+([^"/\n]+)/?"')
 
 logger = logging.get_logger(__name__)
 
@@ -83,8 +88,9 @@ class HubClient:
 
     @classmethod
     def of(cls, args: DCGRPOConfig) -> "HubClient":
-        """Return the client that the settings of a run describe."""
-        return cls(hub_api(args.hub_token), args.hub_deployment, args.hub_revision, args.hub_base_model_id)
+        """Return the client that the settings of a run describe; without a token the environment's is used."""
+        api = HfApi(token=args.hub_token or None, library_name="dc_trl", library_version=__version__)
+        return cls(api, args.hub_deployment, args.hub_revision, args.hub_base_model_id)
 
     @contextmanager
     def pushing(self, args: TrainingArguments, deployment: bool = True) -> Iterator[None]:
@@ -111,7 +117,7 @@ class HubClient:
         Raises:
             HubError: there is no token, or it may not write there, or the Hub cannot be reached.
         """
-        with _explained(repo_id, self.api.endpoint):
+        with _explained(repo_id):
             url = self.api.create_repo(repo_id, token=token, private=private, exist_ok=exist_ok)
             # An existing repository may belong to someone else.
             self.api.auth_check(url.repo_id, token=token, write=True)
@@ -133,8 +139,8 @@ class HubClient:
     ) -> CommitInfo | Future:
         """Push a run, or with `path_in_repo` one of its checkpoints, in one commit.
 
-        The Hub's client does not send again what the Hub has, so a repeated push sends only what is missing. Texts are
-        sent without directories of this machine.
+        The Hub's client does not send again what the Hub has, so a repeated push sends only what is missing. Settings
+        and configurations are sent without directories of this machine.
 
         Args:
             repo_id: repository of the model.
@@ -158,24 +164,15 @@ class HubClient:
             files = run_files(folder, self.deployment == "subfolder")
             # Shards of an earlier push, which may have had other names, would be loaded as the model's weights.
             replaced = [*_WEIGHTS, *([f"{DEPLOYMENT_FOLDER}/*"] if self.deployment == "subfolder" else [])]
-            if self.base_model is None and (base := local_base(folder)) is not None:
-                logger.warning(
-                    f"The adapter in {str(folder)!r} adapts {base!r}, a directory of this machine: nobody else can "
-                    f"load it. Give the Hub id of its base as hub_base_model_id (dc-trl push --base_model), or have "
-                    f"others use {DEPLOYMENT_FOLDER}/, which is whole."
-                )
         else:
             found = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
             files = sorted(filter_repo_objects(found, ignore_patterns=_NOT_TO_RESUME))
             replaced = [f"{path_in_repo}/*"]
 
         def send() -> CommitInfo:
-            with _explained(repo_id, self.api.endpoint):
+            with _explained(repo_id):
                 prefix = "" if path_in_repo is None else f"{path_in_repo}/"
-                added: dict[str, Path | bytes] = {}
-                for name in files:
-                    text = shared_text(folder / name, self.base_model)
-                    added[prefix + name] = folder / name if text is None else text.encode()
+                added = {prefix + name: self._content(folder / name) for name in files}
                 there = self.api.list_repo_files(repo_id, revision=revision, token=token)
                 old = [name for name in filter_repo_objects(there, allow_patterns=replaced) if name not in added]
                 return self.api.create_commit(
@@ -192,56 +189,14 @@ class HubClient:
         future.add_done_callback(_warn_of_failure)
         return future
 
-
-def hub_api(token: str | None = None) -> HfApi:
-    """Return the Hub's client; the default token is that of the environment or of `hf auth login`."""
-    return HfApi(token=token or None, library_name="dc_trl", library_version=__version__)
-
-
-def push_run(
-    folder: str | Path,
-    repo_id: str,
-    *,
-    deployment: HubDeployment = "subfolder",
-    private: bool | None = None,
-    revision: str | None = None,
-    base_model: str | None = None,
-    token: str | None = None,
-) -> str:
-    """Push a run from its output directory, for example after a push has failed.
-
-    Args:
-        folder: output directory of the run.
-        repo_id: repository, which is created if it is missing.
-        deployment, revision, base_model: see [`HubClient`].
-        private: whether a new repository is private; by default as the account has it.
-        token: see [`hub_api`]; it must have write access.
-
-    Returns:
-        The address of the commit.
-
-    Raises:
-        ValueError: `folder` holds no model.
-        HubError: the Hub refused or could not be reached.
-    """
-    folder = Path(folder)
-    if not (folder / CARD_FILE).is_file() or not any(file.endswith(".safetensors") for file in run_files(folder)):
-        raise ValueError(f"{str(folder)!r} holds no model with its {CARD_FILE}: give the output directory of a run.")
-    load_card(folder / CARD_FILE)  # before anything is created on the Hub
-    client = HubClient(hub_api(token), deployment, revision, base_model)
-    repo_id = client.create_repo(repo_id, private=private).repo_id
-    address_card(folder / CARD_FILE, repo_id, base_model)
-    commit = client.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Push of a finished run")
-    assert isinstance(commit, CommitInfo)
-    return commit.commit_url
-
-
-def push_command(args: DCGRPOConfig, repo_id: str) -> str:
-    """Return the command that pushes a run of these settings later, by [`push_run`]."""
-    values = {"--revision": args.hub_revision, "--base_model": args.hub_base_model_id}
-    words = ["--deployment", args.hub_deployment, *(["--private"] if args.hub_private_repo else [])]
-    words += [word for name, value in values.items() if value is not None for word in (name, value)]
-    return shlex.join(["dc-trl", "push", args.output_dir, "--repo_id", repo_id, *words])
+    def _content(self, path: Path) -> Path | bytes:
+        """Return what is sent of a file: the last part alone of each path of this machine."""
+        if path.name not in _WITH_PATHS:
+            return path
+        text = read_text(path)
+        if path.name == "adapter_config.json" and self.base_model is not None:
+            text = json.dumps(json.loads(text) | {"base_model_name_or_path": self.base_model}, indent=2)
+        return _ABSOLUTE.sub(r'"\1"', text).encode()
 
 
 @contextmanager
@@ -255,27 +210,16 @@ def without_token(args: TrainingArguments) -> Iterator[None]:
 
 
 @contextmanager
-def _explained(repo_id: str, endpoint: str) -> Iterator[None]:
+def _explained(repo_id: str) -> Iterator[None]:
     """Turn an error of the Hub's client into one that names the setting and the remedy."""
     try:
         yield
     except (httpx.HTTPError, OSError, RuntimeError, ValueError) as error:
-        match error.__cause__ or error if isinstance(error, RuntimeError) else error:
-            case httpx.TransportError() | OfflineModeIsEnabled() as cause:
-                reason = f"The Hub at {endpoint} cannot be reached ({cause}): check HF_ENDPOINT, HF_HUB_OFFLINE and "
-                reason += "the network."
-            case HfHubHTTPError(response=httpx.Response(status_code=401)):
-                reason = "The Hub knows no user by this token: log in with `hf auth login`, or set HF_TOKEN or "
-                reason += "hub_token to a token with write access."
-            case HfHubHTTPError(response=httpx.Response(status_code=403 | 404 as status)):
-                reason = f"The token may not write there ({status}): use a token with write access to this "
-                reason += "repository, or another hub_model_id."
-            case HfHubHTTPError(response=response, server_message=message):
-                message = message or response.reason_phrase
-                reason = f"{endpoint} answered {response.status_code} ({message}): try again later."
-            case cause:
-                reason = str(cause)
-        raise HubError(f"hub_model_id={repo_id!r} cannot be pushed to. {reason}") from error
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise HubError(
+            f"hub_model_id={repo_id!r} cannot be pushed to ({reason}): log in with `hf auth login`, or set HF_TOKEN "
+            "to a token with write access to this repository; check HF_ENDPOINT, HF_HUB_OFFLINE and the network."
+        ) from error
 
 
 def _warn_of_failure(future: Future) -> None:

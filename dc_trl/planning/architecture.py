@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ..quantization.schemes import fused_experts, quantized_linears
-from ..settings.pretrained import require_model
+from ..settings.paths import require_model_path
 
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
@@ -55,7 +55,7 @@ def load_architecture(model: str, revision: str = "main") -> Architecture:
     """
     path = Path(model).expanduser()
     if not path.is_file():
-        require_model(model, "model")
+        require_model_path(model, "model")
     try:
         config = AutoConfig.from_pretrained(path if path.is_file() else model, revision=revision)
     except (OSError, ValueError, TypeError) as error:

@@ -4,9 +4,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from ..config import DCGRPOConfig
 from ..files import read_yaml
 from ..quantization.schemes import require_served_scheme
-from ..records.settings import training_defaults
+from ..records.settings import default_of, json_value
 from ..settings.fields import require_fields, setting
 from ..settings.ranges import COUNT
 from .memory import PRECISIONS, MicroBatch
@@ -56,7 +57,8 @@ def work_of_config(path: Path) -> tuple[dict[str, Any], str]:
         ValueError: names the field, its value and the remedy.
         OSError: the file cannot be read.
     """
-    config = training_defaults() | {"dtype": "float32", "use_peft": False} | read_yaml(path)
+    config = {field.name: json_value(default_of(field)) for field in fields(DCGRPOConfig)}
+    config |= {"dtype": "float32", "use_peft": False} | read_yaml(path)
     for name, planned in _PLANNED.items():
         if config[name] != planned:
             raise ValueError(

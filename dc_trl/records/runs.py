@@ -4,13 +4,14 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
+from ..constraint.settings import ConstraintSettings
 from ..files import read_object, read_text
-from .settings import training_defaults
+from .settings import default_of
 from .started import read_starts
 from .time_parts import PARTS, PREFIX
 
@@ -23,6 +24,7 @@ SUMMARY_FILE = "summary.json"  # the deployed policy after the last step, and wh
 DEPLOYMENT_FOLDER = "deployment"  # the policy as it is served
 GREEDY = "eval_greedy_reward"  # metric of the deployed policy's greedy answers to held-out problems
 TRAINER_STATE_FILE = "trainer_state.json"  # of a checkpoint: the file that transformers writes last
+_DEFAULTS = {field.name: default_of(field) for field in fields(ConstraintSettings)} | {"seed": 42}
 
 
 class Series(NamedTuple):
@@ -79,7 +81,7 @@ class Run:
 
     def setting(self, name: str) -> Any:
         """Return the recorded setting, or else the default; None where that is not known."""
-        return self.settings.get(name, training_defaults().get(name))
+        return self.settings.get(name, _DEFAULTS.get(name))
 
     @property
     def steps(self) -> int:

@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import Field, fields, is_dataclass
 from enum import Enum
-from functools import cache
 from typing import Any
 
 from ..settings.fields import declared_default
-from ..settings.generated import description_of
 from ..settings.recipes import RECIPES
 from ..settings.secrets import hide_in_options, is_secret_name, without_secrets
 
@@ -34,12 +32,6 @@ def changed_settings(config: Any, defaults: type | None = None) -> dict[str, Any
         if not is_secret_name(name) and value != default and not (value in _EMPTY and default in _EMPTY):
             changed[name] = value
     return changed
-
-
-@cache
-def training_defaults() -> dict[str, Any]:
-    """Return the default of each field of `DCGRPOConfig` by its name, as JSON has it, without importing TRL here."""
-    return description_of("train")["defaults"]
 
 
 def default_of(of: Field) -> Any:

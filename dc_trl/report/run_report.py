@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ..files import make_folder, write_text
+from ..files import write_text
 from ..records.runs import Run, read_run
 from ..records.verdict import verdict_of
 from ..version import __version__
@@ -67,7 +67,7 @@ def write_report(run_dir: str | PathLike[str], path: str | PathLike[str], title:
         sections=_sections(run),
         settings=settings_table(run),
     )
-    make_folder("output", page_path.parent)
+    page_path.parent.mkdir(parents=True, exist_ok=True)
     write_text(page_path, page)
     return page_path
 

@@ -1,9 +1,10 @@
-"""Finds the checkpoint from which a run resumes, and describes what an incomplete one lacks."""
+"""Finds the checkpoint from which a run resumes, and describes what an incomplete one lacks.
+
+The manifest of a checkpoint lists its files with their sizes. It is written last and marks a complete checkpoint.
+"""
 
 import json
 import re
-import sys
-import zipfile
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
@@ -11,24 +12,21 @@ from typing import TypeVar
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ..files import set_aside
-from ..records.runs import TRAINER_STATE_FILE
-from ..settings.paths import NEWEST_CHECKPOINT, NEWEST_OR_NONE, NO_CHECKPOINT
-from .manifest import MANIFEST_FILE, files_of, manifest_defect
+from ..files import read_object, set_aside, sync_to_disk, write_bytes
+from ..records.runs import DEPLOYMENT_FOLDER, TRAINER_STATE_FILE
 
 
 STATE_FILE = "dc_grpo_state.json"
+MANIFEST_FILE = "manifest.json"
 SAMPLER_FOLDER = "sampler"  # the sampler's weights if they lag behind the trained ones
 ROLLOUTS_FILE = "rollouts_rank{rank}.safetensors"
 AHEAD_FILE = "rollouts_ahead.safetensors"  # the batch of all processes that was sampled beside training
 
 UNFINISHED = "unfinished"  # prefix of an incomplete checkpoint that a new run has renamed
 
-_NAMED_BY_STEP = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 # Prefixes of the names under which transformers, PEFT, FSDP and DeepSpeed keep weights.
 _WEIGHTS = ("model.safetensors", "pytorch_model", "adapter_model", "*/adapter_model", "latest")
 
@@ -57,7 +55,6 @@ def on_main_process(action: Callable[[], Result]) -> Result:
 def resumable_checkpoint(
     wanted: str | PathLike[str] | bool | None,
     output_dir: str | PathLike[str],
-    hashes: bool = True,
 ) -> str | None:
     """Return the directory of the checkpoint that `resume_from_checkpoint` selects, or None.
 
@@ -66,32 +63,29 @@ def resumable_checkpoint(
             names the newer ones that are skipped). "auto" means the same, but selects none if none is complete;
             incomplete checkpoints are then renamed. `None`, `False` and "false" select none.
         output_dir: output directory of the run.
-        hashes: whether files are read and compared with the hashes of the checkpoint's manifest.
 
     Raises:
         ValueError: no selected checkpoint is complete; the message says what is missing and the remedy.
     """
-    if isinstance(wanted, bool):
-        wanted = NEWEST_CHECKPOINT if wanted else NO_CHECKPOINT
-    word = wanted.lower() if isinstance(wanted, str) else ""
-    if wanted is None or word == NO_CHECKPOINT:
+    word = str(wanted).lower()
+    if word in ("none", "false"):
         return None
-    if word not in (NEWEST_CHECKPOINT, NEWEST_OR_NONE):
-        if (defect := checkpoint_defect(Path(wanted), hashes)) is not None:
+    if word not in ("true", "auto"):
+        if (defect := checkpoint_defect(Path(str(wanted)))) is not None:
             raise ValueError(
                 f"resume_from_checkpoint={str(wanted)!r} {defect}. Give another checkpoint, or true for the newest "
                 "whole one in output_dir."
             )
-        return _chosen(Path(wanted))
+        return str(wanted)
     passed_over: dict[Path, str] = {}
     for folder in checkpoints(output_dir):
-        defect = checkpoint_defect(folder, hashes)
+        defect = checkpoint_defect(folder)
         if defect is None:
             if passed_over:
                 logger.warning(f"Going on from {folder}. Passed over: {'; '.join(passed_over.values())}.")
-            return _chosen(folder)
+            return str(folder)
         passed_over[folder] = f"{folder.name} {defect}"
-    if word == NEWEST_OR_NONE:
+    if word == "auto":
         for folder, defect in passed_over.items():  # a new run would replace them or rotate them out
             target = folder.with_name(f"{UNFINISHED}-{folder.name}")
             set_aside([target])
@@ -103,15 +97,6 @@ def resumable_checkpoint(
         f"resume_from_checkpoint=true, but output_dir={str(output_dir)!r} {state}. To start again, leave "
         "resume_from_checkpoint out and choose another output_dir, or use resume_from_checkpoint=auto."
     )
-
-
-def _chosen(folder: Path) -> str:
-    if not (folder / MANIFEST_FILE).is_file():
-        logger.warning_once(
-            f"{folder} has no {MANIFEST_FILE}, because an earlier version or another trainer saved it: its files "
-            "exist and can be read, but it is not known whether they are the ones that were saved."
-        )
-    return str(folder)
 
 
 def checkpoints(output_dir: str | PathLike[str]) -> list[Path]:
@@ -128,42 +113,16 @@ def numbered_folders(output_dir: str | PathLike[str], prefix: str) -> dict[int, 
     }
 
 
-def checkpoint_defect(folder: Path, hashes: bool = True) -> str | None:
-    """Return why training cannot resume exactly from a checkpoint (a file is missing, cut short or changed), or None.
+def checkpoint_defect(folder: Path) -> str | None:
+    """Return why training cannot resume exactly from a checkpoint (a file is missing or cut short), or None.
 
-    A manifest lists all files of a checkpoint. Without one, only what every trainer saves is looked for.
-
-    Args:
-        folder: directory of the checkpoint.
-        hashes: whether files are read and compared with the hashes of the manifest. Otherwise, or if there are no
-            hashes, headers and sizes are read.
+    A manifest lists all files of a checkpoint. Without one (of another trainer), only what every trainer saves is
+    looked for.
     """
     if not folder.is_dir():
-        return "does not exist" if not folder.exists() else "is not a directory"
+        return "is no directory"
     if not (folder / TRAINER_STATE_FILE).is_file():
         return f"holds no {TRAINER_STATE_FILE}: it is not a checkpoint, or its save was cut short"
-    for file in files_of(folder):
-        if (reason := _unreadable(file)) is not None:
-            return f"holds {file.relative_to(folder)}, which {reason}"
-    return _missing_file(folder) or manifest_defect(folder, hashes) or _wrong_step(folder) or _wrong_state(folder)
-
-
-def _unreadable(file: Path) -> str | None:
-    try:
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt"):
-                pass
-        elif file.suffix == ".json":
-            json.loads(file.read_text(encoding="utf-8"))
-        elif file.suffix in (".pt", ".pth", ".bin"):
-            with zipfile.ZipFile(file):  # the format of torch.save, whose directory is at the end
-                pass
-    except (SafetensorError, ValueError, zipfile.BadZipFile):
-        return "is empty" if file.stat().st_size == 0 else "is cut short or damaged"
-    return None
-
-
-def _missing_file(folder: Path) -> str | None:
     if not any(path for name in _WEIGHTS for path in folder.glob(f"{name}*")):
         return "holds no weights (model.safetensors, adapter_model.safetensors, …)"
     if not (folder / "latest").is_file():  # DeepSpeed keeps its optimizer in the folder that this file names
@@ -173,34 +132,42 @@ def _missing_file(folder: Path) -> str | None:
                     f"holds no {name} (save_only_model=true omits it): it cannot be continued, but a new run can "
                     "start from its weights (model_name_or_path; an adapter has to be merged)"
                 )
-    if _object(folder / STATE_FILE).get("manifest") and not (folder / MANIFEST_FILE).is_file():
-        return f"holds no {MANIFEST_FILE}: its save was cut short"
+    try:
+        if (folder / MANIFEST_FILE).is_file():
+            listed = read_object(folder / MANIFEST_FILE)["files"]
+            for name, entry in listed.items():
+                if not (folder / name).is_file():
+                    return f"holds no {name}, which its {MANIFEST_FILE} lists"
+                if (found := (folder / name).stat().st_size) != entry["size"]:
+                    return f"holds {name} with {found:,} bytes in place of {entry['size']:,}: it was cut short"
+        elif (folder / STATE_FILE).is_file() and read_object(folder / STATE_FILE).get("manifest"):
+            return f"holds no {MANIFEST_FILE}: its save was cut short"
+    except ValueError as error:
+        return f"cannot be read: {error}"
     return None
 
 
-def _wrong_step(folder: Path) -> str | None:
-    step = _object(folder / TRAINER_STATE_FILE).get("global_step")
-    if type(step) is not int:
-        return f"holds {TRAINER_STATE_FILE}, which lacks 'global_step'"
-    named = _NAMED_BY_STEP.fullmatch(folder.resolve().name)
-    if named is not None and int(named[1]) != step:
-        return f"holds {TRAINER_STATE_FILE} of step {step}: its name and its content are not of one checkpoint"
-    return None
+def write_manifest(folder: Path) -> None:
+    """Write the manifest of a checkpoint, and return once checkpoint and manifest are on the disk.
 
+    It lists what resuming reads: neither the deployment checkpoint nor remains of an unfinished one.
 
-def _wrong_state(folder: Path) -> str | None:
-    """Return what is impossible in the state of λ, which other trainers' checkpoints do not have."""
-    state = _object(folder / STATE_FILE)
-    if not state:
-        return None
-    multiplier = state.get("lagrange_multiplier")
-    value = multiplier.get("value") if isinstance(multiplier, dict) else None
-    low, high = state.get("lambda_bounds", (0.0, sys.float_info.max))  # absent in older checkpoints
-    if not isinstance(value, int | float) or not low <= value <= high:  # NaN is refused, too
-        return f"holds {STATE_FILE}, whose lambda={value!r} is not a number from lambda_min={low} to lambda_max={high}"
-    return None
+    Args:
+        folder: directory of the checkpoint, all of whose files are written.
 
-
-def _object(file: Path) -> dict:
-    value = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-    return value if isinstance(value, dict) else {}
+    Raises:
+        OSError: the file system refused.
+    """
+    files = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and path != folder / MANIFEST_FILE
+        and not any(part == DEPLOYMENT_FOLDER or part.startswith(".") for part in path.relative_to(folder).parts[:-1])
+    ]
+    for path in [*files, *sorted({file.parent for file in files})]:
+        sync_to_disk(path)
+    listed = {str(file.relative_to(folder)): {"size": file.stat().st_size} for file in files}
+    text = json.dumps({"files": listed}, indent=1, ensure_ascii=False) + "\n"
+    write_bytes(folder / MANIFEST_FILE, text.encode(), durable=True)
+    sync_to_disk(folder.parent)  # this folder holds the checkpoint's own name

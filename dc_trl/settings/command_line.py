@@ -2,10 +2,9 @@
 
 import argparse
 import difflib
-import re
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -31,35 +30,9 @@ class OptionParser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse as argparse does; refuse a misspelt option with the nearest name before an option that is missing."""
-        words = sys.argv[1:] if args is None else list(args)
-        if wrong := misspelt(words, self):
-            self.error(wrong)
-        return super().parse_known_args(words, namespace)
-
     def error(self, message: str) -> NoReturn:
         """End the program with exit code 2; argparse would print the usage first."""
         self.exit(2, f"error: {message}; {self.prog} --help lists the options.\n")
-
-
-def misspelt(words: Sequence[str], parser: argparse.ArgumentParser) -> str | None:
-    """Return what is wrong with the first option that a parser does not have; None if it has all of them."""
-    known = {string: action for action in parser._actions for string in action.option_strings}
-    for word in words:
-        if word == "--":
-            break
-        name = word.partition("=")[0]
-        if not re.match(r"--?[A-Za-z]", name) or " " in name:
-            continue  # a value, as argparse sees it too
-        if name not in known:
-            shown = {max(action.option_strings, key=len): action for action in known.values()}
-            names = [string for string, action in shown.items() if action.help != argparse.SUPPRESS]
-            close = difflib.get_close_matches(f"--{name.lstrip('-').replace('-', '_')}", names, n=1)
-            return f"{name} is no option" + (f": did you mean {close[0]}?" if close else "")
-        if known[name].nargs == argparse.REMAINDER:
-            break
-    return None
 
 
 def unknown_field(name: str, known: Iterable[str]) -> str:

@@ -37,38 +37,25 @@ def _any(settings: Any) -> bool:
 
 
 NO_EFFECT = (
-    Rule("rollout_correction_max", {"rollout_correction": ["none"]}, "choose a correction"),
-    Rule("rollout_correction_min", {"rollout_correction": ["none", "tv_mask"]}, "choose one with a lower bound"),
-    Rule("discrepancy_margin constraint_form", {"constraint": ["none"]}, "choose constraint='static' or 'lagrangian'"),
-    Rule("constraint_target", {"constraint": ["none"]}, "choose constraint='static' or 'lagrangian'"),
-    Rule("rollout_correction_target", {"rollout_correction": ["none"]}, "choose a correction"),
-    Rule("discrepancy_margin discrepancy_level", {"constraint_form": TWO_SIDED}, "choose another constraint_form"),
-    Rule("lambda_kp lambda_kd", {"dual": ["paper", "auto"]}, "set dual='pid'"),
+    Rule("rollout_correction_max rollout_correction_target", {"rollout_correction": ["none"]}, "choose a correction"),
+    Rule(
+        "discrepancy_margin constraint_form constraint_target",
+        {"constraint": ["none"]},
+        "choose constraint='static' or 'lagrangian'",
+    ),
     Rule("dual dual_window", {"constraint": ["none", "static"]}, "choose constraint='lagrangian'"),
     Rule("train_through_quantization", {"deployment_scheme": [None]}, "set deployment_scheme (for example 'fp8')"),
-    Rule(
-        "vllm_importance_sampling_correction weight_sync weight_sync_dir", {"use_vllm": [False]}, "set use_vllm=True"
-    ),
-    Rule("weight_sync_dir", {"weight_sync": ["nccl"]}, "set weight_sync='checkpoint'"),
+    Rule("vllm_importance_sampling_correction weight_sync", {"use_vllm": [False]}, "set use_vllm=True"),
     Rule(
         "weight_sync_steps",
         {"use_vllm": [False], "deployment_scheme": [None]},
         "set deployment_scheme or use_vllm=True",
     ),
-    Rule(
-        "weight_sync_trigger",
-        {"weight_sync_steps": [1]},
-        "raise weight_sync_steps",
-    ),
+    Rule("weight_sync_trigger", {"weight_sync_steps": [1]}, "raise weight_sync_steps"),
     Rule("vllm_server_base_urls rollout_overlap", {"use_vllm": [False]}, _SERVER),
     Rule("vllm_server_base_urls rollout_overlap", {"vllm_mode": ["colocate"]}, _SERVER),
     Rule("max_tokens_per_micro_batch", {"length_aware_batches": [False]}, "set length_aware_batches=True"),
     Rule("score_centering_top_k", {"score_centering": [False]}, "set score_centering=True"),
-    Rule(
-        "score_centering_top_k",
-        {"use_vllm": [True], "top_p": lambda c: c.truncations, "top_k": _any, "min_p": _any},
-        "vLLM names the tokens that truncated sampling keeps; set top_p=1.0, top_k=0 and min_p=None",
-    ),
     Rule("serve_devices serve_options", {"serve": [None]}, "set serve='auto'"),
     Rule("length_decay_period", {"length_decay": [False]}, "set length_decay=True"),
     Rule("eval_benchmarks eval_greedy", {"eval_size": [0]}, "set eval_size"),
@@ -95,8 +82,6 @@ def require_no_contradiction(config: Any) -> None:
     """
     require_effect(config)
     refuse(config, CONTRADICTIONS)
-    if config.compared_by is not None:
-        refuse(config, rules_of_a_comparison(config.compared_by, config.without_comparison))
 
 
 def refuse(settings: Any, rules: Sequence[Rule], verb: str = "contradicts", remedy: str = "") -> None:
@@ -158,12 +143,6 @@ CONTRADICTIONS = (
     ),
     Rule(
         "rollout_correction_max",
-        {"rollout_correction": ["tv_mask"]},
-        "no difference of probabilities is larger than 1; use a number below 1, for example 0.2",
-        lambda c: (c.rollout_correction_max or 0) >= 1,
-    ),
-    Rule(
-        "rollout_correction_max",
         {"rollout_correction": lambda c: c.rollout_correction != "tv_mask"},
         "it shuts out the ratio of engines that agree, which is 1; use a number of at least 1",
         lambda c: c.rollout_correction_max is not None and c.rollout_correction_max < 1,
@@ -174,7 +153,6 @@ CONTRADICTIONS = (
         "it compares the policy with its quantized self; set deployment_scheme, or constraint_form='log_ratio'",
         TWO_SIDED,
     ),
-    Rule("constraint_form", _ALIGNED, f"it compares the policy with its quantized self; {_ONE}", TWO_SIDED),
     Rule(
         "constraint_target",
         {"constraint_form": TWO_SIDED},
@@ -253,23 +231,6 @@ CONTRADICTIONS = (
         "VESPO has the weights in its ratio of a trajectory; set rollout_correction='none' or another loss_type",
     ),
     Rule(
-        "fp16",
-        {"use_cpu": lambda c: c.device.type == "cpu"},
-        "accelerate computes in float32 on a CPU; set fp16=False, or train on a GPU",
-    ),
-    Rule(
-        "gradient_checkpointing_kwargs",
-        _ALIGNED,
-        "the deployed forward decides how a layer is recomputed; leave use_reentrant out",
-        lambda c: bool((c.gradient_checkpointing_kwargs or {}).get("use_reentrant")),
-    ),
-    Rule(
-        "scale_rewards multi_objective_aggregation",
-        {"advantage_estimator": ["rloo"]},
-        "RLOO does not normalise advantages; leave it out, or use advantage_estimator='grpo'",
-        ["batch", "normalize_then_sum"],
-    ),
-    Rule(
         "rollout_correction",
         {"loss_type": ["vespo"]},
         "VESPO takes a ratio of each token; set 'token_truncate', 'token_mask' or 'icepop'",
@@ -278,19 +239,11 @@ CONTRADICTIONS = (
     Rule("rollout_correction", {"vllm_importance_sampling_correction": [True]}, f"both correct the rollouts; {_ONE}"),
     Rule(
         "rollout_correction",
-        {"weight_sync_steps": [1], "rollout_overlap": [False]},
-        "the weights that sample are the trainer's, so no rollout has an age; set 'ppo_clip', or raise "
-        "weight_sync_steps",
-        lambda c: "ppo_clip_by_age" in c.correction_names,
-    ),
-    Rule(
-        "rollout_correction",
         {"importance_sampling_level": ["sequence"], "loss_type": lambda c: c.loss_type not in _LOSSES_BY_TOKEN},
         "there is one ratio for a trajectory, through which a masked token still gets the gradient of the others; set "
         "'sequence_truncate', 'sequence_mask' or 'geometric_mask', or importance_sampling_level='token'",
         lambda c: not {*c.correction_names} <= _CORRECTIONS_OF_TRAJECTORIES,
     ),
-    Rule("weight_sync", _COLOCATE, "there is no server to stream weights to; set weight_sync='auto'", ["nccl"]),
     Rule(
         "weight_sync",
         {"vllm_server_base_urls": lambda c: len(c.vllm_server_base_urls or []) > 1},
@@ -313,11 +266,6 @@ CONTRADICTIONS = (
         "constraint='lagrangian' alone finds a tolerance; set discrepancy_tolerance to a number",
         ["discrepancy"],
     ),
-    Rule(
-        "vllm_server_base_url",
-        {"vllm_server_base_urls": lambda c: c.vllm_server_base_urls is not None},
-        "put all servers into vllm_server_base_urls",
-    ),
     *(
         Rule(
             "max_tokens_per_micro_batch",
@@ -325,11 +273,6 @@ CONTRADICTIONS = (
             f"it decides which completions share a micro-batch, over which a term of the loss is a mean; {_ONE}",
         )
         for name, applies in MEANS_OF_MICRO_BATCHES.items()
-    ),
-    Rule(
-        "use_transformers_continuous_batching",
-        {"use_vllm": [False], "deployment_scheme": lambda c: c.deployment_scheme is not None},
-        f"the in-process replica samples; {_ONE}",
     ),
     Rule(
         "routing_replay",
@@ -363,32 +306,21 @@ CONTRADICTIONS = (
         "takes those tokens out of δ̄ too, or 'token_truncate' or 'sequence_truncate', or constraint='none'",
         ["token_mask", "sequence_mask"],
     ),
+    # And these make the engines' difference more than their mismatch.
+    Rule(
+        "generation_kwargs",
+        {
+            "temperature": lambda c: (
+                c.compared_by is not None
+                and (c.generation_kwargs or {}).get("temperature", c.temperature) != c.temperature
+            )
+        },
+        "the training log-probabilities are taken at temperature; set temperature alone",
+    ),
+    Rule(
+        "vllm_structured_outputs_regex",
+        {"constraint": lambda c: c.compared_by is not None},
+        "tokens that it shuts out would be taken for mismatch; unset it, or leave the engines uncompared "
+        "(constraint='none', rollout_correction='none', score_centering=False)",
+    ),
 )
-
-
-def rules_of_a_comparison(by: str, without: str) -> tuple[Rule, ...]:
-    """Return rules against what makes the engines' difference unmeasurable, or more than their mismatch.
-
-    Args:
-        by: the field that compares the engines: `constraint`, `rollout_correction` or `score_centering`.
-        without: the same with the value that switches it off.
-    """
-    compared: dict[str, Condition] = {by: _any}
-    return (
-        Rule(
-            "use_transformers_continuous_batching",
-            {"use_vllm": [False], **compared},
-            "it returns no log-probabilities; set deployment_scheme (for example 'bf16'), use_vllm=True, or "
-            f"{without}",
-        ),
-        Rule(
-            "generation_kwargs",
-            {"temperature": lambda c: (c.generation_kwargs or {}).get("temperature", c.temperature) != c.temperature},
-            "the training log-probabilities are taken at temperature; set temperature alone",
-        ),
-        Rule(
-            "vllm_structured_outputs_regex",
-            compared,
-            f"tokens that it shuts out would be taken for mismatch; unset it or set {without}",
-        ),
-    )

@@ -6,16 +6,9 @@ loaded. FSDP2 on a CPU works: PyTorch has it, but accelerate does not turn it on
 """
 
 import os
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-import torch
+from typing import Any, Literal, NamedTuple
 
 from .paths import shipped
-
-
-# Settings are also read without an engine, and this import takes seconds.
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 
 class Sharding(NamedTuple):
@@ -68,54 +61,18 @@ def require_division(args: Any) -> None:
     state, sharding = args.distributed_state, sharding_of(args)
     started, made = int(os.environ.get("WORLD_SIZE", "1")), state.distributed_type
     if started > state.num_processes:
-        remedy = "ddp_backend=gloo" if sharding.kind == "DEEPSPEED" else "use_cpu=true"
         raise ValueError(
             f"num_processes={started} were started, and accelerate found no device that joins them "
-            f"(distributed_type: {made.value}): each would train by itself. Without a GPU set {remedy}."
-        )
-    if sharding.kind == "DEEPSPEED" and made == DistributedType.MULTI_CPU:
-        raise ValueError(
-            f"distributed_type: DEEPSPEED with use_cpu={args.use_cpu!r}: accelerate would train without {sharding} "
-            f"({made.value}). Set use_cpu=false and ddp_backend=gloo, which DeepSpeed takes on a CPU, or launch with "
-            f"{shipped('configs/accelerate/two_cpu_processes.yaml')} (DDP)."
+            f"(distributed_type: {made.value}): each would train by itself. Without a GPU set use_cpu=true."
         )
     if sharding.kind == "FSDP" and made in (DistributedType.NO, DistributedType.MULTI_CPU):
-        _require_fsdp_on_a_cpu(sharding, made)
+        if made == DistributedType.NO or sharding.level != 2:
+            raise ValueError(
+                f"distributed_type: FSDP with fsdp_version: {sharding.level}: accelerate would train without sharding "
+                f"(distributed_type: {made.value}). Launch it with `accelerate launch --config_file "
+                f"{shipped('configs/accelerate/fsdp2.yaml')}`, and without a GPU with "
+                f"{shipped('configs/accelerate/two_cpu_processes_fsdp2.yaml')} and use_cpu=true."
+            )
         # PyTorch's FSDP2 runs with gloo as with NCCL. accelerate builds it for this type and not for MULTI_CPU, and
         # nothing that it then does with the type needs a GPU.
         state.distributed_type = DistributedType.MULTI_GPU
-
-
-def _require_fsdp_on_a_cpu(sharding: Sharding, made: Any) -> None:
-    asked = f"distributed_type: FSDP with fsdp_version: {sharding.level}"
-    if made.value == "NO":
-        raise ValueError(
-            f"{asked}: accelerate would train in one process without sharding (distributed_type: NO). Launch it with "
-            f"`accelerate launch --config_file {shipped('configs/accelerate/fsdp2.yaml')}`, and without a GPU with "
-            f"{shipped('configs/accelerate/two_cpu_processes_fsdp2.yaml')} and use_cpu=true."
-        )
-    if sharding.level != 2:
-        raise ValueError(
-            f"{asked} on a CPU: accelerate would train without sharding (distributed_type: {made.value}). Set "
-            f"fsdp_version: 2, or launch with {shipped('configs/accelerate/two_cpu_processes.yaml')} (DDP)."
-        )
-    if torch.accelerator.is_available():
-        raise ValueError(
-            f"{asked} and use_cpu=true: FSDP2 would take the GPU of this machine. Hide it (CUDA_VISIBLE_DEVICES=''), "
-            "or set use_cpu=false."
-        )
-
-
-def require_as_asked(args: Any, accelerator: "Accelerator") -> None:
-    """Refuse an accelerator that does not divide what it was asked to divide.
-
-    Raises:
-        ValueError: another accelerate configuration was made in between, or accelerate chose another method.
-    """
-    sharding, made = sharding_of(args), accelerator.distributed_type.value
-    if sharding.kind is not None and made != sharding.kind:
-        raise ValueError(
-            f"distributed_type: {sharding.kind} was asked for, and the accelerator is {made}: make no other training "
-            "arguments or Accelerator between this configuration and its trainer, and set ACCELERATE_USE_FSDP or "
-            "ACCELERATE_USE_DEEPSPEED before both."
-        )

@@ -8,58 +8,30 @@ these libraries look at after the first rollout, or never.
 """
 
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, field, fields, replace
+from dataclasses import MISSING, Field, field, fields
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .ranges import (
     ABOVE_0,
     AT_LEAST_0,
-    BELOW_1,
     COUNT,
-    FINITE,
-    PORT,
-    SEED,
     SHARE,
-    WHOLE,
     Range,
     require_choice,
     require_number,
 )
 
 
-_TRL_RANGES: dict[Range, str] = {
-    replace(COUNT, or_else=(-1, "for num_train_epochs")): "max_steps",
-    Range(least=2, whole=True): "num_generations",
-    Range(least=-1, whole=True): "local_rank",
-    replace(WHOLE, or_else=(-1, "(0 and -1: no truncation)")): "top_k",
-    Range(least=0, infinite=True): "max_grad_norm epsilon_high",
-    Range(above=0, infinite=True): "vllm_importance_sampling_clip_max vllm_importance_sampling_cap",
-    COUNT: """
-        per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps generation_batch_size
-        steps_per_generation num_iterations num_generations_eval max_completion_length torch_empty_cache_steps
-        eval_accumulation_steps save_total_limit dataloader_prefetch_factor ddp_bucket_cap_mb ddp_timeout
-        vllm_max_model_length vllm_tensor_parallel_size ref_model_sync_steps lora_r lora_alpha
-    """,
-    WHOLE: "dataloader_num_workers max_tool_calling_iterations num_completions_to_print",
-    SEED: "seed data_seed",
-    PORT: "vllm_server_port vllm_group_port",
-    AT_LEAST_0: """
-        learning_rate weight_decay adam_epsilon warmup_steps logging_steps eval_steps eval_delay neftune_noise_alpha
-        router_aux_loss_coef beta vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg entropy_coef_delta
-        entropy_target vllm_importance_sampling_clip_min vllm_server_timeout
-    """,
-    ABOVE_0: """
-        num_train_epochs save_steps temperature repetition_penalty delta sapo_temperature_neg sapo_temperature_pos
-        off_policy_mask_threshold
-    """,
-    SHARE: "top_p vllm_gpu_memory_utilization",
-    Range(least=0, most=1): "min_p label_smoothing_factor ref_model_mixup_alpha top_entropy_quantile",
-    BELOW_1: "adam_beta1 adam_beta2 lora_dropout",
-    FINITE: "entropy_coef entropy_coef_min entropy_coef_max",
+# Ranges of those numbers of TRL and transformers that a run would otherwise meet once its engine is up, or never.
+TRL_RANGES = {
+    **dict.fromkeys(("max_completion_length", "per_device_train_batch_size", "gradient_accumulation_steps"), COUNT),
+    **dict.fromkeys(("num_iterations", "vllm_max_model_length", "save_total_limit", "lora_r"), COUNT),
+    **dict.fromkeys(("learning_rate", "weight_decay", "beta"), AT_LEAST_0),
+    **dict.fromkeys(("top_p", "vllm_gpu_memory_utilization"), SHARE),
+    "temperature": ABOVE_0,
+    "num_generations": Range(least=2, whole=True),
 }
-# Ranges of the numbers of TRL's `GRPOConfig` and `ModelConfig`, and of transformers' `TrainingArguments`.
-TRL_RANGES = {name: range_ for range_, names in _TRL_RANGES.items() for name in names.split()}
 # Words that TRL's fields may have, which it declares as text.
 TRL_CHOICES: dict[str, Any] = {
     "importance_sampling_level": Literal["token", "sequence"],
@@ -142,16 +114,4 @@ def require_fields(settings: Any, of: type | None = None) -> None:
             raise ValueError(f"{name}={value!r} is invalid: use True or False.")
         a_list = isinstance(value, Sequence | None) and not isinstance(value, str)
         if len(kinds) == 1 and get_origin(kinds[0]) is list and not a_list:
-            raise ValueError(f"{name}={value!r} is invalid: use {in_words(kinds[0])}.")
-
-
-def in_words(kind: Any) -> str:
-    """Return a type as a message names it."""
-    origin = get_origin(kind) or kind
-    if origin is Literal:
-        return f"one of {', '.join(map(repr, get_args(kind)))}"
-    if origin is list:
-        (item,) = get_args(kind) or (Any,)
-        return f"a list of {in_words(item).removeprefix('a ')}s" if item is not Any else "a list"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
-    return "nothing" if origin is NoneType else words.get(origin, "text")
+            raise ValueError(f"{name}={value!r} is invalid: use a list.")

@@ -9,9 +9,6 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent
 # Suffixes of the data files that can be read, each with the reader's name in `datasets`.
 READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-# Words of `resume_from_checkpoint` that are no path.
-NEWEST_CHECKPOINT, NO_CHECKPOINT = "true", "false"
-NEWEST_OR_NONE = "auto"  # begins anew where there is no whole checkpoint
 
 
 def serve_line(folder: Path) -> str:
@@ -52,10 +49,9 @@ def config_file(name: str) -> Path:
     wanted = name.removesuffix(".yaml")
     if wanted in files:
         return files[wanted]
-    what = "is a directory" if path.is_dir() else "does not exist"
     close = difflib.get_close_matches(path.stem, files, n=1)
     hint = f"did you mean {close[0]}? Shipped are" if close else "give the path of a YAML file, or one that ships:"
-    raise ValueError(f"config={name!r} {what}: {hint} {', '.join(files)}.")
+    raise ValueError(f"config={name!r} is no file: {hint} {', '.join(files)}.")
 
 
 def is_path(name: str) -> bool:
@@ -68,21 +64,16 @@ def require_model_path(name: str | None, option: str = "model_name_or_path") -> 
     if not name:
         raise ValueError(f"{option} is not set: give a Hub id or a directory.")
     path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            if (path / "adapter_config.json").is_file():
-                raise ValueError(
-                    f"{option}={name!r} is the folder of an adapter, and no model: give the model that the adapter is "
-                    "for, and the adapter as --adapter_name_or_path, or in Python "
-                    "model=PeftModel.from_pretrained(the model, the adapter, is_trainable=True)."
-                )
-            raise ValueError(
-                f"{option}={name!r} is a directory that has no config.json, so it holds no model: give the Hub id or "
-                "the directory of one."
-            )
-    elif is_path(name):
-        what = "is no directory" if path.exists() else "does not exist"
-        raise ValueError(f"{option}={name!r} {what}: give the Hub id of a model, or its directory.")
+    if not is_path(name) or (path / "config.json").is_file():
+        return
+    if (path / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{option}={name!r} is the folder of an adapter, and no model: give the model that the adapter is "
+            "for, and the adapter as --adapter_name_or_path, or in Python "
+            "model=PeftModel.from_pretrained(the model, the adapter, is_trainable=True)."
+        )
+    what = "has no config.json, so it holds no model" if path.is_dir() else "does not exist as a directory"
+    raise ValueError(f"{option}={name!r} {what}: give the Hub id of a model, or its directory.")
 
 
 def is_data_file(name: str) -> bool:
@@ -92,17 +83,10 @@ def is_data_file(name: str) -> bool:
 
 
 def require_data_file(name: str, option: str = "dataset_name") -> None:
-    """Refuse a data file that cannot be read, is missing or empty."""
-    path, named = Path(name).expanduser(), f"{option}={name!r}"
+    """Refuse a data file that is missing, empty, or of another kind."""
+    path = Path(name).expanduser()
     if path.suffix not in READERS:
-        raise ValueError(f"{named} is not a data file: use one of {', '.join(READERS)}.")
-    if not path.is_file():
-        raise ValueError(f"{named} does not exist: check the path (relative to {os.curdir!r}).")
-    if path.stat().st_size == 0:
-        raise ValueError(f"{named} is empty: it needs at least one row.")
-
-
-def require_path(name: str, option: str) -> None:
-    """Refuse a file or directory that does not exist."""
-    if not Path(name).expanduser().exists():
-        raise ValueError(f"{option}={name!r} does not exist: check the path.")
+        raise ValueError(f"{option}={name!r} is not a data file: use one of {', '.join(READERS)}.")
+    if not path.is_file() or path.stat().st_size == 0:
+        what = "is empty: it needs at least one row" if path.is_file() else "does not exist: check the path"
+        raise ValueError(f"{option}={name!r} {what}.")

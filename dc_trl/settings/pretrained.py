@@ -1,61 +1,13 @@
 """The small files behind a model's name: what is missing or broken is refused before the weights are loaded."""
 
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from ..files import parse_object, read_object, read_text
 from .paths import require_model_path
-
-
-# Arguments of `apply_chat_template` that decide what it returns, and not what a template renders.
-_OF_RESULT = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
-    *("self", "tools", "documents", "chat_template", "kwargs")
-}
-
-
-def template_arguments(value: Any) -> Mapping[str, Any]:
-    """Return the arguments of the chat template that `chat_template_kwargs` holds, as text or already parsed.
-
-    Raises:
-        ValueError: it is no JSON object, or has an argument that decides what becomes of the rendered text.
-    """
-    arguments = parse_object("chat_template_kwargs", value)
-    if taken := sorted(_OF_RESULT & arguments.keys()):
-        raise ValueError(
-            f"chat_template_kwargs={dict(arguments)!r} sets {' and '.join(taken)}, which is no argument of the "
-            "template itself: prompts have to become token ids that end where the answer begins. Leave it out."
-        )
-    return arguments
-
-
-def require_model(name: str | None, field: str = "model_name_or_path") -> None:
-    """Refuse a model that is neither a directory with readable files nor a Hub id; the option is named in messages."""
-    require_model_path(name, field)
-    folder = Path(name or "").expanduser()
-    for file in sorted(folder.glob("*.json")):
-        if file.name.endswith("config.json") or file.name in ("tokenizer.json", "model.safetensors.index.json"):
-            read_object(file)
-    for file in folder.glob("*.jinja"):
-        read_text(file)
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except SafetensorError as error:
-            raise ValueError(f"{file} holds no whole weights ({error}): copy or save the model again.") from error
-
-
-def load_config(name: str, field: str = "model_name_or_path", **options: Any) -> PretrainedConfig:
-    """Load the configuration of a model, with options of `from_pretrained`; refuse one that cannot be loaded."""
-    with _named(name, field):
-        return AutoConfig.from_pretrained(name, **options)
 
 
 @contextmanager
@@ -65,10 +17,14 @@ def _named(name: str | None, field: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, TypeError, LookupError, AttributeError, TemplateError) as error:
         reason = (str(error).strip().splitlines() or [""])[0]
-        if isinstance(error, TypeError | LookupError | AttributeError):
-            # What transformers raises about files that are JSON of another shape.
-            reason = f"one of its files holds something else than expected, {type(error).__name__}: {reason}"
-        raise ValueError(f"{field}={name!r} cannot be loaded: {reason}") from error
+        raise ValueError(f"{field}={name!r} cannot be loaded ({type(error).__name__}): {reason}") from error
+
+
+def load_config(name: str, field: str = "model_name_or_path", **options: Any) -> PretrainedConfig:
+    """Load the configuration of a model, with options of `from_pretrained`; refuse one that cannot be loaded."""
+    require_model_path(name, field)
+    with _named(name, field):
+        return AutoConfig.from_pretrained(name, **options)
 
 
 def load_config_and_tokenizer(
@@ -83,13 +39,11 @@ def load_config_and_tokenizer(
         **options: of `from_pretrained`: revision, trust_remote_code.
 
     Raises:
-        ValueError: `require_model` refuses it, the Hub has no such model, it has no tokenizer, or its chat template
-            cannot render a message.
+        ValueError: there is no such model, it has no tokenizer, or its chat template cannot render a message.
     """
-    require_model(name, field)
+    config = load_config(name or "", field, **options)
     tokenizer_options = options if padding_side is None else options | {"padding_side": padding_side}
     with _named(name, field):
-        config = AutoConfig.from_pretrained(name, **options)
         tokenizer = AutoTokenizer.from_pretrained(name, **tokenizer_options)
         if tokenizer.chat_template is not None:
             tokenizer.apply_chat_template([{"role": "user", "content": "1"}], add_generation_prompt=True)

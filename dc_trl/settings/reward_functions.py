@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Set, Sized
+from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -74,16 +74,24 @@ def require_rewards(name: str, rewards: Any, completions: int) -> list[float | N
         TypeError: it is not such a collection, or holds something else than numbers.
         ValueError: there are more or fewer rewards than completions, or one is larger than `LARGEST`.
     """
-    remedy = "return one for each, a number or None"
-    # An array or a tensor without a dimension has no elements.
-    several = isinstance(rewards, Sized) and isinstance(rewards, Iterable) and getattr(rewards, "ndim", 1) > 0
-    if isinstance(rewards, str | bytes | Mapping | Set) or not several:
+    remedy = "return one for each completion, a number or None"
+    if isinstance(rewards, str | bytes | Mapping | Set):
         raise TypeError(f"reward function {name!r} returned {excerpt(rewards)}, a {type(rewards).__name__}: {remedy}.")
-    if len(rewards) != completions:
+    try:
+        values = [math.nan if value is None else float(value) for value in rewards]
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # RuntimeError: a tensor of several numbers
+        raise TypeError(f"reward function {name!r} returned {excerpt(rewards)} ({error}): {remedy}.") from error
+    if len(values) != completions:
         raise ValueError(
-            f"reward function {name!r} returned {len(rewards)} rewards for {completions} completions: {remedy}."
+            f"reward function {name!r} returned {len(values)} rewards for {completions} completions: {remedy}."
         )
-    return [_number(name, row, value, remedy) for row, value in enumerate(rewards)]
+    for row, value in enumerate(values):
+        if abs(value) > LARGEST:
+            raise ValueError(
+                f"reward function {name!r} returned {value:g} for completion {row}: advantages would be 0 or "
+                f"infinite. Return finite numbers of at most {LARGEST:g}, None where there is no reward."
+            )
+    return [None if math.isnan(value) else value for value in values]
 
 
 def require_finite(named: str, rewards: Tensor) -> None:
@@ -95,26 +103,6 @@ def require_finite(named: str, rewards: Tensor) -> None:
             f"{named} is {rewards[row].item():g} for completion {row}: advantages would be 0, infinite or NaN. Give "
             f"finite rewards of at most {LARGEST:g}."
         )
-
-
-def _number(name: str, row: int, value: Any, remedy: str) -> float | None:
-    if value is None:
-        return None
-    what = f"reward function {name!r} returned {excerpt(value)} for completion {row}"
-    if isinstance(value, str | bytes):
-        raise TypeError(f"{what}, which is text: {remedy}.")
-    try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several numbers
-        raise TypeError(f"{what}, which is no number: {remedy}.") from error
-    except OverflowError:
-        number = math.inf
-    if abs(number) > LARGEST:
-        raise ValueError(
-            f"{what}: advantages would be 0 or infinite. Return finite numbers of at most {LARGEST:g}, None where "
-            "there is no reward."
-        )
-    return None if math.isnan(number) else number
 
 
 def excerpt(value: Any) -> str:

@@ -18,9 +18,8 @@ from safetensors import SafetensorError
 from transformers.trainer_utils import rotate_checkpoints
 
 from ..files import read_object, replace_folder_link, write_text
-from ..resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE
+from ..resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE, write_manifest
 from ..resuming.interruption import stop_if_asked
-from ..resuming.manifest import write_manifest
 from ..rollouts.buffer import load_rollouts, save_rollouts
 from .batching import is_regrouped
 from .sampling import SamplingTrainer
@@ -191,7 +190,7 @@ class Checkpoints:
         """Write the file that marks a checkpoint as complete, once every process has written its files."""
         self._trainer.accelerator.wait_for_everyone()
         if self._trainer.args.should_save:
-            write_manifest(Path(folder), self._trainer.args.checkpoint_hashes)
+            write_manifest(Path(folder))
 
     def _empty(self, folder: str) -> None:
         """Make the empty folder of a checkpoint that is about to be saved."""

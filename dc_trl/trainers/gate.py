@@ -8,11 +8,11 @@ from typing import Any
 from accelerate.logging import get_logger
 from jinja2 import TemplateError
 from torch import Tensor, nn
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import ProcessorMixin
 
 from ..config import DCGRPOConfig
-from ..gate.fit import Limits, limits_of, require_reward_model, require_template
-from ..gate.policy import require_trainable, require_whole, warn_of_rounding
+from ..gate.fit import Limits, limits_of
+from ..gate.policy import require_trainable, warn_of_rounding
 from ..gate.rows import Rows
 from ..gate.start import require_startable
 from ..quantization.policy import base_model
@@ -95,18 +95,13 @@ class Gate:
     """
 
     def __init__(self, model: Any, reward_funcs: Any, args: DCGRPOConfig, others: Mapping[str, Any]):
-        self._by_name = isinstance(model, str)
-        self.model: Any = shipped(model) if self._by_name else model
+        self.model: Any = shipped(model) if isinstance(model, str) else model
         arguments: dict[str, Any] = {name: others.get(name) for name in _BEFORE}
         self._shown = require_startable(model=self.model, reward_funcs=reward_funcs, args=args, **arguments)
         self._sharding = sharding_of(args)
         if args.use_vllm and args.vllm_mode == "server":
             require_servers(args, config_of(self.model, args))
-        scoring = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        self._rewards_by_name = [isinstance(each, str) for each in scoring]
         self._limits: Limits | None = None  # what the policy can read, once it is loaded
-        if isinstance(self.model, nn.Module):  # transformers fails on some defects with another error
-            require_whole(self.model, "model", False, self._sharding)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -133,10 +128,8 @@ class Gate:
         Raises:
             ValueError: the policy or a reward model is refused; the message says why, with the remedy.
         """
-        if self._by_name:
-            require_whole(trainer.model, "model", True, self._sharding)
         args, policy = trainer.args, trainer.model
-        moving = require_trainable(policy, trainer.optimizer, args.learning_rate)
+        moving = require_trainable(policy)
         optimizer, rate = str(args.optim), args.learning_rate
         if trainer.optimizer is not None:
             groups = trainer.optimizer.param_groups
@@ -160,16 +153,10 @@ class Gate:
             self._limits.warn(trainer.tokenize(prompts, words)[0], words)
 
     def _check_rewards(self, trainer: HookedTrainer) -> None:
-        functions = zip(
-            trainer.reward_funcs, trainer.reward_processing_classes, trainer.reward_func_names, strict=True
-        )
-        checked: list[Any] = []
-        for number, (function, tokenizer, name) in enumerate(functions):
-            if isinstance(function, PreTrainedModel):
-                require_whole(function, f"the reward model {name!r}", self._rewards_by_name[number], self._sharding)
-                require_reward_model(function, tokenizer, name)
-            checked.append(function if isinstance(function, nn.Module) else checked_reward(function, name))
-        trainer.reward_funcs = checked
+        trainer.reward_funcs = [
+            function if isinstance(function, nn.Module) else checked_reward(function, name)
+            for function, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
+        ]
         if not trainer.reward_weights.any():
             logger.warning(
                 f"reward_weights={trainer.reward_weights.tolist()}: all advantages will be 0, so nothing is learned. "
@@ -197,7 +184,6 @@ class Gate:
             ValueError: a prompt cannot be rendered or read; the message names it.
         """
         named = named or (lambda number: f"the prompt {excerpt(prompts[number])}")
-        require_template(processing_class, prompts, named)
         try:
             tokenized = tokenize(prompts)
         except TemplateError as error:

@@ -125,7 +125,7 @@ class RunTrainer(SamplingTrainer):
         """Lock the output directory, and return the checkpoint from which to resume."""
         args = self.args
         stack.enter_context(lock_output(args.output_dir))
-        return resumable_checkpoint(resume_from_checkpoint, args.output_dir, args.checkpoint_hashes)
+        return resumable_checkpoint(resume_from_checkpoint, args.output_dir)
 
     def _train_and_export(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> Any:
         self.exports_at_end = self.args.exports_deployment
@@ -273,8 +273,8 @@ class RunTrainer(SamplingTrainer):
                 weights. `False` pushes the one that `train` has just left in the output directory.
 
         Raises:
-            HubError: the Hub refused or could not be reached. The run's files are whole, and calling this again, or
-                `dc_trl.hub.push.push_run` later, sends what is missing.
+            HubError: the Hub refused or could not be reached. The run's files are whole, and calling this again
+                sends what is missing.
         """
         if export and self.args.deployment_scheme is not None and self.args.hub_deployment != "none":
             self.save_deployment(Path(self.args.output_dir, DEPLOYMENT_FOLDER))

@@ -27,7 +27,6 @@ from ..rollouts.buffer import fill_empty, sampled_only
 from ..rollouts.choices import NO_CHOICES, Choices
 from ..rollouts.padding_free import PaddingFree, prepared
 from ..rollouts.truncation import Kept, KeptHead, Named, padded_logps, reported_logps
-from ..settings.distribution import require_as_asked
 from ..settings.reward_functions import RewardFunction, call_reward
 from ..trl_hooks import Completions, HookedTrainer
 from .batching import LengthAwareBatches, Scored
@@ -81,7 +80,6 @@ class SamplingTrainer(HookedTrainer):
         finally:
             args.use_vllm = use_vllm
         self._gate.require_fit(self)
-        require_as_asked(args, self.accelerator)
         if args.padding_free:
             self.padding_free = prepared(self.scored_models(), self.accelerator)
         self.truncates = bool(args.truncations)

@@ -18,7 +18,6 @@ from ..resuming.checkpoints import on_main_process
 from ..settings.fields import ranges_of
 from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import require_numbers
-from ..settings.reward_functions import require_callable
 from ..trainer import DCGRPOTrainer
 from ..trainers.history import HistoryCallback
 from ..trainers.required_servers import require_servers
@@ -62,16 +61,10 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     prompts_per_step = args.generation_batch_size // args.num_generations
     steps = args.max_steps if args.max_steps > 0 else 1000
     train_dataset, eval_dataset, line = load_data(data, tokenizer, args.seed, prompts_per_step * steps)
-    for name, reward in zip(data.rewards, rewards, strict=True):
-        require_callable(f"rewards={name!r}", reward, train_dataset.column_names)
     PartialState().print(line)
     with PartialState().local_main_process_first():  # only one process of a machine downloads
         samples, limit = data.eval_benchmark_samples, data.eval_benchmark_limit
         benchmarks = [Benchmark.load(word, samples=samples, limit=limit) for word in data.eval_benchmarks]
-    if data.eval_greedy and args.eval_strategy == "no":
-        raise ValueError(
-            "eval_greedy=True measures at evaluations, and eval_strategy='no' has none: set eval_strategy='steps'."
-        )
     generations = args.num_generations_eval or args.num_generations
     if eval_dataset is not None and args.per_device_eval_batch_size * args.world_size % generations:
         raise ValueError(

@@ -4,20 +4,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ..config import DCGRPOConfig
-from ..files import lock_output, write_bytes
+from ..files import lock_output
 from ..hub.push import HubClient
 from ..records.runs import (
     BASELINE_FILE,
     DEPLOYMENT_FOLDER,
     HISTORY_FILE,
     SUMMARY_FILE,
-    read_baseline,
     read_history,
-    read_summary,
 )
-from ..records.started import read_starts
 from ..resuming.checkpoints import checkpoints, resumable_checkpoint
-from ..settings.paths import NEWEST_OR_NONE
 
 
 # The weights that a finished run leaves.
@@ -36,19 +32,14 @@ def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
 
     Raises:
         ValueError: the directory holds a run that is not resumed, another run is writing to it, or it cannot be
-            written; or the Hub refuses the repository of a run that will be pushed.
+            written.
+        HubError: the Hub refuses the repository of a run that will be pushed.
     """
     output_dir = Path(args.output_dir)
     stack.enter_context(lock_output(output_dir))
-    checkpoint = resumable_checkpoint(args.resume_from_checkpoint, output_dir, args.checkpoint_hashes)
+    checkpoint = resumable_checkpoint(args.resume_from_checkpoint, output_dir)
     if checkpoint is None:
-        _require_no_run(output_dir, anew=str(args.resume_from_checkpoint).lower() == NEWEST_OR_NONE)
-    else:  # damaged records are refused before the model is loaded
-        for read in (read_starts, read_baseline, read_summary):
-            read(output_dir)
-        if (output_dir / HISTORY_FILE).exists():
-            read_history(output_dir / HISTORY_FILE)
-    _require_writable(output_dir)
+        _require_no_run(output_dir, anew=str(args.resume_from_checkpoint).lower() == "auto")
     if args.push_to_hub:
         name = args.hub_model_id or output_dir.absolute().name
         HubClient.of(args).create_repo(name, private=args.hub_private_repo)
@@ -67,16 +58,3 @@ def _require_no_run(output_dir: Path, anew: bool) -> None:
     if not checkpoints(output_dir):
         has, remedy = "a run without a checkpoint", "remove that run"
     raise ValueError(f"output_dir={str(output_dir)!r} already holds {has}: choose another output_dir, or {remedy}.")
-
-
-def _require_writable(output_dir: Path) -> None:
-    """Refuse a directory that cannot be written, by writing a megabyte: only that shows a full disk."""
-    probe = output_dir / ".write-probe"
-    try:
-        write_bytes(probe, bytes(1 << 20), durable=True)
-    except OSError as error:
-        raise ValueError(
-            f"output_dir={str(output_dir)!r} cannot be written ({error.strerror}): choose another one."
-        ) from error
-    finally:
-        probe.unlink(missing_ok=True)

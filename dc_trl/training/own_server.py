@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -11,7 +12,7 @@ from ..serving.fit import ROUTES_OPTION
 from ..serving.server import serve
 from ..settings.command_line import say
 from ..settings.contradictions import require_effect
-from ..settings.fields import setting
+from ..settings.fields import require_fields, setting
 
 
 SERVER_LOG = "vllm_server.log"
@@ -21,7 +22,7 @@ SERVER_LOG = "vllm_server.log"
 class ServerArguments:
     """The vLLM server, where the run starts its own."""
 
-    serve: str | None = setting(
+    serve: Literal["auto"] | None = setting(
         None,
         "'auto' starts a vLLM server for the model in its deployment_scheme, and ends it with the run (use_vllm: "
         "true, vllm_mode: server). For a server that runs elsewhere set vllm_server_base_url.",
@@ -29,22 +30,23 @@ class ServerArguments:
     serve_devices: str | None = setting(None, "GPUs of that server, as in CUDA_VISIBLE_DEVICES: '3' or '2,3'.")
     serve_options: list[str] = setting([], "Further options of that server, as for vllm serve.")
 
+    def __post_init__(self):
+        require_fields(self)
+
 
 def require_servable(server: ServerArguments, args: DCGRPOConfig) -> None:
     """Refuse a server that the settings would not use."""
-    if server.serve not in (None, "auto"):
-        raise ValueError(f"serve={server.serve!r} is unknown: use 'auto', or vllm_server_base_url for a server's URL.")
-    if server.serve is None:
-        require_effect(server)
-        return
-    if not (args.use_vllm and args.vllm_mode == "server"):
+    require_effect(server)
+    if server.serve is not None and not (args.use_vllm and args.vllm_mode == "server"):
         raise ValueError(
             f"serve={server.serve!r} with use_vllm={args.use_vllm} and vllm_mode={args.vllm_mode!r} starts a server "
             "that nothing uses: set use_vllm=true and vllm_mode=server, or leave serve out."
         )
-    for name in ("vllm_server_base_url", "vllm_server_base_urls"):
-        if (urls := getattr(args, name)) is not None:
-            raise ValueError(f"{name}={urls!r} and serve={server.serve!r} name several servers: set one of the two.")
+    named = args.vllm_server_base_url or args.vllm_server_base_urls
+    if server.serve is not None and named is not None:
+        raise ValueError(
+            f"serve={server.serve!r} starts a server, and {named!r} names another: leave one of them out."
+        )
 
 
 def start_server(server: ServerArguments, args: DCGRPOConfig, model: str, revision: str, stack: ExitStack) -> None:

@@ -1,5 +1,6 @@
 """Runs a training to its end, and saves, summarizes and pushes it; an early end has an exit code."""
 
+import shlex
 import sys
 import time
 import traceback
@@ -10,7 +11,7 @@ from typing import TypeAlias
 from ..callbacks.collapse import CollapseAlarmCallback
 from ..callbacks.summary import BeforeAndAfter, summarize
 from ..data.dapo import DAPO
-from ..hub.push import HubError, push_command
+from ..hub.push import HubError
 from ..records.runs import BASELINE_FILE, HISTORY_FILE, SETTINGS_FILE, run_ended
 from ..records.started import STARTS_FILE
 from ..resuming.checkpoints import checkpoints, on_main_process
@@ -102,7 +103,10 @@ def _publish(trainer: DCGRPOTrainer, dataset_name: str | None) -> Outcome:
     try:
         trainer.push_to_hub(dataset_name=dataset_name, export=not args.exports_deployment)
     except HubError as error:
-        command = push_command(args, trainer.hub_model_id)
+        left_out = "--exclude 'checkpoint-*' --exclude '*.bin' --exclude '*.log'"
+        command = (
+            f"hf upload {shlex.quote(args.hub_model_id or 'OWNER/MODEL')} {shlex.quote(args.output_dir)} . {left_out}"
+        )
         return f"error: {error}\nThe run is complete in {args.output_dir}. Push it later: {command}"
     return None
 
