@@ -14,7 +14,7 @@ from .constraint.thresholds import lag_warning
 from .files import parse_object
 from .quantization.schemes import SCHEMES, require_scheme, require_served_scheme
 from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncations
-from .serving.preflight import require_address, require_addresses, require_waits_that_fit
+from .serving.preflight import require_addresses, require_waits_that_fit
 from .settings.contradictions import require_no_contradiction
 from .settings.distribution import require_division
 from .settings.fields import require_fields, setting
@@ -295,7 +295,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             number = str(self.pad_to_multiple_of)
             require_number("pad_to_multiple_of", int(number) if number.isdecimal() else number, COUNT)
         if self.vllm_server_base_url is not None:
-            require_address("vllm_server_base_url", self.vllm_server_base_url)
+            require_addresses("vllm_server_base_url", [self.vllm_server_base_url])
         if self.vllm_server_base_urls is not None:
             require_addresses("vllm_server_base_urls", self.vllm_server_base_urls)
         for weight in self.reward_weights or []:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 
-from ..serving.answers import Bounds, require_rollout
+from ..serving.answers import require_rollout
 from ..serving.errors import ServerAnswerError, ServerError, ServerUnavailableError
 
 
@@ -23,7 +23,7 @@ class CheckedRolloutLoop(_AsyncRolloutLoop):
 
     def __init__(self, *, vocabulary: int, **kwargs: Any):
         super().__init__(**kwargs)
-        self._bounds = Bounds(vocabulary)
+        self._vocabulary = vocabulary
 
     async def _post(self, path: str, payload: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         try:
@@ -35,7 +35,7 @@ class CheckedRolloutLoop(_AsyncRolloutLoop):
         if not isinstance(answer, dict):
             raise ServerAnswerError(f"the server at {self.vllm_server_url} answered {path} without a JSON object")
         if path == "/v1/completions":
-            answer["choices"] = require_rollout(payload, answer, self.vllm_server_url, self._bounds)
+            answer["choices"] = require_rollout(payload, answer, self.vllm_server_url, self._vocabulary)
         return answer
 
 

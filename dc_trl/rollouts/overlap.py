@@ -172,4 +172,3 @@ class _StandIn:
         self.generate = generate
         if client is not None:
             self.routed_experts = client.routed_experts
-            self.require_routes = client.require_routes

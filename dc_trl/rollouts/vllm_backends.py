@@ -314,8 +314,6 @@ class ServerGeneration(_DeployedGeneration):
             except ServerError:  # on the main process, while the others wait for its broadcast
                 broadcast_object_list([([], [], None, None)], from_process=0)
                 raise
-            if self.routing_replay and self.accelerator.is_main_process:
-                self.vllm_client.require_routes()
         if self.routing_replay:
             # TRL distributes its own results to the other processes, but not the routed experts.
             all_experts = agree(self.vllm_client.routed_experts if self.accelerator.is_main_process else None)

@@ -8,16 +8,7 @@ class ServerError(RuntimeError):
 
 
 class ServerUnavailableError(ServerError):
-    """The server could not be reached, did not answer in time, or failed; another try may help.
-
-    Args:
-        message: see `ServerError`.
-        retry_after: seconds that the server asks us to wait before the next try.
-    """
-
-    def __init__(self, message: str, retry_after: float = 0.0):
-        super().__init__(message)
-        self.retry_after = retry_after
+    """The server could not be reached, did not answer in time, or failed; another try may help."""
 
 
 class ServerRefusedError(ServerError):
