@@ -1,14 +1,11 @@
 """A server whose answer does not fit what was asked ends in a `ServerError`, whoever asks; honest answers are used."""
 
-import asyncio
 import math
 from copy import deepcopy
 from functools import partial
 
-import aiohttp
 import pytest
 
-from dc_trl.async_grpo.worker import CheckedRolloutLoop, CheckedRolloutWorker
 from dc_trl.rollouts.sampling import Request, Sampling
 from dc_trl.rollouts.server_engine import ServerEngine
 from dc_trl.serving.answers import require_rollout
@@ -105,25 +102,10 @@ def by_evaluation(one, other):
     return [completion.tokens for _, completion in engine.sample([Request(PROMPTS[0], 0)], Sampling(8))]
 
 
-def by_async(one, other):
-    """The worker's loop asks its server, without its process."""
-    loop = CheckedRolloutLoop.__new__(CheckedRolloutLoop)
-    loop._vocabulary, loop.vllm_server_url, loop.lora_name, loop.model_name = 262, one.url, None, "stub"
-    loop.max_tokens, loop.temperature, loop.top_p, loop.top_k, loop.min_p = 8, 1.0, 1.0, 0, None
-    loop.repetition_penalty, loop.request_timeout = 1.0, 20
-
-    async def ask():
-        async with aiohttp.ClientSession() as loop.session:
-            return await loop._generate_one_turn(PROMPTS[0])
-
-    return asyncio.run(ask())[0]
-
-
 WAYS = {
     "client": (by_client, WRONG | WRONG_LOGPS),
     "pool": (by_pool, WRONG | WRONG_LOGPS),
     "evaluation": (by_evaluation, WRONG),
-    "async": (by_async, WRONG | WRONG_LOGPS),
 }
 
 
@@ -191,37 +173,3 @@ def test_the_most_probable_tokens_are_read_too():
             read(answer=answer(top))
     with pytest.raises(ServerUnavailableError, match="NaN"):
         read(answer=answer({"token_id:1": math.nan}))
-
-
-@pytest.mark.long
-def test_a_wrong_answer_to_the_worker_of_asyncgrpo_is_an_error_of_the_trainer(servers):
-    """Through the worker's own process, which the trainer looks after."""
-    from accelerate import PartialState
-    from datasets import Dataset
-
-    from .helpers import distinct_characters, make_tokenizer
-
-    PartialState()  # TRL's logger wants it
-    server, _ = servers
-    server.completes = answering(WRONG["another prompt"])
-    tokenizer = make_tokenizer()
-    tokenizer.response_schema = {}  # TRL knows none for its template
-    worker = CheckedRolloutWorker(
-        vocabulary=262,
-        model_name="stub",
-        dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1="}]}] * 4),
-        reward_funcs=[distinct_characters],
-        processing_class=tokenizer,
-        eos_token_ids=[1],
-        num_generations=2,
-        max_inflight_tasks=2,
-        vllm_server_url=server.url,
-        max_tokens=8,
-    )
-    worker.start()
-    try:
-        worker._failed_event.wait(60)
-        with pytest.raises(ServerError, match=r"did not answer what it was asked.*choice 0 completes the prompt"):
-            worker.check_health(60)
-    finally:
-        worker.stop()

@@ -242,8 +242,8 @@ def test_a_resumed_run_goes_on_with_the_batch_that_was_sampled_ahead(tmp_path, o
     assert asked_again == asked - started
     ends = [load_file(tmp_path / run / "checkpoint-6" / "model.safetensors") for run in ("whole", "resumed")]
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
-    (checkpoint / "rollouts_ahead.safetensors").unlink()
-    assert "rollouts_ahead.safetensors" in checkpoint_defect(checkpoint)
+    (checkpoint / "rollouts_ahead.json").unlink()
+    assert "rollouts_ahead.json" in checkpoint_defect(checkpoint)
 
 
 @requires_vllm
@@ -290,8 +290,8 @@ def test_what_was_sampled_is_read_as_it_was_written(tmp_path):
 
     rollout = BackgroundRollout(request)
     rollout.start(Client())
-    rollout.save(tmp_path / "file.safetensors")
-    read = BackgroundRollout.load(tmp_path / "file.safetensors")
+    rollout.save(tmp_path / "file.json")
+    read = BackgroundRollout.load(tmp_path / "file.json")
     assert read.result() == output
     assert read.request == request
     assert read.answers(dict(request, generation_kwargs={"stop": ("a",)}))

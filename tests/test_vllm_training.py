@@ -215,14 +215,12 @@ def test_weights_that_lag_come_back_after_an_evaluation_and_after_a_kill(fp8_ser
     options |= {"per_device_train_batch_size": 32}  # of one prompt all completions may earn the same: no weight moves
     trainer = make_trainer(fp8_server.url, tmp_path, max_steps=3, save_strategy="steps", save_steps=2, **options)
     first = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
-    versions = []
 
     def served_by(model):
         """Whether the server holds the weights of the first step, or those of a model that has moved on."""
         choices = complete(fp8_server.url, PROMPTS, max_tokens=16)
         lagging, present = (mean_gap(choices, each, "fp8") for each in (first, model))
         assert max(lagging, present) > 3 * min(lagging, present)
-        versions.append(trainer.vllm_generation.vllm_client.weight_version())
         return "first" if lagging < present else "present"
 
     seen = []
@@ -236,17 +234,8 @@ def test_weights_that_lag_come_back_after_an_evaluation_and_after_a_kill(fp8_ser
     trainer.add_callback(Evaluation())
     trainer.train()
     assert seen == ["first", "present"] * 3
-    assert versions[0] == versions[2] == versions[4]
-    assert len(set(versions)) == 4
     assert logged(trainer, "sync/age") == [0, 1, 2]
-    folder = trainer.vllm_generation.checkpoint.parent
-    assert sorted(path.name for path in folder.iterdir()) == sorted([versions[0], versions[5]])  # no room for more
-
     checkpoint = tmp_path / "checkpoint-2"
-    held = folder / versions[0]
-    assert {file.name: file.read_bytes() for file in (checkpoint / "sampler").iterdir()} == {
-        file.name: file.read_bytes() for file in held.iterdir()
-    }
     resumed = make_trainer(fp8_server.url, tmp_path, max_steps=4, **options)
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert logged(resumed, "sync/age") == [0, 1, 2, 3]

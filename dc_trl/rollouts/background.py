@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
-from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
+from ..files import read_object, write_text
 from ..serving.background import in_thread
 
 
@@ -73,64 +72,33 @@ class BackgroundRollout:
         return self.request["prompts"] == request["prompts"] and _settings(self.request) == _settings(request)
 
     def save(self, path: Path) -> None:
-        """Write the completions as a safetensors file for `load`, with log-probabilities in float64, as JSON has them.
+        """Write the completions as a JSON file for `load`; if they could not be sampled, the request alone.
 
-        If they could not be sampled, write the request alone.
+        Experts go to a safetensors file beside it, see `_experts_beside`.
         """
         self.wait()
-        arrays = _packed("prompts", self.request["prompts"], np.int64)
-        values: dict[str, Any] = {"seconds": self.seconds, "waited": self.waited, "routes": len(self.routed_experts)}
-        values |= {"seed": self.seed, "sampled": self.output is not None}
-        if self.output is not None:
-            arrays |= self._arrays(self.output)
-        save_file(arrays, path, metadata={"settings": _settings(self.request), "values": json.dumps(values)})
-
-    def _arrays(self, output: dict[str, Any]) -> dict[str, np.ndarray]:
-        arrays = _packed("completion_ids", output["completion_ids"], np.int64)
-        for name, dtype in _TOKEN_VALUES.items():
-            # There are several values for each token, as many as the server has returned.
-            arrays[f"{name}.tokens"] = np.array([len(completion) for completion in output[name]], np.int64)
-            arrays |= _packed(name, [token for completion in output[name] for token in completion], dtype)
-        for index, routes in enumerate(self.routed_experts):
-            if routes is not None:
-                arrays[f"routed_experts.{index}"] = np.ascontiguousarray(routes)
-        return arrays
+        names = ("request", "seed", "output", "seconds", "waited")
+        values = {name: getattr(self, name) for name in names} | {"routes": len(self.routed_experts)}
+        write_text(path, json.dumps(values))
+        routes = {str(i): np.ascontiguousarray(a) for i, a in enumerate(self.routed_experts) if a is not None}
+        if routes:
+            save_file(routes, _experts_beside(path))
 
     @classmethod
     def load(cls, path: Path) -> "BackgroundRollout":
         """Read what `save` wrote; `output` is None if the completions were not sampled."""
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata()
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        prompts, values = _unpacked("prompts", arrays), json.loads(metadata["values"])
-        rollout = cls({"prompts": prompts} | json.loads(metadata["settings"]), values.get("seed"))
-        if not values.get("sampled", True):  # the key is absent in older checkpoints
-            return rollout
-        rollout.output = {"prompt_ids": prompts, "completion_ids": _unpacked("completion_ids", arrays)}
-        for name in _TOKEN_VALUES:
-            rollout.output[name] = _split(_unpacked(name, arrays), arrays[f"{name}.tokens"])
-        rollout.routed_experts = [arrays.get(f"routed_experts.{index}") for index in range(values["routes"])]
-        rollout.seconds, rollout.waited = values["seconds"], values["waited"]
+        values = read_object(path)
+        rollout = cls(values["request"], values["seed"])
+        rollout.output, rollout.seconds, rollout.waited = values["output"], values["seconds"], values["waited"]
+        beside = _experts_beside(path)
+        routes = load_file(beside) if beside.is_file() else {}
+        rollout.routed_experts = [routes.get(str(index)) for index in range(values["routes"])]
         return rollout
 
 
-# Values of each token in the client's output, with their dtypes.
-_TOKEN_VALUES = {"logprobs": np.float64, "logprob_token_ids": np.int64}
+def _experts_beside(path: Path) -> Path:
+    return path.with_suffix(".safetensors")
 
 
 def _settings(request: dict[str, Any]) -> str:
     return json.dumps({name: value for name, value in request.items() if name != "prompts"}, sort_keys=True)
-
-
-def _packed(name: str, rows: list[list[Any]], dtype: DTypeLike) -> dict[str, np.ndarray]:
-    lengths = np.array([len(row) for row in rows], np.int64)
-    return {name: np.array([value for row in rows for value in row], dtype), f"{name}.lengths": lengths}
-
-
-def _unpacked(name: str, arrays: dict[str, np.ndarray]) -> list[list[Any]]:
-    return _split(arrays[name].tolist(), arrays[f"{name}.lengths"])
-
-
-def _split(values: list[Any], lengths: np.ndarray) -> list[list[Any]]:
-    ends = np.cumsum(lengths)
-    return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]

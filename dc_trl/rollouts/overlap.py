@@ -123,13 +123,9 @@ class OverlappedGeneration(ServerGeneration):
 
     # --- weights: not while the server samples ----------------------------------------------------------------------
 
-    def sync_weights(self, keep: bool = False) -> None:
+    def sync_weights(self) -> None:
         self.wait()
-        super().sync_weights(keep)
-
-    def go_back(self) -> None:
-        self.wait()
-        super().go_back()
+        super().sync_weights()
 
     def load_weights(self, directory: Path) -> None:
         self.wait()

@@ -4,8 +4,6 @@
 class ServerError(RuntimeError):
     """The vLLM server cannot do what training needs; the message says why, with the remedy."""
 
-    when = "when the server is up again"  # when a run that this error ended can resume
-
 
 class ServerUnavailableError(ServerError):
     """The server could not be reached, did not answer in time, or failed; another try may help."""
@@ -18,17 +16,9 @@ class ServerRefusedError(ServerError):
 class ServerAnswerError(ServerError):
     """The server's answer does not fit the request, so none of it is used."""
 
-    when = "with a server that answers correctly"
-
 
 class RequestAbandonedError(ServerError):
     """The answer is no longer needed: a signal ends the run, or the caller has stopped waiting."""
 
     def __init__(self) -> None:
         super().__init__("The request to the server was abandoned before its answer.")
-
-
-class WeightsNotWrittenError(ServerUnavailableError):
-    """The checkpoint that the server should load cannot be written; another try may help."""
-
-    when = "when it can be written"
