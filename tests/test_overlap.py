@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.resuming.checkpoints import checkpoint_defect
-from dc_trl.rollouts.background import BackgroundRollout
 from dc_trl.rollouts.look_ahead import LookAhead
+from dc_trl.rollouts.overlap import BackgroundRollout
 from dc_trl.serving.errors import ServerError
 
 from . import helpers

@@ -19,7 +19,6 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-import dc_trl.rollouts.replica
 from dc_trl import DCGRPOTrainer
 from dc_trl.constraint.mismatch import mismatch_metrics
 from dc_trl.rollouts.replica import Replica
@@ -280,7 +279,6 @@ def generate(replica, recorder, length=16):
 
 def test_the_replica_says_what_it_chose(monkeypatch):
     """Against one forward pass over each sequence, without padding. Float32 leaves no choice to rounding."""
-    monkeypatch.setattr(dc_trl.rollouts.replica, "_PREFILL_CHUNK", 3)
     torch.manual_seed(0)
     replica = Replica(make_experts(), "bf16")
     replica.model.float()

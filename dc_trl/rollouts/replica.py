@@ -30,9 +30,6 @@ from .neutral_sampling import TRUNCATIONS, truncations
 from .truncation import KeptLogProb
 
 
-# Tokens of each prompt that a CPU reads at a time: the activations of long prompts would fill its memory.
-_PREFILL_CHUNK = 128
-
 _WEIGHTS_FILE = "model.safetensors"
 
 
@@ -196,10 +193,6 @@ class Replica:
         truncation = None
         if among_kept and truncations(vars(generation_config)):
             truncation, generation_config = _without_truncation(generation_config)
-        if device.type == "cpu" and width > _PREFILL_CHUNK:
-            # Set in a copy, because transformers warns of arguments that are passed beside a configuration.
-            generation_config = copy.deepcopy(generation_config)
-            generation_config.prefill_chunk_size = _PREFILL_CHUNK
         recorder = _SampledLogProbs(temperature, truncation)
         sequences = self.model.generate(
             input_ids=input_ids,

@@ -18,6 +18,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ..files import locked_folder
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
 from ..quantization.tensors import deployed_tensors, frozen_tensors, is_packed
@@ -25,7 +26,6 @@ from ..serving.client import LOADING, ServerClient, Weights
 from ..serving.connection import Deadline, Patience, is_local
 from ..serving.errors import ServerError
 from ..serving.fit import require_shared_directory
-from ..serving.guard import guarded_folder
 from ..serving.pool import ServerPool
 from .neutral_sampling import TRUNCATIONS, truncations
 from .truncation import named_by_vllm
@@ -151,7 +151,7 @@ class _DeployedGeneration(Generation):
                     "weight_sync_dir to a directory that both the trainer and the vLLM server see."
                 )
             stack = ExitStack()
-            stack.enter_context(guarded_folder(folder, others=self._folder("*").name))
+            stack.enter_context(locked_folder(folder, others=self._folder("*").name))
             weakref.finalize(self, stack.close)
 
     def _write(self) -> None:

@@ -1,20 +1,17 @@
-"""Cleans up after a process that may be killed: ends its server or removes its folder. Run as a file.
+"""Ends the server of a process that may be killed. Run as a file.
 
-    python watchdog.py --folder FOLDER
     python watchdog.py GRACE COMMAND [ARGUMENT ...]
 
 Its standard input is a pipe that the starting process holds open. When that process writes to it, exits or is killed,
-FOLDER is removed, or the command gets SIGTERM, and after GRACE seconds SIGKILL together with all processes of its
+the command gets SIGTERM, and after GRACE seconds SIGKILL together with all processes of its
 group: a vLLM server that is still starting hangs on SIGTERM, and a killed one leaves its engine behind. The exit code
 is the command's.
 
 Only the standard library is imported, so that the watchdog starts at once and needs little memory.
 """
 
-import argparse
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -93,15 +90,7 @@ def main() -> None:
     # The signals get a handler, because the command would inherit it if they were ignored.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda *_: None)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder")
-    parser.add_argument("grace", type=float, nargs="?")
-    parser.add_argument("command", nargs=argparse.REMAINDER)
-    args = parser.parse_args()
-    if args.folder is None:
-        sys.exit(run(args.command, parent, args.grace))
-    wait_for_parent(parent)
-    shutil.rmtree(args.folder, ignore_errors=True)
+    sys.exit(run(sys.argv[2:], parent, float(sys.argv[1])))
 
 
 if __name__ == "__main__":
