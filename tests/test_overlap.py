@@ -425,21 +425,6 @@ def test_a_training_that_stops_early_leaves_nothing_to_the_next(tmp_path):
 # --- what it gains, and what it refuses -----------------------------------------------------------------------------
 
 
-@requires_vllm
-def test_the_hidden_share_is_what_training_had_no_need_to_wait_for(tmp_path):
-    with standing_in(seconds=0.5) as server:
-        trainer = make_trainer(server.url, tmp_path, Ready(server), max_steps=4)
-        trainer.train()
-    hidden = logged(trainer, "overlap/hidden_fraction")
-    # The first batch is waited for whole; the others are ready when training comes to them.
-    assert hidden[0] == 0
-    assert min(hidden[1:]) > 0.5
-    assert min(logged(trainer, "overlap/sampling_seconds")) >= 0.5
-    waited = logged(trainer, "overlap/waiting_seconds")
-    assert trainer.sampler.waiting_seconds == pytest.approx(sum(waited))
-    assert sum(waited[1:]) <= sum(logged(trainer, "time/waiting"))
-
-
 @pytest.mark.parametrize("options", [{}, {"use_vllm": True, "vllm_mode": "colocate"}])
 def test_it_is_refused_where_the_process_that_trains_samples(tmp_path, options):
     with pytest.raises(ValueError, match=r"rollout_overlap=True.*set use_vllm=True and vllm_mode='server'"):

@@ -357,11 +357,3 @@ def test_each_server_that_does_not_fit_or_is_not_up_is_named_when_the_trainer_is
     assert f"vLLM at {stubs[1].url}: the server runs with --logprobs-mode raw_logprobs" in message
     assert "no vLLM server answers at http://127.0.0.1:9" in message
     assert stubs[0].url not in message
-
-
-def test_servers_on_other_machines_are_named_where_they_need_a_shared_directory(tmp_path):
-    away = ["http://203.0.113.1:8000", "http://203.0.113.2:8000"]  # nobody's (RFC 5737)
-    with pytest.raises(ServerError) as error:
-        make_trainer(tmp_path, ["http://127.0.0.1:9", *away])
-    assert f"weight_sync_dir=None: the server at {away[0]} and {away[1]} is on another machine" in str(error.value)
-    assert "nccl" not in str(error.value)

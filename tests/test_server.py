@@ -8,7 +8,6 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-import torch
 from trl.generation.vllm_client import VLLMClient
 
 from dc_trl.serving.client import ServerClient
@@ -221,40 +220,6 @@ def test_a_server_that_never_comes_is_waited_for_and_given_up():
     with pytest.raises(ServerUnavailableError, match=r"after 2 s.*vllm_server_timeout"):
         ServerClient("http://127.0.0.1:9", start_timeout=2, report=lines.append)
     assert "waiting for vLLM" in lines[0]
-
-
-@pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that a kernel is replaced
-@pytest.mark.parametrize(
-    ("processor", "by_onednn"),
-    [
-        ({"amx_int8": True, "amx_fp16": False}, False),  # Sapphire Rapids: oneDNN has its reference only
-        ({"amx_int8": True, "amx_fp16": True}, True),
-        ({"avx512_bf16": True}, True),  # there PyTorch does not ask oneDNN
-    ],
-)
-def test_fp8_products_avoid_onednns_reference(processor, by_onednn, monkeypatch):
-    from dc_trl.serving.cpu_products import avoid_onednns_reference
-
-    def product(first, second, *scales):
-        assert torch.backends.mkldnn.enabled == by_onednn
-        if len(second) == 1:
-            raise ValueError("no product")
-        return first @ second
-
-    ones = {"scale_a": torch.ones(1), "scale_b": torch.ones(1)}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: processor)
-    with torch.library._scoped_library("aten", "IMPL") as operators:
-        operators.impl("_scaled_mm", product, "CPU")
-        kernels = avoid_onednns_reference.__wrapped__()
-        try:
-            assert (kernels is None) == by_onednn
-            assert torch._scaled_mm(torch.eye(2), torch.ones(2, 2), **ones).tolist() == [[1, 1], [1, 1]]
-            with pytest.raises(ValueError, match="no product"):
-                torch._scaled_mm(torch.eye(1), torch.ones(1, 1), **ones)
-            assert torch.backends.mkldnn.enabled
-        finally:
-            if kernels is not None:
-                kernels._destroy()
 
 
 def test_fp8_products_are_what_onednns_reference_gives():

@@ -131,10 +131,10 @@ class Connection:
             ServerRefusedError: the server answered HTTP 4xx.
             ServerError: the server requires an API key.
         """
-        return self._read(path, self._in_time(path, lambda: self._send(method, path, **kwargs)))
+        return self._in_time(path, lambda: self.arequest(method, path, **kwargs))
 
     def post_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the answers to several concurrent requests, within the time that one of them may take.
+        """Return the answers to several concurrent requests.
 
         Raises:
             ServerError: see `request`; the other requests are abandoned.
@@ -149,9 +149,18 @@ class Connection:
 
     async def arequest(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
         """Send a request as `request` does, in an event loop and within `request_timeout`."""
-        with self._transport_errors(path, None):
-            async with asyncio.timeout(self.patience.request_timeout):
+        limit = self.patience.request_timeout
+        try:
+            async with asyncio.timeout(limit):
                 response = await self._send(method, path, **kwargs)
+        except (httpx.TimeoutException, TimeoutError) as error:
+            raise ServerUnavailableError(
+                f"vLLM at {self.url} did not answer {path} within {self.patience.prefix}request_timeout={limit:g} s"
+            ) from error
+        except httpx.RequestError as error:
+            raise ServerUnavailableError(
+                f"the connection to vLLM at {self.url} broke during {path} ({type(error).__name__})"
+            ) from error
         return self._read(path, response)
 
     async def _send(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
@@ -159,13 +168,16 @@ class Connection:
             return await http.request(method, path, **kwargs)
 
     def _in_time(self, path: str, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine that queries the server, within the time that the request and its task have left."""
+        """Run a coroutine that queries the server, within the time that its task has left."""
         left = math.inf if self._deadline is None else self._deadline.left
         if left == 0:
             raise ServerUnavailableError(f"vLLM at {self.url} was not asked for {path}: no time is left for it")
-        limit = min(self.patience.request_timeout, left)
-        with self._transport_errors(path, None if limit < left else limit):
-            return in_coroutine(asyncio.wait_for(action(), limit))
+        try:
+            return in_coroutine(asyncio.wait_for(action(), None if left == math.inf else left))
+        except TimeoutError as error:
+            raise ServerUnavailableError(
+                f"vLLM at {self.url} did not answer {path} within the remaining {left:.3g} s"
+            ) from error
 
     @contextmanager
     def reading(self, path: str) -> Iterator[None]:
@@ -180,20 +192,6 @@ class Connection:
             raise ServerAnswerError(
                 f"the server at {self.url} answered {path} in another format than vLLM ({type(error).__name__}: "
                 f"{error}): check that the address is that of vllm serve, in a supported version."
-            ) from error
-
-    @contextmanager
-    def _transport_errors(self, path: str, left: float | None) -> Iterator[None]:
-        """Translate transport errors; `left` is the number of seconds that remained, or None for `request_timeout`."""
-        try:
-            yield
-        except (httpx.TimeoutException, TimeoutError) as error:
-            setting = f"{self.patience.prefix}request_timeout={self.patience.request_timeout:g} s"
-            allowed = setting if left is None else f"the remaining {left:.3g} s"
-            raise ServerUnavailableError(f"vLLM at {self.url} did not answer {path} within {allowed}") from error
-        except httpx.RequestError as error:
-            raise ServerUnavailableError(
-                f"the connection to vLLM at {self.url} broke during {path} ({type(error).__name__})"
             ) from error
 
     def _read(self, path: str, response: httpx.Response) -> dict[str, Any]:
