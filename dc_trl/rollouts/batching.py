@@ -162,35 +162,20 @@ def lengths_of(batch: dict[str, Any], multiple: int | None = None) -> Tensor:
     return lengths if multiple is None else (lengths + multiple - 1) // multiple * multiple
 
 
-def along(name: str, value: Any, prompt: int, completion: int) -> str | None:
-    """Return whether the second dimension of a tensor is along "prompt", "completion", "both" or neither (None).
-
-    Args:
-        name, value: name and value of an entry of a batch.
-        prompt, completion: padded widths of the batch, P and T.
-    """
-    if name in _ALONG_PROMPT:
-        return "prompt"
-    if name in _ALONG_BOTH:
-        return "both"
-    if name in _ALONG_NONE or not isinstance(value, Tensor) or value.ndim < 2 or value.shape[1] != completion:
-        return None
-    return "completion"
-
-
 def trimmed(batch: dict[str, Any], multiple: int | None = None) -> dict[str, Any]:
     """Return a batch without the columns that are padding in all of its rows; tensors that are cut are copied."""
     width, length = batch["prompt_ids"].shape[1], batch["completion_ids"].shape[1]
     prompt, completion = lengths_of(batch, multiple).amax(0).tolist()
-    columns = {
-        "prompt": slice(width - prompt, width),
-        "completion": slice(0, completion),
-        "both": slice(width - prompt, width + completion),
-    }
-    cut = {
-        name: value if (kind := along(name, value, width, length)) is None else value[:, columns[kind]].contiguous()
-        for name, value in batch.items()
-    }
+    both = slice(width - prompt, width + completion)
+    cut = {}
+    for name, value in batch.items():
+        if name in _ALONG_PROMPT:
+            value = value[:, width - prompt :].contiguous()
+        elif name in _ALONG_BOTH:
+            value = value[:, both].contiguous()
+        elif name not in _ALONG_NONE and isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length:
+            value = value[:, :completion].contiguous()
+        cut[name] = value
     return cut | _trimmed_tokens(cut, completion, "kept") | _trimmed_tokens(cut, completion, "named")
 
 
