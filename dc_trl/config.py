@@ -14,7 +14,7 @@ from .constraint.thresholds import lag_warning
 from .files import parse_object
 from .quantization.schemes import SCHEMES, require_scheme, require_served_scheme
 from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncations
-from .serving.preflight import require_address, require_addresses, require_waits_that_fit
+from .serving.preflight import require_addresses
 from .settings.contradictions import require_no_contradiction
 from .settings.distribution import require_division
 from .settings.fields import require_fields, setting
@@ -159,7 +159,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         None,
         "Seconds that a request to the vLLM server may take: a generation batch, or a reload of the weights. If it is "
         "not set, 3600. With several processes the others wait for the one that asks the server, no longer than "
-        "ddp_timeout; the default is then nine tenths of ddp_timeout at most, and a larger value is refused.",
+        "ddp_timeout; nine tenths of ddp_timeout are the limit then.",
     )
     vllm_max_retries: Annotated[int, WHOLE] = setting(
         3,
@@ -207,7 +207,6 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         super().__post_init__()
         require_division(self)
         require_no_contradiction(self)
-        self._check_waits()
         self._check_sampling()
         self._warn_of_lag()
 
@@ -289,7 +288,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             number = str(self.pad_to_multiple_of)
             require_number("pad_to_multiple_of", int(number) if number.isdecimal() else number, COUNT)
         if self.vllm_server_base_url is not None:
-            require_address("vllm_server_base_url", self.vllm_server_base_url)
+            require_addresses("vllm_server_base_url", [self.vllm_server_base_url])
         if self.vllm_server_base_urls is not None:
             require_addresses("vllm_server_base_urls", self.vllm_server_base_urls)
         for weight in self.reward_weights or []:
@@ -311,16 +310,6 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         warning = lag_warning(self, f"{name}={getattr(self, name)!r}")
         if warning is not None and (self.weight_sync_steps > 1 or self.rollout_overlap):
             logger.warning(warning)
-
-    def _check_waits(self) -> None:
-        if self.use_vllm and self.vllm_mode == "server":
-            require_waits_that_fit(
-                self.vllm_time_limit,
-                self.ddp_timeout,
-                self.world_size,
-                vllm_request_timeout=self.vllm_request_timeout,
-                vllm_server_timeout=self.vllm_server_timeout,
-            )
 
     def _check_sampling(self) -> None:
         """Refuses what makes the engine's distribution another one than the policy's, where the two are compared."""

@@ -1,9 +1,6 @@
 import gc
 import os
-import shutil
 import subprocess
-import tempfile
-from pathlib import Path
 
 
 # Before torch is imported: tests run beside each other's subprocesses on few cores, and never reach a Hub.
@@ -55,14 +52,6 @@ def fp8_server(tmp_path_factory):
     server.url = server.url()
     yield server
     server.end()
-
-
-@pytest.fixture
-def short_tmp():
-    """A directory for temporary files of its own: the names of sockets are short."""
-    folder = Path(tempfile.mkdtemp(prefix="s-"))
-    yield folder
-    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -5,9 +5,8 @@ import io
 import json
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import count
 
 import numpy as np
 
@@ -30,8 +29,6 @@ class StubServer(ThreadingHTTPServer):
         self.failures: dict[str, int] = {}
         self._counting = threading.Lock()  # of failures: requests come in threads of their own
         self.says: dict[str, tuple[int, str]] = {}
-        self.headers: dict[str, str] = {}  # of all answers
-        self.drips: str | None = None  # the path whose answers come byte by byte, without end
         self.asked: list[str] = []
         self.version = "default"
         self.before: Callable[[StubServer, str], None] | None = None
@@ -98,27 +95,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         status, text = answer
-        if self.path.partition("?")[0] == self.server.drips:
-            self._drip()
-            return
         content = text.encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
-        for name, value in self.server.headers.items():
-            self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
-
-    def _drip(self) -> None:
-        """A header and then an answer that never end, a byte every 50 ms."""
-        with suppress(OSError):  # until nobody reads any more
-            self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
-            for number in count():
-                if self.server.ended.wait(0.05):
-                    break
-                self.wfile.write(b"\r\nContent-Length: 99999999\r\n\r\n" if number == 5 else b" ")
-        self.close_connection = True
 
     do_POST = do_GET  # noqa: N815 (http.server's name)
 

@@ -422,7 +422,7 @@ def test_a_run_that_does_not_group_leaves_the_rest_of_a_grouped_batch(tmp_path, 
 
 
 @pytest.mark.long
-def test_two_processes_read_alike_and_take_the_same_steps(tmp_path):
+def test_two_processes_take_the_same_steps(tmp_path):
     command = [*TWO_PROCESSES, "-m", "tests.batching_worker", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -434,8 +434,6 @@ def test_two_processes_read_alike_and_take_the_same_steps(tmp_path):
         assert len(set(case["forwards"])) == 1
         ours, theirs = case["tokens"]
         assert sum(ours) < sum(theirs), (name, case)
-        if name != "bnpo":
-            assert max(ours) < 1.1 * min(ours), (name, case)
 
 
 # --- what is logged

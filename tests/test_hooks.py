@@ -68,17 +68,6 @@ HOOKS: dict[str, str] = {
     "trl.GRPOTrainer._last_loaded_step": "= -1",
     "trl.experimental.async_grpo.AsyncGRPOTrainer": "class",
     "trl.experimental.async_grpo.AsyncGRPOConfig": "class",
-    "trl.experimental.async_grpo.async_rollout_worker.AsyncRolloutWorker": "class",
-    "trl.experimental.async_grpo.async_rollout_worker.AsyncRolloutWorker._loop_cls": "class",
-    "trl.experimental.async_grpo.async_rollout_worker.AsyncRolloutWorker._loop_kwargs": "= loop_kwargs",
-    "trl.experimental.async_grpo.async_rollout_worker.AsyncRolloutWorker.check_health": "(self, stale_after_s)",
-    "trl.experimental.async_grpo.async_rollout_worker.AsyncRolloutWorker.stop": "(self)",
-    "trl.experimental.async_grpo.async_rollout_worker.AsyncRolloutWorker._process": "= None",
-    "trl.experimental.async_grpo.async_rollout_worker.AsyncRolloutWorker._failed_event": "= ctx.Event()",
-    "trl.experimental.async_grpo.async_rollout_worker._AsyncRolloutLoop": "class",
-    "trl.experimental.async_grpo.async_rollout_worker._AsyncRolloutLoop._post": (
-        "(self, path, payload, timeout, max_retries)"
-    ),
     "trl.experimental.async_grpo.AsyncGRPOTrainer.compute_loss": (
         "(self, model, inputs, return_outputs, num_items_in_batch)"
     ),
@@ -129,7 +118,6 @@ HOOKS: dict[str, str] = {
     "trl.trainer.utils.unsplit_pixel_values_by_grid": "(batch)",
     "trl.trainer.utils.pad": "(tensors, padding_value, padding_side, pad_to_multiple_of)",
     "trl.trainer.utils.add_fused_lm_head": "(model, temperature, cast_lm_head_to_fp32, outputs)",
-    "trl.trainer.utils.maybe_gather_lm_head_ctx": "(*params)",
     "trl.trainer.utils.get_comet_experiment_url": "()",
     "trl.trainer.utils.get_trackio_space_url": "()",
     "transformers.Trainer._save_checkpoint": "(self, model, trial)",

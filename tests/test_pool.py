@@ -3,7 +3,6 @@
 import json
 import random
 import threading
-import time
 from collections import Counter
 from contextlib import ExitStack
 
@@ -11,8 +10,6 @@ import pytest
 import torch
 
 from dc_trl.serving import connection as connection_module
-from dc_trl.serving import pool as pool_module
-from dc_trl.serving import shared_batch
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.connection import Deadline, Patience
 from dc_trl.serving.errors import ServerError
@@ -253,50 +250,6 @@ def test_weights_that_change_in_a_rollout_make_its_completions_void(stubs, lines
     assert pool.servers[1].lost is None
 
 
-def test_prompts_of_a_slow_server_go_to_the_others_too(stubs, lines, weights, monkeypatch):
-    pool = make_pool(stubs, lines)
-    pool.load(weights[0])
-    stubs[0].completes = None  # it has the weights and says that it is up, and does not answer
-    with monkeypatch.context() as patch:  # on a busy machine a server in order may be as slow as that
-        patch.setattr(shared_batch, "_SLOW_SECONDS", 0.3)
-        assert generate(pool) == expected_rollout()
-    assert len(lines) == 1
-    assert f"{stubs[0].url} is slow: 2 of its prompts go to the others too" in lines[0]
-    # It is not lost, and is asked again.
-    assert pool.servers[0].lost is None
-    stubs[0].completes = answer
-    generate(pool)
-    assert pool.servers[0].answered == 2
-
-
-def test_a_server_that_takes_too_long_for_the_weights_is_left_out_until_it_has_them(
-    stubs, lines, weights, monkeypatch
-):
-    pool = make_pool(stubs, lines)
-    pool.load(weights[0])
-    released = threading.Event()
-    answers = stubs[1].answer
-    monkeypatch.setattr(
-        stubs[1],
-        "answer",
-        lambda path, body: (path == "/collective_rpc" and released.wait(), answers(path, body))[1],
-    )
-    with monkeypatch.context() as patch:
-        patch.setattr(pool_module, "_SLOW_LOAD_SECONDS", 2.0)
-        pool.load(weights[1])
-    assert "has not loaded the weights" in lines[0]
-    generate(pool)
-    assert stubs[1].bodies == []
-    # What it goes on to load is old when it is done. Then it is asked for the present ones, and loads them.
-    pool.load(weights[2])
-    released.set()
-    while not pool.servers[1].task.done():
-        time.sleep(0.01)
-    generate(pool)
-    assert stubs[1].version == weights[2].version
-    assert len(stubs[1].bodies) == 2
-
-
 def test_no_more_prompts_go_to_a_server_than_it_runs_at_once(stubs, lines):
     for stub in stubs:
         stub.sequences = 3  # one prompt's completions; one more prompt may wait
@@ -356,23 +309,6 @@ def test_when_all_are_lost_they_are_tried_again_and_answers_are_kept(stubs, line
     assert all(stub.url in str(error.value) for stub in stubs)
 
 
-def test_a_server_that_does_not_see_the_checkpoint_is_named_with_the_directory(stubs, lines, weights):
-    pool = make_pool(stubs, lines)
-    stubs[1].says = {"/collective_rpc": (500, "no such directory")}
-    with pytest.raises(ServerError) as error:
-        pool.load(weights[0])
-    message = str(error.value)
-    assert message.startswith(f"{stubs[1].url} did not load the weights from {weights[0].checkpoint}, which")
-    for word in ("weight_sync_dir", "vllm_server_base_urls", "no such directory", stubs[0].url, stubs[2].url):
-        assert word in message
-    # Once it has loaded one it is known to see them, and may be lost.
-    stubs[1].says = {}
-    pool.load(weights[1])
-    stubs[1].says = {"/collective_rpc": (500, "out of memory")}
-    pool.load(weights[2])
-    assert "out of memory" in pool.servers[1].lost
-
-
 # --- the trainer
 
 
@@ -421,11 +357,3 @@ def test_each_server_that_does_not_fit_or_is_not_up_is_named_when_the_trainer_is
     assert f"vLLM at {stubs[1].url}: the server runs with --logprobs-mode raw_logprobs" in message
     assert "no vLLM server answers at http://127.0.0.1:9" in message
     assert stubs[0].url not in message
-
-
-def test_servers_on_other_machines_are_named_where_they_need_a_shared_directory(tmp_path):
-    away = ["http://203.0.113.1:8000", "http://203.0.113.2:8000"]  # nobody's (RFC 5737)
-    with pytest.raises(ServerError) as error:
-        make_trainer(tmp_path, ["http://127.0.0.1:9", *away])
-    assert f"weight_sync_dir=None: the server at {away[0]} and {away[1]} is on another machine" in str(error.value)
-    assert "nccl" not in str(error.value)

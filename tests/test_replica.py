@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import math
 
 import pytest
 import torch
@@ -190,25 +189,6 @@ def test_log_probabilities_are_the_replicas(scheme):
     gaps.sort()
     assert gaps[len(gaps) // 2] < 1e-4
     assert gaps[-1] < (0.5 if scheme == "fp8" else 1e-4)
-
-
-def test_long_prompts_are_read_in_parts():
-    torch.manual_seed(0)
-    replica = Replica(make_model(128), "int4")
-    replica.model.float()
-    prompts = [torch.randint(2, 262, (length,)).tolist() for length in (300, 7, 129)]
-    widths = []
-    replica.model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    completions, logprobs = replica.generate(prompts, sampling(max_new_tokens=4, min_new_tokens=4), 1.0)
-    assert widths == [128, 128, 44, 1, 1, 1]
-    for prompt, completion, values in zip(prompts, completions, logprobs, strict=True):
-        with torch.no_grad():
-            logits = replica.model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-        logits[:, 1] = -math.inf  # no completion was to end
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
-        torch.testing.assert_close(torch.tensor(values), expected, rtol=0, atol=1e-4)
 
 
 def test_samples_follow_the_replicas_distribution():

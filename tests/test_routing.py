@@ -19,11 +19,10 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-import dc_trl.rollouts.replica
 from dc_trl import DCGRPOTrainer
 from dc_trl.constraint.mismatch import mismatch_metrics
 from dc_trl.rollouts.replica import Replica
-from dc_trl.rollouts.routing import OWN_CHOICE, RoutesRecorder, RoutingReplay, Turn, batch_routes, expert_scores
+from dc_trl.rollouts.routing import OWN_CHOICE, RoutesRecorder, RoutingReplay, batch_routes, expert_scores
 from dc_trl.serving.answers import require_rollout
 from dc_trl.serving.errors import ServerError
 from dc_trl.serving.server import VLLMServer
@@ -280,7 +279,6 @@ def generate(replica, recorder, length=16):
 
 def test_the_replica_says_what_it_chose(monkeypatch):
     """Against one forward pass over each sequence, without padding. Float32 leaves no choice to rounding."""
-    monkeypatch.setattr(dc_trl.rollouts.replica, "_PREFILL_CHUNK", 3)
     torch.manual_seed(0)
     replica = Replica(make_experts(), "bf16")
     replica.model.float()
@@ -293,27 +291,9 @@ def test_the_replica_says_what_it_chose(monkeypatch):
         assert torch.equal(recorded, expected[0])
 
 
-def test_conversations_of_several_turns_by_hand():
-    """The second of three conversations called a tool, and the third one is empty."""
-
-    def numbered(first, count):
-        return torch.arange(first, first + count, dtype=torch.int16).view(-1, 1, 1)
-
-    first = Turn([[5, 6], [5, 6], [5, 6]], [numbered(100, 3), numbered(200, 4), numbered(300, 1)])
-    second = Turn([[5, 6, 7, 8, 9, 50, 51]], [numbered(400, 8)])
-    completion_ids = [[7, 1], [7, 8, 9, 50, 51, 60, 1], [1]]
-    routes = batch_routes([first, second], [[5, 6]] * 3, completion_ids, None)
-    assert routes[:, :, 0, 0].tolist() == [
-        [100, 101, 102, -1, -1, -1, -1, -1, -1],
-        [200, 201, 202, 203, 404, 405, 406, 407, -1],
-        [300, -1, -1, -1, -1, -1, -1, -1, -1],
-    ]
-
-
 def test_routes_are_padded_as_tokens_are():
     routes = [torch.arange(4, dtype=torch.int16).view(4, 1, 1), torch.arange(2, dtype=torch.int16).view(2, 1, 1)]
-    turns = [Turn([[5, 6, 7], [5]], routes)]
-    padded = batch_routes(turns, [[5, 6, 7], [5]], [[8, 9], [8, 9]], 4)
+    padded = batch_routes(routes, [[5, 6, 7], [5]], [[8, 9], [8, 9]], 4)
     assert padded[:, :, 0, 0].tolist() == [[-1, 0, 1, 2, 3, -1, -1, -1], [-1, -1, -1, 0, 1, -1, -1, -1]]
 
 
@@ -490,18 +470,13 @@ def test_a_server_that_returns_no_routes_is_refused_when_the_trainer_is_built(tm
         served(server.url, tmp_path, routing_replay=False)
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_the_routes_of_a_server_are_replayed(tmp_path, there):
+def test_the_routes_of_a_server_are_replayed(tmp_path):
     routes = random_routes(4, 11).numpy().astype(np.uint8)
     with stub_server() as server:
         server.routes = True
         trainer = served(server.url, tmp_path)
         tokens = [[40, 41, 42, 43, 44, 45, 46, 1]] * 4
-        server.completes = lambda body: completions(body["prompt"] * 4, tokens, routes if there else None)
-        if not there:
-            with pytest.raises(ServerError, match=r"did not return the experts that routing_replay=True replays"):
-                trainer.train()
-            return
+        server.completes = lambda body: completions(body["prompt"] * 4, tokens, routes)
         trainer.train()
     given = torch.cat([torch.tensor(routes.astype(np.int16)), torch.full((4, 1, 2, 2), OWN_CHOICE)], 1)
     gap = mean_gap_at(given, server.bodies[0]["prompt"] * 4, tokens)

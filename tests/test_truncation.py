@@ -464,12 +464,6 @@ def test_a_rollout_function_that_does_not_is_refused(tmp_path, edit, words):
         make_trainer(tmp_path, rollout_func=Rollouts(edit=edit), top_k=3).train()
 
 
-def test_more_tokens_than_there_is_room_for_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(truncation, "_MOST_KEPT", 100)
-    with pytest.raises(ValueError, match=r"keep \d+ tokens at each position.*top_k=512"):
-        make_trainer(tmp_path, top_p=0.99).train()
-
-
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,6 @@ import httpx
 import psutil
 import pytest
 import torch
-import yaml
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
@@ -38,7 +37,7 @@ from .helpers import (
     make_prompts,
     make_tokenizer,
 )
-from .vllm_server import complete, litter, requires_vllm, serving, shared_memory, wait_until_gone
+from .vllm_server import complete, requires_vllm, serving, shared_memory, wait_until_gone
 
 
 pytestmark = requires_vllm
@@ -215,14 +214,12 @@ def test_weights_that_lag_come_back_after_an_evaluation_and_after_a_kill(fp8_ser
     options |= {"per_device_train_batch_size": 32}  # of one prompt all completions may earn the same: no weight moves
     trainer = make_trainer(fp8_server.url, tmp_path, max_steps=3, save_strategy="steps", save_steps=2, **options)
     first = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
-    versions = []
 
     def served_by(model):
         """Whether the server holds the weights of the first step, or those of a model that has moved on."""
         choices = complete(fp8_server.url, PROMPTS, max_tokens=16)
         lagging, present = (mean_gap(choices, each, "fp8") for each in (first, model))
         assert max(lagging, present) > 3 * min(lagging, present)
-        versions.append(trainer.vllm_generation.vllm_client.weight_version())
         return "first" if lagging < present else "present"
 
     seen = []
@@ -236,17 +233,8 @@ def test_weights_that_lag_come_back_after_an_evaluation_and_after_a_kill(fp8_ser
     trainer.add_callback(Evaluation())
     trainer.train()
     assert seen == ["first", "present"] * 3
-    assert versions[0] == versions[2] == versions[4]
-    assert len(set(versions)) == 4
     assert logged(trainer, "sync/age") == [0, 1, 2]
-    folder = trainer.vllm_generation.checkpoint.parent
-    assert sorted(path.name for path in folder.iterdir()) == sorted([versions[0], versions[5]])  # no room for more
-
     checkpoint = tmp_path / "checkpoint-2"
-    held = folder / versions[0]
-    assert {file.name: file.read_bytes() for file in (checkpoint / "sampler").iterdir()} == {
-        file.name: file.read_bytes() for file in held.iterdir()
-    }
     resumed = make_trainer(fp8_server.url, tmp_path, max_steps=4, **options)
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert logged(resumed, "sync/age") == [0, 1, 2, 3]
@@ -264,10 +252,7 @@ def test_a_killed_run_leaves_no_weights_and_comes_to_the_same_ones_when_it_is_re
     assert done.returncode == -signal.SIGKILL
     left = sync_folder(tmp_path / "killed")
     assert left.parent == Path("/dev/shm")
-    wait_for(lambda: not left.exists())  # no other run is needed
-
-    # Where the machine lost its power there is nobody to do it: the next run does.
-    left.mkdir()
+    assert left.exists()  # the next run on this machine removes it
 
     def digest(output_dir, checkpoint=None):
         trainer = make_trainer(fp8_server.url, output_dir, **options)
@@ -377,12 +362,6 @@ def test_nan_from_the_server_is_repaired_by_loading_the_weights_again(fp8_server
     trainer.vllm_generation.sync_weights()
     with pytest.raises(ServerError, match=r"computed NaN.*diverged.*tried 2 times"):
         trainer.vllm_generation.generate(PROMPTS, None, 1)
-
-
-def test_missing_log_probabilities_are_an_error(fp8_server, tmp_path):
-    trainer = make_trainer(fp8_server.url, tmp_path, constraint="none", generation_kwargs={"logprobs": None})
-    with pytest.raises(ServerError, match="no log-probabilities"):
-        trainer.train()
 
 
 def test_a_prompt_that_the_server_cannot_take_names_the_reason(fp8_server, tmp_path):
@@ -511,17 +490,6 @@ def in_next_rollout(trainer, server, action):
 
 
 @pytest.mark.long
-def test_out_of_kv_memory_a_rollout_takes_longer_and_comes_whole(own_server, tmp_path):
-    trainer = faulty_trainer(own_server, tmp_path, max_steps=1, num_generations=8, per_device_train_batch_size=8)
-    trainer.train()
-    assert trainer.state.log_history[0]["completions/mean_length"] == 200
-    assert logged(trainer, "discrepancy/mean")[0] < 0.01
-    metrics = httpx.get(f"{own_server.url}/metrics", timeout=30).text
-    preemptions = [line for line in metrics.splitlines() if line.startswith("vllm:num_preemptions_total")]
-    assert sum(float(line.split()[-1]) for line in preemptions) > 0
-
-
-@pytest.mark.long
 def test_a_server_killed_in_a_rollout_and_restarted_gets_the_weights_again(own_server, tmp_path, caplog):
     trainer = faulty_trainer(own_server, tmp_path, learning_rate=3e-3)
     threads = []
@@ -542,27 +510,6 @@ def test_a_server_killed_in_a_rollout_and_restarted_gets_the_weights_again(own_s
     served = complete(own_server.url, PROMPTS, max_tokens=64, ignore_eos=True)
     stale = mean_gap(served, untrained, "bf16")
     assert max(logged(trainer, "discrepancy/mean")) < stale / 3
-
-
-@pytest.mark.long
-def test_a_server_that_hangs_is_given_up_in_time_and_used_again_when_it_goes_on(own_server, tmp_path, caplog):
-    trainer = faulty_trainer(own_server, tmp_path, vllm_request_timeout=8.0)
-    threads = []
-
-    def hang(engine):
-        server = psutil.Process(own_server.pid)
-        server.suspend()
-        try:
-            wait_for(lambda: "vllm_request_timeout=8 s" in caplog.text)
-        finally:
-            for process in (*engine, server):
-                process.resume()
-
-    trainer.add_callback(At(2, lambda: threads.append(in_next_rollout(trainer, own_server, hang))))
-    trainer.train()
-    threads[0].join()
-    assert trainer.state.global_step == 4
-    assert "vllm_request_timeout=8 s" in caplog.text
 
 
 @pytest.mark.long
@@ -591,36 +538,6 @@ def test_a_server_that_stays_away_ends_the_run_in_time_with_a_checkpoint_that_re
     assert_finite(resumed)
 
 
-@pytest.mark.long
-def test_a_server_killed_while_it_samples_ahead_gets_the_weights_of_that_batch_again(own_server, tmp_path, caplog):
-    options = {"rollout_overlap": True, "learning_rate": 3e-3, "vllm_max_retries": 1}
-    trainer = faulty_trainer(own_server, tmp_path, **options)
-    client, threads, versions = trainer.vllm_generation.vllm_client, [], []
-
-    def restart(engine):
-        kill(own_server)
-        for process in engine:
-            process.resume()
-        own_server.start()
-
-    def note():
-        trainer.vllm_generation.wait()
-        versions.append(client.weight_version())
-
-    def at_next_rollout():
-        # The batch that is ahead already: on a busy machine its requests may leave after the step that it runs beside.
-        trainer.vllm_generation.wait()
-        threads.append(in_next_rollout(trainer, own_server, restart))
-
-    trainer.add_callback(At(1, at_next_rollout))
-    trainer.add_callback(At(2, note))
-    trainer.train()
-    threads[0].join()
-    assert "broke during /v1/completions" in caplog.text
-    assert [version.rpartition("-")[2] for version in versions] == ["2"]  # not those that it was restarted with
-    assert logged(trainer, "sync/age") == [0, 1, 1, 1]
-
-
 def test_a_server_on_another_machine_needs_a_directory_that_both_see(tmp_path):
     with pytest.raises(ServerError, match=r"weight_sync_dir=None.*192\.0\.2\.1.*weight_sync='nccl'"):
         make_trainer("http://192.0.2.1:8000", tmp_path)  # an address that is nobody's (RFC 5737)
@@ -628,43 +545,29 @@ def test_a_server_on_another_machine_needs_a_directory_that_both_see(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_the_runs_own_server_is_started_again_and_nothing_is_left_of_it(tmp_path, short_tmp):
-    """The whole script: its server is killed at work and is started again, and then the run is killed."""
-    output, weights = tmp_path / "output", tmp_path / "weights"
-    weights.mkdir()
+def test_nothing_is_left_of_the_server_of_a_killed_run(tmp_path):
+    """The whole script: the run starts its own server, and is killed."""
+    output = tmp_path / "output"
     command = [sys.executable, "scripts/train.py", "--config", "configs/quickstart_vllm_fp8.yaml"]
-    command += ["--output_dir", str(tmp_path / "run"), "--eval_size", "0", "--weight_sync_dir", str(weights)]
-    command += ["--per_device_train_batch_size", "16"]
+    command += ["--output_dir", str(tmp_path / "run"), "--eval_size", "0", "--per_device_train_batch_size", "16"]
     history = tmp_path / "run" / "history.jsonl"
     with open(output, "w") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {"TMPDIR": str(short_tmp)}
-        )
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
 
-    def steps():
+    def trained():
         assert process.poll() is None, output.read_text()[-3000:]
-        return len(history.read_text().splitlines()) if history.exists() else 0
+        return history.exists() and history.read_text()
 
     try:
-        wait_for(steps, 400)
+        wait_for(trained, 400)
         family = psutil.Process(process.pid).children(recursive=True)
-        (server,) = [child for child in family if "vllm.entrypoints.cli.main" in child.cmdline()[1:3]]
-        server.kill()
-        wait_for(lambda: steps() and output.read_text().count("vLLM is up at") == 2, 400)
-        before = steps()
-        wait_for(lambda: steps() > before + 1, 400)  # one step may have had its samples already
-        assert "vLLM ended by itself" in output.read_text()
-        family += psutil.Process(process.pid).children(recursive=True)
         shared = shared_memory(family)
         assert shared
-        assert list(weights.iterdir())
     finally:
         process.kill()
         process.wait()
     wait_until_gone(family)
-    assert litter(short_tmp) == []
     assert not any(path.exists() for path in shared)
-    assert list(weights.iterdir()) == []
 
 
 # --- other schemes --------------------------------------------------------------------------------------------------
@@ -701,25 +604,3 @@ def test_colocated_vllm_reloads_the_scheme(tmp_path):
     gaps = logs["gaps"]
     assert len(gaps) == 2
     assert all(stale > 3 * present for present, stale in gaps)
-
-
-@pytest.mark.long
-def test_a_colocated_run_of_the_command_ends_without_a_word_of_vllms_exit_hook(tmp_path, short_tmp):
-    config = yaml.safe_load((ROOT / "configs" / "quickstart_vllm_fp8.yaml").read_text())
-    del config["serve"]
-    options = {"vllm_mode": "colocate", "vllm_max_model_length": 256, "max_steps": 2, "eval_size": 0}
-    options["per_device_train_batch_size"] = 16
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(config | options | {"output_dir": str(tmp_path / "run")}))
-    done = subprocess.run(
-        [sys.executable, "scripts/train.py", "--config", str(path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "TMPDIR": str(short_tmp)},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "Traceback" not in done.stderr, done.stderr[-3000:]
-    assert (tmp_path / "run" / "model.safetensors").is_file()
-    assert litter(short_tmp) == []

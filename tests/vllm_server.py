@@ -98,11 +98,6 @@ def wait_until_gone(processes: list[psutil.Process], timeout: float = 120) -> No
         time.sleep(0.2)
 
 
-def litter(temporary: Path) -> list[str]:
-    """What lies in a directory for temporary files, but for what PyTorch has compiled for the next start too."""
-    return sorted(path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_"))
-
-
 def shared_memory(processes: list[psutil.Process]) -> set[Path]:
     """Files in shared memory that some of the processes hold open."""
     found = set()

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.experimental.async_grpo import AsyncGRPOTrainer
-from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 from ..constraint.corrections import correction_of
 from ..constraint.forms import form_of
@@ -44,21 +43,13 @@ from ..quantization.deployed_forward import DeployedForward, ParametersMove
 from ..quantization.policy import base_model
 from ..resuming.checkpoints import STATE_FILE
 from ..sampled_tokens import SampledTokens, bounded_log_ratio
-from ..serving.errors import ServerError
 from ..settings.distribution import sharding_of
 from ..settings.reward_functions import checked_reward
 from .config import AsyncDCGRPOConfig
-from .worker import CheckedRolloutWorker
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from datasets import Dataset, IterableDataset
-    from peft import PeftConfig
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LambdaLR
-    from transformers import PreTrainedTokenizerBase, TrainerCallback
 
     Reward: TypeAlias = Callable[..., list[float]]
 
@@ -77,22 +68,8 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             data set's other columns, and return one reward for each completion. They run in a separate process, so
             they must be picklable. May be omitted if an environment gives the reward.
         args (`AsyncDCGRPOConfig`, *optional*): by default a configuration named after the model.
-        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*): rows with a `prompt`, plain
-            or conversational. May be omitted if an environment gives the prompts.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*): tokenizer that pads on the left; by
-            default the model's.
-        callbacks (`list` of [`~transformers.TrainerCallback`], *optional*): callbacks to add to the trainer's own.
-        optimizers (`tuple` of optimizer and scheduler, defaults to `(None, None)`): by default those that `args`
-            describes.
-        peft_config ([`~peft.PeftConfig`], *optional*): the adapter to train in place of the model's weights.
-        tools (`list` of `Callable`, *optional*): typed, documented and picklable functions that the policy may call
-            while it generates.
-        environment_factory (`Callable` or a `dict` of them by name, *optional*): creates an environment for each
-            rollout. Its methods are tools, and it may give prompts and rewards.
-        rollout_worker (*optional*): the object that samples and scores, with the methods of TRL's
-            `RolloutWorkerProtocol`; by default TRL's own process.
-        weight_transfer (*optional*): the object that sends weights to the server, with the methods of TRL's
-            `WeightTransferProtocol`; by default TRL's own NCCL stream.
+        **others: further arguments of TRL's trainer, by name: train_dataset, processing_class, callbacks, optimizers,
+            peft_config, tools, environment_factory, rollout_worker, weight_transfer.
 
     Attributes:
         lagrange_multiplier (`LagrangeMultiplier`): λ; updated after each optimizer step with
@@ -113,15 +90,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         model: str,
         reward_funcs: Reward | list[Reward] | None = None,
         args: AsyncDCGRPOConfig | None = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Optimizer | None, LambdaLR | None] = (None, None),
-        peft_config: PeftConfig | None = None,
-        tools: list[Callable] | None = None,
-        environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | None = None,
-        rollout_worker: Any = None,
-        weight_transfer: Any = None,
+        **others: Any,
     ):
         if args is None:
             args = AsyncDCGRPOConfig(f"{model.split('/')[-1]}-AsyncDC-GRPO")
@@ -132,15 +101,14 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
                 f"{args.split_setting} reads whole parameters, which {sharding} divides: launch without "
                 "sharding (DDP), or leave it out."
             )
+        names = ("train_dataset", "processing_class", "peft_config", "environment_factory")
+        shown: dict[str, Any] = {name: others.get(name) for name in names}
         require_startable(
             model=model,
             reward_funcs=reward_funcs,
             args=args,
-            train_dataset=train_dataset,
-            processing_class=processing_class,
-            peft_config=peft_config,
-            environment_factory=environment_factory,
-            reward_elsewhere=rollout_worker is not None,
+            reward_elsewhere=others.get("rollout_worker") is not None,
+            **shown,
         )
         if reward_funcs is not None:
             functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
@@ -151,20 +119,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         self._statistics = BatchStatistics.of(args)
         self._warned_of_drift = False
         self._step_of_version: dict[int, int] = {}  # the optimizer step of each version of the server's weights
-        super().__init__(
-            model,
-            reward_funcs,
-            args,
-            train_dataset=train_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            peft_config=peft_config,
-            tools=tools,
-            environment_factory=environment_factory,
-            rollout_worker=rollout_worker,
-            weight_transfer=weight_transfer,
-        )
+        super().__init__(model, reward_funcs, args, **others)
         require_trainable(self.model)
         policy = base_model(self.model)
         limits_of(policy, self.processing_class, "the model", args.max_completion_length)
@@ -175,29 +130,8 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
                 self.model, args.deployment_scheme, replicas_attention=False, wanted_by=args.split_setting
             )
             self.add_callback(ParametersMove(self._quantized_self))
-        if isinstance(self.rollout_worker, AsyncRolloutWorker) and rollout_worker is None:  # on the main process
-            vocabulary = self.accelerator.unwrap_model(self.model).config.get_text_config().vocab_size
-            self.rollout_worker = CheckedRolloutWorker.like(self.rollout_worker, vocabulary)
         if self.accelerator.is_main_process:
             self.rollout_queue = VersionedQueue(self.rollout_worker.rollout_buffer)
-
-    def train(self, *args, **kwargs):
-        """Train as TRL's trainer does. If an answer of the server cannot be used, save the last complete step.
-
-        With several processes nothing is saved: the others wait for samples of the main one, unaware of its error.
-
-        Raises:
-            ServerError: the server's answer cannot be used; the message says why.
-        """
-        try:
-            return super().train(*args, **kwargs)
-        except ServerError as error:
-            if self.accelerator.num_processes > 1 or self.state.global_step == 0:
-                raise
-            self._save_checkpoint(self.model, trial=None)
-            folder = self._checkpoint_folder()
-            way_back = f"The run is saved: go on with resume_from_checkpoint={str(folder)!r} {error.when}."
-            raise ServerError(f"{error} {way_back}") from error
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """Write README.md into the output directory from this package's template instead of TRL's."""

@@ -16,7 +16,6 @@ from ..quantization.tensors import policy_tensors
 from ..rollouts.end_tokens import end_tokens, pad_token
 from ..rollouts.engines import EngineSpec
 from ..rollouts.replica import Replica
-from ..serving.answers import Bounds
 from ..serving.client import ServerClient, require_loaded
 from ..serving.connection import Patience
 from ..serving.errors import ServerError, ServerUnavailableError
@@ -85,7 +84,7 @@ def sample_rollouts(
     else:
         with _serving(policy, engine.scheme, tokenizer, longest + room, settings) as server:
             client = ServerClient(server.url, patience=_PATIENCE, report=settings.report)
-            client.bounds = Bounds(text_config.vocab_size, longest + room)
+            client.vocabulary = text_config.vocab_size
             rollouts = _from_server(client, ends, prompts, room, settings)
     return EngineSample(engine.name, engine.scheme, rollouts, [engine.scheme])
 
@@ -178,7 +177,7 @@ def _connect(url: str, config: PretrainedConfig, longest_prompt: int) -> tuple[S
             limit = info["model_config"]["max_model_len"]
     except ServerError as error:
         raise ServerError(f"engine={url!r}: {error}") from error
-    client.bounds = Bounds(config.get_text_config().vocab_size, limit)
+    client.vocabulary = config.get_text_config().vocab_size
     return client, layer_kinds(layers), limit
 
 

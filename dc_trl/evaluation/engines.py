@@ -101,7 +101,6 @@ def start_engine(
             revision=model.revision,
             max_model_len=min(max_length, model.config.get_text_config().max_position_embeddings),
             log_path=log_path,
-            restarts=3,
             options=serve_options,
             report=say,
         ) as server:

@@ -23,7 +23,7 @@ STATE_FILE = "dc_grpo_state.json"
 MANIFEST_FILE = "manifest.json"
 SAMPLER_FOLDER = "sampler"  # the sampler's weights if they lag behind the trained ones
 ROLLOUTS_FILE = "rollouts_rank{rank}.safetensors"
-AHEAD_FILE = "rollouts_ahead.safetensors"  # the batch of all processes that was sampled beside training
+AHEAD_FILE = "rollouts_ahead.json"  # the batch of all processes that was sampled beside training
 
 UNFINISHED = "unfinished"  # prefix of an incomplete checkpoint that a new run has renamed
 

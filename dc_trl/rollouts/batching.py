@@ -61,24 +61,21 @@ def micro_batches(
     *,
     rows: int | None = None,
     budget: int | None = None,
-    exchange: bool = True,
     least: int = 1,
     in_order: bool = False,
 ) -> list[Forward]:
     """Group rows by length into forwards, the longest first, so that a batch that exceeds memory fails at once.
 
     All processes have the same number of forwards, and a forward has the same number of rows in every process, because
-    TRL gathers a number for each row. Within a forward the processes' chunks are neighbours in length, and the largest
-    goes to the process that has read the fewest tokens so far.
+    TRL gathers a number for each row. Rows stay in their process.
 
     Args:
         lengths: lengths of the rows of all processes, one process after the other, with equally many rows each.
         processes: number of processes.
         rows: number of rows of a forward in each process; `None` with a budget.
         budget: largest number of tokens of a forward, padding included; a longer row is alone. `None` with `rows`.
-        exchange: whether rows may go to another process.
         least: least number of forwards; to reach it, the forwards with the most rows are halved.
-        in_order: whether rows stay in the order of each process; `exchange` has to be False then.
+        in_order: whether rows stay in their order.
 
     Returns:
         The forwards; every row is in one of them. Of two orders, by all tokens or by those of the completion, the
@@ -86,20 +83,18 @@ def micro_batches(
         their original order, so that a step of one forward has the same bits as without grouping.
     """
     share = len(lengths) // processes
-    lanes = [range(len(lengths))] if exchange else [range(i * share, (i + 1) * share) for i in range(processes)]
+    lanes = [range(process * share, (process + 1) * share) for process in range(processes)]
     orders: tuple[Callable[[int], Any], ...] = (lambda row: sum(lengths[row]), lambda row: lengths[row][::-1])
     if in_order:
         orders = (lambda row: 0,)
     plans = []
     for order in orders:
         sorted_lanes = [sorted(lane, key=order, reverse=True) for lane in lanes]
-        plan = _cut(lengths, sorted_lanes, processes // len(lanes), share, rows, budget)
+        plan = _cut(lengths, sorted_lanes, share, rows, budget)
         while len(plan) < least:
             plan = _halve_largest(plan)
         plans.append(plan)
     plan = min(plans, key=lambda plan: (read_tokens(lengths, plan), len(plan)))
-    if exchange:
-        plan = _balanced(lengths, plan)
     return [[sorted(rows) for rows in forward] for forward in plan]
 
 
@@ -116,7 +111,6 @@ def read_tokens(lengths: Sequence[Length], plan: Iterable[Forward]) -> int:
 def _cut(
     lengths: Sequence[Length],
     lanes: list[list[int]],
-    chunks: int,  # number of chunks of each lane in a forward
     share: int,
     rows: int | None,
     budget: int | None,
@@ -124,8 +118,7 @@ def _cut(
     plan, start = [], 0
 
     def forward(count: int) -> Forward:
-        begins = [start * chunks + chunk * count for chunk in range(chunks)]
-        return [lane[begin : begin + count] for lane in lanes for begin in begins]
+        return [lane[start : start + count] for lane in lanes]
 
     while start < share:
         count = min(rows or 1, share - start)
@@ -142,20 +135,6 @@ def _halve_largest(plan: list[Forward]) -> list[Forward]:
     middle = (len(plan[at][0]) + 1) // 2
     halves = [[rows[:middle] for rows in plan[at]], [rows[middle:] for rows in plan[at]]]
     return [*plan[:at], *halves, *plan[at + 1 :]]
-
-
-def _balanced(lengths: Sequence[Length], plan: list[Forward]) -> list[Forward]:
-    loads = [0] * len(plan[0])
-    balanced = []
-    for forward in plan:
-        by_size = sorted(forward, key=lambda rows: forward_tokens(lengths, rows), reverse=True)
-        by_load = sorted(range(len(loads)), key=loads.__getitem__)
-        chunks: Forward = [[] for _ in loads]
-        for process, rows in zip(by_load, by_size, strict=True):
-            chunks[process] = rows
-            loads[process] += forward_tokens(lengths, rows)
-        balanced.append(chunks)
-    return balanced
 
 
 def runs(count: int, slices: int) -> list[range]:
@@ -183,35 +162,20 @@ def lengths_of(batch: dict[str, Any], multiple: int | None = None) -> Tensor:
     return lengths if multiple is None else (lengths + multiple - 1) // multiple * multiple
 
 
-def along(name: str, value: Any, prompt: int, completion: int) -> str | None:
-    """Return whether the second dimension of a tensor is along "prompt", "completion", "both" or neither (None).
-
-    Args:
-        name, value: name and value of an entry of a batch.
-        prompt, completion: padded widths of the batch, P and T.
-    """
-    if name in _ALONG_PROMPT:
-        return "prompt"
-    if name in _ALONG_BOTH:
-        return "both"
-    if name in _ALONG_NONE or not isinstance(value, Tensor) or value.ndim < 2 or value.shape[1] != completion:
-        return None
-    return "completion"
-
-
 def trimmed(batch: dict[str, Any], multiple: int | None = None) -> dict[str, Any]:
     """Return a batch without the columns that are padding in all of its rows; tensors that are cut are copied."""
     width, length = batch["prompt_ids"].shape[1], batch["completion_ids"].shape[1]
     prompt, completion = lengths_of(batch, multiple).amax(0).tolist()
-    columns = {
-        "prompt": slice(width - prompt, width),
-        "completion": slice(0, completion),
-        "both": slice(width - prompt, width + completion),
-    }
-    cut = {
-        name: value if (kind := along(name, value, width, length)) is None else value[:, columns[kind]].contiguous()
-        for name, value in batch.items()
-    }
+    both = slice(width - prompt, width + completion)
+    cut = {}
+    for name, value in batch.items():
+        if name in _ALONG_PROMPT:
+            value = value[:, width - prompt :].contiguous()
+        elif name in _ALONG_BOTH:
+            value = value[:, both].contiguous()
+        elif name not in _ALONG_NONE and isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length:
+            value = value[:, :completion].contiguous()
+        cut[name] = value
     return cut | _trimmed_tokens(cut, completion, "kept") | _trimmed_tokens(cut, completion, "named")
 
 

@@ -16,56 +16,25 @@ from typing import Any
 # Settings of when a completion ends, how it is computed and what is returned of it, which may have any value.
 _ANY_VALUE = frozenset(
     {
-        # transformers
-        *("max_new_tokens", "max_length", "max_time", "stop_strings"),
-        *("bos_token_id", "eos_token_id", "pad_token_id"),
-        *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory"),
-        *("compile_config", "disable_compile", "prefill_chunk_size"),
+        "temperature",  # both engines apply it
+        *("max_new_tokens", "max_length", "max_time", "max_tokens"),
+        *("stop", "stop_strings", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+        *("use_cache", "cache_implementation", "cache_config", "compile_config", "disable_compile"),
         "renormalize_logits",  # log-softmax, which leaves the softmax unchanged
-        *("early_stopping", "length_penalty"),  # for beam search, which is refused
-        # For assisted generation, which is refused too.
-        *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
-        *("max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind"),
-        *("decoder_start_token_id", "continuous_batching_config", "transformers_version"),
-        # vLLM
-        *("max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "repetition_detection", "seed"),
-        "ignore_eos",  # decides when to stop; min_tokens would keep end tokens from being sampled
-        *("detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
-        *("priority", "user", "session_id", "cache_salt", "skip_reading_prefix_cache"),
+        *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "transformers_version"),
     }
 )
-
-# Values of the other settings that have no effect; the last one is the value to recommend.
+# Values that have no effect; those of other settings are None, False and empty ones. The last is the recommended one.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    # both
+    "do_sample": (True,),
     "top_k": (-1, 0),  # None is transformers' default of 50, or the model's own
     "min_p": (None, 0.0),
-    **dict.fromkeys(("top_p", "repetition_penalty"), (None, 1.0)),
-    # transformers
-    "do_sample": (True,),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (None, 1)),
-    **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), (None, 1.0)),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "diversity_penalty", "penalty_alpha"), (None, 0.0)),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (None, 0)),
-    **dict.fromkeys(("min_length", "min_new_tokens"), (None, 0)),
-    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), ([], None)),
-    **dict.fromkeys(("remove_invalid_values", "token_healing", "is_assistant", "use_mtp"), (None, False)),
-    **dict.fromkeys(("output_attentions", "output_hidden_states", "output_scores"), (None, False)),
-    **dict.fromkeys(("output_logits", "return_dict_in_generate"), (None, False)),
-    **dict.fromkeys(("top_h", "bad_words_ids", "sequence_bias", "watermarking_config", "dola_layers"), (None,)),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), (None,)),
-    **dict.fromkeys(("constraints", "force_words_ids", "prompt_lookup_num_tokens", "speculation_type"), (None,)),
-    **dict.fromkeys(("assistant_early_exit", "assistant_ensemble_weight"), (None,)),
-    # vLLM
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (None, 0.0)),
-    **dict.fromkeys(("allowed_token_ids", "structured_outputs", "response_format", "logprob_token_ids"), (None,)),
-    **dict.fromkeys(("flat_logprobs", "use_beam_search"), (False,)),
-    "min_tokens": (None, 0),
-    "logit_bias": ({}, None),
-    "bad_words": (None, []),
-    "thinking_token_budget": (-1, None),
+    **dict.fromkeys(("top_p", "repetition_penalty", "typical_p", "encoder_repetition_penalty"), (None, 1.0)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "epsilon_cutoff", "eta_cutoff"), (None, 0.0)),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens", "min_tokens"), (None, 0)),
+    **dict.fromkeys(("num_beams", "num_return_sequences", "guidance_scale"), (None, 1)),
     "logprobs": (0,),  # with more, TRL would read the most probable token's as the sampled one's
-    "watermarking": (True, False),
 }
 _SERVER_SETTINGS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 # Settings that truncate a distribution without changing the ratios of what they keep, with the value that keeps all.
@@ -95,7 +64,7 @@ def restrictions(settings: Mapping[str, Any], corrected: Collection[str] = ()) -
     """Yield the settings with which an engine may sample, or report, another distribution than the policy's.
 
     Args:
-        settings: generation settings by name; `temperature` is ignored, because both engines apply it.
+        settings: generation settings by name.
         corrected: names of `TRUNCATIONS` that are corrected for.
 
     Yields:
@@ -103,7 +72,8 @@ def restrictions(settings: Mapping[str, Any], corrected: Collection[str] = ()) -
     """
     for name, value in settings.items():
         neutral = _NEUTRAL_VALUES.get(name, ())
-        if name in _ANY_VALUE or name == "temperature" or value in neutral:
+        without_effect = value in neutral if neutral else (value is None or value is False or value in ([], {}))
+        if name in _ANY_VALUE or without_effect:
             continue
         if name in corrected and value is not None:
             continue

@@ -8,10 +8,9 @@ attention implementation has its own means:
 |---|---|
 | `flash_attention_2`, `_3`, `_4` | kernels for sequences of different lengths (`cu_seq_lens`) |
 | `flex_attention` | a block mask of the sequences |
-| `sdpa` | one call for each sequence (`document_attention`) |
-| `eager` | a mask of all pairs of the row, which costs more than padding: for comparisons |
+| `sdpa`, `eager` | a mask of all pairs of the row, which costs more than padding: for comparisons |
 
-The masks of `flex_attention` and `eager` are those of transformers, which finds the sequences by their positions.
+The masks are those of transformers, which finds the sequences by their positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,11 +27,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..quantization import attention as deployed_attention
 from ..quantization.policy import base_model
-from . import document_attention
 
 
-# Implementations that use transformers' mask of the row; flash attention and `document_attention` get the lengths.
-_BY_MASK = ("eager", "flex_attention", deployed_attention.NAME)
+# Implementations that use transformers' mask of the row; flash attention gets the lengths.
+_BY_MASK = ("sdpa", "eager", "flex_attention", deployed_attention.NAME)
 _IGNORED = -100  # label of a token that is not scored
 # Largest differences of hidden states by rounding, relative to their norm: in float32, also computed as TF32; and in
 # half precision, where the routers of a mixture may choose other experts.
@@ -76,8 +74,6 @@ class Packing:
 
     def options(self, implementation: str) -> dict[str, Any]:
         """Return the arguments that an attention implementation needs besides the positions."""
-        if implementation == document_attention.NAME:
-            return {"document_lengths": self.lengths}
         if not _is_flash(implementation):
             return {}
         # Without them, transformers would compute them from the positions in each layer.
@@ -139,8 +135,7 @@ def prepared(models: Sequence[PreTrainedModel | PeftModel], accelerator: Acceler
     """Prepare models for padding-free forwards.
 
     Args:
-        models: the policy, and a reference model if there is one, without accelerate's wrappers. Their `sdpa` is
-            replaced by `document_attention`, which is equal to `sdpa` in all other calls.
+        models: the policy, and a reference model if there is one, without accelerate's wrappers.
         accelerator: accelerator of the trainer. Each model is tested, unless it is sharded.
 
     Returns:
@@ -159,13 +154,10 @@ def _prepare(model: PreTrainedModel | PeftModel, accelerator: Accelerator) -> No
     if reason := _hindrance(model):
         raise ValueError(f"padding_free=True: {type(base).__name__} {reason}: set padding_free=False.")
     implementation = base.config._attn_implementation
-    if implementation == "sdpa":
-        base.set_attn_implementation(implementation := document_attention.NAME)
-    if not _is_flash(implementation) and implementation not in (document_attention.NAME, *_BY_MASK):
+    if not _is_flash(implementation) and implementation not in _BY_MASK:
         raise ValueError(
             f"padding_free=True: attn_implementation={implementation!r} does not keep the sequences of one row apart. "
-            "Load the model with 'flash_attention_2', 'flash_attention_3', 'flex_attention' or 'sdpa', or set "
-            "padding_free=False."
+            "Load the model with 'flash_attention_2' or 'flash_attention_3', or set padding_free=False."
         )
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         return

@@ -30,9 +30,6 @@ from .neutral_sampling import TRUNCATIONS, truncations
 from .truncation import KeptLogProb
 
 
-# Tokens of each prompt that a CPU reads at a time: the activations of long prompts would fill its memory.
-_PREFILL_CHUNK = 128
-
 _WEIGHTS_FILE = "model.safetensors"
 
 
@@ -118,7 +115,6 @@ class Replica:
         self._quantized = set() if self._weight_args is None else set(quantized_weights(self.model))
         args = quantization.input_activations
         self._activations = None if args is None else quantize_activations(self.model, args)
-        self._kept: dict[str, Tensor] | None = None
         self._layers = {f"{n}.weight": m for n, m in self.model.named_modules() if isinstance(m, QuantizedLinear)}
         self._tensors = dict(self.model.named_parameters(remove_duplicate=False))
         self._tensors |= dict(self.model.named_buffers(remove_duplicate=False))
@@ -129,15 +125,8 @@ class Replica:
         self.model.get_output_embeddings().register_forward_pre_hook(_without_gaps)
 
     @torch.no_grad()
-    def sync(self, policy: PreTrainedModel | PeftModel, keep: bool = False) -> None:
-        """Copy the present weights of the policy, with adapters merged, and quantize them.
-
-        With `keep`, the previous weights are kept for `go_back`, until a sync without it.
-        """
-        if not keep:
-            self._kept = None
-        elif self._kept is None:
-            self._kept = {name: tensor.clone() for name, tensor in self._own_tensors().items()}
+    def sync(self, policy: PreTrainedModel | PeftModel) -> None:
+        """Copy the present weights of the policy, with adapters merged, and quantize them."""
         for name, tensor in policy_tensors(policy):
             if name in self._layers:
                 self._layers[name].quantize_weight(tensor, self._weight_args)
@@ -145,31 +134,21 @@ class Replica:
             quantized = name in self._quantized
             self._tensors[name].copy_(fake_quantize_weight(tensor, self._weight_args) if quantized else tensor)
 
-    def go_back(self) -> None:
-        """Return to the weights that `sync` has kept."""
-        assert self._kept is not None
-        self._take(self._kept)
-        self._kept = None
-
     def save_weights(self, directory: Path) -> None:
-        """Write the weights that the replica holds, or those kept for `go_back`, into a new directory."""
+        """Write the weights that the replica holds into a new directory."""
         directory.mkdir()
-        tensors = self._own_tensors() if self._kept is None else self._kept
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / _WEIGHTS_FILE)
+        save_file({name: each.contiguous() for name, each in self._own_tensors().items()}, directory / _WEIGHTS_FILE)
 
+    @torch.no_grad()
     def load_weights(self, directory: Path) -> None:
         """Load the weights that `save_weights` of an equal replica wrote, bit for bit."""
-        self._kept = None
-        self._take(load_file(directory / _WEIGHTS_FILE))
+        saved = load_file(directory / _WEIGHTS_FILE)
+        for name, tensor in self._own_tensors().items():
+            tensor.copy_(saved[name])
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that `sync` sets, each one once."""
         return dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-
-    @torch.no_grad()
-    def _take(self, tensors: dict[str, Tensor]) -> None:
-        for name, tensor in self._own_tensors().items():
-            tensor.copy_(tensors[name])
 
     @torch.no_grad()
     def read(self, input_ids: Tensor, attention_mask: Tensor) -> None:
@@ -214,10 +193,6 @@ class Replica:
         truncation = None
         if among_kept and truncations(vars(generation_config)):
             truncation, generation_config = _without_truncation(generation_config)
-        if device.type == "cpu" and width > _PREFILL_CHUNK:
-            # Set in a copy, because transformers warns of arguments that are passed beside a configuration.
-            generation_config = copy.deepcopy(generation_config)
-            generation_config.prefill_chunk_size = _PREFILL_CHUNK
         recorder = _SampledLogProbs(temperature, truncation)
         sequences = self.model.generate(
             input_ids=input_ids,

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,19 +30,6 @@ from ..quantization.policy import base_model
 
 
 OWN_CHOICE = -1  # marks a token for which the engine chose no experts: the trainer chooses
-
-
-class Turn(NamedTuple):
-    """Prompts and routes of one call of an engine.
-
-    Attributes:
-        prompt_ids: token ids of each prompt.
-        routes: routes of each prompt with its completion, without the last token, which the engine does not read:
-            int16, shape (tokens, layers, k).
-    """
-
-    prompt_ids: list[list[int]]
-    routes: list[Tensor]
 
 
 # --- routers of a model ---------------------------------------------------------------------------------------------
@@ -107,17 +94,6 @@ def expert_scores(logits: Tensor, experts: Tensor, normalised: bool, dtype: torc
     return scores.to(dtype)
 
 
-class _WithoutHooks(nn.Module):
-    """A router whose forward runs without the hooks of `train_through_quantization`."""
-
-    def __init__(self, router: nn.Module):
-        super().__init__()
-        self.router = router
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.router.forward(hidden_states)
-
-
 def _normalises(router: nn.Module) -> bool:
     """Return whether a router normalises its scores, found by a trial with random weights.
 
@@ -133,7 +109,7 @@ def _normalises(router: nn.Module) -> bool:
         generator = torch.Generator().manual_seed(0)
         matrix, tokens = (torch.randn(rows, weight.shape[-1], generator=generator) for rows in (len(weight), 8))
         with torch.no_grad():
-            logits, scores, experts = functional_call(_WithoutHooks(router), {"router.weight": matrix}, (tokens,))
+            logits, scores, experts = functional_call(router, {"weight": matrix}, (tokens,))
         if logits.shape == (8, len(weight)) and not experts.is_floating_point():
             for normalised in (True, False):
                 if torch.equal(scores, expert_scores(logits, experts, normalised, scores.dtype)):
@@ -180,7 +156,7 @@ class RoutesRecorder:
             self._rows = None
 
     def routes(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[Tensor]:
-        """Return the routes that were recorded last, as in `Turn`, on the CPU."""
+        """Return the routes that were recorded last, as `batch_routes` takes them, on the CPU."""
         # Each call has read the columns that follow those of the call before.
         routes = torch.stack([torch.cat(calls, dim=1) for calls in self._calls], dim=2).cpu()
         width = max(map(len, prompt_ids))
@@ -190,54 +166,26 @@ class RoutesRecorder:
         ]
 
 
-def join_turns(turns: Sequence[Turn], prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[Tensor]:
-    """Return the routes of conversations that an engine sampled turn by turn, with output of tools in between.
-
-    The engine read a tool's output as part of the next turn's prompt. Of tokens that it read twice, the routes of the
-    first time count.
-
-    Args:
-        turns: first turn of all conversations, then each further turn of those that went on, in the same order.
-        prompt_ids: token ids of each conversation's prompt.
-        completion_ids: token ids of each conversation's completion, with all turns.
-
-    Returns:
-        Routes of each conversation, int16, shape (tokens of prompt and completion, layers, k), `OWN_CHOICE` at the
-        last token and wherever else the engine chose none.
-    """
-    conversations = [[*prompt, *completion] for prompt, completion in zip(prompt_ids, completion_ids, strict=True)]
-    joined = [
-        turns[0].routes[0].new_full((len(ids), *turns[0].routes[0].shape[1:]), OWN_CHOICE) for ids in conversations
-    ]
-    known = [0] * len(conversations)
-    for turn in turns:
-        rows = iter(range(len(conversations)))
-        for prompt, routes in zip(turn.prompt_ids, turn.routes, strict=True):
-            row = next((row for row in rows if conversations[row][: len(prompt)] == list(prompt)), None)
-            if row is None:
-                break  # TRL has dropped the result of this turn
-            end = min(len(routes), len(joined[row]))
-            joined[row][known[row] : end] = routes[known[row] : end]
-            known[row] = max(known[row], end)
-    return joined
-
-
 def batch_routes(
-    turns: Sequence[Turn], prompt_ids: list[list[int]], completion_ids: list[list[int]], multiple: int | None
+    routes: Sequence[Tensor], prompt_ids: list[list[int]], completion_ids: list[list[int]], multiple: int | None
 ) -> Tensor:
     """Return the routes of a batch, padded as TRL pads its tokens: prompts on the left, completions on the right.
 
     Args:
-        turns, prompt_ids, completion_ids: see `join_turns`.
+        routes: routes of each prompt with its completion, without the last token, which the engine does not read:
+            int16, shape (tokens, layers, k).
+        prompt_ids, completion_ids: token ids of each prompt and of its completion.
         multiple: TRL's `pad_to_multiple_of`.
 
     Returns:
-        int16, shape (batch, tokens, layers, k), `OWN_CHOICE` at padding.
+        int16, shape (batch, tokens, layers, k), `OWN_CHOICE` at padding and at the last token.
     """
     prompts, completions = [], []
-    for routes, prompt in zip(join_turns(turns, prompt_ids, completion_ids), prompt_ids, strict=True):
-        prompts.append(routes[: len(prompt)])
-        completions.append(routes[len(prompt) :])
+    for known, prompt, completion in zip(routes, prompt_ids, completion_ids, strict=True):
+        whole = known.new_full((len(prompt) + len(completion), *known.shape[1:]), OWN_CHOICE)
+        whole[: len(known)] = known[: len(whole)]
+        prompts.append(whole[: len(prompt)])
+        completions.append(whole[len(prompt) :])
     return torch.cat(
         [
             pad(part, padding_value=OWN_CHOICE, padding_side=side, pad_to_multiple_of=multiple)
@@ -248,7 +196,7 @@ def batch_routes(
 
 
 def routes_of_vllm(arrays: Sequence[np.ndarray], layers: Sequence[int]) -> list[Tensor]:
-    """Convert routes from vLLM's format to that of `Turn`.
+    """Convert routes from vLLM's format to that of `batch_routes`.
 
     Args:
         arrays: `routed_experts` of each completion, unsigned, shape (tokens, decoder layers, k); 0 in layers without

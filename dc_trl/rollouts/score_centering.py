@@ -28,7 +28,7 @@ from ..quantization.policy import base_model
 from ..sampled_tokens import SampledTokens
 from .choices import NO_CHOICES, Choices
 from .replica import Replica
-from .truncation import Kept, Named, flat
+from .truncation import TileTokens, tiled
 
 
 _LEAST_TAIL = 1e-6  # of 1 − Σ_H p
@@ -113,8 +113,10 @@ class ScoreCentering:
             hidden,
             whole.expand(len(input_ids), width).flatten().split(size),
             self._read_sampler(input_ids, attention_mask, width, count),
-            _tiled(choices.named, width, size, count),
-            _tiled(choices.kept, width, size, count),
+            *(
+                [None] * count if each is None else tiled(each, width, size, count)
+                for each in (choices.named, choices.kept)
+            ),
             strict=True,
         )
         columns = [checkpoint(self._centre, *policy_head[1:], *tile, use_reentrant=False) for tile in tiles]
@@ -138,11 +140,11 @@ class ScoreCentering:
         hidden: Tensor,
         advantages: Tensor,
         sampler: Head | None,
-        named: _Tokens | None,
-        kept: _Tokens | None,
+        named: TileTokens | None,
+        kept: TileTokens | None,
     ) -> tuple[Tensor, Tensor]:
         log_p = self._of_policy.log_softmax(hidden, weight, bias)
-        support = None if kept is None else _support(kept, log_p)
+        support = None if kept is None else kept.support(log_p)
         log_p = _among(support, log_p)
         with torch.no_grad():
             if sampler is not None:
@@ -163,43 +165,18 @@ class ScoreCentering:
         return (mean * (log_p if support is None else log_p.where(support, 0.0))).sum(-1), drift
 
 
-class _Tokens(NamedTuple):
-    """Tokens of a tile, one after another: row in the tile and id, int64, and log-probability in nats, if known."""
-
-    rows: Tensor
-    ids: Tensor
-    logps: Tensor | None
-
-
-def _tiled(tokens: Kept | Named | None, width: int, size: int, count: int) -> list[_Tokens | None]:
-    """Return the tokens at the positions of each of `count` tiles of `size` positions."""
-    if tokens is None:
-        return [None] * count
-    positions, ids = flat(tokens, width)
-    sizes = torch.bincount(positions // size, minlength=count).tolist()  # the positions ascend
-    logps = tokens.logps[tokens.ids >= 0].split(sizes) if isinstance(tokens, Named) else [None] * count
-    return list(map(_Tokens, (positions % size).split(sizes), ids.split(sizes), logps))
-
-
-def _support(kept: _Tokens, logps: Tensor) -> Tensor:
-    """Return which tokens were kept, shape (n, vocabulary): all of them at a position that names none."""
-    support = torch.zeros_like(logps, dtype=torch.bool)
-    support[kept.rows, kept.ids] = True
-    return support | ~support.any(-1, keepdim=True)
-
-
 def _among(support: Tensor | None, logps: Tensor) -> Tensor:
     """Return log-probabilities of the vocabulary among those of `support`, minus infinity outside; None: all."""
     return logps if support is None else logps.masked_fill(~support, -torch.inf).log_softmax(-1)
 
 
-def _most_probable(log_q: Tensor, top_k: int) -> _Tokens:
+def _most_probable(log_q: Tensor, top_k: int) -> TileTokens:
     logps, ids = log_q.topk(min(top_k, log_q.shape[-1]))
     rows = torch.arange(len(ids), device=ids.device).repeat_interleave(ids.shape[1])
-    return _Tokens(rows, ids.flatten(), logps.flatten())
+    return TileTokens(rows, ids.flatten(), logps.flatten())
 
 
-def _with_tail(log_p: Tensor, named: _Tokens) -> Tensor:
+def _with_tail(log_p: Tensor, named: TileTokens) -> Tensor:
     """Return log q of the vocabulary, shape (n, vocabulary): `named` as they are, and log ρ + log p for the tail."""
     assert named.logps is not None
     at, logps = (named.rows, named.ids), named.logps.to(log_p.dtype)

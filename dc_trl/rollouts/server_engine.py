@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from ..serving.answers import Bounds, require_rollout
+from ..serving.answers import require_rollout
 from ..serving.background import all_of, in_event_loop
 from ..serving.client import require_loaded
 from ..serving.connection import Connection, Patience
-from ..serving.errors import ServerAnswerError, ServerError, ServerRefusedError
+from ..serving.errors import ServerError, ServerRefusedError
 from .neutral_sampling import SERVER_DEFAULTS
 from .sampling import Completion, Request, Sampling
 
@@ -65,7 +65,7 @@ class ServerEngine:
         self.disclosed, self.max_length = self._connection.persist(self._disclose, first_try)
         require_loaded(self.disclosed.weight_version, self._connection.url)
         self.model = self.disclosed.name
-        self._bounds = Bounds(vocabulary, self.max_length)
+        self._vocabulary = vocabulary
 
     def _disclose(self, first: bool) -> tuple[Disclosed, int]:
         models = self._connection.get("/v1/models")
@@ -127,11 +127,9 @@ class ServerEngine:
 
         async def ask() -> list[dict[str, Any]]:
             answer = await connection.arequest("POST", "/v1/completions", json=body)
-            return require_rollout(body, answer, connection.url, self._bounds)
+            return require_rollout(body, answer, connection.url, self._vocabulary)
 
         (choice,) = await connection.apersist(ask)
-        if not isinstance(choice.get("text"), str):
-            raise ServerAnswerError(f"vLLM at {connection.url} answered with token ids and without their text.")
         if self.disclosed.weight_version is not None:
             # After each completion, because it is stored at once and has to be from these weights.
             held = await connection.apersist(lambda: connection.arequest("GET", "/weight_info"))

@@ -9,7 +9,7 @@ alone, the loss keeps its log-probabilities of the whole vocabulary. DeepSeek-V3
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -17,16 +17,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from ..quantization.policy import scaled_logits
 
 
-# Size of a tile of gathered hidden states, and of the tile of rows of the output head beside it.
-_TILE = 2**25
-# Largest number of kept tokens of a generation batch in one process: 1 GiB of ids.
-_MOST_KEPT = 2**28
+_TILE = 2**26  # number of logits that are held at a time: 256 MiB in float32
 _LogProbs = list[list[float | None]]  # of the tokens of completions, in nats; None is NaN
 # vLLM's server writes this for minus infinity.
 _NEVER = -9999.0
@@ -174,18 +171,11 @@ class Kept(NamedTuple):
         """Return the kept tokens from the log-probabilities of completions; None where none is a `KeptLogProb`.
 
         Raises:
-            ValueError: the kept tokens of a `KeptLogProb` do not contain the sampled token once, or there are too many
-                kept tokens.
+            ValueError: the kept tokens of a `KeptLogProb` do not contain the sampled token once.
         """
         counts = _counts(logprobs)
         if _nothing_named(logprobs, counts):
             return None
-        if int(counts.sum(1).max()) * len(counts) > _MOST_KEPT:
-            mean = counts[counts > 0].float().mean()
-            raise ValueError(
-                f"top_p and min_p keep {mean:.0f} tokens at each position, and the trainer has room for {_MOST_KEPT} "
-                "of a generation batch: bound them by top_k (for example top_k=512)."
-            )
         kept = cls(_ids(logprobs), counts)
         sampled_ids = _padded([torch.tensor(row) for row in completion_ids], 0)
         positions, tokens = flat(kept, sampled_ids.shape[1])
@@ -215,12 +205,36 @@ def _nothing_named(logprobs: _LogProbs, counts: Tensor) -> bool:
     return not counts.any() and not all(value is None or math.isnan(value) for row in logprobs for value in row)
 
 
+class TileTokens(NamedTuple):
+    """Tokens of a tile of positions: row in the tile and id, int64, and log-probability in nats, if known, of each."""
+
+    rows: Tensor
+    ids: Tensor
+    logps: Tensor | None
+
+    def support(self, logits: Tensor) -> Tensor:
+        """Return which tokens these are, shape (n, vocabulary) of `logits`: all at a position that names none."""
+        support = torch.zeros_like(logits, dtype=torch.bool)
+        support[self.rows, self.ids] = True
+        return support | ~support.any(-1, keepdim=True)
+
+
+def tiled(tokens: Kept | Named | None, width: int, size: int, count: int) -> list[TileTokens | None]:
+    """Return the tokens at the positions of each of `count` tiles of `size` positions of the flattened batch."""
+    if tokens is None:
+        return [None] * count
+    positions, ids = flat(tokens, width)
+    sizes = torch.bincount(positions // size, minlength=count).tolist()  # the positions ascend
+    logps = tokens.logps[tokens.ids >= 0].split(sizes) if isinstance(tokens, Named) else [None] * count
+    return list(map(TileTokens, (positions % size).split(sizes), ids.split(sizes), logps))
+
+
 class KeptHead:
     """Computes log-probabilities among the kept tokens, from the hidden states of TRL's forward passes.
 
     TRL's fused head returns log-probabilities of the whole vocabulary, and no logits. This context hooks the backbone
-    below the head, which every forward calls, also under PEFT, and applies the rows of the output head that belong to
-    kept tokens, in the head's precision. Where all tokens are kept, the log-probabilities are TRL's.
+    below the head, which every forward calls, also under PEFT, and computes the logits once more, tile by tile, and
+    again in the backward pass.
 
     Args:
         model: the transformers model, without the PEFT model around it.
@@ -243,12 +257,8 @@ class KeptHead:
         padded: Callable[[Tensor], Tensor] | None = None,
         gradient: bool = True,
     ):
-        self._model = model
-        self._kept = kept
-        self._completion_ids = completion_ids
-        self._temperature = temperature
-        self._in_float32 = in_float32
-        self._padded = padded
+        self._model, self._kept, self._completion_ids = model, kept, completion_ids
+        self._temperature, self._in_float32, self._padded = temperature, in_float32, padded
         self._hook = self._score if gradient else torch.no_grad()(self._score)
         self._scored: list[Tensor] = []
 
@@ -279,20 +289,30 @@ class KeptHead:
         start = sum(map(len, self._scored))
         rows = slice(start, start + len(hidden))
         sampled = self._completion_ids[rows]
-        head = self._model.get_output_embeddings()
-        hidden = hidden[:, -sampled.shape[1] - 1 : -1].to(head.weight.device)  # those that predict the completion
-        weight, bias = (each.full_tensor() if isinstance(each, DTensor) else each for each in (head.weight, head.bias))
-        if self._in_float32:
-            hidden = hidden.float()
         device = hidden.device.type
-        autocast = torch.is_autocast_enabled(device) and not self._in_float32
-        dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
-        positions, tokens = flat(Kept(*(each[rows] for each in self._kept)), sampled.shape[1])
-        with maybe_gather_lm_head_ctx(weight, bias):
-            logits = _KeptLogits.apply(hidden.flatten(0, 1), weight, bias, positions, tokens, dtype)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        dtype = torch.float32 if self._in_float32 else dtype
+        head = self._model.get_output_embeddings()
+        weight, bias = (
+            None if each is None else (each.full_tensor() if isinstance(each, DTensor) else each).to(dtype)
+            for each in (head.weight, head.bias)
+        )
+        size = max(1, _TILE // len(head.weight))
+        tiles = hidden[:, -sampled.shape[1] - 1 : -1].flatten(0, 1).to(dtype).split(size)  # those that predict
+        kept = tiled(Kept(*(each[rows] for each in self._kept)), sampled.shape[1], size, len(tiles))
+        scored = [
+            checkpoint(self._among, weight, bias, *tile, use_reentrant=False)
+            for tile in zip(tiles, kept, sampled.flatten().split(size), strict=True)
+        ]
+        self._scored.append(torch.cat(scored).view(sampled.shape))
+
+    def _among(self, weight: Tensor, bias: Tensor | None, hidden: Tensor, kept: TileTokens, sampled: Tensor) -> Tensor:
+        """Return the log-probability of each sampled token among the kept ones, shape (n,), in nats."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = functional.linear(hidden, weight, bias).float()
         logits = scaled_logits(logits, self._model.config.get_text_config()) / self._temperature
-        scored = _log_softmax(logits, positions, tokens, sampled.flatten())
-        self._scored.append(scored.view(sampled.shape))
+        among = logits.masked_fill(~kept.support(logits), -torch.inf).log_softmax(-1)
+        return among.gather(1, sampled.unsqueeze(1)).squeeze(1)
 
 
 def _padded(rows: list[Tensor], value: float) -> Tensor:
@@ -305,81 +325,3 @@ def flat(kept: Kept | Named, width: int) -> tuple[Tensor, Tensor]:
     starts = torch.arange(rows, device=kept.ids.device)[:, None] * width
     positions = starts + torch.arange(columns, device=kept.ids.device)
     return positions.flatten().repeat_interleave(kept.counts.flatten()), kept.ids[kept.ids >= 0].long()
-
-
-def _log_softmax(logits: Tensor, positions: Tensor, tokens: Tensor, sampled: Tensor) -> Tensor:
-    """Return the log-probability of each position's sampled token among its kept tokens.
-
-    Args:
-        logits: logits of the kept tokens, float32 of shape (all kept,).
-        positions, tokens: positions and ids of the kept tokens, see `flat`.
-        sampled: sampled token at each position, shape (positions,).
-
-    Returns:
-        Log-probabilities in nats, shape (positions,); 0 at positions without kept tokens.
-    """
-    zeros = torch.zeros(len(sampled), dtype=logits.dtype, device=logits.device)
-    largest = zeros.scatter_reduce(0, positions, logits.detach(), "amax", include_self=False)
-    shifted = logits - largest[positions]
-    mass = zeros.index_add(0, positions, shifted.exp())
-    sampled_logits = zeros.index_add(0, positions, shifted * (tokens == sampled[positions]))
-    return sampled_logits - mass.where(mass > 0, 1.0).log()
-
-
-class _KeptLogits(torch.autograd.Function):
-    """Computes hidden[position] · weight[token] + bias[token] of pairs of position and token, and no other logits.
-
-    Products are rounded to `dtype`, as those of a matrix product are, and gradients are summed in float32.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,  # (positions, channels)
-        weight: Tensor,  # (vocabulary, channels)
-        bias: Tensor | None,  # (vocabulary,)
-        positions: Tensor,  # (all kept,)
-        tokens: Tensor,  # (all kept,)
-        dtype: torch.dtype,
-    ) -> Tensor:
-        ctx.save_for_backward(hidden, weight, bias, positions, tokens)
-        ctx.dtype = dtype
-        logits = [
-            (hidden[at].to(dtype).float() * weight[of].to(dtype).float()).sum(1)
-            for at, of in _tiles(hidden.shape[1], positions, tokens)
-        ]
-        products = torch.cat(logits) if logits else hidden.new_zeros(0, dtype=torch.float32)
-        products = products if bias is None else products + bias[tokens].to(dtype).float()
-        return products.to(dtype).float()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, positions, tokens = ctx.saved_tensors
-        (gradient,) = gradients
-        with maybe_gather_lm_head_ctx(weight, bias):
-            sums = [
-                torch.zeros_like(each, dtype=torch.float32) if needed else None
-                for each, needed in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
-            ]
-            of_hidden, of_weight, of_bias = sums
-            for at, of, tile in _tiles(hidden.shape[1], positions, tokens, gradient[:, None]):
-                if of_hidden is not None:
-                    of_hidden.index_add_(0, at, tile * weight[of].to(ctx.dtype))
-                if of_weight is not None:
-                    of_weight.index_add_(0, of, tile * hidden[at].to(ctx.dtype))
-            if of_bias is not None:
-                of_bias.index_add_(0, tokens, gradient)
-        return (
-            *(
-                None if each is None else each.to(original.dtype)
-                for each, original in zip(sums, (hidden, weight, bias), strict=True)
-            ),
-            None,
-            None,
-            None,
-        )
-
-
-def _tiles(channels: int, *pairs: Tensor) -> Sequence[tuple[Tensor, ...]]:
-    size = max(1, _TILE // channels)
-    return list(zip(*(each.split(size) for each in pairs), strict=True)) if len(pairs[0]) else []

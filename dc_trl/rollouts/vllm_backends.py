@@ -1,14 +1,13 @@
 """TRL's vLLM engines, with weights that arrive as the deployable checkpoint and with recovery from faults."""
 
-import errno
-import math
 import shutil
+import socket
 import time
 import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,20 +18,21 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ..files import locked_folder
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
 from ..quantization.tensors import deployed_tensors, frozen_tensors, is_packed
 from ..serving.client import LOADING, ServerClient, Weights
-from ..serving.connection import Deadline, Patience, is_local, persist
-from ..serving.errors import ServerError, ServerUnavailableError, WeightsNotWrittenError
+from ..serving.connection import Deadline, Patience, is_local
+from ..serving.errors import ServerError
 from ..serving.fit import require_shared_directory
 from ..serving.pool import ServerPool
-from .checkpoint_folder import CheckpointFolder, folder_path
 from .neutral_sampling import TRUNCATIONS, truncations
 from .truncation import named_by_vllm
 
 
 logger = get_logger(__name__)
+_FROZEN = ".frozen"  # files of weights that training does not change
 
 
 class Generation(VLLMGeneration):
@@ -83,7 +83,6 @@ class _DeployedGeneration(Generation):
 
     _run: str  # unique name of the run
     _writes = False  # whether this process writes checkpoints; all processes take part in gathering
-    _kept: str | None = None  # version of the weights that `go_back` returns to
     weight_version = ""  # version of the weights that the engine is to hold
 
     def __init__(self, *, deployment_scheme: str | None, weight_sync_dir: str | None, **kwargs: Any):
@@ -92,33 +91,21 @@ class _DeployedGeneration(Generation):
         self._syncs = 0
         super().__init__(**kwargs)
 
-    def _begin_version(self, keep: bool = False) -> None:
-        """Begin a new version of the weights, which the engine is to hold; `keep`: see `sync_weights`."""
-        if not keep:
-            self._kept = None
-        elif self._kept is None:
-            self._kept = self.weight_version
+    def _begin_version(self) -> None:
+        """Begin a new version of the weights, which the engine is to hold."""
         self._syncs += 1
         self.weight_version = f"{self._run}-{self._syncs}"
 
-    def go_back(self) -> None:
-        """Load the weights that `sync_weights` has kept into the engine again."""
-        assert self._kept is not None
-        self.weight_version, self._kept = self._kept, None
-        self._load()
-        if self._writes:
-            self._folder.remove_all_but(self.weight_version)
-
     def save_weights(self, directory: Path) -> None:
-        """Copy the checkpoint that the engine holds, or the one kept for `go_back`, on the processes that write it."""
+        """Copy the checkpoint that the engine holds, on the processes that write it."""
         if self._writes:
-            shutil.copytree(self._folder.path / (self._kept or self.weight_version), directory)
+            shutil.copytree(self.checkpoint, directory)
 
     def load_weights(self, directory: Path) -> None:
         """Load a checkpoint that `save_weights` has copied into the engine. Every process has to call it."""
         self._begin_version()
         if self._writes:
-            self._folder.remove_all_but(None)
+            self._remove_checkpoints()
             shutil.copytree(directory, self.checkpoint)
         self.accelerator.wait_for_everyone()
         self._load()
@@ -126,7 +113,18 @@ class _DeployedGeneration(Generation):
     @property
     def checkpoint(self) -> Path:
         """Directory of the weights that the engine is to hold."""
-        return folder_path(self.weight_sync_dir, self._run) / self.weight_version
+        return self._folder(self._run) / self.weight_version
+
+    def _folder(self, run: str) -> Path:
+        """Return the directory of a run's checkpoints on this machine, in shared memory by default."""
+        # Host names contain no "_".
+        return Path(self.weight_sync_dir or "/dev/shm", f"dc_trl-sync-{socket.gethostname()}_{run}")
+
+    def _remove_checkpoints(self) -> None:
+        """Remove all checkpoints; the files of frozen weights stay."""
+        for checkpoint in self._folder(self._run).iterdir():
+            if checkpoint.name != _FROZEN:
+                shutil.rmtree(checkpoint, ignore_errors=True)
 
     def _load(self) -> None:
         """Make the engine load the weights that it is to hold."""
@@ -141,12 +139,20 @@ class _DeployedGeneration(Generation):
             self.syncs.update(self.last_sync, count=1)
 
     def _prepare_checkpoints(self, writes: bool) -> None:
-        """Create the writer, and the folder on the processes that write."""
+        """Create the writer and, on the processes that write, the folder, which is removed when the process ends."""
         self._writes = writes
         policy = unwrapped(self.accelerator, self.model)
         self._writer = CheckpointWriter(policy, self.deployment_scheme or "bf16", self.processing_class)
         if writes:
-            self._folder = CheckpointFolder(self.weight_sync_dir, self._run)
+            folder = self._folder(self._run)
+            if not folder.parent.is_dir():
+                raise ServerError(
+                    f"weight_sync_dir={self.weight_sync_dir!r}: {folder.parent} is no directory on this machine. Set "
+                    "weight_sync_dir to a directory that both the trainer and the vLLM server see."
+                )
+            stack = ExitStack()
+            stack.enter_context(locked_folder(folder, others=self._folder("*").name))
+            weakref.finalize(self, stack.close)
 
     def _write(self) -> None:
         """Write the present weights on the processes that write; all take part in gathering, and raise its errors."""
@@ -154,27 +160,22 @@ class _DeployedGeneration(Generation):
         failure = None
         try:
             if self._writes:
+                self._remove_checkpoints()  # their room may be needed
                 frozen = frozen_tensors(self.accelerator, self.model)
-                self.last_sync = self._folder.write(self._writer, tensors, frozen, self.weight_version, self._kept)
+                self._writer.write(tensors, self.checkpoint, frozen, self._folder(self._run) / _FROZEN)
+                self.last_sync = self._writer.cost._asdict()
         except OSError as error:
-            failure = self._not_written(error)
+            failure = (
+                f"weight_sync_dir={self.weight_sync_dir!r}: the weights for vLLM, {self._writer.size / 2**20:,.1f} "
+                f"MiB, cannot be written to {self._folder(self._run).parent} ({error.strerror}). Make room, or set "
+                "weight_sync_dir to another directory that both the trainer and the server see."
+            )
         finally:
             for _ in tensors:
                 pass  # take part in gathering the rest, although it is not written
         for message in gather_object([failure]):
             if message is not None:
-                raise WeightsNotWrittenError(message)
-
-    def _not_written(self, error: OSError) -> str:
-        root, sizes = self._folder.path.parent, ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            needed, free = self._writer.size / 2**20, shutil.disk_usage(root).free / 2**20
-            sizes = f"; they take {needed:,.1f} MiB, and {free:,.1f} MiB are free"
-        return (
-            f"weight_sync_dir={self.weight_sync_dir!r}: the weights for vLLM cannot be written to {root} "
-            f"({error.strerror}{sizes}). Make room, or set weight_sync_dir to another directory that both the trainer "
-            "and the server see."
-        )
+                raise ServerError(message)
 
 
 class ServerGeneration(_DeployedGeneration):
@@ -274,15 +275,12 @@ class ServerGeneration(_DeployedGeneration):
             routing_replay=self.routing_replay,
         )
 
-    def sync_weights(self, keep: bool = False) -> None:
-        """Send the policy's present weights to the server, and ensure that it serves them.
-
-        With `keep`, the previous checkpoint is kept for `go_back`, until a synchronization without it.
-        """
-        self._begin_version(keep)
+    def sync_weights(self) -> None:
+        """Send the policy's present weights to the server, and ensure that it serves them."""
+        self._begin_version()
         with raised_together(ServerError):
             if self.weight_sync == "checkpoint":
-                self._write_checkpoint()
+                self._write()
                 self._timed(self._bring)
                 return
             self._announce()
@@ -314,8 +312,6 @@ class ServerGeneration(_DeployedGeneration):
             except ServerError:  # on the main process, while the others wait for its broadcast
                 broadcast_object_list([([], [], None, None)], from_process=0)
                 raise
-            if self.routing_replay and self.accelerator.is_main_process:
-                self.vllm_client.require_routes()
         if self.routing_replay:
             # TRL distributes its own results to the other processes, but not the routed experts.
             all_experts = agree(self.vllm_client.routed_experts if self.accelerator.is_main_process else None)
@@ -341,17 +337,6 @@ class ServerGeneration(_DeployedGeneration):
         # Kept, so that the iteration can be completed when its reader fails.
         self._named_params = super()._iter_named_params()
         return self._named_params
-
-    def _write_checkpoint(self) -> None:
-        """Write the checkpoint, with retries; all processes take part.
-
-        Raises:
-            WeightsNotWrittenError: the main process cannot write it; all processes raise it.
-        """
-        try:
-            persist(lambda first: self._write(), self._patience, Deadline(math.inf), lambda _: None, logger.warning)
-        except ServerUnavailableError as error:  # no try is left
-            raise WeightsNotWrittenError(str(error)) from error
 
 
 class ColocateGeneration(_DeployedGeneration):
@@ -384,17 +369,17 @@ class ColocateGeneration(_DeployedGeneration):
         finally:
             self.model = model
 
-    def _write_checkpoint(self, keep: bool = False) -> None:
-        self._begin_version(keep)
+    def _write_checkpoint(self) -> None:
+        self._begin_version()
         self._write()
         self.accelerator.wait_for_everyone()
 
-    def sync_weights(self, keep: bool = False) -> None:
-        """Load the policy's present weights into the engine; `keep`: see `ServerGeneration.sync_weights`."""
+    def sync_weights(self) -> None:
+        """Load the policy's present weights into the engine."""
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        self._write_checkpoint(keep)
+        self._write_checkpoint()
         self._timed(self._load)
 
     def _load(self) -> None:

@@ -12,11 +12,11 @@ import torch
 from transformers import PretrainedConfig
 from trl.generation.vllm_client import VLLMClient
 
-from .answers import UNKNOWN, Bounds, require_rollout
+from .answers import require_rollout
 from .background import pause
 from .connection import ONE_TRY, Connection, Deadline, Patience
 from .errors import ServerError, ServerUnavailableError
-from .fit import ROUTES_OPTION, check_server, is_cpu
+from .fit import check_server, is_cpu
 
 
 _MAX_CONCURRENT_IMAGES = 64  # largest number of concurrent prompts with images, the same as TRL's
@@ -103,25 +103,6 @@ class RolloutClient(VLLMClient):
         self.seeds = RolloutSeeds()
         self.routed_experts: list[np.ndarray | None] = []
 
-    def require_routes(self) -> None:
-        """Refuse the last completions if the server did not return the experts with which they were sampled.
-
-        Raises:
-            ServerError: experts are missing.
-        """
-        if not self.routed_experts or any(routes is None for routes in self.routed_experts):
-            raise ServerError(
-                f"vLLM at {self.base_url} did not return the experts that routing_replay=True replays: start it with "
-                f"{ROUTES_OPTION}."
-            )
-
-    def _require_log_probs(self, output: dict[str, Any]) -> dict[str, Any]:
-        if output["logprobs"] is None:
-            raise ServerError(
-                f"vLLM at {self.base_url} returned no log-probabilities: leave `logprobs` to the trainer."
-            )
-        return output
-
     def _take_choices(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """Return an answer with these choices for TRL, which does not pass the experts on."""
         self.routed_experts = [choice.get("routed_experts") for choice in choices]
@@ -145,7 +126,7 @@ class ServerClient(RolloutClient):
 
     Attributes:
         connection: connection that sends the requests.
-        bounds: known bounds of the server's model, against which its answers are checked.
+        vocabulary: bound below which all token ids of its model are; None if it is unknown.
 
     Raises:
         ServerUnavailableError: the server is not up within `start_timeout`.
@@ -164,7 +145,7 @@ class ServerClient(RolloutClient):
     ):
         super().__init__()
         self.connection = Connection(base_url, patience, report)
-        self.bounds: Bounds = UNKNOWN
+        self.vocabulary: int | None = None
         connect = super(RolloutClient, self).__init__
         with self.connection.task(deadline) as end, self.connection.reading("/v1/models"):
             self.check_server(min(start_timeout, end.left))
@@ -182,6 +163,12 @@ class ServerClient(RolloutClient):
         answer = self.connection.get("/server_info", params={"config_format": "json"})
         with self.connection.reading("/server_info"):
             return answer["vllm_config"]
+
+    def read_model(self) -> None:
+        """Take the name of the model from the server."""
+        answer = self.connection.get("/v1/models")
+        with self.connection.reading("/v1/models"):
+            self.model = answer["data"][0]["id"]
 
     def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
         return self.connection.get(url.removeprefix(self.base_url), **kwargs)
@@ -201,7 +188,7 @@ class ServerClient(RolloutClient):
         return SimpleNamespace(status_code=200, json=lambda: answer)
 
     def _read(self, request: dict[str, Any], answer: dict[str, Any]) -> list[dict[str, Any]]:
-        return require_rollout(request, answer, self.base_url, self.bounds)
+        return require_rollout(request, answer, self.base_url, self.vocabulary)
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
@@ -223,7 +210,7 @@ class ServerClient(RolloutClient):
         self.hold(self.weights, reload=not first)
         output = super().generate(*args, **kwargs)
         self.require_version(self.weight_version(), self.weights)
-        return self._require_log_probs(output)
+        return output
 
     def _generate_from_features(
         self, prompts: list[list[int]], features: list[dict[str, Any] | None], sampling_params: dict[str, Any]
@@ -278,7 +265,7 @@ class ServerClient(RolloutClient):
             raise ServerUnavailableError(f"vLLM at {self.base_url} lost or changed its weights during a rollout")
 
     def require_fit(self, config: PretrainedConfig, **needs: Any) -> None:
-        """Refuse the server if it would not sample the trained model, and take its limits for `bounds`.
+        """Refuse the server if it would not sample the trained model, and take the model's `vocabulary`.
 
         Args:
             config: configuration of the trained model.
@@ -287,14 +274,10 @@ class ServerClient(RolloutClient):
         Raises:
             ServerError: the server does not fit; the message names the option of `vllm serve` to change.
         """
-        info, layers = self.connection.persist(self.describe)
+        info, layers = self.connection.persist(lambda first: (self.get_server_info(), self.layers()))
         with self.connection.reading("/server_info"):
             check_server(info, layers, config=config, **needs)
-            self.bounds = Bounds(config.get_text_config().vocab_size, info["model_config"]["max_model_len"])
-
-    def describe(self, first: bool = True) -> tuple[dict[str, Any], str]:
-        """Return the server's configuration and its engine's layers, as `check_server` takes them, in one try."""
-        return self.get_server_info(), self.layers()
+        self.vocabulary = config.get_text_config().vocab_size
 
     def layers(self) -> str:
         """Return the engine's layers as text."""

@@ -4,17 +4,16 @@ import asyncio
 import math
 import os
 import socket
-import ssl
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlparse
 
 import httpx
 import psutil
 
+from .answers import MALFORMED
 from .background import all_of, in_coroutine, pause
 from .errors import ServerAnswerError, ServerError, ServerRefusedError, ServerUnavailableError
 
@@ -55,33 +54,19 @@ class Patience(NamedTuple):
 ONE_TRY = Patience()
 
 
-class Tries:
-    """Decides whether something that failed is tried again."""
+def seconds_to_next_try(failure: object, failed: int, patience: Patience, deadline: Deadline) -> float:
+    """Return the seconds to wait after a number of failed tries.
 
-    def __init__(self, patience: Patience, deadline: Deadline):
-        self._patience = patience
-        self._deadline = deadline
-        self.made = 0  # tries that failed
-
-    def pause(self, failure: object) -> float:
-        """Return the seconds to wait before the next try, at least as many as the server asks for.
-
-        Raises:
-            ServerUnavailableError: no try is left; the message has the failure and the limit that was reached.
-        """
-        self.made += 1
-        if self._deadline.left == 0:
-            limit = f"ddp_timeout, the other processes wait no longer than {self._deadline.seconds:g} s"
-        elif self.made > self._patience.max_retries:
-            limit = f"{self._patience.prefix}max_retries"
-        else:
-            asked = failure.retry_after if isinstance(failure, ServerUnavailableError) else 0.0
-            ours = min(2**self.made, 30)
-            return min(max(ours, min(asked, self._patience.server_timeout)), self._deadline.left)
-        raise ServerUnavailableError(f"{failure} (tried {self.made} times: {limit})")
-
-    def __str__(self) -> str:
-        return f"try {self.made + 1} of {self._patience.max_retries + 1}"
+    Raises:
+        ServerUnavailableError: no try is left; the message has the failure and the limit that was reached.
+    """
+    if deadline.left == 0:
+        limit = f"ddp_timeout, the other processes wait no longer than {deadline.seconds:g} s"
+    elif failed > patience.max_retries:
+        limit = f"{patience.prefix}max_retries"
+    else:
+        return min(2**failed, 30, deadline.left)
+    raise ServerUnavailableError(f"{failure} (tried {failed} times: {limit})")
 
 
 class Connection:
@@ -113,7 +98,7 @@ class Connection:
             "trust_env": not is_local(self.url),  # proxies are only for other machines
             # httpx limits the wait for each next byte; this class limits whole requests.
             "timeout": httpx.Timeout(None, connect=_CONNECT_SECONDS),
-            "verify": _certificates(),
+            "verify": httpx.create_ssl_context(),
         }
         try:
             httpx.URL(self.url)
@@ -146,10 +131,10 @@ class Connection:
             ServerRefusedError: the server answered HTTP 4xx.
             ServerError: the server requires an API key.
         """
-        return self._read(path, self._in_time(path, lambda: self._send(method, path, **kwargs)))
+        return self._in_time(path, lambda: self.arequest(method, path, **kwargs))
 
     def post_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the answers to several concurrent requests, within the time that one of them may take.
+        """Return the answers to several concurrent requests.
 
         Raises:
             ServerError: see `request`; the other requests are abandoned.
@@ -164,9 +149,18 @@ class Connection:
 
     async def arequest(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
         """Send a request as `request` does, in an event loop and within `request_timeout`."""
-        with self._transport_errors(path, None):
-            async with asyncio.timeout(self.patience.request_timeout):
+        limit = self.patience.request_timeout
+        try:
+            async with asyncio.timeout(limit):
                 response = await self._send(method, path, **kwargs)
+        except (httpx.TimeoutException, TimeoutError) as error:
+            raise ServerUnavailableError(
+                f"vLLM at {self.url} did not answer {path} within {self.patience.prefix}request_timeout={limit:g} s"
+            ) from error
+        except httpx.RequestError as error:
+            raise ServerUnavailableError(
+                f"the connection to vLLM at {self.url} broke during {path} ({type(error).__name__})"
+            ) from error
         return self._read(path, response)
 
     async def _send(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
@@ -174,13 +168,16 @@ class Connection:
             return await http.request(method, path, **kwargs)
 
     def _in_time(self, path: str, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine that queries the server, within the time that the request and its task have left."""
+        """Run a coroutine that queries the server, within the time that its task has left."""
         left = math.inf if self._deadline is None else self._deadline.left
         if left == 0:
             raise ServerUnavailableError(f"vLLM at {self.url} was not asked for {path}: no time is left for it")
-        limit = min(self.patience.request_timeout, left)
-        with self._transport_errors(path, None if limit < left else limit):
-            return in_coroutine(asyncio.wait_for(action(), limit))
+        try:
+            return in_coroutine(asyncio.wait_for(action(), None if left == math.inf else left))
+        except TimeoutError as error:
+            raise ServerUnavailableError(
+                f"vLLM at {self.url} did not answer {path} within the remaining {left:.3g} s"
+            ) from error
 
     @contextmanager
     def reading(self, path: str) -> Iterator[None]:
@@ -191,28 +188,10 @@ class Connection:
         """
         try:
             yield
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except MALFORMED as error:
             raise ServerAnswerError(
                 f"the server at {self.url} answered {path} in another format than vLLM ({type(error).__name__}: "
                 f"{error}): check that the address is that of vllm serve, in a supported version."
-            ) from error
-
-    @contextmanager
-    def _transport_errors(self, path: str, left: float | None) -> Iterator[None]:
-        """Translate transport errors; `left` is the number of seconds that remained, or None for `request_timeout`."""
-        try:
-            yield
-        except (httpx.TimeoutException, TimeoutError) as error:
-            setting = f"{self.patience.prefix}request_timeout={self.patience.request_timeout:g} s"
-            allowed = setting if left is None else f"the remaining {left:.3g} s"
-            raise ServerUnavailableError(f"vLLM at {self.url} did not answer {path} within {allowed}") from error
-        except httpx.ConnectError as error:
-            raise ServerUnavailableError(
-                f"no connection to vLLM at {self.url} (it broke during {path}: ConnectError)"
-            ) from error
-        except httpx.RequestError as error:
-            raise ServerUnavailableError(
-                f"the connection to vLLM at {self.url} broke during {path} ({type(error).__name__})"
             ) from error
 
     def _read(self, path: str, response: httpx.Response) -> dict[str, Any]:
@@ -222,37 +201,24 @@ class Connection:
             raise ServerError(
                 f"vLLM at {self.url} asks for an API key: set the environment variable VLLM_API_KEY to its key."
             )
-        if status == 404 and path.endswith("/render"):
-            raise ServerRefusedError(f"vLLM at {self.url} does not serve {path}: restart it with --enable-scale-out.")
-        if status == 404 and not path.startswith("/v1"):
-            raise ServerRefusedError(
-                f"vLLM at {self.url} does not serve {path}: restart it with VLLM_SERVER_DEV_MODE=1 in its environment."
-            )
+        if status == 404 and (path.endswith("/render") or not path.startswith("/v1")):
+            option = "--enable-scale-out" if path.endswith("/render") else "VLLM_SERVER_DEV_MODE=1 in its environment"
+            raise ServerRefusedError(f"vLLM at {self.url} does not serve {path}: restart it with {option}.")
         if status >= 400 and "not JSON compliant" in text:
             # JSON has no NaN, so vLLM refuses to send the log-probabilities of broken weights.
             raise ServerUnavailableError(
                 f"vLLM at {self.url} computed NaN for {path}: its weights are broken, or the policy has diverged"
             )
         if status >= 500 or status in _RETRY_STATUSES:
-            after = response.headers.get("Retry-After", "")
-            raise ServerUnavailableError(
-                f"vLLM at {self.url} failed at {path} (HTTP {status}): {text[:500]}",
-                retry_after=float(after) if after.isdecimal() else 0.0,
-            )
+            raise ServerUnavailableError(f"vLLM at {self.url} failed at {path} (HTTP {status}): {text[:500]}")
         if status >= 400:
             raise ServerRefusedError(f"vLLM at {self.url} refused {path} (HTTP {status}): {text[:500]}")
         try:
-            answer = response.json()
-        except (ValueError, RecursionError) as error:
+            return dict(response.json())
+        except (ValueError, TypeError) as error:
             raise ServerUnavailableError(
                 f"the server at {self.url} answered {path} without JSON and is probably not vLLM: {text[:100]!r}"
             ) from error
-        if not isinstance(answer, dict):
-            raise ServerAnswerError(
-                f"the server at {self.url} answered {path} without a JSON object and is probably not vLLM: "
-                f"{text[:100]!r}"
-            )
-        return answer
 
     # --- tries ------------------------------------------------------------------------------------------------------
 
@@ -264,12 +230,13 @@ class Connection:
 
     async def apersist(self, action: Callable[[], Awaitable[T]]) -> T:
         """Do the same as `persist` in an event loop, without reports, since many requests fail at once there."""
-        tries = Tries(self.patience, Deadline(self.patience.time_limit))
+        deadline, failed = Deadline(self.patience.time_limit), 0
         while True:
             try:
                 return await action()
             except ServerUnavailableError as error:
-                seconds = tries.pause(error)
+                failed += 1
+                seconds = seconds_to_next_try(error, failed, self.patience, deadline)
             await asyncio.sleep(seconds)
             wait = Deadline(self.patience.server_timeout)
             # The next try reports a server that stays away for longer.
@@ -338,22 +305,17 @@ def persist(
         ServerUnavailableError: no try is left.
         ServerError: another try would not help.
     """
-    tries = Tries(patience, deadline)
+    failed = 0
     while True:
         try:
-            if tries.made > 0:
+            if failed > 0:
                 wait_until_up(min(patience.server_timeout, deadline.left))
-            return action(tries.made == 0)
+            return action(failed == 0)
         except ServerUnavailableError as error:
-            seconds = tries.pause(error)
-            report(f"{error}; {tries} follows")
+            failed += 1
+            seconds = seconds_to_next_try(error, failed, patience, deadline)
+            report(f"{error}; try {failed + 1} of {patience.max_retries + 1} follows")
         pause(seconds)
-
-
-@cache
-def _certificates() -> ssl.SSLContext:
-    """Return the trusted certificates, read from the disk only once."""
-    return httpx.create_ssl_context()
 
 
 def is_local(url: str) -> bool:

@@ -4,20 +4,9 @@
 class ServerError(RuntimeError):
     """The vLLM server cannot do what training needs; the message says why, with the remedy."""
 
-    when = "when the server is up again"  # when a run that this error ended can resume
-
 
 class ServerUnavailableError(ServerError):
-    """The server could not be reached, did not answer in time, or failed; another try may help.
-
-    Args:
-        message: see `ServerError`.
-        retry_after: seconds that the server asks us to wait before the next try.
-    """
-
-    def __init__(self, message: str, retry_after: float = 0.0):
-        super().__init__(message)
-        self.retry_after = retry_after
+    """The server could not be reached, did not answer in time, or failed; another try may help."""
 
 
 class ServerRefusedError(ServerError):
@@ -27,17 +16,9 @@ class ServerRefusedError(ServerError):
 class ServerAnswerError(ServerError):
     """The server's answer does not fit the request, so none of it is used."""
 
-    when = "with a server that answers correctly"
-
 
 class RequestAbandonedError(ServerError):
     """The answer is no longer needed: a signal ends the run, or the caller has stopped waiting."""
 
     def __init__(self) -> None:
         super().__init__("The request to the server was abandoned before its answer.")
-
-
-class WeightsNotWrittenError(ServerUnavailableError):
-    """The checkpoint that the server should load cannot be written; another try may help."""
-
-    when = "when it can be written"

@@ -92,16 +92,6 @@ def _check_model(layers: str, text: PretrainedConfig) -> None:
                 f"{trained[0]} and {trained[1]}: serve the model that is trained (vllm serve MODEL), with the same "
                 "tokenizer and its added tokens."
             )
-    # The last line of the list of layers contains its highest number: "(27): ..." or "(0-27): 28 x ...".
-    listed = re.search(r"^( *)\(layers\): ModuleList.*\n(?:\1 .*\n)+", layers, re.MULTILINE)
-    if listed is not None:
-        numbers = re.findall(rf"^{listed[1]}  \((?:\d+-)?(\d+)\): ", listed[0], re.MULTILINE)
-        count = max(map(int, numbers)) + 1
-        if count != text.num_hidden_layers:
-            raise ServerError(
-                f"the server's model has {count} layers, the trained one {text.num_hidden_layers}: serve the model "
-                "that is trained (vllm serve MODEL)."
-            )
 
 
 def _check_format(method: str | None, kinds: list[str], scheme: str | None, weight_sync: str) -> None:

@@ -1,4 +1,4 @@
-"""Commands and folders that end with this process, however it ends."""
+"""Commands that end with this process, however it ends, and folders that the next one removes if it is killed."""
 
 import os
 import subprocess
@@ -33,24 +33,13 @@ def end_watchdog(watchdog: "subprocess.Popen[bytes]") -> None:
 
 
 @contextmanager
-def guarded_folder(folder: Path, others: str, mode: int = 0o777) -> Iterator[Path]:
-    """Do the same as `locked_folder`, but also remove the folder if this process is killed within the block."""
-    with locked_folder(folder, others, mode):
-        watchdog = start_watchdog("--folder", str(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            yield folder
-        finally:
-            end_watchdog(watchdog)
-
-
-@contextmanager
 def temporary_folder(kind: str, parent: str | os.PathLike[str] | None = None) -> Iterator[Path]:
-    """Yield a guarded folder that only this user can read, by default in the directory for temporary files.
+    """Yield a locked folder that only this user can read, by default in the directory for temporary files.
 
     Args:
         kind: purpose of the folder, as a part of its name.
         parent: directory in which the folder is created.
     """
     name = f"dc_trl-{kind}-"
-    with guarded_folder(Path(parent or tempfile.gettempdir(), name + uuid.uuid4().hex), f"{name}*", 0o700) as folder:
+    with locked_folder(Path(parent or tempfile.gettempdir(), name + uuid.uuid4().hex), f"{name}*", 0o700) as folder:
         yield folder

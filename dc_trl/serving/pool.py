@@ -1,23 +1,76 @@
 """Several vLLM servers that hold the same weights, with the interface of one."""
 
+import asyncio
 import math
-import time
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from functools import partial
 from typing import Any, TypeVar
 
-from .background import in_coroutine, in_thread
+from .answers import require_rollout
+from .background import all_of, in_coroutine, in_thread
 from .client import RolloutClient, ServerClient, Weights
 from .connection import Deadline, Patience, persist, wait_until_one_is_up
 from .errors import ServerError, ServerUnavailableError
-from .pooled_server import Fits, PooledServer
-from .shared_batch import SLOW, SharedBatch
 
 
 T = TypeVar("T")
+Fits = Callable[[ServerClient], None]  # raises a ServerError if a server does not fit the run
 
-_SLOW_LOAD_SECONDS = 30.0  # allowance beyond SLOW times the loading time of the first server
+
+class PooledServer:
+    """One of several servers and its state.
+
+    Attributes:
+        client: client that sends its requests.
+        sequences: number of sequences that it runs at a time.
+        lost: why it gets no prompts; None if it gets them.
+        answered: number of prompts that it has answered.
+    """
+
+    def __init__(self, client: ServerClient, fits: Fits):
+        self.client = client
+        self.url = client.connection.url
+        self._fits = fits
+        fits(client)
+        info = client.get_server_info()
+        with client.connection.reading("/server_info"):
+            scheduler, parallel = info["scheduler_config"], info["parallel_config"]
+            self.sequences = int(scheduler["max_num_seqs"]) * int(parallel["data_parallel_size"])
+        self.lost: str | None = None
+        self.answered = 0
+
+    def prepare(self, weights: Weights | None, deadline: Deadline) -> None:
+        """Make the server hold the weights, in one try; a lost server must be up again, and fit.
+
+        Raises:
+            ServerError: the server is not up, does not fit, or does not hold the weights.
+        """
+        connection = self.client.connection
+        with connection.task(deadline):
+            if (reason := connection.why_down()) is not None:
+                raise ServerUnavailableError(f"vLLM at {self.url} is not up ({reason})")
+            if self.lost is not None:  # it may have been restarted with other options
+                self.client.read_model()
+                self._fits(self.client)
+            if weights is not None:
+                # A lost server may have loaded weights without an answer.
+                self.client.hold(weights, reload=self.lost is not None)
+
+    async def complete(self, request: dict[str, Any], weights: Weights | None) -> dict[str, Any]:
+        """Return the answer to a request, if it is from the weights.
+
+        Raises:
+            ServerError: the server refused or failed, or has other weights.
+        """
+        connection = self.client.connection
+        body = request | {"model": self.client.model}
+        answer = await connection.arequest("POST", "/v1/completions", json=body)
+        answer["choices"] = require_rollout(body, answer, self.url, self.client.vocabulary)
+        if weights is not None:
+            held = await connection.arequest("GET", "/weight_info")
+            self.client.require_version(str(held.get("weight_version")), weights)
+        return answer
 
 
 class ServerPool(RolloutClient):
@@ -25,12 +78,11 @@ class ServerPool(RolloutClient):
 
     Each prompt of a rollout is a separate request for all of its completions, and has its own seed, so that every
     server, and every new try, samples the same completions. A server that takes prompts holds the present
-    version of the weights before and after each of them.
+    version of the weights before and after each of them, and gets the next prompt when it has room for it.
 
     A server that fails is lost: its prompts go to the others, and it is asked again before each rollout and
-    synchronization. It takes prompts again once it is up, fits and has loaded the present weights. Prompts of a
-    server that is much slower than the others are also sent to them (`SharedBatch`). Only if all servers are lost
-    are rollouts and synchronizations tried again, and they fail as with a single server.
+    synchronization. It takes prompts again once it is up, fits and has loaded the present weights. Only if all servers
+    are lost are rollouts and synchronizations tried again, and they fail as with a single server.
 
     Args:
         urls: addresses of the servers, "http://127.0.0.1:8000"; at least two.
@@ -80,7 +132,7 @@ class ServerPool(RolloutClient):
         """Load weights from one checkpoint into all servers at once; later rollouts use these weights.
 
         Raises:
-            ServerError: no server has loaded them, or one that never loaded a checkpoint of this run has not.
+            ServerError: no server has loaded them.
         """
         self.weights = weights
         deadline = Deadline(self._patience.time_limit)
@@ -88,23 +140,12 @@ class ServerPool(RolloutClient):
 
     def _prepare_servers(self, deadline: Deadline) -> list[PooledServer]:
         """Return the servers that hold the weights of the rollouts; each has just been asked."""
-        begin = time.monotonic()
-        asked: dict[str, Future[None]] = {}
-        for server in self.servers:
-            # A server that is still busy with earlier weights is not asked for others.
-            if server.task is None or server.task.done():
-                asked[server.url] = server.task = in_thread(partial(server.prepare, self.weights, deadline))
-        self._wait_for(asked.values(), begin, deadline)
-        waited = time.monotonic() - begin
+        tasks = {server: in_thread(partial(server.prepare, self.weights, deadline)) for server in self.servers}
+        wait(tasks.values())
         failures: dict[str, BaseException | None] = {}
-        for server in self.servers:
-            task = asked.get(server.url)
-            if task is not None and task.done():
-                error = task.exception()
-            else:
-                error = ServerUnavailableError(f"vLLM at {server.url} has not loaded the weights after {waited:.0f} s")
+        for server, task in tasks.items():
+            failures[server.url] = error = task.exception()
             if error is not None:
-                failures[server.url] = error
                 self.lose(server, error)
             elif server.lost is not None:
                 server.lost = None
@@ -112,34 +153,7 @@ class ServerPool(RolloutClient):
         ready = [server for server in self.servers if server.lost is None]
         if not ready:
             raise_failures(failures)
-        self._require_shared_folder(ready)
         return ready
-
-    @staticmethod
-    def _wait_for(tasks: Collection[Future[None]], begin: float, deadline: Deadline) -> None:
-        """Wait until all tasks are done; once one has succeeded, not much longer than it took."""
-        left = set(tasks)
-        while left and not any(task.done() and task.exception() is None for task in tasks):
-            timeout = deadline.left if deadline.left < math.inf else None
-            done, left = wait(left, timeout=timeout, return_when=FIRST_COMPLETED)
-            if not done:
-                return
-        took = time.monotonic() - begin
-        wait(left, timeout=min(deadline.left, (SLOW - 1) * took + _SLOW_LOAD_SECONDS))
-
-    def _require_shared_folder(self, ready: list[PooledServer]) -> None:
-        """Refuse servers that have never loaded a checkpoint if others have loaded this one."""
-        if self.weights is None or self.weights.checkpoint is None:
-            return
-        never_loaded = [server for server in self.servers if not server.has_loaded]
-        if never_loaded:
-            reasons = "; ".join(str(server.lost) for server in never_loaded)
-            raise ServerUnavailableError(
-                f"{' and '.join(server.url for server in never_loaded)} did not load the weights from "
-                f"{self.weights.checkpoint}, which {' and '.join(server.url for server in ready)} did: every server "
-                "of vllm_server_base_urls has to see that directory under this path. Set weight_sync_dir to one that "
-                f"all of them see, or take the servers out of the list. ({reasons})"
-            )
 
     def lose(self, server: PooledServer, error: BaseException) -> None:
         """Give a server no more prompts until it holds the weights again."""
@@ -156,31 +170,60 @@ class ServerPool(RolloutClient):
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
-    def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Generate as TRL's `VLLMClient.generate` does.
-
-        Raises:
-            ServerError: the servers refused, or all of them failed in all tries, or an answer cannot be used for a
-                rollout of these weights.
-        """
-        output = super().generate(*args, **kwargs)
-        return output if self.weights is None else self._require_log_probs(output)
-
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
         """Return the answer of all servers together to the request that TRL writes for all prompts."""
-        return self._take_choices(self._complete(kwargs["json"]))
-
-    def _complete(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        body = kwargs["json"]
         requests = self.seeds.requests(body)
         self.seeds.forget()
-        batch = SharedBatch(requests, body["n"], self.weights, lose=self.lose, report=self._report)
+        answers: list[dict[str, Any] | None] = [None] * len(requests)
         deadline = Deadline(self._patience.time_limit)
 
         def go_on(first: bool) -> None:
-            in_coroutine(batch.run(self._prepare_servers(deadline), deadline))
+            ready = self._prepare_servers(deadline)
+            while None in answers:  # once, but for prompts of a server that failed
+                living = [server for server in ready if server.lost is None]
+                if not living:
+                    raise ServerUnavailableError("; ".join(str(server.lost) for server in ready))
+                in_coroutine(self._share(requests, answers, body["n"], living, deadline))
 
         self._persist(go_on, deadline)
-        return [choice for answer in batch.answers if answer is not None for choice in answer["choices"]]
+        return self._take_choices([choice for answer in answers if answer is not None for choice in answer["choices"]])
+
+    async def _share(
+        self,
+        requests: list[dict[str, Any]],
+        answers: list[dict[str, Any] | None],
+        completions: int,
+        servers: list[PooledServer],
+        deadline: Deadline,
+    ) -> None:
+        """Fill in the answers that are None. Each server takes the next prompt when it has room for its completions.
+
+        Raises:
+            ServerUnavailableError: the deadline has passed.
+            ServerError: a server refused a prompt.
+        """
+        left = [number for number, answer in enumerate(answers) if answer is None][::-1]
+
+        async def work(server: PooledServer) -> None:
+            while left and server.lost is None:
+                number = left.pop()
+                try:
+                    answers[number] = await server.complete(requests[number], self.weights)
+                    server.answered += 1
+                except ServerUnavailableError as error:
+                    left.append(number)
+                    self.lose(server, error)
+
+        # One prompt more than it runs waits at each server for the next place.
+        places = [(place, server) for server in servers for place in range(server.sequences // completions + 1)]
+        workers = [work(server) for _, server in sorted(places, key=lambda each: each[0])]
+        try:
+            async with asyncio.timeout(deadline.left if deadline.left < math.inf else None):
+                await all_of(workers)
+        except TimeoutError as error:
+            urls = " and ".join(server.url for server in servers)
+            raise ServerUnavailableError(f"vLLM at {urls} did not answer all prompts in time") from error
 
     def image_features(self, *args: Any, **kwargs: Any) -> list[dict[str, Any] | None]:
         """Refuse images, which only a single server can read.
@@ -188,10 +231,7 @@ class ServerPool(RolloutClient):
         Raises:
             ServerError: always.
         """
-        raise ServerError(
-            "vllm_server_base_urls supports only prompts of text, and these have images: use vllm_server_base_url "
-            "with one server (which may run on several GPUs, --data-parallel-size)."
-        )
+        raise ServerError("vllm_server_base_urls supports only prompts of text: use vllm_server_base_url for images.")
 
 
 def meet_all(urls: Sequence[str], meet: Callable[[str], T]) -> list[T]:

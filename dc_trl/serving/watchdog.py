@@ -1,26 +1,20 @@
-"""Cleans up after a process that may be killed: ends its server or removes its folder. Run as a file.
+"""Ends the server of a process that may be killed. Run as a file.
 
-    python watchdog.py --folder FOLDER
     python watchdog.py GRACE COMMAND [ARGUMENT ...]
 
 Its standard input is a pipe that the starting process holds open. When that process writes to it, exits or is killed,
-FOLDER is removed, or the command gets SIGTERM, and after GRACE seconds SIGKILL together with all processes of its
-group: a vLLM server that is still starting hangs on SIGTERM, and a killed one leaves its engine behind. The command
-gets a separate directory for temporary files, which is removed when it has ended, since vLLM leaves its sockets there.
-The exit code is the command's.
+the command gets SIGTERM, and after GRACE seconds SIGKILL together with all processes of its
+group: a vLLM server that is still starting hangs on SIGTERM, and a killed one leaves its engine behind. The exit code
+is the command's.
 
 Only the standard library is imported, so that the watchdog starts at once and needs little memory.
 """
 
-import argparse
-import getpass
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -28,10 +22,6 @@ from pathlib import Path
 
 
 _TRACKER_SECONDS = 10.0  # time in which Python's resource tracker removes what the other processes left
-# Largest length of a directory's name in bytes, so that vLLM's sockets fit into it. The system allows 107 for both,
-# and the longest socket name is that of Python's `multiprocessing`, "/pymp-xxxxxxxx/listener-xxxxxxxx"; ZeroMQ's have
-# 37.
-_LONGEST_FOLDER = 70
 
 
 def members(group: int) -> list[int]:
@@ -85,31 +75,12 @@ def end_with_parent(process: subprocess.Popen, parent: int, grace: float) -> Non
         process.kill()
 
 
-def make_temporary_folder() -> str:
-    """Create a directory for temporary files whose name leaves room for the names of sockets."""
-    folder = tempfile.mkdtemp(prefix="vllm-")
-    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="vllm-", dir="/tmp")
-    return folder
-
-
 def run(command: list[str], parent: int, grace: float) -> int:
     """Run a command until it ends or the starting process does, end all that it started, and return its exit code."""
-    # PyTorch's compiled code is kept in its usual place, so that the next start finds it again.
-    with suppress(KeyError, OSError):  # the user has no name
-        cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
-    folder = make_temporary_folder()
-    try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, env=os.environ | {"TMPDIR": folder}
-        )
-        threading.Thread(target=end_with_parent, args=(process, parent, grace), daemon=True).start()
-        code = process.wait()
-        end_group(process.pid)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    threading.Thread(target=end_with_parent, args=(process, parent, grace), daemon=True).start()
+    code = process.wait()
+    end_group(process.pid)
     return code if code >= 0 else 128 - code
 
 
@@ -119,15 +90,7 @@ def main() -> None:
     # The signals get a handler, because the command would inherit it if they were ignored.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda *_: None)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder")
-    parser.add_argument("grace", type=float, nargs="?")
-    parser.add_argument("command", nargs=argparse.REMAINDER)
-    args = parser.parse_args()
-    if args.folder is None:
-        sys.exit(run(args.command, parent, args.grace))
-    wait_for_parent(parent)
-    shutil.rmtree(args.folder, ignore_errors=True)
+    sys.exit(run(sys.argv[2:], parent, float(sys.argv[1])))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Length-aware batches in TRL's hooks: within an optimizer step, completions of similar length share a forward.
 
 TRL pads a generation batch to its longest completion, shuffles it and splits it into the slices of its buffer. Then
-the rows of the slices that share an optimizer step are regrouped and cut to the longest row of their own forward. With
-several processes the rows are distributed so that all processes read the same number of tokens. The step's loss and
-gradient are sums over its completions, so they do not change. `dc_trl.settings.micro_batches` lists the losses that
-are not such sums; their slices keep their rows and are only cut. The pure functions are in `dc_trl.rollouts.batching`.
+the rows of the slices that share an optimizer step are regrouped, in each process by itself, and cut to the longest
+row of their own forward. The step's loss and gradient are sums over its completions, so they do not change.
+`dc_trl.settings.micro_batches` lists the losses that are not such sums; their slices keep their rows and are only cut.
+The pure functions are in `dc_trl.rollouts.batching`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ..rollouts.batching import Forward, Length, join, lengths_of, micro_batches, runs, segments, take, trimmed
 from ..rollouts.choices import Choices
-from ..rollouts.exchange import exchanged
 from ..settings.micro_batches import MEAN_OVER_COMPLETIONS, mean_of_micro_batch
 from ..trl_hooks import HookedTrainer, Scores
 
@@ -111,15 +110,11 @@ class LengthAwareBatches:
 
     def _regrouped(self, slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows of slices that share an optimizer step, sorted by length, in the same number of slices."""
-        processes, rank = self._trainer.accelerator.num_processes, self._trainer.accelerator.process_index
+        rank = self._trainer.accelerator.process_index
         batch = join(slices)
         share = len(batch["prompt_ids"])
-        plan, exchange = self._plan(batch, share // len(slices), least=len(slices), exchange=processes > 1)
-        wanted = [[row for forward in plan for row in forward[process]] for process in range(processes)]
-        if exchange:
-            batch, order = exchanged(batch, wanted, self._trainer.accelerator), list(range(share))
-        else:
-            order = [row - rank * share for row in wanted[rank]]
+        plan = self._plan(batch, share // len(slices), least=len(slices))
+        order = [row - rank * share for forward in plan for row in forward[rank]]
         sizes = [len(forward[rank]) for forward in plan]
         ends = list(accumulate(sizes))
         masks = {name: value for name, value in batch.items() if name.endswith("_mask")}
@@ -148,25 +143,22 @@ class LengthAwareBatches:
             for share, size in zip(shares.tolist(), sizes, strict=True)
         ]
 
-    def _plan(self, batch: dict[str, Any], rows: int, least: int, exchange: bool) -> tuple[list[Forward], bool]:
-        """Return the forwards of the rows of all processes, and whether rows are exchanged (not with images)."""
+    def _plan(self, batch: dict[str, Any], rows: int, least: int) -> list[Forward]:
+        """Return the forwards of the rows of all processes."""
         table = self._rows_table(batch)
         if self._trainer.accelerator.num_processes > 1:
             table = self._trainer.accelerator.gather(table)
         seeing = table[:, 2] > 0
-        exchange = exchange and not seeing.any().item()
         budget = self._trainer.args.max_tokens_per_micro_batch if self._trainer.model.training else None
-        plan = micro_batches(
+        return micro_batches(
             [Length(*each) for each in table[:, :2].tolist()],
             self._trainer.accelerator.num_processes,
             rows=rows if budget is None else None,
             budget=budget,
-            exchange=exchange,
             least=least,
             # Sorted by length, rows without images would share a forward, which vision models cannot compute.
             in_order=bool(seeing.any() and not seeing.all()),
         )
-        return plan, exchange
 
     def _rows_table(self, batch: dict[str, Any]) -> Tensor:
         """Return the tokens of each row's prompt and completion, and its number of images: int64, shape (rows, 3)."""
@@ -254,8 +246,7 @@ class LengthAwareBatches:
         options = {name: value for name, value in options.items() if name not in whole}
         rank = self._trainer.accelerator.process_index
         scores = []
-        plan, _ = self._plan(whole, batch_size, least=1, exchange=False)
-        for rows_of_forward in plan:
+        for rows_of_forward in self._plan(whole, batch_size, least=1):
             rows = [row - rank * len(input_ids) for row in rows_of_forward[rank]]
             inputs = self.trimmed(take(whole, rows))
             own = Choices.of(inputs)

@@ -55,6 +55,11 @@ def require_comparable(args: DCGRPOConfig, own_rollouts: bool) -> None:
             f"score_centering=True reads whole parameters of the output head, which {sharding} divides: launch "
             "without sharding (DDP), or set score_centering=False."
         )
+    if sharding.kind == "DEEPSPEED" and sharding.level == 3 and args.truncations:
+        raise ValueError(
+            f"top_p, top_k and min_p need the whole output head for the kept tokens, which {sharding} divides: sample "
+            "without truncation, or launch with FSDP2 or DDP."
+        )
     if sharding.kind is not None and args.constraint_form in TWO_SIDED:
         raise ValueError(
             f"constraint_form={args.constraint_form!r} takes gradients of its own, which {sharding} rules out: "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..rollouts.padding_free import Packing
-from ..rollouts.routing import RoutesRecorder, RoutingReplay, Turn, batch_routes, routes_of_vllm
+from ..rollouts.routing import RoutesRecorder, RoutingReplay, batch_routes, routes_of_vllm
 from ..trl_hooks import Completions, HookedTrainer
 
 
@@ -24,36 +24,36 @@ class Replay:
         packed: whether forwards compute real tokens only (`padding_free`).
 
     Raises:
-        ValueError: the model has no routers that can be replayed.
+        ValueError: the model has no routers that can be replayed, or conversations have several turns.
     """
 
     def __init__(self, trainer: HookedTrainer, engine: Any, packed: bool):
+        if trainer.tools:
+            raise ValueError(
+                "routing_replay=True replays one turn of the engine, and tools or environments make several: "
+                "leave them out, or set routing_replay=False."
+            )
         self._trainer, self._engine, self._packed = trainer, engine, packed
         self._replays = [RoutingReplay(model) for model in trainer.scored_models()]
         self._recorder = None if trainer.use_vllm else RoutesRecorder(engine.model)
-        self._turns: list[Turn] = []  # those that the engine sampled for the present batch
+        self._routes: list[Tensor] = []  # those of the present batch
 
     # --- the engine's choice ----------------------------------------------------------------------------------------
 
-    def begin_batch(self) -> None:
-        """Begin to collect the turns of a batch."""
-        self._turns = []
-
     def sample(self, prompt_ids: list[list[int]], sample: Callable[[], Completions]) -> Completions:
-        """Return what `sample` returns for one turn, and keep its routes."""
+        """Return what `sample` returns for a batch, and keep its routes."""
         if self._recorder is None:
             completion_ids, logprobs = sample()
-            routes = routes_of_vllm(self._engine.routed_experts, self._replays[0].layers)
+            self._routes = routes_of_vllm(self._engine.routed_experts, self._replays[0].layers)
         else:
             with self._recorder.recording(len(prompt_ids)):
                 completion_ids, logprobs = sample()
-            routes = self._recorder.routes(prompt_ids, completion_ids)
-        self._turns.append(Turn(prompt_ids, routes))
+            self._routes = self._recorder.routes(prompt_ids, completion_ids)
         return completion_ids, logprobs
 
     def routes(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> Tensor:
         """Return the routes of the present batch, int16, shape (B, P+T, layers, k)."""
-        routes = batch_routes(self._turns, prompt_ids, completion_ids, self._trainer.pad_to_multiple_of)
+        routes = batch_routes(self._routes, prompt_ids, completion_ids, self._trainer.pad_to_multiple_of)
         return routes.to(self._trainer.accelerator.device)
 
     # --- the trainer's forward --------------------------------------------------------------------------------------

@@ -107,7 +107,8 @@ class RunTrainer(SamplingTrainer):
             try:
                 return self._train_and_export(checkpoint, *args, **kwargs)
             except ServerError as error:
-                raise ServerError(f"{error} {self.checkpoints.save_before_stopping()} {error.when}.") from error
+                way_back = f"{self.checkpoints.save_before_stopping()} once the server is in order."
+                raise ServerError(f"{error} {way_back}") from error
             except RunInterrupted as stop:
                 if self.state.global_step == 0 and self.checkpoints.saved_at is None:
                     raise RunInterrupted(stop.signum, BEGIN_AGAIN) from stop

@@ -8,9 +8,11 @@ batch of an epoch is not sampled ahead.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
@@ -48,6 +50,7 @@ class Sampler:
         self._trainer, self._engine = trainer, engine
         self._schedule = SyncSchedule(trainer.args.weight_sync_steps)
         self._held: int | None = None  # the step whose weights the engine holds
+        self._kept: TemporaryDirectory[str] | None = None  # the weights of training while an evaluation has others
         self.age = 0
         self.sampling_seconds = self.waiting_seconds = 0.0
 
@@ -109,26 +112,28 @@ class Sampler:
 
     def _bring_weights(self, training: bool) -> None:
         schedule, step = self._schedule, self._trainer.state.global_step
-        if not (training and schedule.lags(step)):
-            self._sync(keep=schedule.lags(step))
+        lags = schedule.lags(step)
+        if not (training and lags):
+            if lags and self._kept is None:  # an evaluation, after which training goes on with its own weights
+                self._kept = TemporaryDirectory(prefix="dc_trl-sampler-")
+                self._engine.save_weights(Path(self._kept.name, SAMPLER_FOLDER))
+            self._sync()
             if training:
+                self._kept = None
                 schedule.synced(step)
-        elif self._held != schedule.step:  # an evaluation has sampled in between
-            self._engine.go_back()
-            self._held = schedule.step
+        elif self._kept is not None:
+            self._engine.load_weights(Path(self._kept.name, SAMPLER_FOLDER))
+            self._held, self._kept = schedule.step, None
 
-    def _sync(self, keep: bool) -> None:
-        """Load the present weights into the engine; with `keep`, it can go back to those of training."""
+    def _sync(self) -> None:
+        """Load the present weights into the engine."""
         trainer = self._trainer
         if not trainer.use_vllm:
             # Requantizing costs less than one decoding step; tracking changes of the weights would be less reliable.
-            self._engine.sync(unwrapped(trainer.accelerator, trainer.model_wrapped), keep)
+            self._engine.sync(unwrapped(trainer.accelerator, trainer.model_wrapped))
         elif self._held != trainer.state.global_step:
             with trainer.profiled("sync_weights"):
-                if keep:
-                    self._engine.sync_weights(keep=True)
-                else:
-                    self._engine.sync_weights()  # TRL's own engine takes no argument
+                self._engine.sync_weights()
             for name, value in self._engine.last_sync.items():
                 trainer.add_metric(f"sync/{name}", value, "train")
         self._held = trainer.state.global_step
@@ -140,7 +145,10 @@ class Sampler:
         schedule = self._schedule
         kept = schedule.every > 1 and not schedule.due(self._trainer.state.global_step)
         if kept and self._trainer.args.should_save:
-            self._engine.save_weights(Path(folder, SAMPLER_FOLDER))
+            if self._kept is None:
+                self._engine.save_weights(Path(folder, SAMPLER_FOLDER))
+            else:
+                shutil.copytree(Path(self._kept.name, SAMPLER_FOLDER), Path(folder, SAMPLER_FOLDER))
         weight_sync = {"schedule": schedule.state_dict(), "engine": self._engine_name, "kept": kept}
         return {"weight_sync": weight_sync, "rollout_ahead": None}
 
@@ -177,7 +185,7 @@ class Sampler:
 
     def start_again(self) -> None:
         """Forget an earlier training of the same trainer; the engine holds weights of that training."""
-        self._schedule, self._held = SyncSchedule(self._trainer.args.weight_sync_steps), None
+        self._schedule, self._held, self._kept = SyncSchedule(self._trainer.args.weight_sync_steps), None, None
         self.sampling_seconds = self.waiting_seconds = 0.0
 
     @property

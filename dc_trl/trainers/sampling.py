@@ -170,8 +170,6 @@ class SamplingTrainer(HookedTrainer):
                 self.replay.stop()
 
     def begin_rollout(self, prompts):
-        if self.replay is not None:
-            self.replay.begin_batch()
         self.sampler.begin_batch(prompts)
 
     def sample_turn(self, prompt_ids, sample):

@@ -61,7 +61,6 @@ def start_server(server: ServerArguments, args: DCGRPOConfig, model: str, revisi
             start_timeout=args.vllm_server_timeout,
             log_path=Path(args.output_dir, SERVER_LOG),
             environment={"CUDA_VISIBLE_DEVICES": server.serve_devices} if server.serve_devices else {},
-            restarts=args.vllm_max_retries,
             options=[
                 *(gpu_options if torch.cuda.is_available() else []),
                 *([ROUTES_OPTION] if args.routing_replay else []),

@@ -8,7 +8,7 @@ from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from dc_trl.constraint.mismatch import mismatch_metrics
 from dc_trl.records.tables import print_table
 from dc_trl.rollouts.replica import Replica
-from dc_trl.rollouts.routing import RoutesRecorder, RoutingReplay, Turn, batch_routes
+from dc_trl.rollouts.routing import RoutesRecorder, RoutingReplay, batch_routes
 
 
 def tiny_experts(seed: int) -> Qwen3MoeForCausalLM:
@@ -43,7 +43,7 @@ def replayed(policy: Qwen3MoeForCausalLM, scheme: str, batch_size: int, length: 
     figures = []
     for replaying in (False, True):
         if replaying:
-            replay.start(batch_routes([Turn(prompts, routes)], prompts, completions, None))
+            replay.start(batch_routes(routes, prompts, completions, None))
         with of_policy.recording(batch_size):
             logits = policy(input_ids=input_ids, attention_mask=attention_mask).logits[:, width - 1 : -1]
         scored = logits.log_softmax(-1).gather(2, input_ids[:, width:, None]).squeeze(2)

@@ -111,11 +111,11 @@ def first_order(trainer: DCGRPOTrainer, batch: Batch, contexts: Batch, follows: 
                 scale *= MOVEMENT / max(distance(log_probs(model, contexts), policy), 1e-30)
         with _moved(parameters, steps, scale):
             if follows:
-                replica.sync(model, keep=True)
+                replica.sync(model)
             after, moved = measures(model, replica.model, contexts), distance(log_probs(model, contexts), policy)
             drift = ((token_logps(model, contexts).detach() - tokens) * contexts.scored).sum(1)
-            if follows:
-                replica.go_back()
+        if follows:
+            replica.sync(model)
         reward = ((contexts.rewards - contexts.rewards.mean()) * drift).mean().item()
         found[name] = [change / moved for change in [*(after - before).tolist(), reward]]
     return found
