@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dc_trl.doctor import run, smoke
-from dc_trl.doctor.block import block, facts, publishable
+from dc_trl.doctor.block import block, bottom_line, facts, publishable
 from dc_trl.doctor.run import (
     DEFAULT_SCHEMES,
     REPLICA_SCHEMES,
@@ -107,6 +107,10 @@ def test_the_block_says_what_works_what_failed_and_what_was_left_out():
     assert re.search(r"^packages: dc_trl .*torch \d", shown, re.MULTILINE)
     assert re.search(r"^server:fp8 +failed +41\.5 +ServerError: no kernel; vLLM 0\.31\.0$", shown, re.MULTILINE)
     assert re.search(r"^server:int8 +left out +0\.0 +no time was left$", shown, re.MULTILINE)
+    assert bottom_line(results) in shown
+    assert bottom_line(results) == (
+        "bottom line: trains with the replica in fp8; trains with a vLLM server in no scheme; failed: server:fp8"
+    )
     assert "log: runs/doctor.log" in shown
     assert "log: runs/doctor.log" not in block(results[:1], {}, "runs/doctor.log")
 

@@ -54,6 +54,16 @@ def summary(result: Result) -> str:
     return "; ".join(filter(None, [short, publishable("; ".join(found))]))
 
 
+def bottom_line(results: Sequence[Result]) -> str:
+    """Return one line that says in which schemes this machine trains, and what failed."""
+    parts = []
+    for kind, words in (("step", "the replica"), ("server", "a vLLM server")):
+        schemes = [r.name.partition(":")[2] for r in results if r.name.startswith(f"{kind}:") and r.status == "passed"]
+        parts.append(f"trains with {words} in {', '.join(schemes) or 'no scheme'}")
+    failed = ", ".join(result.name for result in results if result.status == "failed")
+    return "bottom line: " + "; ".join(parts) + f"; failed: {failed or 'nothing'}"
+
+
 def block(results: Sequence[Result], known: Mapping[str, str], log: str) -> str:
     """Return what to paste into an issue, fenced; `known` are facts by name, `log` has the tracebacks."""
     rows = [["check", "result", "s", "found"]]
@@ -63,7 +73,7 @@ def block(results: Sequence[Result], known: Mapping[str, str], log: str) -> str:
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
     ]
     lines = [f"{name}: {publishable(value)}" for name, value in known.items() if value]
-    lines += ["", *table]
+    lines += ["", *table, "", bottom_line(results)]
     if any(result.status == "failed" for result in results):
         lines.append(f"log: {publishable(log)} (look through it before you attach it)")
     return "\n".join(["```text", *(line.rstrip() for line in lines), "```"])

@@ -76,6 +76,7 @@ def panels_of(run: Run) -> list[Panel]:
         DISCREPANCY,
         _FORMAT,
         _LAG,
+        _AGE,
         MULTIPLIER,
         *_MISMATCH,
         *_COURSE_OF_TRAINING,
@@ -156,6 +157,11 @@ def _draw_multiplier(axes: Axes, run: Run) -> None:
     axes.step(*run.series("lagrangian/lambda"), where="post", color=INK, linewidth=1.5)
 
 
+def _draw_age(axes: Axes, run: Run) -> None:
+    axes.step(*run.series("sync/age"), where="mid", color=INK, linewidth=1.0)
+    axes.set_ylim(bottom=0)
+
+
 def _draw_length(axes: Axes, run: Run) -> None:
     names = [f"completions/{which}_length" for which in ("min", "max")]
     rows = [row for row in run.history if all(is_number(row.get(name)) for name in names)]
@@ -217,6 +223,13 @@ _LAG = Panel(
     "Mean discrepancy between the deployed policy and the sampling engine: the part of older weights and of kernels.",
     "discrepancy/lag_mean",
     _draw_lag,
+)
+_AGE = Panel(
+    _CONSTRAINT,
+    "age of the weights, steps",
+    "Optimizer steps between the weights that sampled a batch and those that it trains.",
+    "sync/age",
+    _draw_age,
 )
 MULTIPLIER = Panel(_CONSTRAINT, "multiplier λ", "Lagrange multiplier λ.", "lagrangian/lambda", _draw_multiplier)
 _ESS = "Effective sample size of the importance weights π_train/π_inf, as a fraction; 1 is agreement."
