@@ -74,13 +74,11 @@ def test_counts_and_means_are_those_of_plain_loops(measured):
         by_rollout.setdefault(number, []).append(value)
     means = [statistics.fmean(values) for values in by_rollout.values()]
     assert result.estimates["discrepancy"].value == pytest.approx(statistics.fmean(means))
-    assert result.estimates["delta"].value == pytest.approx(statistics.fmean(delta))
     assert result.estimates["k3_kl"].value == pytest.approx(
         statistics.fmean(math.exp(a - b) - (a - b) - 1 for *_, a, b in tokens), rel=1e-5
     )
-    for name in ("k3_kl", "log_ppl_abs_diff"):
-        assert result.estimates[name].value == pytest.approx(result.metrics[name], rel=1e-9), name
-    assert result.maximum == max(delta)
+    probabilities = [[math.exp(value) for value in side] for side in zip(*(pair[3:] for pair in tokens), strict=True)]
+    assert result.pearson == pytest.approx(statistics.correlation(*probabilities))
     assert result.percentiles["90"] == pytest.approx(statistics.quantiles(delta, n=10, method="inclusive")[-1])
     x, y, _ = max(result.joint, key=lambda cell: cell[2])
     assert any(int(100 * math.exp(b)) == x and int(100 * math.exp(a)) == y for *_, a, b in tokens)
@@ -89,12 +87,11 @@ def test_counts_and_means_are_those_of_plain_loops(measured):
 def test_standard_errors_are_clustered_by_prompt(measured):
     rollouts, train, result = measured
     tokens = pairs(rollouts, train)
-    mean = result.estimates["delta"].value
-    residuals = [
-        sum(abs(math.exp(a) - math.exp(b)) - mean for _, p, _, a, b in tokens if p == prompt) for prompt in range(4)
-    ]
+    kl = [(p, math.exp(a - b) - (a - b) - 1) for _, p, _, a, b in tokens]
+    mean = result.estimates["k3_kl"].value
+    residuals = [sum(value - mean for p, value in kl if p == prompt) for prompt in range(4)]
     expected = math.sqrt(4 / 3 * sum(value**2 for value in residuals)) / len(tokens)
-    assert result.estimates["delta"].standard_error == pytest.approx(expected)
+    assert result.estimates["k3_kl"].standard_error == pytest.approx(expected)
 
 
 def test_token_reduction_and_other_measures():
@@ -260,7 +257,7 @@ def test_script_prints_and_keeps_what_it_measured(script, tmp_path, capsys):
         assert label(engine.engine) in shown
         assert (engine.completions, engine.prompts, engine.unscored) == (16, 8, 0)
     fp8, bf16 = calibration.engines
-    assert bf16.metrics["k3_kl"] < fp8.metrics["k3_kl"]
+    assert bf16.estimates["k3_kl"].value < fp8.estimates["k3_kl"].value
     assert bf16.estimates["discrepancy"].value < fp8.estimates["discrepancy"].value
     assert calibration.settings["prompts_from"] == "arithmetic"
     assert (output / "probabilities.png").read_bytes().startswith(b"\x89PNG")
@@ -319,7 +316,7 @@ def test_script_measures_a_running_fp8_server(script, tmp_path, fp8_server, caps
     assert (server.completions, server.unscored) == (32, 0)
     assert 0.0005 < server.estimates["discrepancy"].value < 0.01
     assert server.estimates["discrepancy"].value > replica.estimates["discrepancy"].value
-    assert server.metrics["probs_pearson"] > 0.99
+    assert server.pearson > 0.99
     assert server.tolerance.low <= server.tolerance.value <= server.tolerance.high
     assert server.tolerance.config_line in capsys.readouterr().out
     # The server's weights were quantized from float32. To a policy of bfloat16 weights they are other weights, and

@@ -33,6 +33,6 @@ def probability_figure(engines: Sequence[EngineMismatch]) -> Figure:
         axes.set_aspect("equal")
         axes.set_xlabel("π_inf (engine)")
         axes.set_ylabel("π_train (training)")
-        axes.set_title(f"{label(engine.engine)}, r = {engine.metrics['probs_pearson']:.4f}", fontsize=9, color=INK)
+        axes.set_title(f"{label(engine.engine)}, r = {engine.pearson:.4f}", fontsize=9, color=INK)
         figure.colorbar(mesh, ax=axes, label="tokens", shrink=0.85)
     return figure

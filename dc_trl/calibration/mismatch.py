@@ -13,10 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ..constraint.discrepancy import token_discrepancy
-from ..constraint.mismatch import combine_sums, mismatch_from_sums, mismatch_sums
 from ..constraint.settings import Measure, Reduction
 from ..constraint.tolerance import tolerance_deviations
 from ..records.estimators import Estimate
@@ -33,7 +31,6 @@ RESAMPLES = 1000  # of the prompts, for every interval
 BATCHES = 2000  # generation batches that the rule for ε draws
 _PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 _FEW_PROMPTS = 32  # with fewer, the interval of a bootstrap is too narrow
-_TRAJECTORIES = 512  # padded at a time, which bounds memory
 _SAME_WEIGHTS = 0.9  # correlation of probabilities below which the engine hardly runs the model's weights
 
 
@@ -104,9 +101,7 @@ def measure_engine(
     d = tokens.train - tokens.infer
     ratios = {
         "discrepancy": tokens.batch_discrepancy(settings.reduction),
-        "delta": tokens.mean_of_tokens(tokens.delta),
         "k3_kl": tokens.mean_of_tokens(np.expm1(d) - d),
-        "log_ppl_abs_diff": tokens.mean_of_trajectories(d),
     }
     numerators, denominators = ratios["discrepancy"]
     if (there := int((denominators > 0).sum())) < 2:
@@ -115,6 +110,8 @@ def measure_engine(
             "both sides, and a spread needs at least two: use more prompts or samples."
         )
     lengths = [len(rollout.ids) for rollout in rollouts]
+    with np.errstate(invalid="ignore", divide="ignore"):  # of equal probabilities there is none
+        pearson = float(np.corrcoef(np.exp(tokens.train), np.exp(tokens.infer))[0, 1])
     result = EngineMismatch(
         engine=sample.engine,
         precision=sample.precision,
@@ -126,9 +123,8 @@ def measure_engine(
         truncated=sum(rollout.truncated for rollout in rollouts),
         estimates={name: ratio_estimate(*ratio, seed) for name, ratio in ratios.items()},
         percentiles={f"{p:g}": float(np.percentile(tokens.delta, p)) for p in _PERCENTILES},
-        maximum=float(tokens.delta.max()),
         joint=_joint(np.exp(tokens.infer), np.exp(tokens.train)),
-        metrics=_metrics(train, infer),
+        pearson=pearson,
         tolerance=batch_tolerance(numerators, denominators, settings.batch_prompts, seed),
         notes=[],
     )
@@ -179,17 +175,6 @@ def ratio_estimate(numerators: Array, denominators: Array, seed: int) -> Estimat
     return Estimate(value, error, float(low), float(high), size)
 
 
-def _metrics(train: Sequence[Tensor], infer: Sequence[Tensor]) -> dict[str, float]:
-    """Return `mismatch_metrics` of all trajectories."""
-    parts = []
-    for start in range(0, len(train), _TRAJECTORIES):
-        chosen = slice(start, start + _TRAJECTORIES)
-        a, b = (pad_sequence([values.double() for values in logps[chosen]], True) for logps in (train, infer))
-        mask = pad_sequence([torch.ones(len(values)) for values in train[chosen]], True)
-        parts.append({name: value.item() for name, value in mismatch_sums(a, b, mask).items()})
-    return mismatch_from_sums(combine_sums(parts))
-
-
 def _joint(infer: Array, train: Array) -> list[list[int]]:
     """Return [cell of π_inf, cell of π_train, tokens] for each cell of the grid that holds tokens."""
     cells = [np.minimum((values * GRID).astype(int), GRID - 1) for values in (infer, train)]
@@ -204,9 +189,9 @@ def _notes(result: EngineMismatch, batch_prompts: int) -> list[str]:
     if result.unscored:
         share = result.unscored / (result.tokens + result.unscored)
         notes.append(f"{result.unscored} tokens ({share:.2%}) lack a log-probability and do not count.")
-    if (pearson := result.metrics["probs_pearson"]) < _SAME_WEIGHTS:
+    if result.pearson < _SAME_WEIGHTS:
         notes.append(
-            f"The probabilities of both sides correlate by {pearson:.2f} only: does {result.engine} run the weights "
-            "of this model?"
+            f"The probabilities of both sides correlate by {result.pearson:.2f} only: does {result.engine} run the "
+            "weights of this model?"
         )
     return notes

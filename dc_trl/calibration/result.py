@@ -68,11 +68,10 @@ class EngineMismatch(NamedTuple):
     unscored: int  # tokens without a finite log-probability from both sides; they do not count
     empty: int  # completions without a token
     truncated: int  # completions that the limit of tokens cut off
-    estimates: dict[str, Estimate]  # δ̄ as `discrepancy`, the token mean of δ as `delta`, and metrics
+    estimates: dict[str, Estimate]  # δ̄ as `discrepancy`, and KL(π_inf ‖ π_train) as `k3_kl`
     percentiles: dict[str, float]  # of δ
-    maximum: float  # of δ
     joint: list[list[int]]  # [cell of π_inf, cell of π_train, tokens] on a grid of `GRID` × `GRID`
-    metrics: dict[str, float]  # of `mismatch_metrics`
+    pearson: float  # correlation of the probabilities of both sides
     tolerance: Tolerance
     notes: list[str]  # what a reader should know before relying on the numbers
     diagnosis: Diagnosis | None = None  # where the engine's scheme is known, and the split was asked for

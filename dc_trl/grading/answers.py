@@ -205,7 +205,7 @@ def _equal_scalars(gold_text: str, text: str, gold: Gold) -> bool:
     gold_value, gold_unit = _without_unit(gold_text)
     value, unit = _without_unit(text)
     stated = gold_unit or gold.unit_name
-    if (stated and unit and stated != unit) or _lacks_percent(gold_unit, unit, gold):
+    if stated and unit and stated != unit:
         return False
     return squash(gold_value) == squash(value) or _equal_expressions(gold_value, value, gold)
 
@@ -243,16 +243,9 @@ def _equal_literals(gold_literal: Literal, literal: Literal, gold: Gold) -> bool
     if literal.misspelled or not (literal.finished or gold_literal.kind == "scientific" or relative or absolute):
         return False
     one, other = gold_literal.value, literal.value
-    # 50 % is the same number as 1/2, and of an integer or a decimal the sign may be left out as other units are.
-    pairs = [(one / 100 if gold_unit == "%" else one, other / 100 if literal.unit == "%" else other)]
-    if not _lacks_percent(gold_literal.unit, literal.unit, gold) or gold_literal.kind == literal.kind == "decimal":
-        pairs.append((one, other))
+    # 50 % is the same number as 1/2, and its sign may be left out as other units are.
+    pairs = [(one, other), (one / 100 if gold_unit == "%" else one, other / 100 if literal.unit == "%" else other)]
     return any(abs(one - other) <= max(absolute, relative * abs(one)) for one, other in pairs)
-
-
-def _lacks_percent(gold_unit: str, unit: str, gold: Gold) -> bool:
-    """Whether one side has a percent sign that the other lacks, and that `Gold.unit` does not state for both."""
-    return gold.unit_name != "%" and (gold_unit == "%") != (unit == "%")
 
 
 def _split_name(text: str) -> tuple[str, str]:

@@ -21,6 +21,9 @@ def main() -> None:
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, sys.stdout.fileno())
+    # Whoever started us may have had the alarm ignored or blocked, and nothing else ends a late answer.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     if sys.platform == "linux":  # elsewhere the address space cannot be limited
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
     try_to_grade("\\sqrt{3}", Gold("\\frac{3}{\\sqrt{3}}"))  # the parser builds its tables once
