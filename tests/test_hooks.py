@@ -22,7 +22,7 @@ from .vllm_server import requires_vllm
 
 LIBRARIES = {"accelerate", "compressed_tensors", "peft", "transformers", "trl", "vllm"}
 STANDARD_LIBRARY = {
-    *("_ActionsContainer", "_action_groups", "_actions", "_group_actions"),
+    *("_ActionsContainer", "_option_string_actions"),
     *("_asdict", "_exit", "_fields", "_make", "_replace"),
 }
 BATCHES = {"batch", "inputs", "slice_", "whole"}  # names of a batch in trainer.py and trainers/
@@ -118,8 +118,6 @@ HOOKS: dict[str, str] = {
     "trl.trainer.utils.unsplit_pixel_values_by_grid": "(batch)",
     "trl.trainer.utils.pad": "(tensors, padding_value, padding_side, pad_to_multiple_of)",
     "trl.trainer.utils.add_fused_lm_head": "(model, temperature, cast_lm_head_to_fp32, outputs)",
-    "trl.trainer.utils.get_comet_experiment_url": "()",
-    "trl.trainer.utils.get_trackio_space_url": "()",
     "transformers.Trainer._save_checkpoint": "(self, model, trial)",
     "transformers.Trainer._init_training_state": (
         "(self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)"
@@ -144,9 +142,7 @@ HOOKS: dict[str, str] = {
     "transformers.utils.output_capturing.OutputRecorder": "class",
     "transformers.PreTrainedConfig._attn_implementation": "property",
     "transformers.PreTrainedConfig._experts_implementation": "property",
-    "transformers.PreTrainedModel._is_hf_initialized": "= True",
     "transformers.PreTrainedModel._is_stateful": "bool",
-    "transformers.PreTrainedModel._keys_to_ignore_on_load_missing": "NoneType",
     "transformers.core_model_loading.revert_weight_conversion": "(model, state_dict)",
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts._apply_gate": "(self, gate_up_out)",
     "peft.tuners.tuners_utils.BaseTunerLayer": "class",
@@ -158,7 +154,6 @@ HOOKS: dict[str, str] = {
     "torch.Tensor._version": "getset_descriptor",
     "transformers.Trainer._load_rng_state": "(self, checkpoint)",
     "torch.cpu._init_amx": "()",
-    "torch.distributed.distributed_c10d._get_default_store": "()",
     "torch.ops.aten._scaled_mm": "(*args, **kwargs)",
     "peft.utils.integrations.dequantize_module_weight": "(module)",
     "peft.utils.other.ModulesToSaveWrapper": "class",
