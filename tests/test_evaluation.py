@@ -404,7 +404,7 @@ def test_the_script_by_the_replica_compares_two_schemes(tmp_path, script):
     [
         (["--benchmarks", "amc23=x.jsonl"], "benchmarks='x.jsonl' does not exist"),
         (["--temperature", "-1"], "temperature=-1.0 is invalid: use a finite number, at least 0"),
-        (["--engine", "http://127.0.0.1:9"], "no connection to vLLM at http://127.0.0.1:9"),
+        (["--engine", "http://127.0.0.1:9"], "connection to vLLM at http://127.0.0.1:9"),
         (["--model", "nowhere/at/all"], "nowhere/at/all"),
         (["--chat_template_kwargs", "false"], "chat_template_kwargs"),
     ],

@@ -184,14 +184,6 @@ def test_without_a_constraint_the_replica_follows_them_as_trl_does(tmp_path, tok
         assert not {ids[0] for ids in completions} & set(range(200, 230))
 
 
-def test_further_end_tokens_of_the_model_end_rollouts(tmp_path, tokenizer):
-    ends = [1, *range(40, 120)]
-    trainer, completions = train(tmp_path, tokenizer, {"eos_token_id": ends})
-    assert any(ids[-1] in ends[1:] for ids in completions)
-    assert not any(token in ends for ids in completions for token in ids[:-1])
-    assert max(logged(trainer, "discrepancy/mean")) < 2e-3
-
-
 def test_stop_strings_are_refused_before_the_first_rollout(tmp_path, tokenizer):
     for fields in ({"generation_kwargs": {"stop_strings": ["."]}}, {"constraint": "none"}):
         of_model = {} if "generation_kwargs" in fields else {"stop_strings": ["."]}

@@ -94,6 +94,17 @@ def expert_scores(logits: Tensor, experts: Tensor, normalised: bool, dtype: torc
     return scores.to(dtype)
 
 
+class _WithoutHooks(nn.Module):
+    """A router whose forward runs without the hooks of `train_through_quantization`."""
+
+    def __init__(self, router: nn.Module):
+        super().__init__()
+        self.router = router
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.router.forward(hidden_states)
+
+
 def _normalises(router: nn.Module) -> bool:
     """Return whether a router normalises its scores, found by a trial with random weights.
 
@@ -109,7 +120,7 @@ def _normalises(router: nn.Module) -> bool:
         generator = torch.Generator().manual_seed(0)
         matrix, tokens = (torch.randn(rows, weight.shape[-1], generator=generator) for rows in (len(weight), 8))
         with torch.no_grad():
-            logits, scores, experts = functional_call(router, {"weight": matrix}, (tokens,))
+            logits, scores, experts = functional_call(_WithoutHooks(router), {"router.weight": matrix}, (tokens,))
         if logits.shape == (8, len(weight)) and not experts.is_floating_point():
             for normalised in (True, False):
                 if torch.equal(scores, expert_scores(logits, experts, normalised, scores.dtype)):

@@ -49,11 +49,6 @@ def check_server(
             f"the server does not return the experts that routing_replay=True replays: start it with {ROUTES_OPTION}, "
             "which vLLM supports only on GPUs."
         )
-    if is_cpu(info) and info["scheduler_config"]["enable_chunked_prefill"]:
-        raise ServerError(
-            "the server runs on a CPU and reads long prompts in chunks, at which vLLM's CPU engine ends if a "
-            "request has a seed, as rollouts do: start it with --no-enable-chunked-prefill."
-        )
     _check_model(layers, config.get_text_config())
     _check_format(info["model_config"]["quantization"], layer_kinds(layers), scheme, weight_sync)
     extension = info["parallel_config"]["worker_extension_cls"]

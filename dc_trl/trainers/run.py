@@ -107,7 +107,7 @@ class RunTrainer(SamplingTrainer):
             try:
                 return self._train_and_export(checkpoint, *args, **kwargs)
             except ServerError as error:
-                way_back = f"{self.checkpoints.save_before_stopping()} once the server is in order."
+                way_back = f"{self.checkpoints.save_before_stopping()} once this is mended."
                 raise ServerError(f"{error} {way_back}") from error
             except RunInterrupted as stop:
                 if self.state.global_step == 0 and self.checkpoints.saved_at is None:

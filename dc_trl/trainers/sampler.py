@@ -119,11 +119,17 @@ class Sampler:
                 self._engine.save_weights(Path(self._kept.name, SAMPLER_FOLDER))
             self._sync()
             if training:
-                self._kept = None
+                self._forget_kept()
                 schedule.synced(step)
         elif self._kept is not None:
             self._engine.load_weights(Path(self._kept.name, SAMPLER_FOLDER))
-            self._held, self._kept = schedule.step, None
+            self._held = schedule.step
+            self._forget_kept()
+
+    def _forget_kept(self) -> None:
+        if self._kept is not None:
+            self._kept.cleanup()
+            self._kept = None
 
     def _sync(self) -> None:
         """Load the present weights into the engine."""
@@ -185,7 +191,8 @@ class Sampler:
 
     def start_again(self) -> None:
         """Forget an earlier training of the same trainer; the engine holds weights of that training."""
-        self._schedule, self._held, self._kept = SyncSchedule(self._trainer.args.weight_sync_steps), None, None
+        self._schedule, self._held = SyncSchedule(self._trainer.args.weight_sync_steps), None
+        self._forget_kept()
         self.sampling_seconds = self.waiting_seconds = 0.0
 
     @property
