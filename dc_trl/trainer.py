@@ -25,22 +25,22 @@ from torch import Tensor
 from trl.trainer.utils import get_config_model_id
 
 from .config import DCGRPOConfig
-from .constraint.advantages import leave_one_out_advantages, total_rewards, zero_std_groups
 from .constraint.corrections import correction_of
 from .constraint.forms import Constrained, form_of
 from .constraint.lagrangian import LagrangeMultiplier
 from .constraint.statistics import BatchStatistics, batch_metrics
 from .constraint.thresholds import LEVEL_BATCHES, drift_warning, k3_of, level_in_step
 from .records.clock import timed
-from .records.samples import Sample
+from .records.samples import Sample, choose_samples
 from .records.verdict import NOT_MEASURED, first_batch
 from .rollouts.buffer import with_nonempty_completions
 from .rollouts.neutral_sampling import truncation_warning
 from .sampled_tokens import SampledTokens
-from .settings.micro_batches import MEAN_OVER_COMPLETIONS, TWO_SIDED
+from .settings.micro_batches import TWO_SIDED
 from .trainers.gate import require_comparable
+from .trainers.history import SampleRecordCallback
 from .trainers.run import RunTrainer
-from .trainers.samples import SampleRecordCallback, sampled
+from .trainers.sampling import total_rewards
 
 
 if TYPE_CHECKING:
@@ -142,9 +142,7 @@ class DCGRPOTrainer(RunTrainer):
     ```
     """
 
-    # Attributes of TRL
-    beta: float  # coefficient of the KL term
-    loss_type: str
+    loss_type: str  # attribute of TRL
 
     def __init__(
         self,
@@ -248,10 +246,10 @@ class DCGRPOTrainer(RunTrainer):
         self._sampled_logps = None
         batch = super().sample_and_score(inputs)
         rewards = total_rewards(self._rewards_per_func, self.reward_weights)
-        self._compare_rewards(batch, rewards)
         measured = "sampling_per_token_logps" in batch
         if self.model.training:
-            self.samples = sampled(self, rewards)
+            prompts, texts = (list(self.completion_table[name])[-len(rewards) :] for name in ("prompt", "completion"))
+            self.samples = choose_samples(prompts, texts, rewards.tolist())
             if not self._seen_first_batch:
                 self._seen_first_batch = True
                 self._look_at_first_batch(rewards, measured)
@@ -290,39 +288,6 @@ class DCGRPOTrainer(RunTrainer):
                 "The mismatch is not measured: rollout_func returns no logprobs. Return them beside the ids."
             )
 
-    def _compare_rewards(self, batch: dict[str, Any], rewards: Tensor) -> None:
-        """Apply `advantage_estimator` and `drop_zero_std_groups` to a batch."""
-        args, training = self.args, self.model.training
-        generations = self.num_generations if training else self.num_generations_eval
-        count = len(batch["advantages"])
-        local = slice(self.accelerator.process_index * count, (self.accelerator.process_index + 1) * count)
-        if args.advantage_estimator == "rloo":
-            advantages = leave_one_out_advantages(rewards, generations)
-            batch["advantages"] = advantages[local]
-            table = self.completion_table["advantages"]  # ends with TRL's own for these completions
-            for _ in range(min(len(table), len(advantages))):
-                table.pop()
-            table.extend(advantages.tolist())
-        if args.drop_zero_std_groups and training:
-            self._drop_groups(batch, ~zero_std_groups(rewards, generations), local)
-
-    def _drop_groups(self, batch: dict[str, Any], kept: Tensor, local: slice) -> None:
-        """Exclude completions from the loss.
-
-        Args:
-            batch: batch of this process, whose masks and normalisation are changed.
-            kept: completions of all processes that stay, boolean, shape (N,).
-            local: slice of `kept` that belongs to this process.
-        """
-        for name in ("completion_mask", "tool_mask"):
-            if name in batch:
-                batch[name] = batch[name] * kept[local].unsqueeze(1)
-        batch["num_items_in_batch"] = self.accelerator.gather(_loss_mask(batch).sum()).sum()
-        # A mean over completions counts the dropped ones as zeros, so the others get a larger weight.
-        over_completions = self.args.loss_type in MEAN_OVER_COMPLETIONS
-        weight = len(kept) / kept.sum().clamp(min=1) if over_completions else torch.ones((), device=kept.device)
-        batch["kept_weight"] = weight * kept.any()
-
     # --- the constraint on a micro-batch ----------------------------------------------------------------------------
 
     @timed("metrics")
@@ -336,7 +301,6 @@ class DCGRPOTrainer(RunTrainer):
         """
         self._counts_truncation = self.truncates and "kept_counts" not in batch
         tokens = _tokens_of(batch, train_logps, batch["advantages"], deployed_logps)
-        tokens = tokens._replace(age=self.sampler.age)  # a batch is constrained before the next one is sampled
         constrained = self._apply_form(tokens)
         if constrained is not None:
             batch["trajectory_advantages"] = batch["advantages"]
@@ -387,22 +351,17 @@ class DCGRPOTrainer(RunTrainer):
     def policy_loss(self, model, inputs):
         # A copy, because the buffered inputs are used again when num_iterations > 1.
         self._loss = _Loss(dict(inputs))
-        weight = inputs["kept_weight"].item() if "kept_weight" in inputs else 1.0
-        # The weight applies to the terms that are means over completions, to the policy's through its advantages and
-        # to KL's through beta, and not to the sum: entropy bonus and auxiliary loss have other means.
-        beta = self.beta
-        self.beta = beta * weight
         try:
             loss = super().policy_loss(model, self._loss.inputs)
             term = self._loss.term
         finally:
-            self._loss, self.beta = None, beta
+            self._loss = None
         if term is not None:
             accumulated = self.current_gradient_accumulation_steps if self.model.training else 1.0
             loss = loss + self.lagrange_multiplier.value * term / accumulated
             mean = self.accelerator.gather(term.detach()).mean().item()
             self.add_metric("lagrangian/constraint_loss", mean)
-        return loss if weight > 0 else loss * 0.0  # nothing is learned from a batch whose completions are all dropped
+        return loss
 
     def score_tokens(self, model, *args, **kwargs):
         outputs = super().score_tokens(model, *args, **kwargs)
@@ -415,8 +374,6 @@ class DCGRPOTrainer(RunTrainer):
             self._constrain_in_loss(inputs, compared)
             if self._centering is not None and outputs[0].requires_grad:
                 outputs = (self._centred(outputs[0], *args), *outputs[1:])
-            if "kept_weight" in inputs:
-                inputs["advantages"] = inputs["advantages"] * inputs["kept_weight"]
         elif self.scores_when_sampled and self._sampled_logps is None:  # before any reference model's
             deployed = self._as_deployed(compared, partial(self._train_logps, model, *args, **kwargs))
             self._sampled_logps = (compared, deployed)
@@ -529,15 +486,10 @@ class DCGRPOTrainer(RunTrainer):
             self.add_metric(name, metric, mode)
         if mode == "train":
             self._mean_discrepancy = mean
-            self._watch_mismatch(mean, metrics)
+            self._watch_mismatch(metrics)
 
-    def _watch_mismatch(self, mean_discrepancy: float | None, metrics: dict[str, float]) -> None:
-        """Request new weights if δ̄ exceeds ε, and warn once if the method fails with such a mismatch."""
-        tolerance = self.lagrange_multiplier.tolerance
-        if self.args.weight_sync_trigger == "discrepancy" and (
-            tolerance is None or mean_discrepancy is None or mean_discrepancy > tolerance
-        ):
-            self.sampler.request_weights()
+    def _watch_mismatch(self, metrics: dict[str, float]) -> None:
+        """Warn once if the method fails with such a mismatch."""
         if self._counts_truncation:
             remedy = (
                 "set top_k too with a vLLM engine (at most 20 with vllm_mode='colocate'), return KeptLogProb from "
@@ -591,7 +543,7 @@ class DCGRPOTrainer(RunTrainer):
     def load_iteration_state(self, state, within_batch):
         super().load_iteration_state(state, within_batch)
         self.lagrange_multiplier.load_state_dict(state["lagrange_multiplier"])
-        self._k3_in_step[:] = state.get("k3_in_step", [])  # checkpoints of 0.1 do not have it
+        self._k3_in_step[:] = state["k3_in_step"]
         if within_batch:
             self._mean_discrepancy = state["batch_discrepancy"]
 

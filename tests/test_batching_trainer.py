@@ -248,13 +248,6 @@ def test_tool_masks_go_with_their_completions(tmp_path):
     assert_same_steps(found, expected)
 
 
-def test_lengths_are_padded_to_a_multiple(tmp_path):
-    ours, theirs = configs(tmp_path, steps_per_generation=8, pad_to_multiple_of=8)
-    found, expected = (train(kind, config) for kind, config in zip(KINDS, (ours, theirs), strict=True))
-    assert_same_steps(found, expected)
-    assert all(width % 8 == 0 for _, width in found.widths)
-
-
 # --- what TRL does not have: against the same trainer without length-aware batches
 
 
@@ -278,15 +271,9 @@ OURS = {
     "old log-probs": {"constraint": "lagrangian", "steps_per_generation": 8},
     "two-sided": {"constraint": "static", "constraint_form": "two_sided_kl", "deployment_scheme": "int8"},
     "corrected": {"rollout_correction": "token_truncate", "loss_type": "vespo", "steps_per_generation": 8},
-    "dropped groups": {"drop_zero_std_groups": True, "advantage_estimator": "rloo", "steps_per_generation": 8},
     "truncated": {"constraint": "static", "top_k": 20, "deployment_scheme": "bf16", "steps_per_generation": 8},
     "routes": {"routing_replay": True, "deployment_scheme": "bf16", "steps_per_generation": 8},
 }
-
-
-def half_and_half(completions, **kwargs):
-    """A reward that is the same for every second prompt's completions."""
-    return [float(len(set(each)) > 8) if index // 4 % 2 else 0.0 for index, each in enumerate(completions)]
 
 
 @pytest.mark.parametrize("case", OURS)
@@ -303,7 +290,7 @@ def test_gradients_are_those_without_it(tmp_path, case):
                 DCGRPOTrainer,
                 config,
                 model=make_experts() if case == "routes" else None,
-                reward=half_and_half if case == "dropped groups" else distinct_characters,
+                reward=distinct_characters,
             )
         )
     assert_same_steps(*runs, tolerance=2e-4 if "deployment_scheme" in options else 2e-5)
@@ -427,7 +414,7 @@ def test_two_processes_read_alike_and_take_the_same_steps(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
-    assert len(found) == 6
+    assert len(found) == 5
     for name, case in found.items():
         assert case["kind"] == "DistributedType.MULTI_CPU"
         assert max(case["gaps"]) < 2e-5, (name, case)
@@ -447,16 +434,3 @@ def test_means_over_tokens_are_those_of_one_micro_batch(tmp_path):
     _, whole = configs(tmp_path, learning_rate=0.0, per_device_train_batch_size=16, gradient_accumulation_steps=1)
     found, expected = train(DCGRPOTrainer, config).trainer, train(GRPOTrainer, whole).trainer
     assert logged(found, "entropy") == pytest.approx(logged(expected, "entropy"), rel=1e-5)
-
-
-def test_tokens_are_counted(tmp_path):
-    """Tokens of the forwards over tokens of prompts and completions, and what TRL's padding would make it."""
-    config, theirs = configs(tmp_path, max_steps=2)
-    found, expected = train(DCGRPOTrainer, config), train(GRPOTrainer, theirs)
-    real = logged(found.trainer, "num_tokens")[-1]
-    computed, padded = (
-        sum(logged(found.trainer, f"batching/{name}_per_real_token")) / 2 for name in ("computed", "padded")
-    )
-    assert computed == pytest.approx(tokens(found) / real, rel=0.05)
-    assert padded == pytest.approx(tokens(expected) / real, rel=0.05)
-    assert 1 < computed < padded

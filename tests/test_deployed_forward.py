@@ -1,7 +1,6 @@
 """The aligned forward against the replica's own samples, and its gradients against models written by hand."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -310,10 +309,9 @@ def test_adapters_of_experts_are_merged():
     assert all(gradient.isfinite().all() and gradient.abs().max() > 0 for gradient in found.values())
 
 
-def test_dropout_of_adapters_is_left_out_with_a_warning():
+def test_dropout_of_adapters_is_left_out():
     policy = get_peft_model(make_model(128), LoraConfig(**LORA, lora_dropout=0.5))
-    with pytest.warns(UserWarning, match=r"lora_dropout of 4 adapted layers .* discrepancy_split=True"):
-        aligned = DeployedForward(policy, "fp8", wanted_by="discrepancy_split=True")
+    aligned = DeployedForward(policy, "fp8")
     policy.train()
     with aligned.active(), torch.no_grad():
         first, second = (policy(input_ids=torch.tensor([[5, 6, 7]])).logits for _ in range(2))
@@ -331,9 +329,7 @@ def test_a_merged_copy_does_not_copy_the_policy():
     """The replica merges each layer in a copy, hooks and all."""
     policy = get_peft_model(make_model(128), LoraConfig(**LORA))
     expected = {name: tensor.clone() for name, tensor in policy_tensors(policy)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        aligned = DeployedForward(policy, "fp8")
+    aligned = DeployedForward(policy, "fp8")
     with aligned.active():
         layer = base_model(policy).model.layers[0].self_attn.q_proj
         copied = {}

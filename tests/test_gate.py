@@ -140,12 +140,6 @@ MISTAKES = [
         ["lacks model.layers.1.mlp.down_proj.weight", "initialized it at random"],
     ),
     (
-        "weights of another shape",
-        lambda f: with_weights(f, lambda weights: weights.update({"model.norm.weight": torch.ones(7)})),
-        {},
-        ["other shapes than in its config.json"],
-    ),
-    (
         "NaN",
         lambda f: with_weights(f, lambda weights: weights[DOWN].view(-1)[7].fill_(math.nan)),
         {},
@@ -581,7 +575,6 @@ WARNED = {
         {"model": lambda: ending_with(make_model(), [1, 262])},
         "generation_config.eos_token_id=[1, 262] of the model names a token beyond the 262 rows",
     ),
-    "weights of 0": ({"settings": {"reward_weights": [0.0]}}, "nothing is learned"),
     "a weight drawn at random, perhaps by the user": (
         lambda t: {"model": checkpoint_without("model.norm.weight", t)},
         "model lacks model.norm.weight",

@@ -35,7 +35,7 @@ def run(folder, *words):
         return str(stopped.code)
 
 
-def plant(folder, names, make):
+def plant(folder, names):
     """Makes links under these names to files outside; returns these files with their content."""
     outside = folder.parent / "outside"
     outside.mkdir()
@@ -44,7 +44,7 @@ def plant(folder, names, make):
         target = outside / str(number)
         target.write_text("mine")
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        make(target, folder / name)
+        (folder / name).symlink_to(target)
         targets[name] = target
     return targets
 
@@ -63,17 +63,9 @@ def names(tmp_path_factory):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("make", [lambda target, link: link.symlink_to(target), os.link], ids=["symbolic", "hard"])
-def test_a_run_changes_nothing_that_a_link_in_its_folder_leads_to(names, tmp_path, monkeypatch, make):
+def test_a_run_changes_nothing_that_a_link_in_its_folder_leads_to(names, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    # Each alone first, where the run refuses the folder of another run: lock and probe come before all else.
-    for name in (".dc_trl.lock", "..write-probe.tmp", ".settings.json.tmp", ".history.jsonl.tmp"):
-        (folder := tmp_path / name / "run").mkdir(parents=True)
-        (target,) = plant(folder, [name], make).values()
-        outcome = run(folder, "--max_steps", "1")
-        assert target.read_text() == "mine", name
-        assert outcome == "None" or re.fullmatch(r"error: .*", outcome), outcome
-    # Then all at once, in a run that goes on: nothing is refused for its name.
+    # All at once, in a run that goes on: nothing is refused for its name.
     run(tmp_path / "run", "--max_steps", "1")
     for name in names:
         path = tmp_path / "run" / name
@@ -81,7 +73,7 @@ def test_a_run_changes_nothing_that_a_link_in_its_folder_leads_to(names, tmp_pat
             continue  # read before they are written, and refused where they are not what a run writes
         path.unlink(missing_ok=True)
     rest = [name for name in names if name != ".dc_trl.lock" and not (tmp_path / "run" / name).exists()]
-    targets = plant(tmp_path / "run", rest, make)
+    targets = plant(tmp_path / "run", rest)
     assert run(tmp_path / "run", "--resume_from_checkpoint", "true") == "None"
     (tmp_path / "run" / "settings.json").unlink()  # a resumed run keeps it, and a report refuses what is no JSON
     report([str(tmp_path / "run")])  # replaces the link of its name
@@ -159,7 +151,7 @@ ALLOWED = {
     "rollouts/background.py": "within a checkpoint that is being made",
     "rollouts/replica.py": "within a checkpoint that is being made",
     "grading/worker.py": "/dev/null, and the pipe of the pool",
-    "quantization/checkpoint_files.py": "in a folder that was just made",
+    "quantization/checkpoint.py": "in a folder that was just made",
     "hub/local_paths.py": "in a folder of this user alone, made by mkdtemp",
 }
 
@@ -209,27 +201,6 @@ def test_a_damaged_folder_is_one_line_that_names_the_file(tmp_path, monkeypatch)
             continue  # the summary has it
         with pytest.raises(SystemExit, match=str(folder / name)):
             report([str(folder), "--output", str(tmp_path / "report.html")])
-
-
-@pytest.mark.long
-def test_a_folder_that_goes_while_it_trains_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    (tmp_path / "takes_away.py").write_text(
-        "import shutil, pathlib\n"
-        "calls = 0\n"
-        "def reward(completions, trainer_state, **kwargs):\n"
-        "    global calls\n"
-        "    calls += 1\n"
-        f"    if trainer_state.global_step == 2: shutil.rmtree({str(tmp_path / 'run')!r})\n"
-        "    return [float(len(c)) for c in completions]\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    words = ("--eval_size", "0", "--max_steps", "5", "--save_steps", "500", "--rewards", "takes_away.reward")
-    outcome = run(tmp_path / "run", *words)
-    assert outcome.startswith("error: ")
-    assert "history.jsonl" in outcome
-    assert "The run is saved" in outcome
-    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_disk_that_is_full_names_the_file(small_disk):

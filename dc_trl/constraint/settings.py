@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ..settings.command_line import unknown_field
 from ..settings.fields import setting
@@ -12,7 +12,7 @@ from ..settings.ranges import AT_LEAST_0, COUNT, Range, require_number
 Measure = Literal["prob_diff", "prob_ratio", "log_prob", "squared_log_ratio"]
 # Part of the difference between the engines that a remedy acts on.
 Target = Literal["all", "lag"]
-DualAscent = Literal["paper", "auto", "pid"]
+DualAscent = Literal["paper", "auto"]
 Level = Literal["token", "sequence"]
 Reduction = Literal["sequence", "token"]
 Constraint = Literal["none", "static", "lagrangian"]
@@ -102,9 +102,7 @@ class ConstraintSettings:
     dual: DualAscent = setting(
         "paper",
         'How constraint="lagrangian" moves λ. "paper" adds η_λ (δ̄ − ε) (arXiv 2606.08779, eq. 11). "auto" adds '
-        "η_λ (δ̄/ε − 1), at most η_λ: the relative violation, which has no unit, so one η_λ suits every measure. "
-        '"pid" sums the same violations, and adds lambda_kp times the present one and lambda_kd times its rise (PID '
-        "Lagrangian, arXiv 2007.03964).",
+        "η_λ (δ̄/ε − 1), at most η_λ: the relative violation, which has no unit, so one η_λ suits every measure.",
     )
     lambda_init: Annotated[float, AT_LEAST_0] = setting(
         None,
@@ -123,12 +121,6 @@ class ConstraintSettings:
         "Upper bound of λ. The paper does not state one. If it is not set: 1 for the injected form and where the "
         "quadratic form divides by a probability, otherwise four times the form's own lambda_init.",
     )
-    lambda_kp: Annotated[float, AT_LEAST_0] = setting(
-        None, "Weight of the present violation in a PID multiplier. If it is not set: lambda_lr."
-    )
-    lambda_kd: Annotated[float, AT_LEAST_0] = setting(
-        None, "Weight of a rise of the violation in a PID multiplier. If it is not set: lambda_lr."
-    )
     rollout_correction: str = setting(
         "none",
         "How the advantage of a token is weighted by r = π_train/π_inf, with any engine and any constraint. "
@@ -136,23 +128,22 @@ class ConstraintSettings:
         '"sequence_truncate" and "sequence_mask" do the same with the product of a trajectory\'s r. '
         '"geometric_mask" masks trajectories whose geometric mean of r is outside the bounds. "icepop" is '
         '"token_mask" with two bounds. "tv_mask" (DPPO) takes r, and 0 where π_train − π_inf has passed the bound in '
-        'the direction of the advantage. "ppo_clip" is PPO\'s clip with the sampler as the old policy, '
-        'and "ppo_clip_by_age" is the same with bounds that are nearer to 1 for older rollouts. '
-        '"odds_truncate" clips r where the ratio of odds passes a bound. "none" weights nothing. Several in a list, '
-        "or behind commas, combine: the first one weighs, and the others mask, with their bounds in parentheses: "
+        'the direction of the advantage. "ppo_clip" is PPO\'s clip with the sampler as the old policy. '
+        '"none" weights nothing. Several in a list, or behind commas, combine: the first one weighs, and the others '
+        "mask, with their bounds in parentheses: "
         "[token_truncate, geometric_mask(0.99, 1.01)]. Masked tokens do not count in δ̄. See "
         "dc_trl.constraint.corrections for the papers.",
     )
     rollout_correction_max: Annotated[float | None, Range(above=0, infinite=True)] = setting(
         None,
         "Upper bound of the correction, at least 1; infinity means no bound. If it is not set: 2 (arXiv 2602.01826), "
-        'for "geometric_mask" 1.01 (SkyRL), for "icepop" 5 (verl), for PPO\'s clips 1.24. For "tv_mask" it is a '
+        'for "geometric_mask" 1.01 (SkyRL), for "icepop" 5 (verl), for PPO\'s clip 1.24. For "tv_mask" it is a '
         "difference of probabilities below 1, and 0.2 (SkyRL) if it is not set.",
     )
     rollout_correction_min: Annotated[float | None, Range(least=0, most=1)] = setting(
         None,
         'Lower bound of the correction, at most 1. If it is not set: 0, for "geometric_mask" 0.99, for "icepop" 0.5, '
-        'for PPO\'s clips 0.76. "tv_mask" has no lower bound.',
+        'for PPO\'s clip 0.76. "tv_mask" has no lower bound.',
     )
     rollout_correction_target: Target = setting(
         "all",
@@ -177,9 +168,8 @@ class ConstraintSettings:
     @property
     def correction_names(self) -> tuple[str, ...]:
         """Names of the corrections that `rollout_correction` combines; empty for "none"."""
-        return (
-            () if self.rollout_correction == "none" else tuple(each.name for each in parts_of(self.rollout_correction))
-        )
+        parts = [] if self.rollout_correction == "none" else parts_of(self.rollout_correction)
+        return tuple(name for name, _ in parts)
 
     def fill_in_multiplier(self) -> None:
         """Give the fields of λ that are left open (None) the defaults of their form, measure and dual ascent."""
@@ -194,8 +184,6 @@ class ConstraintSettings:
             "lambda_max": maximum,
             "lambda_lr": rate,
         }
-        if self.dual == "pid":
-            defaults |= dict.fromkeys(("lambda_kp", "lambda_kd"), rate if self.lambda_lr is None else self.lambda_lr)
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -244,45 +232,20 @@ class ConstraintSettings:
         return "" if self.compared_by is None else f"{self.compared_by}={self._comparisons[self.compared_by]!r}"
 
 
-class CorrectionPart(NamedTuple):
-    """One of several corrections that combine.
-
-    Args:
-        name: name of a correction, or `module:function`.
-        numbers: its lower and upper bound, its upper bound alone, or nothing for the default bounds.
-    """
-
-    name: str
-    numbers: tuple[float, ...]
-
-    def bounds(self, said: str) -> dict[str, float]:
-        """Return the bounds by name; `said` is the setting with its value, for messages.
-
-        Raises:
-            ValueError: the bounds leave out what engines that agree have.
-        """
-        bounds = dict(zip(("lower", "upper")[-len(self.numbers) :], self.numbers, strict=True)) if self.numbers else {}
-        lower, upper = bounds.get("lower", 0.0), bounds.get("upper", 1.0)
-        agree = 0.0 if self.name == "tv_mask" else 1.0  # the difference, or the ratio, of engines that agree
-        if not lower <= agree <= upper:
-            raise ValueError(f"{said}: the bounds of {self.name} shut out engines that agree: include {agree:g}.")
-        return bounds
-
-
 _PART = re.compile(r"\s*([\w.:]+)\s*(?:\(([^()]*)\))?\s*(?:,|$)")
 
 
-def parts_of(correction: str) -> list[CorrectionPart]:
-    """Return the corrections that a value of `rollout_correction` combines, in their order.
+def parts_of(correction: str) -> list[tuple[str, dict[str, float]]]:
+    """Return name and bounds of each correction that a value of `rollout_correction` combines, in their order.
 
     Raises:
-        ValueError: it is not a list of names, each with at most two bounds.
+        ValueError: it is not a list of names, each with at most two bounds, which engines that agree are within.
     """
     parts, end = [], 0
     while end < len(correction):
         found = _PART.match(correction, end)
         try:
-            numbers = tuple(float(number) for number in (found[2] or "").split(",") if number) if found else ()
+            numbers = [float(number) for number in (found[2] or "").split(",") if number] if found else []
         except ValueError:
             found = None
         if found is None or len(numbers) > 2:
@@ -290,7 +253,14 @@ def parts_of(correction: str) -> list[CorrectionPart]:
                 f"rollout_correction={correction!r} is invalid: use a name, or several behind commas, each with at "
                 "most two bounds in parentheses: 'token_truncate, geometric_mask(0.99, 1.01)'."
             )
-        parts.append(CorrectionPart(found[1], numbers))
+        name, bounds = found[1], dict(zip(("lower", "upper")[2 - len(numbers) :], numbers, strict=True))
+        agree = 0.0 if name == "tv_mask" else 1.0  # the difference, or the ratio, of engines that agree
+        if not bounds.get("lower", 0.0) <= agree <= bounds.get("upper", 1.0):
+            raise ValueError(
+                f"rollout_correction={correction!r}: the bounds of {name} shut out engines that agree: include "
+                f"{agree:g}."
+            )
+        parts.append((name, bounds))
         end = found.end()
     return parts
 

@@ -2,8 +2,9 @@
 
 import shutil
 import socket
+import time
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,9 +13,6 @@ from torch import Tensor
 from ..quantization.checkpoint import CheckpointWriter
 from ..serving.errors import ServerError
 from ..serving.guard import guarded_folder
-
-
-_FROZEN = ".frozen"  # files of weights that training does not change
 
 
 def folder_path(parent: str | None, run: str) -> Path:
@@ -44,23 +42,19 @@ class CheckpointFolder:
         weakref.finalize(self, stack.close)
 
     def write(
-        self,
-        writer: CheckpointWriter,
-        tensors: Iterator[tuple[str, Tensor]],
-        frozen: Mapping[str, Hashable],
-        version: str,
-        kept: str | None,
+        self, writer: CheckpointWriter, tensors: Iterator[tuple[str, Tensor]], version: str, kept: str | None
     ) -> dict[str, float]:
-        """Write the next checkpoint, and return its cost; see `WriteCost`.
+        """Write the next checkpoint, and return its bytes and the seconds that it took.
 
         All earlier ones except `kept` are removed first, because their room may be needed.
         """
         self.remove_all_but(kept)
-        writer.write(tensors, self.path / version, frozen, self.path / _FROZEN)
-        return writer.cost._asdict()
+        start = time.perf_counter()
+        size = writer.write(tensors, self.path / version)
+        return {"bytes_written": size, "write_seconds": time.perf_counter() - start}
 
     def remove_all_but(self, version: str | None) -> None:
-        """Remove all checkpoints except that of a version; the files of frozen weights stay."""
+        """Remove all checkpoints except that of a version."""
         for checkpoint in self.path.iterdir():
-            if checkpoint.name not in (version, _FROZEN):
+            if checkpoint.name != version:
                 shutil.rmtree(checkpoint, ignore_errors=True)

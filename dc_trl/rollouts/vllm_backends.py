@@ -21,7 +21,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
-from ..quantization.tensors import deployed_tensors, frozen_tensors, is_packed
+from ..quantization.tensors import deployed_tensors, is_packed
 from ..serving.client import LOADING, ServerClient, Weights
 from ..serving.connection import Deadline, Patience, is_local, persist
 from ..serving.errors import ServerError, ServerUnavailableError, WeightsNotWrittenError
@@ -39,8 +39,8 @@ class Generation(VLLMGeneration):
     """TRL's vLLM engine; with `logprobs` above 0, it returns the most probable tokens, or those of truncated sampling.
 
     Attributes:
-        last_sync: bytes and seconds of the last synchronization, see `WriteCost`, and `reload_seconds` of the engine;
-            empty on processes that write no checkpoint.
+        last_sync: `bytes_written`, `write_seconds` and `reload_seconds` of the last synchronization; empty on
+            processes that write no checkpoint.
         syncs: sums of `last_sync` over all synchronizations, and their `count`.
     """
 
@@ -154,8 +154,7 @@ class _DeployedGeneration(Generation):
         failure = None
         try:
             if self._writes:
-                frozen = frozen_tensors(self.accelerator, self.model)
-                self.last_sync = self._folder.write(self._writer, tensors, frozen, self.weight_version, self._kept)
+                self.last_sync = self._folder.write(self._writer, tensors, self.weight_version, self._kept)
         except OSError as error:
             failure = self._not_written(error)
         finally:
@@ -168,8 +167,7 @@ class _DeployedGeneration(Generation):
     def _not_written(self, error: OSError) -> str:
         root, sizes = self._folder.path.parent, ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            needed, free = self._writer.size / 2**20, shutil.disk_usage(root).free / 2**20
-            sizes = f"; they take {needed:,.1f} MiB, and {free:,.1f} MiB are free"
+            sizes = f"; {shutil.disk_usage(root).free / 2**20:,.1f} MiB are free"
         return (
             f"weight_sync_dir={self.weight_sync_dir!r}: the weights for vLLM cannot be written to {root} "
             f"({error.strerror}{sizes}). Make room, or set weight_sync_dir to another directory that both the trainer "

@@ -1,11 +1,9 @@
 """Checks that no run starts without: a policy that learns, rows that fit it, and finite rewards; see `dc_trl.gate`."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from accelerate.logging import get_logger
 from jinja2 import TemplateError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, ProcessorMixin
@@ -21,10 +19,7 @@ from ..settings.micro_batches import TWO_SIDED
 from ..settings.paths import shipped
 from ..settings.reward_functions import checked_reward, excerpt, require_finite
 from ..trl_hooks import HookedTrainer
-from .required_servers import config_of, require_servers
 
-
-logger = get_logger(__name__)
 
 # Arguments of the trainer that are checked before a model is loaded.
 _BEFORE = (
@@ -91,7 +86,6 @@ class Gate:
 
     Raises:
         ValueError, TypeError: an argument would train nothing or does not fit the others.
-        ServerError: a server of the run is not up, or does not fit.
     """
 
     def __init__(self, model: Any, reward_funcs: Any, args: DCGRPOConfig, others: Mapping[str, Any]):
@@ -100,30 +94,11 @@ class Gate:
         arguments: dict[str, Any] = {name: others.get(name) for name in _BEFORE}
         self._shown = require_startable(model=self.model, reward_funcs=reward_funcs, args=args, **arguments)
         self._sharding = sharding_of(args)
-        if args.use_vllm and args.vllm_mode == "server":
-            require_servers(args, config_of(self.model, args))
         scoring = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         self._rewards_by_name = [isinstance(each, str) for each in scoring]
         self._limits: Limits | None = None  # what the policy can read, once it is loaded
         if isinstance(self.model, nn.Module):  # transformers fails on some defects with another error
             require_whole(self.model, "model", False, self._sharding)
-
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Say what is wrong if a model cannot be loaded because its weights have other shapes.
-
-        Raises:
-            ValueError: they have.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            if "ignore_mismatched_sizes" not in str(error):
-                raise
-            raise ValueError(
-                "model, or a reward model: its weights have other shapes than in its config.json (the report above "
-                "names them): copy or save it again."
-            ) from error
 
     def require_fit(self, trainer: HookedTrainer) -> None:
         """Refuse a loaded policy that would not learn, or does not fit tokenizer, prompts and rewards.
@@ -170,11 +145,6 @@ class Gate:
                 require_reward_model(function, tokenizer, name)
             checked.append(function if isinstance(function, nn.Module) else checked_reward(function, name))
         trainer.reward_funcs = checked
-        if not trainer.reward_weights.any():
-            logger.warning(
-                f"reward_weights={trainer.reward_weights.tolist()}: all advantages will be 0, so nothing is learned. "
-                "Give at least one reward another weight."
-            )
 
     # --- checks of each batch ---------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Writes settings, history and figure of a run while it trains."""
+"""Writes settings, history, figure and some completions of a run while it trains."""
 
 import json
 from collections.abc import Mapping
@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import nn
+from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig
 from ..files import append_text, set_aside, write_text
 from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, read_history
-from ..records.samples import SAMPLES_FILE
+from ..records.samples import SAMPLES_FILE, SampleRecord
 from ..records.settings import changed_settings, json_value
 from ..records.started import STARTS_FILE, cpu_name, record_start
-from .samples import HistoryKeeper
 
 
 logger = logging.get_logger(__name__)
@@ -44,7 +44,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
 
 
-class HistoryCallback(HistoryKeeper):
+class HistoryCallback(TrainerCallback):
     """Keeps settings and history of a run, with λ and discrepancy, and a figure of them in the output directory.
 
     [`~dc_trl.DCGRPOTrainer`] adds this callback itself if `export_run` and `deployment_scheme` are set. Pass one to
@@ -69,7 +69,6 @@ class HistoryCallback(HistoryKeeper):
     def __init__(self, settings: Mapping[str, Any] | None = None):
         self._settings = settings or {}
         self._history: Path | None = None  # history of the present or last training
-        self._ended = False  # a resumed training whose end the history already has
         self._before_training: list[dict[str, Any]] = []
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
@@ -86,16 +85,14 @@ class HistoryCallback(HistoryKeeper):
             if self._before_training:
                 self._write(self._before_training)
         self._before_training = []
-        self._ended = state.global_step >= state.max_steps and self._has_end(state.global_step)
-        if not self._ended:
-            record_start(self._history.parent, state.global_step, device_name(args.device), args.world_size)
+        record_start(self._history.parent, state.global_step, device_name(args.device), args.world_size)
         settings = self._history.with_name(SETTINGS_FILE)
         if not settings.exists():
             found = training_settings(args, model, self._settings)
             write_text(settings, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not state.is_world_process_zero or (self._ended and "train_runtime" in (logs or {})):
+        if not state.is_world_process_zero:
             return
         row: dict[str, Any] = {"step": state.global_step}
         row |= {name: value for name, value in (logs or {}).items() if value is None or isinstance(value, int | float)}
@@ -114,15 +111,34 @@ class HistoryCallback(HistoryKeeper):
 
     on_train_end = on_save
 
-    def _has_end(self, step: int) -> bool:
-        assert self._history is not None
-        return self._history.exists() and any(
-            "train_runtime" in row and row["step"] == step for row in read_history(self._history)
-        )
-
     def _write(self, rows: list[dict[str, Any]]) -> None:
         assert self._history is not None
         write_text(self._history, "".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+class SampleRecordCallback(TrainerCallback):
+    """Writes a few completions into `completions.json` in the output directory if the run's history is kept.
+
+    Each log of a training step adds completions of the present batch; of a long run only a few steps are kept.
+
+    Args:
+        trainer: trainer of the run, with its latest completions in `samples`.
+    """
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self._record: SampleRecord | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        kept = any(isinstance(callback, HistoryCallback) for callback in self._trainer.callback_handler.callbacks)
+        self._record = None
+        if state.is_world_process_zero and kept:
+            self._record = SampleRecord(Path(args.output_dir), state.global_step)  # refuses a damaged file early
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        # The logs at the end of training and of an evaluation have no loss.
+        if self._record is not None and "loss" in (logs or {}) and self._trainer.samples:
+            self._record.add(state.global_step, self._trainer.samples)
 
 
 def _keep_earlier_run(args: Any) -> None:

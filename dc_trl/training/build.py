@@ -21,7 +21,6 @@ from ..settings.ranges import require_numbers
 from ..settings.reward_functions import require_callable
 from ..trainer import DCGRPOTrainer
 from ..trainers.history import HistoryCallback
-from ..trainers.required_servers import require_servers
 from .adapter import AdapterArguments, adapter_of, load_adapted
 from .arguments import RunArguments
 from .output import open_output
@@ -51,14 +50,12 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
         require_numbers(model, ranges_of(type(model)))
     trained = adapter_of(adapter, model)
     # Small files fail early.
-    config, tokenizer = load_config_and_tokenizer(
+    _, tokenizer = load_config_and_tokenizer(
         model.model_name_or_path,
         padding_side="left",
         revision=model.model_revision,
         trust_remote_code=args.trust_remote_code,
     )
-    if args.use_vllm and args.vllm_mode == "server" and server.serve is None:
-        require_servers(args, config)
     prompts_per_step = args.generation_batch_size // args.num_generations
     steps = args.max_steps if args.max_steps > 0 else 1000
     train_dataset, eval_dataset, line = load_data(data, tokenizer, args.seed, prompts_per_step * steps)
