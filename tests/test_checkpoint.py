@@ -87,29 +87,11 @@ def test_transformers_loads_every_scheme_within_the_error_of_its_format(tmp_path
             assert torch.equal(weights[name], expected.to(torch.bfloat16).float()), name
 
 
-def test_bf16_is_a_plain_checkpoint(tmp_path):
-    """Its tensors, and those of experts, are compared with the libraries' in test_stored.py."""
-    write(make_model(32), "bf16", tmp_path / "checkpoint")
-    config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
-    assert "quantization_config" not in config
-    assert config["dtype"] == "bfloat16"
-    assert config["architectures"] == ["Qwen3ForCausalLM"]
-
-
 def test_the_tokenizer_and_its_chat_template_come_along(tmp_path):
     write(make_model(32), "bf16", tmp_path / "checkpoint")
     loaded, original = AutoTokenizer.from_pretrained(tmp_path / "checkpoint"), make_tokenizer()
     messages = [{"role": "user", "content": "12+34="}]
     assert loaded.apply_chat_template(messages) == original.apply_chat_template(messages)
-
-
-def test_adapters_are_merged(tmp_path):
-    model = get_peft_model(make_model(32), LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False))
-    write(model, "bf16", tmp_path / "checkpoint")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
-    merged = model.merge_and_unload()
-    for name, parameter in merged.named_parameters():
-        assert torch.equal(dict(loaded.named_parameters())[name], parameter.to(torch.bfloat16)), name
 
 
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
@@ -170,18 +152,6 @@ def test_tied_embeddings_that_an_adapter_parts_are_deployed_as_the_policy_comput
         parted = not setting.endswith("as one")
         assert exported.config.tie_word_embeddings == (not parted)
         assert ("lm_head.weight" in tensors_in(tmp_path / scheme)) == parted
-
-
-def test_a_model_whose_checkpoint_parts_what_its_configuration_ties_is_deployed_parted(tmp_path):
-    make_model(64, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    own = token_probabilities(policy)
-    write(policy, "bf16", tmp_path / "bf16")
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.float32)
-    for model in (exported, Replica(policy, "bf16").model):
-        assert (token_probabilities(model) - own).abs().max() < 0.03
 
 
 def test_quantized_experts_have_a_scale_each_and_their_router_has_none(tmp_path):

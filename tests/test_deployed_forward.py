@@ -181,29 +181,6 @@ def test_follows_the_optimizer():
                 assert torch.equal(logps(policy, batch, 8), logps(fresh, batch, 8))
 
 
-def test_deployed_weights_are_kept_until_a_parameter_moves():
-    policy, seen = make_model(128), []
-    head, embedding = policy.lm_head, policy.model.embed_tokens
-    with DeployedForward(policy, "fp8").active():
-        embedding.register_forward_hook(lambda *_: seen.append((embedding.weight, head.weight)), prepend=True)
-        for _ in range(2):
-            with torch.no_grad():
-                policy(input_ids=torch.tensor([[5, 6]]))
-    assert {tensor.data_ptr() for pair in seen for tensor in pair} == {seen[0][0].data_ptr()}
-    assert seen[0][0].dtype == torch.bfloat16
-    assert head.weight is embedding.weight
-    assert isinstance(head.weight, torch.nn.Parameter)
-
-
-def test_kept_weights_of_inference_mode_can_be_trained_through():
-    policy, batch = make_model(128), small_batch()
-    add_fused_lm_head(policy)
-    with DeployedForward(policy, "fp8").active():
-        with torch.inference_mode():
-            logps(policy, batch, 8)
-        gradients(policy, batch)
-
-
 def test_parameters_come_back_after_an_error():
     policy = make_model(128)
     before = dict(policy.named_parameters())

@@ -158,7 +158,7 @@ def correction_of(settings: ConstraintSettings) -> Correction | None:
 
 
 def _bounded(name: str, bounds: Mapping[str, float]) -> Correction:
-    return partial(resolve("rollout_correction", name, CORRECTIONS, **bounds), **bounds)
+    return partial(resolve("rollout_correction", name, CORRECTIONS), **bounds)
 
 
 def _combined(settings: ConstraintSettings) -> Correction:

@@ -212,11 +212,6 @@ class ConstraintSettings:
         return "discrepancy_split" if self.discrepancy_split else None
 
     @property
-    def acts_on_lag(self) -> bool:
-        """Whether the constraint, or else the correction, acts on the lag's part of the discrepancy alone."""
-        return self.split_by not in (None, "discrepancy_split")
-
-    @property
     def split_setting(self) -> str | None:
         """`split_by` with its value, for messages; None where nothing splits."""
         return None if self.split_by is None else f"{self.split_by}={getattr(self, self.split_by)!r}"

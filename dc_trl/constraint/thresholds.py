@@ -129,7 +129,7 @@ def drift_warning(
 
 def k3_of(settings: ConstraintSettings) -> str:
     """Return the name of the k3 of the part of the mismatch that the remedy of a run acts on."""
-    return "discrepancy/lag_k3_kl" if settings.acts_on_lag else "discrepancy/k3_kl"
+    return "discrepancy/k3_kl" if settings.split_by in (None, "discrepancy_split") else "discrepancy/lag_k3_kl"
 
 
 def lag_warning(settings: ConstraintSettings, lag: str) -> str | None:
