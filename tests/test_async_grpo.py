@@ -174,7 +174,7 @@ def packed_inputs(trainer, samples):
             | {"advantage": sample.advantage, "group_id": sample.group_id, "metrics": sample.metrics}
         )
     collator = async_grpo_trainer.DataCollatorForRollout(trainer.processing_class.pad_token_id)
-    return trainer._with_steps(collator, [[row]])
+    return collator([[row]])
 
 
 def tokens_by_hand(model, samples):
