@@ -73,6 +73,16 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         "place.",
     )
 
+    advantage_estimator: Literal["grpo", "rloo"] = setting(
+        "grpo",
+        '"grpo" is TRL\'s group-normalised advantage. "rloo" is the reward minus the mean reward of the prompt\'s '
+        "other completions (leave-one-out, arXiv 2402.14740), unscaled; scale_rewards does not apply.",
+    )
+    drop_zero_std_groups: bool = setting(
+        False,
+        "In training, leave the completions of a prompt that all got the same reward out of the loss and of δ̄; the "
+        "loss is the mean over the others (arXiv 2602.01826).",
+    )
     train_through_quantization: bool = setting(
         None,
         "Train through the deployed forward: the policy's layers compute with the weights and activations of "

@@ -29,6 +29,8 @@ class SampledTokens(NamedTuple):
         advantages: Â of each trajectory, shape (B,), or of each token, shape (B, T).
         deployed_logps: log π_Q(y_t) of the trainer's weights as they are deployed, shape (B, T), nats, without a
             gradient; None where the discrepancy is not split.
+        age: number of optimizer steps from the weights that sampled to the trainer's, at least 0; of each trajectory,
+            shape (B,), or of the whole micro-batch.
     """
 
     train_logps: Tensor
@@ -36,6 +38,7 @@ class SampledTokens(NamedTuple):
     scored: Tensor
     advantages: Tensor
     deployed_logps: Tensor | None = None
+    age: Tensor | int = 0
 
     @classmethod
     def of(
@@ -66,6 +69,11 @@ class SampledTokens(NamedTuple):
     def token_advantages(self) -> Tensor:
         """Advantages that broadcast over the tokens, shape (B, 1) or (B, T)."""
         return self.advantages.unsqueeze(1) if self.advantages.dim() == 1 else self.advantages
+
+    @property
+    def token_age(self) -> Tensor | int:
+        """Age that broadcasts over the tokens, shape (B, 1), or a number."""
+        return self.age.unsqueeze(1) if isinstance(self.age, Tensor) else self.age
 
     @property
     def detached_logps(self) -> tuple[Tensor, Tensor]:

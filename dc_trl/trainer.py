@@ -25,6 +25,7 @@ from torch import Tensor
 from trl.trainer.utils import get_config_model_id
 
 from .config import DCGRPOConfig
+from .constraint.advantages import leave_one_out_advantages, zero_std_groups
 from .constraint.corrections import correction_of
 from .constraint.forms import Constrained, form_of
 from .constraint.lagrangian import LagrangeMultiplier
@@ -36,7 +37,7 @@ from .records.verdict import NOT_MEASURED, first_batch
 from .rollouts.buffer import with_nonempty_completions
 from .rollouts.neutral_sampling import truncation_warning
 from .sampled_tokens import SampledTokens
-from .settings.micro_batches import TWO_SIDED
+from .settings.micro_batches import MEAN_OVER_COMPLETIONS, TWO_SIDED
 from .trainers.gate import require_comparable
 from .trainers.history import SampleRecordCallback
 from .trainers.run import RunTrainer
@@ -142,7 +143,9 @@ class DCGRPOTrainer(RunTrainer):
     ```
     """
 
-    loss_type: str  # attribute of TRL
+    # Attributes of TRL
+    beta: float  # coefficient of the KL term
+    loss_type: str
 
     def __init__(
         self,
@@ -246,6 +249,7 @@ class DCGRPOTrainer(RunTrainer):
         self._sampled_logps = None
         batch = super().sample_and_score(inputs)
         rewards = total_rewards(self._rewards_per_func, self.reward_weights)
+        self._compare_rewards(batch, rewards)
         measured = "sampling_per_token_logps" in batch
         if self.model.training:
             prompts, texts = (list(self.completion_table[name])[-len(rewards) :] for name in ("prompt", "completion"))
@@ -288,6 +292,28 @@ class DCGRPOTrainer(RunTrainer):
                 "The mismatch is not measured: rollout_func returns no logprobs. Return them beside the ids."
             )
 
+    def _compare_rewards(self, batch: dict[str, Any], rewards: Tensor) -> None:
+        """Apply `advantage_estimator` and `drop_zero_std_groups` to a batch; `rewards` are those of all processes."""
+        training, count = self.model.training, len(batch["advantages"])
+        generations = self.num_generations if training else self.num_generations_eval
+        local = slice(self.accelerator.process_index * count, (self.accelerator.process_index + 1) * count)
+        if self.args.advantage_estimator == "rloo":
+            advantages = leave_one_out_advantages(rewards, generations)
+            batch["advantages"] = advantages[local]
+            table = self.completion_table["advantages"]  # ends with TRL's own for these completions
+            for _ in range(min(len(table), len(advantages))):
+                table.pop()
+            table.extend(advantages.tolist())
+        if self.args.drop_zero_std_groups and training:
+            kept = ~zero_std_groups(rewards, generations)
+            for name in {"completion_mask", "tool_mask"} & batch.keys():
+                batch[name] = batch[name] * kept[local].unsqueeze(1)
+            batch["num_items_in_batch"] = self.accelerator.gather(_loss_mask(batch).sum()).sum()
+            # A mean over completions counts the dropped ones as zeros, so the others get a larger weight.
+            over_completions = self.loss_type in MEAN_OVER_COMPLETIONS
+            weight = len(kept) / kept.sum().clamp(min=1) if over_completions else torch.ones((), device=kept.device)
+            batch["kept_weight"] = weight * kept.any()
+
     # --- the constraint on a micro-batch ----------------------------------------------------------------------------
 
     @timed("metrics")
@@ -301,6 +327,7 @@ class DCGRPOTrainer(RunTrainer):
         """
         self._counts_truncation = self.truncates and "kept_counts" not in batch
         tokens = _tokens_of(batch, train_logps, batch["advantages"], deployed_logps)
+        tokens = tokens._replace(age=self.sampler.age)  # a batch is constrained before the next one is sampled
         constrained = self._apply_form(tokens)
         if constrained is not None:
             batch["trajectory_advantages"] = batch["advantages"]
@@ -351,17 +378,22 @@ class DCGRPOTrainer(RunTrainer):
     def policy_loss(self, model, inputs):
         # A copy, because the buffered inputs are used again when num_iterations > 1.
         self._loss = _Loss(dict(inputs))
+        weight = inputs["kept_weight"].item() if "kept_weight" in inputs else 1.0
+        # The weight applies to the terms that are means over completions, to the policy's through its advantages and
+        # to KL's through beta, and not to the sum: entropy bonus and auxiliary loss have other means.
+        beta = self.beta
+        self.beta = beta * weight
         try:
             loss = super().policy_loss(model, self._loss.inputs)
             term = self._loss.term
         finally:
-            self._loss = None
+            self._loss, self.beta = None, beta
         if term is not None:
             accumulated = self.current_gradient_accumulation_steps if self.model.training else 1.0
             loss = loss + self.lagrange_multiplier.value * term / accumulated
             mean = self.accelerator.gather(term.detach()).mean().item()
             self.add_metric("lagrangian/constraint_loss", mean)
-        return loss
+        return loss if weight > 0 else loss * 0.0  # nothing is learned from a batch whose completions are all dropped
 
     def score_tokens(self, model, *args, **kwargs):
         outputs = super().score_tokens(model, *args, **kwargs)
@@ -374,6 +406,8 @@ class DCGRPOTrainer(RunTrainer):
             self._constrain_in_loss(inputs, compared)
             if self._centering is not None and outputs[0].requires_grad:
                 outputs = (self._centred(outputs[0], *args), *outputs[1:])
+            if "kept_weight" in inputs:
+                inputs["advantages"] = inputs["advantages"] * inputs["kept_weight"]
         elif self.scores_when_sampled and self._sampled_logps is None:  # before any reference model's
             deployed = self._as_deployed(compared, partial(self._train_logps, model, *args, **kwargs))
             self._sampled_logps = (compared, deployed)

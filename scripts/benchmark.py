@@ -156,7 +156,9 @@ METHODS: dict[str, dict[str, Any]] = {
         for form in (*COEFFICIENTS, *TWO_SIDED)
     },
     # With a sampler in step, as here, the clip by age is refused; it computes what `ppo_clip` does.
-    **{f"rollout_correction={name}": {"rollout_correction": name} for name in CORRECTIONS},
+    **{
+        f"rollout_correction={name}": {"rollout_correction": name} for name in CORRECTIONS if name != "ppo_clip_by_age"
+    },
     "train_through_quantization": {"train_through_quantization": True},
     "discrepancy_split": {"discrepancy_split": True},
     "score_centering": {"score_centering": True},

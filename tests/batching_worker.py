@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from dc_trl import DCGRPOTrainer
 
 from .helpers import Rollouts
-from .test_batching_trainer import KINDS, Spread, configs, gaps, tokens, train
+from .test_batching_trainer import KINDS, Spread, configs, gaps, half_and_half, tokens, train
 from .test_trainer import empty_completions
 
 
@@ -33,6 +33,7 @@ CASES = {
 OURS = {
     "empty completions": {"steps_per_generation": 8},
     "constraint": {"constraint": "lagrangian", "steps_per_generation": 8},
+    "dropped groups": {"drop_zero_std_groups": True, "steps_per_generation": 8, "max_tokens_per_micro_batch": 150},
 }
 
 
@@ -49,7 +50,8 @@ def main() -> None:
         runs = []
         for kind, config in zip(kinds, configured, strict=True):
             rollouts = Rollouts(30, edit=only_there) if name == "empty completions" else Spread()
-            runs.append(train(kind, config, rollouts))
+            reward = {"reward": half_and_half} if name == "dropped groups" else {}
+            runs.append(train(kind, config, rollouts, **reward))
         found[name] = {
             "gaps": gaps(*runs),
             "tokens": [gather_object([tokens(run)]) for run in runs],

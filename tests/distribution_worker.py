@@ -23,6 +23,7 @@ from dc_trl import DCGRPOTrainer
 from .helpers import Rollouts, make_config, make_experts, make_model, make_prompts, make_tokenizer, make_trainer
 
 
+ALIKE = 97  # first token of completions with one reward
 GROUP = 4  # completions of a prompt
 GLOBAL = 8  # completions of a micro-batch, of all processes
 
@@ -80,8 +81,15 @@ def truncate(ids):
     ids[-1] = 20
 
 
+def make_alike(ids):
+    """Has a completion earn what the others of its group earn."""
+    ids[0] = ALIKE
+
+
 def reward(completions, completion_ids, **kwargs):
-    return [len(set(text)) / 10 for text in completions]
+    return [
+        0.5 if ids[0] == ALIKE else len(set(text)) / 10 for ids, text in zip(completion_ids, completions, strict=True)
+    ]
 
 
 FIRST, LAST = slice(0, GROUP), slice(-GROUP, None)  # groups of a global batch, which two processes have one each
@@ -94,8 +102,9 @@ RUNS: dict[str, tuple[dict, tuple]] = {
         {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "max_steps": 4, "rollout_correction": "icepop"},
         (),
     ),
-    "mini-batches": (MINI_BATCHES | {"max_steps": 5, "batch_reduction": "token"}, ()),
+    "mini-batches": (MINI_BATCHES | {"max_steps": 5, "advantage_estimator": "rloo", "batch_reduction": "token"}, ()),
     "a rank without a token": ({"mask_truncated_completions": True}, (truncate, LAST)),
+    "a rank without a group": ({"drop_zero_std_groups": True}, (make_alike, LAST)),
     "two-sided KL": (TWO_SIDED | {"constraint_form": "two_sided_kl"}, ()),
     "experts": ({}, ()),
     "through the deployed forward": ({"train_through_quantization": True}, ()),

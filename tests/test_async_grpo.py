@@ -169,12 +169,13 @@ def packed_inputs(trainer, samples):
     """The micro-batch that TRL's collator makes of the samples."""
     row = packing.TreeRow()
     for sample in samples:
+        trainer.rollout_queue.versions[sample.group_id] = sample.model_version
         row.add(
             {name: getattr(sample, name) for name in ("input_ids", "completion_mask", "old_log_probs")}
             | {"advantage": sample.advantage, "group_id": sample.group_id, "metrics": sample.metrics}
         )
     collator = async_grpo_trainer.DataCollatorForRollout(trainer.processing_class.pad_token_id)
-    return collator([[row]])
+    return trainer._with_steps(collator, [[row]])
 
 
 def tokens_by_hand(model, samples):
@@ -348,6 +349,41 @@ def test_the_parts_of_the_discrepancy_and_a_remedy_for_the_lag(make_trainer):
         assert logged(split, f"discrepancy/{part}") == logged(routed, f"discrepancy/{part}")
     weights = [torch.cat([p.detach().flatten() for p in trainer.model.parameters()]) for trainer in (split, routed)]
     assert not torch.equal(*weights)
+
+
+def test_the_correction_gets_the_age_of_each_sample(make_trainer):
+    """A step has two micro-batches. Of the samples, groups of four have the version of their weights."""
+    fields = {"constraint": "none", "rollout_correction": "ppo_clip_by_age", "save_strategy": "steps", "save_steps": 2}
+
+    def of_versions(*versions):
+        samples = make_samples(4 * len(versions))
+        for index, sample in enumerate(samples):
+            sample.model_version = versions[index // 4]
+        return samples
+
+    def seen(trainer, **options):
+        found, correction = [], trainer.correction
+        trainer.correction = lambda tokens: (found.append(tokens), correction(tokens))[1]
+        trainer.train(**options)
+        return found
+
+    # New weights after two steps, as version 2, and a micro-batch for each group.
+    samples = of_versions(1, 1, 1, 1, 1, 2, 2, 1, 2, 2)
+    trainer = make_trainer(samples=samples, max_steps=4, weight_sync_steps=2, **fields)
+    ages = [tokens.age.tolist() for tokens in seen(trainer)]
+    assert ages == [[age] * 4 for age in (0, 0, 1, 1, 2, 0, 1, 3)]
+    # A run that goes on publishes its weights anew, and samples with them.
+    resumed = make_trainer(samples=of_versions(*[1] * 6), max_steps=4, weight_sync_steps=2, **fields)
+    checkpoint = f"{trainer.args.output_dir}/checkpoint-2"
+    ages = [tokens.age.tolist() for tokens in seen(resumed, resume_from_checkpoint=checkpoint)]
+    assert ages == [[age] * 4 for age in (0, 0, 1, 1)]
+    # New weights after each step, and two groups in a micro-batch, whose samples TRL reorders.
+    samples = of_versions(1, 1, 1, 1, 1, 1, 2, 1, 1, 1)
+    last = seen(make_trainer(samples=samples, max_steps=2, per_device_train_batch_size=8, **fields))[-1]
+    found = zip(last.advantages.tolist(), last.age.tolist(), strict=True)
+    expected = [(sample.advantage, 2 - sample.model_version) for sample in samples[24:32]]
+    for (advantage, age), (own, of_sample) in zip(sorted(found), sorted(expected), strict=True):
+        assert (advantage, age) == (pytest.approx(own), of_sample)
 
 
 def test_the_multiplier_answers_to_each_step_and_is_resumed(make_trainer):

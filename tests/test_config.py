@@ -87,6 +87,7 @@ def test_a_correction_of_ours_takes_the_place_of_trls(tmp_path):
     ("fields", "words"),
     [
         # One value alone.
+        ({"advantage_estimator": "gae"}, ["advantage_estimator='gae'", "'rloo'"]),
         ({"deployment_scheme": "fp16"}, ["deployment_scheme='fp16'", "'fp8_block'"]),
         ({"discrepancy_tolerance": "high"}, ["discrepancy_tolerance='high'", "number", "'auto'"]),
         ({"discrepancy_tolerance": "-1"}, ["discrepancy_tolerance=-1", "at least 0"]),
@@ -123,6 +124,8 @@ def test_every_rule_of_what_has_no_effect_applies(tmp_path):
         "discrepancy_level": {"constraint": "static", "discrepancy_level": "sequence"} | TWO_SIDED,
         "dual_window": {"constraint": "static", "dual_window": 4},
         "dual": {"constraint": "static", "dual": "auto"},
+        "lambda_kp": {"constraint": "lagrangian", "lambda_kp": 0.1},
+        "lambda_kd": {"constraint": "lagrangian", "dual": "auto", "lambda_kd": 0.1},
         "constraint_target": {"constraint_target": "lag", "deployment_scheme": "fp8"},
         "rollout_correction_target": {"rollout_correction_target": "lag", "deployment_scheme": "fp8"},
         "train_through_quantization": {"train_through_quantization": True},

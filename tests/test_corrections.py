@@ -13,6 +13,8 @@ from dc_trl.constraint.corrections import (
     ONE_SIDED_BOUND,
     correction_of,
     geometric_mask,
+    ppo_clip,
+    ppo_clip_by_age,
     token_mask,
     tv_mask,
 )
@@ -56,11 +58,29 @@ TOKENS = SampledTokens(TRAIN, INFER, SCORED, ADVANTAGES)
         # Â > 0 masks what is above, Â < 0 what is below.
         ("ppo_clip", {}, [[0, 0.25, 0, 1], [1.8, 0.9, 1, 1]]),
         ("ppo_clip", {"lower": 0.95, "upper": 1.3}, [[0, 0.25, 1.25, 1], [1.8, 0, 1, 1]]),
+        # Odds ratios 16, 0.167, 1.5 and 2.74, 0.82. At q = 0.2 one of 2 is r = 5/3, at q = 0.3 it is r = 20/13.
+        ("odds_truncate", {}, [[5 / 3, 0.25, 1.25, 1], [20 / 13, 0.9, 1, 1]]),
+        # At q = 0.4 an odds ratio of 0.5 is r = 5/8.
+        ("odds_truncate", {"lower": 0.5, "upper": math.inf}, [[4, 0.625, 1.25, 1], [1.8, 0.9, 1, 1]]),
     ],
 )
 def test_weights_by_hand(name, bounds, expected):
     weights = CORRECTIONS[name](TOKENS, **bounds)
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float32), atol=1e-6, rtol=1e-5)
+
+
+def test_an_older_rollout_is_clipped_nearer_to_one_by_hand():
+    """The bounds are 0.76 and 1.24 at age 0, 0.88 and 1.12 at age 1, 0.952 and 1.048 at age 4."""
+    ratios = torch.tensor([[1.2, 1.1, 1.04, 0.5], [0.8, 0.9, 0.96, 3.0]])
+    kept = {0: [0, 1, 2, 3], 1: [1, 2, 3], 4: [2, 3]}
+    tokens = SampledTokens(ratios.log() - 4, torch.full((2, 4), -4.0), torch.ones(2, 4).bool(), ADVANTAGES)
+    for age, columns in kept.items():
+        expected = torch.zeros(2, 4)
+        expected[:, columns] = ratios[:, columns]
+        for of in (age, torch.tensor([age, age])):
+            torch.testing.assert_close(ppo_clip_by_age(tokens._replace(age=of)), expected)
+    mixed = ppo_clip_by_age(tokens._replace(age=torch.tensor([1, 4])), lower=0.5, upper=math.inf)
+    torch.testing.assert_close(mixed, torch.tensor([[1.2, 1.1, 1.04, 0.5], [0, 0.9, 0.96, 3.0]]))  # 0.9 at age 4
 
 
 def test_a_token_goes_by_its_own_advantage():
@@ -100,7 +120,7 @@ def test_weights_stay_in_their_bounds(rows, mode, advantage, lower, upper):
     assert weights.shape == train.shape
     assert not weights.requires_grad
     assert weights.isfinite().all()
-    one_sided = mode in ("tv_mask", "ppo_clip")
+    one_sided = mode in ("tv_mask", "ppo_clip", "ppo_clip_by_age")
     highest = ONE_SIDED_BOUND if one_sided else upper
     lowest = 0.0 if one_sided else lower
     within = (weights >= lowest - 1e-6) & (weights <= highest + 1e-6)
@@ -110,6 +130,20 @@ def test_weights_stay_in_their_bounds(rows, mode, advantage, lower, upper):
     other = sampled._replace(train_logps=train.where(scored, -1.0), infer_logps=infer.where(scored, -9.0))
     elsewhere = CORRECTIONS[mode](other, **bounds)
     torch.testing.assert_close(weights, elsewhere, atol=0, rtol=0)  # what stands at other positions has no part
+
+
+@given(
+    tokens,
+    st.floats(-2, 2),
+    st.floats(0, 1),
+    st.floats(1, 4) | st.just(math.inf),
+    st.sampled_from([0, torch.zeros(1)]),
+)
+def test_a_rollout_without_an_age_is_clipped_as_ppo_does_bit_for_bit(rows, advantage, lower, upper, age):
+    train, infer, scored = (torch.tensor([column]) for column in zip(*rows, strict=True))
+    for dtype in (torch.float32, torch.float64):
+        sampled = SampledTokens(train.to(dtype), infer, scored & infer.isfinite(), torch.tensor([advantage]), age=age)
+        assert torch.equal(ppo_clip_by_age(sampled, lower, upper), ppo_clip(sampled, lower, upper))
 
 
 @given(st.lists(log_probabilities, min_size=1, max_size=6), st.sampled_from(MODES), st.floats(-2, 2))
@@ -126,6 +160,7 @@ def test_engines_that_agree_have_weights_of_one(row, mode, advantage):
         # Each trajectory's geometric mean, 1.077 and 1.273, keeps the first one.
         ("token_truncate, geometric_mask(0.9, 1.1)", [[2, 0.25, 1.25, 1], [0] * 4]),
         (["token_truncate(0.5, 3)", "geometric_mask(0.9, 1.5)"], [[3, 0.5, 1.25, 1], [1.8, 0.9, 1, 1]]),
+        (["odds_truncate", "icepop", "tv_mask(0.04)"], [[0, 0, 0, 1], [20 / 13, 0, 1, 1]]),
         # The weights are the first one's: r counts once.
         (["icepop", "ppo_clip(0.95, 1.3)"], [[0, 0, 1.25, 1], [1.8, 0, 1, 1]]),
     ],

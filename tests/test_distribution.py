@@ -42,7 +42,7 @@ LAUNCHERS = {
 }
 # What a launch of two is compared in. A two-sided form reads gradients of whole parameters.
 COMPARED = {
-    "MULTI_CPU": ["accumulated", "mini-batches", "a rank without a token", "two-sided KL"],
+    "MULTI_CPU": ["accumulated", "mini-batches", "a rank without a token", "a rank without a group", "two-sided KL"],
     "FSDP": ["steps", "experts", "through the deployed forward", "the lag's part", "streams"],
     "ZeRO-3": ["rollouts"],
 }

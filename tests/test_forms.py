@@ -246,16 +246,19 @@ def test_the_form_of_the_page_trains(own_form, tmp_path, seen_by_the_loss):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("field", "name", "said"),
     [
-        ("half", "choose one of 'two_sided_kl', .*'log_ratio', or name a function"),
-        ("nowhere:form", "the module 'nowhere' cannot be imported"),
-        ("my_form:half", "my_form has no function 'half'"),
+        ("constraint_form", "half", "choose one of 'two_sided_kl', .*'log_ratio', or name a function"),
+        ("constraint_form", "nowhere:form", "the module 'nowhere' cannot be imported"),
+        ("constraint_form", "my_form:half", "my_form has no function 'half'"),
+        ("constraint_form", "math:hypot", r"called as hypot\(tokens, measure\), which it does not take"),
+        ("rollout_correction", "my_form:complete", r"called as complete\(tokens, upper\), which it does not take"),
     ],
 )
-def test_what_is_no_such_function_is_refused_when_the_configuration_is_made(own_form, tmp_path, name, said):
-    with pytest.raises(ValueError, match=f"constraint_form={name!r}.*{said}"):
-        make_config(tmp_path, constraint="static", constraint_form=name)
+def test_what_is_no_such_function_is_refused_when_the_configuration_is_made(own_form, tmp_path, field, name, said):
+    others = {"constraint": "static"} if field == "constraint_form" else {"rollout_correction_max": 3.0}
+    with pytest.raises(ValueError, match=f"{field}={name!r}.*{said}"):
+        make_config(tmp_path, **{field: name} | {"constraint": "none"} | others)
 
 
 def test_a_coefficient_of_another_shape_is_refused():

@@ -82,6 +82,7 @@ HOOKS: dict[str, str] = {
     "trl.experimental.async_grpo.AsyncGRPOTrainer.compute_loss": (
         "(self, model, inputs, return_outputs, num_items_in_batch)"
     ),
+    "trl.experimental.async_grpo.AsyncGRPOTrainer._sync_weight": "(self)",
     "trl.experimental.async_grpo.AsyncGRPOTrainer._metrics": (
         "= {'train': defaultdict(list), 'eval': defaultdict(list)}"
     ),

@@ -11,18 +11,21 @@ weights that sampled, and clips it. None of that loss is copied here:
   advantage, so it equals the advantage times the loss's gradient with respect to it. That product is subtracted, with
   its gradient, for the masked tokens.
 
-An iteration is one optimizer step; its samples may have different ages.
+An iteration is one optimizer step; its samples may have different ages. TRL's queue has the version of the weights
+that began each group of samples, and its batches do not: they get it here, as the optimizer step of these weights.
 """
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
@@ -147,6 +150,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         self.lagrange_multiplier = LagrangeMultiplier.of(args)
         self._statistics = BatchStatistics.of(args)
         self._warned_of_drift = False
+        self._step_of_version: dict[int, int] = {}  # the optimizer step of each version of the server's weights
         super().__init__(
             model,
             reward_funcs,
@@ -173,6 +177,8 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         if isinstance(self.rollout_worker, AsyncRolloutWorker) and rollout_worker is None:  # on the main process
             vocabulary = self.accelerator.unwrap_model(self.model).config.get_text_config().vocab_size
             self.rollout_worker = CheckedRolloutWorker.like(self.rollout_worker, vocabulary)
+        if self.accelerator.is_main_process:
+            self.rollout_queue = VersionedQueue(self.rollout_worker.rollout_buffer)
 
     def train(self, *args, **kwargs):
         """Train as TRL's trainer does. If an answer of the server cannot be used, save the last complete step.
@@ -197,6 +203,29 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         if self.is_world_process_zero():
             tags = (*self._tag_names, *([tags] if isinstance(tags, str) else tags or ()))
             write_run_card(self, model_name, dataset_name, tags)
+
+    # --- the age of the samples -------------------------------------------------------------------------------------
+
+    def _sync_weight(self):
+        super()._sync_weight()
+        self._step_of_version[self.model_version] = self.state.global_step
+
+    def get_train_dataloader(self):
+        loader = super().get_train_dataloader()
+        if self.accelerator.is_main_process:  # where batches are made
+            batches = loader.base_dataloader
+            batches.collate_fn = partial(self._with_steps, batches.collate_fn)
+        return loader
+
+    def _with_steps(self, collate: Callable[[list], dict[str, Any]], examples: list) -> dict[str, Any]:
+        """Return TRL's batch with the step of the weights that sampled, shape (processes, samples), padded by 0."""
+        versions = self.rollout_queue.versions
+        steps = [
+            # A version from before this run's first synchronization counts as old as the policy's first weights.
+            torch.tensor([self._step_of_version.get(versions[sample["group_id"]], 0) for sample in row.samples])
+            for row in examples[0]
+        ]
+        return collate(examples) | {"weights_of_step": pad_sequence(steps, batch_first=True)}
 
     # --- the loss of a micro-batch ----------------------------------------------------------------------------------
 
@@ -249,6 +278,8 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             advantages=trajectories.matrix(inputs["advantages"][selected].detach())[:, 0],
             deployed_logps=None if deployed_logps is None else trajectories.matrix(deployed_logps),
         )
+        ages = self.state.global_step - inputs["weights_of_step"][0]
+        tokens = tokens._replace(age=ages[: len(tokens.scored)])
         penalty = weights = None
         multiplier = self.lagrange_multiplier.value
         if self.form is not None:
@@ -329,6 +360,29 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
                 f"{checkpoint} holds no {STATE_FILE} (AsyncDCGRPOTrainer did not save it): lambda starts at "
                 f"lambda_init={self.args.lambda_init}."
             )
+
+
+class VersionedQueue:
+    """A queue of TRL's rollout samples that keeps the version of the weights of each group.
+
+    Args:
+        samples: the queue.
+
+    Attributes:
+        versions: version by the id of the group; that of the weights with which its first sample began.
+    """
+
+    def __init__(self, samples: Any):
+        self._samples = samples
+        self.versions: dict[int, int] = {}
+
+    def get(self, timeout: float) -> Any:
+        sample = self._samples.get(timeout=timeout)
+        self.versions[sample.group_id] = sample.model_version
+        return sample
+
+    def qsize(self) -> int:
+        return self._samples.qsize()
 
 
 class Trajectories:

@@ -15,6 +15,8 @@ gradient and does not count in δ̄. With r = π_train/π_inf of a token, taken 
                       direction of its advantage
 ``ppo_clip``          r, or 0 where it has passed a bound in the direction    PPO, arXiv 1707.06347, eq. 7, with the
                       of its advantage                                        sampler as the old policy
+``ppo_clip_by_age``   ``ppo_clip`` with bounds 1 + (bound − 1)/(1 + age)      ours, after arXiv 2607.18722
+``odds_truncate``     r, with the odds ratio within [lower, upper]            log-odds cap, arXiv 2609.32444
 ===================== ======================================================= ========================================
 
 Each function takes the `SampledTokens`, whose advantages the weights will multiply, and the bounds ``lower`` and
@@ -32,6 +34,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ..sampled_tokens import LOG_RATIO_BOUND, SampledTokens, trajectory_mean
@@ -115,7 +118,7 @@ def tv_mask(tokens: SampledTokens, upper: float = 0.2) -> Tensor:
     return _bounded_exp(tokens.log_ratio).clamp(max=ONE_SIDED_BOUND).masked_fill(masked, 0.0)
 
 
-def ppo_clip(tokens: SampledTokens, lower: float = 0.76, upper: float = 1.24) -> Tensor:
+def ppo_clip(tokens: SampledTokens, lower: Tensor | float = 0.76, upper: Tensor | float = 1.24) -> Tensor:
     """Weight by r and mask the tokens that PPO clips, with the sampler as the old policy (arXiv 1707.06347, eq. 7).
 
     A token with Â > 0 is masked where r > upper, and one with Â < 0 where r < lower: these tokens have no gradient in
@@ -128,6 +131,31 @@ def ppo_clip(tokens: SampledTokens, lower: float = 0.76, upper: float = 1.24) ->
     return ratio.clamp(max=ONE_SIDED_BOUND).masked_fill(masked, 0.0)
 
 
+def ppo_clip_by_age(tokens: SampledTokens, lower: float = 0.76, upper: float = 1.24) -> Tensor:
+    """Apply `ppo_clip` with bounds that are nearer to 1 for older rollouts: 1 + (bound − 1)/(1 + age).
+
+    At age 0 these are the bounds themselves, and at age 4 a fifth of their distance is left. The idea of a tighter
+    clip for staler tokens is that of SAT (arXiv 2607.18722). Its abstract takes |log r| as the staleness, compared
+    with the batch; the age and this function of it are ours.
+    """
+    share = 1 / (1 + torch.as_tensor(tokens.token_age, dtype=tokens.log_ratio.dtype, device=tokens.scored.device))
+    return ppo_clip(tokens, *((1 - share) + share * bound for bound in (lower, upper)))
+
+
+def odds_truncate(tokens: SampledTokens, lower: float = 0.0, upper: float = 2.0) -> Tensor:
+    """Return r, clipped where the odds ratio π(1 − q)/(q(1 − π)) passes a bound (after arXiv 2609.32444).
+
+    The odds ratio is C where r = 1/(q + (1 − q)/C), with q = π_inf. So a token of which the sampler was sure is held
+    near 1, and a rare one near C. That the weight remains the ratio, and C = 2, are our reading of the abstract.
+    """
+    _, infer = tokens.detached_logps
+    q = infer.where(tokens.scored, 0.0).exp()
+    most = 1 / (q + (1 - q) / upper)
+    # 0/0 where q = 1 and the bound is 0, or 0 in this precision: such a token has no odds, and stays at 1.
+    least = 1 / (q + ((1 - q) / lower).nan_to_num(0.0, posinf=torch.inf)) if lower > 0 else torch.zeros_like(q)
+    return _bounded_exp(tokens.log_ratio).clamp(min=least, max=most)
+
+
 _ALL = (
     token_truncate,
     token_mask,
@@ -137,9 +165,11 @@ _ALL = (
     icepop,
     tv_mask,
     ppo_clip,
+    ppo_clip_by_age,
+    odds_truncate,
 )
 CORRECTIONS: dict[str, Callable[..., Tensor]] = {function.__name__: function for function in _ALL}
-_TRUNCATIONS = ("token_truncate", "sequence_truncate")  # which give no token the weight 0
+_TRUNCATIONS = ("token_truncate", "sequence_truncate", "odds_truncate")  # which give no token the weight 0
 
 
 def correction_of(settings: ConstraintSettings) -> Correction | None:
@@ -158,7 +188,7 @@ def correction_of(settings: ConstraintSettings) -> Correction | None:
 
 
 def _bounded(name: str, bounds: Mapping[str, float]) -> Correction:
-    return partial(resolve("rollout_correction", name, CORRECTIONS), **bounds)
+    return partial(resolve("rollout_correction", name, CORRECTIONS, **bounds), **bounds)
 
 
 def _combined(settings: ConstraintSettings) -> Correction:

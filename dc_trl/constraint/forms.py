@@ -158,7 +158,7 @@ def coefficient_of(settings: ConstraintSettings) -> Coefficient:
         ValueError: it does not name a form; see `resolve`.
     """
     named = dict.fromkeys(TWO_SIDED, injected) | COEFFICIENTS  # two-sided names are valid, but have no coefficient
-    return resolve("constraint_form", settings.constraint_form, named)
+    return resolve("constraint_form", settings.constraint_form, named, measure=settings.discrepancy_measure)
 
 
 def form_of(settings: ConstraintSettings, divergence: Callable[[], Tensor] | None = None) -> Form | None:

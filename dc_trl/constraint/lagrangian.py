@@ -15,8 +15,9 @@ class LagrangeMultiplier:
     After iteration k, λ_{k+1} = Π_[λ_min, λ_max]( λ_k + η_λ (δ̄_k − ε) ), where δ̄_k is the mean discrepancy of the
     iteration, or of the last ``window`` iterations (the paper's dynamic buffer). This is ``dual="paper"``.
 
-    ``"auto"`` takes the relative violation min(δ̄_k/ε − 1, 1) in place of δ̄_k − ε: it has no unit, and a step is at
-    most η_λ.
+    ``"auto"`` takes the relative violation v_k = min(δ̄_k/ε − 1, 1) in place of δ̄_k − ε: it has no unit, and a step is
+    at most η_λ. ``"pid"`` (arXiv 2007.03964) moves an integral I in this way, and
+    λ_{k+1} = Π( I_{k+1} + K_P v_k + K_D max(v_k − v_{k−1}, 0) ).
 
     Args:
         init: λ_0, within [minimum, maximum].
@@ -27,7 +28,8 @@ class LagrangeMultiplier:
         maximum: λ_max ≥ λ_min. The paper's penalty only pushes sampled tokens down, which can itself raise the
             discrepancy, so an unbounded λ can run away.
         window: number of iterations that δ̄ is averaged over, ≥ 1.
-        dual: ``"paper"`` or ``"auto"``, see above. The latter needs a tolerance above 0.
+        dual: ``"paper"``, ``"auto"`` or ``"pid"``, see above. The latter two need a tolerance above 0.
+        proportional, derivative: K_P ≥ 0 and K_D ≥ 0 of ``"pid"``, in units of λ.
 
     Attributes:
         tolerance (`float` or `None`): ε; `None` until ``"auto"`` has found it.
@@ -45,10 +47,13 @@ class LagrangeMultiplier:
         maximum: float = 1.0,
         window: int = 1,
         dual: DualAscent = "paper",
+        proportional: float = 0.0,
+        derivative: float = 0.0,
     ):
         require_choice("dual", dual, DualAscent)
         fixed = None if tolerance == "auto" else tolerance
         numbers = {"lr": lr, "minimum": minimum, "maximum": maximum} | ({} if fixed is None else {"tolerance": fixed})
+        numbers |= {"proportional": proportional, "derivative": derivative}
         for name, value in numbers.items():
             if not AT_LEAST_0.allows(value):
                 raise ValueError(f"{name}={value!r} is invalid: use a finite number that is at least 0.")
@@ -61,7 +66,9 @@ class LagrangeMultiplier:
         self.minimum = minimum
         self.maximum = maximum
         self._dual = dual
-        self._value = float(init)
+        self._gains = (proportional, derivative)
+        self._value = self._integral = float(init)
+        self._violation: float | None = None  # the latest one
         self._recent: deque[float] = deque(maxlen=window)
         # δ̄ of the iterations that ε is computed from; None where ε is given.
         self._observed: list[float] | None = [] if fixed is None else None
@@ -77,6 +84,8 @@ class LagrangeMultiplier:
             maximum=settings.lambda_max,
             window=settings.dual_window,
             dual=settings.dual,
+            proportional=settings.lambda_kp or 0.0,
+            derivative=settings.lambda_kd or 0.0,
         )
 
     @property
@@ -107,7 +116,13 @@ class LagrangeMultiplier:
         if self._dual != "paper":
             # "auto" finds ε = 0 where the engines never differed: any difference then violates it.
             violation = min(violation / self.tolerance, 1.0) if self.tolerance else float(violation > 0)
-        self._value = self._projected(self._value + self.lr * violation)
+        self._integral = self._projected(self._integral + self.lr * violation)
+        self._value = self._integral
+        if self._dual == "pid":
+            proportional, derivative = self._gains
+            rise = 0.0 if self._violation is None else max(violation - self._violation, 0.0)
+            self._value = self._projected(self._integral + proportional * violation + derivative * rise)
+        self._violation = violation
         return self._value
 
     def _projected(self, value: float) -> float:
@@ -115,7 +130,8 @@ class LagrangeMultiplier:
 
     def state_dict(self) -> dict[str, Any]:
         """Return λ, the window's discrepancies and those that ε is computed from, as JSON values, without settings."""
-        return {"value": self._value, "recent": list(self._recent), "observed": self._observed}
+        pid = {"integral": self._integral, "violation": self._violation}
+        return {"value": self._value, "recent": list(self._recent), "observed": self._observed} | pid
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict()``. λ is projected onto the present bounds, and the window keeps its latest."""
@@ -123,6 +139,8 @@ class LagrangeMultiplier:
         if not math.isfinite(value):
             raise ValueError(f"state_dict['value']={value!r} is not finite: the state is corrupt.")
         self._value = self._projected(value)
+        self._integral = self._projected(float(state_dict["integral"]))
+        self._violation = state_dict["violation"]
         self._recent = deque(map(float, state_dict["recent"]), maxlen=self._recent.maxlen)
         if self._observed is not None:
             self._observed = list(state_dict["observed"] or [])

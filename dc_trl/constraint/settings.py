@@ -12,7 +12,7 @@ from ..settings.ranges import AT_LEAST_0, COUNT, Range, require_number
 Measure = Literal["prob_diff", "prob_ratio", "log_prob", "squared_log_ratio"]
 # Part of the difference between the engines that a remedy acts on.
 Target = Literal["all", "lag"]
-DualAscent = Literal["paper", "auto"]
+DualAscent = Literal["paper", "auto", "pid"]
 Level = Literal["token", "sequence"]
 Reduction = Literal["sequence", "token"]
 Constraint = Literal["none", "static", "lagrangian"]
@@ -102,7 +102,9 @@ class ConstraintSettings:
     dual: DualAscent = setting(
         "paper",
         'How constraint="lagrangian" moves λ. "paper" adds η_λ (δ̄ − ε) (arXiv 2606.08779, eq. 11). "auto" adds '
-        "η_λ (δ̄/ε − 1), at most η_λ: the relative violation, which has no unit, so one η_λ suits every measure.",
+        "η_λ (δ̄/ε − 1), at most η_λ: the relative violation, which has no unit, so one η_λ suits every measure. "
+        '"pid" sums the same violations, and adds lambda_kp times the present one and lambda_kd times its rise (PID '
+        "Lagrangian, arXiv 2007.03964).",
     )
     lambda_init: Annotated[float, AT_LEAST_0] = setting(
         None,
@@ -121,6 +123,12 @@ class ConstraintSettings:
         "Upper bound of λ. The paper does not state one. If it is not set: 1 for the injected form and where the "
         "quadratic form divides by a probability, otherwise four times the form's own lambda_init.",
     )
+    lambda_kp: Annotated[float, AT_LEAST_0] = setting(
+        None, "Weight of the present violation in a PID multiplier. If it is not set: lambda_lr."
+    )
+    lambda_kd: Annotated[float, AT_LEAST_0] = setting(
+        None, "Weight of a rise of the violation in a PID multiplier. If it is not set: lambda_lr."
+    )
     rollout_correction: str = setting(
         "none",
         "How the advantage of a token is weighted by r = π_train/π_inf, with any engine and any constraint. "
@@ -128,22 +136,23 @@ class ConstraintSettings:
         '"sequence_truncate" and "sequence_mask" do the same with the product of a trajectory\'s r. '
         '"geometric_mask" masks trajectories whose geometric mean of r is outside the bounds. "icepop" is '
         '"token_mask" with two bounds. "tv_mask" (DPPO) takes r, and 0 where π_train − π_inf has passed the bound in '
-        'the direction of the advantage. "ppo_clip" is PPO\'s clip with the sampler as the old policy. '
-        '"none" weights nothing. Several in a list, or behind commas, combine: the first one weighs, and the others '
-        "mask, with their bounds in parentheses: "
+        'the direction of the advantage. "ppo_clip" is PPO\'s clip with the sampler as the old policy, '
+        'and "ppo_clip_by_age" is the same with bounds that are nearer to 1 for older rollouts. '
+        '"odds_truncate" clips r where the ratio of odds passes a bound. "none" weights nothing. Several in a list, '
+        "or behind commas, combine: the first one weighs, and the others mask, with their bounds in parentheses: "
         "[token_truncate, geometric_mask(0.99, 1.01)]. Masked tokens do not count in δ̄. See "
         "dc_trl.constraint.corrections for the papers.",
     )
     rollout_correction_max: Annotated[float | None, Range(above=0, infinite=True)] = setting(
         None,
         "Upper bound of the correction, at least 1; infinity means no bound. If it is not set: 2 (arXiv 2602.01826), "
-        'for "geometric_mask" 1.01 (SkyRL), for "icepop" 5 (verl), for PPO\'s clip 1.24. For "tv_mask" it is a '
+        'for "geometric_mask" 1.01 (SkyRL), for "icepop" 5 (verl), for PPO\'s clips 1.24. For "tv_mask" it is a '
         "difference of probabilities below 1, and 0.2 (SkyRL) if it is not set.",
     )
     rollout_correction_min: Annotated[float | None, Range(least=0, most=1)] = setting(
         None,
         'Lower bound of the correction, at most 1. If it is not set: 0, for "geometric_mask" 0.99, for "icepop" 0.5, '
-        'for PPO\'s clip 0.76. "tv_mask" has no lower bound.',
+        'for PPO\'s clips 0.76. "tv_mask" has no lower bound.',
     )
     rollout_correction_target: Target = setting(
         "all",
@@ -184,6 +193,8 @@ class ConstraintSettings:
             "lambda_max": maximum,
             "lambda_lr": rate,
         }
+        if self.dual == "pid":
+            defaults |= dict.fromkeys(("lambda_kp", "lambda_kd"), rate if self.lambda_lr is None else self.lambda_lr)
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)

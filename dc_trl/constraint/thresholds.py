@@ -26,6 +26,8 @@ LAG_COSTS = 2e-3
 # Above this, each run of GRPO, with a lag or in two bits, lost 8 points or more: the sampler is another policy.
 FAR = 1e-2
 
+_CLIPS = {"ppo_clip", "ppo_clip_by_age"}
+
 # Generation batches with a sampler in step whose k3 make the level.
 LEVEL_BATCHES = 10
 # k3 of single batches in step differ by this factor (SmolLM2-135M in FP8, 2,048 tokens: 0.024 to 0.054).
@@ -101,7 +103,7 @@ def drift_warning(
         far = FAR + usual
         remedy = "a signed form or a smaller weight_sync_steps" if may_lag else "a finer deployment_scheme"
         finding = f"most of our runs with λ 0.1 or more ended without reward: use {remedy}, or constraint='none'"
-    elif form is not None or clips or "ppo_clip" in settings.correction_names:  # a pull towards the sampler
+    elif form is not None or clips or _CLIPS & {*settings.correction_names}:  # a pull towards the sampler
         if may_lag:
             return None  # it repaired the runs with a lag
         remedy = "use train_through_quantization, a finer deployment_scheme, or neither constraint nor correction"

@@ -43,6 +43,7 @@ NO_EFFECT = (
     Rule("constraint_target", {"constraint": ["none"]}, "choose constraint='static' or 'lagrangian'"),
     Rule("rollout_correction_target", {"rollout_correction": ["none"]}, "choose a correction"),
     Rule("discrepancy_margin discrepancy_level", {"constraint_form": TWO_SIDED}, "choose another constraint_form"),
+    Rule("lambda_kp lambda_kd", {"dual": ["paper", "auto"]}, "set dual='pid'"),
     Rule("dual dual_window", {"constraint": ["none", "static"]}, "choose constraint='lagrangian'"),
     Rule("train_through_quantization", {"deployment_scheme": [None]}, "set deployment_scheme (for example 'fp8')"),
     Rule(
@@ -132,7 +133,7 @@ _LOSSES_BY_TOKEN = ("cispo", "vespo")
 # Corrections that give all tokens of a trajectory one weight, or none.
 _CORRECTIONS_OF_TRAJECTORIES = {"sequence_truncate", "sequence_mask", "geometric_mask"}
 # Corrections that weigh a token by its own probabilities alone.
-_CORRECTIONS_OF_TOKENS = {"token_truncate", "token_mask", "icepop", "tv_mask", "ppo_clip"}
+_CORRECTIONS_OF_TOKENS = {"token_truncate", "token_mask", "icepop", "tv_mask", "ppo_clip", "odds_truncate"}
 _CONSTRAINED = {"constraint": ["static", "lagrangian"]}
 _ALIGNED: dict[str, Condition] = {"train_through_quantization": [True]}
 _SPLIT: dict[str, Condition] = {
@@ -233,7 +234,7 @@ CONTRADICTIONS = (
         "score_centering",
         {"rollout_correction": lambda c: not {*c.correction_names} <= _CORRECTIONS_OF_TOKENS},
         "the mean is taken over what might have been sampled, which needs a weight of each token by itself; set "
-        "'token_truncate', 'token_mask', 'icepop', 'tv_mask', 'ppo_clip' or 'none'",
+        "'token_truncate', 'token_mask', 'icepop', 'tv_mask', 'ppo_clip', 'odds_truncate' or 'none'",
     ),
     Rule(
         "score_centering",
@@ -258,12 +259,25 @@ CONTRADICTIONS = (
         lambda c: bool((c.gradient_checkpointing_kwargs or {}).get("use_reentrant")),
     ),
     Rule(
+        "scale_rewards multi_objective_aggregation",
+        {"advantage_estimator": ["rloo"]},
+        "RLOO does not normalise advantages; leave it out, or use advantage_estimator='grpo'",
+        ["batch", "normalize_then_sum"],
+    ),
+    Rule(
         "rollout_correction",
         {"loss_type": ["vespo"]},
         "VESPO takes a ratio of each token; set 'token_truncate', 'token_mask' or 'icepop'",
         lambda c: not {*c.correction_names} <= {"token_truncate", "token_mask", "icepop"},
     ),
     Rule("rollout_correction", {"vllm_importance_sampling_correction": [True]}, f"both correct the rollouts; {_ONE}"),
+    Rule(
+        "rollout_correction",
+        {"weight_sync_steps": [1], "rollout_overlap": [False]},
+        "the weights that sample are the trainer's, so no rollout has an age; set 'ppo_clip', or raise "
+        "weight_sync_steps",
+        lambda c: "ppo_clip_by_age" in c.correction_names,
+    ),
     Rule(
         "rollout_correction",
         {"importance_sampling_level": ["sequence"], "loss_type": lambda c: c.loss_type not in _LOSSES_BY_TOKEN},

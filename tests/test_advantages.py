@@ -1,0 +1,205 @@
+"""Advantages from rewards: against definitions written out, and in the trainer."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig
+
+from dc_trl.constraint.advantages import leave_one_out_advantages, zero_std_groups
+from dc_trl.trainers.sampling import total_rewards
+
+from .helpers import Rollouts, logged, make_experts, make_model, make_prompts, make_trainer
+
+
+NAN = math.nan
+rewards_of_a_group = st.lists(st.one_of(st.just(NAN), st.integers(-3, 3).map(float)), min_size=4, max_size=4)
+
+
+def test_total_by_hand():
+    rewards = torch.tensor([[1.0, 0.5], [NAN, 2.0], [NAN, NAN]])
+    total = total_rewards(rewards, torch.tensor([1.0, 10.0]))
+    assert total[:2].tolist() == [6.0, 20.0]
+    assert math.isnan(total[2])
+
+
+def test_leave_one_out_by_hand():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, NAN, 4.0, NAN, NAN])
+    # First prompt: the others' means are 1/3, 2/3, 2/3, 1/3. Second: one reward alone has nothing to compare with.
+    expected = torch.tensor([2 / 3, -2 / 3, -2 / 3, 2 / 3, 0.0, 0.0, 0.0, 0.0])
+    torch.testing.assert_close(leave_one_out_advantages(rewards, 4), expected)
+
+
+@given(st.lists(rewards_of_a_group, min_size=1, max_size=4))
+def test_leave_one_out_is_its_definition(groups):
+    advantages = leave_one_out_advantages(torch.tensor(groups).flatten(), 4).view(-1, 4)
+    for group, found in zip(groups, advantages.tolist(), strict=True):
+        for i, value in enumerate(found):
+            others = [r for j, r in enumerate(group) if j != i and not math.isnan(r)]
+            expected = 0.0 if math.isnan(group[i]) or not others else group[i] - np.mean(others)
+            assert value == pytest.approx(expected, abs=1e-5)
+
+
+@given(st.lists(rewards_of_a_group, min_size=1, max_size=4))
+def test_groups_without_spread(groups):
+    found = zero_std_groups(torch.tensor(groups).flatten(), 4)
+    expected = [len({r for r in group if not math.isnan(r)}) < 2 for group in groups for _ in range(4)]
+    assert found.tolist() == expected
+
+
+# --- in the trainer
+
+
+def first_character(completions, **kwargs):
+    """A reward by the first token alone; what `Rollouts` returns differs, so that some groups agree."""
+    return [float(len(completion) % 3 == 0) for completion in completions]
+
+
+def train(tmp_path, tokenizer, reward, rollouts=None, model=None, peft_config=None, **fields):
+    fields = {"max_steps": 1, "per_device_train_batch_size": 16, "learning_rate": 0.0} | fields
+    fields |= {"rollout_func": rollouts or Rollouts(), "peft_config": peft_config}
+    trainer = make_trainer(tmp_path, model, reward, **fields)
+    trainer.train()
+    return trainer
+
+
+def test_rloo_advantages_reach_the_loss(tmp_path, tokenizer, seen_by_the_loss):
+    trainer = train(tmp_path, tokenizer, first_character, constraint="none", advantage_estimator="rloo")
+    (inputs,) = seen_by_the_loss
+    rewards = dict(
+        zip(trainer._logs["completion"], trainer._logs["rewards"]["first_character"], strict=True)
+    )  # TRL's own record
+    rows = []
+    for ids, mask in zip(inputs["completion_ids"], inputs["completion_mask"], strict=True):
+        rows.append(rewards[tokenizer.decode(ids[mask.bool()], skip_special_tokens=True)])
+    prompts = [tokenizer.decode(ids[mask.bool()]) for ids, mask in _prompts(inputs)]
+    assert len(set(rows)) == 2
+    for i, advantage in enumerate(inputs["advantages"].tolist()):
+        others = [rows[j] for j in range(16) if j != i and prompts[j] == prompts[i]]
+        assert len(others) == 3
+        assert advantage == pytest.approx(rows[i] - np.mean(others), abs=1e-6)
+
+
+def test_rloo_advantages_are_those_that_are_shown_and_evaluated(tmp_path, tokenizer, seen_by_the_loss):
+    """The table of completions, and the loss of an evaluation, whose groups have another size."""
+    fields = {"constraint": "none", "advantage_estimator": "rloo", "num_generations_eval": 2, "loss_type": "dapo"}
+    trainer = train(tmp_path, tokenizer, first_character, per_device_eval_batch_size=4, **fields)
+
+    def leave_one_out(rewards, size):
+        groups = np.reshape(rewards, (-1, size))
+        return (groups - (groups.sum(1, keepdims=True) - groups) / (size - 1)).flatten().tolist()
+
+    shown, rewards = trainer._logs["advantages"], trainer._logs["rewards"]["first_character"]
+    assert len(set(rewards)) == 2
+    assert list(shown) == pytest.approx(leave_one_out(list(rewards), 4), abs=1e-6)
+
+    seen_by_the_loss.clear()
+    result = trainer.evaluate(make_prompts(2))
+    (inputs,) = seen_by_the_loss
+    expected = leave_one_out(list(rewards)[-4:], 2)
+    assert inputs["advantages"].tolist() == pytest.approx(expected, abs=1e-6) == list(shown)[-4:]
+    lengths = inputs["completion_mask"].sum(1).tolist()
+    by_hand = -sum(a * n for a, n in zip(expected, lengths, strict=True)) / sum(lengths)
+    assert result["eval_loss"] == pytest.approx(by_hand, abs=1e-6)
+    assert by_hand != 0
+
+
+@pytest.mark.parametrize(("loss_type", "constraint"), [("grpo", "static"), ("dr_grpo", "none"), ("dapo", "static")])
+def test_dropped_groups_leave_a_batch_of_the_others(tmp_path, tokenizer, seen_by_the_loss, loss_type, constraint):
+    compare_with_the_kept_alone(tmp_path, tokenizer, seen_by_the_loss, loss_type=loss_type, constraint=constraint)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "luspo"])
+def test_entropy_bonus_and_kl_of_the_kept_are_as_in_a_batch_of_their_own(
+    tmp_path, tokenizer, seen_by_the_loss, loss_type
+):
+    """The bonus is a mean over tokens already; KL is part of the mean over completions."""
+    fields = {"loss_type": loss_type, "constraint": "static", "entropy_coef": 0.5, "beta": 0.3}
+    # Random adapters, so that policy and reference (the model without them) differ.
+    adapter = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    dropped, _ = compare_with_the_kept_alone(tmp_path, tokenizer, seen_by_the_loss, peft_config=adapter, **fields)
+    assert logged(dropped, "kl")[0] > 0.01
+
+
+def compare_with_the_kept_alone(tmp_path, tokenizer, seen_by_the_loss, peft_config=None, **fields):
+    """The loss, its gradient and δ̄ equal those of a batch that holds nothing but the groups with a spread."""
+
+    def rewards(completions, prompts, **kwargs):
+        # Every other prompt's completions all get the same reward.
+        numbers = [int(prompt.split("+")[0]) for prompt in prompts]
+        return [len(c) % 5 if number % 2 else 1.0 for c, number in zip(completions, numbers, strict=True)]
+
+    fields |= {"scale_rewards": "none", "max_completion_length": 8}
+    shuffle = {"shuffle_dataset": False}
+    torch.manual_seed(0)  # of the adapters
+    dropped = train(
+        tmp_path / "a", tokenizer, rewards, peft_config=peft_config, drop_zero_std_groups=True, **fields, **shuffle
+    )
+    (inputs,) = seen_by_the_loss
+    kept = inputs["completion_mask"].any(-1)
+    odd = [int(tokenizer.decode(ids[m.bool()]).split("+")[0]) % 2 for ids, m in _prompts(inputs)]
+    assert kept.tolist() == [bool(number) for number in odd]
+    assert 0 < kept.sum() < 16
+
+    # The reference: the kept completions alone, in a batch of half the size.
+    calls = []
+
+    class Kept(Rollouts):
+        def __call__(self, prompts, trainer):
+            output = super().__call__(prompts, trainer)
+            # Position decides what `Rollouts` returns: take what the odd prompts had in the batch of 16.
+            whole = Rollouts()(["0+0="] * 16, trainer)
+            position = {1: 4, 3: 12}
+            for i, prompt in enumerate(prompts):
+                source = position[int(prompt.split("+")[0])] + i % 4
+                for name in ("completion_ids", "logprobs"):
+                    output[name][i] = whole[name][source]
+            calls.append(prompts)
+            return output
+
+    prompts = make_prompts(4).filter(lambda row: int(row["prompt"].split("+")[0]) % 2 == 1)
+    fields |= shuffle | {"train_dataset": prompts, "per_device_train_batch_size": 8}
+    torch.manual_seed(0)
+    alone = train(tmp_path / "b", tokenizer, rewards, Kept(), peft_config=peft_config, **fields)
+    assert len(calls) == 1
+    assert logged(dropped, "loss") == pytest.approx(logged(alone, "loss"), abs=1e-6)
+    assert logged(dropped, "grad_norm") == pytest.approx(logged(alone, "grad_norm"), rel=1e-4)
+    assert logged(dropped, "discrepancy/mean") == pytest.approx(logged(alone, "discrepancy/mean"), rel=1e-5)
+    return dropped, alone
+
+
+def _prompts(inputs):
+    return zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_a_batch_of_nothing_else_moves_nothing(tmp_path, tokenizer, kind):
+    """Not by the auxiliary loss of a router either."""
+    make = {"dense": make_model, "experts": make_experts}[kind]
+
+    def same(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    fields = {"learning_rate": 1e-2, "max_steps": 2, "entropy_coef": 0.1}
+    fields |= {"router_aux_loss_coef": 0.1} if kind == "experts" else {}
+    trainer = train(tmp_path, tokenizer, same, model=make(), drop_zero_std_groups=True, **fields)
+    assert logged(trainer, "loss") == [0.0, 0.0]
+    assert ("aux_loss" in trainer.state.log_history[0]) == (kind == "experts")
+    assert trainer.lagrange_multiplier.value == 0.1
+    for trained, initial in zip(trainer.model.parameters(), make().parameters(), strict=True):
+        assert torch.equal(trained, initial)
+
+
+def test_the_auxiliary_loss_of_a_router_keeps_its_size(tmp_path, tokenizer):
+    """One group of four is kept. Advantages of a group sum to zero, so at equal weights the rest of the loss is 0."""
+
+    def one_differs(completions, prompts, **kwargs):
+        return [float(i == 0) for i in range(len(completions))]
+
+    fields = {"drop_zero_std_groups": True, "constraint": "none", "router_aux_loss_coef": 0.1}
+    trainer = train(tmp_path, tokenizer, one_differs, model=make_experts(), **fields)
+    assert logged(trainer, "aux_loss")[0] > 0.1
+    assert logged(trainer, "loss")[0] == pytest.approx(0.1 * logged(trainer, "aux_loss")[0], rel=1e-4)
