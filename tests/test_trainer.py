@@ -17,7 +17,6 @@ from dc_trl import DCGRPOConfig, DCGRPOTrainer, HistoryCallback, mismatch_metric
 from dc_trl.constraint.tolerance import AUTO_BATCHES
 from dc_trl.records.runs import read_history
 
-from . import helpers
 from .helpers import (
     TINY_MODEL,
     Rollouts,
@@ -377,18 +376,6 @@ def test_what_fills_an_empty_completion_is_outside_the_loss(
         assert torch.equal(mine, other)
 
 
-def test_a_rollout_function_that_leaves_a_key_out_gets_trls_message(tmp_path, tokenizer):
-    def rollouts(prompts, trainer):
-        return {name: value for name, value in Rollouts()(prompts, trainer).items() if name != "logprobs"}
-
-    messages = []
-    for kind, config in ((GRPOTrainer, plain_config(make_config(tmp_path))), (DCGRPOTrainer, make_config(tmp_path))):
-        with pytest.raises(ValueError, match="logprobs") as refused:
-            make_trainer(config, tokenizer, rollouts, kind=kind).train()
-        messages.append(str(refused.value))
-    assert messages[0] == messages[1]
-
-
 def test_tokens_without_log_probability_carry_no_penalty(tmp_path, tokenizer, seen_by_the_loss):
     config = make_config(tmp_path, max_steps=1, length_aware_batches=False)
     (theirs,) = trls_inputs(config, tokenizer, seen_by_the_loss, Rollouts())
@@ -415,16 +402,6 @@ def test_a_rollout_function_without_log_probabilities_is_named(tmp_path, tokeniz
     warned = [record.message for record in caplog.records if "measured" in record.message]
     assert [("rollout_func" in message) for message in warned] == [] if with_logprobs else [True]
     assert (len(logged(trainer, "discrepancy/mean")) > 0) == with_logprobs
-
-
-def test_groups_without_reward_spread(tmp_path, seen_by_the_loss):
-    same = lambda completions, **kwargs: [1.0] * len(completions)  # noqa: E731
-    trainer = helpers.make_trainer(tmp_path, None, same, rollout_func=Rollouts())
-    trainer.train()
-    assert_finite(trainer)
-    # Only the constraint acts.
-    assert (seen_by_the_loss[0]["advantages"] <= 0).all()
-    assert (seen_by_the_loss[0]["advantages"] < 0).any()
 
 
 def test_masked_tool_tokens_do_not_count(tmp_path, tokenizer, seen_by_the_loss):

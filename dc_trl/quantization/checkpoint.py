@@ -136,6 +136,7 @@ class CheckpointWriter:
             total += sum(value.nbytes for value in shard.values())
             _save(shard, directory / f"{len(shards)}.safetensors")
             shards.append(list(shard))
+            shard.clear()  # before the next file is held
         if missing:
             listed = ", ".join(sorted(missing)[:3])
             raise KeyError(f"{len(missing)} weights of the policy are missing, {listed} among them")
