@@ -18,7 +18,6 @@ from .serving.preflight import require_addresses
 from .settings.contradictions import require_no_contradiction
 from .settings.distribution import require_division
 from .settings.fields import require_fields, setting
-from .settings.micro_batches import TWO_SIDED
 from .settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, FINITE, WHOLE, require_choice, require_number
 from .settings.recipes import RECIPES, Recipe
 
@@ -137,12 +136,6 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         "batch. Above 1 the engine samples with weights that lag, δ contains the lag, and a vLLM engine gets its "
         "weights as checkpoints.",
     )
-    weight_sync_trigger: Literal["steps", "discrepancy"] = setting(
-        "steps",
-        'With "steps" new weights go every weight_sync_steps. With "discrepancy" they also go earlier: at the '
-        "generation batch that follows one whose δ̄ was above discrepancy_tolerance, and at every one while "
-        'discrepancy_tolerance="auto" still observes.',
-    )
     vllm_server_base_urls: list[str] | None = setting(
         None,
         "Addresses of several vLLM servers that sample together, in place of TRL's vllm_server_base_url. Prompts are "
@@ -220,23 +213,9 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         return 0.9 * self.ddp_timeout if self.world_size > 1 else math.inf
 
     @property
-    def keeps_history(self) -> bool:
-        """Whether the trainer keeps settings, history and figure of a run by itself."""
-        return self.export_run
-
-    @property
     def exports_deployment(self) -> bool:
         """Whether `train` and `save_model` write the deployable checkpoint by themselves."""
         return self.export_run and self.deployment_scheme in SCHEMES
-
-    @property
-    def as_deployed_for(self) -> str | None:
-        """The setting, with its value, for which the policy computes as it is deployed; None where it never does."""
-        if self.train_through_quantization:
-            return "train_through_quantization=True"
-        if self.constraint != "none" and self.constraint_form in TWO_SIDED:
-            return f"constraint_form={self.constraint_form!r}"
-        return self.split_setting
 
     @property
     def truncations(self) -> dict[str, Any]:
@@ -278,15 +257,6 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         coefficient_of(self)  # refuses a form, and correction_of a correction, that does not exist
         correction_of(self)
         self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)
-        if self.output_dir is not None and not str(self.output_dir).strip():
-            raise ValueError(f"output_dir={self.output_dir!r} is empty: name a directory.")
-        if self.pad_to_multiple_of is not None and str(self.pad_to_multiple_of).lower() not in (
-            "auto",
-            "none",
-            "null",
-        ):
-            number = str(self.pad_to_multiple_of)
-            require_number("pad_to_multiple_of", int(number) if number.isdecimal() else number, COUNT)
         if self.vllm_server_base_url is not None:
             require_addresses("vllm_server_base_url", [self.vllm_server_base_url])
         if self.vllm_server_base_urls is not None:

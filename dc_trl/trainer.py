@@ -25,7 +25,7 @@ from torch import Tensor
 from trl.trainer.utils import get_config_model_id
 
 from .config import DCGRPOConfig
-from .constraint.advantages import leave_one_out_advantages, total_rewards, zero_std_groups
+from .constraint.advantages import leave_one_out_advantages, zero_std_groups
 from .constraint.corrections import correction_of
 from .constraint.forms import Constrained, form_of
 from .constraint.lagrangian import LagrangeMultiplier
@@ -39,6 +39,7 @@ from .sampled_tokens import SampledTokens
 from .settings.micro_batches import MEAN_OVER_COMPLETIONS, TWO_SIDED
 from .trainers.gate import require_comparable
 from .trainers.run import RunTrainer
+from .trainers.sampling import total_rewards
 
 
 if TYPE_CHECKING:
@@ -284,37 +285,26 @@ class DCGRPOTrainer(RunTrainer):
             )
 
     def _compare_rewards(self, batch: dict[str, Any], rewards: Tensor) -> None:
-        """Apply `advantage_estimator` and `drop_zero_std_groups` to a batch."""
-        args, training = self.args, self.model.training
+        """Apply `advantage_estimator` and `drop_zero_std_groups` to a batch; `rewards` are those of all processes."""
+        training, count = self.model.training, len(batch["advantages"])
         generations = self.num_generations if training else self.num_generations_eval
-        count = len(batch["advantages"])
         local = slice(self.accelerator.process_index * count, (self.accelerator.process_index + 1) * count)
-        if args.advantage_estimator == "rloo":
+        if self.args.advantage_estimator == "rloo":
             advantages = leave_one_out_advantages(rewards, generations)
             batch["advantages"] = advantages[local]
             table = self.completion_table["advantages"]  # ends with TRL's own for these completions
             for _ in range(min(len(table), len(advantages))):
                 table.pop()
             table.extend(advantages.tolist())
-        if args.drop_zero_std_groups and training:
-            self._drop_groups(batch, ~zero_std_groups(rewards, generations), local)
-
-    def _drop_groups(self, batch: dict[str, Any], kept: Tensor, local: slice) -> None:
-        """Exclude completions from the loss.
-
-        Args:
-            batch: batch of this process, whose masks and normalisation are changed.
-            kept: completions of all processes that stay, boolean, shape (N,).
-            local: slice of `kept` that belongs to this process.
-        """
-        for name in ("completion_mask", "tool_mask"):
-            if name in batch:
+        if self.args.drop_zero_std_groups and training:
+            kept = ~zero_std_groups(rewards, generations)
+            for name in {"completion_mask", "tool_mask"} & batch.keys():
                 batch[name] = batch[name] * kept[local].unsqueeze(1)
-        batch["num_items_in_batch"] = self.accelerator.gather(_loss_mask(batch).sum()).sum()
-        # A mean over completions counts the dropped ones as zeros, so the others get a larger weight.
-        over_completions = self.args.loss_type in MEAN_OVER_COMPLETIONS
-        weight = len(kept) / kept.sum().clamp(min=1) if over_completions else torch.ones((), device=kept.device)
-        batch["kept_weight"] = weight * kept.any()
+            batch["num_items_in_batch"] = self.accelerator.gather(_loss_mask(batch).sum()).sum()
+            # A mean over completions counts the dropped ones as zeros, so the others get a larger weight.
+            over_completions = self.loss_type in MEAN_OVER_COMPLETIONS
+            weight = len(kept) / kept.sum().clamp(min=1) if over_completions else torch.ones((), device=kept.device)
+            batch["kept_weight"] = weight * kept.any()
 
     # --- the constraint on a micro-batch ----------------------------------------------------------------------------
 
@@ -522,15 +512,10 @@ class DCGRPOTrainer(RunTrainer):
             self.add_metric(name, metric, mode)
         if mode == "train":
             self._mean_discrepancy = mean
-            self._watch_mismatch(mean, metrics)
+            self._watch_mismatch(metrics)
 
-    def _watch_mismatch(self, mean_discrepancy: float | None, metrics: dict[str, float]) -> None:
-        """Request new weights if δ̄ exceeds ε, and warn once if the method fails with such a mismatch."""
-        tolerance = self.lagrange_multiplier.tolerance
-        if self.args.weight_sync_trigger == "discrepancy" and (
-            tolerance is None or mean_discrepancy is None or mean_discrepancy > tolerance
-        ):
-            self.sampler.request_weights()
+    def _watch_mismatch(self, metrics: dict[str, float]) -> None:
+        """Warn once if the method fails with such a mismatch."""
         if self._counts_truncation:
             remedy = (
                 "set top_k too with a vLLM engine (at most 20 with vllm_mode='colocate'), return KeptLogProb from "
@@ -584,7 +569,7 @@ class DCGRPOTrainer(RunTrainer):
     def load_iteration_state(self, state, within_batch):
         super().load_iteration_state(state, within_batch)
         self.lagrange_multiplier.load_state_dict(state["lagrange_multiplier"])
-        self._k3_in_step[:] = state.get("k3_in_step", [])  # checkpoints of 0.1 do not have it
+        self._k3_in_step[:] = state["k3_in_step"]
         if within_batch:
             self._mean_discrepancy = state["batch_discrepancy"]
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +31,6 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
-from trl.extras.profiling import profiling_context
 
 from .files import read_object
 from .quantization.policy import unwrapped
@@ -58,9 +56,7 @@ class HookedTrainer(GRPOTrainer):
     Attributes:
         parts_clock (`PartsClock`): measures the parts of the time of `train`; a resumed run continues with the seconds
             of its checkpoint.
-        training_seconds (`float`): seconds from the start of the first step to the end of the last one, including
-            evaluations and checkpoints between them. A resumed run adds the seconds of its checkpoint; neither
-            attribute includes work that was lost when a run was killed.
+        training_seconds (`float`): the clock's seconds, without work that was lost when a run was killed.
     """
 
     _tag_names: ClassVar = ["trl", "grpo", "dc-grpo"]
@@ -75,10 +71,9 @@ class HookedTrainer(GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         # Set before TRL's constructor, which may already call hooks of this class.
         self.parts_clock = PartsClock()
-        self.training_seconds = 0.0
         self._train_sampler: Sampler | None = None  # sampler of the present training, unless its data set is a stream
         super().__init__(*args, **kwargs)
-        self.add_callback(_Steps(self))
+        self.add_callback(_OptimizerEnds(self))
 
     # --- attributes of TRL ------------------------------------------------------------------------------------------
 
@@ -99,6 +94,10 @@ class HookedTrainer(GRPOTrainer):
     @generation_batch.setter
     def generation_batch(self, slices: Any) -> None:
         self._buffered_inputs = slices
+
+    @property
+    def training_seconds(self) -> float:
+        return sum(self.parts_clock.seconds().values())
 
     @property
     def mode(self) -> str:
@@ -150,10 +149,6 @@ class HookedTrainer(GRPOTrainer):
     def checkpoint_folder(self, trial: Any = None) -> str:
         """Return the folder of the checkpoint of the present step."""
         return os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-
-    def profiled(self, name: str) -> Any:
-        """Return a context whose time is sent to the run's trackers under TRL's name for it."""
-        return profiling_context(self, name)
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
@@ -336,13 +331,11 @@ class HookedTrainer(GRPOTrainer):
 
     def iteration_state(self) -> dict[str, Any]:
         """Return the state with which a run resumes beside weights and optimizer, as JSON values."""
-        return {"seconds": self.parts_clock.seconds(), "training_seconds": self.training_seconds}
+        return {"seconds": self.parts_clock.seconds()}
 
     def load_iteration_state(self, state: dict[str, Any], within_batch: bool) -> None:
         """Restore the state of `iteration_state`; `within_batch` says whether the generation batch is resumed too."""
-        earlier = state.get("seconds", {})  # absent in older checkpoints
-        self.parts_clock.carry(earlier)
-        self.training_seconds += state.get("training_seconds", sum(earlier.values()))  # also absent
+        self.parts_clock.carry(state["seconds"])
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -398,32 +391,12 @@ class HookedTrainer(GRPOTrainer):
         saved = type(policy).from_pretrained(resume_from_checkpoint, dtype="auto")
         policy.load_state_dict(saved.state_dict())
 
-    def _issue_warnings_after_load(self, load_result):
-        # A parameter that is tied to another one is saved under the other's name, so it is not missing.
-        tied = self.model.all_tied_weights_keys
-        missing = [name for name in load_result.missing_keys if name not in tied]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
-
-class _Steps(TrainerCallback):
-    """Counts the seconds of training, and ends the part of the optimizer, which steps in transformers' own loop."""
+class _OptimizerEnds(TrainerCallback):
+    """Ends the part of the optimizer, which steps in transformers' own loop."""
 
     def __init__(self, trainer: HookedTrainer):
         self._trainer = trainer
-        self._counted: float | None = None  # clock time up to which seconds are counted; None before a step
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._counted = None
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if self._counted is None:
-            self._counted = time.perf_counter()
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         self._trainer.parts_clock.switch(OTHER)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        assert self._counted is not None
-        now = time.perf_counter()
-        self._trainer.training_seconds += now - self._counted
-        self._counted = now

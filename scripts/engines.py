@@ -23,7 +23,6 @@ from typing import Any
 
 import httpx
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
@@ -41,7 +40,7 @@ from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.evaluation import Benchmark, evaluate, tokenize_prompts
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.quantization.checkpoint import CheckpointWriter
-from dc_trl.quantization.tensors import frozen_tensors, policy_tensors
+from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.records.tables import print_table
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.sampling import Sampling, sample_seed
@@ -309,8 +308,8 @@ def sync(args: argparse.Namespace) -> None:
     adapted = ", ".join(args.target_modules)
     title = f"Bringing new weights to a vLLM server, medians of {args.repetitions} turns; LoRA of rank 16 on {adapted}"
     columns = [
-        "MB written + kept",
-        "gather + quantize + write, s",
+        "MB written",
+        "write, s",
         "reload, s",
         "copy, s",
         "write / copy",
@@ -334,28 +333,26 @@ def sync_costs(
     writer = CheckpointWriter(policy, scheme, tokenizer)
     turns: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="dc_trl-engines-") as folder:
-        checkpoint, copy, store = (Path(folder, name) for name in ("checkpoint", "copy", "store"))
+        checkpoint, copy = (Path(folder, name) for name in ("checkpoint", "copy"))
         for _ in range(args.repetitions + 1):
             for stale in (checkpoint, copy):
                 shutil.rmtree(stale, ignore_errors=True)
             if client is not None:
                 time.sleep(1.5)  # vLLM's processes spin for a second after a request; a run has its steps in between
             start = time.perf_counter()
-            frozen = frozen_tensors(Accelerator(cpu=True), policy)
-            writer.write(policy_tensors(policy), checkpoint, frozen, store)
+            size = writer.write(policy_tensors(policy), checkpoint)
             wrote = time.perf_counter()
             shutil.copytree(checkpoint, copy)
             copied = time.perf_counter()
             if client is not None:
                 client.load_checkpoint(str(checkpoint), "benchmark")
             seconds = {"write": wrote - start, "copy": copied - wrote, "reload": time.perf_counter() - copied}
-            turns.append(writer.cost._asdict() | seconds)
-    # In the first turn files of frozen weights are written, memory is taken and the server warms up.
+            turns.append({"bytes": size} | seconds)
+    # In the first turn memory is taken and the server warms up.
     middle = {name: statistics.median(turn[name] for turn in turns[1:]) for name in turns[0]}
     to_write = statistics.median(turn["write"] / turn["copy"] for turn in turns[1:])
     in_all = statistics.median((turn["write"] + turn["reload"]) / turn["copy"] for turn in turns[1:])
-    written = " + ".join(f"{middle[f'bytes_{what}'] / 1e6:,.1f}" for what in ("written", "reused"))
-    stages = " + ".join(f"{middle[f'{stage}_seconds']:.3f}" for stage in ("gather", "quantize", "write"))
+    written, stages = f"{middle['bytes'] / 1e6:,.1f}", f"{middle['write']:.3f}"
     reload, whole = ("–", "–") if client is None else (f"{middle['reload']:.3f}", f"{in_all:.1f}")
     return [written, stages, reload, f"{middle['copy']:.3f}", f"{to_write:.1f}", whole]
 

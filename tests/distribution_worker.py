@@ -98,7 +98,10 @@ MINI_BATCHES = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "le
 # Fields of each run, and what is done to which completions.
 RUNS: dict[str, tuple[dict, tuple]] = {
     "steps": ({}, ()),
-    "accumulated": ({"gradient_accumulation_steps": 2, "steps_per_generation": 2, "max_steps": 4}, ()),
+    "accumulated": (
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "max_steps": 4, "rollout_correction": "icepop"},
+        (),
+    ),
     "mini-batches": (MINI_BATCHES | {"max_steps": 5, "advantage_estimator": "rloo", "batch_reduction": "token"}, ()),
     "a rank without a token": ({"mask_truncated_completions": True}, (truncate, LAST)),
     "a rank without a group": ({"drop_zero_std_groups": True}, (make_alike, LAST)),

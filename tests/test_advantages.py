@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from dc_trl.constraint.advantages import leave_one_out_advantages, total_rewards, zero_std_groups
+from dc_trl.constraint.advantages import leave_one_out_advantages, zero_std_groups
+from dc_trl.trainers.sampling import total_rewards
 
 from .helpers import Rollouts, logged, make_experts, make_model, make_prompts, make_trainer
 

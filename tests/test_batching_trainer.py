@@ -248,13 +248,6 @@ def test_tool_masks_go_with_their_completions(tmp_path):
     assert_same_steps(found, expected)
 
 
-def test_lengths_are_padded_to_a_multiple(tmp_path):
-    ours, theirs = configs(tmp_path, steps_per_generation=8, pad_to_multiple_of=8)
-    found, expected = (train(kind, config) for kind, config in zip(KINDS, (ours, theirs), strict=True))
-    assert_same_steps(found, expected)
-    assert all(width % 8 == 0 for _, width in found.widths)
-
-
 # --- what TRL does not have: against the same trainer without length-aware batches
 
 
@@ -445,16 +438,3 @@ def test_means_over_tokens_are_those_of_one_micro_batch(tmp_path):
     _, whole = configs(tmp_path, learning_rate=0.0, per_device_train_batch_size=16, gradient_accumulation_steps=1)
     found, expected = train(DCGRPOTrainer, config).trainer, train(GRPOTrainer, whole).trainer
     assert logged(found, "entropy") == pytest.approx(logged(expected, "entropy"), rel=1e-5)
-
-
-def test_tokens_are_counted(tmp_path):
-    """Tokens of the forwards over tokens of prompts and completions, and what TRL's padding would make it."""
-    config, theirs = configs(tmp_path, max_steps=2)
-    found, expected = train(DCGRPOTrainer, config), train(GRPOTrainer, theirs)
-    real = logged(found.trainer, "num_tokens")[-1]
-    computed, padded = (
-        sum(logged(found.trainer, f"batching/{name}_per_real_token")) / 2 for name in ("computed", "padded")
-    )
-    assert computed == pytest.approx(tokens(found) / real, rel=0.05)
-    assert padded == pytest.approx(tokens(expected) / real, rel=0.05)
-    assert 1 < computed < padded

@@ -1,7 +1,6 @@
 """Deployable checkpoints: what transformers reads from them, and what a reader, a kill or a full disk can do."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -88,29 +87,11 @@ def test_transformers_loads_every_scheme_within_the_error_of_its_format(tmp_path
             assert torch.equal(weights[name], expected.to(torch.bfloat16).float()), name
 
 
-def test_bf16_is_a_plain_checkpoint(tmp_path):
-    """Its tensors, and those of experts, are compared with the libraries' in test_stored.py."""
-    write(make_model(32), "bf16", tmp_path / "checkpoint")
-    config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
-    assert "quantization_config" not in config
-    assert config["dtype"] == "bfloat16"
-    assert config["architectures"] == ["Qwen3ForCausalLM"]
-
-
 def test_the_tokenizer_and_its_chat_template_come_along(tmp_path):
     write(make_model(32), "bf16", tmp_path / "checkpoint")
     loaded, original = AutoTokenizer.from_pretrained(tmp_path / "checkpoint"), make_tokenizer()
     messages = [{"role": "user", "content": "12+34="}]
     assert loaded.apply_chat_template(messages) == original.apply_chat_template(messages)
-
-
-def test_adapters_are_merged(tmp_path):
-    model = get_peft_model(make_model(32), LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False))
-    write(model, "bf16", tmp_path / "checkpoint")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
-    merged = model.merge_and_unload()
-    for name, parameter in merged.named_parameters():
-        assert torch.equal(dict(loaded.named_parameters())[name], parameter.to(torch.bfloat16)), name
 
 
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
@@ -171,18 +152,6 @@ def test_tied_embeddings_that_an_adapter_parts_are_deployed_as_the_policy_comput
         parted = not setting.endswith("as one")
         assert exported.config.tie_word_embeddings == (not parted)
         assert ("lm_head.weight" in tensors_in(tmp_path / scheme)) == parted
-
-
-def test_a_model_whose_checkpoint_parts_what_its_configuration_ties_is_deployed_parted(tmp_path):
-    make_model(64, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    own = token_probabilities(policy)
-    write(policy, "bf16", tmp_path / "bf16")
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.float32)
-    for model in (exported, Replica(policy, "bf16").model):
-        assert (token_probabilities(model) - own).abs().max() < 0.03
 
 
 def test_quantized_experts_have_a_scale_each_and_their_router_has_none(tmp_path):
@@ -300,65 +269,6 @@ def test_shards_hold_together_what_one_file_holds(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / name)(ids).logits for name in ("whole", "sharded")
     )
     assert torch.equal(first, second)
-
-
-@pytest.mark.long
-def test_memory_holds_a_shard_and_not_the_model(tmp_path):
-    code = f"""
-def highest():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
-small = make_model(64)
-writer(small, "bf16").write(policy_tensors(small), {str(tmp_path / "small")!r})  # imports what is imported late
-model = make_model(64, num_hidden_layers=40, intermediate_size=40_000).to("meta")
-large = writer(model, "bf16", max_shard_bytes=64 * 2**20)
-# Values are made one at a time, as sharded weights are gathered.
-values = ((name, torch.ones(parameter.shape)) for name, parameter in model.named_parameters())
-open("/proc/self/clear_refs", "w").write("5")  # forgets the highest memory so far
-start = highest()
-size = large.write(values, {str(tmp_path / "large")!r})
-print(size, highest() - start)
-"""
-    # The allocator gives back what is freed, so that what is measured is what is held.
-    process = python(code, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"})
-    output, errors = process.communicate(timeout=280)
-    assert output, errors[-2000:]
-    size, peak = map(int, output.split())
-    assert size > 600e6
-    assert peak < 1.6 * 64 * 2**20  # the shard, and a tensor before and after it is rounded
-
-
-@pytest.mark.long
-def test_a_reader_never_sees_half_a_checkpoint(tmp_path):
-    checkpoint = tmp_path / "checkpoint"
-    code = f"""
-models = [make_model(64, seed=0), make_model(64, seed=1)]
-writers = [writer(model) for model in models]
-for turn in range(60):
-    writers[turn % 2].write(policy_tensors(models[turn % 2]), {str(checkpoint)!r})
-    print(turn, flush=True)
-"""
-    references = []
-    for seed in (0, 1):
-        write(make_model(64, seed=seed), "fp8", tmp_path / f"reference-{seed}")
-        references.append((tmp_path / f"reference-{seed}" / "model.safetensors").read_bytes())
-    process = python(code)
-    assert process.stdout.readline() == "0\n"
-    seen = set()
-    while process.poll() is None:
-        # The directory is there at every moment, with all of its files, one of the two models each.
-        descriptor = os.open(checkpoint, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with open(os.open("model.safetensors", os.O_RDONLY, dir_fd=descriptor), "rb") as file:
-                content = file.read()
-        except FileNotFoundError:
-            continue  # replaced since it was opened, and already being removed
-        finally:
-            os.close(descriptor)
-        assert content in references
-        seen.add(references.index(content))
-    assert process.returncode == 0, process.stderr.read()[-2000:]
-    assert seen == {0, 1}
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 @pytest.mark.long

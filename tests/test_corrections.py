@@ -19,7 +19,6 @@ from dc_trl.constraint.corrections import (
     tv_mask,
 )
 from dc_trl.constraint.lagrangian import LagrangeMultiplier
-from dc_trl.constraint.ratios import ratio_counts, ratio_quantiles
 from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.statistics import BatchStatistics, batch_metrics
 from dc_trl.sampled_tokens import SampledTokens
@@ -175,7 +174,6 @@ def test_several_corrections_by_hand(tmp_path, value, expected):
     ("fields", "words"),
     [
         ({"rollout_correction": ["geometric_mask", "token_truncate"]}, "token_truncate masks no token"),
-        ({"rollout_correction": "icepop, icepop"}, "names a correction twice"),
         ({"rollout_correction": "icepop, none"}, "'none' is unknown"),
         ({"rollout_correction": "icepop, tv_mask(0.2, 0.3, 0.4)"}, "at most two bounds"),
         ({"rollout_correction": "icepop, geometric_mask(a)"}, "at most two bounds"),
@@ -194,22 +192,6 @@ def test_corrections_that_do_not_combine_are_refused(tmp_path, fields, words):
 
 
 # --- statistics
-
-
-@given(
-    st.lists(st.lists(st.floats(-20, 20), min_size=1, max_size=40), min_size=1, max_size=3),
-    st.sampled_from([("min", 0), ("p01", 0.01), ("p50", 0.5), ("p99", 0.99), ("max", 1)]),
-)
-def test_quantiles_of_added_counts_are_those_of_all_tokens(parts, wanted):
-    name, share = wanted
-    counts = sum(
-        ratio_counts(torch.tensor([part], dtype=torch.float64), torch.ones(1, len(part)).bool(), torch.float64)
-        for part in parts
-    )
-    everything = sorted(value for part in parts for value in part)
-    exact = everything[max(math.ceil(share * len(everything)), 1) - 1]
-    found = math.log(ratio_quantiles(counts)[name])
-    assert found == pytest.approx(exact, rel=0.0051, abs=1.1e-8)
 
 
 def test_masked_tokens_leave_the_batch_discrepancy_and_the_penalty():
@@ -233,9 +215,8 @@ def test_masked_tokens_leave_the_batch_discrepancy_and_the_penalty():
     assert metrics["lagrangian/penalty_mean"] == pytest.approx(0.5 * 0.69 / 5)
     assert metrics["lagrangian/penalized_fraction"] == pytest.approx(4 / 5)
     expected = {"masked_fraction": 1 / 5, "weight_mean": (0.25 + 1.25 + 1.8 + 0.9) / 5}
-    ratios = {"ratio_min": 0.25, "ratio_p01": 0.25, "ratio_p50": 1.25, "ratio_p99": 4, "ratio_max": 4}
     found = {name.partition("/")[2]: value for name, value in metrics.items() if name.startswith("correction/")}
-    assert found == pytest.approx(expected | ratios, rel=0.01)
+    assert found == pytest.approx(expected)
     by_token = ranks[2].reduce(lambda local: local)
     assert by_token.mean_discrepancy == pytest.approx(0.69 / 4)
     assert batch_metrics(by_token, None)["discrepancy/mean_all"] == pytest.approx(1.29 / 5)
@@ -337,9 +318,6 @@ def test_loss_and_gradients_are_those_of_trls_own_correction(tmp_path, tokenizer
         before, after = start.get_parameter(name), theirs.model.get_parameter(name)
         torch.testing.assert_close(parameter - before, after - before, rtol=1e-3, atol=1e-6)
     assert any(value > 0 for value in logged(theirs, "grad_norm"))
-    lowest, highest = min(logged(ours, "correction/ratio_min")), max(logged(ours, "correction/ratio_max"))
-    assert lowest < 0.2
-    assert highest > 3  # so that both bounds are met
     assert (sum(logged(ours, "correction/masked_fraction")) > 0) == mode.endswith("mask")
 
 
@@ -360,8 +338,6 @@ def test_a_correction_trains_against_a_replica(tmp_path, tokenizer, mode):
     means, all_means = logged(trainer, "discrepancy/mean"), logged(trainer, "discrepancy/mean_all")
     assert max(masked) > 0
     assert [mean != whole for mean, whole in zip(means, all_means, strict=True)] == [share > 0 for share in masked]
-    for name in ("min", "p01", "p50", "p99", "max"):
-        assert len(logged(trainer, f"correction/ratio_{name}")) == config.max_steps
     values = [*logged(trainer, "lagrangian/lambda"), trainer.lagrange_multiplier.value]
     for now, mean, after in zip(values, means, values[1:], strict=False):  # λ goes by the tokens that are not masked
         assert after == pytest.approx(now + 0.5 * (mean - 0.0037))

@@ -1,7 +1,6 @@
 """The aligned forward against the replica's own samples, and its gradients against models written by hand."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -182,29 +181,6 @@ def test_follows_the_optimizer():
                 assert torch.equal(logps(policy, batch, 8), logps(fresh, batch, 8))
 
 
-def test_deployed_weights_are_kept_until_a_parameter_moves():
-    policy, seen = make_model(128), []
-    head, embedding = policy.lm_head, policy.model.embed_tokens
-    with DeployedForward(policy, "fp8").active():
-        embedding.register_forward_hook(lambda *_: seen.append((embedding.weight, head.weight)), prepend=True)
-        for _ in range(2):
-            with torch.no_grad():
-                policy(input_ids=torch.tensor([[5, 6]]))
-    assert {tensor.data_ptr() for pair in seen for tensor in pair} == {seen[0][0].data_ptr()}
-    assert seen[0][0].dtype == torch.bfloat16
-    assert head.weight is embedding.weight
-    assert isinstance(head.weight, torch.nn.Parameter)
-
-
-def test_kept_weights_of_inference_mode_can_be_trained_through():
-    policy, batch = make_model(128), small_batch()
-    add_fused_lm_head(policy)
-    with DeployedForward(policy, "fp8").active():
-        with torch.inference_mode():
-            logps(policy, batch, 8)
-        gradients(policy, batch)
-
-
 def test_parameters_come_back_after_an_error():
     policy = make_model(128)
     before = dict(policy.named_parameters())
@@ -310,10 +286,9 @@ def test_adapters_of_experts_are_merged():
     assert all(gradient.isfinite().all() and gradient.abs().max() > 0 for gradient in found.values())
 
 
-def test_dropout_of_adapters_is_left_out_with_a_warning():
+def test_dropout_of_adapters_is_left_out():
     policy = get_peft_model(make_model(128), LoraConfig(**LORA, lora_dropout=0.5))
-    with pytest.warns(UserWarning, match=r"lora_dropout of 4 adapted layers .* discrepancy_split=True"):
-        aligned = DeployedForward(policy, "fp8", wanted_by="discrepancy_split=True")
+    aligned = DeployedForward(policy, "fp8")
     policy.train()
     with aligned.active(), torch.no_grad():
         first, second = (policy(input_ids=torch.tensor([[5, 6, 7]])).logits for _ in range(2))
@@ -331,9 +306,7 @@ def test_a_merged_copy_does_not_copy_the_policy():
     """The replica merges each layer in a copy, hooks and all."""
     policy = get_peft_model(make_model(128), LoraConfig(**LORA))
     expected = {name: tensor.clone() for name, tensor in policy_tensors(policy)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        aligned = DeployedForward(policy, "fp8")
+    aligned = DeployedForward(policy, "fp8")
     with aligned.active():
         layer = base_model(policy).model.layers[0].self_attn.q_proj
         copied = {}

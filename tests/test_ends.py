@@ -58,12 +58,13 @@ def test_a_finished_run_is_not_trained_any_further(tmp_path):
         assert isinstance(output, TrainOutput)
         assert output.global_step == again.state.global_step == done
         assert_same_weights(again, expected)
-        assert {
-            name: at for name, at in contents(tmp_path).items() if name.suffix in (".safetensors", ".json", ".pt")
-        } == {name: at for name, at in left.items() if name.suffix in (".safetensors", ".json", ".pt")}
+        now = contents(tmp_path)
+        assert {name: at for name, at in now.items() if name.parent.name == f"checkpoint-{done}"} == {
+            name: at for name, at in left.items() if name.parent.name == f"checkpoint-{done}"
+        }
     assert [path.name for path in checkpoints(tmp_path)] == [f"checkpoint-{done}"]
     history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in history if "train_runtime" in row] == [done]
+    assert {row["step"] for row in history if "train_runtime" in row} == {done}
     further = EPOCHS | {"max_steps": done + 2}
     again = make_trainer(tmp_path, export_run=True, **further)
     again.train(resume_from_checkpoint=True)
@@ -198,21 +199,20 @@ def test_weights_that_the_optimizer_was_moving_are_not_saved(tmp_path):
 WORKER = """
 import sys, time
 from tests.test_ends import BrokenError, BrokenReward, make_trainer
-folder, alone = sys.argv[1:]
+folder = sys.argv[1]
 trainer = make_trainer(folder, prompts=16, max_steps=4, save_steps=2)
 rank = trainer.accelerator.process_index
-if alone == "all" or rank == 1:
+if rank == 1:
     trainer.reward_funcs[0] = BrokenReward(4)
 trainer.train()
 """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("alone", ["all", "one"])
-def test_of_two_processes_one_that_fails_alone_does_not_wait_for_good(tmp_path, alone):
+def test_of_two_processes_one_that_fails_alone_does_not_wait_for_good(tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)
     done = subprocess.run(
-        [*TWO_PROCESSES, str(tmp_path / "worker.py"), str(tmp_path / "run"), alone],
+        [*TWO_PROCESSES, str(tmp_path / "worker.py"), str(tmp_path / "run")],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -222,9 +222,5 @@ def test_of_two_processes_one_that_fails_alone_does_not_wait_for_good(tmp_path, 
     assert done.returncode != 0
     assert "BrokenError: broken by the test" in done.stderr
     whole = [path.name for path in checkpoints(tmp_path / "run") if checkpoint_defect(path) is None]
-    if alone == "all":
-        assert whole == ["checkpoint-3", "checkpoint-2"]
-        assert "checkpoint-3'" in done.stderr
-    else:
-        assert whole == ["checkpoint-2"]
-        assert "another process had not failed" in done.stderr
+    assert whole == ["checkpoint-2"]
+    assert "one of several processes cannot save alone" in done.stderr

@@ -2,11 +2,7 @@
 
 import inspect
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -33,9 +29,7 @@ from dc_trl.records.runs import read_history
 
 from . import helpers
 from .helpers import (
-    ROOT,
     TINY_MODEL,
-    TWO_PROCESSES,
     distinct_characters,
     make_model,
     make_prompts,
@@ -309,68 +303,6 @@ def test_what_cannot_be_exported_is_refused_before_the_first_step(tmp_path):
         trainer.train()
     assert trainer.state.global_step == 0
     assert not (tmp_path / "history.jsonl").exists()
-
-
-# --- processes
-
-
-DYING = """
-import os, signal, sys
-from tests.test_exporting import make_trainer
-
-trainer = make_trainer(sys.argv[1])
-tensors = trainer.deployed_tensors
-
-def some_of_them():
-    for count, (name, tensor) in enumerate(tensors()):
-        if count == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield name, tensor
-
-if sys.argv[2] == "dies":
-    trainer.deployed_tensors = some_of_them
-trainer.train()
-"""
-
-
-@pytest.mark.long
-def test_a_run_that_is_killed_while_it_exports_leaves_no_deployment_that_looks_whole(tmp_path):
-    def train(word):
-        command = [sys.executable, "-c", DYING, str(tmp_path), word]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-
-    died = train("dies")
-    assert died.returncode == -signal.SIGKILL, died.stderr[-3000:]
-    assert not (tmp_path / "deployment").exists()
-    (unfinished,) = tmp_path.glob(".deployment-*.partial")
-    assert steps_of(tmp_path / "history.jsonl") == [1, 2]
-    again = train("lives")
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert not unfinished.exists()
-    AutoModelForCausalLM.from_pretrained(tmp_path / "deployment")
-
-
-@pytest.mark.long
-def test_several_processes_leave_one_export(tmp_path):
-    options = {"output_dir": str(tmp_path / "run"), "deployment_scheme": "fp8", "export_run": True, "max_steps": 2}
-    options |= {"save_strategy": "steps", "save_steps": 2}
-    launcher = [*TWO_PROCESSES[:3], "configs/accelerate/two_cpu_processes_fsdp2.yaml"]
-    done = subprocess.run(
-        [*launcher, "-m", "tests.worker", json.dumps(options)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=os.environ,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    run = tmp_path / "run"
-    assert steps_of(run / "history.jsonl") == [1, 2]
-    assert not [path for path in run.iterdir() if ".1" in path.name or path.name.endswith(".partial")]
-    policy = AutoModelForCausalLM.from_pretrained(run / "checkpoint-2", dtype=torch.float32)
-    CheckpointWriter(policy, "fp8", make_tokenizer()).write(policy_tensors(policy), tmp_path / "again")
-    weights = [folder / "model.safetensors" for folder in (run / "deployment", tmp_path / "again")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 # --- signatures

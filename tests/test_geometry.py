@@ -9,7 +9,7 @@ from geometry import budgeted_policy, optimal_policy, squared_discrepancy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
-from simplex import Measure, Problem
+from simplex import Measure
 from six_actions import INFER_PROBS, draw, outcomes, table
 
 from dc_trl.constraint import discrepancy
@@ -65,19 +65,6 @@ def test_measures_are_the_librarys():
     assert get_args(discrepancy.Measure)[:3] == MEASURES  # the fourth is half the square of the third
 
 
-def test_log_probs_reply_is_stationary_on_the_concave_branch():
-    """log(π/q)/π = x is solved by the π up to e q; where x is too large for a solution, π is e q."""
-    x = np.concatenate([np.linspace(-5, 0.36, 501), -np.geomspace(1e-300, 1e300, 500), np.geomspace(1e-300, 0.3, 99)])
-    policy = Problem(np.ones_like(x), np.zeros_like(x), "log_prob", False).reply(x)
-    assert (policy[x > -1e290] > 0).all()
-    assert (policy <= math.e).all()
-    np.testing.assert_allclose(np.log(policy), x * policy, rtol=1e-12, atol=1e-15)
-    near = Problem(np.ones(50), np.zeros(50), "log_prob", False).reply(1 / math.e - np.geomspace(1e-15, 1e-3, 50))
-    np.testing.assert_allclose(np.log(near) / near, 1 / math.e - np.geomspace(1e-15, 1e-3, 50), rtol=1e-12)
-    ends = Problem(np.ones(4), np.zeros(4), "log_prob", False).reply(np.array([0.0, -math.inf, 1 / math.e, 0.4]))
-    np.testing.assert_allclose(ends, [1, 0, math.e, math.e], atol=1e-6)
-
-
 @measures
 @sides
 @pytest.mark.parametrize("seed", range(2))
@@ -120,21 +107,6 @@ def test_interior_policies_are_the_closed_forms(measure):
     np.testing.assert_allclose(optimal_policy(q, advantages, beta, measure), policy, atol=1e-9)
 
 
-@sides
-@pytest.mark.parametrize("share", [0.1, 0.99])
-def test_a_budget_that_an_action_of_little_probability_spends(share, one_sided):
-    """By hand: the others' ratios are 27 at most, so that the best one's spends the budget to thirteen digits."""
-    q = np.exp(np.append(np.zeros(27), -16.0))
-    q /= q.sum()
-    budget = share * (1 / q[-1] - 1) ** 2
-    for others in (np.zeros(27), np.linspace(-1, 0, 27)):
-        policy, beta = budgeted_policy(q, np.append(others, 1), budget, "prob_ratio", one_sided)
-        assert beta > 0
-        assert policy[-1] == pytest.approx(q[-1] + math.sqrt(share) * (1 - q[-1]), rel=1e-9)
-        assert policy.sum() == pytest.approx(1, abs=1e-12)
-        assert policy.min() >= 0
-
-
 def test_a_budget_that_no_penalised_maximum_spends():
     # One-sided, two actions: p = q e^√B by hand, beyond e q where the penalised objective is convex.
     policy, beta = budgeted_policy([0.01, 0.99], [1.0, 0.0], 9.0, "log_prob", one_sided=True)
@@ -142,15 +114,6 @@ def test_a_budget_that_no_penalised_maximum_spends():
     assert beta == pytest.approx(policy[0] / 3, rel=1e-4)  # β log(π/q)/π = A − ν with ν = 0
     leapt = squared_discrepancy(optimal_policy([0.01, 0.99], [1.0, 0.0], beta, "log_prob", True), [0.01, 0.99])
     assert leapt != pytest.approx(9.0, abs=0.1)
-
-
-def test_two_actions_may_lie_on_the_other_branch():
-    q, advantages = np.array([0.84097926, 6.354e-5, 0.15895720]), np.array([-1.244, 2.018, -1.179])
-    q = q / q.sum()
-    policy, _ = budgeted_policy(q, advantages, 19.626, "log_prob")
-    best = numerical_maximum(lambda p: p @ advantages, q, 19.626, lambda p: cost(p, q, "log_prob", False))
-    assert (np.log(policy / q) > 1).sum() == 2
-    assert policy @ advantages == pytest.approx(best, abs=1e-6)
 
 
 @st.composite
@@ -192,52 +155,6 @@ def test_budget_is_spent_or_slack(problem, measure, one_sided, share):
     policy, beta = budgeted_policy(q, advantages, budget, measure, one_sided)
     spent = squared_discrepancy(policy, q, measure, one_sided)
     assert spent == pytest.approx(budget, rel=1e-6) if beta > 0 else spent <= budget + 1e-15
-
-
-@measures
-@sides
-def test_limits(measure, one_sided):
-    q, advantages = np.array([1e-8, 0.3, 0.2, 0.5 - 1e-8]), np.array([0.5, 1.0, -0.5, 0.9])
-    for beta in (0.0, 1e-300, 1e-40):
-        policy = optimal_policy(q, advantages, beta, measure, one_sided)
-        np.testing.assert_allclose(policy, [0, 1, 0, 0], atol=1e-9)
-    np.testing.assert_array_equal(optimal_policy(q, advantages, math.inf, measure, one_sided), q)
-    if not one_sided or measure == "log_prob":
-        np.testing.assert_allclose(optimal_policy(q, advantages, 1e12, measure, one_sided), q, atol=1e-6)
-    np.testing.assert_allclose(optimal_policy(q, np.full(4, 0.7), 0.3, measure, one_sided), q, atol=1e-12)
-    np.testing.assert_allclose(optimal_policy(q, np.full(4, 0.7), 0, measure, one_sided), q, atol=1e-12)
-    policy, beta = budgeted_policy(q, advantages, 0, measure, one_sided)
-    assert beta == math.inf
-    np.testing.assert_array_equal(policy, q)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"infer_probs": [0.5, 0.6]}, "infer_probs=.* is no distribution"),
-        ({"infer_probs": []}, "infer_probs has shape"),
-        ({"infer_probs": [0.0, 1.0], "measure": "log_prob"}, "leave such actions out"),
-        ({"advantages": [1.0]}, "pass one number for each action"),
-        ({"advantages": [1.0, math.inf]}, "advantages=.* are not finite"),
-        ({"measure": "kl"}, "measure='kl' is unknown: choose one of 'prob_diff', 'prob_ratio', 'log_prob'"),
-    ],
-)
-def test_invalid_input_is_refused_by_name(arguments, message):
-    valid = {"infer_probs": [0.4, 0.6], "advantages": [1.0, 0.0]} | arguments
-    with pytest.raises(ValueError, match=message):
-        optimal_policy(**valid, beta=1.0)
-    with pytest.raises(ValueError, match=message):
-        budgeted_policy(**valid, budget=0.1)
-
-
-@pytest.mark.parametrize("value", [-0.1, math.nan])
-def test_a_negative_price_or_budget_is_refused(value):
-    with pytest.raises(ValueError, match="beta="):
-        optimal_policy([0.4, 0.6], [1.0, 0.0], value)
-    with pytest.raises(ValueError, match="budget="):
-        budgeted_policy([0.4, 0.6], [1.0, 0.0], value)
-    with pytest.raises(ValueError, match="budget=inf"):
-        budgeted_policy([0.4, 0.6], [1.0, 0.0], math.inf)
 
 
 @sides

@@ -77,7 +77,6 @@ HOOKS: dict[str, str] = {
     ),
     "trl.experimental.async_grpo.AsyncGRPOTrainer._tag_names": "list",
     "trl.experimental.async_grpo.AsyncGRPOTrainer._save_checkpoint": "(self, model, trial)",
-    "trl.extras.profiling.profiling_context": "(trainer, name)",
     "trl.generation.vllm_generation.VLLMGeneration": "class",
     "trl.generation.vllm_generation.VLLMGeneration.__init__": (
         "(self, model, accelerator, processing_class, mode, structured_outputs_regex, server_base_url, "
@@ -123,7 +122,6 @@ HOOKS: dict[str, str] = {
         "(self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)"
     ),
     "transformers.Trainer._load_from_checkpoint": "(self, resume_from_checkpoint, model)",
-    "transformers.Trainer._issue_warnings_after_load": "(self, load_result)",
     "transformers.Trainer._load_optimizer_and_scheduler": "(self, checkpoint)",
     "transformers.Trainer._get_output_dir": "(self, trial)",
     "transformers.Trainer._get_train_sampler": "(self, train_dataset)",

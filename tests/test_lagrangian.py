@@ -119,7 +119,6 @@ def test_a_given_tolerance_stays_whatever_a_state_says():
     [
         ({"tolerance": -0.1}, "tolerance=-0.1"),
         ({"lr": math.nan}, "lr=nan"),
-        ({"minimum": 0.5, "maximum": 0.2, "init": 0.3}, "minimum=0.5 is above maximum=0.2"),
         ({"init": 2.0}, r"init=2.0 lies outside \[0.0, 1.0\]"),
         ({"window": 1.5}, "window=1.5"),
     ],

@@ -164,32 +164,6 @@ def ours(name, ratios, **bounds):
     )
 
 
-def test_bounds_of_k1_are_those_of_one_over_r():
-    """verl keeps a trajectory if log a ≤ mean of −log r ≤ log b; the page says r from 1/b to 1/a."""
-    lower, upper = 0.5, 4.0
-    means = [sum(-math.log(ratio) for ratio in row) / len(row) for row in RATIOS]
-    kept = [math.log(lower) <= mean <= math.log(upper) for mean in means]
-    assert kept == [True, False, True, False, True]
-    weights = ours("geometric_mask", RATIOS, lower=1 / upper, upper=1 / lower)
-    assert weights.tolist() == [[float(keep)] * 2 for keep in kept]
-
-
-def test_k2_and_k3_are_two_bounds_of_r():
-    threshold = 0.1
-    edge = math.exp(math.sqrt(2 * threshold))
-    ratios = [0.2, 1 / edge + 1e-3, 1 / edge - 1e-3, 1.0, edge - 1e-3, edge + 1e-3]
-    kept = [0.5 * math.log(ratio) ** 2 <= threshold for ratio in ratios]
-    weights = ours("token_mask", [ratios], lower=1 / edge, upper=edge)[0]
-    assert [weight > 0 for weight in weights.tolist()] == kept
-    # The roots of r − 1 − log r = 0.1, by bisection.
-    low, high = (_root(threshold, *interval) for interval in ((0.1, 1.0), (3.0, 1.0)))
-    ratios = [0.3, low - 1e-3, low + 1e-3, 1.0, high - 1e-3, high + 1e-3, 2.5]
-    kept = [ratio - 1 - math.log(ratio) <= threshold for ratio in ratios]
-    weights = ours("token_mask", [ratios], lower=low, upper=high)[0]
-    assert [weight > 0 for weight in weights.tolist()] == kept
-    assert kept == [False, False, True, True, True, False, False]
-
-
 @pytest.mark.parametrize("level", ["token", "seq"])
 def test_a_preset_of_two_is_the_product_of_verls_weight_and_mask(tmp_path, level):
     """verl multiplies the truncated weights (threshold 2) with a mask by the geometric mean (0.999 to 1.001)."""

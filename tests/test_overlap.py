@@ -132,7 +132,7 @@ def test_the_server_samples_with_the_weights_from_before_the_batch_that_trains(t
         trainer.train()
     # Batch 0 and 1 by the first weights, batch 2 by those of step 1, and so on; the last step has none to begin.
     assert weights(rollouts(server)) == [1, 1, 2, 3, 4]
-    assert trainer.weight_syncs == (4, 0)
+    assert trainer.sampler.syncs == (4, 0)
     assert logged(trainer, "sync/count") == [1, 2, 3, 4, 4]
 
 
@@ -238,7 +238,7 @@ def test_a_resumed_run_goes_on_with_the_batch_that_was_sampled_ahead(tmp_path, o
         resumed.train(resume_from_checkpoint=str(checkpoint))
         asked_again = len(rollouts(server)) - asked
     assert untimed_rows(resumed, step) == untimed_rows(whole, step)
-    assert resumed.weight_syncs == whole.weight_syncs
+    assert resumed.sampler.syncs == whole.sampler.syncs
     assert asked_again == asked - started
     ends = [load_file(tmp_path / run / "checkpoint-6" / "model.safetensors") for run in ("whole", "resumed")]
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
@@ -330,10 +330,7 @@ def test_two_processes_resumed_by_two_and_by_one(tmp_path):
     assert [row["sync/age"] for row in whole] == [0, 1, 1, 1, 1]
     assert resumed == whole
     # One process takes up the batch of both. What it samples later follows from weights with other roundings.
-    of_one, of_two = (
-        {name: value for name, value in rows[2].items() if not name.startswith("batching/")}  # padding of each process
-        for rows in (untimed(by_one.state.log_history), whole)
-    )
+    of_one, of_two = (rows[2] for rows in (untimed(by_one.state.log_history), whole))
     assert of_one == pytest.approx(of_two, rel=1e-4, abs=1e-6)
 
 

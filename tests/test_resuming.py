@@ -263,4 +263,3 @@ def test_an_old_checkpoint_goes_when_the_new_one_is_whole(tmp_path):
     finally:
         _removals.remove(watch)
     assert removed == [("checkpoint-1", None, True), ("checkpoint-2", None, True)]
-    assert torch.load(tmp_path / "checkpoint-3" / "training_args.bin", weights_only=False).save_total_limit == 1

@@ -6,20 +6,18 @@ import subprocess
 import sys
 from functools import partial
 
-import torch
 from rich.cells import cell_len
 from tqdm.auto import tqdm
-from transformers import ProgressCallback
 from transformers.utils import logging as transformers_logging
 
 from dc_trl import DCGRPOTrainer, HistoryCallback
+from dc_trl.callbacks import benchmarks
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 from dc_trl.hub.card import write_run_card
 from dc_trl.records.runs import read_run
 from dc_trl.records.tables import weighted_sum
 from dc_trl.report.tables import facts_table, outcome_table
 from dc_trl.resuming.checkpoints import write_manifest
-from dc_trl.trainers import progress
 
 from .helpers import ROOT, make_config, make_model, make_prompts
 
@@ -66,7 +64,13 @@ def nothing(completions, **kwargs):
 
 def trained(folder, tokenizer, rewards, resume=None, steps=2, bars=True, **fields):
     config = make_config(
-        folder, deployment_scheme="fp8", max_steps=steps, save_strategy="steps", save_steps=1, **fields
+        folder,
+        deployment_scheme="fp8",
+        max_steps=steps,
+        save_strategy="steps",
+        save_steps=1,
+        disable_tqdm=not bars,
+        **fields,
     )
     config.resume_from_checkpoint = resume
     trainer = DCGRPOTrainer(
@@ -76,7 +80,7 @@ def trained(folder, tokenizer, rewards, resume=None, steps=2, bars=True, **field
         train_dataset=make_prompts(2),
         eval_dataset=make_prompts(8),
         processing_class=tokenizer,
-        callbacks=[HistoryCallback(), *([ProgressCallback()] if bars else [])],
+        callbacks=[HistoryCallback()],
     )
     run = BeforeAndAfter(trainer)
     trainer.add_callback(run)
@@ -107,7 +111,7 @@ def test_no_function_scores_what_is_held_out(tmp_path, tokenizer, capsys):
 
 
 def test_bars_say_what_is_evaluated_and_seconds_add_up(tmp_path, tokenizer, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "tqdm", partial(tqdm, mininterval=0))  # a quick bar draws nothing between its ends
+    monkeypatch.setattr(benchmarks, "tqdm", partial(tqdm, mininterval=0))  # a quick bar draws nothing between its ends
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -116,39 +120,15 @@ def test_bars_say_what_is_evaluated_and_seconds_add_up(tmp_path, tokenizer, caps
     try:
         trained(tmp_path, tokenizer, [zero_or_one])
         shown = capsys.readouterr().err
-        for bar in ("held-out problems:   0%", "held-out problems, greedy:   0%", "held-out problems: 100%"):
-            assert bar in shown
+        assert "held-out problems, greedy:   0%" in shown
         state = tmp_path / "checkpoint-1" / "dc_grpo_state.json"
         saved = json.loads(state.read_text())
-        assert saved["training_seconds"] > 0
-        state.write_text(json.dumps(saved | {"training_seconds": 1000.0}))
+        state.write_text(json.dumps(saved | {"seconds": saved["seconds"] | {"loss": 1000.0}}))
         write_manifest(state.parent)
         checkpoint = str(tmp_path / "checkpoint-1")
-        trainer, summary = trained(
-            tmp_path, tokenizer, [zero_or_one], resume=checkpoint, bars=False, disable_tqdm=True
-        )
+        trainer, summary = trained(tmp_path, tokenizer, [zero_or_one], resume=checkpoint, bars=False)
     finally:
         transformers_logging.remove_handler(handler)
-    assert 1000 < summary["seconds"] == trainer.training_seconds < 1000 + sum(trainer.parts_clock.seconds().values())
+    assert 1000 < summary["seconds"] == trainer.training_seconds < 1100
     assert "held-out" not in capsys.readouterr().err
-    # A tied head is in a checkpoint under the embedding's name, and generation gets one configuration.
-    assert not [text for text in records if "missing keys" in text or "prefill_chunk_size" in text]
-
-
-def test_keys_that_are_missing_are_still_told(tmp_path, tokenizer):
-    config = make_config(tmp_path, deployment_scheme="fp8")
-    trainer = DCGRPOTrainer(
-        make_model(), zero_or_one, config, train_dataset=make_prompts(2), processing_class=tokenizer
-    )
-    model = torch.nn.Linear(1, 1, bias=False)
-    loaded = model.load_state_dict({}, strict=False)
-    loaded.missing_keys.extend(trainer.model.all_tied_weights_keys)
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    transformers_logging.add_handler(handler)
-    try:
-        trainer._issue_warnings_after_load(loaded)
-    finally:
-        transformers_logging.remove_handler(handler)
-    assert [text for text in records if "['weight']" in text]
+    assert not [text for text in records if "prefill_chunk_size" in text]  # generation gets one configuration

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from .helpers import ROOT, TWO_PROCESSES
+from .helpers import ROOT
 
 
 # Several processes, each of which takes half a minute of an idle machine, and minutes of a busy one.
@@ -72,55 +72,6 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path, steps):
     assert [row["step"] for row in history if "loss" in row] == list(range(1, 10))
     assert compared(history) == compared(whole["rows"])
     assert (tmp_path / "resumed" / "run.png").stat().st_size > 10_000
-
-
-MINI_BATCHES = {"steps_per_generation": 2, "gradient_accumulation_steps": 1}
-ACROSS_GROUPS = {"advantage_estimator": "rloo", "drop_zero_std_groups": True}
-
-
-@pytest.mark.parametrize(
-    ("reduction", "steps", "fields"),
-    [
-        ("token", MINI_BATCHES, ACROSS_GROUPS),
-        ("sequence", {}, {"rollout_correction": "icepop"}),
-    ],
-)
-def test_two_processes_equal_one(tmp_path, reduction, steps, fields):
-    options = {"rollouts": True, "max_steps": 4, "batch_reduction": reduction, "lambda_lr": 0.5, **steps, **fields}
-    # With mini-batches, which rollouts share one differs with the number of processes; the weights then stand still.
-    options["learning_rate"] = 0.0 if steps else 1e-2
-    one = finished(options | {"output_dir": str(tmp_path / "one"), "per_device_train_batch_size": 8})
-    two = finished(
-        options | {"output_dir": str(tmp_path / "two"), "per_device_train_batch_size": 4}, launcher=TWO_PROCESSES
-    )
-    assert two["kind"].endswith("MULTI_CPU")
-    assert len(two["lambda"]) == 2
-    assert two["lambda"][0] == two["lambda"][1] == pytest.approx(one["lambda"][0], rel=1e-5)
-    metrics = [name for name in one["rows"][0] if name.startswith(("discrepancy/", "lagrangian/", "correction/"))]
-    assert len(metrics) == (26 if "rollout_correction" in fields else 18)
-    for single, double in zip(one["rows"], two["rows"], strict=True):
-        if "discrepancy/mean" not in single:
-            continue
-        assert {m: double[m] for m in metrics} == pytest.approx({m: single[m] for m in metrics}, rel=1e-3, abs=1e-6)
-        if not steps:
-            assert double["loss"] == pytest.approx(single["loss"], rel=1e-3, abs=1e-5)
-
-
-def test_two_processes_sample_from_their_replicas(tmp_path):
-    options = {"max_steps": 3, "lambda_lr": 0.5}
-    logs = {
-        scheme: finished(
-            options | {"output_dir": str(tmp_path / scheme), "deployment_scheme": scheme}, launcher=TWO_PROCESSES
-        )
-        for scheme in ("bf16", "int4")
-    }
-    for scheme in logs:
-        assert logs[scheme]["lambda"][0] == logs[scheme]["lambda"][1]
-        logs[scheme] = [row for row in logs[scheme]["rows"] if "discrepancy/mean" in row]
-    # A replica that missed an update of the weights, on either process, would be further off than rounding.
-    assert all(0 < row["discrepancy/probs_diff_max"] < 0.05 for row in logs["bf16"])
-    for rounded, quantized in zip(logs["bf16"], logs["int4"], strict=True):
-        assert quantized["discrepancy/mean"] > 2 * rounded["discrepancy/mean"]
 
 
 def test_colocated_engines_of_two_hosts_share_a_directory(tmp_path):

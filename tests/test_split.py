@@ -85,12 +85,6 @@ def test_splitting_leaves_the_training_as_it_is(tmp_path, steps_per_generation):
     assert max(lag[1:]) > 1e-4  # and then with older ones
 
 
-def test_splitting_leaves_a_two_sided_form_as_it_is(tmp_path):
-    options = {"constraint": "static", "constraint_form": "two_sided_kl", "lambda_init": 0.5, "max_steps": 1}
-    plain, split = train(tmp_path / "plain", **options), train(tmp_path / "split", discrepancy_split=True, **options)
-    assert torch.equal(weights(plain), weights(split))
-
-
 def test_the_parts_are_those_of_a_forward_of_its_own(tmp_path):
     """Of the first batch, from a second copy of the model and the tokens that the trainer counted."""
     counted = []

@@ -1,7 +1,6 @@
 """Where the time of a run goes: disjoint parts that add up to the time of the training, in trainer and report."""
 
 import json
-import threading
 
 import pytest
 from hypothesis import given
@@ -100,23 +99,6 @@ def test_laps_add_up_and_earlier_sessions_are_told_once():
     assert clock.seconds()["loss"] == 17
     clock.start()
     assert clock.seconds() == {"other": 0}
-
-
-def test_other_threads_spend_none_of_the_time():
-    fake = FakeTime()
-    clock = PartsClock(fake)
-    clock.start()
-
-    def sample():
-        with clock.part("generation"):
-            fake.spend(7)
-
-    with clock.part("loss"):
-        thread = threading.Thread(target=sample)
-        thread.start()
-        thread.join()
-    clock.stop()
-    assert clock.seconds()["loss"] == 7
 
 
 # --- the trainer

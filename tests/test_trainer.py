@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import time
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from dc_trl import DCGRPOConfig, DCGRPOTrainer, HistoryCallback, mismatch_metric
 from dc_trl.constraint.tolerance import AUTO_BATCHES
 from dc_trl.records.runs import read_history
 
-from . import helpers
 from .helpers import (
     TINY_MODEL,
     Rollouts,
@@ -204,12 +202,6 @@ def test_automatic_tolerance_is_taken_from_the_first_batches(tmp_path, tokenizer
     assert trainer.lagrange_multiplier.tolerance == pytest.approx(expected)
 
 
-def test_static_multiplier_stands_still(tmp_path, tokenizer):
-    trainer = make_trainer(make_config(tmp_path, constraint="static", lambda_init=0.3), tokenizer, Rollouts())
-    trainer.train()
-    assert set(logged(trainer, "lagrangian/lambda")) == {0.3}
-
-
 @pytest.mark.parametrize(("reduction", "steps"), [("sequence", ALIGNED), ("token", MISALIGNED)])
 def test_metrics_cover_the_whole_generation_batch(tmp_path, tokenizer, seen_by_the_loss, reduction, steps):
     config = make_config(tmp_path, max_steps=2, learning_rate=0.0, batch_reduction=reduction, **steps)
@@ -384,18 +376,6 @@ def test_what_fills_an_empty_completion_is_outside_the_loss(
         assert torch.equal(mine, other)
 
 
-def test_a_rollout_function_that_leaves_a_key_out_gets_trls_message(tmp_path, tokenizer):
-    def rollouts(prompts, trainer):
-        return {name: value for name, value in Rollouts()(prompts, trainer).items() if name != "logprobs"}
-
-    messages = []
-    for kind, config in ((GRPOTrainer, plain_config(make_config(tmp_path))), (DCGRPOTrainer, make_config(tmp_path))):
-        with pytest.raises(ValueError, match="logprobs") as refused:
-            make_trainer(config, tokenizer, rollouts, kind=kind).train()
-        messages.append(str(refused.value))
-    assert messages[0] == messages[1]
-
-
 def test_tokens_without_log_probability_carry_no_penalty(tmp_path, tokenizer, seen_by_the_loss):
     config = make_config(tmp_path, max_steps=1, length_aware_batches=False)
     (theirs,) = trls_inputs(config, tokenizer, seen_by_the_loss, Rollouts())
@@ -422,16 +402,6 @@ def test_a_rollout_function_without_log_probabilities_is_named(tmp_path, tokeniz
     warned = [record.message for record in caplog.records if "measured" in record.message]
     assert [("rollout_func" in message) for message in warned] == [] if with_logprobs else [True]
     assert (len(logged(trainer, "discrepancy/mean")) > 0) == with_logprobs
-
-
-def test_groups_without_reward_spread(tmp_path, seen_by_the_loss):
-    same = lambda completions, **kwargs: [1.0] * len(completions)  # noqa: E731
-    trainer = helpers.make_trainer(tmp_path, None, same, rollout_func=Rollouts())
-    trainer.train()
-    assert_finite(trainer)
-    # Only the constraint acts.
-    assert (seen_by_the_loss[0]["advantages"] <= 0).all()
-    assert (seen_by_the_loss[0]["advantages"] < 0).any()
 
 
 def test_masked_tool_tokens_do_not_count(tmp_path, tokenizer, seen_by_the_loss):
@@ -475,18 +445,6 @@ def test_conversational_prompts_and_several_rewards(tmp_path, tokenizer):
     trainer.train()
     assert_finite(trainer)
     assert len(logged(trainer, "discrepancy/mean")) == 3
-
-
-def test_peft(tmp_path, tokenizer):
-    trainer = make_trainer(
-        make_config(tmp_path, deployment_scheme="int8"),
-        tokenizer,
-        model=make_model(128),
-        peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
-    )
-    trainer.train()
-    assert_finite(trainer)
-    assert 0 < logged(trainer, "discrepancy/mean")[-1] < 0.05
 
 
 def test_an_adapter_on_one_of_tied_embeddings_makes_no_mismatch(tmp_path, tokenizer):
@@ -616,13 +574,6 @@ def test_a_second_training_starts_from_its_own_rollouts_and_lambda(tmp_path, tok
         assert [row["step"] for row in map(json.loads, rows) if "loss" in row] == [1, 2, 3]
 
 
-def test_a_multiplier_that_the_user_set_is_kept_in_the_first_training(tmp_path, tokenizer):
-    trainer = make_trainer(make_config(tmp_path, max_steps=1), tokenizer, Rollouts())
-    trainer.lagrange_multiplier.load_state_dict({"value": 0.7, "recent": [], "observed": None})
-    trainer.train()
-    assert logged(trainer, "lagrangian/lambda") == [0.7]
-
-
 # --- the gradient that the penalty makes
 
 
@@ -699,23 +650,3 @@ def test_vespo_weighs_trajectories_by_the_sign_of_their_own_advantage(tmp_path, 
     without, penalised = seen
     assert penalised.shape == (4, 1)
     assert torch.equal(penalised, without)
-
-
-def test_state_file(tmp_path, tokenizer):
-    trainer = make_trainer(make_config(tmp_path, save_strategy="steps", save_steps=2), tokenizer, Rollouts())
-    trainer.train()
-    state = json.loads((tmp_path / "checkpoint-2" / "dc_grpo_state.json").read_text())
-    assert state["lagrange_multiplier"]["value"] == logged(trainer, "lagrangian/lambda")[2]
-    assert state["micro_batches_done"] == 0
-
-
-def test_a_checkpoint_that_rotation_takes_at_once_does_not_end_the_run(tmp_path, tokenizer):
-    """By a clock that goes wrong, a checkpoint of a run that was left may be the newest one."""
-    stale = tmp_path / "checkpoint-9"
-    stale.mkdir()
-    os.utime(stale, (time.time() + 3600,) * 2)
-    config = make_config(tmp_path, save_strategy="steps", save_steps=1, save_total_limit=1, max_steps=2)
-    trainer = make_trainer(config, tokenizer, Rollouts())
-    trainer.train()
-    assert trainer.state.global_step == 2
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-9"]

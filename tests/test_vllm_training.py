@@ -79,18 +79,14 @@ def test_every_step_samples_with_the_present_weights(fp8_server, tmp_path):
         assert stale > 3 * present
 
 
-def test_an_adapter_reaches_the_server_with_most_files_written_once(fp8_server, tmp_path):
-    """Of vLLM's fused layers (q, k and v; gate and up) one part each is adapted: they are read from two files."""
+def test_an_adapter_reaches_the_server(fp8_server, tmp_path):
     policy = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
     adapter = LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
     model = get_peft_model(policy, adapter)
     trainer = make_trainer(fp8_server.url, tmp_path, model, max_steps=4, learning_rate=1e-2)
     trainer.train()
-    written, reused = (logged(trainer, f"sync/bytes_{what}") for what in ("written", "reused"))
-    assert reused[0] == 0
-    assert all(value > 0.3 * written[0] for value in reused[1:])
-    assert all(one + other == written[0] for one, other in zip(written, reused, strict=True))
-    assert all(logged(trainer, "sync/reload_seconds"))
+    for name in ("bytes_written", "write_seconds", "reload_seconds"):
+        assert all(logged(trainer, f"sync/{name}"))
     # The server holds what a checkpoint holds that is written at once.
     trainer.save_deployment(tmp_path / "deployment")
     trainer.vllm_generation.sync_weights()
@@ -228,7 +224,7 @@ def test_weights_that_lag_come_back_after_an_evaluation_and_after_a_kill(fp8_ser
     resumed = make_trainer(fp8_server.url, tmp_path, max_steps=4, **options)
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert logged(resumed, "sync/age") == [0, 1, 2, 3]
-    assert resumed.weight_syncs == (1, 3)
+    assert resumed.sampler.syncs == (1, 3)
     trainer = resumed
     assert served_by(resumed.model) == "first"
 

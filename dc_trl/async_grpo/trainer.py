@@ -39,7 +39,7 @@ from ..gate.fit import limits_of
 from ..gate.policy import require_trainable
 from ..gate.start import require_startable
 from ..hub.card import write_run_card
-from ..quantization.deployed_forward import DeployedForward, ParametersMove
+from ..quantization.deployed_forward import DeployedForward
 from ..quantization.policy import base_model
 from ..resuming.checkpoints import STATE_FILE
 from ..sampled_tokens import SampledTokens, bounded_log_ratio
@@ -126,10 +126,8 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         self._quantized_self: DeployedForward | None = None
         if args.split_by is not None and args.deployment_scheme is not None:
             # TRL's attention keeps the samples of a row apart.
-            self._quantized_self = DeployedForward(
-                self.model, args.deployment_scheme, replicas_attention=False, wanted_by=args.split_setting
-            )
-            self.add_callback(ParametersMove(self._quantized_self))
+            self._quantized_self = DeployedForward(self.model, args.deployment_scheme, replicas_attention=False)
+            self.add_callback(self._quantized_self)
         if self.accelerator.is_main_process:
             self.rollout_queue = VersionedQueue(self.rollout_worker.rollout_buffer)
 

@@ -54,7 +54,7 @@ class Case(NamedTuple):
         view = view_of(self.policy)
         arguments = {"weights": "weights", "activations": "activations", "compute": "precision", "adapters": "adapter"}
         switches = {name: cause in removed for name, cause in arguments.items()}
-        deployed = DeployedForward(view, scheme, **switches, wanted_by="the calibration of causes")
+        deployed = DeployedForward(view, scheme, **switches)
         if disturbed:
             disturb(view, self.settings.seed)
         with deployed.active():

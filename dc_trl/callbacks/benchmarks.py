@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
+from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from ..evaluation.evaluate import Benchmark, tokenize_prompts
@@ -16,7 +17,6 @@ from ..resuming.interruption import stop_if_asked
 from ..rollouts.sampling import Completion
 from ..settings.reward_functions import RewardFunction
 from ..trainer import DCGRPOTrainer
-from ..trainers.progress import evaluation_bar
 
 
 def greedy_rewards(
@@ -65,13 +65,12 @@ def _shares(trainer: DCGRPOTrainer, size: int, batch_size: int, label: str) -> I
     """
     accelerator = trainer.accelerator
     starts = range(0, size, accelerator.num_processes * batch_size)
-    with evaluation_bar(trainer, label, len(starts)) as bar:
-        for start in starts:
-            first = start + accelerator.process_index * batch_size
-            stop_if_asked(trainer)
-            rows = [min(row, size - 1) for row in range(first, first + batch_size)]
-            yield rows, len(range(first, min(first + batch_size, size)))
-            bar.update()
+    hidden = trainer.args.disable_tqdm or not trainer.is_world_process_zero()
+    for start in tqdm(starts, desc=label, unit="batch", leave=False, dynamic_ncols=True, disable=hidden):
+        first = start + accelerator.process_index * batch_size
+        stop_if_asked(trainer)
+        rows = [min(row, size - 1) for row in range(first, first + batch_size)]
+        yield rows, len(range(first, min(first + batch_size, size)))
 
 
 class BenchmarkCallback(TrainerCallback):

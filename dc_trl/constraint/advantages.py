@@ -8,21 +8,6 @@ import torch
 from torch import Tensor
 
 
-def total_rewards(rewards_per_func: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of several reward functions.
-
-    Args:
-        rewards_per_func: reward of each completion from each function, shape (N, functions); NaN where a function does
-            not apply.
-        weights: weight of each function, shape (functions,).
-
-    Returns:
-        Shape (N,); NaN where no function applies.
-    """
-    total = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(-1)
-    return total.masked_fill(rewards_per_func.isnan().all(-1), torch.nan)
-
-
 def leave_one_out_advantages(rewards: Tensor, num_generations: int) -> Tensor:
     """Return each reward minus the mean reward of the prompt's other completions (RLOO, arXiv 2402.14740).
 

@@ -200,13 +200,10 @@ def _combined(settings: ConstraintSettings) -> Correction:
                 "name, as in 'token_truncate(0, 2)'."
             )
     parts = parts_of(settings.rollout_correction)
-    names = [part.name for part in parts]
-    if len(set(names)) < len(names):
-        raise ValueError(f"{said} names a correction twice: name each once.")
-    for name in names[1:]:
+    for name, _ in parts[1:]:
         if name in _TRUNCATIONS:
             raise ValueError(f"{said}: {name} masks no token, so only the first correction can be it: put it first.")
-    first, *masks = (_bounded(part.name, part.bounds(said)) for part in parts)
+    first, *masks = (_bounded(name, bounds) for name, bounds in parts)
 
     def correction(tokens: SampledTokens) -> Tensor:
         weights = first(tokens)

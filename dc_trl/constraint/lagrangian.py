@@ -57,14 +57,10 @@ class LagrangeMultiplier:
         for name, value in numbers.items():
             if not AT_LEAST_0.allows(value):
                 raise ValueError(f"{name}={value!r} is invalid: use a finite number that is at least 0.")
-        if minimum > maximum:
-            raise ValueError(f"minimum={minimum!r} is above maximum={maximum!r}: lower one or raise the other.")
         if not minimum <= init <= maximum:
             raise ValueError(f"init={init!r} lies outside [{minimum!r}, {maximum!r}]: choose one within the bounds.")
         if not COUNT.allows(window):
             raise ValueError(f"window={window!r} is invalid: use a whole number of iterations, at least 1.")
-        if fixed == 0 and dual != "paper":
-            raise ValueError(f"tolerance={fixed!r} has no relative violation, by which dual={dual!r} moves: raise it.")
         self.lr = lr
         self.tolerance = fixed
         self.minimum = minimum
@@ -133,17 +129,9 @@ class LagrangeMultiplier:
         return min(max(value, self.minimum), self.maximum)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return λ, its integral, the window's discrepancies and those that ε is computed from, as JSON values.
-
-        The settings are not part of the state; they are passed to the constructor.
-        """
-        return {
-            "value": self._value,
-            "recent": list(self._recent),
-            "observed": self._observed,
-            "integral": self._integral,
-            "violation": self._violation,
-        }
+        """Return λ, the window's discrepancies and those that ε is computed from, as JSON values, without settings."""
+        pid = {"integral": self._integral, "violation": self._violation}
+        return {"value": self._value, "recent": list(self._recent), "observed": self._observed} | pid
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict()``. λ is projected onto the present bounds, and the window keeps its latest."""
@@ -151,8 +139,8 @@ class LagrangeMultiplier:
         if not math.isfinite(value):
             raise ValueError(f"state_dict['value']={value!r} is not finite: the state is corrupt.")
         self._value = self._projected(value)
-        self._integral = self._projected(float(state_dict.get("integral", value)))  # absent in older checkpoints
-        self._violation = state_dict.get("violation")
+        self._integral = self._projected(float(state_dict["integral"]))
+        self._violation = state_dict["violation"]
         self._recent = deque(map(float, state_dict["recent"]), maxlen=self._recent.maxlen)
         if self._observed is not None:
             self._observed = list(state_dict["observed"] or [])

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ..settings.command_line import unknown_field
 from ..settings.fields import setting
@@ -177,9 +177,8 @@ class ConstraintSettings:
     @property
     def correction_names(self) -> tuple[str, ...]:
         """Names of the corrections that `rollout_correction` combines; empty for "none"."""
-        return (
-            () if self.rollout_correction == "none" else tuple(each.name for each in parts_of(self.rollout_correction))
-        )
+        parts = [] if self.rollout_correction == "none" else parts_of(self.rollout_correction)
+        return tuple(name for name, _ in parts)
 
     def fill_in_multiplier(self) -> None:
         """Give the fields of λ that are left open (None) the defaults of their form, measure and dual ascent."""
@@ -224,11 +223,6 @@ class ConstraintSettings:
         return "discrepancy_split" if self.discrepancy_split else None
 
     @property
-    def acts_on_lag(self) -> bool:
-        """Whether the constraint, or else the correction, acts on the lag's part of the discrepancy alone."""
-        return self.split_by not in (None, "discrepancy_split")
-
-    @property
     def split_setting(self) -> str | None:
         """`split_by` with its value, for messages; None where nothing splits."""
         return None if self.split_by is None else f"{self.split_by}={getattr(self, self.split_by)!r}"
@@ -244,45 +238,20 @@ class ConstraintSettings:
         return "" if self.compared_by is None else f"{self.compared_by}={self._comparisons[self.compared_by]!r}"
 
 
-class CorrectionPart(NamedTuple):
-    """One of several corrections that combine.
-
-    Args:
-        name: name of a correction, or `module:function`.
-        numbers: its lower and upper bound, its upper bound alone, or nothing for the default bounds.
-    """
-
-    name: str
-    numbers: tuple[float, ...]
-
-    def bounds(self, said: str) -> dict[str, float]:
-        """Return the bounds by name; `said` is the setting with its value, for messages.
-
-        Raises:
-            ValueError: the bounds leave out what engines that agree have.
-        """
-        bounds = dict(zip(("lower", "upper")[-len(self.numbers) :], self.numbers, strict=True)) if self.numbers else {}
-        lower, upper = bounds.get("lower", 0.0), bounds.get("upper", 1.0)
-        agree = 0.0 if self.name == "tv_mask" else 1.0  # the difference, or the ratio, of engines that agree
-        if not lower <= agree <= upper:
-            raise ValueError(f"{said}: the bounds of {self.name} shut out engines that agree: include {agree:g}.")
-        return bounds
-
-
 _PART = re.compile(r"\s*([\w.:]+)\s*(?:\(([^()]*)\))?\s*(?:,|$)")
 
 
-def parts_of(correction: str) -> list[CorrectionPart]:
-    """Return the corrections that a value of `rollout_correction` combines, in their order.
+def parts_of(correction: str) -> list[tuple[str, dict[str, float]]]:
+    """Return name and bounds of each correction that a value of `rollout_correction` combines, in their order.
 
     Raises:
-        ValueError: it is not a list of names, each with at most two bounds.
+        ValueError: it is not a list of names, each with at most two bounds, which engines that agree are within.
     """
     parts, end = [], 0
     while end < len(correction):
         found = _PART.match(correction, end)
         try:
-            numbers = tuple(float(number) for number in (found[2] or "").split(",") if number) if found else ()
+            numbers = [float(number) for number in (found[2] or "").split(",") if number] if found else []
         except ValueError:
             found = None
         if found is None or len(numbers) > 2:
@@ -290,7 +259,14 @@ def parts_of(correction: str) -> list[CorrectionPart]:
                 f"rollout_correction={correction!r} is invalid: use a name, or several behind commas, each with at "
                 "most two bounds in parentheses: 'token_truncate, geometric_mask(0.99, 1.01)'."
             )
-        parts.append(CorrectionPart(found[1], numbers))
+        name, bounds = found[1], dict(zip(("lower", "upper")[2 - len(numbers) :], numbers, strict=True))
+        agree = 0.0 if name == "tv_mask" else 1.0  # the difference, or the ratio, of engines that agree
+        if not bounds.get("lower", 0.0) <= agree <= bounds.get("upper", 1.0):
+            raise ValueError(
+                f"rollout_correction={correction!r}: the bounds of {name} shut out engines that agree: include "
+                f"{agree:g}."
+            )
+        parts.append((name, bounds))
         end = found.end()
     return parts
 

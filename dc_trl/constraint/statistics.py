@@ -11,7 +11,6 @@ from ..sampled_tokens import SampledTokens
 from ..settings.ranges import require_choice
 from .discrepancy import discrepancy_sums, token_discrepancy
 from .mismatch import combine_sums, mismatch_from_sums, mismatch_sums
-from .ratios import ratio_counts, ratio_quantiles
 from .settings import ConstraintSettings, Measure, Reduction, Target
 
 
@@ -33,7 +32,6 @@ class BatchStatistics:
         reduction: how the batch discrepancy δ̄ is averaged, see `discrepancy_sums`.
         measure: measure of δ, see `token_discrepancy`.
         target: part of the discrepancy that moves λ.
-        correction_target: part of the discrepancy that a correction takes the ratio of.
     """
 
     def __init__(
@@ -41,24 +39,17 @@ class BatchStatistics:
         reduction: Reduction = "sequence",
         measure: Measure = "prob_diff",
         target: Target = "all",
-        correction_target: Target = "all",
     ):
         require_choice("batch_reduction", reduction, Reduction)
         self._reduction: Reduction = reduction
         self._measure: Measure = measure
         self._target: Target = target
-        self._correction_target: Target = correction_target
         self._sums: dict[str, Tensor] = {}
 
     @classmethod
     def of(cls, settings: ConstraintSettings) -> Self:
         """Return empty statistics of a run with these settings."""
-        return cls(
-            settings.batch_reduction,
-            settings.discrepancy_measure,
-            settings.constraint_target,
-            settings.rollout_correction_target,
-        )
+        return cls(settings.batch_reduction, settings.discrepancy_measure, settings.constraint_target)
 
     @torch.no_grad()
     def add(self, tokens: SampledTokens, penalty: Tensor | None = None, weights: Tensor | None = None) -> None:
@@ -89,7 +80,6 @@ class BatchStatistics:
             sums |= {f"all_{name}": value for name, value in discrepancy_sums(delta, scored, self._reduction).items()}
             sums["masked"] = sums["tokens"] - kept.sum()
             sums["weights"] = weights.where(scored, 0.0).sum(dtype=dtype)
-            sums["ratios"] = ratio_counts(tokens.of_target(self._correction_target).log_ratio, scored, dtype)
         self._sums = combine_sums([self._sums, sums])
 
     def reduce(self, gather: Callable[[Tensor], Tensor]) -> MismatchReport | None:
@@ -106,8 +96,7 @@ class BatchStatistics:
         sizes = [value.numel() for value in local.values()]
         ranks = gather(torch.cat([value.reshape(-1) for value in local.values()]).unsqueeze(0)).cpu()
         sums = combine_sums(dict(zip(local, values.split(sizes), strict=True)) for values in ranks)
-        ratios = sums.pop("ratios", None)
-        return MismatchReport({name: value.item() for name, value in sums.items()}, ratios, self._target)
+        return MismatchReport({name: value.item() for name, value in sums.items()}, self._target)
 
     def clear(self) -> None:
         """Discard what was added."""
@@ -120,12 +109,10 @@ class MismatchReport(NamedTuple):
     Args:
         sums: results of `mismatch_sums` and `discrepancy_sums`; also "penalty" and "penalized" where there is a
             constraint, and the sums of a correction where there is one.
-        ratios: sum of `ratio_counts`; None without a correction.
         target: part of the discrepancy that λ is moved by.
     """
 
     sums: Mapping[str, float]
-    ratios: Tensor | None
     target: Target = "all"
 
     @property
@@ -180,11 +167,10 @@ def batch_metrics(
     if mean is not None:
         metrics[f"{group}/mean"] = mean
     metrics |= {f"{group}/{name}": value for name, value in report.parts.items()}
-    if report.ratios is not None:
+    if "weights" in sums:
         metrics[f"{group}/mean_all"] = sums["all_discrepancy_sum"] / sums["all_discrepancy_count"]
         metrics["correction/masked_fraction"] = sums["masked"] / sums["tokens"]
         metrics["correction/weight_mean"] = sums["weights"] / sums["tokens"]
-        metrics |= {f"correction/ratio_{name}": ratio for name, ratio in ratio_quantiles(report.ratios).items()}
     if multiplier is None:
         return metrics
     metrics["lagrangian/lambda"] = multiplier.value

@@ -28,7 +28,6 @@ FAR = 1e-2
 
 _CLIPS = {"ppo_clip", "ppo_clip_by_age"}
 
-
 # Generation batches with a sampler in step whose k3 make the level.
 LEVEL_BATCHES = 10
 # k3 of single batches in step differ by this factor (SmolLM2-135M in FP8, 2,048 tokens: 0.024 to 0.054).
@@ -99,45 +98,40 @@ def drift_warning(
     # The two-sided forms read neither the sampler nor its lag; in two bits in step they did no harm.
     form = settings.constraint_form if constrained and settings.constraint_form not in TWO_SIDED else None
     named = f"constraint_form={settings.constraint_form!r}" if constrained else "constraint='none'"
+    usual = _NOISE * level
     if form in PUSHES:
-        far, signed = FAR + _NOISE * level, "a signed form, a smaller weight_sync_steps, " if may_lag else ""
-        finding = (
-            ": it pushes down tokens that differ, and with λ 0.1 or more most of our runs with such a mismatch ended "
-            f"without reward. Use {signed}a deployment_scheme of higher precision, or constraint='none'; see "
-            f"docs/{'staleness' if may_lag else 'study'}.md."
-        )
+        far = FAR + usual
+        remedy = "a signed form or a smaller weight_sync_steps" if may_lag else "a finer deployment_scheme"
+        finding = f"most of our runs with λ 0.1 or more ended without reward: use {remedy}, or constraint='none'"
     elif form is not None or clips or _CLIPS & {*settings.correction_names}:  # a pull towards the sampler
         if may_lag:
             return None  # it repaired the runs with a lag
+        remedy = "use train_through_quantization, a finer deployment_scheme, or neither constraint nor correction"
         if form is None:
             far, named = CLIP_COSTS_IN_STEP, f"rollout_correction={settings.rollout_correction!r}"
-            harm = "PPO's clip cost 4 points of accuracy in int4, and much of it, or all, in int3 and int2"
+            finding = f"PPO's clip cost our runs in step 4 points of accuracy or more: {remedy}"
         else:
-            far = PULLS_HARM_IN_STEP
-            harm = "the log ratio and the quadratic form lost most of the accuracy in int3 and int2"
-        finding = (
-            f", with a sampler that has the present weights and follows the policy. In our runs {harm}. Use "
-            "train_through_quantization, a deployment_scheme of higher precision, or neither constraint nor "
-            "correction; see docs/study.md."
-        )
+            far, finding = PULLS_HARM_IN_STEP, f"our runs in step lost most of the accuracy: {remedy}"
     else:  # plain GRPO
         if not may_lag:
             return None  # runs in step needed no remedy
-        far = FAR + _NOISE * level
+        far = FAR + usual
         finding = (
-            ", with a sampler whose weights may lag: in our runs with such a mismatch GRPO lost 8 points of accuracy "
-            "or more. Truncations and masks recovered a part of it, two-sided forms nothing. Use a smaller "
-            "weight_sync_steps, constraint='static' with constraint_form='log_ratio' and lambda_init=0.5, or "
-            "rollout_correction='ppo_clip'; see docs/staleness.md."
+            "our runs of GRPO with weights that lag lost 8 points of accuracy or more: use a smaller "
+            "weight_sync_steps, recipe='lag', or rollout_correction='ppo_clip'"
         )
     measured = k3_of(settings)
     k3 = metrics[measured]
-    return f"{named} meets {measured}={k3:.3g}, above {far:.2g}{finding}" if k3 > far else None
+    return (
+        f"{named} meets {measured}={k3:.3g}, above {far:.2g}, where {finding}. See docs/which_one.md."
+        if k3 > far
+        else None
+    )
 
 
 def k3_of(settings: ConstraintSettings) -> str:
     """Return the name of the k3 of the part of the mismatch that the remedy of a run acts on."""
-    return "discrepancy/lag_k3_kl" if settings.acts_on_lag else "discrepancy/k3_kl"
+    return "discrepancy/k3_kl" if settings.split_by in (None, "discrepancy_split") else "discrepancy/lag_k3_kl"
 
 
 def lag_warning(settings: ConstraintSettings, lag: str) -> str | None:
@@ -150,8 +144,6 @@ def lag_warning(settings: ConstraintSettings, lag: str) -> str | None:
     if settings.constraint == "none" or settings.constraint_form not in PUSHES:
         return None
     return (
-        f"constraint_form={settings.constraint_form!r} with {lag}: the form pushes down each token that differs, and "
-        "a sampler that lags differs more at each step. Our runs with such a lag and λ 0.1 ended without reward. Use "
-        "constraint_form='log_ratio' with constraint='static' and lambda_init=0.5, or rollout_correction='ppo_clip' "
-        "with constraint='none'; see docs/staleness.md."
+        f"constraint_form={settings.constraint_form!r} with {lag}: our runs with such a lag and λ 0.1 ended without "
+        "reward. Use recipe='lag', or rollout_correction='ppo_clip' with constraint='none'; see docs/staleness.md."
     )

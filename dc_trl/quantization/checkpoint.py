@@ -1,17 +1,19 @@
 """The deployable checkpoint: the policy in its deployment scheme, as `vllm serve` and transformers load it."""
 
-import ctypes
+import errno
+import json
 import os
-import time
+import re
+import shutil
 import uuid
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple, TypeVar
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
 from peft import PeftModel
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -22,26 +24,13 @@ from transformers import (
     ProcessorMixin,
 )
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..files import locked_folder, replace_folder_link
-from .checkpoint_files import KeptFiles, ShardWriter, name_files
+from ..files import locked_folder, replace_folder_link, write_text
 from .fake_quantize import compressed_weight
 from .policy import base_model, empty_copy
 from .schemes import quantized_weights, require_served_scheme, resolve_scheme
 from .tensors import policy_tensors
-
-
-T = TypeVar("T")
-
-
-class WriteCost(NamedTuple):
-    """Bytes and seconds of writing a checkpoint."""
-
-    bytes_written: int  # size of all new files
-    bytes_reused: int  # size of the files of frozen weights that were kept
-    gather_seconds: float  # time to gather shards and merge adapters
-    quantize_seconds: float  # time to quantize or round tensors and to copy them to the CPU
-    write_seconds: float  # time to write them
 
 
 class CheckpointWriter:
@@ -57,14 +46,9 @@ class CheckpointWriter:
         processing_class: tokenizer or processor that goes with the model, or None.
         max_shard_bytes: size at which a new file is begun; a single tensor may exceed it.
 
-    Attributes:
-        cost: cost of the last checkpoint.
-
     Raises:
         ValueError: the scheme is unknown, no engine serves it, or it does not fit the model's layers.
     """
-
-    cost: WriteCost
 
     def __init__(
         self,
@@ -91,17 +75,6 @@ class CheckpointWriter:
         names: dict[str, Tensor] = dict(self._model.named_parameters())
         names |= {name: buffer for name, buffer in self._model.named_buffers() if name in persistent}
         self._names = names.keys()
-        self._kept: KeptFiles | None = None
-
-    @property
-    def size(self) -> float:
-        """Size of a checkpoint's tensors in bytes, nearly: the scales of blocks are left out."""
-        size = 2.0 * self._model.num_parameters()
-        args = self._quantization.weights
-        for name in self._quantized:
-            weight = self._model.get_parameter(name)
-            size += weight.numel() * (args.num_bits / 8 - 2 + 4 / (args.group_size or weight.shape[-1]))
-        return size
 
     def _check_published_layout(self) -> None:
         """Refuse to quantize experts that the model's published checkpoints hold in one tensor."""
@@ -115,23 +88,13 @@ class CheckpointWriter:
                 )
 
     @torch.no_grad()
-    def write(
-        self,
-        tensors: Iterable[tuple[str, Tensor]],
-        directory: str | os.PathLike[str],
-        frozen: Mapping[str, Hashable] = MappingProxyType({}),
-        store: Path | None = None,
-    ) -> int:
-        """Write the checkpoint; an existing directory is replaced in one step when all files are written.
+    def write(self, tensors: Iterable[tuple[str, Tensor]], directory: str | os.PathLike[str]) -> int:
+        """Write the checkpoint; an existing directory is replaced when all files are written.
 
         Args:
             tensors: see `policy_tensors`; any floating dtype. Names that are not part of a checkpoint (tied copies,
                 computed buffers) are ignored.
             directory: directory of the checkpoint, whose parent must exist.
-            frozen: tensors that training does not change, each with a stamp that changes with its values; see
-                `frozen_tensors`. They get files of their own. If all stamps are the same at the next checkpoint, it
-                has these files as hard links, where the file system supports them.
-            store: directory on the same file system where these files stay; without it, they are written each time.
 
         Returns:
             Size of all files, in bytes.
@@ -145,12 +108,15 @@ class CheckpointWriter:
         partial = directory.parent / f".{directory.name}-{uuid.uuid4().hex}.partial"
         with locked_folder(partial, others=f".{directory.name}-*.partial", mode=0o700):
             self._write_configuration(partial)
-            named = {name: stamp for name, stamp in frozen.items() if name in self._names}
-            cost = self._write_tensors(tensors, partial, named, store)
+            self._write_tensors(tensors, partial)
             partial.chmod(0o755)
             size = sum(file.stat().st_size for file in partial.iterdir())
-            _move_into_place(partial, directory)
-        self.cost = cost._replace(bytes_written=size - cost.bytes_reused)
+            replace_folder_link(directory)
+            replaced = partial.with_suffix(".old.partial")
+            if directory.is_dir():
+                directory.rename(replaced)
+            partial.rename(directory)
+            shutil.rmtree(replaced, ignore_errors=True)
         return size
 
     def _write_configuration(self, directory: Path) -> None:
@@ -162,43 +128,42 @@ class CheckpointWriter:
         if self._processing_class is not None:
             self._processing_class.save_pretrained(directory)
 
-    def _write_tensors(
-        self,
-        tensors: Iterable[tuple[str, Tensor]],
-        directory: Path,
-        frozen: dict[str, Hashable],
-        store: Path | None,
-    ) -> WriteCost:
-        seconds = dict.fromkeys(("gather_seconds", "quantize_seconds", "write_seconds"), 0.0)
-        reused = self._kept if self._kept is not None and self._kept.hold(store, frozen) else None
-        trained, untrained = (ShardWriter(directory / kind, self._max_shard_bytes) for kind in ("trained", "frozen"))
+    def _write_tensors(self, tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:
         missing = set(self._names)
-        for name, tensor in _timed(tensors, seconds, "gather_seconds"):
-            if name not in missing:
-                continue
-            missing.remove(name)
-            if reused is not None and name in frozen:
-                continue
-            start = time.perf_counter()
-            stored = self._stored(name, tensor)
-            quantized = time.perf_counter()
-            for part, value in stored.items():
-                (untrained if name in frozen else trained).add(part, value)
-            seconds["quantize_seconds"] += quantized - start
-            seconds["write_seconds"] += time.perf_counter() - quantized
+        shards: list[list[str]] = []  # names of the tensors in each file
+        total = 0
+        for shard in self._shards(tensors, missing):
+            total += sum(value.nbytes for value in shard.values())
+            _save(shard, directory / f"{len(shards)}.safetensors")
+            shards.append(list(shard))
+            shard.clear()  # before the next file is held
         if missing:
             listed = ", ".join(sorted(missing)[:3])
             raise KeyError(f"{len(missing)} weights of the policy are missing, {listed} among them")
-        start = time.perf_counter()
-        changing = trained.close()
-        staying = untrained.close() if reused is None else reused.bring(directory)
-        named = name_files(directory, [*changing, *staying])
-        if reused is None and store is not None:
-            self._kept = None  # in case keeping fails
-            self._kept = KeptFiles.keep(store, frozen, named[len(changing) :])
-        seconds["write_seconds"] += time.perf_counter() - start
-        bytes_reused = 0 if reused is None else sum(file.path.stat().st_size for file in named[len(changing) :])
-        return WriteCost(0, bytes_reused, **seconds)
+        count = len(shards)
+        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        for number, name in enumerate([SAFE_WEIGHTS_NAME] if count == 1 else names):
+            (directory / f"{number}.safetensors").rename(directory / name)
+        if count > 1:
+            files = {part: name for name, shard in zip(names, shards, strict=True) for part in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": files}
+            write_text(directory / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def _shards(self, tensors: Iterable[tuple[str, Tensor]], missing: set[str]) -> Iterator[dict[str, Tensor]]:
+        """Yield the checkpoint's tensors by files, and remove the names of the weights that came from `missing`."""
+        held: dict[str, Tensor] = {}
+        size = 0
+        for name, tensor in tensors:
+            if name not in missing:
+                continue
+            missing.remove(name)
+            for part, value in self._stored(name, tensor).items():
+                if held and size + value.nbytes > self._max_shard_bytes:
+                    yield held
+                    held, size = {}, 0
+                held[part] = value
+                size += value.nbytes
+        yield held
 
     def _stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the checkpoint's tensors of a weight by name, on the CPU, none of which shares memory with it."""
@@ -247,32 +212,11 @@ def write_deployable(model: str, scheme: str, directory: str | os.PathLike[str],
     return CheckpointWriter(policy, scheme, tokenizer).write(policy_tensors(policy), directory)
 
 
-def _timed(items: Iterable[T], seconds: dict[str, float], name: str) -> Iterator[T]:
-    """Yield the items, and add the seconds that computing them takes to `seconds[name]`."""
-    iterator = iter(items)
-    while True:
-        start = time.perf_counter()
-        try:
-            item = next(iterator)
-        except StopIteration:
-            return
-        finally:
-            seconds[name] += time.perf_counter() - start
-        yield item
-
-
-def _move_into_place(source: Path, target: Path) -> None:
-    """Rename a directory over another one in one step; the old content ends up at `source`."""
-    replace_folder_link(target)
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file; raise OSError where the file system refuses."""
     try:
-        source.rename(target)
-        return
-    except OSError:
-        if not target.is_dir():
-            raise
-    # POSIX cannot rename a directory over one that is not empty; Linux can exchange the two.
-    renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    at_fdcwd, rename_exchange = -100, 2  # linux/fcntl.h and linux/fs.h
-    if renameat2(at_fdcwd, os.fsencode(source), at_fdcwd, os.fsencode(target), rename_exchange) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"cannot replace the checkpoint: {os.strerror(code)}; give another directory", str(target))
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        code = errno.EIO if number is None else int(number[1])
+        raise OSError(code, os.strerror(code), str(path)) from error

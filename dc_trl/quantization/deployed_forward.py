@@ -7,7 +7,6 @@ as if ∂Q/∂W = 1: the straight-through estimator (arXiv 1308.3432). QaRL (arX
 
 import functools
 import inspect
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -35,13 +34,14 @@ from .schemes import fused_experts, quantized_linears, quantized_weights, resolv
 from .tensors import require_merged_form
 
 
-class DeployedForward:
+class DeployedForward(TrainerCallback):
     """Makes a policy's modules compute as the deployed policy does, with straight-through gradients to the weights.
 
     Modules, names and parameters stay as they are; hooks replace the parameters by the deployed weights while a module
     computes. Deployed weights are cached until the parameters change. Some optimizers, fused AdamW among them, change
-    them without PyTorch's knowledge: call `forget` after each step. Under FSDP2 the deployed weights are computed from
-    the gathered parameters each time, which must be gathered unrounded (no `param_dtype`).
+    them without PyTorch's knowledge: add this as a callback to the trainer, or call `forget` after each step. Under
+    FSDP2 the deployed weights are computed from the gathered parameters each time, which must be gathered unrounded
+    (no `param_dtype`).
 
     LoRA adapters are merged, as they are when the policy is deployed: the layer computes with Q(W + s·B·A), and A and
     B get its gradient. Dropout of an adapter is not applied.
@@ -57,7 +57,6 @@ class DeployedForward:
             it must where that keeps the sequences of a row apart.
         adapters: whether to compute with LoRA adapters merged; otherwise they compute beside their layers, as usual in
             training.
-        wanted_by: what the deployed forward is for, a setting with its value, which warnings name.
 
     Raises:
         ValueError: the scheme is unknown or does not fit the model, or there are adapters other than LoRA.
@@ -73,7 +72,6 @@ class DeployedForward:
         compute: bool = True,
         replicas_attention: bool = True,
         adapters: bool = True,
-        wanted_by: str | None = "train_through_quantization=True",
     ):
         base, architecture = base_model(policy), empty_copy(policy)
         quantization = resolve_scheme(scheme, architecture)
@@ -99,7 +97,6 @@ class DeployedForward:
             )
             for name, module, merged in layers_of(base, "")
         ]
-        _warn_of_dropout(layers, wanted_by)
         by_token = args is not None and args.group_size is None
         head = base.get_output_embeddings()
         in_head = set() if head is None else set(head.modules())
@@ -152,6 +149,9 @@ class DeployedForward:
     def forget(self) -> None:
         """Drop the cached deployed weights, after parameters have changed without PyTorch's knowledge."""
         self._cache.clear()
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.forget()
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the `context_fn` result for `torch.utils.checkpoint`, to recompute a layer as it was computed."""
@@ -332,24 +332,3 @@ class DeployedForward:
         if self._weights or self._compute:
             value = value.to(torch.bfloat16)
         return value if self._compute else value.to(weight.dtype)
-
-
-def _warn_of_dropout(layers: list[Layer], wanted_by: str | None) -> None:
-    adapters = {adapter for layer in layers for adapter in layer.adapters}
-    dropping = [each for each in adapters if any(getattr(part, "p", 0) > 0 for part in each.lora_dropout.values())]
-    if dropping:
-        warnings.warn(
-            f"lora_dropout of {len(dropping)} adapted layers is left out of the deployed forward, which {wanted_by} "
-            "asks for: the deployed weight contains the adapter. Set lora_dropout=0.",
-            stacklevel=3,
-        )
-
-
-class ParametersMove(TrainerCallback):
-    """Reports optimizer steps to a `DeployedForward`, since PyTorch does not see the writes of fused optimizers."""
-
-    def __init__(self, forward: DeployedForward):
-        self._forward = forward
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        self._forward.forget()

@@ -20,10 +20,6 @@ from transformers import PreTrainedModel
 from .schemes import fused_experts, quantized_linears
 
 
-# Numbers of a weight that a CPU quantizes at a time: few enough for its cache, which makes it three times as fast.
-_PIECE = 1 << 20
-
-
 @torch.no_grad()
 def weight_qparams(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
     """Return scales and zero points of a weight, from its largest magnitudes, as compressed-tensors stores them.
@@ -91,17 +87,9 @@ def compressed_weight(weight: Tensor, scheme: QuantizationScheme) -> dict[str, T
         weight: shape (out_features, in_features), floating point.
         scheme: quantization scheme with the ``format`` of its checkpoints.
     """
-    compressor = BaseCompressor.get_value_from_registry(scheme.format.value)
-    parts: dict[str, list[Tensor]] = {}
-    height = scheme.weights.block_structure[0] if scheme.weights.block_structure else 1
-    on_cpu = weight.device.type == "cpu"
-    for rows in weight.split(max(1, _PIECE // (weight.shape[1] * height)) * height) if on_cpu else (weight,):
-        scale, zero_point = weight_qparams(rows, scheme.weights)
-        parameters = {"weight": rows.float(), "weight_scale": scale, "weight_zero_point": zero_point}
-        for name, value in compressor.compress(parameters, scheme).items():
-            parts.setdefault(name, []).append(value)
-    whole = {name: torch.cat(values) for name, values in parts.items()}
-    return whole | ({"weight_shape": torch.tensor(weight.shape)} if "weight_shape" in whole else {})
+    scale, zero_point = weight_qparams(weight, scheme.weights)
+    parameters = {"weight": weight.float(), "weight_scale": scale, "weight_zero_point": zero_point}
+    return BaseCompressor.get_value_from_registry(scheme.format.value).compress(parameters, scheme)
 
 
 class _StraightThrough(torch.autograd.Function):

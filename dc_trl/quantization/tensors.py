@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from .policy import base_model, require_shared_embeddings, unwrapped
+from .policy import require_shared_embeddings, unwrapped
 
 
 # Names of the classes in which bitsandbytes packs several numbers into one; it need not be installed.
@@ -97,36 +97,6 @@ def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, T
     else:
         yield from policy.named_parameters(remove_duplicate=False)
         yield from policy.named_buffers(remove_duplicate=False)
-
-
-def frozen_tensors(accelerator: Accelerator, model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return parameters that training does not change, by their names in `deployed_tensors`, for `CheckpointWriter`.
-
-    These are parameters without a gradient, outside of adapted layers. A sharded policy has none, because a gathered
-    tensor does not show whether its shards were written to.
-
-    Args:
-        accelerator: accelerator of the run.
-        model: the policy, as the accelerator prepared it.
-
-    Returns:
-        For each parameter its address, and PyTorch's count of the operations that have written to it in place. A write
-        past autograd (`parameter.data`) does not count.
-    """
-    policy = unwrapped(accelerator, model)
-    if isinstance(policy, FSDPModule) or _needs_trl(accelerator, policy):
-        return {}
-    return dict(_frozen(base_model(policy), ""))
-
-
-def _frozen(module: nn.Module, prefix: str) -> Iterator[tuple[str, tuple[int, int]]]:
-    if isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper)):
-        return
-    for name, parameter in module.named_parameters(recurse=False):
-        if not parameter.requires_grad:
-            yield prefix + name, (parameter.data_ptr(), parameter._version)
-    for name, child in module.named_children():
-        yield from _frozen(child, f"{prefix}{name}.")
 
 
 def require_merged_form(policy: PreTrainedModel | PeftModel) -> None:

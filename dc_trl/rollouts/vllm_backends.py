@@ -21,7 +21,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..files import locked_folder
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
-from ..quantization.tensors import deployed_tensors, frozen_tensors, is_packed
+from ..quantization.tensors import deployed_tensors, is_packed
 from ..serving.client import LOADING, ServerClient, Weights
 from ..serving.connection import Deadline, Patience, is_local
 from ..serving.errors import ServerError
@@ -32,15 +32,14 @@ from .truncation import named_by_vllm
 
 
 logger = get_logger(__name__)
-_FROZEN = ".frozen"  # files of weights that training does not change
 
 
 class Generation(VLLMGeneration):
     """TRL's vLLM engine; with `logprobs` above 0, it returns the most probable tokens, or those of truncated sampling.
 
     Attributes:
-        last_sync: bytes and seconds of the last synchronization, see `WriteCost`, and `reload_seconds` of the engine;
-            empty on processes that write no checkpoint.
+        last_sync: `bytes_written`, `write_seconds` and `reload_seconds` of the last synchronization; empty on
+            processes that write no checkpoint.
         syncs: sums of `last_sync` over all synchronizations, and their `count`.
     """
 
@@ -121,10 +120,8 @@ class _DeployedGeneration(Generation):
         return Path(self.weight_sync_dir or "/dev/shm", f"dc_trl-sync-{socket.gethostname()}_{run}")
 
     def _remove_checkpoints(self) -> None:
-        """Remove all checkpoints; the files of frozen weights stay."""
         for checkpoint in self._folder(self._run).iterdir():
-            if checkpoint.name != _FROZEN:
-                shutil.rmtree(checkpoint, ignore_errors=True)
+            shutil.rmtree(checkpoint, ignore_errors=True)
 
     def _load(self) -> None:
         """Make the engine load the weights that it is to hold."""
@@ -161,14 +158,14 @@ class _DeployedGeneration(Generation):
         try:
             if self._writes:
                 self._remove_checkpoints()  # their room may be needed
-                frozen = frozen_tensors(self.accelerator, self.model)
-                self._writer.write(tensors, self.checkpoint, frozen, self._folder(self._run) / _FROZEN)
-                self.last_sync = self._writer.cost._asdict()
+                start = time.perf_counter()
+                size = self._writer.write(tensors, self.checkpoint)
+                self.last_sync = {"bytes_written": size, "write_seconds": time.perf_counter() - start}
         except OSError as error:
             failure = (
-                f"weight_sync_dir={self.weight_sync_dir!r}: the weights for vLLM, {self._writer.size / 2**20:,.1f} "
-                f"MiB, cannot be written to {self._folder(self._run).parent} ({error.strerror}). Make room, or set "
-                "weight_sync_dir to another directory that both the trainer and the server see."
+                f"weight_sync_dir={self.weight_sync_dir!r}: the weights for vLLM cannot be written to "
+                f"{self._folder(self._run).parent} ({error.strerror}). Make room, or set weight_sync_dir to another "
+                "directory that both the trainer and the server see."
             )
         finally:
             for _ in tensors:

@@ -51,7 +51,6 @@ NO_EFFECT = (
         {"use_vllm": [False], "deployment_scheme": [None]},
         "set deployment_scheme or use_vllm=True",
     ),
-    Rule("weight_sync_trigger", {"weight_sync_steps": [1]}, "raise weight_sync_steps"),
     Rule("vllm_server_base_urls rollout_overlap", {"use_vllm": [False]}, _SERVER),
     Rule("vllm_server_base_urls rollout_overlap", {"vllm_mode": ["colocate"]}, _SERVER),
     Rule("max_tokens_per_micro_batch", {"length_aware_batches": [False]}, "set length_aware_batches=True"),
@@ -259,12 +258,6 @@ CONTRADICTIONS = (
         "weight_sync_steps",
         {"use_vllm": [True], "vllm_enable_sleep_mode": [True]},
         "sleeping drops weights that the next rollouts need; set vllm_enable_sleep_mode=False",
-    ),
-    Rule(
-        "weight_sync_trigger",
-        {"discrepancy_tolerance": ["auto"], "constraint": ["none", "static"]},
-        "constraint='lagrangian' alone finds a tolerance; set discrepancy_tolerance to a number",
-        ["discrepancy"],
     ),
     *(
         Rule(

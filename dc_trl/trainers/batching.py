@@ -50,14 +50,13 @@ class LengthAwareBatches:
 
     Args:
         trainer: trainer with `length_aware_batches` set.
-        packed: whether forwards compute real tokens only (`padding_free`).
 
     Raises:
         ValueError: `max_tokens_per_micro_batch` is not possible with this model or launch.
     """
 
-    def __init__(self, trainer: HookedTrainer, packed: bool):
-        self._trainer, self._packed = trainer, packed
+    def __init__(self, trainer: HookedTrainer):
+        self._trainer = trainer
         self._multiple = trainer.pad_to_multiple_of
         self._accumulated = 0  # micro-batches since the last optimizer step
         args = trainer.args
@@ -86,15 +85,11 @@ class LengthAwareBatches:
     def of(self, slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the slices of a new generation batch, regrouped by length and without needless padding."""
         args = self._trainer.args
-        padded = sum(slice_["prompt_ids"].numel() + slice_["completion_ids"].numel() for slice_ in slices)
-        if self._regroups:
-            steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
-            parts = segments(steps, self._trainer.num_iterations, accumulation, self._accumulated % accumulation)
-            slices = [new for part in parts for new in self._regrouped(slices[part.start : part.stop])]
-        else:
-            slices = [self.trimmed(slice_) for slice_ in slices]
-        self._log_padding(slices, padded)
-        return slices
+        if not self._regroups:
+            return [self.trimmed(slice_) for slice_ in slices]
+        steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
+        parts = segments(steps, self._trainer.num_iterations, accumulation, self._accumulated % accumulation)
+        return [new for part in parts for new in self._regrouped(slices[part.start : part.stop])]
 
     def trimmed(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch without the columns in which all of its rows have padding."""
@@ -165,19 +160,6 @@ class LengthAwareBatches:
         lengths = lengths_of(batch, self._multiple)
         images = torch.tensor(batch.get("num_images", [0] * len(lengths)), device=lengths.device)
         return torch.cat([lengths, images.unsqueeze(1)], dim=1)
-
-    def _log_padding(self, slices: list[dict[str, Any]], padded: int) -> None:
-        read = 0
-        for slice_ in slices:
-            lengths = lengths_of(slice_, self._multiple)
-            read += sum(len(rows) * int(rows.amax(0).sum()) for rows in lengths.split(slice_.get(_ROWS, len(lengths))))
-        real = sum(slice_["prompt_mask"].sum() + slice_["completion_mask"].sum() for slice_ in slices)
-        if self._packed:
-            read = int(real)
-        counts = torch.tensor([[read, padded, int(real)]], device=self._trainer.accelerator.device)
-        read, padded, real = self._trainer.accelerator.gather(counts).sum(0).tolist()
-        self._trainer.add_metric("batching/computed_per_real_token", read / max(real, 1))
-        self._trainer.add_metric("batching/padded_per_real_token", padded / max(real, 1))
 
     # --- several forwards in a slice --------------------------------------------------------------------------------
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import numpy as np
+import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
+from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from ..files import read_object, replace_folder_link, write_text
@@ -23,16 +26,15 @@ from ..resuming.interruption import stop_if_asked
 from ..rollouts.buffer import load_rollouts, save_rollouts
 from .batching import is_regrouped
 from .sampling import SamplingTrainer
-from .whole_step import WeightsMove, WholeStep, random_state, set_random_state
 
 
 logger = get_logger(__name__)
 
-# How long a process that fails waits for the others to fail too; it cannot save without them.
-_OTHERS_FAIL_WITHIN = timedelta(seconds=20)
+# Counters in transformers' state, which it updates during a step.
+_COUNTERS = ("epoch", "num_input_tokens_seen", "total_flos")
 
 
-class Checkpoints:
+class Checkpoints(TrainerCallback):
     """Saves a trainer's run, also after a step has failed, and resumes it.
 
     Args:
@@ -44,48 +46,64 @@ class Checkpoints:
 
     def __init__(self, trainer: SamplingTrainer):
         self._trainer = trainer
-        self._moving = WeightsMove()
-        trainer.add_callback(self._moving)
-        self._failures: Any = None  # a group of all processes, if there are several
-        self._waiting_limit: int | None = None  # save_total_limit, while a checkpoint is being saved
-        self._forget()
+        self.begin_training()
+        trainer.add_callback(self)
 
-    def _forget(self) -> None:
+    def begin_training(self) -> None:
+        """Forget an earlier training."""
         self._evaluating = False  # recorded in checkpoints, to repeat an evaluation that was cut short
         self.saved_at: int | None = None
         self._left_in: str | None = None  # a checkpoint whose evaluation was cut short and is repeated
         self._made_again: dict[str, Any] | None = None  # random state after that evaluation, until the next step ends
-        self._whole: WholeStep | None = None  # the last step that has ended
+        self._return: Callable[[], None] | None = None  # returns to the last step that has ended
         self._state_to_save: dict[str, Any] | None = None  # its state of the algorithm, once a later step has failed
-        self._moving.since = None
-
-    def begin_training(self) -> None:
-        """Begin a training. Every process must call it."""
-        self._forget()
-        if self._trainer.accelerator.num_processes > 1:
-            # Separate from the group of the gradients, in which others may be waiting for a failed process.
-            self._failures = self._failures or dist.new_group(backend="gloo", timeout=_OTHERS_FAIL_WITHIN)
+        self._moving_since: int | None = None  # the step from which the optimizer is changing the weights
 
     # --- a step that failed -----------------------------------------------------------------------------------------
 
     @property
     def step_begun(self) -> bool:
         """Whether the present training has changed weights, or has ended a step."""
-        return self._whole is not None or self._moving.since is not None
+        return self._return is not None or self._moving_since is not None
 
     def end_step(self) -> None:
-        """Keep the state that the next step will change before it has ended."""
-        self._whole = WholeStep.of(self._trainer)
-        self._moving.since = None
+        """Keep what the next step will change before it has ended; weights and optimizer change only at its end."""
+        trainer, state = self._trainer, self._trainer.state
+        iteration = copy.deepcopy(trainer.iteration_state())
+        done, flops, numbers, sampling = (
+            trainer.micro_batches_done,
+            trainer.current_flos,
+            random_state(),
+            trainer.sampler.state(),
+        )
+        rollouts = trainer.generation_batch if done % trainer.micro_batches_per_generation > 0 else None
+        counted = {name: getattr(state, name) for name in _COUNTERS}
+
+        def restore() -> None:
+            trainer.micro_batches_done, trainer.generation_batch = done, rollouts
+            trainer.current_flos = flops
+            for name, value in counted.items():
+                setattr(state, name, value)
+            set_random_state(numbers)
+            trainer.sampler.return_to(sampling)
+            self._state_to_save = iteration
+
+        self._return, self._moving_since = restore, None
 
     def weights_move(self) -> None:
         """Note that the weights are changing from now to the end of the step."""
-        self._moving.since = self._trainer.state.global_step
+        self._moving_since = self._trainer.state.global_step
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.weights_move()
 
     def save_before_stopping(self) -> str:
         """Save the last step that ended, in all processes together, and return where it is and how to resume."""
         trainer, state = self._trainer, self._trainer.state
-        self._return_to_whole_step()
+        if self._moving_since is not None and state.global_step > self._moving_since:
+            self.end_step()  # a callback failed after the optimizer
+        if self._return is not None:
+            self._return()
         failure = None
         if self.saved_at != state.global_step:  # an existing folder of that name may belong to an abandoned run
             try:
@@ -101,30 +119,12 @@ class Checkpoints:
         return f"The run is saved: go on with resume_from_checkpoint={trainer.checkpoint_folder()!r}"
 
     def save_after_failure(self) -> str:
-        """Save the last step that ended if that is possible, and return how to resume. Any process may fail alone."""
-        step = self._trainer.state.global_step
-        if self._trainer.accelerator.num_processes > 1 and not self._all_have_failed():
-            return _not_saved("another process had not failed, and one alone cannot save")
-        torn = self._moving.since is not None and self._moving.since == step
-        stands = gather_object([(torn, step)])
-        if len(set(stands)) > 1 or torn:
+        """Save the last step that ended if that is possible, and return how to resume."""
+        if self._trainer.accelerator.num_processes > 1:
+            return _not_saved("one of several processes cannot save alone")
+        if self._moving_since is not None and self._moving_since == self._trainer.state.global_step:
             return _not_saved("the optimizer was moving the weights")
         return self.save_before_stopping()
-
-    def _all_have_failed(self) -> bool:
-        """Wait for the other processes at most `_OTHERS_FAIL_WITHIN`, without delaying those that still train."""
-        try:
-            dist.monitored_barrier(self._failures, timeout=_OTHERS_FAIL_WITHIN)
-        except RuntimeError:
-            return False
-        return True
-
-    def _return_to_whole_step(self) -> None:
-        if self._moving.since is not None and self._trainer.state.global_step > self._moving.since:
-            self.end_step()  # a callback failed after the optimizer
-        if self._whole is not None:
-            self._whole.restore(self._trainer)
-            self._state_to_save = self._whole.iteration
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class Checkpoints:
             }
             write_text(Path(folder, STATE_FILE), json.dumps(state | of_run, indent=2))
         # No old checkpoint is removed before the new one is completely on the disk.
-        limit = self._waiting_limit = args.save_total_limit
+        limit = args.save_total_limit
         args.save_total_limit = None
         try:
             write()
@@ -170,21 +170,10 @@ class Checkpoints:
                 raise OSError(f"{folder} cannot be written ({error}): free some space.") from error
             raise
         finally:
-            args.save_total_limit, self._waiting_limit = limit, None
+            args.save_total_limit = limit
         self.saved_at = trainer.state.global_step
         if args.should_save:
             rotate_checkpoints(str(Path(folder).parent), limit, trainer.state.best_model_checkpoint, use_mtime=True)
-
-    @contextmanager
-    def users_limit(self) -> Iterator[None]:
-        """Within the block, give the arguments the user's `save_total_limit`, since they are pickled there."""
-        args = self._trainer.args
-        waiting = args.save_total_limit
-        args.save_total_limit = waiting if self._waiting_limit is None else self._waiting_limit
-        try:
-            yield
-        finally:
-            args.save_total_limit = waiting
 
     def make_whole(self, folder: str) -> None:
         """Write the file that marks a checkpoint as complete, once every process has written its files."""
@@ -230,7 +219,7 @@ class Checkpoints:
             if trainer.batches is None and is_regrouped(slices):
                 slices = None
         trainer.load_iteration_state(state, within_batch=slices is not None)
-        if state.get("evaluating") and trainer.eval_dataset is not None:  # older checkpoints do not have the key
+        if state["evaluating"] and trainer.eval_dataset is not None:
             trainer.args.eval_on_start = True  # transformers reads it next
             self._left_in = checkpoint
         trainer.sampler.load(checkpoint, state)
@@ -266,3 +255,18 @@ class Checkpoints:
 
 def _not_saved(why: str) -> str:
     return f"The run could not be saved ({why}): go on from an earlier checkpoint, with resume_from_checkpoint=true"
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states of all random number generators that a checkpoint contains."""
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Continue from the states that `random_state` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,7 +1,6 @@
 """Checks that no run starts without: a policy that learns, rows that fit it, and finite rewards; see `dc_trl.gate`."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -96,7 +95,6 @@ class Gate:
 
     Raises:
         ValueError, TypeError: an argument would train nothing or does not fit the others.
-        ServerError: a server of the run is not up, or does not fit.
     """
 
     def __init__(self, model: Any, reward_funcs: Any, args: DCGRPOConfig, others: Mapping[str, Any]):
@@ -107,23 +105,6 @@ class Gate:
         if args.use_vllm and args.vllm_mode == "server":
             require_servers(args, config_of(self.model, args))
         self._limits: Limits | None = None  # what the policy can read, once it is loaded
-
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Say what is wrong if a model cannot be loaded because its weights have other shapes.
-
-        Raises:
-            ValueError: they have.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            if "ignore_mismatched_sizes" not in str(error):
-                raise
-            raise ValueError(
-                "model, or a reward model: its weights have other shapes than in its config.json (the report above "
-                "names them): copy or save it again."
-            ) from error
 
     def require_fit(self, trainer: HookedTrainer) -> None:
         """Refuse a loaded policy that would not learn, or does not fit tokenizer, prompts and rewards.

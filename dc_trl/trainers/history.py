@@ -1,4 +1,4 @@
-"""Writes settings, history and figure of a run while it trains."""
+"""Writes settings, history, figure and some completions of a run while it trains."""
 
 import json
 from collections.abc import Mapping
@@ -67,7 +67,6 @@ class HistoryCallback(TrainerCallback):
     def __init__(self, settings: Mapping[str, Any] | None = None):
         self._settings = settings or {}
         self._history: Path | None = None  # history of the present or last training
-        self._ended = False  # a resumed training whose end the history already has
         self._before_training: list[dict[str, Any]] = []
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
@@ -84,16 +83,14 @@ class HistoryCallback(TrainerCallback):
             if self._before_training:
                 self._write(self._before_training)
         self._before_training = []
-        self._ended = state.global_step >= state.max_steps and self._has_end(state.global_step)
-        if not self._ended:
-            record_start(self._history.parent, state.global_step, device_name(args.device), args.world_size)
+        record_start(self._history.parent, state.global_step, device_name(args.device), args.world_size)
         settings = self._history.with_name(SETTINGS_FILE)
         if not settings.exists():
             found = training_settings(args, model, self._settings)
             write_text(settings, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not state.is_world_process_zero or (self._ended and "train_runtime" in (logs or {})):
+        if not state.is_world_process_zero:
             return
         row: dict[str, Any] = {"step": state.global_step}
         row |= {name: value for name, value in (logs or {}).items() if value is None or isinstance(value, int | float)}
@@ -111,12 +108,6 @@ class HistoryCallback(TrainerCallback):
             plot_run(read_history(self._history), self._history.with_name(FIGURE_FILE), self._history.parent.name)
 
     on_train_end = on_save
-
-    def _has_end(self, step: int) -> bool:
-        assert self._history is not None
-        return self._history.exists() and any(
-            "train_runtime" in row and row["step"] == step for row in read_history(self._history)
-        )
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         assert self._history is not None

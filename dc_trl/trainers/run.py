@@ -7,26 +7,30 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from accelerate.logging import get_logger
-from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from ..config import DCGRPOConfig
-from ..files import lock_output, read_object, write_bytes, written_beside
+from ..files import lock_output, read_object, set_aside, write_bytes, written_beside
 from ..hub.card import CARD_FILE, write_run_card
 from ..hub.push import HubClient, without_token
+from ..quantization.policy import unwrapped
+from ..quantization.tensors import require_merged_form
 from ..records.runs import DEPLOYMENT_FOLDER, TRAINER_STATE_FILE
 from ..resuming.checkpoints import on_main_process, resumable_checkpoint
 from ..resuming.interruption import BEGIN_AGAIN, RunInterrupted, resume_command, stop_if_asked
 from ..serving.errors import ServerError
+from ..settings.paths import serve_line
 from .checkpoints import Checkpoints
-from .export import Exporter, deployment_in
 from .history import HistoryCallback
-from .progress import evaluation_bar, progress_callbacks
 from .sampling import SamplingTrainer
 
+
+# Imported only where a policy is exported: compressed-tensors and its dependencies take 0.15 s.
+if TYPE_CHECKING:
+    from ..quantization.checkpoint import CheckpointWriter
 
 logger = get_logger(__name__)
 
@@ -39,7 +43,6 @@ class RunTrainer(SamplingTrainer):
 
     Attributes:
         checkpoints (`Checkpoints`): saves the run and resumes it.
-        exporter (`Exporter`): writes the deployable checkpoint.
         exports_at_end (`bool`): whether the present training exports the policy when it ends; `train` sets it each
             time. A callback that stops a run whose result should not be served clears it.
     """
@@ -56,13 +59,14 @@ class RunTrainer(SamplingTrainer):
         # Set before TRL's constructor, which adds callbacks.
         self._own_history: HistoryCallback | None = None
         callbacks = list(callbacks or ())
-        if args.keeps_history and not any(map(_keeps_history, callbacks)):
+        if args.export_run and not any(map(_keeps_history, callbacks)):
             self._own_history = HistoryCallback()
             callbacks.insert(0, self._own_history)  # a user's callback finds the files of the same event written
         super().__init__(model, reward_funcs, args, callbacks=callbacks, **kwargs)
         self.checkpoints = Checkpoints(self)
-        self.exporter = Exporter(self)
         self.exports_at_end = args.exports_deployment
+        # Deployments that may be replaced, because this trainer wrote them or resumes the run that did.
+        self._own_deployments: set[Path] = set()
         self._resumed_at: int | None = None  # step of the checkpoint from which the present training resumed
 
     def add_callback(self, callback):
@@ -84,8 +88,8 @@ class RunTrainer(SamplingTrainer):
 
         The directory is locked during training. If anything ends training early, such as an error of a reward function
         or callback or Ctrl-C, the last step that ended is saved before the error is raised, with a note that says how
-        to resume. Nothing is saved while the optimizer is changing the weights, or if one of several processes fails
-        alone. A resumed run repeats an evaluation that was cut short from its beginning.
+        to resume. Nothing is saved while the optimizer is changing the weights; with several processes, a signal or a
+        lost server saves, and another error does not. A resumed run repeats an evaluation that was cut short.
 
         Raises:
             ValueError: the checkpoint is incomplete, or `output_dir` is in use by another process or not writable.
@@ -94,7 +98,6 @@ class RunTrainer(SamplingTrainer):
                 among the callbacks, as in `dc-trl train`.
         """
         self.parts_clock.start()
-        self.training_seconds = 0.0
         if self.micro_batches_done > 0:  # this object has trained before
             self.start_again()
         self._resumed_at, eval_on_start = None, self.args.eval_on_start
@@ -130,13 +133,17 @@ class RunTrainer(SamplingTrainer):
 
     def _train_and_export(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> Any:
         self.exports_at_end = self.args.exports_deployment
-        self.exporter.begin_training(checkpoint)
+        folder = _deployment_in(self.args.output_dir)
+        if checkpoint is not None and Path(checkpoint).resolve().parent == folder.parent:
+            self._own_deployments.add(folder)
+        else:
+            self._own_deployments.discard(folder)
         if self.exports_at_end:
-            on_main_process(self.exporter.require_exportable)
+            on_main_process(self._require_exportable)
         try:
             output = super().train(checkpoint, *args, **kwargs)
             if self.exports_at_end:
-                self.exporter.export(deployment_in(self.args.output_dir), self.save_deployment)
+                self._export(folder)
         except ServerError:
             stop_if_asked(self)  # a signal may have ended the request, and all processes reach this line
             raise
@@ -156,8 +163,6 @@ class RunTrainer(SamplingTrainer):
             f"All {steps} steps of this run are done (step {resumed_at} of resume_from_checkpoint): nothing is "
             "trained. For more steps raise max_steps or num_train_epochs."
         )
-        if self.exports_at_end:
-            self.exports_at_end = not on_main_process(lambda: self.exporter.is_of_step(resumed_at))
         return (0, steps_per_epoch, *others, steps)  # otherwise transformers would make one step of the last epoch
 
     def start_again(self) -> None:
@@ -171,16 +176,6 @@ class RunTrainer(SamplingTrainer):
     def evaluate(self, *args, **kwargs):
         with self.checkpoints.evaluation(super().load_random_state):
             return super().evaluate(*args, **kwargs)
-
-    def evaluation_loop(self, dataloader, *args, **kwargs):
-        # The length of a stream is unknown, and transformers shows no bar for it either.
-        if isinstance(dataloader.dataset, IterableDataset):
-            return super().evaluation_loop(dataloader, *args, **kwargs)
-        # This bar precedes the one that transformers would make after its first batch, without a label.
-        with evaluation_bar(self, "held-out problems", len(dataloader)) as bar:
-            for callback in progress_callbacks(self):
-                callback.prediction_bar = bar
-            return super().evaluation_loop(dataloader, *args, **kwargs)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -208,9 +203,8 @@ class RunTrainer(SamplingTrainer):
         card = Path(self.args.output_dir, CARD_FILE)
         content = card.read_bytes() if card.is_file() else None
         try:
-            # The arguments are pickled with the model: without a token, and with the user's values.
-            limit, folder = self.checkpoints.users_limit(), written_beside(Path(output_dir))
-            with without_token(self.args), limit, folder as beside:
+            # The arguments are pickled with the model: without a token.
+            with without_token(self.args), written_beside(Path(output_dir)) as beside:
                 super().write_model(str(beside), state_dict)
         finally:  # PEFT writes into the card, or begins one, whenever it saves an adapter
             if content is None:
@@ -229,7 +223,42 @@ class RunTrainer(SamplingTrainer):
             ValueError: see `deployed_tensors`.
             OSError: the file system refused; the previous contents are unharmed.
         """
-        self.exporter.write(directory)
+        tensors = self.deployed_tensors()
+        if self.accelerator.is_main_process:
+            self._checkpoint_writer.write(tensors, directory)
+        for _ in tensors:
+            pass  # takes part in gathering
+
+    @cached_property
+    def _checkpoint_writer(self) -> CheckpointWriter:
+        from ..quantization.checkpoint import CheckpointWriter
+
+        policy = unwrapped(self.accelerator, self.model)
+        return CheckpointWriter(policy, self.args.deployment_scheme or "bf16", self.processing_class)
+
+    def _require_exportable(self) -> None:
+        """Refuse, before the first step, to train a policy that cannot be exported after the last one.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        try:
+            require_merged_form(unwrapped(self.accelerator, self.model))
+            _ = self._checkpoint_writer
+        except ValueError as error:
+            raise ValueError(f"{error} Or set export_run=False to train without an export.") from error
+
+    def _export(self, folder: Path) -> None:
+        """Write the deployable checkpoint, and rename a folder that this trainer did not write."""
+        with self.parts_clock.part("saving"):
+            if self.accelerator.is_main_process:
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                if folder not in self._own_deployments:
+                    for kept in set_aside([folder]).values():
+                        logger.warning(f"{folder} belongs to another run and is kept as {kept.name}.")
+            self.save_deployment(folder)
+            self._own_deployments.add(folder)
+            logger.info(f"The policy is exported: {serve_line(folder)}")
 
     def save_model(self, output_dir=None, _internal_call=False):
         """Save the model as [`~transformers.Trainer.save_model`] does, and the deployable checkpoint beside it.
@@ -246,11 +275,11 @@ class RunTrainer(SamplingTrainer):
             OSError: the file system refused; the previous contents are unharmed.
         """
         args = self.args
-        folder = deployment_in(args.output_dir if output_dir is None else output_dir)
+        folder = _deployment_in(args.output_dir if output_dir is None else output_dir)
         # A user's call that pushes this deployment leaves it to the push to write it.
-        pushed = args.push_to_hub and args.hub_deployment != "none" and folder == deployment_in(args.output_dir)
+        pushed = args.push_to_hub and args.hub_deployment != "none" and folder == _deployment_in(args.output_dir)
         if args.exports_deployment and not _internal_call and not pushed:
-            self.exporter.export(folder, self.save_deployment)
+            self._export(folder)
         super().save_model(output_dir, _internal_call)
 
     # --- the Hub ----------------------------------------------------------------------------------------------------
@@ -297,3 +326,7 @@ class RunTrainer(SamplingTrainer):
 def _keeps_history(callback: Any) -> bool:
     kind = callback if isinstance(callback, type) else type(callback)
     return issubclass(kind, HistoryCallback)
+
+
+def _deployment_in(directory: str | os.PathLike[str]) -> Path:
+    return Path(directory).resolve() / DEPLOYMENT_FOLDER

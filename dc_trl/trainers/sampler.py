@@ -64,10 +64,6 @@ class Sampler:
         """The number of weight syncs in training, and the number of syncs that a lag saved."""
         return self._schedule.syncs, self._schedule.steps - self._schedule.syncs
 
-    def request_weights(self) -> None:
-        """Make new weights due at the next generation batch."""
-        self._schedule.wanted = True
-
     # --- a batch ----------------------------------------------------------------------------------------------------
 
     def begin_batch(self, prompts: list) -> None:
@@ -138,8 +134,7 @@ class Sampler:
             # Requantizing costs less than one decoding step; tracking changes of the weights would be less reliable.
             self._engine.sync(unwrapped(trainer.accelerator, trainer.model_wrapped))
         elif self._held != trainer.state.global_step:
-            with trainer.profiled("sync_weights"):
-                self._engine.sync_weights()
+            self._engine.sync_weights()
             for name, value in self._engine.last_sync.items():
                 trainer.add_metric(f"sync/{name}", value, "train")
         self._held = trainer.state.global_step
@@ -160,26 +155,15 @@ class Sampler:
 
     def load(self, folder: str, state: dict[str, Any]) -> None:
         """Sample with the weights that `save` saved until new ones are due."""
-        if "weight_sync" in state:  # absent in older checkpoints
-            self._load_weights(folder, state["weight_sync"])
-        if state.get("rollout_ahead") is not None:  # also absent in older checkpoints
-            self._load_ahead(folder, state["rollout_ahead"])
-
-    def _load_weights(self, folder: str, state: dict[str, Any]) -> None:
-        self._schedule.load_state_dict(state["schedule"])
+        saved = state["weight_sync"]
+        self._schedule.load_state_dict(saved["schedule"])
         if self._schedule.due(self._trainer.state.global_step):
             return
-        if state["kept"] and state["engine"] == self._engine_name:
+        if saved["kept"] and saved["engine"] == self._engine_name:
             self._engine.load_weights(Path(folder, SAMPLER_FOLDER))
             self._held = self._schedule.step
         else:
             self._schedule.wanted = True
-
-    def _load_ahead(self, folder: str, state: dict[str, Any]) -> None:
-        logger.warning(
-            f"{folder} holds a generation batch that was sampled ahead by {state['engine']!r} with "
-            "rollout_overlap=True, which this run does not use: it is discarded, and a new one is sampled."
-        )
 
     def state(self) -> dict[str, Any]:
         """Return the state of sampling between two optimizer steps."""
@@ -250,8 +234,7 @@ class OverlappedSampler(Sampler):
     def _take_up(self, prompts: list, sampler_step: int) -> None:
         """Wait for the batch ahead, and claim it if it is the one that training needs now."""
         prompt_ids = self._trainer.tokenize(prompts)[0]
-        with self._trainer.profiled("vLLM.wait"):
-            claim = self._engine.claim(prompt_ids, self._trainer.num_generations)
+        claim = self._engine.claim(prompt_ids, self._trainer.num_generations)
         self._ahead_of = None
         self._claimed = claim.fits
         if claim.fits:
@@ -318,12 +301,13 @@ class OverlappedSampler(Sampler):
                 state["rollout_ahead"] = ahead
         return state
 
-    def _load_ahead(self, folder, state):
-        if state["engine"] != self._engine_name:
-            super()._load_ahead(folder, state)
+    def load(self, folder, state):
+        super().load(folder, state)
+        ahead = state["rollout_ahead"]
+        if ahead is None or ahead["engine"] != self._engine_name:
             return
-        self._ahead_of = state["weights_of_step"]
-        if state.get("saved") == "request":  # older checkpoints do not have the key
+        self._ahead_of = ahead["weights_of_step"]
+        if ahead["saved"] == "request":
             self._engine.load_weights(Path(folder, SAMPLER_FOLDER))
             self._held = self._ahead_of
         self._engine.load_ahead(Path(folder, AHEAD_FILE))

@@ -20,7 +20,6 @@ from torch.nn import functional
 from transformers import GenerationConfig
 
 from ..config import DCGRPOConfig
-from ..constraint.advantages import total_rewards
 from ..quantization.policy import base_model, unwrapped
 from ..quantization.tensors import deployed_tensors
 from ..rollouts.buffer import fill_empty, sampled_only
@@ -75,8 +74,7 @@ class SamplingTrainer(HookedTrainer):
         # TRL would build an engine without a deployment scheme. Ours is built below, when the rest exists.
         use_vllm, args.use_vllm = args.use_vllm, False
         try:
-            with self._gate.loading():
-                super().__init__(self._gate.model, reward_funcs, args, **kwargs)
+            super().__init__(self._gate.model, reward_funcs, args, **kwargs)
         finally:
             args.use_vllm = use_vllm
         self._gate.require_fit(self)
@@ -88,13 +86,12 @@ class SamplingTrainer(HookedTrainer):
         if args.train_through_quantization and args.deployment_scheme is not None:
             self.deployed_forward = self.build_deployed_forward(args.deployment_scheme)
             self.deployed_forward.enabled = True
-        packed = self.padding_free is not None
         if args.routing_replay:
             from .replay import Replay
 
-            self.replay = Replay(self, self.replica or self.vllm_generation, packed)
+            self.replay = Replay(self, self.replica or self.vllm_generation, packed=self.padding_free is not None)
         if args.length_aware_batches:
-            self.batches = LengthAwareBatches(self, packed)
+            self.batches = LengthAwareBatches(self)
 
     def _build_sampler(self, use_vllm: bool) -> Sampler:
         if use_vllm:
@@ -114,21 +111,21 @@ class SamplingTrainer(HookedTrainer):
         Raises:
             ValueError: parameters are sharded in a way that never gathers them whole.
         """
-        from ..quantization.deployed_forward import DeployedForward, ParametersMove
+        from ..quantization.deployed_forward import DeployedForward
 
         sharding = self.accelerator.distributed_type
         if sharding == DistributedType.DEEPSPEED or (
             sharding == DistributedType.FSDP and not self.accelerator.is_fsdp2
         ):
             raise ValueError(
-                f"{self.args.as_deployed_for} reads whole parameters, which {sharding.value} does not give: launch "
-                "with FSDP2 (fsdp_version: 2) or without sharding, or leave it out."
+                "train_through_quantization, a split discrepancy and the two-sided forms read whole parameters, "
+                f"which {sharding.value} does not give: launch with FSDP2 (fsdp_version: 2) or without sharding."
             )
         if sharding == DistributedType.FSDP:
             # The forward quantizes gathered parameters, which must arrive unrounded; it sets its own precision.
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
-        forward = DeployedForward(self.model, scheme, wanted_by=self.args.as_deployed_for)
-        self.add_callback(ParametersMove(forward))
+        forward = DeployedForward(self.model, scheme)
+        self.add_callback(forward)
         return forward
 
     @property
@@ -389,10 +386,17 @@ class SamplingTrainer(HookedTrainer):
         gathered_by_trl = self.vllm_generation.gathered if self.use_vllm else None
         return deployed_tensors(self.accelerator, self.model, gathered_by_trl)
 
-    @property
-    def weight_syncs(self) -> tuple[int, int]:
-        """The number of weight syncs in training, and the number of syncs that a lag saved."""
-        return self.sampler.syncs
+
+def total_rewards(rewards_per_func: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of several reward functions, shape (N,); NaN where no function applies.
+
+    Args:
+        rewards_per_func: reward of each completion from each function, shape (N, functions); NaN where a function does
+            not apply.
+        weights: weight of each function, shape (functions,).
+    """
+    total = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(-1)
+    return total.masked_fill(rewards_per_func.isnan().all(-1), torch.nan)
 
 
 def _no_log(*args: Any) -> None:
