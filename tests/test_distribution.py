@@ -156,22 +156,14 @@ def make_trainer(config, **kwargs):
 
 def test_fsdp_in_one_process_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match=r"fsdp_version: 1: accelerate would train in one process without sharding"):
+    with pytest.raises(ValueError, match=r"fsdp_version: 1: accelerate would train without sharding"):
         make_config(tmp_path)
     monkeypatch.setenv("FSDP_VERSION", "2")
     with pytest.raises(ValueError, match=r"fsdp_version: 2: .*Launch it with `accelerate launch --config_file"):
         make_config(tmp_path)
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
-    with pytest.raises(ValueError, match="fsdp_version: 2: accelerate would train in one process"):
+    with pytest.raises(ValueError, match="fsdp_version: 2: accelerate would train without sharding"):
         make_config(tmp_path, fsdp=True)
-
-
-def test_an_accelerator_that_does_not_shard_is_refused(tmp_path, monkeypatch):
-    config = make_config(tmp_path, deployment_scheme="fp8")
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    with pytest.raises(ValueError, match="distributed_type: FSDP was asked for, and the accelerator is NO"):
-        make_trainer(config)
 
 
 @pytest.mark.parametrize(

@@ -173,3 +173,9 @@ def test_state_continues_where_it_was_saved(before, after, window, dual):
 def test_a_corrupt_state_is_refused():
     with pytest.raises(ValueError, match="is not finite"):
         LagrangeMultiplier().load_state_dict({"value": math.nan, "recent": []})
+
+
+@pytest.mark.parametrize("dual", ["auto", "pid"])
+def test_a_relative_violation_needs_a_tolerance(dual):
+    with pytest.raises(ValueError, match=r"tolerance=0.* has no relative violation"):
+        LagrangeMultiplier(tolerance=0.0, dual=dual)

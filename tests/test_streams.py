@@ -83,12 +83,6 @@ def test_a_stream_is_evaluated_as_a_set_of_the_same_rows_is(tmp_path):
     assert measured["set"][0][2] == 5
 
 
-def test_the_summary_compares_one_set(tmp_path):
-    trainer, _ = make_trainer(tmp_path, make_prompts(), HELD_OUT["streams"]())
-    with pytest.raises(ValueError, match=r"eval_dataset has 2 sets, 'easy', 'hard': .* give the trainer that one"):
-        BeforeAndAfter(trainer)
-
-
 @pytest.mark.parametrize("rows", [make_prompts, stream])
 def test_a_run_resumed_after_its_first_epoch_goes_on_with_the_prompts_that_would_have_come(tmp_path, rows):
     """An epoch of three problems, or of one pair of them, ends with a checkpoint, and one lies within the next."""

@@ -184,7 +184,7 @@ def test_a_resumed_run_goes_on_counting(tmp_path, tokenizer):
 # --- summary and report
 
 
-def test_summary_and_report_say_where_the_time_went(tmp_path, tokenizer, capsys):
+def test_summary_and_report_say_where_the_time_went(tmp_path, tokenizer):
     fake = FakeTime()
 
     def reward(completions, **kwargs):
@@ -198,9 +198,6 @@ def test_summary_and_report_say_where_the_time_went(tmp_path, tokenizer, capsys)
     tokens = trainer.state.num_input_tokens_seen
     page = write_report(tmp_path / "run", tmp_path / "unfinished.html")
     summarize(trainer, run)
-    printed = capsys.readouterr().out
-    row = next(line for line in printed.splitlines() if "loss, forward" in line)
-    assert row.replace("│", " ").split()[-3:] == ["30.0", "25.0%", f"{tokens / 30:,.0f}"]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["seconds_of_parts"]["reward"] == 90
     finished = write_report(tmp_path / "run", tmp_path / "finished.html")

@@ -51,6 +51,12 @@ from .config import AsyncDCGRPOConfig
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from datasets import Dataset, IterableDataset
+    from peft import PeftConfig
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LambdaLR
+    from transformers import PreTrainedTokenizerBase, TrainerCallback
+
     Reward: TypeAlias = Callable[..., list[float]]
 
 logger = get_logger(__name__)
@@ -68,8 +74,22 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             data set's other columns, and return one reward for each completion. They run in a separate process, so
             they must be picklable. May be omitted if an environment gives the reward.
         args (`AsyncDCGRPOConfig`, *optional*): by default a configuration named after the model.
-        **others: further arguments of TRL's trainer, by name: train_dataset, processing_class, callbacks, optimizers,
-            peft_config, tools, environment_factory, rollout_worker, weight_transfer.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*): rows with a `prompt`, plain
+            or conversational. May be omitted if an environment gives the prompts.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*): tokenizer that pads on the left; by
+            default the model's.
+        callbacks (`list` of [`~transformers.TrainerCallback`], *optional*): callbacks to add to the trainer's own.
+        optimizers (`tuple` of optimizer and scheduler, defaults to `(None, None)`): by default those that `args`
+            describes.
+        peft_config ([`~peft.PeftConfig`], *optional*): the adapter to train in place of the model's weights.
+        tools (`list` of `Callable`, *optional*): typed, documented and picklable functions that the policy may call
+            while it generates.
+        environment_factory (`Callable` or a `dict` of them by name, *optional*): creates an environment for each
+            rollout. Its methods are tools, and it may give prompts and rewards.
+        rollout_worker (*optional*): the object that samples and scores, with the methods of TRL's
+            `RolloutWorkerProtocol`; by default TRL's own process.
+        weight_transfer (*optional*): the object that sends weights to the server, with the methods of TRL's
+            `WeightTransferProtocol`; by default TRL's own NCCL stream.
 
     Attributes:
         lagrange_multiplier (`LagrangeMultiplier`): λ; updated after each optimizer step with
@@ -90,7 +110,15 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         model: str,
         reward_funcs: Reward | list[Reward] | None = None,
         args: AsyncDCGRPOConfig | None = None,
-        **others: Any,
+        train_dataset: Dataset | IterableDataset | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Optimizer | None, LambdaLR | None] = (None, None),
+        peft_config: PeftConfig | None = None,
+        tools: list[Callable] | None = None,
+        environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | None = None,
+        rollout_worker: Any = None,
+        weight_transfer: Any = None,
     ):
         if args is None:
             args = AsyncDCGRPOConfig(f"{model.split('/')[-1]}-AsyncDC-GRPO")
@@ -101,14 +129,15 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
                 f"{args.split_setting} reads whole parameters, which {sharding} divides: launch without "
                 "sharding (DDP), or leave it out."
             )
-        names = ("train_dataset", "processing_class", "peft_config", "environment_factory")
-        shown: dict[str, Any] = {name: others.get(name) for name in names}
         require_startable(
             model=model,
             reward_funcs=reward_funcs,
             args=args,
-            reward_elsewhere=others.get("rollout_worker") is not None,
-            **shown,
+            train_dataset=train_dataset,
+            processing_class=processing_class,
+            peft_config=peft_config,
+            environment_factory=environment_factory,
+            reward_elsewhere=rollout_worker is not None,
         )
         if reward_funcs is not None:
             functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
@@ -119,7 +148,20 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         self._statistics = BatchStatistics.of(args)
         self._warned_of_drift = False
         self._step_of_version: dict[int, int] = {}  # the optimizer step of each version of the server's weights
-        super().__init__(model, reward_funcs, args, **others)
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset=train_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            tools=tools,
+            environment_factory=environment_factory,
+            rollout_worker=rollout_worker,
+            weight_transfer=weight_transfer,
+        )
         require_trainable(self.model)
         policy = base_model(self.model)
         limits_of(policy, self.processing_class, "the model", args.max_completion_length)

@@ -61,6 +61,8 @@ class LagrangeMultiplier:
             raise ValueError(f"init={init!r} lies outside [{minimum!r}, {maximum!r}]: choose one within the bounds.")
         if not COUNT.allows(window):
             raise ValueError(f"window={window!r} is invalid: use a whole number of iterations, at least 1.")
+        if fixed == 0 and dual != "paper":
+            raise ValueError(f"tolerance={fixed!r} has no relative violation, by which dual={dual!r} moves: raise it.")
         self.lr = lr
         self.tolerance = fixed
         self.minimum = minimum

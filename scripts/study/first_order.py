@@ -95,6 +95,7 @@ def first_order(trainer: DCGRPOTrainer, batch: Batch, contexts: Batch, follows: 
     """
     model, replica = trainer.model, trainer.replica
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    sampled_with = {name: tensor.clone() for name, tensor in replica.model.state_dict().items()}
     policy, before = log_probs(model, contexts), measures(model, replica.model, contexts)
     tokens = token_logps(model, contexts).detach()
     found = {}
@@ -114,8 +115,8 @@ def first_order(trainer: DCGRPOTrainer, batch: Batch, contexts: Batch, follows: 
                 replica.sync(model)
             after, moved = measures(model, replica.model, contexts), distance(log_probs(model, contexts), policy)
             drift = ((token_logps(model, contexts).detach() - tokens) * contexts.scored).sum(1)
-        if follows:
-            replica.sync(model)
+            if follows:
+                replica.model.load_state_dict(sampled_with)
         reward = ((contexts.rewards - contexts.rewards.mean()) * drift).mean().item()
         found[name] = [change / moved for change in [*(after - before).tolist(), reward]]
     return found
