@@ -220,7 +220,7 @@ for fields, asked in (({{"use_cpu": False}}, {{}}), ({{}}, {{"ACCELERATE_USE_FSD
     for message in (
         "num_processes=2 were started, and accelerate found no device that joins them (distributed_type: NO): each "
         "would train by itself. Without a GPU set use_cpu=true.",
-        "fsdp_version: 1 on a CPU: accelerate would train without sharding (distributed_type: MULTI_CPU)",
+        "fsdp_version: 1: accelerate would train without sharding (distributed_type: MULTI_CPU)",
     ):
         assert done.stdout.count(message) == 2
 

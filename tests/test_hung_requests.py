@@ -2,13 +2,11 @@
 
 import os
 import random
-import re
 import signal
 import threading
 import time
 from contextlib import ExitStack
 
-import psutil
 import pytest
 
 from dc_trl.resuming.checkpoints import checkpoint_defect
@@ -16,14 +14,12 @@ from dc_trl.resuming.interruption import RunInterrupted, StopSignals
 
 from . import helpers
 from .helpers import (
-    TWO_PROCESSES,
     at_server,
     make_model,
     make_prompts,
     untimed_rows,
 )
 from .stub_server import completions, stub_server
-from .test_interruption import started
 from .vllm_server import requires_vllm
 
 
@@ -128,29 +124,3 @@ def test_a_signal_ends_the_request_and_the_run_goes_on_as_if_nothing_had_been(
     assert rows[0] == rows[1]
     mine, theirs = resumed.model.state_dict(), whole.model.state_dict()
     assert all(mine[name].equal(theirs[name]) for name in theirs)
-
-
-@pytest.mark.long
-def test_a_signal_to_a_process_that_waits_ends_the_request_of_the_main_one(tmp_path):
-    """Two processes, of which the main one asks; the other one, which gets the signal, is in a collective."""
-    with stub_server() as server:
-        hung = threading.Event()
-
-        def hang(stub, path):
-            if path == "/v1/completions" and stub.asked.count(path) >= 5:  # two prompts a step, each a request
-                hung.set()
-                stub.ended.wait()
-
-        server.completes, server.before = answer, hang
-        options = {"per_device_train_batch_size": 8, "use_vllm": "true", "vllm_mode": "server"}
-        options |= {"vllm_server_base_url": server.url, "deployment_scheme": "bf16", "logging_steps": 1}
-        with started(tmp_path / "run", launcher=TWO_PROCESSES, **options) as run:
-            run.wait_for(hung.is_set)
-            time.sleep(1)
-            for process in psutil.Process(run.process.pid).children(recursive=True):
-                if process.environ().get("RANK") == "1" and "train.py" in " ".join(process.cmdline()):
-                    process.terminate()
-            assert run.process.wait(180) == 1  # torchrun's own code
-    assert run.output.count("SIGTERM has ended the run. The run is saved") == 1
-    assert len(re.findall(r"exitcode\s*: 143", run.output)) >= 1
-    assert checkpoint_defect(run.folder / "checkpoint-2") is None

@@ -30,6 +30,9 @@ from .guard import end_watchdog, start_watchdog, temporary_folder
 
 
 _GRACE = 20.0  # seconds in which a server may end by itself
+# Largest length in bytes of a directory for temporary files: the system allows 107 for the names of vLLM's sockets in
+# it, of which the longest is that of Python's `multiprocessing`, "/pymp-xxxxxxxx/listener-xxxxxxxx".
+_LONGEST_FOLDER = 70
 _OPTIONS = [
     *("--dtype", "bfloat16"),
     # Log-probabilities after temperature, of as many tokens as a client requests.
@@ -140,6 +143,8 @@ class VLLMServer:
         self.environment = {"VLLM_SERVER_DEV_MODE": "1"}  # enables the endpoints that take new weights
         if on_cpu:
             self.environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER:
+            self.environment["TMPDIR"] = "/tmp"
         self.environment |= environment or {}
         self.arguments = ["serve", str(model), "--host", host, "--port", str(self.port), *_OPTIONS]
         if name is not None:
