@@ -87,7 +87,8 @@ def train(options: dict[str, Any]) -> DCGRPOTrainer:
         trainer.add_callback(Kill(kill_at))
     if server is not None and trainer.accelerator.is_main_process:
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-        Path(config.output_dir, "sync_folder.txt").write_text(str(trainer.vllm_generation.checkpoint.parent))
+        generation = trainer.vllm_generation
+        Path(config.output_dir, "sync_folder.txt").write_text(str(generation._folder(generation._run)))
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     value = trainer.lagrange_multiplier.value
     values = trainer.accelerator.gather(torch.tensor([value], dtype=torch.float64)).tolist()
