@@ -464,6 +464,8 @@ def in_next_rollout(trainer, server, action):
         action(engine)
 
     def send(*args, **kwargs):
+        if "/v1/completions" not in args:
+            return request(*args, **kwargs)
         connection.arequest = request
         for process in engine:
             process.suspend()
