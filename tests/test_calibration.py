@@ -318,7 +318,7 @@ def test_script_measures_a_running_fp8_server(script, tmp_path, fp8_server, caps
     assert server.estimates["discrepancy"].value > replica.estimates["discrepancy"].value
     assert server.pearson > 0.99
     assert server.tolerance.low <= server.tolerance.value <= server.tolerance.high
-    assert server.tolerance.config_line in capsys.readouterr().out
+    assert f"discrepancy_tolerance: {server.tolerance.value:#.3g}" in capsys.readouterr().out
     # The server's weights were quantized from float32. To a policy of bfloat16 weights they are other weights, and
     # which of the two FP8 schemes comes nearer to them is chance.
     split = server.diagnosis.split

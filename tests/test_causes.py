@@ -16,10 +16,11 @@ from dc_trl.calibration import calibrate, floor
 from dc_trl.calibration.advice import recommend
 from dc_trl.calibration.causes import Case, split_discrepancy, subsets
 from dc_trl.calibration.result import Split
-from dc_trl.calibration.rollouts import EngineSample
+from dc_trl.calibration.rollouts import sample_rollouts
 from dc_trl.calibration.settings import CalibrationSettings
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.records.estimators import Estimate
+from dc_trl.rollouts.engines import EngineSpec
 from dc_trl.serving.fit import schemes_of
 
 from .helpers import ROOT, TINY_MODEL, floor_and_format, make_model, make_tall_model, program
@@ -158,15 +159,6 @@ def test_the_policy_is_left_as_it_was(tokenizer):
     assert model.config._attn_implementation == make_model(32).config._attn_implementation
 
 
-def test_an_engine_in_one_of_several_schemes_is_not_split(tokenizer):
-    """As of a server whose layers are FP8 in one of two ways: by channel or by block."""
-    assert schemes_of(["CompressedTensorsW8A8Fp8"]) == ["fp8", "fp8_block"]
-    assert schemes_of([]) == ["bf16"]
-    sample = EngineSample("http://host:1", "fp8", [], ["fp8", "fp8_block"])
-    with pytest.raises(ValueError, match="the scheme of engine='http://host:1' is fp8 or fp8_block"):
-        Case(sample, make_model(32), [], CalibrationSettings(**QUIET)).scheme()
-
-
 # --- what cannot be, and what is said --------------------------------------------------------------------------------
 
 
@@ -228,3 +220,19 @@ def test_script_splits_and_fails_above_a_bound(script, tmp_path, capsys):
     assert saved(tmp_path / "out").engines[0].diagnosis is None
     with pytest.raises(SystemExit, match="fail_above=-1"):
         script("--engine", "replica:fp8", "--fail_above", "-1")
+
+
+def test_of_several_schemes_the_nearest_is_taken(tokenizer):
+    """As of a server whose layers are FP8 in one of two ways: by channel or by block."""
+    assert schemes_of(["CompressedTensorsW8A8Fp8"]) == ["fp8", "fp8_block"]
+    assert schemes_of([]) == ["bf16"]
+    policy, prompts = make_model(128), [[20, 30, 40], [50, 60], [70], [80]]
+    settings = CalibrationSettings(samples=4, max_tokens=12, **QUIET)
+    for scheme in ("fp8", "fp8_block"):
+        sample = sample_rollouts(EngineSpec.parse(f"replica:{scheme}"), policy, tokenizer, prompts, settings)
+        unsure = sample._replace(engine="http://host:1", schemes=["fp8", "fp8_block"])
+        assert Case(unsure, policy, prompts, settings).scheme() == scheme
+    # Widths of 32 are in no blocks of 128.
+    assert Case(unsure, make_model(32), prompts, settings).scheme() == "fp8"
+    with pytest.raises(ValueError, match="engine='http://host:1' is in no scheme"):
+        Case(unsure._replace(schemes=[]), policy, prompts, settings).scheme()

@@ -72,15 +72,21 @@ class Case(NamedTuple):
         return [cause for cause, there in present.items() if there]
 
     def scheme(self) -> str:
-        """Return the engine's scheme.
-
-        Raises:
-            ValueError: it is not known.
-        """
-        if len(self.sample.schemes) != 1:
-            known = " or ".join(self.sample.schemes) or "none that is known here"
-            raise ValueError(f"the scheme of engine={self.sample.engine!r} is {known}: name it to have one started.")
-        return self.sample.schemes[0]
+        """Return the engine's scheme; of several possible ones that in which the deployed policy is nearest to it."""
+        if len(self.sample.schemes) == 1:
+            return self.sample.schemes[0]
+        distances = {}
+        for scheme in self.sample.schemes:
+            try:
+                resolve_scheme(scheme, empty_copy(self.policy))
+            except ValueError:  # groups that do not divide the model's widths: the engine cannot run this one
+                continue
+            scored = self.score(scheme, frozenset(self.causes(scheme)))
+            numerator, denominator = self.discrepancy(scored, sampled_logps(self.sample.rollouts))
+            distances[scheme] = numerator.sum() / denominator.sum()
+        if not distances:
+            raise ValueError(f"engine={self.sample.engine!r} is in no scheme that is known here.")
+        return min(distances, key=lambda scheme: distances[scheme])
 
     def discrepancy(self, train: Sequence[Tensor], infer: Sequence[Tensor]) -> Ratio:
         """Return δ̄ between log-probabilities of the rollouts' tokens, by prompt."""

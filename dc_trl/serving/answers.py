@@ -55,7 +55,7 @@ def require_rollout(
             if choice["finish_reason"] in (None, "abort", "error"):
                 raise ServerUnavailableError(f"vLLM at {where} broke off choice {number}")
             ids = choice["token_ids"]
-            if ids and not 0 <= min(ids) <= max(ids) < (vocabulary or 2**31):
+            if len(ids) > 0 and not 0 <= min(ids) <= max(ids) < (vocabulary or 2**31):
                 raise ValueError(f"choice {number} has a token that is not in the vocabulary of {vocabulary}")
             if with_logps:
                 _require_logps(choice["logprobs"], ids, named)
