@@ -169,7 +169,7 @@ def occupied():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"--model": "/no/such/model"}, ["model='/no/such/model' cannot be loaded"]),
+        ({"--model": "/no/such/model"}, ["model='/no/such/model' does not exist"]),
         ({"--port": "OCCUPIED"}, ["port=OCCUPIED", "Address already in use", "choose another one"]),
         ({"--host": "192.0.2.1"}, ["host='192.0.2.1'", "Cannot assign requested address"]),
         ({"--start_timeout": "nan"}, ["start_timeout=nan is invalid"]),
