@@ -274,5 +274,4 @@ def test_golds_grade_their_own_solution_as_correct_and_a_perturbed_one_as_wrong(
         verdicts = [grade(boxed(other), gold).correct for other in perturbed(answer)]
         if grade(solution, gold).correct is not True or any(verdict is not False for verdict in verdicts):
             failed.append(identity)
-    # The solution of this one writes np.arcsin, which the loader rewrites in the gold, and no model answers.
-    assert failed == (["5"] if benchmark == "minerva_math" else [])
+    assert failed == []

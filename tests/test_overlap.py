@@ -254,7 +254,7 @@ def test_a_batch_ahead_that_does_not_fit_is_dropped_with_a_word(tmp_path, caplog
         checkpoint = str(tmp_path / "checkpoint-2")
         for changed, words in (
             ({"temperature": 0.7}, "other prompts or settings"),
-            ({"rollout_overlap": False}, ""),  # it is not looked for
+            ({"rollout_overlap": False}, "rollout_overlap=True, which this run does not use"),
         ):
             caplog.clear()
             server.asked.clear()

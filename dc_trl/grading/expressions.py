@@ -30,6 +30,7 @@ _CONFIG = LatexExtractionConfig(
 _NAMES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in {
+        r"(?<![A-Za-z\\])np\.(?=[a-z])": "",
         r"(?<![A-Za-z\\])(arcsin|arccos|arctan|sin|cos|tan|ln|log|exp)\s*(?=\()": r"\\\1",
         r"(?<![A-Za-z\\])pi(?![A-Za-z])": r"\\pi ",
         r"(?<![A-Za-z\\])E\s*_": r"\\Upsilon_",

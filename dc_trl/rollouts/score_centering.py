@@ -28,7 +28,7 @@ from ..quantization.policy import base_model
 from ..sampled_tokens import SampledTokens
 from .choices import NO_CHOICES, Choices
 from .replica import Replica
-from .truncation import TileTokens, tiled
+from .truncation import TileTokens, among, tiled
 
 
 _LEAST_TAIL = 1e-6  # of 1 − Σ_H p
@@ -145,10 +145,10 @@ class ScoreCentering:
     ) -> tuple[Tensor, Tensor]:
         log_p = self._of_policy.log_softmax(hidden, weight, bias)
         support = None if kept is None else kept.support(log_p)
-        log_p = _among(support, log_p)
+        log_p = among(support, log_p)
         with torch.no_grad():
             if sampler is not None:
-                log_q = _among(support, self._of_sampler.log_softmax(*sampler))
+                log_q = among(support, self._of_sampler.log_softmax(*sampler))
                 if self._top_k is not None:
                     named = _most_probable(log_q, self._top_k)
             if named is not None:
@@ -163,11 +163,6 @@ class ScoreCentering:
             gap = q - log_p.exp()
             drift = torch.stack([gap.abs().sum(-1) / 2, gap.norm(dim=-1)], -1)
         return (mean * (log_p if support is None else log_p.where(support, 0.0))).sum(-1), drift
-
-
-def _among(support: Tensor | None, logps: Tensor) -> Tensor:
-    """Return log-probabilities of the vocabulary among those of `support`, minus infinity outside; None: all."""
-    return logps if support is None else logps.masked_fill(~support, -torch.inf).log_softmax(-1)
 
 
 def _most_probable(log_q: Tensor, top_k: int) -> TileTokens:

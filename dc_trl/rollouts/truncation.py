@@ -219,6 +219,16 @@ class TileTokens(NamedTuple):
         return support | ~support.any(-1, keepdim=True)
 
 
+def among(support: Tensor | None, logits: Tensor) -> Tensor:
+    """Return log-probabilities of the vocabulary among the tokens of `support`, minus infinity outside; None: all.
+
+    Args:
+        support: which tokens count, bool, shape (n, vocabulary).
+        logits: logits or log-probabilities, shape (n, vocabulary); with None they have to be the latter.
+    """
+    return logits if support is None else logits.masked_fill(~support, -torch.inf).log_softmax(-1)
+
+
 def tiled(tokens: Kept | Named | None, width: int, size: int, count: int) -> list[TileTokens | None]:
     """Return the tokens at the positions of each of `count` tiles of `size` positions of the flattened batch."""
     if tokens is None:
@@ -311,8 +321,7 @@ class KeptHead:
         with torch.autocast(hidden.device.type, enabled=False):
             logits = functional.linear(hidden, weight, bias).float()
         logits = scaled_logits(logits, self._model.config.get_text_config()) / self._temperature
-        among = logits.masked_fill(~kept.support(logits), -torch.inf).log_softmax(-1)
-        return among.gather(1, sampled.unsqueeze(1)).squeeze(1)
+        return among(kept.support(logits), logits).gather(1, sampled.unsqueeze(1)).squeeze(1)
 
 
 def _padded(rows: list[Tensor], value: float) -> Tensor:

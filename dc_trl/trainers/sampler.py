@@ -155,15 +155,25 @@ class Sampler:
 
     def load(self, folder: str, state: dict[str, Any]) -> None:
         """Sample with the weights that `save` saved until new ones are due."""
-        saved = state["weight_sync"]
-        self._schedule.load_state_dict(saved["schedule"])
+        self._load_weights(folder, state["weight_sync"])
+        if state["rollout_ahead"] is not None:
+            self._load_ahead(folder, state["rollout_ahead"])
+
+    def _load_weights(self, folder: str, state: dict[str, Any]) -> None:
+        self._schedule.load_state_dict(state["schedule"])
         if self._schedule.due(self._trainer.state.global_step):
             return
-        if saved["kept"] and saved["engine"] == self._engine_name:
+        if state["kept"] and state["engine"] == self._engine_name:
             self._engine.load_weights(Path(folder, SAMPLER_FOLDER))
             self._held = self._schedule.step
         else:
             self._schedule.wanted = True
+
+    def _load_ahead(self, folder: str, state: dict[str, Any]) -> None:
+        logger.warning(
+            f"{folder} holds a generation batch that was sampled ahead by {state['engine']!r} with "
+            "rollout_overlap=True, which this run does not use: it is discarded, and a new one is sampled."
+        )
 
     def state(self) -> dict[str, Any]:
         """Return the state of sampling between two optimizer steps."""
@@ -301,13 +311,12 @@ class OverlappedSampler(Sampler):
                 state["rollout_ahead"] = ahead
         return state
 
-    def load(self, folder, state):
-        super().load(folder, state)
-        ahead = state["rollout_ahead"]
-        if ahead is None or ahead["engine"] != self._engine_name:
+    def _load_ahead(self, folder, state):
+        if state["engine"] != self._engine_name:
+            super()._load_ahead(folder, state)
             return
-        self._ahead_of = ahead["weights_of_step"]
-        if ahead["saved"] == "request":
+        self._ahead_of = state["weights_of_step"]
+        if state["saved"] == "request":
             self._engine.load_weights(Path(folder, SAMPLER_FOLDER))
             self._held = self._ahead_of
         self._engine.load_ahead(Path(folder, AHEAD_FILE))
