@@ -26,7 +26,7 @@ from .vllm_server import requires_vllm
 
 
 DOCS = ROOT / "docs"
-PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md"]
+PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md", ROOT / "scripts" / "study" / "RESULTS.md"]
 
 
 def page(name):
