@@ -400,3 +400,17 @@ class _OptimizerEnds(TrainerCallback):
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         self._trainer.parts_clock.switch(OTHER)
+
+
+# --- TRL's own trainer ----------------------------------------------------------------------------------------------
+
+
+def generation_batch_of(trainer: GRPOTrainer) -> list[dict[str, Any]]:
+    """Return the generation batch that a trainer of TRL is using, in one part for each micro-batch."""
+    return trainer._buffered_inputs
+
+
+def add_metrics(trainer: GRPOTrainer, metrics: dict[str, float]) -> None:
+    """Add values to the training metrics of a trainer of TRL, of which it logs the means."""
+    for name, value in metrics.items():
+        trainer._metrics["train"][name].append(value)
