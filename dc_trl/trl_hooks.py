@@ -24,9 +24,12 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import torch
+from accelerate.logging import get_logger
+from accelerate.scheduler import AcceleratedScheduler
 from datasets import IterableDataset
 from peft import PeftModel
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -38,6 +41,8 @@ from .records.clock import PartsClock, timed
 from .records.runs import TRAINER_STATE_FILE
 from .records.time_parts import EVALUATION, OTHER, PREFIX
 
+
+logger = get_logger(__name__)
 
 # Several processes on a CPU: transformers loads the optimizer to accelerate's "cpu:0", unknown to torch.load.
 torch.serialization.register_package(
@@ -338,9 +343,20 @@ class HookedTrainer(GRPOTrainer):
         self.parts_clock.carry(state["seconds"])
 
     def _load_optimizer_and_scheduler(self, checkpoint):
+        schedule = self._schedule
+        rates = [] if schedule is None else list(schedule.base_lrs)
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
+            if schedule is not None and schedule.base_lrs != rates:
+                _use_base_rates(schedule, rates)
             self.load_state(checkpoint)
+
+    @property
+    def _schedule(self) -> LRScheduler | None:
+        """The schedule of the learning rate; None where DeepSpeed has one of its own."""
+        scheduler = self.lr_scheduler
+        inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
+        return inner if isinstance(inner, LRScheduler) else None
 
     def load_state(self, checkpoint: str) -> None:
         """Continue from the state of a checkpoint, after the optimizer has been loaded."""
@@ -392,6 +408,21 @@ class HookedTrainer(GRPOTrainer):
         policy.load_state_dict(saved.state_dict())
 
 
+def _use_base_rates(schedule: LRScheduler, rates: list[float | Tensor]) -> None:
+    """Schedule the rates of the settings in place of those that a checkpoint's state has brought.
+
+    PyTorch's schedulers and optimizers restore the rates of the checkpoint, so that a lower `learning_rate`, the first
+    remedy for a run that went wrong, would have no effect.
+    """
+    saved = schedule.base_lrs
+    for group, old, new in zip(schedule.optimizer.param_groups, saved, rates, strict=True):
+        group["lr"] = group["lr"] / old * new if old else new
+        group["initial_lr"] = new
+    schedule.base_lrs = rates
+    schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]  # what is logged
+    logger.warning(f"learning_rate={rates[0]:g} from here on: the checkpoint was trained at {saved[0]:g}.")
+
+
 class _OptimizerEnds(TrainerCallback):
     """Ends the part of the optimizer, which steps in transformers' own loop."""
 
@@ -400,3 +431,17 @@ class _OptimizerEnds(TrainerCallback):
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         self._trainer.parts_clock.switch(OTHER)
+
+
+# --- TRL's own trainer ----------------------------------------------------------------------------------------------
+
+
+def generation_batch_of(trainer: GRPOTrainer) -> list[dict[str, Any]]:
+    """Return the generation batch that a trainer of TRL is using, in one part for each micro-batch."""
+    return trainer._buffered_inputs
+
+
+def add_metrics(trainer: GRPOTrainer, metrics: dict[str, float]) -> None:
+    """Add values to the training metrics of a trainer of TRL, of which it logs the means."""
+    for name, value in metrics.items():
+        trainer._metrics["train"][name].append(value)

@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from dc_trl import DeploymentCheckpointCallback, HistoryCallback
+from dc_trl import DeploymentCheckpointCallback, HistoryCallback, LengthDecayCallback
 from dc_trl.resuming.checkpoints import checkpoint_defect, resumable_checkpoint, write_manifest
 from dc_trl.resuming.interruption import RunInterrupted, StopSignals
 from dc_trl.serving.errors import ServerError
@@ -263,3 +263,47 @@ def test_an_old_checkpoint_goes_when_the_new_one_is_whole(tmp_path):
     finally:
         _removals.remove(watch)
     assert removed == [("checkpoint-1", None, True), ("checkpoint-2", None, True)]
+
+
+# --- a run that goes on with other settings --------------------------------------------------------------------------
+
+
+def go_on(folder, checkpoint, prepare=lambda trainer: None, **options):
+    trainer = make_trainer(folder, rollouts=Rollouts(), max_steps=2, **options)
+    prepare(trainer)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def first_step(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("first")
+    make_trainer(folder, constraint="none").train()
+    return folder / "checkpoint-1"
+
+
+def test_a_lower_learning_rate_takes_effect_on_resuming(tmp_path, first_step):
+    before = helpers.tensors_in(first_step)
+    moved = []
+    for rate in (1e-2, 1e-3):
+        trainer = go_on(tmp_path / f"{rate}", first_step, constraint="none", learning_rate=rate)
+        assert logged(trainer, "learning_rate")[-1] == pytest.approx(rate)
+        after = dict(trainer.model.named_parameters())
+        moved.append(torch.cat([(after[name].detach() - tensor).flatten() for name, tensor in before.items()]))
+    # The moments are those of the checkpoint, so Adam's update is proportional to the rate.
+    torch.testing.assert_close(moved[1], 0.1 * moved[0], atol=1e-6, rtol=1e-3)
+
+
+def test_length_decay_may_begin_on_resuming(tmp_path, first_step):
+    def decay(trainer):
+        trainer.add_callback(LengthDecayCallback(trainer, decay_period=3))
+
+    trainer = go_on(tmp_path, first_step, decay, constraint="none", learning_rate=2e-3)
+    assert logged(trainer, "learning_rate")[-1] == pytest.approx(2e-3)
+    schedule = trainer.lr_scheduler
+    assert (schedule.last_epoch, schedule.get_lr()) == (2, [pytest.approx(1e-3)] * 2)  # the third step is halved
+
+
+def test_lambda_of_another_constraint_is_not_taken_over(tmp_path, first_step):
+    trainer = go_on(tmp_path, first_step, constraint="static", constraint_form="log_ratio", lambda_init=0.5)
+    assert logged(trainer, "lagrangian/lambda")[-1] == 0.5
