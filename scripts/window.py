@@ -3,8 +3,8 @@
     make test-window                          all environments: half an hour each on two cores
     make test-window ARGS="--only oldest"     one of them
 
-Each environment is made in build/window/ and kept, and each runs the tests of TRL's hooks and of the trainer, five steps
-of the quickstart, and three steps against an FP8 server of vLLM.
+Each environment is made in build/window/ and kept, and each runs the tests of TRL's hooks and of the trainer, five
+steps of the quickstart, and three steps against an FP8 server of vLLM.
 """
 
 import argparse
