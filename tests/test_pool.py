@@ -1,6 +1,5 @@
 """Several servers in place of one: how prompts are spread, and what becomes of them when a server fails."""
 
-import json
 import random
 import threading
 from collections import Counter
@@ -58,7 +57,7 @@ def no_pauses(monkeypatch):
 def make_pool(stubs, lines, fits=lambda client: None, **patience):
     waits = Patience(**{"server_timeout": 60.0, "prefix": "vllm_"} | patience)
     urls = [stub.url for stub in stubs]
-    return ServerPool(urls, fits=fits, start_timeout=60.0, patience=waits, deadline=Deadline(60), report=lines.append)
+    return ServerPool(urls, fits=fits, start_timeout=60.0, patience=waits, report=lines.append)
 
 
 @pytest.fixture
@@ -123,31 +122,6 @@ def test_one_server_gets_the_seeds_that_several_get_also_when_it_is_asked_again(
     torch.manual_seed(0)
     client.seeds.draw()  # by whoever knows the rollout before it is sampled
     assert generate(client, 1) == expected_rollout()
-
-
-def test_prompts_with_images_get_seeds_too(stubs):
-    asked = []
-
-    def complete(path, body):
-        if path != "/inference/v1/generate":
-            return answered(path, body)
-        asked.append((body["features"]["image"], body["sampling_params"]["seed"]))
-        image = body["features"]["image"]
-        logprobs = {"content": [{"token": f"token_id:{image}", "logprob": -1.0, "top_logprobs": []}]}
-        choice = {"index": 0, "token_ids": [image], "logprobs": logprobs, "finish_reason": "stop"}
-        return 200, json.dumps({"choices": [choice]})
-
-    answered, stubs[0].answer = stubs[0].answer, complete
-    client = ServerClient(stubs[0].url)
-    features = [{"image": number} for number in range(len(PROMPTS))]
-    for _ in range(2):
-        torch.manual_seed(0)
-        output = client.generate(PROMPTS, features=features, n=1)
-        assert output["prompt_ids"] == PROMPTS
-        assert output["completion_ids"] == [[number] for number in range(len(PROMPTS))]
-    first, second = asked[: len(PROMPTS)], asked[len(PROMPTS) :]
-    assert sorted(first) == sorted(second)
-    assert len({seed for _, seed in first}) == len(PROMPTS)
 
 
 def test_a_rollout_of_one_server_ends_in_its_time(stubs):

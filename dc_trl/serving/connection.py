@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -85,6 +86,8 @@ class Connection:
     """
 
     def __init__(self, url: str, patience: Patience = ONE_TRY, report: Callable[[str], None] = print):
+        if not re.match(r"https?://[^/\s,]", url):
+            raise ServerError(f"{url!r} is not an address of a vLLM server: use http://HOST:PORT.")
         self.url = url.rstrip("/")
         self.patience = patience
         self._report = report
@@ -100,17 +103,10 @@ class Connection:
             "timeout": httpx.Timeout(None, connect=_CONNECT_SECONDS),
             "verify": httpx.create_ssl_context(),
         }
-        try:
-            httpx.URL(self.url)
-        except httpx.InvalidURL as error:
-            raise ServerError(f"{url!r} is not an address of a vLLM server ({error}): use http://HOST:PORT") from error
 
     @contextmanager
     def task(self, deadline: Deadline | None = None) -> Iterator[Deadline]:
-        """Set a deadline for all requests in the block, `time_limit` from now by default.
-
-        A task within a task is part of it and shares its deadline.
-        """
+        """Set a deadline for all requests in the block, `time_limit` from now by default; a task within shares it."""
         outer = self._deadline
         self._deadline = outer or deadline or Deadline(self.patience.time_limit)
         try:
@@ -201,9 +197,10 @@ class Connection:
             raise ServerError(
                 f"vLLM at {self.url} asks for an API key: set the environment variable VLLM_API_KEY to its key."
             )
-        if status == 404 and (path.endswith("/render") or not path.startswith("/v1")):
-            option = "--enable-scale-out" if path.endswith("/render") else "VLLM_SERVER_DEV_MODE=1 in its environment"
-            raise ServerRefusedError(f"vLLM at {self.url} does not serve {path}: restart it with {option}.")
+        if status == 404 and not path.startswith("/v1"):
+            raise ServerRefusedError(
+                f"vLLM at {self.url} does not serve {path}: restart it with VLLM_SERVER_DEV_MODE=1 in its environment."
+            )
         if status >= 400 and "not JSON compliant" in text:
             # JSON has no NaN, so vLLM refuses to send the log-probabilities of broken weights.
             raise ServerUnavailableError(
@@ -222,11 +219,10 @@ class Connection:
 
     # --- tries ------------------------------------------------------------------------------------------------------
 
-    def persist(self, action: Callable[[bool], T], patience: Patience | None = None) -> T:
-        """Call `persist` with this server, by default with the connection's own patience."""
-        patience = patience or self.patience
+    def persist(self, action: Callable[[bool], T]) -> T:
+        """Call `persist` with this server, in a task of its own."""
         with self.task() as deadline:
-            return persist(action, patience, deadline, self.wait_until_up, self._report)
+            return persist([self], action, self.patience, deadline, self._report)
 
     async def apersist(self, action: Callable[[], Awaitable[T]]) -> T:
         """Do the same as `persist` in an event loop, without reports, since many requests fail at once there."""
@@ -255,15 +251,9 @@ class Connection:
             return type(error).__name__
         return None if status == 200 else f"HTTP {status}"
 
-    def wait_until_up(self, timeout: float, interval: float = 1.0) -> None:
-        """Wait for this server; see `wait_until_one_is_up`."""
-        wait_until_one_is_up([self], timeout, interval, self._report)
 
-
-def wait_until_one_is_up(
-    servers: Sequence[Connection], timeout: float, interval: float, report: Callable[[str], None]
-) -> None:
-    """Wait until one of the servers is up, ask them every `interval` seconds, and report the wait.
+def wait_until_one_is_up(servers: Sequence[Connection], timeout: float, report: Callable[[str], None]) -> None:
+    """Wait until one of the servers is up, and report the wait.
 
     Raises:
         ServerUnavailableError: no server is up within `timeout` seconds.
@@ -282,23 +272,23 @@ def wait_until_one_is_up(
         if time.monotonic() - reported >= 10:
             reported = time.monotonic()
             report(f"waiting for vLLM at {urls} ({reason}): {waited:.0f} of {timeout:g} s")
-        pause(interval)
+        pause(1.0)
 
 
 def persist(
+    servers: Sequence[Connection],
     action: Callable[[bool], T],
     patience: Patience,
     deadline: Deadline,
-    wait_until_up: Callable[[float], None],
     report: Callable[[str], None],
 ) -> T:
     """Return the result of an action on servers; try again if it fails with a `ServerUnavailableError`.
 
     Args:
+        servers: servers of which one has to be up before another try.
         action: function that is told whether this is the first try.
         patience: number of tries, and time limits.
         deadline: deadline of all tries and the waits between them.
-        wait_until_up: function that waits, for at most the given seconds, until the next try can begin.
         report: function that takes a line about what is happening.
 
     Raises:
@@ -309,7 +299,7 @@ def persist(
     while True:
         try:
             if failed > 0:
-                wait_until_up(min(patience.server_timeout, deadline.left))
+                wait_until_one_is_up(servers, min(patience.server_timeout, deadline.left), report)
             return action(failed == 0)
         except ServerUnavailableError as error:
             failed += 1

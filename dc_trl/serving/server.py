@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import psutil
 from ..files import open_in_place
 from ..quantization.checkpoint import write_deployable
 from ..settings.pretrained import load_config
-from ..settings.ranges import ABOVE_0, COUNT, PORT, require_number
 from ..settings.secrets import HIDDEN, hide_in_options, is_secret_name, secrets_in_options, without_secrets
 from .connection import LOOPBACK, Connection
 from .errors import ServerError
@@ -102,7 +100,7 @@ class VLLMServer:
 
     Raises:
         ImportError: vLLM is not installed.
-        ValueError: a number is out of range, the address is not usable, or an option for GPUs is used on a CPU.
+        ValueError: the address is not usable, or an option for GPUs is used on a CPU.
     """
 
     def __init__(
@@ -119,10 +117,6 @@ class VLLMServer:
         environment: dict[str, str] | None = None,
         report: Callable[[str], None] = print,
     ):
-        require_number("port", port, replace(PORT, or_else=(0, "for a free one")))
-        if max_model_len is not None:
-            require_number("max_model_len", max_model_len, COUNT)
-        require_number("start_timeout", start_timeout, ABOVE_0)
         self.host = host
         self.port = free_port(host, port)
         on_cpu = "cpu" in vllm_version()
@@ -178,15 +172,12 @@ class VLLMServer:
 
         Raises:
             ServerError: the server ended or did not come up in time; the message has the last error of its log.
-            ValueError: another process listens on its port.
         """
         if self.host not in LOOPBACK:
             self._report(
                 f"WARNING: host {self.host} is not loopback. Anyone who reaches port {self.port} can load weights and "
                 "run the engine's methods; an API key does not protect those endpoints."
             )
-        self.stop()  # ends what is left of an earlier server
-        free_port(self.host, self.port)  # refuses a port that has been taken since
         self._report(f"starting {self.command}\n(log: {self.log_path})")
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *self.arguments]
         with open_in_place(self.log_path, os.O_WRONLY | os.O_APPEND) as log:
