@@ -485,7 +485,8 @@ def test_a_server_killed_in_a_rollout_and_restarted_gets_the_weights_again(own_s
         kill(own_server)
         for process in engine:
             process.resume()
-        own_server.start()  # ends what is left of the killed one first
+        own_server.stop()  # ends what is left of the killed one
+        own_server.start()
 
     trainer.add_callback(At(2, lambda: threads.append(in_next_rollout(trainer, own_server, restart))))
     trainer.train()

@@ -90,7 +90,7 @@ class Case(NamedTuple):
 
     def discrepancy(self, train: Sequence[Tensor], infer: Sequence[Tensor]) -> Ratio:
         """Return δ̄ between log-probabilities of the rollouts' tokens, by prompt."""
-        tokens = ScoredTokens.of(self.sample.rollouts, train, infer, len(self.prompts), self.settings.measure)
+        tokens = ScoredTokens(self.sample.rollouts, train, infer, len(self.prompts), self.settings.measure)
         return tokens.batch_discrepancy(self.settings.reduction)
 
 
@@ -106,14 +106,8 @@ def diagnose(case: Case, train: Sequence[Tensor], found: EngineMismatch) -> Diag
     passes = {removed: case.score(scheme, removed) if removed else list(train) for removed in subsets(causes)}
     disturbed = case.score(scheme, frozenset(causes), disturbed=True)
     infer = sampled_logps(case.sample.rollouts)
-    # A token counts where every pass gave it a finite log-probability, so that all means are over the same tokens.
-    gaps = [torch.stack(values).sum(0) * 0 for values in zip(disturbed, infer, *passes.values(), strict=True)]
-
-    def from_scored(scored: Sequence[Tensor], other: Sequence[Tensor]) -> Ratio:
-        return case.discrepancy([a + gap for a, gap in zip(scored, gaps, strict=True)], other)
-
-    left = {removed: from_scored(scored, infer) for removed, scored in passes.items()}
-    floor = from_scored(disturbed, passes[frozenset(causes)])
+    left = {removed: case.discrepancy(scored, infer) for removed, scored in passes.items()}
+    floor = case.discrepancy(disturbed, passes[frozenset(causes)])
     split = split_discrepancy(left, floor, causes, case.settings.seed)
     return Diagnosis(scheme, split, recommend(split, found.estimates["k3_kl"]))
 

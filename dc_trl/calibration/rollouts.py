@@ -18,8 +18,8 @@ from ..rollouts.engines import EngineSpec
 from ..rollouts.replica import Replica
 from ..serving.client import ServerClient, require_loaded
 from ..serving.connection import Patience
-from ..serving.errors import ServerError, ServerUnavailableError
-from ..serving.fit import check_server, layer_kinds, schemes_of
+from ..serving.errors import ServerError
+from ..serving.fit import layer_kinds, schemes_of
 from ..serving.guard import temporary_folder
 from ..serving.server import VLLMServer, vllm_version
 from .settings import CalibrationSettings
@@ -32,7 +32,7 @@ Policy: TypeAlias = PreTrainedModel | PeftModel
 
 
 class Rollout(NamedTuple):
-    """One completion: its token ids, and the engine's log π_inf of each in nats, NaN where it gave none."""
+    """One completion: its token ids, and the engine's log π_inf of each in nats."""
 
     prompt: int  # position in the list of prompts
     ids: list[int]
@@ -161,24 +161,11 @@ def _from_server(
 
 def _connect(url: str, config: PretrainedConfig, longest_prompt: int) -> tuple[ServerClient, list[str], int]:
     """Return a client of a running server that fits the policy, the kinds of its layers, and its limit of tokens."""
-    try:
-        client = ServerClient(url, start_timeout=5.0, patience=_PATIENCE)
-    except ServerUnavailableError as error:
-        raise ServerUnavailableError(
-            f"engine={url!r}: no vLLM server answers there. Start one with dc-trl serve, correct the URL, or "
-            "give a scheme ('fp8') in its place to have one started."
-        ) from error
-    info, layers = client.get_server_info(), client.layers()
-    try:
-        require_loaded(client.weight_version(), client.base_url)
-        with client.connection.reading("/server_info"):
-            # No weights are sent, and the server may be in any number format.
-            check_server(info, layers, scheme=None, config=config, max_length=longest_prompt + 1, weight_sync="none")
-            limit = info["model_config"]["max_model_len"]
-    except ServerError as error:
-        raise ServerError(f"engine={url!r}: {error}") from error
-    client.vocabulary = config.get_text_config().vocab_size
-    return client, layer_kinds(layers), limit
+    client = ServerClient(url, start_timeout=5.0, patience=_PATIENCE)
+    require_loaded(client.weight_version(), client.base_url)
+    # No weights are sent, and the server may be in any number format.
+    client.require_fit(config, scheme=None, max_length=longest_prompt + 1, weight_sync="none")
+    return client, layer_kinds(client.layers()), client.get_server_info()["model_config"]["max_model_len"]
 
 
 @contextmanager

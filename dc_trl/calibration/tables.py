@@ -23,11 +23,8 @@ def summary_table(calibration: Calibration) -> TableRows:
         ("δ: 50 / 90 / 99 / 99.9 %", lambda e: " / ".join(f"{e.percentiles[p]:.2g}" for p in _SHOWN)),
         ("KL(π_inf ‖ π_train), k3, nats", lambda e: _interval(e.estimates["k3_kl"])),
         ("Pearson of probabilities", lambda e: f"{e.pearson:.6f}"),
-        ("tokens (without log-prob)", lambda e: f"{e.tokens:,} ({e.unscored:,})"),
-        (
-            "completions cut off / empty",
-            lambda e: f"{e.truncated / e.completions:.1%} / {e.empty / e.completions:.1%}",
-        ),
+        ("tokens", lambda e: f"{e.tokens:,}"),
+        ("completions cut off", lambda e: f"{e.truncated / e.completions:.1%}"),
     ]
     head = ["", *(label(engine.engine) for engine in calibration.engines)]
     return head, [[name, *(cell(engine) for engine in calibration.engines)] for name, cell in rows]

@@ -1,6 +1,5 @@
 """Starts and stops a vLLM server with the options that training needs."""
 
-import atexit
 import os
 import re
 import shlex
@@ -185,14 +184,9 @@ class VLLMServer:
             self._watchdog = start_watchdog(
                 str(_GRACE), *command, env=os.environ | self.environment, stdout=log, stderr=subprocess.STDOUT
             )
-        atexit.register(self.stop)
         try:
             self._wait_until_up(self._watchdog)
         except BaseException:
-            # A server that is still starting hangs on SIGTERM, and has nothing to lose.
-            if (pid := self.pid) is not None:
-                with suppress(psutil.NoSuchProcess):
-                    psutil.Process(pid).kill()
             self.stop()
             raise
 
@@ -222,7 +216,6 @@ class VLLMServer:
 
     def stop(self) -> None:
         """End the server and all its processes, by force if they take longer than 20 seconds."""
-        atexit.unregister(self.stop)
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None:
             end_watchdog(watchdog)

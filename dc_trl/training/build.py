@@ -65,12 +65,6 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     with PartialState().local_main_process_first():  # only one process of a machine downloads
         samples, limit = data.eval_benchmark_samples, data.eval_benchmark_limit
         benchmarks = [Benchmark.load(word, samples=samples, limit=limit) for word in data.eval_benchmarks]
-    generations = args.num_generations_eval or args.num_generations
-    if eval_dataset is not None and args.per_device_eval_batch_size * args.world_size % generations:
-        raise ValueError(
-            f"per_device_eval_batch_size={args.per_device_eval_batch_size} in {args.world_size} process(es) is not a "
-            f"multiple of num_generations_eval={generations}: set num_generations_eval=1, or a multiple of it."
-        )
     args.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,

@@ -37,15 +37,14 @@ class ServerArguments:
 def require_servable(server: ServerArguments, args: DCGRPOConfig) -> None:
     """Refuse a server that the settings would not use."""
     require_effect(server)
-    if server.serve is not None and not (args.use_vllm and args.vllm_mode == "server"):
-        raise ValueError(
-            f"serve={server.serve!r} with use_vllm={args.use_vllm} and vllm_mode={args.vllm_mode!r} starts a server "
-            "that nothing uses: set use_vllm=true and vllm_mode=server, or leave serve out."
-        )
+    if server.serve is None:
+        return
     named = args.vllm_server_base_url or args.vllm_server_base_urls
-    if server.serve is not None and named is not None:
+    if named is not None or not args.use_vllm or args.vllm_mode != "server":
         raise ValueError(
-            f"serve={server.serve!r} starts a server, and {named!r} names another: leave one of them out."
+            f"serve={server.serve!r} starts a server that nothing uses with use_vllm={args.use_vllm}, vllm_mode="
+            f"{args.vllm_mode!r} and the address {named!r}: leave serve out, or set use_vllm=true, vllm_mode=server "
+            "and no address."
         )
 
 
